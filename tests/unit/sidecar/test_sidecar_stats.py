@@ -161,28 +161,6 @@ def test_small_items_reduced_together_are_as_each_by_itself(
         assert bool(message.exponent_counts) == with_exponents
 
 
-PIECE_NUMEL = reduce.PIECE_BYTES // 4
-
-
-@pytest.mark.parametrize("at", [0, 1023, 1024, PIECE_NUMEL - 1, PIECE_NUMEL, 2 * PIECE_NUMEL + 700])
-@pytest.mark.parametrize("value", [0.0, -0.0, math.nan, math.inf, -math.inf, -9.0, 9.0])
-def test_one_odd_element_anywhere_is_seen(at: int, value: float) -> None:
-    """First and last of rows, of pieces, and of the rest that is no whole row."""
-    values = torch.rand(2 * PIECE_NUMEL + 701) - 0.5
-    values[values == 0] = 0.25
-    values[at] = value
-    found = check(values, "float32")
-    assert found.zero_count == (value == 0)
-    assert found.nan_count + found.inf_count == (not math.isfinite(value))
-
-
-def test_infinities_of_both_signs_do_not_pass_for_nan() -> None:
-    values = torch.ones(5000)
-    values[3], values[4000] = math.inf, -math.inf
-    found = check(values, "float32")
-    assert (found.nan_count, found.inf_count) == (0, 2)
-
-
 def test_runs_at_odd_addresses_are_read() -> None:
     values = torch.randn(1000)
     shifted = memoryview(bytearray(b"x" + bytes(bytes_of(values))))[1:]

@@ -1,11 +1,11 @@
 """Mergeable statistics of runs of equal elements, one run or many small ones at a time.
 
-Memory is walked in pieces that fit a core's cache. The first operation on a piece fetches it, the
-others find it there; which of torch's and numpy's are used was decided by measuring them in that
-place (docs/decisions.md). Sums are kept in float64 across pieces and rows; within a row of 1,024
-elements float32 vector lanes are exact enough (relative error below 1e-6). Counts, minima and
-maxima are exact. Small tensors of one length are reduced together, since they cost calls, not
-bytes.
+Memory is walked once in pieces that fit the cores' cache; each piece is reduced by a few
+vector operations while it is there. Sums are kept in float64 across pieces and rows; within
+a row of 1,024 elements float32 vector lanes are exact enough (relative error below 1e-6).
+Counts, minima and maxima are exact. Minima, maxima and zeros are numpy's, whose loops are
+faster in cache than torch's; rows are torch's for the same reason. Small tensors of one length
+are reduced together, since they cost calls, not bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -46,15 +45,9 @@ PIECE_BYTES = 1 << 20
 A tenth faster than 512 KiB, where the operations' overhead shows.
 """
 
-Array: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[Any]]"
-Flags: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.bool_]]"
-"""Room for one bool of each element of a piece."""
-
 MAX_EDGES = 513
 
 _ROW = 1024
-_ONES = {dtype: torch.ones(_ROW, dtype=dtype) for dtype in (torch.float32, torch.float64)}
-
 # If the mean contributes less than this part of the mean square, subtracting loses no digits.
 _SMALL_MEAN = 0.05
 
@@ -218,13 +211,12 @@ def reduce_run(
         exponents=torch.zeros(BIASED_BINS, dtype=torch.int64) if with_exponents else None
     )
     numel = len(data) // itemsize
-    piece_numel = min(PIECE_BYTES // _WIDENED[dtype].itemsize, numel)
-    flags = np.empty(piece_numel, np.bool_)
-    for begin in range(0, numel, PIECE_BYTES // _WIDENED[dtype].itemsize):
+    piece_numel = PIECE_BYTES // _WIDENED[dtype].itemsize
+    for begin in range(0, numel, piece_numel):
         end = min(begin + piece_numel, numel)
         raw = torch.frombuffer(data[begin * itemsize : end * itemsize], dtype=torch.uint8)
         piece = _widen(raw, dtype)
-        _add_piece(result, piece, flags)
+        _add_piece(result, piece)
         if edges is not None:
             _add_between(result, piece, edges)
     return result
@@ -233,8 +225,7 @@ def reduce_run(
 def add_elements(result: Reduced, elements: torch.Tensor, dtype: str) -> None:
     """Add the statistics of a tensor of `dtype`, small enough to be widened at once."""
     if elements.numel():
-        flags = np.empty(elements.numel(), np.bool_)
-        _add_piece(result, elements.flatten().to(_WIDENED[dtype]), flags)
+        _add_piece(result, elements.flatten().to(_WIDENED[dtype]))
 
 
 def exponent_counts(result: Reduced) -> list[int]:
@@ -249,35 +240,29 @@ def _widen(raw: torch.Tensor, dtype: str) -> torch.Tensor:
     return raw.view(kind).to(_WIDENED[dtype])
 
 
-def _add_piece(result: Reduced, piece: torch.Tensor, flags: Flags) -> None:
-    # Whatever is not finite makes the sum so; this is the pass that fetches the piece, the
-    # ones below find it in the cache.
-    total = _sum(piece)
+def _add_piece(result: Reduced, piece: torch.Tensor) -> None:
+    array = piece.numpy()
+    # If there is a NaN, both are NaN.
+    low, high = float(array.min()), float(array.max())
+    numel = piece.numel()
     finite = piece
-    if not math.isfinite(total):
-        finite = piece[torch.isfinite(piece)]
+    if not (math.isfinite(low) and math.isfinite(high)):
         nan_count = int(torch.isnan(piece).sum())
+        finite = piece[torch.isfinite(piece)]
         result.nan_count += nan_count
-        result.inf_count += piece.numel() - nan_count - finite.numel()
-        result.count += piece.numel() - finite.numel()
+        result.inf_count += numel - nan_count - finite.numel()
+        result.count += numel - finite.numel()
         if finite.numel() == 0:
             return
-        total = float(finite.double().sum())
-    array = finite.numpy()
-    low, high = float(array.min()), float(array.max())
-    result.add_moments(finite.numel(), *_moments(finite, total))
+        array = finite.numpy()
+        low, high = float(array.min()), float(array.max())
+    result.add_moments(finite.numel(), *_moments(finite))
     result.count += finite.numel()
     result.min, result.max = min(result.min, low), max(result.max, high)
-    zero_count = _count_zeros(array, flags) if low <= 0 <= high else 0
+    zero_count = int(np.count_nonzero(array == 0)) if low <= 0 <= high else 0
     result.zero_count += zero_count
     if result.exponents is not None:
         result.exponents += count_biased(finite, zero_count)
-
-
-def _count_zeros(array: Array, flags: Flags) -> int:
-    flags = np.equal(array, 0, out=flags[: len(array)])
-    # Most tensors have none, and to find one is half the work of counting them.
-    return int(np.count_nonzero(flags)) if flags.any() else 0
 
 
 def _add_between(result: Reduced, piece: torch.Tensor, edges: torch.Tensor) -> None:
@@ -287,10 +272,10 @@ def _add_between(result: Reduced, piece: torch.Tensor, edges: torch.Tensor) -> N
     result.between = counts if result.between is None else result.between + counts
 
 
-def _moments(values: torch.Tensor, total: float) -> tuple[float, float, float]:
-    """Mean, sum of squared distances from it, sum of squares; `total` is the sum."""
+def _moments(values: torch.Tensor) -> tuple[float, float, float]:
+    """Mean, sum of squared distances from it, sum of squares."""
     count = values.numel()
-    mean = total / count
+    mean = _sum(values) / count
     sum_squares = _sum_squares(values)
     if count * mean * mean <= _SMALL_MEAN * sum_squares:
         return mean, sum_squares - count * mean * mean, sum_squares
@@ -304,20 +289,20 @@ def _moments(values: torch.Tensor, total: float) -> tuple[float, float, float]:
 
 def _sum(values: torch.Tensor) -> float:
     whole = values.numel() // _ROW * _ROW
-    # A product with ones reads several rows side by side, and so memory faster than `sum` does.
-    rows = torch.mv(values[:whole].view(-1, _ROW), _ONES[values.dtype])
-    total = float(rows.sum(dtype=torch.float64))
+    rows = values[:whole].view(-1, _ROW).sum(dim=1)
+    total = float(rows.numpy().sum(dtype=np.float64))
     if whole < values.numel():
         total += float(values[whole:].sum(dtype=torch.float64))
-    return total
+    # Rows of very large float32 numbers overflow.
+    return total if math.isfinite(total) else float(values.double().sum())
 
 
 def _sum_squares(values: torch.Tensor) -> float:
     whole = values.numel() // _ROW * _ROW
-    rows = values[:whole].numpy().reshape(-1, _ROW)
-    # Rows of very large float32 numbers overflow; the total tells, and numpy need not.
-    with np.errstate(over="ignore"):
-        total = float(np.vecdot(rows, rows).sum(dtype=np.float64))
+    # The norm of a row is one fused pass; squares of single elements would be two.
+    rows = torch.linalg.vector_norm(values[:whole].view(-1, _ROW), dim=1)
+    norms = rows.numpy().astype(np.float64)
+    total = float(norms.dot(norms))
     if not _TINY_SQUARE * whole <= total < math.inf:
         return float(values.double().square().sum())
     if whole < values.numel():

@@ -237,7 +237,7 @@ class Boundaries:
             snapshot.step, snapshot.edits = outcome.step, outcome.edits
             self._store.drop(snapshot)
         if asked.reach.action == EDIT and self.edits is not None:
-            self.edits.settle()
+            self.edits.request_ended(asked.reach.number)
         asked.done.set_result(outcome)
 
     def _post(self, future: asyncio.Future[None]) -> None:

@@ -96,19 +96,26 @@ class Faults:
         self._later = later
         self._given = _parse(text)
         self._told: dict[str, _Rule] = {}
+        self._lock = threading.Lock()
 
     def at(self, point: str) -> None:
-        """Pass a named point; act on a rule that is due."""
-        if self._later is not None and (told := _taken(self._later)) is not None:
-            self._told = _parse(told)
-        for rules in (self._told, self._given):
-            rule = rules.get(point)
-            if rule is None:
-                continue
-            rule.left -= 1
-            if rule.left == 0:
-                del rules[point]
-                self._act(rule.signal)
+        """Pass a named point, on any thread; act on a rule that is due."""
+        with self._lock:
+            if self._later is not None and (told := _taken(self._later)) is not None:
+                self._told = _parse(told)
+            due = [_passed(rules, point) for rules in (self._told, self._given)]
+        for number in due:
+            if number is not None:
+                self._act(number)
+
+
+def _passed(rules: dict[str, _Rule], point: str) -> signal.Signals | None:
+    """Count a pass; the signal of the rule that is due with it."""
+    rule = rules.get(point)
+    if rule is None:
+        return None
+    rule.left -= 1
+    return rules.pop(point).signal if rule.left == 0 else None
 
 
 def from_environment(socket_path: Path) -> Faults:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -437,7 +438,7 @@ def test_a_ready_edit_is_let_go_of_only_when_nobody_can_apply_it() -> None:
                 with pytest.raises(ConflictError, match="in doubt for boundary 1"):
                     edits.make_ready(entry.edit_id, boundary=2, token=5)
                 page[Word.PROMISED] = 0
-                edits.settle()
+                edits.request_ended(1)
                 await asyncio.sleep(1.5 * WITHDRAWN_NS / 1e9)
                 edits.settle()
                 assert entry.phase is Phase.STAGED
@@ -453,6 +454,29 @@ def test_a_ready_edit_is_let_go_of_only_when_nobody_can_apply_it() -> None:
                 assert edits.get(entry.edit_id).phase is Phase.APPLIED
                 with pytest.raises(ConflictError, match="already applied, at boundary 2"):
                     edits.make_ready(entry.edit_id, boundary=3, token=9)
+
+    run(test)
+
+
+def test_a_request_that_is_not_in_the_page_yet_is_not_one_that_was_withdrawn() -> None:
+    """The copying thread writes it, and on a busy machine that may take a while."""
+
+    async def test() -> None:
+        with rank_of() as rank:
+            async with rank.edits() as edits:
+                entry = await edits.begin(
+                    rank.manifest(1, [EditOp(fqn="w", kind=EditKind.FILL, value=1.0)])
+                )
+                argument = edits.make_ready(entry.edit_id, boundary=1, token=5)
+                for _ in range(2):
+                    await asyncio.sleep(1.5 * WITHDRAWN_NS / 1e9)
+                    edits.settle()
+                assert entry.phase is Phase.READY
+                rank.page[Word.TOKEN], rank.page[Word.ARGUMENT] = 5, argument
+                rank.page[Word.READY] = 1
+                rank.agree()
+                rank.apply()
+                assert edits.get(entry.edit_id).phase is Phase.APPLIED
 
     run(test)
 
@@ -624,6 +648,35 @@ def test_a_successor_tells_the_same_and_undoes_what_its_predecessor_applied() ->
                 assert (
                     edits.get(undo.edit_id).undo_refusal == "its undo data was dropped on request"
                 )
+
+    run(test)
+
+
+def test_an_undo_persisted_before_its_original_leaves_no_claim_to_its_memory() -> None:
+    """The sidecar dies between the two; what a successor then frees, the next one must not find."""
+
+    async def test() -> None:
+        with rank_of("fsdp1", 2, 1) as rank:
+            data = rank.data_of(WHOLE, operands())
+            async with rank.edits() as edits:
+                first = await stage(edits, rank.manifest(1, WHOLE), data)
+                rank.boundary(edits, first)
+                undo = await edits.begin(rank.manifest(2, WHOLE, undo_of=first.edit_id))
+                rank.ready(edits, undo)
+                rank.agree()
+                rank.apply()
+                with patch.object(edits._book.undo, "_persist", lambda one: None):
+                    edits.settle()
+                assert undo.phase is Phase.APPLIED
+            async with rank.edits() as edits:
+                await edits.drop(undo.edit_id)
+                third = await stage(edits, rank.manifest(3, WHOLE), data)
+                taken = edits.staged_bytes
+            async with rank.edits() as edits:
+                assert edits.get(first.edit_id).undo_refusal == "it is already undone"
+                assert edits.undo_bytes == 0
+                assert edits.staged_bytes == taken
+                rank.boundary(edits, edits.get(third.edit_id))
 
     run(test)
 

@@ -196,6 +196,7 @@ class EditRun:
         self._tasks: set[asyncio.Task[None]] = set()
         self._pauses: dict[int, float] = {}
         self._loop = asyncio.create_task(self._run(), name="paramd-edit")
+        self._loop.add_done_callback(self._ended)
 
     @property
     def is_idle(self) -> bool:
@@ -289,15 +290,27 @@ class EditRun:
         return True
 
     async def _do(self, action: Action) -> None:
+        if isinstance(action, Forget):
+            await self._forget(action.rank)
+        elif not isinstance(action, Persist):
+            try:
+                event: Event = await self._asked(action)
+            except Exception:
+                # The machine waits for an answer to everything it asks.
+                log.exception("edit %s, rank %d: a fault of paramd", self.row.id, action.rank)
+                event = Unreported(action.rank)
+                if isinstance(action, Reach):
+                    event = NotReached(action.rank, f"rank {action.rank}: a fault of paramd")
+            self.feed(event)
+
+    async def _asked(self, action: Reach | Withdraw | Show) -> Event:
         match action:
             case Reach(rank):
-                self.feed(await self._reach(rank))
+                return await self._reach(rank)
             case Withdraw(rank, later):
-                self.feed(await self._withdraw(rank, later=later))
+                return await self._withdraw(rank, later=later)
             case Show(rank):
-                self.feed(await self._show(rank))
-            case Forget(rank):
-                await self._forget(rank)
+                return await self._show(rank)
 
     async def _reach(self, rank: int) -> Event:
         machine = self.machine

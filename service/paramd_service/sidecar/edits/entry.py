@@ -254,6 +254,8 @@ class Entry:
     data_digests: Sequence[bytes] = ()
     boundary: int = 0
     token: int = 0
+    requested: bool = False
+    """This process may still write its request to the page: none there proves nothing."""
     unready_ns: int = 0
     """When its request was first seen gone from the page; 0: still there."""
     step: int = -1
@@ -399,7 +401,7 @@ def fate(entry: Entry, words: Sequence[int], *, ended: Ownership | None, now_ns:
         return Outcome.NEVER
     if agreed == number:
         return Outcome.OPEN
-    if words[Word.READY] == number:
+    if words[Word.READY] == number or entry.requested:
         entry.unready_ns = 0
         return Outcome.OPEN
     entry.unready_ns = entry.unready_ns if entry.unready_ns else now_ns

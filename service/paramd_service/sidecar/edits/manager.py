@@ -379,8 +379,8 @@ class Edits:
     def make_ready(self, edit_id: str, *, boundary: int, token: int) -> int:
         """Declare a staged edit ready for a boundary request, before READY is written.
 
-        Idempotent for the same request. The edit's memory is kept until the page shows that it
-        can no longer be applied.
+        Idempotent for the same request. The edit's memory is kept until `request_ended` and the
+        page show that it can no longer be applied.
 
         Returns:
             Word.ARGUMENT: offset of its program in the edits' memory.
@@ -392,6 +392,7 @@ class Edits:
         entry = self.get(edit_id)
         if entry.phase in (Phase.READY, Phase.APPLIED):
             if (entry.boundary, entry.token) == (boundary, token):
+                entry.requested = entry.phase is Phase.READY
                 return entry.program_begin
             raise ConflictError(
                 f"edit {edit_id} was already applied, at boundary {entry.boundary}"
@@ -405,7 +406,9 @@ class Edits:
                 f"of {entry.size_bytes:,} bytes are staged"
             )
         entry.boundary, entry.token, entry.unready_ns = boundary, token, 0
-        entry.phase = Phase.READY
+        # The copying thread, which writes READY, may be slow: until it has ended the request,
+        # READY may still appear.
+        entry.phase, entry.requested = Phase.READY, True
         # Before READY is in the page: a successor must know that it may be applied.
         self._book.persist(entry)
         self._faults.at("edit-ready")
@@ -419,6 +422,13 @@ class Edits:
                 self._applied(entry)
             elif found is Outcome.NEVER:
                 self._book.unready(entry)
+
+    def request_ended(self, boundary: int) -> None:
+        """The copying thread is done with a request, and never writes it to the page again."""
+        for entry in self._book.entries.values():
+            if entry.boundary == boundary:
+                entry.requested = False
+        self.settle()
 
     def withdrawn(self, boundary: int) -> None:
         """Free a request's edit at once: this rank will certainly never take part in it."""

@@ -157,6 +157,9 @@ class EditBook:
         self._index = EditIndex(self._memory.buffer)
         self.entries = recovered(self._index, self._memory)
         for entry in self.entries.values():
+            if entry.refusal is UndoRefusal.UNDONE:
+                # Its body is its undo's, and a later successor must not find it here.
+                self.persist(entry)
             entry.touched_ns = time.monotonic_ns()
             self._order = max(self._order, entry.order)
             if entry.phase is Phase.APPLIED and entry.body is not None:
@@ -212,7 +215,7 @@ class EditBook:
 
     def unready(self, entry: Entry) -> None:
         """Make a ready edit STAGED again: its request will never be applied."""
-        entry.phase, entry.unready_ns = Phase.STAGED, 0
+        entry.phase, entry.requested, entry.unready_ns = Phase.STAGED, False, 0
         entry.touched_ns = time.monotonic_ns()
         self.persist(entry)
 

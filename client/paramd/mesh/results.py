@@ -6,10 +6,11 @@ import asyncio
 import html
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from paramd.errors import ParamdError
+from paramd.errors import ParamdError, UsageError
 from paramd.layout.stats import STATISTICS, Statistic, Summary
 from paramd.layout.types import TensorKind, TensorLayout
 from paramd.mesh.peers.sidecars import Sidecars
@@ -79,6 +80,10 @@ class Table(tuple[Item, ...], Generic[Item]):
 
     columns: Sequence[tuple[str, Callable[[Any], str]]] = ()
     """Header and text of each column."""
+    row_type: type
+    """Dataclass of the rows."""
+    about: Sequence[str] = ()
+    """Attributes that say what all rows are of."""
 
     def cells(self) -> list[list[str]]:
         """Cell texts of the first `SHOWN_ROWS` rows."""
@@ -87,6 +92,39 @@ class Table(tuple[Item, ...], Generic[Item]):
     def summary(self) -> str:
         """The line below the table."""
         return f"{len(self)} rows"
+
+    def to_pandas(self) -> Any:
+        """The rows, in order, as a new `pandas.DataFrame`; pandas is imported here only.
+
+        Columns are the rows' fields, with their values rather than the printed texts; an empty
+        table has them too. `DataFrame.attrs` has what all rows are of, such as job and step.
+        Totals are left out.
+
+        Raises:
+            UsageError: pandas cannot be imported.
+        """
+        try:
+            pandas = import_module("pandas")
+        except ImportError as error:
+            raise UsageError(
+                f"to_pandas needs pandas, which cannot be imported here ({error}); "
+                "run: pip install pandas"
+            ) from error
+        # By name: from no rows at all pandas would make no columns.
+        records = [self._record(row) for row in self]
+        frame = pandas.DataFrame(records, columns=list(self._names()))
+        frame.attrs.update({name: getattr(self, name) for name in self.about})
+        return frame
+
+    @classmethod
+    def _names(cls) -> Sequence[str]:
+        """Names of the values in `_record`."""
+        return [one.name for one in fields(cls.row_type)]
+
+    @classmethod
+    def _record(cls, row: Any) -> dict[str, Any]:
+        """One row's values by name."""
+        return {name: getattr(row, name) for name in cls._names()}
 
     def __repr__(self) -> str:
         return text_table([name for name, _ in self.columns], self.cells(), self._below())
@@ -110,6 +148,12 @@ class Params(Table[ParamInfo]):
         ("placement", lambda row: row.placement),
         ("ranks", lambda row: ranks_text(row.ranks)),
     )
+    row_type = ParamInfo
+
+    @classmethod
+    def _record(cls, row: Any) -> dict[str, Any]:
+        """As `Table._record`, with the kind as text."""
+        return {**super()._record(row), "kind": row.kind.value}
 
     def summary(self) -> str:
         return f"{len(self)} tensors, {sum(row.numel for row in self):,} elements"
@@ -139,6 +183,8 @@ class StatsTable(Table[TensorStats]):
         ("dtype", lambda row: row.dtype),
         *((one.title, _shown(one)) for one in STATISTICS),
     )
+    row_type = TensorStats
+    about = ("job", "incarnation", "step", "unsettled")
     total: TensorStats
     job: str
     incarnation: int
@@ -160,6 +206,17 @@ class StatsTable(Table[TensorStats]):
         self.total, self.job, self.incarnation, self.step = total, job, incarnation, step
         self.unsettled = unsettled
         return self
+
+    @classmethod
+    def _names(cls) -> Sequence[str]:
+        """As `Table._names`, with each number of the summary by its own name."""
+        return ["name", "shape", "dtype", *(one.name for one in fields(Summary))]
+
+    @classmethod
+    def _record(cls, row: Any) -> dict[str, Any]:
+        """As `Table._record`."""
+        numbers = {one.name: getattr(row.summary, one.name) for one in fields(Summary)}
+        return {"name": row.name, "shape": row.shape, "dtype": row.dtype, **numbers}
 
     def cells(self) -> list[list[str]]:
         """As `Table.cells`; the last row is the total."""
@@ -207,6 +264,8 @@ class MeshStatus(Table[RankStatus]):
         ("snapshots", lambda row: bytes_text(row.snapshot_bytes)),
         ("note", lambda row: row.reason),
     )
+    row_type = RankStatus
+    about = ("job", "incarnation", "world_size", "step")
     job: str
     incarnation: int
     world_size: int
@@ -264,6 +323,16 @@ class Summoned(dict[str, "torch.Tensor"]):
         """Duration of the call."""
         self.bytes = bytes
         """Bytes read from the sidecars."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """A new plain dict for `module.load_state_dict`; its tensors are these, not copies.
+
+        It has what was summoned: every name of a tied tensor that matched, and buffers with
+        `summon(..., buffers=True)`. So `summon("*", buffers=True)` loads strictly, unless the
+        module has persistent state other than tensors; without buffers, or from other patterns,
+        give `strict=False`. Names are those of the unwrapped module (no "module." of DDP).
+        """
+        return dict(self)
 
     def __repr__(self) -> str:
         return text_table(_TENSOR_COLUMNS, self._cells(), self._below())

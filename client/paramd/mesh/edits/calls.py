@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 from urllib.parse import quote, urlencode
 
@@ -176,6 +176,9 @@ def op_text(op: Mapping[str, Any]) -> str:
     return " ".join(part for part in (word, shown, str(op.get("pattern"))) if part)
 
 
+_RANGES = ("before", "after")
+
+
 class Edits(Table[Edit]):
     """Edits, newest first."""
 
@@ -187,6 +190,25 @@ class Edits(Table[Edit]):
         ("who", lambda row: row.actor),
         ("note", lambda row: row.note),
     )
+    row_type = Edit
+
+    @classmethod
+    def _names(cls) -> Sequence[str]:
+        """As `Table._names`, with the numbers of `before` and `after` as "before_min" and so on."""
+        names = [name for name in super()._names() if name not in _RANGES]
+        return [*names, *(f"{side}_{one.name}" for side in _RANGES for one in fields(ValueRange))]
+
+    @classmethod
+    def _record(cls, row: Any) -> dict[str, Any]:
+        """As `Table._record`; None where an edit has no range."""
+        record = {one.name: getattr(row, one.name) for one in fields(Edit)}
+        ranges = {side: record.pop(side) for side in _RANGES}
+        numbers = {
+            f"{side}_{one.name}": getattr(found, one.name, None)
+            for side, found in ranges.items()
+            for one in fields(ValueRange)
+        }
+        return {**record, "state": str(row.state), **numbers}
 
     def summary(self) -> str:
         return f"{len(self)} edits"

@@ -18,6 +18,7 @@ from paramd.layout.exports.settings import NameMap
 from paramd.layout.plan import ReadPlan
 from paramd.layout.select import select
 from paramd.layout.types import Layout
+from paramd.mesh.alerts import AlertCalls, Alerts, AlertState
 from paramd.mesh.edits.calls import Edit, EditCalls, Edits, EditTerms, Hold, Holder, check_applied
 from paramd.mesh.edits.editing import (
     Changes,
@@ -94,6 +95,7 @@ class AsyncMesh:
         self._edits = EditCalls(self._rest, self._reach)
         self._holder = Holder(self._edits)
         self._exports = ExportCalls(self._rest, self._reach)
+        self._alerts = AlertCalls(self._rest, self._reach)
         self._views: set[AsyncExitStack] = set()
         self._streams: set[StepStream[Any, Any]] = set()
 
@@ -157,6 +159,23 @@ class AsyncMesh:
 
         await self._reach.refresh()
         return await self._reach.attempts(attempt, deadline_s)
+
+    async def alerts(
+        self, *, state: AlertState = "all", incarnation: int | None = None, limit: int = 100
+    ) -> Alerts:
+        """The job's alerts: those firing, then those resolved, each newest first.
+
+        Args:
+            state: "firing" or "resolved" for those alone.
+            incarnation: None means the job's last one. Alerts of a past one may still be
+                "firing" if its control plane ended before they were resolved.
+            limit: Most alerts to return.
+
+        Raises:
+            UsageError: an argument is wrong.
+            UnreachableError: the control plane does not respond.
+        """
+        return await self._alerts.all(state=state, incarnation=incarnation, limit=limit)
 
     async def params(
         self, *patterns: str, buffers: bool = False, timeout: Timeout = UNSET

@@ -172,6 +172,7 @@ class Mesh:
         return self._run(self._mesh.read_layout())
 
     status = _blocking(AsyncMesh.status)
+    alerts = _blocking(AsyncMesh.alerts)
     lanes = _blocking(AsyncMesh.lanes)
     params = _blocking(AsyncMesh.params)
     stats = _blocking(AsyncMesh.stats)

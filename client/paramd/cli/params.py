@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,12 +14,18 @@ from paramd.filters import Facts, parse_filter
 if TYPE_CHECKING:
     from paramd.mesh.results import ParamInfo
 
+
+def _flag(value: Any) -> str:
+    return {True: "yes", False: "no"}.get(value, "-")
+
+
 COLUMNS = (
     Column("fqn", "NAME"),
     Column("shape", "SHAPE", shape, right=True),
     Column("dtype", "DTYPE"),
     Column("numel", "ELEMENTS", count, right=True),
     Column("placement", "PLACEMENT"),
+    Column("trainable", "TRAINABLE", _flag),
     Column("aliases", "TIED TO", ", ".join),
 )
 
@@ -36,19 +42,27 @@ def params(
         ),
     ] = None,
     buffers: Buffers = False,
+    trainable: Annotated[
+        bool | None,
+        typer.Option(
+            "--trainable/--frozen",
+            help="Only parameters that did, or did not, require a gradient at attach.",
+            show_default=False,
+        ),
+    ] = None,
     output: Output = None,
 ) -> None:
     """List parameters: full shape, dtype and how they are distributed.
 
-    Terms compare name, placement, kind, dtype, shape, numel, dims, rank and
-    tied. Terms on norm, mean, std, min, max, absmax, nan, inf and zero first
+    Terms compare name, placement, kind, dtype, shape, numel, dims, rank,
+    tied and trainable. Terms on norm, mean, std, min, max, absmax, nan, inf and zero first
     compute statistics of all tensors that pass the other terms.
     """
     chosen = parse_filter(" ".join(wanted if wanted is not None else ()))
     with target.connect() as mesh:
         found = [
             info
-            for info in mesh.params(*chosen.patterns, buffers=buffers)
+            for info in mesh.params(*chosen.patterns, buffers=buffers, trainable=trainable)
             if chosen.matches(facts_of(info))
         ]
         about: dict[str, object] = {"job": mesh.job, "incarnation": mesh.incarnation}
@@ -76,6 +90,7 @@ def row(info: ParamInfo) -> dict[str, object]:
         "numel": info.numel,
         "placement": info.placement,
         "kind": info.kind.value,
+        "trainable": info.trainable,
         "aliases": [name for name in info.names if name != info.fqn],
         "ranks": list(info.ranks),
     }

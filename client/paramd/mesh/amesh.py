@@ -178,9 +178,20 @@ class AsyncMesh:
         return await self._alerts.all(state=state, incarnation=incarnation, limit=limit)
 
     async def params(
-        self, *patterns: str, buffers: bool = False, timeout: Timeout = UNSET
+        self,
+        *patterns: str,
+        buffers: bool = False,
+        trainable: bool | None = None,
+        timeout: Timeout = UNSET,
     ) -> Params:
         """The parameters that match any pattern; all without patterns.
+
+        Args:
+            patterns: Globs over names.
+            buffers: List buffers too.
+            trainable: True or False lists only the parameters that did or did not require a
+                gradient when the job was attached (`ParamInfo.trainable`), and no buffers.
+            timeout: Seconds; None means no limit.
 
         Raises:
             NotFoundError: a pattern matches nothing; the message suggests similar names.
@@ -189,7 +200,8 @@ class AsyncMesh:
         async def attempt(sidecars: Sidecars) -> Params:
             index = await self._reach.index(sidecars)
             chosen = select(index, patterns or ("*",), with_buffers=buffers)
-            return Params(ParamInfo.of(item.tensor) for item in chosen)
+            rows = (ParamInfo.of(item.tensor) for item in chosen)
+            return Params(row for row in rows if trainable is None or row.trainable is trainable)
 
         return await self._reach.attempts(attempt, self._deadline(timeout))
 

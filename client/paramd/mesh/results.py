@@ -59,6 +59,9 @@ class ParamInfo:
     """Parameter or buffer."""
     ranks: tuple[int, ...]
     """Ranks that hold a part of it."""
+    trainable: bool | None = None
+    """Whether it required a gradient, on some rank, when the job was attached; a script may
+    freeze and unfreeze parameters later. None for buffers, and where it is not known."""
 
     @classmethod
     def of(cls, tensor: TensorLayout) -> ParamInfo:
@@ -72,6 +75,7 @@ class ParamInfo:
             placement=tensor.placement,
             kind=tensor.kind,
             ranks=tuple(sorted({piece.rank for piece in tensor.pieces if piece.region.numel})),
+            trainable=tensor.trainable,
         )
 
 
@@ -147,6 +151,7 @@ class Params(Table[ParamInfo]):
         ("numel", lambda row: f"{row.numel:,}"),
         ("placement", lambda row: row.placement),
         ("ranks", lambda row: ranks_text(row.ranks)),
+        ("trainable", lambda row: flag_text(row.trainable)),
     )
     row_type = ParamInfo
 
@@ -393,6 +398,11 @@ def ranks_text(ranks: Sequence[int]) -> str:
         else:
             runs.append([rank, rank])
     return ", ".join(str(b) if b == e else f"{b}-{e}" for b, e in runs)
+
+
+def flag_text(flag: bool | None) -> str:
+    """ "yes", "no", or "-" for what is not known."""
+    return "-" if flag is None else "yes" if flag else "no"
 
 
 def bytes_text(size_bytes: int) -> str:

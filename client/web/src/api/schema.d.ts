@@ -2174,6 +2174,11 @@ export interface components {
              * @description Full, unsharded shape
              */
             shape: number[];
+            /**
+             * Trainable
+             * @description Whether it required a gradient when the job was attached; null for buffers, and where it is not known
+             */
+            trainable: boolean | null;
         };
         /**
          * ParamDocument
@@ -2212,6 +2217,11 @@ export interface components {
              * @description Full, unsharded shape
              */
             shape: number[];
+            /**
+             * Trainable
+             * @description Whether it required a gradient when the job was attached; null for buffers, and where it is not known
+             */
+            trainable: boolean | null;
         };
         /**
          * ParamPage

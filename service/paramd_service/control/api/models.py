@@ -237,6 +237,10 @@ class ParamDocument(BaseModel):
     numel: int
     kind: str = Field(description="parameter or buffer")
     placement: str = Field(description="How it is distributed, for humans")
+    trainable: bool | None = Field(
+        description="Whether it required a gradient when the job was attached; null for buffers, "
+        "and where it is not known"
+    )
 
 
 class MissingDocument(BaseModel):

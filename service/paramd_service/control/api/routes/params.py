@@ -225,6 +225,7 @@ def document_of(tensor: TensorLayout) -> ParamDocument:
         numel=tensor.numel,
         kind=tensor.kind.value,
         placement=tensor.placement,
+        trainable=tensor.trainable,
     )
 
 

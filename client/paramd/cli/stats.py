@@ -82,16 +82,17 @@ def stats(
     with target.connect() as mesh:
         asked_s = time.monotonic()
         found = mesh.stats(*glob, buffers=buffers, histogram=with_histogram, unsettled=unsettled)
-    from paramd.mesh.results import UNSETTLED_TEXT
+    from paramd.mesh.results import unsettled_text
 
     age_s = time.monotonic() - asked_s
     form = target.format
     emit(listing(found, age_s=age_s, with_histogram=with_histogram), form)
     if with_histogram and form is Format.TABLE:
         print_histograms(found)
+    rests = unsettled_text(unsettled=found.unsettled, label=found.label)
     say(
         f"job {found.job}, incarnation {found.incarnation}, step {found.step}"
-        f"{UNSETTLED_TEXT if found.unsettled else ''}, at most {seconds(age_s)} old "
+        f"{rests}, at most {seconds(age_s)} old "
         f"({seconds(time.monotonic() - began_s)} total)"
     )
 
@@ -107,6 +108,7 @@ def listing(found: StatsTable, *, age_s: float, with_histogram: bool) -> Listing
             "incarnation": found.incarnation,
             "step": found.step,
             "unsettled": found.unsettled,
+            "label": found.label,
             "age_s": age_s,
         },
         total={**_numbers(found.total, with_histogram), "fqn": "total"},

@@ -269,7 +269,9 @@ class AsyncMesh:
             buffers: Match buffers too; reading them requires training to progress.
             unsettled: Accept parameters that were changed after the last update while training
                 has not continued, such as averaged weights swapped in for an evaluation.
-                Otherwise the call waits for a settled state until its deadline.
+                Where the training marks them (`attachment.not_training_weights`), the result's
+                `label` says what they are. Otherwise the call waits for a settled state until
+                its deadline, or is refused with that label.
             timeout: Seconds; None means no limit.
             transport: "same-host" for shared memory, "stream" for bulk streams over TCP, "grpc"
                 for gRPC alone, "auto" for the first of these that a rank has. `lanes` tells.
@@ -280,7 +282,8 @@ class AsyncMesh:
         Raises:
             UsageError: an argument is wrong. NotFoundError: a pattern matches nothing.
             UnreachableError: a needed rank does not respond; detected within 5 s.
-            ConflictError: a needed rank is torn or has no trainer.
+            ConflictError: a needed rank is torn or has no trainer, or other weights stand in for
+                the training's (`attachment.not_training_weights`).
             ExhaustedError: the request exceeds the sidecars' snapshot budget.
             DeadlineError: no common step, or not all bytes, in time.
         """
@@ -311,6 +314,7 @@ class AsyncMesh:
                 step=state.step,
                 edits=state.edits,
                 unsettled=state.unsettled,
+                label=state.label,
                 seconds=time.monotonic() - began_s,
                 bytes=chosen.plan.size_bytes,
             )

@@ -189,12 +189,14 @@ class StatsTable(Table[TensorStats]):
         *((one.title, _shown(one)) for one in STATISTICS),
     )
     row_type = TensorStats
-    about = ("job", "incarnation", "step", "unsettled")
+    about = ("job", "incarnation", "step", "unsettled", "label")
     total: TensorStats
     job: str
     incarnation: int
     step: int
     unsettled: bool
+    """As in `Summoned`."""
+    label: str
     """As in `Summoned`."""
 
     def __new__(
@@ -206,10 +208,11 @@ class StatsTable(Table[TensorStats]):
         incarnation: int,
         step: int,
         unsettled: bool = False,
+        label: str = "",
     ) -> StatsTable:
         self = super().__new__(cls, rows)
         self.total, self.job, self.incarnation, self.step = total, job, incarnation, step
-        self.unsettled = unsettled
+        self.unsettled, self.label = unsettled, label
         return self
 
     @classmethod
@@ -228,7 +231,7 @@ class StatsTable(Table[TensorStats]):
         return [*super().cells(), [text(self.total) for _, text in self.columns]]
 
     def summary(self) -> str:
-        rests = UNSETTLED_TEXT if self.unsettled else ""
+        rests = unsettled_text(unsettled=self.unsettled, label=self.label)
         return (
             f"{len(self)} tensors of {self.job!r} at step {self.step} (incarnation "
             f"{self.incarnation}{rests})"
@@ -311,6 +314,7 @@ class Summoned(dict[str, "torch.Tensor"]):
         bytes: int,
         edits: int = 0,
         unsettled: bool = False,
+        label: str = "",
     ) -> None:
         super().__init__(tensors)
         self.job = job
@@ -324,6 +328,9 @@ class Summoned(dict[str, "torch.Tensor"]):
         self.unsettled = unsettled
         """Training has not continued since update `step`, so the script may still change these
         values (clamp or average them, say) before it does."""
+        self.label = label
+        """With `unsettled=True`: what the training said these weights are instead of its own
+        (`attachment.not_training_weights`), such as "ema"; empty: its own, as far as it said."""
         self.seconds = seconds
         """Duration of the call."""
         self.bytes = bytes
@@ -356,7 +363,7 @@ class Summoned(dict[str, "torch.Tensor"]):
         return (
             f"{len(self)} tensors of {self.job!r} at step {self.step} (incarnation "
             f"{self.incarnation}"
-            f"{UNSETTLED_TEXT if self.unsettled else ''}), "
+            f"{unsettled_text(unsettled=self.unsettled, label=self.label)}), "
             f"{bytes_text(self.bytes)} in {self.seconds:.3f} s"
             + (f" ({hidden} not shown)" if hidden > 0 else "")
         )
@@ -398,6 +405,13 @@ def ranks_text(ranks: Sequence[int]) -> str:
         else:
             runs.append([rank, rank])
     return ", ".join(str(b) if b == e else f"{b}-{e}" for b, e in runs)
+
+
+def unsettled_text(*, unsettled: bool, label: str) -> str:
+    """What is printed after the step of unsettled values; empty for settled ones."""
+    if label:
+        return f"; not the training's weights: {label!r}"
+    return UNSETTLED_TEXT if unsettled else ""
 
 
 def flag_text(flag: bool | None) -> str:
@@ -446,6 +460,8 @@ def rank_status(rank: int, address: str, answer: sidecar_pb2.GetStateResponse) -
     except ValueError:
         phase = "unknown"  # from a newer sidecar
     reason = _REASONS.get(phase, state.phase_reason)
+    if not reason and state.unserved_reason:
+        reason = f"its parameters are not served: {state.unserved_reason}"
     if not reason and not state.agreement_works and state.agreement_reason:
         reason = state.agreement_reason
     return RankStatus(

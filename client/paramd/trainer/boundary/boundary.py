@@ -265,7 +265,12 @@ class Boundary:
             settled = not self._pending or not self._words[_SEQ] & 1
             if settled and not (self._standing.open or self._standing.void):
                 self._look_for_strays()
-            self._standing.enter(label, self._done, self._iteration, why=self._why, say=self._say)
+            try:
+                self._standing.enter(
+                    label, self._done, self._iteration, why=self._why, say=self._say
+                )
+            except Exception:
+                log.exception("paramd: the label %r could not be published", label)
             return True
 
     def training_weights_again(self, label: str, *, failed: bool) -> None:
@@ -273,7 +278,12 @@ class Boundary:
         with self._lock:
             if self._forgotten:
                 return
-            self._standing.leave(label, self._done, self._iteration, failed=failed, say=self._say)
+            try:
+                self._standing.leave(
+                    label, self._done, self._iteration, failed=failed, say=self._say
+                )
+            except Exception:
+                log.exception("paramd: the label %r could not be withdrawn", label)
             if not self._standing.open and not self._pending:
                 # Its boundary was before the block: settle again, without a round of the ranks.
                 self._pending = self._only_confirms = True

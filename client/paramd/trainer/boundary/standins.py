@@ -58,7 +58,9 @@ class StandIns:
     def enter(self, label: str, step: int, iteration: int, *, why: str, say: Say) -> None:
         """Begin a block; `why` is what the page says now."""
         words = self._words
-        if not self._labels:
+        # First: whatever fails below, no boundary settles what the block holds.
+        self._labels.append(label)
+        if len(self._labels) == 1:
             even = words[Word.SEQ] & ~1
             # The first state of all has no digest of a settled one.
             self._settled = 0 < even == words[Word.SETTLED_SEQ] and words[Word.STEP] == step
@@ -69,7 +71,6 @@ class StandIns:
             self._why = why if words[Word.UNSERVED] != STANDS_IN else ""
             self._step = step
             self._gate.begin_update()
-        self._labels.append(label)
         self._tell(step, iteration, say)
 
     def leave(self, label: str, step: int, iteration: int, *, failed: bool, say: Say) -> None:

@@ -14,7 +14,7 @@ from paramd.cli.options import Format, Output, Target, examples, with_target
 from paramd.cli.output import Column, Listing, count, emit, seconds, size, when
 from paramd.cli.shell import say
 from paramd.cli.summon import bar
-from paramd.errors import NotFoundError, UsageError
+from paramd.errors import UsageError
 from paramd.layout.exports.formats import FORMATS
 
 if TYPE_CHECKING:
@@ -216,11 +216,19 @@ def follow(mesh: Mesh, info: ExportInfo) -> ExportInfo:
     """Wait for an export, with a progress bar. Raises ConflictError if it fails."""
     from paramd.mesh.exports.calls import check_done
 
-    with bar("waiting") as moved:
-        found = mesh.export_ended(
-            info,
-            progress=lambda now: moved(now.state.lower(), now.written_bytes, now.size_bytes),
+    try:
+        with bar("waiting") as moved:
+            found = mesh.export_ended(
+                info,
+                progress=lambda now: moved(now.state.lower(), now.written_bytes, now.size_bytes),
+            )
+    except KeyboardInterrupt:
+        short = info.id[:_SHORT_CHARS]
+        say(
+            f"interrupted; export {short} goes on. To see it: paramd exports {short}; to cancel "
+            f"it: paramd exports {short} --cancel"
         )
+        raise
     check_done(found)
     took_s = (found.ended_s if found.ended_s is not None else found.created_s) - found.created_s
     say(
@@ -262,7 +270,7 @@ def exports(
 
 
 def _one(mesh: Mesh, export_id: str, form: Format, *, cancel: bool, wait: bool) -> None:
-    found = mesh.get_export(whole_id(mesh, export_id))
+    found = mesh.get_export(export_id)
     if cancel:
         found = mesh.cancel_export(found.id)
     elif wait:
@@ -285,18 +293,6 @@ def _destinations(mesh: Mesh, form: Format) -> None:
 def _listing(mesh: Mesh, found: Sequence[ExportInfo]) -> Listing:
     rows: list[Mapping[str, Any]] = [dict(one.raw) for one in found]
     return Listing(name="exports", rows=rows, columns=COLUMNS, about={"job": mesh.job}, id_key="id")
-
-
-def whole_id(mesh: Mesh, text: str) -> str:
-    """The id that begins with `text`. Raises NotFoundError, UsageError."""
-    if len(text) == 32:
-        return text
-    found = [one.id for one in mesh.exports(limit=1000) if one.id.startswith(text)]
-    if not found:
-        raise NotFoundError(f"no export's id begins with {text[:40]!r}; see: paramd exports")
-    if len(found) > 1:
-        raise UsageError(f"{len(found)} exports' ids begin with {text!r}; give more characters")
-    return found[0]
 
 
 def included(kinds: Sequence[str] | None) -> list[str]:
@@ -416,15 +412,8 @@ def delete(
 ) -> None:
     """Delete a schedule. Its exports stay, and one in progress continues."""
     with target.connect() as mesh:
-        ids = [str(one["id"]) for one in mesh.export_schedules()]
-        found = [one for one in ids if one.startswith(schedule_id)]
-        if len(found) != 1:
-            raise NotFoundError(
-                f"{len(found)} schedules' ids begin with {schedule_id[:40]!r}; see: paramd "
-                "export-schedule list"
-            )
-        mesh.delete_export_schedule(found[0])
-    say(f"schedule {found[0]} is deleted; its exports stay")
+        found = mesh.delete_export_schedule(schedule_id)
+    say(f"schedule {found['id']} is deleted; its exports stay")
 
 
 def _schedule_listing(mesh: Mesh, rows: Sequence[Mapping[str, Any]]) -> Listing:

@@ -437,7 +437,7 @@ class AsyncMesh:
         return await self._edits.all(state=state, limit=limit)
 
     async def get_edit(self, edit_id: str, *, wait: bool = False, timeout: Timeout = UNSET) -> Edit:
-        """One edit, by its id or a prefix of at least 8 characters.
+        """One edit, by its id or its first characters, as `repr` and lists show them.
 
         With `wait`, returns once the edit has ended, or at the deadline.
         """
@@ -460,7 +460,7 @@ class AsyncMesh:
         Optimizer state that it zeroed (`reset_moments`) stays zero; the result's `note` says so.
 
         Args:
-            edit_id: Its id, or a prefix of at least 8 characters.
+            edit_id: Its id, or its first characters.
             force: Undo even if later edits changed some of the same elements.
             wait, timeout: As in `edit`.
 
@@ -693,11 +693,15 @@ class AsyncMesh:
         return await self._exports.all(state=state, limit=limit)
 
     async def get_export(self, export_id: str) -> ExportInfo:
-        """One export, with its files. Raises NotFoundError."""
+        """One export, with its files, by its id or its first characters.
+
+        Raises:
+            NotFoundError, UsageError: none, or several, begin so.
+        """
         return await self._exports.get(export_id)
 
     async def cancel_export(self, export_id: str) -> ExportInfo:
-        """Cancel an export. Raises ConflictError when it is already DONE or FAILED."""
+        """Cancel an export. Raises ConflictError when it is DONE or FAILED, and as `get_export`."""
         return await self._exports.cancel(export_id)
 
     async def export_ended(

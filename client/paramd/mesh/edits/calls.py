@@ -293,29 +293,29 @@ class EditCalls:
         """Commit a staged edit."""
         body = {"wait_s": _wait_s(deadline_s)}
         return self._edit(
-            await self._idempotent("POST", f"/edits/{edit_id}/commit", body, deadline_s)
+            await self._idempotent("POST", f"/edits/{_q(edit_id)}/commit", body, deadline_s)
         )
 
     async def preview(self, edit_id: str, deadline_s: float) -> Edit:
         """Compute statistics before and after a staged edit."""
         return self._edit(
-            await self._idempotent("POST", f"/edits/{edit_id}/preview", {}, deadline_s)
+            await self._idempotent("POST", f"/edits/{_q(edit_id)}/preview", {}, deadline_s)
         )
 
     async def undo(self, edit_id: str, *, force: bool, deadline_s: float) -> Edit:
         """Create the edit that undoes another."""
         body = {"id": new_edit_id(), "force": force, "wait_s": _wait_s(deadline_s)}
         return self._edit(
-            await self._idempotent("POST", f"/edits/{edit_id}/undo", body, deadline_s)
+            await self._idempotent("POST", f"/edits/{_q(edit_id)}/undo", body, deadline_s)
         )
 
     async def abort(self, edit_id: str) -> Edit:
         """Abort an edit, unless the trainers may have agreed to it."""
-        return self._edit(await self._rest.send("DELETE", f"{self._path}/edits/{edit_id}"))
+        return self._edit(await self._rest.send("DELETE", f"{self._path}/edits/{_q(edit_id)}"))
 
     async def get(self, edit_id: str, wait_s: float = 0.0) -> Edit:
         """One edit; waits up to `wait_s` seconds for its end."""
-        path = f"{self._path}/edits/{quote(edit_id, safe='')}?wait_s={wait_s:g}"
+        path = f"{self._path}/edits/{_q(edit_id)}?wait_s={wait_s:g}"
         return self._edit(await self._rest.send("GET", path))
 
     async def ended(self, edit: Edit, deadline_s: float) -> Edit:
@@ -384,6 +384,11 @@ class EditCalls:
             return parse_edit(found)
         except (KeyError, TypeError, ValueError) as error:
             raise unreadable(self._rest.url, error) from error
+
+
+def _q(edit_id: str) -> str:
+    # Whatever a caller gives as an id stays one segment of the path.
+    return quote(edit_id, safe="")
 
 
 def _wait_s(deadline_s: float) -> float:

@@ -12,6 +12,7 @@ from sqlalchemy import Connection, Row, insert, select, update
 
 from paramd.errors import ExistsError
 from paramd_service.control.store.schema import edits
+from paramd_service.control.store.short_ids import whole_id
 from paramd_service.control.store.store import Store
 
 
@@ -101,6 +102,10 @@ class EditStore:
         chosen = select(edits).where(edits.c.id == edit_id)
         row = await self._store.read(lambda connection: connection.execute(chosen).first())
         return _edit(row) if row is not None else None
+
+    async def whole_id(self, job: str, given: str) -> str:
+        """The id that `given` begins. Raises NotFoundError, UsageError."""
+        return await whole_id(self._store, edits, job, given, see="paramd edits")
 
     async def page(
         self, job: str, *, limit: int, before: int | None = None, state: str | None = None

@@ -15,8 +15,8 @@ from urllib.parse import quote
 import typer
 
 from paramd.cli.options import Format, Output, Target, with_target
-from paramd.cli.output import Column, Listing, count, emit, seconds, size
-from paramd.cli.shell import say
+from paramd.cli.output import Column, Listing, count, emit, seconds, size, terminal_width
+from paramd.cli.shell import one_line, say
 from paramd.errors import ParamdError, PartialError, UsageError
 
 if TYPE_CHECKING:
@@ -50,6 +50,60 @@ class Look:
     def step(self) -> int:
         """The lowest known step of any rank; -1 if none is known."""
         return min((rank["step"] for rank in self.ranks if rank["step"] >= 0), default=-1)
+
+
+LOOK_COLUMNS = (
+    "RANK",
+    "PHASE",
+    "STEP",
+    "STEP TIME",
+    "STALLS",
+    "STALLED",
+    "ARENA",
+    "SNAPSHOTS",
+    "NOTE",
+)
+
+
+def cells(rank: dict[str, Any]) -> tuple[str, ...]:
+    """One rank as a row of `LOOK_COLUMNS`."""
+    joined = rank["membership"] in ("joined", "silent")
+    return (
+        str(rank["rank"]),
+        rank["phase"] if joined else rank["membership"],
+        count(rank["step"]) if rank["step"] >= 0 else "-",
+        seconds(rank["step_time_ns"] / 1e9) if rank["step_time_ns"] else "-",
+        count(rank["stall_count"]),
+        seconds(rank["stall_total_ns"] / 1e9),
+        size(rank["arena_bytes"]),
+        size(rank["snapshot_bytes"]),
+        one_line(rank["reason"]),
+    )
+
+
+def about_text(seen: Look) -> str:
+    """The job in one line."""
+    step = count(seen.step) if seen.step >= 0 else "-"
+    return (
+        f"job {seen.job}  incarnation {seen.incarnation}  step {step}  {len(seen.ranks)} ranks  "
+        f"{len(seen.alerts)} alerts"
+    )
+
+
+def alert_line(alert: dict[str, Any]) -> str:
+    """One alert in one line."""
+    return f"{alert['severity']:<9} {alert['rule']:<16} {one_line(alert['reason'])}"
+
+
+def text_of(seen: Look) -> list[str]:
+    """What `paramd top` shows, as lines."""
+    rows = [LOOK_COLUMNS, *(cells(rank) for rank in seen.ranks)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(wide) for cell, wide in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    return [about_text(seen), *lines, *map(alert_line, seen.alerts)]
 
 
 class Door:
@@ -121,12 +175,12 @@ COLUMNS = (
     Column("rank", "RANK", right=True),
     Column("phase", "PHASE"),
     Column("step", "STEP", lambda step: count(step) if step >= 0 else "-", right=True),
-    Column("step_time_s", "STEP TIME", lambda s: seconds(s) if s else "-", right=True),
-    Column("stall_count", "STALLS", count, right=True),
-    Column("stall_total_s", "STALLED", seconds, right=True),
-    Column("arena_bytes", "ARENA", size, right=True),
-    Column("snapshot_bytes", "SNAPSHOTS", size, right=True),
-    Column("reason", "NOTE"),
+    Column("step_time_s", "STEP TIME", lambda s: seconds(s) if s else "-", right=True, drop=1),
+    Column("stall_count", "STALLS", count, right=True, drop=2),
+    Column("stall_total_s", "STALLED", seconds, right=True, drop=3),
+    Column("arena_bytes", "ARENA", size, right=True, drop=5),
+    Column("snapshot_bytes", "SNAPSHOTS", size, right=True, drop=4),
+    Column("reason", "NOTE", cut="end"),
 )
 
 
@@ -160,7 +214,7 @@ def follow(
     if form is Format.JSON:
         raise UsageError("--output: json cannot be streamed; use -o jsonl with --watch")
     out = out if out is not None else sys.stdout
-    clears = out.isatty() and form is Format.TABLE
+    clears = out.isatty() and form.is_table
     outage = Outage()
     while True:
         began_s = time.monotonic()
@@ -171,11 +225,11 @@ def follow(
         else:
             said = outage.news(None)
             text = io.StringIO()
-            emit(listing(found), form, out=text)
+            emit(listing(found), form, out=text, width=terminal_width(out))
             head = (
                 f"job {found.job}, incarnation {found.incarnation}, step {found.step}, {_now()}\n"
             )
-            out.write((CLEAR if clears else "") + (head if form is Format.TABLE else ""))
+            out.write((CLEAR if clears else "") + (head if form.is_table else ""))
             out.write(text.getvalue())
             out.flush()
         if said:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from typing import Annotated, Any
@@ -31,19 +31,41 @@ def _when(time_ms: int) -> str:
     return moment.isoformat(sep=" ", timespec="seconds").removesuffix("+00:00")
 
 
-def _detail(detail: dict[str, Any]) -> str:
-    return " ".join(f"{key}={value}" for key, value in sorted(detail.items()))
+def detail_text(detail: Mapping[str, Any]) -> str:
+    """What a record says, for people: without what is empty. JSON has all of it."""
+    said = ((key.replace("_", " "), _text(value)) for key, value in sorted(detail.items()))
+    return "; ".join(f"{key}: {text}" for key, text in said if text)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, Mapping):
+        if "op" in value and "pattern" in value:
+            from paramd.mesh.edits.calls import op_text
+
+            return op_text(value)
+        said = ((key.replace("_", " "), _text(one)) for key, one in sorted(value.items()))
+        return ", ".join(f"{key} {text}" for key, text in said if text)
+    if isinstance(value, (list, tuple)):
+        return ", ".join(text for one in value if (text := _text(one)))
+    return str(value)
 
 
 COLUMNS = (
     Column("seq", "RECORD", right=True),
     Column("time_ms", "TIME (UTC)", _when),
     Column("actor", "ACTOR"),
-    Column("kind", "KIND"),
+    Column("incarnation", "INC", right=True, if_many=True),
+    Column("kind", "KIND", drop=2),
     Column("method", "METHOD"),
-    Column("of", "OF", right=True),
-    Column("result", "RESULT"),
-    Column("detail", "DETAIL", _detail),
+    Column("of", "OF", right=True, drop=3),
+    Column("result", "RESULT", drop=1),
+    Column("detail", "DETAIL", detail_text, cut="end"),
 )
 VERDICT_COLUMNS = (
     Column("chain", "AUDIT OF"),

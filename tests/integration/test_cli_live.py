@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import re
 import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from urllib.request import Request, urlopen
 
@@ -153,3 +158,64 @@ def test_ctrl_c_while_waiting_for_an_export_says_that_it_goes_on() -> None:
     with paramd.connect(job=JOB) as mesh:
         # It may fail for the sidecar that stood still; the interrupt did not cancel it.
         assert mesh.export_ended(found, timeout=60).state is not ExportState.CANCELLED
+
+
+def on_terminal(*arguments: str, columns: int = 80) -> str:
+    """What a command prints on a terminal of that width."""
+    screen, shell = pty.openpty()
+    termios.tcsetwinsize(shell, (24, columns))
+    try:
+        with subprocess.Popen(
+            [sys.executable, "-m", "paramd.cli", *arguments],
+            stdin=subprocess.DEVNULL, stdout=shell, stderr=subprocess.DEVNULL,
+        ) as process:  # fmt: skip
+            os.close(shell)
+            found = b""
+            with suppress(OSError):  # how a terminal ends
+                while part := os.read(screen, 65536):
+                    found += part
+            assert process.wait(60) == 0
+    finally:
+        os.close(screen)
+    return re.sub(r"\x1b\[\d*m", "", found.decode()).replace("\r\n", "\n")
+
+
+@pytest.mark.parametrize(
+    "command", [("params",), ("stats", "*"), ("edits",), ("audit",), ("grads", "*", "-n", "1")]
+)
+def test_tables_fit_a_terminal_of_80_columns(command: tuple[str, ...]) -> None:
+    lines = on_terminal(*command).splitlines()
+    assert max(map(len, lines)) <= 80, lines
+    names = [line.split()[0] for line in lines if line.startswith("layers.")]
+    assert len(set(names)) == len(names)
+
+
+def test_the_audit_is_text_for_people() -> None:
+    ran("edit", "layers.0.up.bias", "--mul", "1.5")
+    out, _ = ran("audit", "-n", "5")
+    assert "ops: mul 1.5 layers.0.up.bias" in out
+    for repr_ in ("{'", "['", "None", "False", "[]"):
+        assert repr_ not in out
+
+
+def test_top_without_a_terminal_prints_one_look_and_ends() -> None:
+    out, err = ran("top")
+    assert err == ""
+    assert out.startswith(f"job {JOB}  incarnation 1  step ")
+    assert out.splitlines()[1].split()[:2] == ["RANK", "PHASE"]
+    assert out.splitlines()[2].split()[0] == "0"
+
+
+def test_a_parameter_is_called_by_its_name_everywhere() -> None:
+    name = "layers.0.up.bias"
+    for command, key in (("params", "params"), ("stats", "stats")):
+        assert json.loads(ran(command, name, "-o", "json")[0])[key][0]["name"] == name
+    assert json.loads(ran("grads", name, "-n", "1", "-o", "json")[0])["params"][0]["name"] == name
+    with paramd.connect(job=JOB) as mesh:
+        assert [info.name for info in mesh.params(name)] == [name]
+    endpoint = read_endpoint(JOB)
+    assert endpoint is not None
+    headers = {"authorization": f"Bearer {endpoint.token}"}
+    url = f"{endpoint.url}/api/v1/jobs/{JOB}/params?filter={name}"
+    with urlopen(Request(url, headers=headers), timeout=30) as answer:
+        assert json.load(answer)["params"][0]["name"] == name

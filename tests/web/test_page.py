@@ -69,7 +69,7 @@ def test_filter_and_keyboard_lead_through_the_page(tab: Tab, door: Door) -> None
     wait_for("the filter", lambda: total.inner_text() == str(wanted["total_count"]))
     rows = page.locator("[role=table] .all [role=row]")
     assert rows.count() == 3
-    assert [one["fqn"] for one in wanted["params"]] == [
+    assert [one["name"] for one in wanted["params"]] == [
         name.inner_text() for name in rows.locator(".name").all()
     ]
     page.keyboard.press("Control+A")

@@ -311,7 +311,7 @@ def _export(mesh: Mesh, checkpoints: Path) -> None:
     path = checkpoints / "now" / "model.safetensors"
     with safe_open(path, framework="pt") as opened:
         names = set(opened.keys())
-    missing = {info.fqn for info in mesh.params()} - names
+    missing = {info.name for info in mesh.params()} - names
     if missing:
         raise DataLossError(f"the checkpoint is missing {sorted(missing)[:3]}")
     print(
@@ -397,7 +397,9 @@ def _wait_until_well(mesh: Mesh, training: Training) -> None:
 
 def _list_params(mesh: Mesh) -> None:
     found = mesh.params("*")
-    shown = [info for info in found if not info.fqn.startswith("layers.") or "layers.0" in info.fqn]
+    shown = [
+        info for info in found if not info.name.startswith("layers.") or "layers.0" in info.name
+    ]
     emit(
         Listing(
             name="params",

@@ -56,8 +56,8 @@ _SECCOMP = "the container's seccomp profile or sandbox blocks it; allow sendmsg 
 COLUMNS = (
     Column("check", "CHECK"),
     Column("verdict", "RESULT"),
-    Column("detail", "FOUND"),
-    Column("advice", "WHAT TO DO"),
+    Column("detail", "FOUND", cut="end"),
+    Column("advice", "WHAT TO DO", cut="end"),
 )
 
 TIMEOUT_S = 5.0

@@ -67,15 +67,16 @@ Note = Annotated[str, typer.Option("--note", metavar="TEXT", help="Reason, kept 
 
 COLUMNS = (
     Column("id", "ID", lambda found: found[:8]),
+    Column("incarnation", "INC", right=True, if_many=True),
     Column("state", "STATE"),
     Column("step", "STEP", lambda found: count(found) if found >= 0 else "", right=True),
-    Column("what", "WHAT"),
-    Column("size_bytes", "SIZE", size, right=True),
-    Column("stop_ms", "STOP MS", number, right=True),
-    Column("created_s", "WHEN", when),
-    Column("actor", "WHO"),
-    Column("note", "NOTE"),
-    Column("why", "REASON"),
+    Column("what", "WHAT", cut="middle"),
+    Column("size_bytes", "SIZE", size, right=True, drop=4),
+    Column("stop_ms", "STOP MS", number, right=True, drop=5),
+    Column("created_s", "WHEN", when, drop=2),
+    Column("actor", "WHO", drop=3),
+    Column("note", "NOTE", cut="end", drop=1),
+    Column("why", "REASON", cut="end"),
 )
 
 
@@ -133,11 +134,10 @@ def emit_edit(edit: Edit, form: Format) -> None:
             "committed_by": edit.committed_by,
             "undo_of": edit.undo_of,
             "undone_by": edit.undone_by,
-            "incarnation": edit.incarnation,
         }
         row |= {"undoable": edit.undoable, "undo_refusal": edit.undo_refusal}
     emit(_listing([row], {"job": edit.job}), form)
-    if form is Format.TABLE and edit.before is not None and edit.after is not None:
+    if form.is_table and edit.before is not None and edit.after is not None:
         for moment, found in (("before", edit.before), ("after", edit.after)):
             say(
                 f"{moment}: min {found.min:.4g}, max {found.max:.4g}, mean {found.mean:.4g}, "
@@ -154,6 +154,7 @@ def _row(edit: Edit) -> dict[str, Any]:
 
     return {
         "id": edit.id,
+        "incarnation": edit.incarnation,
         "state": str(edit.state),
         "step": edit.step,
         "what": what_text(edit),
@@ -235,13 +236,13 @@ def edit(
 
 
 def tensors_of(path: Path, mesh: Mesh, globs: Sequence[str]) -> Mapping[str, torch.Tensor]:
-    """The tensors of a safetensors file whose names match `globs` in the mesh, by fqn.
+    """The tensors of a safetensors file whose names match `globs` in the mesh, by name.
 
     Raises:
         UsageError: the file cannot be read.
         NotFoundError: it has none of the names.
     """
-    names = {name: info.fqn for info in mesh.params(*globs) for name in info.names}
+    names = {name: info.name for info in mesh.params(*globs) for name in info.names}
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
@@ -251,7 +252,7 @@ def tensors_of(path: Path, mesh: Mesh, globs: Sequence[str]) -> Mapping[str, tor
     try:
         with safe_open(path, framework="pt") as file:
             known = set(file.keys())
-            found = {fqn: file.get_tensor(name) for name, fqn in names.items() if name in known}
+            found = {own: file.get_tensor(name) for name, own in names.items() if name in known}
     except (OSError, SafetensorError) as error:
         raise UsageError(f"--from: {path} cannot be read as safetensors: {error}") from error
     if not found:

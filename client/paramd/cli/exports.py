@@ -97,23 +97,24 @@ def restore(
 
 COLUMNS = (
     Column("id", "ID", lambda found: found[:_SHORT_CHARS]),
+    Column("incarnation", "INC", lambda n: str(n) if n else "", right=True, if_many=True),
     Column("state", "STATE"),
     Column("step", "STEP", lambda found: count(found) if found >= 0 else "", right=True),
-    Column("destination", "DESTINATION"),
-    Column("format", "FORMAT"),
-    Column("size_bytes", "SIZE", size, right=True),
-    Column("created_s", "WHEN", when),
-    Column("actor", "WHO"),
-    Column("reason", "REASON"),
+    Column("destination", "DESTINATION", cut="middle"),
+    Column("format", "FORMAT", drop=4),
+    Column("size_bytes", "SIZE", size, right=True, drop=2),
+    Column("created_s", "WHEN", when, drop=1),
+    Column("actor", "WHO", drop=3),
+    Column("reason", "REASON", cut="end"),
 )
 
 FILE_COLUMNS = (
-    Column("name", "FILE"),
+    Column("name", "FILE", cut="middle"),
     Column("state", "STATE"),
     Column("size_bytes", "SIZE", size, right=True),
     Column("written_bytes", "WRITTEN", size, right=True),
     Column("rank", "RANK", lambda found: count(found) if found >= 0 else "", right=True),
-    Column("checksum", "XXH3"),
+    Column("checksum", "XXH3", drop=1),
 )
 
 
@@ -317,16 +318,16 @@ def read_name_map(path: Path) -> dict[str, str]:
 
 SCHEDULE_COLUMNS = (
     Column("id", "ID", lambda found: found[:8]),
-    Column("destination", "DESTINATION"),
-    Column("format", "FORMAT"),
+    Column("destination", "DESTINATION", cut="middle"),
+    Column("format", "FORMAT", drop=4),
     Column("every_steps", "STEPS", count, right=True),
     Column("every_s", "EVERY", seconds, right=True),
     Column("keep_last", "KEEP", count, right=True),
     Column("keep_every", "AND EACH", count, right=True),
-    Column("last_step", "LAST STEP", count, right=True),
-    Column("last_s", "LAST", when),
-    Column("skipped_count", "SKIPPED", count, right=True),
-    Column("actor", "WHO"),
+    Column("last_step", "LAST STEP", count, right=True, drop=1),
+    Column("last_s", "LAST", when, drop=2),
+    Column("skipped_count", "SKIPPED", count, right=True, drop=3),
+    Column("actor", "WHO", drop=5),
 )
 
 

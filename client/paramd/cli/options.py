@@ -27,9 +27,16 @@ class Format(StrEnum):
     """Output format of data on stdout."""
 
     TABLE = "table"
+    WIDE = "wide"
+    """A table with all columns, whatever the width of the terminal."""
     JSON = "json"
     JSONL = "jsonl"
     NAME = "name"
+
+    @property
+    def is_table(self) -> bool:
+        """For people, not for programs."""
+        return self in (Format.TABLE, Format.WIDE)
 
 
 def _running_jobs() -> list[str]:
@@ -67,7 +74,7 @@ Debug = Annotated[
 ]
 Output = Annotated[
     Format | None,
-    typer.Option("-o", "--output", help="Output format; a table by default. "
+    typer.Option("-o", "--output", help="Output format; by default a table that fits the terminal. "
                  "\\[env: PARAMD_OUTPUT]", show_default=False),
 ]  # fmt: skip
 Buffers = Annotated[bool, typer.Option("--buffers", help="Include buffers.")]

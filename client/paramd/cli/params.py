@@ -20,13 +20,13 @@ def _flag(value: Any) -> str:
 
 
 COLUMNS = (
-    Column("fqn", "NAME"),
+    Column("name", "NAME", cut="middle"),
     Column("shape", "SHAPE", shape, right=True),
-    Column("dtype", "DTYPE"),
-    Column("numel", "ELEMENTS", count, right=True),
-    Column("placement", "PLACEMENT"),
-    Column("trainable", "TRAINABLE", _flag),
-    Column("aliases", "TIED TO", ", ".join),
+    Column("dtype", "DTYPE", drop=2),
+    Column("numel", "ELEMENTS", count, right=True, drop=1),
+    Column("placement", "PLACEMENT", cut="end"),
+    Column("trainable", "TRAINABLE", _flag, drop=4),
+    Column("aliases", "TIED TO", ", ".join, cut="middle", drop=3),
 )
 
 
@@ -67,7 +67,7 @@ def params(
         ]
         about: dict[str, object] = {"job": mesh.job, "incarnation": mesh.incarnation}
         if chosen.statistics and found:
-            stats = mesh.stats(*(info.fqn for info in found), buffers=buffers)
+            stats = mesh.stats(*(info.name for info in found), buffers=buffers)
             about |= {"incarnation": stats.incarnation, "step": stats.step}
             pairs = zip(found, stats, strict=True)
             found = [info for info, one in pairs if chosen.matches_numbers(one.summary)]
@@ -84,13 +84,13 @@ def facts_of(info: ParamInfo) -> Facts:
 def row(info: ParamInfo) -> dict[str, object]:
     """One tensor's row."""
     return {
-        "fqn": info.fqn,
+        "name": info.name,
         "shape": list(info.shape),
         "dtype": info.dtype,
         "numel": info.numel,
         "placement": info.placement,
         "kind": info.kind.value,
         "trainable": info.trainable,
-        "aliases": [name for name in info.names if name != info.fqn],
+        "aliases": [name for name in info.names if name != info.name],
         "ranks": list(info.ranks),
     }

@@ -43,7 +43,7 @@ _REASONS = {
 class ParamInfo:
     """One parameter or buffer of the mesh."""
 
-    fqn: str
+    name: str
     """Canonical name, as a user's state_dict has it."""
     names: tuple[str, ...]
     """All its names; more than one for tied tensors."""
@@ -67,7 +67,7 @@ class ParamInfo:
     def of(cls, tensor: TensorLayout) -> ParamInfo:
         """From the layout."""
         return cls(
-            fqn=tensor.fqn,
+            name=tensor.fqn,
             names=(tensor.fqn, *tensor.aliases),
             shape=tensor.shape,
             dtype=tensor.dtype,
@@ -145,7 +145,7 @@ class Params(Table[ParamInfo]):
     """Parameters, and buffers if requested, that match the patterns."""
 
     columns = (
-        ("name", lambda row: row.fqn),
+        ("name", lambda row: row.name),
         ("shape", lambda row: shape_text(row.shape)),
         ("dtype", lambda row: row.dtype),
         ("numel", lambda row: f"{row.numel:,}"),

@@ -184,6 +184,7 @@ class Edits(Table[Edit]):
 
     columns = (
         ("id", lambda row: row.id[:8]),
+        ("incarnation", lambda row: str(row.incarnation)),
         ("state", lambda row: str(row.state)),
         ("step", lambda row: str(row.step) if row.step >= 0 else ""),
         ("what", what_text),

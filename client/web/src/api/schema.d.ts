@@ -907,11 +907,6 @@ export interface components {
              * @description Seconds since the Unix epoch, as the next two
              */
             first_seen_s: number;
-            /**
-             * Fqn
-             * @description Tensor it concerns; empty for none
-             */
-            fqn: string;
             /** Id */
             id: string;
             /** Incarnation */
@@ -920,6 +915,11 @@ export interface components {
             job: string;
             /** Last Seen S */
             last_seen_s: number;
+            /**
+             * Name
+             * @description Tensor it concerns; empty for none
+             */
+            name: string;
             /**
              * Ranks
              * @description Ranks it concerns
@@ -2144,17 +2144,17 @@ export interface components {
              */
             dtype: string;
             /**
-             * Fqn
-             * @description Name, as in the user's state_dict
-             */
-            fqn: string;
-            /**
              * Kind
              * @description parameter or buffer
              */
             kind: string;
             /** Layout Digest */
             layout_digest: string;
+            /**
+             * Name
+             * @description As in the user's state_dict
+             */
+            name: string;
             /** Numel */
             numel: number;
             /** Piece Count */
@@ -2196,15 +2196,15 @@ export interface components {
              */
             dtype: string;
             /**
-             * Fqn
-             * @description Name, as in the user's state_dict
-             */
-            fqn: string;
-            /**
              * Kind
              * @description parameter or buffer
              */
             kind: string;
+            /**
+             * Name
+             * @description As in the user's state_dict
+             */
+            name: string;
             /** Numel */
             numel: number;
             /**
@@ -2235,8 +2235,8 @@ export interface components {
          *         {
          *           "aliases": [],
          *           "dtype": "bfloat16",
-         *           "fqn": "layers.0.up.weight",
          *           "kind": "parameter",
+         *           "name": "layers.0.up.weight",
          *           "numel": 4194304,
          *           "placement": "Shard(0) over 2",
          *           "shape": [
@@ -3425,7 +3425,7 @@ export interface operations {
             path: {
                 /** @example my-run */
                 job: string;
-                /** @description 32 hexadecimal digits */
+                /** @description Its id, or its first characters */
                 edit: string;
             };
             cookie?: never;
@@ -3450,7 +3450,7 @@ export interface operations {
             path: {
                 /** @example my-run */
                 job: string;
-                /** @description 32 hexadecimal digits */
+                /** @description Its id, or its first characters */
                 edit: string;
             };
             cookie?: never;
@@ -3475,7 +3475,7 @@ export interface operations {
             path: {
                 /** @example my-run */
                 job: string;
-                /** @description 32 hexadecimal digits */
+                /** @description Its id, or its first characters */
                 edit: string;
             };
             cookie?: never;
@@ -3504,7 +3504,7 @@ export interface operations {
             path: {
                 /** @example my-run */
                 job: string;
-                /** @description 32 hexadecimal digits */
+                /** @description Its id, or its first characters */
                 edit: string;
             };
             cookie?: never;
@@ -3529,7 +3529,7 @@ export interface operations {
             path: {
                 /** @example my-run */
                 job: string;
-                /** @description 32 hexadecimal digits */
+                /** @description Its id, or its first characters */
                 edit: string;
             };
             cookie?: never;
@@ -3691,7 +3691,7 @@ export interface operations {
             path: {
                 /** @example my-run */
                 job: string;
-                /** @description Id returned by create_schedule */
+                /** @description Its id, or its first characters */
                 schedule: string;
             };
             cookie?: never;
@@ -3773,7 +3773,7 @@ export interface operations {
             path: {
                 /** @example my-run */
                 job: string;
-                /** @description Id returned by create_export */
+                /** @description Its id, or its first characters */
                 export: string;
             };
             cookie?: never;
@@ -3798,7 +3798,7 @@ export interface operations {
             path: {
                 /** @example my-run */
                 job: string;
-                /** @description Id returned by create_export */
+                /** @description Its id, or its first characters */
                 export: string;
             };
             cookie?: never;

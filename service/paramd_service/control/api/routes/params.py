@@ -218,7 +218,7 @@ def missing_documents(missing: tuple[Missing, ...] | list[Missing]) -> list[Miss
 def document_of(tensor: TensorLayout) -> ParamDocument:
     """The document of one tensor."""
     return ParamDocument(
-        fqn=tensor.fqn,
+        name=tensor.fqn,
         aliases=list(tensor.aliases),
         dtype=tensor.dtype,
         shape=list(tensor.shape),

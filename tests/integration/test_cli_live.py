@@ -177,7 +177,7 @@ def on_terminal(*arguments: str, columns: int = 80) -> str:
             assert process.wait(60) == 0
     finally:
         os.close(screen)
-    return re.sub(r"\x1b\[\d*m", "", found.decode()).replace("\r\n", "\n")
+    return re.sub(r"\x1b\[[?\d;]*[A-Za-z]|\r", "", found.decode())
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def _live(found: Iterator[GradFrame[Any]]) -> None:
             document = frame.document()
             history.add(document)
             lines = table_of(document, history, live.console.width)
-            live.update(Text("\n".join(lines), no_wrap=True), refresh=True)
+            live.update(Text("\n".join(lines)), refresh=True)
 
 
 def _names(found: Iterator[GradFrame[Any]]) -> list[str]:

@@ -114,7 +114,13 @@ class _Call(Generic[Result]):
 
     def _start(self, work: Coroutine[Any, Any, Result]) -> None:
         self._task = self._loop.create_task(work)
-        self._task.add_done_callback(lambda _: self._ended.set())
+        self._task.add_done_callback(self._note)
+
+    def _note(self, task: asyncio.Task[Result]) -> None:
+        # Looked at here: nobody asks an interrupted one what it raised, and asyncio would say so.
+        if not task.cancelled():
+            task.exception()
+        self._ended.set()
 
     def _end(self) -> None:
         until_s = time.monotonic() + _ENDING_S

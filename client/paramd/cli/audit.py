@@ -13,12 +13,14 @@ from typing import Annotated, Any
 import typer
 
 from paramd.chain import ChainCheck, Head, Link, Verdict
+from paramd.cli import ended
 from paramd.cli.options import Output, Target, examples, with_target
 from paramd.cli.output import Column, Listing, emit
 from paramd.cli.shell import say
 from paramd.errors import ParamdError, UsageError
 
 PAGE = 1000
+ALL = 1_000_000_000
 OFFLINE = "paramd_service.control.records.audit"
 
 audit = typer.Typer(
@@ -163,7 +165,8 @@ async def _newest(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     found: list[dict[str, Any]] = []
     about: dict[str, Any] = {}
-    async for page in _pages(target, site, "newest", min(limit, PAGE)):
+    # A past job's records come as one page.
+    async for page in _pages(target, site, "newest", limit):
         about = about or {"job": page["job"], "anchor": _anchor(page)}
         found += page["records"]
         if len(found) >= limit:
@@ -193,13 +196,21 @@ def _anchor(page: dict[str, Any]) -> str:
 async def _pages(
     target: Target, site: bool, order: str, limit: int
 ) -> AsyncIterator[dict[str, Any]]:
+    past = ended.find(target) if not site else None
+    if past is not None:
+        past.say()
+        yield past.audit(oldest=order == "oldest", limit=ALL if order == "oldest" else limit)
+        return
     async with target.rest() as (client, named):
         try:
             job = _only(await client.jobs()) if named is None and not site else named
             page_token = ""
             while True:
                 page = await client.audit(
-                    None if site else job, order=order, limit=limit, page_token=page_token
+                    None if site else job,
+                    order=order,
+                    limit=min(limit, PAGE),
+                    page_token=page_token,
                 )
                 yield page
                 page_token = str(page["next_page_token"])

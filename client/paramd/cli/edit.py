@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paramd.cli import ended
+from paramd.cli.ended import Past
 from paramd.cli.options import Format, Globs, Output, Target, with_target
 from paramd.cli.output import Column, Listing, count, emit, number, size, when
 from paramd.cli.shell import say
@@ -93,7 +95,14 @@ def edits(
     limit: Annotated[int, typer.Option("--limit", metavar="N", help="List at most N.")] = 50,
     output: Output = None,
 ) -> None:
-    """List the edits of a job, newest first; with an ID, show one."""
+    """List the edits of a job, newest first; with an ID, show one.
+
+    Of a job that has ended too, from what is stored on this host.
+    """
+    past = ended.find(target)
+    if past is not None:
+        _emit_past(past, edit_id, state, limit, target.format)
+        return
     with target.connect() as mesh:
         if edit_id is not None:
             emit_edit(mesh.get_edit(edit_id), target.format)
@@ -101,6 +110,25 @@ def edits(
         found = mesh.edits(state=state.upper() if state is not None else None, limit=limit)
         about = {"job": mesh.job, "incarnation": mesh.incarnation}
     emit(_listing([_row(edit) for edit in found], about), target.format)
+
+
+def _emit_past(
+    past: Past, edit_id: str | None, state: str | None, limit: int, form: Format
+) -> None:
+    from paramd.mesh.edits.calls import parse_edit
+
+    wanted = state.upper() if state is not None else None
+    found = [parse_edit(one) for one in past.edits(id=edit_id, state=wanted, limit=max(limit, 2))]
+    past.say()
+    if edit_id is None:
+        about = {"job": past.job, "incarnation": past.last.incarnation}
+        emit(_listing([_row(edit) for edit in found[:limit]], about), form)
+    elif len(found) == 1:
+        emit_edit(found[0], form)
+    elif found:
+        raise UsageError(f"more than one edit's id begins with {edit_id!r}; give more characters")
+    else:
+        raise NotFoundError(f"no edit of job {past.job!r} has an id that begins {edit_id[:40]!r}")
 
 
 @with_target

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 from urllib.parse import quote
 
 import typer
 
+from paramd.cli import ended
+from paramd.cli.ended import Past
 from paramd.cli.options import Format, Output, Target, with_target
 from paramd.cli.output import Column, Listing, count, emit, seconds, size, terminal_width
 from paramd.cli.shell import one_line, say
-from paramd.errors import ParamdError, PartialError, UsageError
+from paramd.errors import ParamdError, PartialError, UnreachableError, UsageError
 
 if TYPE_CHECKING:
     from paramd.mesh.peers.control import RestClient
@@ -190,12 +193,30 @@ def status(target: Target, watch: Watch = False, every: Every = 2.0, output: Out
 
     STALLS counts updates that waited for a copy, STALLED is the total wait.
     Exits with code 6 if a rank is unreachable or unhealthy. --watch keeps
-    refreshing until Ctrl-C regardless.
+    refreshing until Ctrl-C regardless. Of a job that has ended it tells when,
+    and after which step.
     """
-    with target.connect() as mesh:
-        if watch:
-            follow(mesh.status, target.format, every_s=every)
-        found = mesh.status()
+    past = ended.find(target)
+    if past is not None:
+        ended.emit_status(past, target.format)
+        return
+    try:
+        with target.connect() as mesh:
+            if watch:
+                follow(mesh.status, target.format, every_s=every)
+            found = mesh.status()
+            name = mesh.job
+    except UnreachableError:
+        past = _just_ended(target, None)
+        if past is None:
+            raise
+        ended.emit_status(past, target.format)
+        return
+    if all(row.phase == "unreachable" for row in found):
+        past = _just_ended(target, name)
+        if past is not None:
+            ended.emit_status(past, target.format)
+            return
     emit(listing(found), target.format)
     say(f"job {found.job}, incarnation {found.incarnation}, step {found.step}")
     # A rank held on request is healthy.
@@ -205,6 +226,28 @@ def status(target: Target, watch: Watch = False, every: Every = 2.0, output: Out
             f"{len(found) - len(bad)} of {found.world_size} ranks are healthy; see column NOTE, "
             "the sidecar logs in the state dir, and: paramd doctor"
         )
+
+
+def _just_ended(target: Target, job: str | None) -> Past | None:
+    """The job if it has ended, according to its control plane or, once that is gone, on disk.
+
+    An end takes a moment: the sidecars leave first, which alone would look like an outage.
+    """
+
+    async def ask() -> Past | None:
+        async with target.rest() as (client, named):
+            name = job if job is not None else named
+            last = await ended.found_ended(client, name) if name is not None else None
+            return Past(str(name), last) if last is not None else None
+
+    with suppress(ParamdError):
+        found = asyncio.run(ask())
+        if found is not None:
+            return found
+    named = job if job is not None else target.settings.job
+    with suppress(ParamdError):
+        return ended.find(Target(replace(target.settings, job=named)))
+    return None
 
 
 def follow(

@@ -67,7 +67,10 @@ def test_status_shows_every_rank(job: Job, capsys: Capture) -> None:
         ["0", "idle"],
         ["1", "idle"],
     ]
-    assert err == f"paramd: job {JOB}, incarnation 1, step 0\n"
+    assert err == (
+        f"paramd: job {JOB}, incarnation 1, step 0\n"
+        f"paramd: dashboard: {job.url} (paramd dashboard opens it, signed in)\n"
+    )
     found = document(capsys, "status")
     assert (found["job"], found["incarnation"], found["world_size"]) == (JOB, 1, 2)
     assert [row["arena_bytes"] for row in found["ranks"]] == [1024, 1024]

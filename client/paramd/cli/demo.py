@@ -457,6 +457,7 @@ def _next_steps(job: str, *, running: bool) -> None:
         _note("paramd demo --keep        keeps the training running; then, in another terminal:")
     for line in (
         f"paramd status --job {job}",
+        f"paramd dashboard --job {job}",
         f"paramd params 'layers.*.weight' --job {job} -o name",
         f"paramd stats '*' --job {job} -o json",
         f"paramd summon '*' -o model.safetensors --job {job}",
@@ -469,6 +470,8 @@ def _next_steps(job: str, *, running: bool) -> None:
 
 
 def _keep(training: Training) -> None:
+    url = read_endpoint(training.job).url
+    _note(f"Dashboard: {url}   (paramd dashboard --job {training.job} opens it, signed in)")
     _note("Training continues; Ctrl-C stops it.")
     try:
         training.wait()

@@ -18,6 +18,7 @@ from paramd.cli.alerts import alerts
 from paramd.cli.audit import audit
 from paramd.cli.certs import certs
 from paramd.cli.context_command import context as context_group
+from paramd.cli.dashboard import dashboard
 from paramd.cli.demo import demo
 from paramd.cli.doctor import doctor
 from paramd.cli.edit import edit, edits, undo
@@ -55,6 +56,7 @@ def _add(command: Callable[..., None], panel: str, *lines: str) -> None:
 
 
 _add(status, LOOK, "paramd status", "paramd status --job my-run -o json", "paramd status -w")
+_add(dashboard, LOOK, "paramd dashboard", "paramd dashboard --job my-run --no-browser")
 _add(top, LOOK, "paramd top", "paramd top --every 5")
 _add(alerts, LOOK, "paramd alerts", "paramd alerts --all -o json", "paramd alerts -w")
 _add(

@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from enum import StrEnum
 from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any
@@ -88,6 +89,10 @@ class Target:
 
     def __init__(self, chosen: settings.Settings) -> None:
         self.settings = chosen
+
+    def named(self, job: str) -> Target:
+        """The same, of the job called `job`."""
+        return Target(replace(self.settings, job=job))
 
     def connect(self) -> Mesh:
         """A connected mesh, which the caller closes (`with`).

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 from urllib.parse import quote
@@ -205,7 +205,7 @@ def status(target: Target, watch: Watch = False, every: Every = 2.0, output: Out
             if watch:
                 follow(mesh.status, target.format, every_s=every)
             found = mesh.status()
-            name = mesh.job
+            name, url = mesh.job, mesh.url
     except UnreachableError:
         past = _just_ended(target, None)
         if past is None:
@@ -219,6 +219,8 @@ def status(target: Target, watch: Watch = False, every: Every = 2.0, output: Out
             return
     emit(listing(found), target.format)
     say(f"job {found.job}, incarnation {found.incarnation}, step {found.step}")
+    if target.format is Format.TABLE:
+        say(f"dashboard: {url} (paramd dashboard opens it, signed in)")
     # A rank held on request is healthy.
     bad = [row.rank for row in found if row.reason and row.phase != "held"]
     if bad or len(found) < found.world_size:
@@ -246,7 +248,7 @@ def _just_ended(target: Target, job: str | None) -> Past | None:
             return found
     named = job if job is not None else target.settings.job
     with suppress(ParamdError):
-        return ended.find(Target(replace(target.settings, job=named)))
+        return ended.find(target.named(named)) if named is not None else None
     return None
 
 

@@ -134,6 +134,11 @@ class AsyncMesh:
         return self._reach.document.job
 
     @property
+    def url(self) -> str:
+        """The control plane's, where its dashboard is, too."""
+        return self._rest.url
+
+    @property
     def incarnation(self) -> int:
         """Last known incarnation of the job."""
         return self._reach.document.incarnation

@@ -163,6 +163,11 @@ class Mesh:
         return self._mesh.job
 
     @property
+    def url(self) -> str:
+        """The control plane's, where its dashboard is, too."""
+        return self._mesh.url
+
+    @property
     def incarnation(self) -> int:
         """Last known incarnation of the job."""
         return self._mesh.incarnation

@@ -815,6 +815,7 @@ export interface paths {
          * Create Session
          * @description Sign in with the Authorization header; the response sets a cookie and has its key.
          *
+         *     The header holds a token (Bearer) or a code from create_sign_in_code (Paramd-Code).
          *     The cookie is HttpOnly and SameSite=Strict. Later requests need both; they carry the
          *     token's rights and end when it is revoked.
          */
@@ -824,6 +825,27 @@ export interface paths {
          * @description Sign out: the session ends here and the cookie is removed. Idempotent.
          */
         delete: operations["delete_session"];
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/session/codes": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Create Sign In Code
+         * @description A code for a link that signs a browser in: good once, for 60 s, with the rights of the
+         *     token that asks. A session cannot ask for one.
+         */
+        post: operations["create_sign_in_code"];
+        delete?: never;
         options?: never;
         head?: never;
         patch?: never;
@@ -2818,6 +2840,22 @@ export interface components {
             version: string;
         };
         /**
+         * SignInCode
+         * @description A code that opens one session.
+         */
+        SignInCode: {
+            /**
+             * Code
+             * @description Send it as 'Authorization: Paramd-Code <code>' to create_session; dead after its first use
+             */
+            code: string;
+            /**
+             * Ttl S
+             * @description Seconds until it is dead unused
+             */
+            ttl_s: number;
+        };
+        /**
          * SnapshotList
          * @description Snapshots held over REST, and all leases at all ranks.
          */
@@ -3167,6 +3205,7 @@ export type ScheduleRequest = components['schemas']['ScheduleRequest'];
 export type SeriesDocument = components['schemas']['SeriesDocument'];
 export type SeriesPage = components['schemas']['SeriesPage'];
 export type SessionDocument = components['schemas']['SessionDocument'];
+export type SignInCode = components['schemas']['SignInCode'];
 export type SnapshotList = components['schemas']['SnapshotList'];
 export type SnapshotRequest = components['schemas']['SnapshotRequest'];
 export type StatsDocument = components['schemas']['StatsDocument'];
@@ -4480,6 +4519,26 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content?: never;
+            };
+        };
+    };
+    create_sign_in_code: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            201: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["SignInCode"];
+                };
             };
         };
     };

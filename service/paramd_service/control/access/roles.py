@@ -65,6 +65,7 @@ OPERATIONS: Final[dict[str, Action]] = {
     "get_rank_metrics": Action.VIEW,
     "get_session": Action.VIEW,
     "create_session": Action.VIEW,
+    "create_sign_in_code": Action.VIEW,
     "delete_session": Action.VIEW,
     "list_jobs": Action.VIEW,
     "register_job": Action.ATTACH,

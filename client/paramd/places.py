@@ -153,7 +153,8 @@ def read_endpoint(job: str | None = None) -> Endpoint:
         if not is_known(job):
             raise NotFoundError(f"job {job!r} is not known here; {_next_step(running_jobs())}")
         past = incarnations(job)
-        how = end_text(past[-1]) if past else "has ended"
+        began = "has ended" if found is not None else "has not begun yet, or its start failed"
+        how = end_text(past[-1]) if past else began
         raise UnreachableError(f"job {job!r} {how}; {_next_step(running_jobs(), ended=job)}")
     running = running_jobs()
     if len(running) > 1:

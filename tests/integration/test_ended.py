@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from paramd import places
 from paramd.cli.main import main
 from paramd.memory import handover
-from tests.integration.client_job import JOB, Job, running_job
+from tests.integration.client_job import JOB, Job, running_job, wait_for
 from tests.integration.test_client import layout
 
 Capture = pytest.CaptureFixture[str]
@@ -139,3 +145,81 @@ def test_a_killed_job_says_that_nobody_noted_its_end(capsys: Capture) -> None:
     assert (found["state"], found["ended_s"]) == ("ended", None)
     assert "nobody noted when" in answer(capsys, "status", "--job", JOB)[1]
     answer(capsys, "edits", "--job", JOB)
+
+
+TRAINER = """
+import sys, time
+from tests.integration.client_job import running_job
+from tests.integration.test_client import layout
+with running_job(layout()) as job:
+    job.update()
+    print(job.ranks[0].process.pid, job.ranks[1].process.pid, job.control.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def dying() -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A trainer in a process of its own, with (sidecar, sidecar, control plane)."""
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, text=True)
+    pids: list[int] = []
+    try:
+        assert trainer.stdout is not None
+        pids = [int(pid) for pid in trainer.stdout.readline().split()]
+        starts = [places.process_start(pid) for pid in pids]
+        yield trainer, pids
+    finally:
+        trainer.kill()
+        trainer.wait()
+        assert trainer.stdout is not None
+        trainer.stdout.close()
+        for pid, start in zip(pids, starts, strict=True):
+            if places.process_start(pid) == start:
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_end_frees_what_a_dead_training_left_and_never_a_living_one(
+    dying: tuple[subprocess.Popen[str], list[int]], capsys: Capture
+) -> None:
+    trainer, pids = dying
+    out, err = answer(capsys, "end", JOB, code=5)
+    assert (out, f"process {trainer.pid}" in err) == ("", True)
+    assert all(map(places.process_start, pids))
+    trainer.kill()
+    trainer.wait()
+    wait_for(lambda: main(["end", JOB]) == 0, "the sidecars have noticed the end")
+    out, err = capsys.readouterr()
+    assert out.count("left when asked") == 2
+    assert "freed" in err
+    assert "2 of 2 sidecars" in err
+    assert not any(map(places.process_start, pids[:2]))
+    wait_for(lambda: not places.process_start(pids[2]), "the control plane has ended")
+    # Again: nothing is left to do. It was audited, and the job says that it has ended.
+    assert "nothing of job" in answer(capsys, "end", JOB)[1]
+    methods = [one["method"] for one in document(capsys, "audit", "--job", JOB)["records"]]
+    assert methods.count("job.end") >= 2
+    assert document(capsys, "status", "--job", JOB)["reason"] == "owner ended it"
+    answer(capsys, "end", "never", code=4)
+    assert "name the job" in answer(capsys, "end", code=2)[1]
+
+
+def test_end_needs_no_control_plane_and_signals_a_sidecar_that_hangs(
+    dying: tuple[subprocess.Popen[str], list[int]],
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer, pids = dying
+    trainer.kill()
+    trainer.wait()
+    os.kill(pids[2], signal.SIGKILL)
+    monkeypatch.setattr("paramd.cli.end.ANSWER_S", 0.5)
+    # One as of an older version, which does not know the question.
+    asked = handover.send
+    monkeypatch.setattr(
+        "paramd.cli.end.handover.send",
+        lambda connection, message: asked(connection, {**message, "op": "unheard-of"}),
+    )
+    found = document(capsys, "end", JOB)["sidecars"]
+    assert [(row["how"], row["left"]) for row in found] == [("left on SIGTERM", True)] * 2
+    assert all(row["freed_bytes"] > 0 for row in found)
+    assert not any(map(places.process_start, pids))

@@ -84,9 +84,9 @@ def find(target: Target) -> Past | None:
     living = sidecars(job)
     if living:
         raise UnreachableError(
-            f"the control plane of job {job!r} does not run, but sidecars of ranks "
-            f"{', '.join(map(str, living))} do; a training that lives starts it again, those "
-            f"of a dead one leave by themselves or with: paramd end {job}"
+            f"no control plane of job {job!r} runs, but sidecars of ranks "
+            f"{', '.join(map(str, living))} do: the training is starting, or starts it again; "
+            f"sidecars of a dead one leave by themselves or with: paramd end {job}"
         )
     past = places.incarnations(job)
     return Past(job, past[-1]) if past else None

@@ -22,6 +22,7 @@ from paramd.cli.dashboard import dashboard
 from paramd.cli.demo import demo
 from paramd.cli.doctor import doctor
 from paramd.cli.edit import edit, edits, undo
+from paramd.cli.end import end
 from paramd.cli.exports import export, exports, restore
 from paramd.cli.exports import schedule as schedule_group
 from paramd.cli.grads import grads
@@ -120,6 +121,7 @@ _add(
     "paramd exports 3f2a9c01 --wait",
     "paramd exports 3f2a9c01 --cancel",
 )
+_add(end, RUN, "paramd end my-run")
 _add(doctor, RUN, "paramd doctor", "paramd doctor -o json")
 _add(demo, RUN, "paramd demo", "paramd demo --keep")
 app.add_typer(schedule_group, name="export-schedule", rich_help_panel=LOOK)

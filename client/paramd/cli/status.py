@@ -221,6 +221,8 @@ def status(target: Target, watch: Watch = False, every: Every = 2.0, output: Out
     say(f"job {found.job}, incarnation {found.incarnation}, step {found.step}")
     if target.format is Format.TABLE:
         say(f"dashboard: {url} (paramd dashboard opens it, signed in)")
+    if found and all(row.phase in ("orphaned", "torn") for row in found):
+        say(f"the training has ended; to free its memory: paramd end {found.job}")
     # A rank held on request is healthy.
     bad = [row.rank for row in found if row.reason and row.phase != "held"]
     if bad or len(found) < found.world_size:

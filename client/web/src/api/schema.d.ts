@@ -244,6 +244,29 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/jobs/{job}/end": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * End Job
+         * @description End the incarnation of a job whose training is over; refused while a trainer is alive.
+         *
+         *     An embedded control plane then ends, too. Sidecars that linger are asked on their own
+         *     hosts (paramd end). Idempotent.
+         */
+        post: operations["end_job"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/jobs/{job}/events": {
         parameters: {
             query?: never;
@@ -3586,6 +3609,29 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["EditDocument"];
+                };
+            };
+        };
+    };
+    end_job: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["JobSummary"];
                 };
             };
         };

@@ -110,6 +110,7 @@ OPERATIONS: Final[dict[str, Action]] = {
     "renew_hold": Action.EDIT,
     "step_hold": Action.EDIT,
     "end_hold": Action.EDIT,
+    "end_job": Action.ADMINISTER,
     "list_audit": Action.ADMINISTER,
     "list_own_audit": Action.ADMINISTER,
     "create_token": Action.ADMINISTER,

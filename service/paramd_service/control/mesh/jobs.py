@@ -375,6 +375,19 @@ class Jobs:
             )
             return self.open(self._bootstrap(site, job, incarnation, world_size))
 
+    def end(self, job: str, by: str) -> Incarnation:
+        """End the job's incarnation, whose training must be over. Idempotent.
+
+        Raises:
+            NotFoundError, UnreachableError: as `get`.
+            ConflictError: a trainer is alive.
+        """
+        mesh = self.get(job)
+        if mesh.ended_s is None:
+            self._check_free(job)
+            self._end(mesh, ConflictError(f"{by} ended it; attach again"))
+        return mesh
+
     async def admit(self, job: str, incarnation: int, world_size: int) -> Incarnation:
         """The incarnation that a sidecar may join: the current one or, after our restart, the
         one named by its ticket, already verified as ours.

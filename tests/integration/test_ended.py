@@ -216,7 +216,7 @@ def test_end_needs_no_control_plane_and_signals_a_sidecar_that_hangs(
     # One as of an older version, which does not know the question.
     asked = handover.send
     monkeypatch.setattr(
-        "paramd.cli.end.handover.send",
+        "paramd.memory.handover.send",
         lambda connection, message: asked(connection, {**message, "op": "unheard-of"}),
     )
     found = document(capsys, "end", JOB)["sidecars"]

@@ -8,10 +8,8 @@ other users of the machine can read it, stands the file's name.
 from __future__ import annotations
 
 import asyncio
-import html
 import os
 import sys
-import webbrowser
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import quote
@@ -47,6 +45,8 @@ def dashboard(
     your token. The token itself is in no URL. From another machine, forward the
     port first: ssh -L 8470:127.0.0.1:8470 HOST
     """
+    import webbrowser
+
     url, link, ttl_s = asyncio.run(_link(target))
     opened = browser and has_browser() and webbrowser.open(page_file(link).as_uri())
     print(link)
@@ -66,15 +66,19 @@ async def _link(target: Target) -> tuple[str, str, float]:
 
 def page_file(link: str) -> Path:
     """A file of this user alone that leads a browser to the link. Raises UsageError."""
+    from html import escape
+
     path = places.state_dir() / PAGE_FILE
     with state_files.state_dir_errors():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        state_files.replace(path, _PAGE.format(link=html.escape(link)))
+        state_files.replace(path, _PAGE.format(link=escape(link)))
     return path
 
 
 def has_browser() -> bool:
     """Whether a browser would get a window; one in the terminal would take over the shell."""
+    import webbrowser
+
     shown = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
     if sys.platform != "darwin" and not any(os.environ.get(name) for name in shown):
         return False

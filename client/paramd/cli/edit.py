@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paramd.cli import ended
+from paramd.cli import completion, ended
 from paramd.cli.ended import Past
 from paramd.cli.options import Format, Globs, Output, Target, with_target
 from paramd.cli.output import Column, Listing, count, emit, number, size, when
@@ -86,7 +86,10 @@ COLUMNS = (
 def edits(
     target: Target,
     edit_id: Annotated[
-        str | None, typer.Argument(metavar="[ID]", help="Show one edit in full.")
+        str | None,
+        typer.Argument(
+            metavar="[ID]", help="Show one edit in full.", autocompletion=completion.edit_ids
+        ),
     ] = None,
     state: Annotated[
         str | None,
@@ -135,7 +138,12 @@ def _emit_past(
 def undo(
     target: Target,
     edit_id: Annotated[
-        str, typer.Argument(metavar="ID", help="The edit's ID, or its first 8 characters.")
+        str,
+        typer.Argument(
+            metavar="ID",
+            help="The edit's ID, or its first 8 characters.",
+            autocompletion=completion.edit_ids,
+        ),
     ],
     force: Annotated[
         bool, typer.Option("--force", help="Undo even if later edits changed the same elements.")

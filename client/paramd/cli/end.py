@@ -25,6 +25,7 @@ from urllib.parse import quote
 import typer
 
 from paramd import places
+from paramd.cli import completion
 from paramd.cli.options import Format, Output, Target, with_target
 from paramd.cli.output import Column, Listing, emit, size
 from paramd.cli.shell import say
@@ -36,7 +37,6 @@ from paramd.errors import (
     UnreachableError,
     UsageError,
 )
-from paramd.memory import handover
 
 ANSWER_S = 5.0
 LEAVE_S = 20.0
@@ -66,7 +66,10 @@ class Sidecar:
 def end(
     target: Target,
     name: Annotated[
-        str | None, typer.Argument(metavar="[JOB]", help="Name of the job; or --job.")
+        str | None,
+        typer.Argument(
+            metavar="[JOB]", help="Name of the job; or --job.", autocompletion=completion.jobs
+        ),
     ] = None,
     output: Output = None,
 ) -> None:
@@ -123,6 +126,8 @@ def sidecars(job: str) -> Iterator[Sidecar]:
     Raises:
         ConflictError: the job's directory belongs to another user, or is open to others.
     """
+    from paramd.memory import handover
+
     if not (places.state_dir() / job).exists():
         return
     # Checks that the directory is ours and private.
@@ -182,6 +187,8 @@ def _ended(one: Sidecar) -> dict[str, Any]:
 
 def _asked(one: Sidecar) -> tuple[str, bool]:
     """(what happened, whether it has left)."""
+    from paramd.memory import handover
+
     with _process(one) as process:
         try:
             with handover.connect(one.path, timeout_s=ANSWER_S) as connection:
@@ -205,6 +212,8 @@ def _asked(one: Sidecar) -> tuple[str, bool]:
 
 
 def _answer(connection: socket.socket) -> dict[str, Any]:
+    from paramd.memory import handover
+
     handover.send(connection, {"op": "leave"})
     answer, descriptors = handover.receive(connection)
     for descriptor in descriptors:

@@ -22,7 +22,6 @@ from paramd.cli.options import Format, Target
 from paramd.cli.output import Column, Listing, count, emit, when
 from paramd.cli.shell import say
 from paramd.errors import CODES, NotFoundError, ParamdError, UnreachableError, UsageError
-from paramd.memory import handover
 from paramd.places import IncarnationRecord
 
 if TYPE_CHECKING:
@@ -94,6 +93,8 @@ def find(target: Target) -> Past | None:
 
 def sidecars(job: str) -> list[int]:
     """Ranks whose sidecar answers on its socket here, sorted."""
+    from paramd.memory import handover
+
     found = []
     for path in (places.state_dir() / places.check_job_name(job)).glob("rank-*.sock"):
         rank = path.stem.removeprefix("rank-")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paramd.cli import completion
 from paramd.cli.edit import emit_edit
 from paramd.cli.options import Format, Output, Target, examples, with_target
 from paramd.cli.output import Column, Listing, count, emit, seconds, size, when
@@ -67,7 +68,14 @@ schedule = typer.Typer(
 @with_target
 def restore(
     target: Target,
-    destination: Annotated[str, typer.Argument(metavar="DEST/KEY", help="A safetensors export.")],
+    destination: Annotated[
+        str,
+        typer.Argument(
+            metavar="DEST/KEY",
+            help="A safetensors export.",
+            autocompletion=completion.finished_exports,
+        ),
+    ],
     if_step: Annotated[
         int | None, typer.Option("--if-step", metavar="N", help="Apply only at this step.")
     ] = None,
@@ -124,7 +132,9 @@ def export(
     destination: Annotated[
         str | None,
         typer.Argument(
-            metavar="[DEST/KEY]", help="Destination and key; {step} in it becomes the step."
+            metavar="[DEST/KEY]",
+            help="Destination and key; {step} in it becomes the step.",
+            autocompletion=completion.destinations,
         ),
     ] = None,
     format: FormatOption = "safetensors",
@@ -243,7 +253,12 @@ def follow(mesh: Mesh, info: ExportInfo) -> ExportInfo:
 def exports(
     target: Target,
     export_id: Annotated[
-        str | None, typer.Argument(metavar="[ID]", help="Show one export and its files.")
+        str | None,
+        typer.Argument(
+            metavar="[ID]",
+            help="Show one export and its files.",
+            autocompletion=completion.export_ids,
+        ),
     ] = None,
     state: Annotated[
         str | None,
@@ -344,7 +359,9 @@ def create(
     destination: Annotated[
         str,
         typer.Argument(
-            metavar="DEST/KEY", help="{step} in it becomes the step; else /step-N is appended."
+            metavar="DEST/KEY",
+            help="{step} in it becomes the step; else /step-N is appended.",
+            autocompletion=completion.destinations,
         ),
     ],
     every_steps: Annotated[
@@ -408,7 +425,12 @@ def list_(target: Target, output: Output = None) -> None:
 def delete(
     target: Target,
     schedule_id: Annotated[
-        str, typer.Argument(metavar="ID", help="The schedule's ID, or its first characters.")
+        str,
+        typer.Argument(
+            metavar="ID",
+            help="The schedule's ID, or its first characters.",
+            autocompletion=completion.schedule_ids,
+        ),
     ],
 ) -> None:
     """Delete a schedule. Its exports stay, and one in progress continues."""

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paramd import places
-from paramd.cli import settings
+from paramd.cli import completion, settings
 from paramd.errors import UsageError
 
 if TYPE_CHECKING:
@@ -40,15 +39,10 @@ class Format(StrEnum):
         return self in (Format.TABLE, Format.WIDE)
 
 
-def _running_jobs() -> list[str]:
-    """Shell completion of --job."""
-    return [endpoint.job for endpoint in places.running_jobs()]
-
-
 Job = Annotated[
     str | None,
     typer.Option("--job", metavar="NAME", help="Name of the job; required if several run here."
-                 " \\[env: PARAMD_JOB]", rich_help_panel=PANEL, autocompletion=_running_jobs),
+                 " \\[env: PARAMD_JOB]", rich_help_panel=PANEL, autocompletion=completion.jobs),
 ]  # fmt: skip
 Url = Annotated[
     str | None,
@@ -68,7 +62,8 @@ TlsCa = Annotated[
 ContextName = Annotated[
     str | None,
     typer.Option("--context", metavar="NAME", help="A named context in ~/.config/paramd/"
-                 "paramd.toml. \\[env: PARAMD_CONTEXT]", rich_help_panel=PANEL),
+                 "paramd.toml. \\[env: PARAMD_CONTEXT]", rich_help_panel=PANEL,
+                 autocompletion=completion.contexts),
 ]  # fmt: skip
 Debug = Annotated[
     bool, typer.Option("--debug", help="Show tracebacks of errors. \\[env: PARAMD_DEBUG]")
@@ -80,7 +75,12 @@ Output = Annotated[
 ]  # fmt: skip
 Buffers = Annotated[bool, typer.Option("--buffers", help="Include buffers.")]
 Globs = Annotated[
-    list[str], typer.Argument(metavar="GLOB", help="Name patterns, or slices such as 'w[0:4]'.")
+    list[str],
+    typer.Argument(
+        metavar="GLOB",
+        help="Name patterns, or slices such as 'w[0:4]'.",
+        autocompletion=completion.names,
+    ),
 ]
 
 

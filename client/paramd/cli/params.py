@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paramd.cli import completion
 from paramd.cli.options import Buffers, Output, Target, with_target
 from paramd.cli.output import Column, Listing, count, emit, shape
 from paramd.cli.shell import say
@@ -37,6 +38,7 @@ def params(
         list[str] | None,
         typer.Argument(
             metavar="FILTER",
+            autocompletion=completion.names,
             help="Name patterns, and terms that must all hold, such as 'numel>1M' "
             "'dtype=bfloat16' 'shape=4096x*' 'norm>10' 'nan>0'. Default: everything.",
         ),

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 WHOLE_S = 0.95
 """From the start of the process, which the shell waits for."""
-LEAST_S = 0.2
+LEAST_S = 0.5
 """Left for asking when the start alone took long, on a busy machine."""
 MAX_ANSWER_BYTES = 4 << 20
 MAX_SHOWN = 200

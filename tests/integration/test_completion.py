@@ -19,9 +19,19 @@ from tests.integration.test_client import layout
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+def job_state(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("completion")
+
+
+@pytest.fixture(autouse=True)
+def the_job_of_this_user(job_state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARAMD_STATE_DIR", str(job_state))
+
+
+@pytest.fixture(scope="module")
+def job(job_state: Path) -> Iterator[Job]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PARAMD_STATE_DIR", str(tmp_path_factory.mktemp("completion")))
+        patch.setenv("PARAMD_STATE_DIR", str(job_state))
         patch.setenv("PARAMD_DESTINATIONS", '{"checkpoints": "/tmp"}')
         with running_job(layout()) as job:
             job.update()

@@ -71,7 +71,7 @@ def test_a_clean_end_never_looks_like_an_outage(capsys: Capture) -> None:
         detach(job)
         # Asked again and again until the control plane is gone: from its leaving sidecars on.
         while job.control.poll() is None:
-            found = document(capsys, "status")
+            found = document(capsys, "status", "--job", JOB)
             assert (found["state"], found["step"], found["ranks"]) == ("ended", 1, [])
     found = document(capsys, "status", "--job", JOB)
     assert (found["state"], found["step"], found["world_size"]) == ("ended", 1, 2)

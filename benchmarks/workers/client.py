@@ -50,7 +50,7 @@ class Client:
         if self._mesh is not None:
             self._mesh.close()
         self._mesh = paramd.connect(job=job)
-        name = self.mesh.params()[0].fqn
+        name = self.mesh.params()[0].name
         return self.mesh.summon(f"{name}[0:1]").step
 
     def read_again(self) -> int:
@@ -73,7 +73,7 @@ class Client:
         """Makes the memory that `into` contenders fill; returns its bytes."""
         if not self._warm:
             self._warm = {
-                info.fqn: torch.zeros(info.shape, dtype=getattr(torch, info.dtype))
+                info.name: torch.zeros(info.shape, dtype=getattr(torch, info.dtype))
                 for info in self.mesh.params()
             }
         return sum(tensor.nbytes for tensor in self._warm.values())

@@ -32,6 +32,11 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    # Tab completion shows what is loaded on first use, too, and none of our own imports.
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+
+
 def __getattr__(name: str) -> object:
     if name == "aio":
         return import_module("paramd.aio")

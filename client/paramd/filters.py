@@ -10,12 +10,12 @@ spaces.
     facts         name placement kind dtype           = != ~ (contains)
                   shape                               = != "4096x4096", "4096x*"; < > by its largest dim
                   numel dims rank                     = != < <= > >=
-                  tied                                = != true, false
+                  tied trainable                      = != true, false
     statistics    norm mean std min max absmax        = != < <= > >=
                   nan inf zero (counts of elements)
 
 Numbers may end in k, M, G (powers of 1000). `dims` is the number of dims; `rank=3` holds when
-rank 3 has a part. A statistic that does not exist (the mean without any finite element)
+rank 3 has a part. `trainable` is as of attach, and neither true nor false for buffers. A statistic that does not exist (the mean without any finite element)
 satisfies no term.
 """  # noqa: E501
 
@@ -38,7 +38,8 @@ TEXT_KEYS: Final = ("name", "placement", "kind", "dtype")
 COUNT_KEYS: Final = ("numel", "dims", "rank")
 _STATISTICS: Final = {one.key: one.name for one in STATISTICS}
 STATISTIC_KEYS: Final = (*_STATISTICS, "absmax")
-KEYS: Final = (*TEXT_KEYS, "shape", *COUNT_KEYS, "tied", *STATISTIC_KEYS)
+FLAG_KEYS: Final = ("tied", "trainable")
+KEYS: Final = (*TEXT_KEYS, "shape", *COUNT_KEYS, *FLAG_KEYS, *STATISTIC_KEYS)
 
 _TERM = re.compile(r"([A-Za-z_]+)(!=|<=|>=|=|<|>|~)")
 _NUMBER = re.compile(r"([+-]?(?:[0-9]{1,40}(?:\.[0-9]{0,40})?|\.[0-9]{1,40})(?:e[+-]?[0-9]{1,3})?)"
@@ -77,8 +78,6 @@ class Tensor(Protocol):
     """Source of facts: an item of a layout, or of `mesh.params()`."""
 
     @property
-    def fqn(self) -> str: ...
-    @property
     def dtype(self) -> str: ...
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -86,6 +85,8 @@ class Tensor(Protocol):
     def placement(self) -> str: ...
     @property
     def numel(self) -> int: ...
+    @property
+    def trainable(self) -> bool | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +220,7 @@ def _term(key: str, comparison: str, value: str, position: int, value_at: int) -
             value = value.removeprefix("torch.")
             value = _DTYPES.get(value, value)
         return Term(key, comparison, value)
-    if key == "tied":
+    if key in FLAG_KEYS:
         _check(comparison, ("=", "!="), key, value_at)
         if value not in ("true", "false"):
             raise FilterError(value_at, value, "true or false")
@@ -244,8 +245,9 @@ def _fact(term: Term, facts: Facts) -> bool:
     tensor = facts.tensor
     if term.key == "shape":
         return _shape(term, tensor.shape)
-    if term.key == "tied":
-        return ((len(facts.names) > 1) == (term.text == "true")) == (term.comparison == "=")
+    if term.key in FLAG_KEYS:
+        flag = len(facts.names) > 1 if term.key == "tied" else tensor.trainable
+        return (flag is (term.text == "true")) == (term.comparison == "=")
     if term.key == "rank":
         return _rank(term, facts.ranks)
     if term.key in COUNT_KEYS:

@@ -3,6 +3,8 @@
     <state dir>/<job>/            0700, ours
         endpoint.json             0600: address of the job's control plane, and its token
         incarnation               0600: the last incarnation issued
+        incarnations.jsonl        0600: when each incarnation began and ended
+        control.sqlite            0600: edits, exports, audit, history; the service's own
         rank-<r>.sock             the sidecars' Unix sockets
 
 The state dir is PARAMD_STATE_DIR, else $XDG_STATE_HOME/paramd, else ~/.local/state/paramd.
@@ -15,9 +17,11 @@ import os
 import re
 import stat
 from dataclasses import asdict, dataclass, field
+from dataclasses import replace as changed
+from datetime import UTC, datetime
 from pathlib import Path
 
-from paramd.errors import ConflictError, UnreachableError, UsageError
+from paramd.errors import ConflictError, NotFoundError, UnreachableError, UsageError
 from paramd.state_files import (
     check_job_name,
     host_id,
@@ -33,9 +37,14 @@ from paramd.state_files import (
 
 __all__ = (
     "Endpoint",
+    "IncarnationRecord",
     "check_job_name",
+    "end_text",
     "host_id",
+    "incarnations",
+    "is_known",
     "job_dir",
+    "known_jobs",
     "last_incarnation",
     "next_incarnation",
     "process_start",
@@ -51,6 +60,10 @@ ENDPOINT_FILE = "endpoint.json"
 INCARNATION_FILE, OLDER_FILE = "incarnation", "epoch"
 """The counter of a job's incarnations, and its name in older versions: it must never go back."""
 MAX_ENDPOINT_BYTES = 64 << 10
+HISTORY_FILE, OLDER_HISTORY_FILE = "incarnations.jsonl", "epochs.jsonl"
+"""The history of a job's incarnations, and its name in older versions."""
+MAX_HISTORY_BYTES = 256 << 10
+"""Only the newest lines are read: about a thousand incarnations."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +84,22 @@ class Endpoint:
     """Incarnation the control plane serves."""
     pid_start: int = 0
     """Start time of `pid` from /proc, to detect a reused pid; 0 unknown."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IncarnationRecord:
+    """One incarnation of a job."""
+
+    incarnation: int
+    world_size: int
+    began_s: float
+    """Seconds since the Unix epoch."""
+    ended_s: float | None = None
+    """Seconds since the Unix epoch; None while it is open."""
+    reason: str = ""
+    """Why it ended."""
+    step: int = -1
+    """Last known step when it ended; -1 when unknown."""
 
 
 def write_endpoint(endpoint: Endpoint) -> Path:
@@ -114,20 +143,27 @@ def read_endpoint(job: str | None = None) -> Endpoint:
 
     Raises:
         UsageError: not a job name, or several jobs are running and none was named.
-        UnreachableError: no such job is running here.
+        NotFoundError: no job of that name was ever here.
+        UnreachableError: the job has ended, or no job is running here.
     """
     if job is not None:
         found = _load(state_dir() / check_job_name(job) / ENDPOINT_FILE)
         if found is not None and _alive(found):
             return found
-        ended = "has ended" if found is not None else "is not known here"
-        raise UnreachableError(f"job {job!r} {ended}; {_next_step(running_jobs())}")
+        if not is_known(job):
+            raise NotFoundError(f"job {job!r} is not known here; {_next_step(running_jobs())}")
+        past = incarnations(job)
+        began = "has ended" if found is not None else "has not begun yet, or its start failed"
+        how = end_text(past[-1]) if past else began
+        raise UnreachableError(f"job {job!r} {how}; {_next_step(running_jobs(), ended=job)}")
     running = running_jobs()
     if len(running) > 1:
         names = ", ".join(sorted(endpoint.job for endpoint in running))
         raise UsageError(f"several jobs run here: {names}; name one (job=, --job)")
     if not running:
-        raise UnreachableError(f"no job runs here; {_next_step(running)}")
+        ended = ", ".join(known_jobs()[:8])
+        told = f" (ended: {ended}; --job NAME shows one)" if ended else ""
+        raise UnreachableError(f"no job runs here{told}; {_next_step(running)}")
     return running[0]
 
 
@@ -139,6 +175,31 @@ def running_jobs() -> list[Endpoint]:
         return []
     loaded = (_load(path / ENDPOINT_FILE) for path in paths if is_job_name(path.name))
     return [endpoint for endpoint in loaded if endpoint is not None and _alive(endpoint)]
+
+
+def known_jobs() -> list[str]:
+    """Names of all jobs of this state dir, running or not, sorted."""
+    try:
+        names = sorted(path.name for path in state_dir().iterdir())
+    except OSError:
+        return []
+    return [name for name in names if is_job_name(name) and is_known(name)]
+
+
+def is_known(job: str) -> bool:
+    """Whether a job of that name has ever begun here. Raises UsageError as `job_dir`."""
+    directory = state_dir() / check_job_name(job)
+    kept = (ENDPOINT_FILE, HISTORY_FILE, INCARNATION_FILE, OLDER_HISTORY_FILE, OLDER_FILE)
+    return any((directory / name).is_file() for name in kept)
+
+
+def end_text(last: IncarnationRecord) -> str:
+    """How a job's last incarnation ended, for a sentence that begins with its name."""
+    if last.ended_s is None:
+        return "has ended, and nobody noted when: its control plane was killed"
+    moment = datetime.fromtimestamp(last.ended_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    after = f"after step {last.step:,}" if last.step >= 0 else "before its first step was known"
+    return f"ended at {moment}, {after}"
 
 
 def next_incarnation(job: str, *, above: int = 0) -> int:
@@ -173,6 +234,58 @@ def last_incarnation(job: str, *, at_least: int = 0) -> int:
             incarnation = at_least
             replace(path, f"{incarnation}\n")
     return incarnation
+
+
+def incarnations(job: str) -> list[IncarnationRecord]:
+    """All known incarnations, oldest first. Every incarnation but the last counts as ended.
+
+    The file has one line per change. Lines are only appended, each in a single write, so control
+    planes of two incarnations may both write. Truncated or unknown lines are skipped.
+    """
+    found: dict[int, IncarnationRecord] = {}
+    directory = state_dir() / check_job_name(job)
+    for name in (OLDER_HISTORY_FILE, HISTORY_FILE):
+        for line in _lines(directory / name):
+            _take_in(found, line)
+    ordered = [found[incarnation] for incarnation in sorted(found)]
+    for place, later in enumerate(ordered[1:]):
+        if ordered[place].ended_s is None:
+            ordered[place] = changed(
+                ordered[place],
+                ended_s=later.began_s,
+                reason=f"incarnation {later.incarnation} has begun",
+            )
+    return ordered
+
+
+def _take_in(found: dict[int, IncarnationRecord], line: bytes) -> None:
+    try:
+        said = json.loads(line)
+        ended_s = said.get("ended_s")
+        record = IncarnationRecord(
+            incarnation=int(said.get("incarnation", said.get("epoch"))),
+            world_size=int(said["world_size"]),
+            began_s=float(said["began_s"]),
+            ended_s=float(ended_s) if ended_s is not None else None,
+            reason=str(said.get("reason", "")),
+            step=int(said.get("step", -1)),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        return
+    # A restarted control plane notes the beginning again: the earliest time counts.
+    first = found.get(record.incarnation, record)
+    found[record.incarnation] = changed(record, began_s=min(first.began_s, record.began_s))
+
+
+def _lines(path: Path) -> list[bytes]:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - MAX_HISTORY_BYTES))
+            text = file.read()
+    except OSError:
+        return []
+    return text.splitlines()
 
 
 def _counted(path: Path) -> int:
@@ -220,7 +333,9 @@ def _alive(endpoint: Endpoint) -> bool:
     return start != 0 and endpoint.pid_start in (0, start)
 
 
-def _next_step(running: list[Endpoint]) -> str:
+def _next_step(running: list[Endpoint], *, ended: str = "") -> str:
+    if ended and not running:
+        return f"what is stored of it: paramd status|edits|audit --job {ended}"
     if running:
         return f"jobs that run here: {', '.join(endpoint.job for endpoint in running)}"
     return (

@@ -79,7 +79,7 @@ def test_edits_reach_the_device_and_survive_updates(
             if value % 2:
                 edit = mesh.edit("*", fill=float(value), timeout=60)
             else:
-                tensors = {i.fqn: torch.full(i.shape, float(value)) for i in mesh.params("*")}
+                tensors = {i.name: torch.full(i.shape, float(value)) for i in mesh.params("*")}
                 edit = mesh.edit(set=tensors, timeout=60)
             assert edit.state is EditState.APPLIED
             found = mesh.summon("*")

@@ -67,20 +67,23 @@ def test_status_shows_every_rank(job: Job, capsys: Capture) -> None:
         ["0", "idle"],
         ["1", "idle"],
     ]
-    assert err == f"paramd: job {JOB}, incarnation 1, step 0\n"
+    assert err == (
+        f"paramd: job {JOB}, incarnation 1, step 0\n"
+        f"paramd: dashboard: {job.url} (paramd dashboard opens it, signed in)\n"
+    )
     found = document(capsys, "status")
     assert (found["job"], found["incarnation"], found["world_size"]) == (JOB, 1, 2)
     assert [row["arena_bytes"] for row in found["ranks"]] == [1024, 1024]
 
 
 def test_params_are_filtered_by_facts_and_statistics(job: Job, capsys: Capture) -> None:
-    every = {row["fqn"]: row for row in document(capsys, "params")["params"]}
+    every = {row["name"]: row for row in document(capsys, "params")["params"]}
     largest = max(row["numel"] for row in every.values())
     wanted = {name for name, row in every.items() if row["numel"] == largest}
     assert set(answer(capsys, "params", f"numel>={largest}", "-o", "name")[0].split()) == wanted
-    norms = {row["fqn"]: row["norm"] for row in document(capsys, "stats", "rows")["stats"]}
+    norms = {row["name"]: row["norm"] for row in document(capsys, "stats", "rows")["stats"]}
     found = document(capsys, "params", "rows", f"norm>{norms['rows'] - 1}")
-    assert ([row["fqn"] for row in found["params"]], found["step"] >= 0) == (["rows"], True)
+    assert ([row["name"] for row in found["params"]], found["step"] >= 0) == (["rows"], True)
     assert document(capsys, "params", "rows", f"norm>{norms['rows'] + 1}")["params"] == []
     _, err = answer(capsys, "params", "numl>3", code=2)
     assert "at character 1, 'numl': expected one of" in err
@@ -90,11 +93,11 @@ def test_params_are_listed_in_every_format(job: Job, capsys: Capture) -> None:
     assert answer(capsys, "params", "-o", "name")[0].split() == NAMES
     listed = document(capsys, "params")
     assert (listed["job"], listed["incarnation"]) == (JOB, 1)
-    found = {row["fqn"]: row for row in listed["params"]}
+    found = {row["name"]: row for row in listed["params"]}
     assert found["rows"]["shape"] == [5, 4]
     assert found["rows"]["aliases"] == ["tied"]
     lines = answer(capsys, "params", "r*", "s*", "-o", "jsonl")[0].splitlines()
-    assert [json.loads(line)["fqn"] for line in lines] == ["rows", "scalar"]
+    assert [json.loads(line)["name"] for line in lines] == ["rows", "scalar"]
     table = answer(capsys, "params", "--buffers")[0].splitlines()
     assert [line.split()[0] for line in table] == ["NAME", *NAMES, "running"]
 
@@ -112,7 +115,7 @@ def test_statistics_are_those_of_the_full_tensors(
     assert (found["step"], found["incarnation"]) == (0, 1)
     assert 0 <= found["age_s"] < 60
     for row in found["stats"]:
-        values = whole[row["fqn"]].double()
+        values = whole[row["name"]].double()
         assert row["count"] == values.numel()
         assert row["zero_count"] == int((values == 0).sum())
         for key, expected in (
@@ -218,7 +221,7 @@ def test_data_and_messages_stay_apart_in_a_real_shell(job: Job) -> None:
         timeout=60,
     )
     assert found.returncode == 0, found.stderr
-    assert json.loads(found.stdout)["params"][0]["fqn"] == "rows"
+    assert json.loads(found.stdout)["params"][0]["name"] == "rows"
     assert found.stderr == "paramd: 1 tensors, 20 elements\n"
 
 

@@ -166,12 +166,12 @@ def test_unknown_names_offer_similar_ones(mesh: Mesh) -> None:
 
 
 def test_params_and_status_tell_the_mesh(mesh: Mesh) -> None:
-    params = {row.fqn: row for row in mesh.params()}
+    params = {row.name: row for row in mesh.params()}
     assert params["rows"].names == ("rows", "tied")
     assert params["rows"].ranks == (0, 1)
     assert params["turned"].ranks == (1,)
     assert "running" not in params
-    assert [row.fqn for row in mesh.params("r*", buffers=True)] == ["rows", "running"]
+    assert [row.name for row in mesh.params("r*", buffers=True)] == ["rows", "running"]
     status = mesh.status()
     assert [(row.rank, row.phase, row.step) for row in status] == [
         (0, "idle", 0),

@@ -214,7 +214,7 @@ async def test_parameters_come_page_by_page_from_the_sidecars_layout() -> None:
                 page = await asyncio.to_thread(
                     control.get, f"{path}?filter=layers.*&limit=2&page_token={token}"
                 )
-                names += [param["fqn"] for param in page.json()["params"]]
+                names += [param["name"] for param in page.json()["params"]]
                 token = page.json()["next_page_token"]
             assert names == [f"layers.{n}.weight" for n in range(5)]
             assert token == ""

@@ -94,15 +94,15 @@ Ready = tuple[Rest, dict[str, Any]]
 
 def test_filters_choose_by_name_fact_and_statistic(rest: Ready) -> None:
     asked, whole = rest
-    names = [one["fqn"] for one in asked.get("/params")["params"]]
+    names = [one["name"] for one in asked.get("/params")["params"]]
     assert names == [tensor.fqn for tensor in asked.job.layout.tensors]
     found = asked.get("/params", filter="numel>=20 dtype=float32 kind=parameter")
-    assert [one["fqn"] for one in found["params"]] == ["rows", "columns", "turned", "large"]
+    assert [one["name"] for one in found["params"]] == ["rows", "columns", "turned", "large"]
     assert (found["step"], found["partial"]) == (-1, False)
     norms = {name: float(whole[name].double().norm()) for name in WHOLE}
     bound = sorted(norms.values())[2] + 1e-3
     found = asked.get("/params", filter=f"{' '.join(WHOLE)} norm>{bound}")
-    assert {one["fqn"] for one in found["params"]} == {n for n, v in norms.items() if v > bound}
+    assert {one["name"] for one in found["params"]} == {n for n, v in norms.items() if v > bound}
     assert found["step"] == 1
     stats = asked.get("/params/stats", filter=f"{' '.join(WHOLE)} norm>{bound}")
     assert {one["name"]: one["norm"] for one in stats["stats"]} == {
@@ -118,12 +118,12 @@ def test_pages_join_up(rest: Ready) -> None:
         while True:
             page = asked.get("/params", filter=wanted, limit=2, page_token=token)
             assert page["total_count"] == whole["total_count"]
-            names += [one["fqn"] for one in page["params"]]
+            names += [one["name"] for one in page["params"]]
             steps.add(page["step"])
             token = page["next_page_token"]
             if not token:
                 break
-        assert names == [one["fqn"] for one in whole["params"]]
+        assert names == [one["name"] for one in whole["params"]]
         assert len(steps) == 1
     for token in ("!", "AAAA", "MTo=", "LTE6eA=="):
         problem = asked.get("/params", page_token=token, status=422 if token != "MTo=" else 200)

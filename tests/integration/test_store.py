@@ -25,10 +25,11 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, inspect, text
 
 from paramd.clock import now_s
-from paramd.errors import ConflictError, NotFoundError
+from paramd.errors import ConflictError, NotFoundError, UsageError
 from paramd_service.control.alerts.watcher import Watcher
 from paramd_service.control.api.choice import NormHistory
 from paramd_service.control.store.alerts import AlertRow, AlertStore
+from paramd_service.control.store.edits import EditRow, EditStore
 from paramd_service.control.store.engine import StoreAddress, StoreError, make_engine, parse_store
 from paramd_service.control.store.exports import ExportStore
 from paramd_service.control.store.history import MetricHistory, Point, Sample, SeriesKey
@@ -225,6 +226,29 @@ async def test_alerts_are_raised_resolved_and_paged(address: StoreAddress) -> No
         assert await alerts.page("other", limit=9) == []
         with pytest.raises(NotFoundError):
             await alerts.replace(replace(still[0], id=10**6))
+
+
+async def test_an_id_is_found_by_its_first_characters_in_its_job_alone(
+    address: StoreAddress,
+) -> None:
+    def row(edit_id: str, job: str) -> EditRow:
+        return EditRow(
+            id=edit_id, job=job, incarnation=1, state="APPLIED", actor="a", role="admin",
+            created_s=1.0, manifest=b"", digest="",
+        )  # fmt: skip
+
+    one, two, other = "3f2a9c01" + "0" * 24, "3f2a9c02" + "0" * 24, "3f2a9c03" + "0" * 24
+    async with started(address) as store:
+        edits = EditStore(store)
+        for made in (row(one, "run"), row(two, "run"), row(other, "elsewhere")):
+            await edits.add(made)
+        assert await edits.whole_id("run", "3f2a9c01") == one
+        assert await edits.whole_id("elsewhere", "3") == other
+        with pytest.raises(UsageError, match=f"several ids begin with '3f2a': {one}, {two}; give"):
+            await edits.whole_id("run", "3f2a")
+        for none in ("3f2a9c03", "3f2a9c0g", "%", "_f2a9c01", "3F2A9C01", "' OR 1=1 --"):
+            with pytest.raises(NotFoundError, match="see: paramd edits"):
+                await edits.whole_id("run", none)
 
 
 async def test_samples_become_minutes_become_ten_minutes_and_go(address: StoreAddress) -> None:
@@ -495,6 +519,7 @@ def test_what_was_acknowledged_survives_a_kill(tmp_path: Path) -> None:
     """A process that writes and says so is killed; what it said is in the file."""
     script = """
 import asyncio, itertools, pathlib, sys
+from paramd_service.control.store.edits import EditRow, EditStore
 from paramd_service.control.store.engine import parse_store
 from paramd_service.control.store.store import Store
 from paramd_service.control.store.tokens import TokenRow, TokenStore

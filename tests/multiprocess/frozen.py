@@ -56,7 +56,7 @@ def edit_to(mesh: Mesh, value: int, *, timeout_s: float = 60.0) -> Edit:
     if value % 2:
         return mesh.edit("*", fill=float(value), timeout=timeout_s)
     tensors = {
-        info.fqn: torch.full(info.shape, value, dtype=torch.float32) for info in mesh.params("*")
+        info.name: torch.full(info.shape, value, dtype=torch.float32) for info in mesh.params("*")
     }
     transport: Transport = "grpc" if value % 4 else "auto"
     return mesh.edit(set=tensors, transport=transport, timeout=timeout_s)

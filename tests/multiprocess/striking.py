@@ -102,7 +102,7 @@ def summon_stamps(transport: str = "grpc", *, buffers: bool = False) -> Request:
 
     def request(mesh: Mesh) -> tuple[int, list[str]]:
         found = mesh.summon("*", transport=transport, buffers=buffers)  # type: ignore[arg-type]
-        parameters = {info.fqn for info in mesh.params("*")} if buffers else set(found)
+        parameters = {info.name for info in mesh.params("*")} if buffers else set(found)
         stamp = torch.tensor(found.step)
         wrong = [
             f"step {found.step}: {name} holds {tensor.unique().tolist()[:4]}"

@@ -96,7 +96,7 @@ def test_a_flipped_bit_of_one_of_three_replicas_is_named_with_rank_and_tensor(
         for rank in (1, 2):
             wait_for("the flip", (tmp_path / f"flip-{rank}.done-{rank}").exists)
         after_rounds(door, "digests", 2)
-        found = {alert["fqn"]: alert for alert in door.alerts("replica-drift")}
+        found = {alert["name"]: alert for alert in door.alerts("replica-drift")}
         assert {fqn: alert["ranks"] for fqn, alert in found.items()} == {
             "module.weight": [1],
             "blocks.0.up.weight": [2],
@@ -111,7 +111,7 @@ def test_a_flipped_bit_of_one_of_three_replicas_is_named_with_rank_and_tensor(
         tell(tmp_path, "flip-1", fqn="module.weight", element=11, bit=5)
         wait_for("the end", lambda: len(door.alerts("replica-drift")) == 1, 60)
         (over,) = door.alerts("replica-drift", "resolved")
-        assert over["fqn"] == "module.weight"
+        assert over["name"] == "module.weight"
 
 
 @pytest.mark.timeout(180)
@@ -125,7 +125,7 @@ def test_in_hybrid_sharding_both_replicas_of_the_shard_are_named(
         wait_for("the flip", (tmp_path / "flip-3.done-3").exists)
         after_rounds(door, "digests", 2)
         (drift,) = door.alerts("replica-drift")
-        assert (drift["fqn"], drift["ranks"]) == ("module.weight", [1, 3])
+        assert (drift["name"], drift["ranks"]) == ("module.weight", [1, 3])
         assert "two cannot show which is wrong" in drift["reason"]
         assert "is bit 30 of element 2 of its piece" in drift["reason"]
 
@@ -139,10 +139,10 @@ def test_nan_is_told_with_its_tensor_until_it_is_mended(tmp_path: Path) -> None:
         tell(tmp_path, "nan", fqn="module.bias")
         wait_for("NaN", (tmp_path / "nan.done-0").exists)
         after_rounds(door, "stats", 2)
-        named = {alert["fqn"]: alert for alert in door.alerts("non-finite")}
+        named = {alert["name"]: alert for alert in door.alerts("non-finite")}
         assert "module.bias" in named
         assert "1 NaN and 0 infinite of 7 elements" in named["module.bias"]["reason"]
         tell(tmp_path, "mend", fqn="module.bias")
         wait_for("the end", lambda: door.alerts("non-finite", "resolved"))
         (over,) = door.alerts("non-finite", "resolved")
-        assert over["fqn"] == "module.bias"
+        assert over["name"] == "module.bias"

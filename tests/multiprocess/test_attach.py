@@ -74,7 +74,7 @@ def visit(ranks: Ranks, job: str, folder: Path) -> None:
 def watch_training(mesh: Mesh, step: int) -> None:
     """Summons of a job that trains: its steps go on, its buffers belong to them."""
     steps, updates = {step}, step // TRUTH_AT
-    counters = [info.fqn for info in mesh.params("*", buffers=True) if is_counter(info.fqn)]
+    counters = [info.name for info in mesh.params("*", buffers=True) if is_counter(info.name)]
 
     def another() -> bool:
         found = mesh.summon("*", *counters, buffers=True)

@@ -138,7 +138,7 @@ def answers(mesh: Mesh) -> bool:
 CLIENT = """
 import sys, torch, paramd
 with paramd.connect(sys.argv[1], sys.argv[2]) as mesh:
-    tensors = {i.fqn: torch.full(i.shape, 5.0) for i in mesh.params("*")}
+    tensors = {i.name: torch.full(i.shape, 5.0) for i in mesh.params("*")}
     def told(sent, total):
         print("sending", flush=True)
         sys.stdin.read()
@@ -179,7 +179,7 @@ def test_a_program_that_a_trainer_cannot_run_is_refused_with_its_reason(
         connect_to(ranks.state_dir, "frozen") as mesh,
     ):
         edit_to(mesh, 2)
-        tensors = {info.fqn: torch.full(info.shape, 4.0) for info in mesh.params("*")}
+        tensors = {info.name: torch.full(info.shape, 4.0) for info in mesh.params("*")}
 
         commit = EditCalls.commit
 

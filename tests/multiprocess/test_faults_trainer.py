@@ -185,7 +185,7 @@ def kill_and_see_it_recover(ranks: Ranks, mesh: Mesh, program: str, rank: int | 
     process = helper(ranks, program, rank)
     process.kill()
     begin_s = time.monotonic()
-    counters = [info.fqn for info in mesh.params("*", buffers=True) if is_counter(info.fqn)]
+    counters = [info.name for info in mesh.params("*", buffers=True) if is_counter(info.name)]
     assert counters
 
     def right() -> bool:

@@ -40,7 +40,7 @@ def test_every_door_shows_the_same_gradients(tmp_path: Path) -> None:
 
 def check_document(document: dict[str, Any]) -> None:
     expected = document["step"] % MODULUS
-    assert {row["fqn"] for row in document["params"]} == NAMES
+    assert {row["name"] for row in document["params"]} == NAMES
     for row in (*document["params"], document["total"]):
         assert (row["min"], row["max"], row["nan_count"]) == (expected, expected, 0)
     assert document["scale"] == 1.0

@@ -88,7 +88,7 @@ def test_all_doors_lead_to_boundaries_and_none_past_them(
 
 def assert_doors_are_right(mesh: Mesh, folder: Path) -> None:
     assert ask(mesh, stats_of_stamps).right
-    (name, *_) = [info.fqn for info in mesh.params("*embed.weight")]
+    (name, *_) = [info.name for info in mesh.params("*embed.weight")]
     one = mesh.summon(name)
     assert bool((one[name] == one.step).all())
     with mesh.view("*") as view:

@@ -37,11 +37,11 @@ def slices_of(mesh: Mesh) -> list[str]:
             continue
         rows = info.shape[0] if info.shape else 1
         if index % 5 == 3 or rows < 2:
-            found.append(info.fqn)
+            found.append(info.name)
         elif len(info.shape) == 1:
-            found.append(f"{info.fqn}[1:]")
+            found.append(f"{info.name}[1:]")
         else:
-            found.append(f"{info.fqn}[{index % 2}:{rows - 1},1:]")
+            found.append(f"{info.name}[{index % 2}:{rows - 1},1:]")
     return found
 
 

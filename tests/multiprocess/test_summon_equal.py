@@ -79,7 +79,7 @@ def assert_given_tensors_are_filled(mesh: Mesh, truth: Tensors) -> None:
     into = {}
     for info in mesh.params("*"):
         # Tied names share their tensor.
-        into |= dict.fromkeys(info.names, torch.empty_like(truth[info.fqn]))
+        into |= dict.fromkeys(info.names, torch.empty_like(truth[info.name]))
     mesh.summon("*", into=into)
     assert_same_bytes(into, truth)
 

@@ -117,7 +117,7 @@ def test_a_delta_is_added_to_what_training_made_of_it_and_undone_by_subtraction(
 
 def test_a_replacement_overwrites_a_region_and_undo_puts_it_back(mesh: Mesh) -> None:
     before = above_step(mesh)
-    name = next(info.fqn for info in mesh.params() if info.shape and info.shape[0] > 4)
+    name = next(info.name for info in mesh.params() if info.shape and info.shape[0] > 4)
     edit = mesh.edit(f"{name}[1:3]", fill=-7.0)
     found = mesh.summon(name)
     expected = -7.0 + found.step - edit.step

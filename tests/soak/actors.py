@@ -254,7 +254,7 @@ class Editor:
         pattern = f"{self._group}*"
         if "set" not in what:
             return mesh.edit(pattern, **what, note=note, timeout=EDIT_TIMEOUT_S)
-        tensors = {i.fqn: torch.full(i.shape, what["set"]) for i in mesh.params(pattern)}
+        tensors = {i.name: torch.full(i.shape, what["set"]) for i in mesh.params(pattern)}
         transport = "grpc" if self._number % 2 else "auto"
         return mesh.edit(set=tensors, transport=transport, note=note, timeout=EDIT_TIMEOUT_S)  # type: ignore[arg-type]
 
@@ -439,7 +439,7 @@ def alerted(stage: Stage, job: Job, oracle: Oracle, limit_s: float) -> None:
 
     def alerts(state: str) -> bool:
         found = rest(stage, "GET", f"/jobs/{job.name}/alerts", state=state, limit=1000)["alerts"]
-        return any(a["rule"] == "norm-jump" and a["fqn"] == name for a in found)
+        return any(a["rule"] == "norm-jump" and a["name"] == name for a in found)
 
     def edit_to(value: float) -> None:
         sight = oracle.ledger.begin(group, value)

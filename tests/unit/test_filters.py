@@ -22,6 +22,7 @@ def facts_of(
     shape: tuple[int, ...] = (4096, 1024),
     aliases: tuple[str, ...] = (),
     ranks: tuple[int, ...] = (0, 1),
+    trainable: bool | None = None,
 ) -> Facts:
     tensor = TensorLayout(
         fqn=fqn,
@@ -31,6 +32,7 @@ def facts_of(
         pieces=tuple(Piece(r, 0, Box((0,) * len(shape), shape)) for r in ranks),
         aliases=aliases,
         placement="Shard(0) over 2",
+        trainable=trainable,
     )
     return Facts(tensor=tensor, kind="parameter", names=(fqn, *aliases), ranks=frozenset(ranks))
 
@@ -88,6 +90,24 @@ def summary(**changes: float) -> Summary:
 )
 def test_facts_are_compared(text: str, chosen: bool) -> None:
     assert parse_filter(text).matches(facts_of()) is chosen
+
+
+@pytest.mark.parametrize(
+    ("trainable", "text", "chosen"),
+    [
+        (True, "trainable=true", True),
+        (True, "trainable=false", False),
+        (False, "trainable=false", True),
+        (False, "trainable!=false", False),
+        (None, "trainable=true", False),
+        (None, "trainable=false", False),
+        (None, "trainable!=true", True),
+    ],
+)
+def test_what_is_not_known_to_be_trainable_is_neither(
+    trainable: bool | None, text: str, chosen: bool
+) -> None:
+    assert parse_filter(text).matches(facts_of(trainable=trainable)) is chosen
 
 
 def test_a_scalar_has_a_largest_dim_of_one_and_the_shape_scalar() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from paramd import places
-from paramd.errors import ConflictError, UnreachableError, UsageError
+from paramd.errors import ConflictError, NotFoundError, UnreachableError, UsageError
 from paramd.places import Endpoint
 from paramd.state_files import file_places
 
@@ -140,7 +140,7 @@ def test_several_jobs_must_be_told_apart() -> None:
 def test_no_job_is_unreachable_and_says_what_to_do() -> None:
     with pytest.raises(UnreachableError, match=r"paramd\.attach"):
         places.read_endpoint()
-    with pytest.raises(UnreachableError, match="'run' is not known here"):
+    with pytest.raises(NotFoundError, match="'run' is not known here"):
         places.read_endpoint("run")
 
 

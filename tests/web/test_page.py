@@ -40,6 +40,23 @@ def test_a_token_is_sent_once_and_kept_nowhere_in_the_page(browser: Browser, doo
         tab.check_quiet()
 
 
+def test_a_link_signs_in_once_and_leaves_no_code_in_the_address(
+    browser: Browser, door: Door
+) -> None:
+    code = door.post("/session/codes", None)["code"]
+    link = f"{door.url}/#/sign-in/{code}/{JOB}"
+    with Tab(browser, door) as tab:
+        tab.page.goto(link)
+        tab.page.wait_for_selector("main h1")
+        assert code not in tab.page.evaluate("JSON.stringify([localStorage, location.href])")
+        assert tab.page.evaluate("location.hash").startswith(f"#/{JOB}")
+        tab.check_quiet()
+    with Tab(browser, door) as tab:
+        tab.page.goto(link)
+        tab.see("This link has been used", within="form")
+        tab.messages.clear()  # the refusal
+
+
 def test_the_mesh_shows_what_the_ranks_report(tab: Tab, door: Door) -> None:
     tab.open("mesh", rank="1")
     tiles = tab.page.locator(".tile")
@@ -69,7 +86,7 @@ def test_filter_and_keyboard_lead_through_the_page(tab: Tab, door: Door) -> None
     wait_for("the filter", lambda: total.inner_text() == str(wanted["total_count"]))
     rows = page.locator("[role=table] .all [role=row]")
     assert rows.count() == 3
-    assert [one["fqn"] for one in wanted["params"]] == [
+    assert [one["name"] for one in wanted["params"]] == [
         name.inner_text() for name in rows.locator(".name").all()
     ]
     page.keyboard.press("Control+A")

@@ -26,10 +26,11 @@ Watch = Annotated[
 COLUMNS = (
     Column("severity", "SEVERITY"),
     Column("rule", "RULE"),
-    Column("state", "STATE"),
-    Column("first_seen_s", "SINCE", when),
-    Column("last_seen_s", "LAST SEEN", when),
-    Column("reason", "REASON"),
+    Column("state", "STATE", drop=2),
+    Column("incarnation", "INC", right=True, if_many=True),
+    Column("first_seen_s", "SINCE", when, drop=1),
+    Column("last_seen_s", "LAST SEEN", when, drop=3),
+    Column("reason", "REASON", cut="end"),
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from typing import Annotated, Any
@@ -13,12 +13,14 @@ from typing import Annotated, Any
 import typer
 
 from paramd.chain import ChainCheck, Head, Link, Verdict
+from paramd.cli import ended
 from paramd.cli.options import Output, Target, examples, with_target
 from paramd.cli.output import Column, Listing, emit
 from paramd.cli.shell import say
 from paramd.errors import ParamdError, UsageError
 
 PAGE = 1000
+ALL = 1_000_000_000
 OFFLINE = "paramd_service.control.records.audit"
 
 audit = typer.Typer(
@@ -31,19 +33,41 @@ def _when(time_ms: int) -> str:
     return moment.isoformat(sep=" ", timespec="seconds").removesuffix("+00:00")
 
 
-def _detail(detail: dict[str, Any]) -> str:
-    return " ".join(f"{key}={value}" for key, value in sorted(detail.items()))
+def detail_text(detail: Mapping[str, Any]) -> str:
+    """What a record says, for people: without what is empty. JSON has all of it."""
+    said = ((key.replace("_", " "), _text(value)) for key, value in sorted(detail.items()))
+    return "; ".join(f"{key}: {text}" for key, text in said if text)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, Mapping):
+        if "op" in value and "pattern" in value:
+            from paramd.mesh.edits.calls import op_text
+
+            return op_text(value)
+        said = ((key.replace("_", " "), _text(one)) for key, one in sorted(value.items()))
+        return ", ".join(f"{key} {text}" for key, text in said if text)
+    if isinstance(value, (list, tuple)):
+        return ", ".join(text for one in value if (text := _text(one)))
+    return str(value)
 
 
 COLUMNS = (
     Column("seq", "RECORD", right=True),
     Column("time_ms", "TIME (UTC)", _when),
     Column("actor", "ACTOR"),
-    Column("kind", "KIND"),
+    Column("incarnation", "INC", right=True, if_many=True),
+    Column("kind", "KIND", drop=2),
     Column("method", "METHOD"),
-    Column("of", "OF", right=True),
-    Column("result", "RESULT"),
-    Column("detail", "DETAIL", _detail),
+    Column("of", "OF", right=True, drop=3),
+    Column("result", "RESULT", drop=1),
+    Column("detail", "DETAIL", detail_text, cut="end"),
 )
 VERDICT_COLUMNS = (
     Column("chain", "AUDIT OF"),
@@ -141,7 +165,8 @@ async def _newest(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     found: list[dict[str, Any]] = []
     about: dict[str, Any] = {}
-    async for page in _pages(target, site, "newest", min(limit, PAGE)):
+    # A past job's records come as one page.
+    async for page in _pages(target, site, "newest", limit):
         about = about or {"job": page["job"], "anchor": _anchor(page)}
         found += page["records"]
         if len(found) >= limit:
@@ -171,13 +196,21 @@ def _anchor(page: dict[str, Any]) -> str:
 async def _pages(
     target: Target, site: bool, order: str, limit: int
 ) -> AsyncIterator[dict[str, Any]]:
+    past = ended.find(target) if not site else None
+    if past is not None:
+        past.say()
+        yield past.audit(oldest=order == "oldest", limit=ALL if order == "oldest" else limit)
+        return
     async with target.rest() as (client, named):
         try:
             job = _only(await client.jobs()) if named is None and not site else named
             page_token = ""
             while True:
                 page = await client.audit(
-                    None if site else job, order=order, limit=limit, page_token=page_token
+                    None if site else job,
+                    order=order,
+                    limit=min(limit, PAGE),
+                    page_token=page_token,
                 )
                 yield page
                 page_token = str(page["next_page_token"])

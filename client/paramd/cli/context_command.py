@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from paramd.cli import settings
+from paramd.cli import completion, settings
 from paramd.cli.options import ContextName, Debug, Output, Target, examples
 from paramd.cli.output import Column, Listing, emit
 from paramd.cli.settings import Context, choose
@@ -37,7 +37,12 @@ DETAILS = (
 )
 
 
-Name = Annotated[str | None, typer.Argument(metavar="NAME", help="Default: the current context.")]
+Name = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="NAME", help="Default: the current context.", autocompletion=completion.contexts
+    ),
+]
 
 
 @context.command("list", epilog=examples("paramd context list", "PARAMD_CONTEXT=lab paramd status"))

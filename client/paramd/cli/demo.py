@@ -311,7 +311,7 @@ def _export(mesh: Mesh, checkpoints: Path) -> None:
     path = checkpoints / "now" / "model.safetensors"
     with safe_open(path, framework="pt") as opened:
         names = set(opened.keys())
-    missing = {info.fqn for info in mesh.params()} - names
+    missing = {info.name for info in mesh.params()} - names
     if missing:
         raise DataLossError(f"the checkpoint is missing {sorted(missing)[:3]}")
     print(
@@ -397,7 +397,9 @@ def _wait_until_well(mesh: Mesh, training: Training) -> None:
 
 def _list_params(mesh: Mesh) -> None:
     found = mesh.params("*")
-    shown = [info for info in found if not info.fqn.startswith("layers.") or "layers.0" in info.fqn]
+    shown = [
+        info for info in found if not info.name.startswith("layers.") or "layers.0" in info.name
+    ]
     emit(
         Listing(
             name="params",
@@ -455,6 +457,7 @@ def _next_steps(job: str, *, running: bool) -> None:
         _note("paramd demo --keep        keeps the training running; then, in another terminal:")
     for line in (
         f"paramd status --job {job}",
+        f"paramd dashboard --job {job}",
         f"paramd params 'layers.*.weight' --job {job} -o name",
         f"paramd stats '*' --job {job} -o json",
         f"paramd summon '*' -o model.safetensors --job {job}",
@@ -467,6 +470,8 @@ def _next_steps(job: str, *, running: bool) -> None:
 
 
 def _keep(training: Training) -> None:
+    url = read_endpoint(training.job).url
+    _note(f"Dashboard: {url}   (paramd dashboard --job {training.job} opens it, signed in)")
     _note("Training continues; Ctrl-C stops it.")
     try:
         training.wait()

@@ -56,8 +56,8 @@ _SECCOMP = "the container's seccomp profile or sandbox blocks it; allow sendmsg 
 COLUMNS = (
     Column("check", "CHECK"),
     Column("verdict", "RESULT"),
-    Column("detail", "FOUND"),
-    Column("advice", "WHAT TO DO"),
+    Column("detail", "FOUND", cut="end"),
+    Column("advice", "WHAT TO DO", cut="end"),
 )
 
 TIMEOUT_S = 5.0
@@ -352,14 +352,15 @@ def _job(target: Target) -> Iterator[Finding]:
     name = f"job {chosen.job}" if chosen.job is not None else str(chosen.url)
     try:
         with target.connect() as mesh:
-            found, lanes = mesh.status(), mesh.lanes()
+            found, lanes, url = mesh.status(), mesh.lanes(), mesh.url
     except (ParamdError, OSError) as error:
         yield _silent(name, error)
         return
     yield Finding(
         check=f"job {found.job}",
         verdict=Verdict.OK,
-        detail=f"incarnation {found.incarnation}, step {found.step}, {found.world_size} ranks",
+        detail=f"incarnation {found.incarnation}, step {found.step}, {found.world_size} ranks; "
+        f"dashboard: {url}",
     )
     for row in found:
         if row.reason:

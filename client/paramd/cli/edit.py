@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paramd.cli import completion, ended
+from paramd.cli.ended import Past
 from paramd.cli.options import Format, Globs, Output, Target, with_target
 from paramd.cli.output import Column, Listing, count, emit, number, size, when
 from paramd.cli.shell import say
@@ -67,15 +69,16 @@ Note = Annotated[str, typer.Option("--note", metavar="TEXT", help="Reason, kept 
 
 COLUMNS = (
     Column("id", "ID", lambda found: found[:8]),
+    Column("incarnation", "INC", right=True, if_many=True),
     Column("state", "STATE"),
     Column("step", "STEP", lambda found: count(found) if found >= 0 else "", right=True),
-    Column("what", "WHAT"),
-    Column("size_bytes", "SIZE", size, right=True),
-    Column("stop_ms", "STOP MS", number, right=True),
-    Column("created_s", "WHEN", when),
-    Column("actor", "WHO"),
-    Column("note", "NOTE"),
-    Column("why", "REASON"),
+    Column("what", "WHAT", cut="middle"),
+    Column("size_bytes", "SIZE", size, right=True, drop=4),
+    Column("stop_ms", "STOP MS", number, right=True, drop=5),
+    Column("created_s", "WHEN", when, drop=2),
+    Column("actor", "WHO", drop=3),
+    Column("note", "NOTE", cut="end", drop=1),
+    Column("why", "REASON", cut="end"),
 )
 
 
@@ -83,7 +86,10 @@ COLUMNS = (
 def edits(
     target: Target,
     edit_id: Annotated[
-        str | None, typer.Argument(metavar="[ID]", help="Show one edit in full.")
+        str | None,
+        typer.Argument(
+            metavar="[ID]", help="Show one edit in full.", autocompletion=completion.edit_ids
+        ),
     ] = None,
     state: Annotated[
         str | None,
@@ -92,7 +98,14 @@ def edits(
     limit: Annotated[int, typer.Option("--limit", metavar="N", help="List at most N.")] = 50,
     output: Output = None,
 ) -> None:
-    """List the edits of a job, newest first; with an ID, show one."""
+    """List the edits of a job, newest first; with an ID, show one.
+
+    Of a job that has ended too, from what is stored on this host.
+    """
+    past = ended.find(target)
+    if past is not None:
+        _emit_past(past, edit_id, state, limit, target.format)
+        return
     with target.connect() as mesh:
         if edit_id is not None:
             emit_edit(mesh.get_edit(edit_id), target.format)
@@ -102,11 +115,35 @@ def edits(
     emit(_listing([_row(edit) for edit in found], about), target.format)
 
 
+def _emit_past(
+    past: Past, edit_id: str | None, state: str | None, limit: int, form: Format
+) -> None:
+    from paramd.mesh.edits.calls import parse_edit
+
+    wanted = state.upper() if state is not None else None
+    found = [parse_edit(one) for one in past.edits(id=edit_id, state=wanted, limit=max(limit, 2))]
+    past.say()
+    if edit_id is None:
+        about = {"job": past.job, "incarnation": past.last.incarnation}
+        emit(_listing([_row(edit) for edit in found[:limit]], about), form)
+    elif len(found) == 1:
+        emit_edit(found[0], form)
+    elif found:
+        raise UsageError(f"more than one edit's id begins with {edit_id!r}; give more characters")
+    else:
+        raise NotFoundError(f"no edit of job {past.job!r} has an id that begins {edit_id[:40]!r}")
+
+
 @with_target
 def undo(
     target: Target,
     edit_id: Annotated[
-        str, typer.Argument(metavar="ID", help="The edit's ID, or its first 8 characters.")
+        str,
+        typer.Argument(
+            metavar="ID",
+            help="The edit's ID, or its first 8 characters.",
+            autocompletion=completion.edit_ids,
+        ),
     ],
     force: Annotated[
         bool, typer.Option("--force", help="Undo even if later edits changed the same elements.")
@@ -133,11 +170,10 @@ def emit_edit(edit: Edit, form: Format) -> None:
             "committed_by": edit.committed_by,
             "undo_of": edit.undo_of,
             "undone_by": edit.undone_by,
-            "incarnation": edit.incarnation,
         }
         row |= {"undoable": edit.undoable, "undo_refusal": edit.undo_refusal}
     emit(_listing([row], {"job": edit.job}), form)
-    if form is Format.TABLE and edit.before is not None and edit.after is not None:
+    if form.is_table and edit.before is not None and edit.after is not None:
         for moment, found in (("before", edit.before), ("after", edit.after)):
             say(
                 f"{moment}: min {found.min:.4g}, max {found.max:.4g}, mean {found.mean:.4g}, "
@@ -154,6 +190,7 @@ def _row(edit: Edit) -> dict[str, Any]:
 
     return {
         "id": edit.id,
+        "incarnation": edit.incarnation,
         "state": str(edit.state),
         "step": edit.step,
         "what": what_text(edit),
@@ -235,13 +272,13 @@ def edit(
 
 
 def tensors_of(path: Path, mesh: Mesh, globs: Sequence[str]) -> Mapping[str, torch.Tensor]:
-    """The tensors of a safetensors file whose names match `globs` in the mesh, by fqn.
+    """The tensors of a safetensors file whose names match `globs` in the mesh, by name.
 
     Raises:
         UsageError: the file cannot be read.
         NotFoundError: it has none of the names.
     """
-    names = {name: info.fqn for info in mesh.params(*globs) for name in info.names}
+    names = {name: info.name for info in mesh.params(*globs) for name in info.names}
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
@@ -251,7 +288,7 @@ def tensors_of(path: Path, mesh: Mesh, globs: Sequence[str]) -> Mapping[str, tor
     try:
         with safe_open(path, framework="pt") as file:
             known = set(file.keys())
-            found = {fqn: file.get_tensor(name) for name, fqn in names.items() if name in known}
+            found = {own: file.get_tensor(name) for name, own in names.items() if name in known}
     except (OSError, SafetensorError) as error:
         raise UsageError(f"--from: {path} cannot be read as safetensors: {error}") from error
     if not found:

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paramd.cli import completion
 from paramd.cli.edit import emit_edit
 from paramd.cli.options import Format, Output, Target, examples, with_target
 from paramd.cli.output import Column, Listing, count, emit, seconds, size, when
 from paramd.cli.shell import say
 from paramd.cli.summon import bar
-from paramd.errors import NotFoundError, UsageError
+from paramd.errors import UsageError
 from paramd.layout.exports.formats import FORMATS
 
 if TYPE_CHECKING:
@@ -67,7 +68,14 @@ schedule = typer.Typer(
 @with_target
 def restore(
     target: Target,
-    destination: Annotated[str, typer.Argument(metavar="DEST/KEY", help="A safetensors export.")],
+    destination: Annotated[
+        str,
+        typer.Argument(
+            metavar="DEST/KEY",
+            help="A safetensors export.",
+            autocompletion=completion.finished_exports,
+        ),
+    ],
     if_step: Annotated[
         int | None, typer.Option("--if-step", metavar="N", help="Apply only at this step.")
     ] = None,
@@ -97,23 +105,24 @@ def restore(
 
 COLUMNS = (
     Column("id", "ID", lambda found: found[:_SHORT_CHARS]),
+    Column("incarnation", "INC", lambda n: str(n) if n else "", right=True, if_many=True),
     Column("state", "STATE"),
     Column("step", "STEP", lambda found: count(found) if found >= 0 else "", right=True),
-    Column("destination", "DESTINATION"),
-    Column("format", "FORMAT"),
-    Column("size_bytes", "SIZE", size, right=True),
-    Column("created_s", "WHEN", when),
-    Column("actor", "WHO"),
-    Column("reason", "REASON"),
+    Column("destination", "DESTINATION", cut="middle"),
+    Column("format", "FORMAT", drop=4),
+    Column("size_bytes", "SIZE", size, right=True, drop=2),
+    Column("created_s", "WHEN", when, drop=1),
+    Column("actor", "WHO", drop=3),
+    Column("reason", "REASON", cut="end"),
 )
 
 FILE_COLUMNS = (
-    Column("name", "FILE"),
+    Column("name", "FILE", cut="middle"),
     Column("state", "STATE"),
     Column("size_bytes", "SIZE", size, right=True),
     Column("written_bytes", "WRITTEN", size, right=True),
     Column("rank", "RANK", lambda found: count(found) if found >= 0 else "", right=True),
-    Column("checksum", "XXH3"),
+    Column("checksum", "XXH3", drop=1),
 )
 
 
@@ -123,7 +132,9 @@ def export(
     destination: Annotated[
         str | None,
         typer.Argument(
-            metavar="[DEST/KEY]", help="Destination and key; {step} in it becomes the step."
+            metavar="[DEST/KEY]",
+            help="Destination and key; {step} in it becomes the step.",
+            autocompletion=completion.destinations,
         ),
     ] = None,
     format: FormatOption = "safetensors",
@@ -216,11 +227,19 @@ def follow(mesh: Mesh, info: ExportInfo) -> ExportInfo:
     """Wait for an export, with a progress bar. Raises ConflictError if it fails."""
     from paramd.mesh.exports.calls import check_done
 
-    with bar("waiting") as moved:
-        found = mesh.export_ended(
-            info,
-            progress=lambda now: moved(now.state.lower(), now.written_bytes, now.size_bytes),
+    try:
+        with bar("waiting") as moved:
+            found = mesh.export_ended(
+                info,
+                progress=lambda now: moved(now.state.lower(), now.written_bytes, now.size_bytes),
+            )
+    except KeyboardInterrupt:
+        short = info.id[:_SHORT_CHARS]
+        say(
+            f"interrupted; export {short} goes on. To see it: paramd exports {short}; to cancel "
+            f"it: paramd exports {short} --cancel"
         )
+        raise
     check_done(found)
     took_s = (found.ended_s if found.ended_s is not None else found.created_s) - found.created_s
     say(
@@ -234,7 +253,12 @@ def follow(mesh: Mesh, info: ExportInfo) -> ExportInfo:
 def exports(
     target: Target,
     export_id: Annotated[
-        str | None, typer.Argument(metavar="[ID]", help="Show one export and its files.")
+        str | None,
+        typer.Argument(
+            metavar="[ID]",
+            help="Show one export and its files.",
+            autocompletion=completion.export_ids,
+        ),
     ] = None,
     state: Annotated[
         str | None,
@@ -262,7 +286,7 @@ def exports(
 
 
 def _one(mesh: Mesh, export_id: str, form: Format, *, cancel: bool, wait: bool) -> None:
-    found = mesh.get_export(whole_id(mesh, export_id))
+    found = mesh.get_export(export_id)
     if cancel:
         found = mesh.cancel_export(found.id)
     elif wait:
@@ -287,18 +311,6 @@ def _listing(mesh: Mesh, found: Sequence[ExportInfo]) -> Listing:
     return Listing(name="exports", rows=rows, columns=COLUMNS, about={"job": mesh.job}, id_key="id")
 
 
-def whole_id(mesh: Mesh, text: str) -> str:
-    """The id that begins with `text`. Raises NotFoundError, UsageError."""
-    if len(text) == 32:
-        return text
-    found = [one.id for one in mesh.exports(limit=1000) if one.id.startswith(text)]
-    if not found:
-        raise NotFoundError(f"no export's id begins with {text[:40]!r}; see: paramd exports")
-    if len(found) > 1:
-        raise UsageError(f"{len(found)} exports' ids begin with {text!r}; give more characters")
-    return found[0]
-
-
 def included(kinds: Sequence[str] | None) -> list[str]:
     """The kinds `--include` means: "optimizer" alone adds to parameters and buffers."""
     if not kinds or set(kinds) == {"optimizer"}:
@@ -321,16 +333,16 @@ def read_name_map(path: Path) -> dict[str, str]:
 
 SCHEDULE_COLUMNS = (
     Column("id", "ID", lambda found: found[:8]),
-    Column("destination", "DESTINATION"),
-    Column("format", "FORMAT"),
+    Column("destination", "DESTINATION", cut="middle"),
+    Column("format", "FORMAT", drop=4),
     Column("every_steps", "STEPS", count, right=True),
     Column("every_s", "EVERY", seconds, right=True),
     Column("keep_last", "KEEP", count, right=True),
     Column("keep_every", "AND EACH", count, right=True),
-    Column("last_step", "LAST STEP", count, right=True),
-    Column("last_s", "LAST", when),
-    Column("skipped_count", "SKIPPED", count, right=True),
-    Column("actor", "WHO"),
+    Column("last_step", "LAST STEP", count, right=True, drop=1),
+    Column("last_s", "LAST", when, drop=2),
+    Column("skipped_count", "SKIPPED", count, right=True, drop=3),
+    Column("actor", "WHO", drop=5),
 )
 
 
@@ -347,7 +359,9 @@ def create(
     destination: Annotated[
         str,
         typer.Argument(
-            metavar="DEST/KEY", help="{step} in it becomes the step; else /step-N is appended."
+            metavar="DEST/KEY",
+            help="{step} in it becomes the step; else /step-N is appended.",
+            autocompletion=completion.destinations,
         ),
     ],
     every_steps: Annotated[
@@ -411,20 +425,18 @@ def list_(target: Target, output: Output = None) -> None:
 def delete(
     target: Target,
     schedule_id: Annotated[
-        str, typer.Argument(metavar="ID", help="The schedule's ID, or its first characters.")
+        str,
+        typer.Argument(
+            metavar="ID",
+            help="The schedule's ID, or its first characters.",
+            autocompletion=completion.schedule_ids,
+        ),
     ],
 ) -> None:
     """Delete a schedule. Its exports stay, and one in progress continues."""
     with target.connect() as mesh:
-        ids = [str(one["id"]) for one in mesh.export_schedules()]
-        found = [one for one in ids if one.startswith(schedule_id)]
-        if len(found) != 1:
-            raise NotFoundError(
-                f"{len(found)} schedules' ids begin with {schedule_id[:40]!r}; see: paramd "
-                "export-schedule list"
-            )
-        mesh.delete_export_schedule(found[0])
-    say(f"schedule {found[0]} is deleted; its exports stay")
+        found = mesh.delete_export_schedule(schedule_id)
+    say(f"schedule {found['id']} is deleted; its exports stay")
 
 
 def _schedule_listing(mesh: Mesh, rows: Sequence[Mapping[str, Any]]) -> Listing:

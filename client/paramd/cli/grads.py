@@ -6,18 +6,17 @@ import json
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from paramd.cli.options import Format, Globs, Output, Target, with_target
-from paramd.cli.output import Column, Listing, count, emit, number
+from paramd.cli.output import Column, Listing, count, emit, number, table_lines
 from paramd.cli.shell import one_line, say
 from paramd.cli.stats import NUMBERS
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from paramd.mesh.frames.frames import GradFrame, Kind
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -26,9 +25,9 @@ SHOWN_ROWS = 40
 """Rows of the live table; `-o jsonl` has all."""
 
 COLUMNS = (
-    Column("fqn", "NAME"),
+    Column("name", "NAME", cut="middle"),
     *NUMBERS,
-    Column("none", "NONE"),
+    Column("none", "NONE", cut="end", drop=7),
 )
 
 
@@ -64,18 +63,18 @@ def grads(
         elif form is Format.NAME:
             for name in _names(found):
                 print(one_line(name))
-        elif sys.stdout.isatty():
+        elif form is Format.TABLE and sys.stdout.isatty():
             _live(found)
         else:
             for frame in found:
-                emit(listing(frame.document()), Format.TABLE)
+                emit(listing(frame.document()), form)
                 say(headline(frame.document()))
 
 
 def listing(document: Mapping[str, Any]) -> Listing:
     """One frame, one row per gradient."""
     about = {key: document[key] for key in ("job", "incarnation", "step", "dropped")}
-    total = {**document["total"], "fqn": "total"}
+    total = {**document["total"], "name": "total"}
     return Listing(
         name="params", rows=document["params"], columns=COLUMNS, about=about, total=total
     )
@@ -109,8 +108,8 @@ class History:
 
     def add(self, document: Mapping[str, Any]) -> None:
         """Append a frame's norms."""
-        for row in (*document["params"], {**document["total"], "fqn": "total"}):
-            norms = self._norms.setdefault(row["fqn"], deque(maxlen=SPARK_FRAMES))
+        for row in (*document["params"], {**document["total"], "name": "total"}):
+            norms = self._norms.setdefault(row["name"], deque(maxlen=SPARK_FRAMES))
             norms.append(row.get("norm"))
 
     def spark(self, name: str) -> str:
@@ -118,34 +117,31 @@ class History:
         return spark(list(self._norms.get(name, ())))
 
 
-def table_of(document: Mapping[str, Any], history: History) -> Table:
-    """One frame as a live table."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(caption=headline(document), caption_justify="left", box=None, pad_edge=False)
-    for column in COLUMNS:
-        table.add_column(column.heading, justify="right" if column.right else "left")
-    table.add_column("NORMS", no_wrap=True)
-    shown = document["params"][:SHOWN_ROWS]
-    for row in (*shown, {**document["total"], "fqn": "total"}):
-        cells = ["" if row.get(c.key) is None else c.show(row[c.key]) for c in COLUMNS]
-        table.add_row(*(Text(one_line(cell)) for cell in cells), history.spark(row["fqn"]))
-    hidden = len(document["params"]) - len(shown)
+def table_of(document: Mapping[str, Any], history: History, width: int) -> list[str]:
+    """One frame as the lines of a live table that fits `width`."""
+    found = listing(document)
+    rows = [{**row, "norms": history.spark(row["name"])} for row in found.rows[:SHOWN_ROWS]]
+    assert found.total is not None
+    total = {**found.total, "norms": history.spark("total")}
+    columns = (*COLUMNS, Column("norms", "NORMS"))
+    lines, note = table_lines(replace(found, rows=rows, total=total, columns=columns), width)
+    hidden = len(found.rows) - len(rows)
     if hidden:
-        table.add_row(Text(f"... {count(hidden)} more; -o jsonl has all"))
-    return table
+        lines.append(f"... {count(hidden)} more; -o jsonl has all")
+    return [*lines, headline(document), *([note] if note else [])]
 
 
 def _live(found: Iterator[GradFrame[Any]]) -> None:
     from rich.live import Live
+    from rich.text import Text
 
     history = History()
     with Live(auto_refresh=False, transient=False) as live:
         for frame in found:
             document = frame.document()
             history.add(document)
-            live.update(table_of(document, history), refresh=True)
+            lines = table_of(document, history, live.console.width)
+            live.update(Text("\n".join(lines)), refresh=True)
 
 
 def _names(found: Iterator[GradFrame[Any]]) -> list[str]:

@@ -18,9 +18,11 @@ from paramd.cli.alerts import alerts
 from paramd.cli.audit import audit
 from paramd.cli.certs import certs
 from paramd.cli.context_command import context as context_group
+from paramd.cli.dashboard import dashboard
 from paramd.cli.demo import demo
 from paramd.cli.doctor import doctor
 from paramd.cli.edit import edit, edits, undo
+from paramd.cli.end import end
 from paramd.cli.exports import export, exports, restore
 from paramd.cli.exports import schedule as schedule_group
 from paramd.cli.grads import grads
@@ -55,6 +57,7 @@ def _add(command: Callable[..., None], panel: str, *lines: str) -> None:
 
 
 _add(status, LOOK, "paramd status", "paramd status --job my-run -o json", "paramd status -w")
+_add(dashboard, LOOK, "paramd dashboard", "paramd dashboard --job my-run --no-browser")
 _add(top, LOOK, "paramd top", "paramd top --every 5")
 _add(alerts, LOOK, "paramd alerts", "paramd alerts --all -o json", "paramd alerts -w")
 _add(
@@ -118,6 +121,7 @@ _add(
     "paramd exports 3f2a9c01 --wait",
     "paramd exports 3f2a9c01 --cancel",
 )
+_add(end, RUN, "paramd end my-run")
 _add(doctor, RUN, "paramd doctor", "paramd doctor -o json")
 _add(demo, RUN, "paramd demo", "paramd demo --keep")
 app.add_typer(schedule_group, name="export-schedule", rich_help_panel=LOOK)

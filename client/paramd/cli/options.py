@@ -6,14 +6,14 @@ import inspect
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from enum import StrEnum
 from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paramd import places
-from paramd.cli import settings
+from paramd.cli import completion, settings
 from paramd.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,20 +27,22 @@ class Format(StrEnum):
     """Output format of data on stdout."""
 
     TABLE = "table"
+    WIDE = "wide"
+    """A table with all columns, whatever the width of the terminal."""
     JSON = "json"
     JSONL = "jsonl"
     NAME = "name"
 
-
-def _running_jobs() -> list[str]:
-    """Shell completion of --job."""
-    return [endpoint.job for endpoint in places.running_jobs()]
+    @property
+    def is_table(self) -> bool:
+        """For people, not for programs."""
+        return self in (Format.TABLE, Format.WIDE)
 
 
 Job = Annotated[
     str | None,
     typer.Option("--job", metavar="NAME", help="Name of the job; required if several run here."
-                 " \\[env: PARAMD_JOB]", rich_help_panel=PANEL, autocompletion=_running_jobs),
+                 " \\[env: PARAMD_JOB]", rich_help_panel=PANEL, autocompletion=completion.jobs),
 ]  # fmt: skip
 Url = Annotated[
     str | None,
@@ -60,19 +62,25 @@ TlsCa = Annotated[
 ContextName = Annotated[
     str | None,
     typer.Option("--context", metavar="NAME", help="A named context in ~/.config/paramd/"
-                 "paramd.toml. \\[env: PARAMD_CONTEXT]", rich_help_panel=PANEL),
+                 "paramd.toml. \\[env: PARAMD_CONTEXT]", rich_help_panel=PANEL,
+                 autocompletion=completion.contexts),
 ]  # fmt: skip
 Debug = Annotated[
     bool, typer.Option("--debug", help="Show tracebacks of errors. \\[env: PARAMD_DEBUG]")
 ]
 Output = Annotated[
     Format | None,
-    typer.Option("-o", "--output", help="Output format; a table by default. "
+    typer.Option("-o", "--output", help="Output format; by default a table that fits the terminal. "
                  "\\[env: PARAMD_OUTPUT]", show_default=False),
 ]  # fmt: skip
 Buffers = Annotated[bool, typer.Option("--buffers", help="Include buffers.")]
 Globs = Annotated[
-    list[str], typer.Argument(metavar="GLOB", help="Name patterns, or slices such as 'w[0:4]'.")
+    list[str],
+    typer.Argument(
+        metavar="GLOB",
+        help="Name patterns, or slices such as 'w[0:4]'.",
+        autocompletion=completion.names,
+    ),
 ]
 
 
@@ -81,6 +89,10 @@ class Target:
 
     def __init__(self, chosen: settings.Settings) -> None:
         self.settings = chosen
+
+    def named(self, job: str) -> Target:
+        """The same, of the job called `job`."""
+        return Target(replace(self.settings, job=job))
 
     def connect(self) -> Mesh:
         """A connected mesh, which the caller closes (`with`).

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TextIO
 
+from paramd.cli import fitting
+from paramd.cli.fitting import Cut
 from paramd.cli.options import Format
-from paramd.cli.shell import one_line
+from paramd.cli.shell import one_line, say
 
 Row = Mapping[str, Any]
 
@@ -25,6 +28,12 @@ class Column:
     heading: str
     show: Callable[[Any], str] = str
     right: bool = False
+    cut: Cut = ""
+    """How its texts are made shorter where the terminal is narrow; numbers never are."""
+    drop: int = 0
+    """Where that is not enough, the highest is left out first; 0 always stays."""
+    if_many: bool = False
+    """Left out of tables whose rows all have the same value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +48,28 @@ class Listing:
     """Job, incarnation, step and so on: top-level keys in JSON, repeated in every JSON line."""
     total: Row | None = None
     """A totals row of the same columns."""
-    id_key: str = "fqn"
+    id_key: str = "name"
     """The key that `-o name` prints."""
 
 
-def emit(listing: Listing, form: Format, *, out: TextIO | None = None) -> None:
-    """Write a listing to stdout. NaN and infinities become null in JSON."""
+def emit(
+    listing: Listing, form: Format, *, out: TextIO | None = None, width: int | None = None
+) -> None:
+    """Write a listing to stdout. NaN and infinities become null in JSON.
+
+    Args:
+        width: Of the terminal that `out` is shown on; None asks `out`.
+    """
     out = out if out is not None else sys.stdout
-    if form is Format.TABLE:
-        _table(listing, out)
+    if form.is_table:
+        width = width if width is not None else terminal_width(out)
+        lines, note = table_lines(listing, None if form is Format.WIDE else width)
+        last = len(lines) - 1 if listing.total is not None else 0
+        for number, line in enumerate(lines):
+            print(_bold(line, out) if number in (0, last) else line, file=out)
+        if note:
+            out.flush()
+            say(note)
     elif form is Format.NAME:
         for row in listing.rows:
             print(one_line(str(row[listing.id_key])), file=out)
@@ -61,27 +83,60 @@ def emit(listing: Listing, form: Format, *, out: TextIO | None = None) -> None:
         print(_json(document, indent=2), file=out)
 
 
-def _table(listing: Listing, out: TextIO) -> None:
-    """Never truncates: long names stay whole, so that `grep` finds them."""
-    columns = listing.columns
-    rows = [[_cell(column, row) for column in columns] for row in listing.rows]
-    head = [column.heading for column in columns]
-    total = [_cell(column, listing.total) for column in columns] if listing.total else None
-    below = [total] if total is not None else []
-    widths = [max(map(len, cells)) for cells in zip(head, *rows, *below, strict=True)]
+def terminal_width(out: TextIO) -> int | None:
+    """Characters of a line of the terminal; None where there is none, as in a pipe."""
+    return shutil.get_terminal_size().columns if out.isatty() else None
 
-    def line(cells: Sequence[str]) -> str:
+
+def table_lines(listing: Listing, width: int | None) -> tuple[list[str], str]:
+    """Header, rows and total as lines that fit `width`, and what to say of what they lack.
+
+    Without a width nothing is left out or cut, so that `grep` finds names whole.
+    """
+    columns = [c for c in listing.columns if not c.if_many or _values(listing, c.key) > 1]
+    rows = [*listing.rows, *([listing.total] if listing.total is not None else [])]
+    cells = [[c.heading, *(_cell(c, row) for row in rows)] for c in columns]
+    widths = [max(map(len, column)) for column in cells]
+    note = ""
+    if width is not None and fitting.width_of(widths) > width:
+        # An empty column says nothing, so it goes without a word.
+        full = [at for at, column in enumerate(cells) if any(column[1:])]
+        columns, cells = [columns[at] for at in full], [cells[at] for at in full]
+        columns, cells, note = _fitted(columns, cells, width)
+        widths = [max(map(len, column)) for column in cells]
+    lines = []
+    for line in zip(*cells, strict=True):
         padded = (
-            cell.rjust(width) if column.right else cell.ljust(width)
-            for cell, width, column in zip(cells, widths, columns, strict=True)
+            cell.rjust(wide) if column.right else cell.ljust(wide)
+            for cell, wide, column in zip(line, widths, columns, strict=True)
         )
-        return "  ".join(padded).rstrip()
+        lines.append((" " * fitting.GAP).join(padded).rstrip())
+    return lines, note
 
-    print(_bold(line(head), out), file=out)
-    for cells in rows:
-        print(line(cells), file=out)
-    for cells in below:
-        print(_bold(line(cells), out), file=out)
+
+def _fitted(
+    columns: Sequence[Column], cells: Sequence[list[str]], width: int
+) -> tuple[list[Column], list[list[str]], str]:
+    widths = [max(map(len, column)) for column in cells]
+    cuts = [column.cut for column in columns]
+    kept = fitting.chosen(widths, cuts, [column.drop for column in columns], width)
+    gone = [column.heading for at, column in enumerate(columns) if at not in kept]
+    wide = fitting.cut_widths([widths[at] for at in kept], [cuts[at] for at in kept], width)
+    found = []
+    for at, most in zip(kept, wide, strict=True):
+        head, *texts = cells[at]
+        cut = widths[at] > most
+        found.append([head, *(fitting.shortened(texts, most, cuts[at]) if cut else texts)])
+    lacks = [f"without {', '.join(gone)}"] if gone else []
+    lacks += (
+        ["with texts cut at …"] if any("…" in text for column in found for text in column) else []
+    )
+    note = f"shown {' and '.join(lacks)}; -o wide, a wider terminal or -o json has all"
+    return [columns[at] for at in kept], found, note if lacks else ""
+
+
+def _values(listing: Listing, key: str) -> int:
+    return len({row[key] for row in listing.rows if row.get(key)})
 
 
 def _bold(text: str, out: TextIO) -> str:

@@ -35,7 +35,7 @@ KEYS = ("url", "token_file", "job", "tls_ca")
 
 FILE_KEYS = ("job", "url", "token_file", "tls_ca", "output", "context")
 MAX_TOKEN_BYTES = 16 << 10
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -283,7 +283,7 @@ def _check_foreign(path: Path, values: Mapping[str, str]) -> None:
     for key in ("token_file", "tls_ca", "context"):
         if key in values:
             raise UsageError(f"{path}: {key} is read only from {own}; move it there")
-    if "url" in values and urlsplit(values["url"]).hostname not in _LOOPBACK:
+    if "url" in values and urlsplit(values["url"]).hostname not in LOOPBACK:
         raise UsageError(
             f"{path}: url in the working directory must point to this machine, is "
             f"{values['url']!r}; use --url, PARAMD_URL or {own} instead"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paramd.cli.options import Buffers, Format, Globs, Output, Target, with_target
+from paramd.cli.options import Buffers, Globs, Output, Target, with_target
 from paramd.cli.output import Column, Listing, count, emit, number, seconds
 from paramd.cli.shell import one_line, say
 from paramd.layout.stats import STATISTICS
@@ -23,12 +23,19 @@ WIDTH = 40
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 NUMBERS = tuple(
-    Column(one.name, one.title.upper(), count if one.kind is int else number, right=True)
+    Column(
+        one.name,
+        one.title.upper(),
+        count if one.kind is int else number,
+        right=True,
+        # Norm, NaN and Inf stay: they tell whether something is wrong.
+        drop={"zero_count": 5, "mean": 4, "std": 3, "min": 2, "max": 1}.get(one.name, 0),
+    )
     for one in STATISTICS
 )
 COLUMNS = (
-    Column("fqn", "NAME"),
-    Column("count", "COUNT", count, right=True),
+    Column("name", "NAME", cut="middle"),
+    Column("count", "COUNT", count, right=True, drop=6),
     *NUMBERS,
 )
 
@@ -82,16 +89,17 @@ def stats(
     with target.connect() as mesh:
         asked_s = time.monotonic()
         found = mesh.stats(*glob, buffers=buffers, histogram=with_histogram, unsettled=unsettled)
-    from paramd.mesh.results import UNSETTLED_TEXT
+    from paramd.mesh.results import unsettled_text
 
     age_s = time.monotonic() - asked_s
     form = target.format
     emit(listing(found, age_s=age_s, with_histogram=with_histogram), form)
-    if with_histogram and form is Format.TABLE:
+    if with_histogram and form.is_table:
         print_histograms(found)
+    rests = unsettled_text(unsettled=found.unsettled, label=found.label)
     say(
         f"job {found.job}, incarnation {found.incarnation}, step {found.step}"
-        f"{UNSETTLED_TEXT if found.unsettled else ''}, at most {seconds(age_s)} old "
+        f"{rests}, at most {seconds(age_s)} old "
         f"({seconds(time.monotonic() - began_s)} total)"
     )
 
@@ -107,9 +115,10 @@ def listing(found: StatsTable, *, age_s: float, with_histogram: bool) -> Listing
             "incarnation": found.incarnation,
             "step": found.step,
             "unsettled": found.unsettled,
+            "label": found.label,
             "age_s": age_s,
         },
-        total={**_numbers(found.total, with_histogram), "fqn": "total"},
+        total={**_numbers(found.total, with_histogram), "name": "total"},
     )
 
 
@@ -123,7 +132,7 @@ def print_histograms(found: StatsTable) -> None:
 
 
 def _row(row: TensorStats, with_histogram: bool) -> dict[str, Any]:
-    shown = {"fqn": row.name, "shape": list(row.shape), "dtype": row.dtype}
+    shown = {"name": row.name, "shape": list(row.shape), "dtype": row.dtype}
     return {**shown, **_numbers(row, with_histogram)}
 
 

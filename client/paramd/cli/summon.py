@@ -174,18 +174,22 @@ def fetch(
     transport: Transport = "auto",
 ) -> None:
     """Download to a file, with a progress bar. Raises as `Mesh.download`."""
-    with bar(path.name) as moved:
-        found = mesh.download(
-            path,
-            *patterns,
-            dtype=_load_torch(dtype),
-            buffers=buffers,
-            replace=force,
-            name_map=name_map,
-            transport=transport,
-            moved=lambda done_bytes, size_bytes: moved(path.name, done_bytes, size_bytes),
-            said=say,
-        )
+    try:
+        with bar(path.name) as moved:
+            found = mesh.download(
+                path,
+                *patterns,
+                dtype=_load_torch(dtype),
+                buffers=buffers,
+                replace=force,
+                name_map=name_map,
+                transport=transport,
+                moved=lambda done_bytes, size_bytes: moved(path.name, done_bytes, size_bytes),
+                said=say,
+            )
+    except KeyboardInterrupt:
+        _say_interrupted(path)
+        raise
     from paramd.mesh.results import UNSETTLED_TEXT
 
     say(
@@ -193,6 +197,20 @@ def fetch(
         f"incarnation {found.incarnation}, step {found.step}"
         f"{UNSETTLED_TEXT if found.unsettled else ''}, read in {seconds(found.seconds)}"
     )
+
+
+def _say_interrupted(path: Path) -> None:
+    from paramd.mesh.exports.download import is_resumable
+
+    if path.exists() and not is_resumable(path):
+        say(f"interrupted; {path} is complete")
+    elif is_resumable(path):
+        say(
+            f"interrupted; {path} is not there yet, but what has arrived is kept: the same command "
+            "resumes at the same step for 2 minutes, later it starts over"
+        )
+    else:
+        say("interrupted before anything arrived; nothing was written")
 
 
 def check_destination(path: Path, *, force: bool) -> None:

@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 import typer
 
+from paramd.cli import completion
 from paramd.cli.options import Output, Target, examples, with_target
 from paramd.cli.output import Column, Listing, emit, seconds
 from paramd.cli.shell import say
@@ -44,7 +45,8 @@ def create(
         str,
         typer.Option("--role", metavar="ROLE", help="viewer: names, state, statistics; reader: "
                      "also values; editor: also edits; exporter: values and exports; trainer: "
-                     "registers jobs; admin: everything."),
+                     "registers jobs; admin: everything.",
+                     autocompletion=completion.roles),
     ],
     ttl: Annotated[
         str, typer.Option("--ttl", metavar="TIME", help="Validity: 90s, 15m, 12h, 30d or 4w.")
@@ -77,7 +79,14 @@ def list_all(target: Target, output: Output = None) -> None:
 @with_target
 def revoke(
     target: Target,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="As shown by paramd token list.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="As shown by paramd token list.",
+            autocompletion=completion.token_names,
+        ),
+    ],
 ) -> None:
     """Revoke a token, immediately and permanently."""
     _ask(target, "DELETE", f"/tokens/{quote(name, safe='')}")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from importlib.util import find_spec
 from typing import Annotated
 
 import typer
 
 from paramd.cli.options import Target, with_target
-from paramd.cli.status import open_door
+from paramd.cli.status import open_door, text_of
 from paramd.errors import UsageError
 
 Every = Annotated[
@@ -23,7 +24,12 @@ def top(target: Target, every: Every = 1.0) -> None:
 
     Arrow keys scroll, / filters ranks by number, phase or note, Escape clears
     the filter, q quits. Needs an extra: pip install 'paramd[top]'.
+    Without a terminal, as in a pipe or under cron, it prints one look as text
+    and exits; `paramd status -w` goes on.
     """
+    if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
+        asyncio.run(_print(target))
+        return
     if find_spec("textual") is None:
         raise UsageError("paramd top needs textual; run: pip install 'paramd[top]'")
     asyncio.run(_show(target, every))
@@ -36,3 +42,9 @@ async def _show(target: Target, every_s: float) -> None:
         # The first request runs before the screen opens, so that its error stays on the shell.
         first = await door.look()
         await TopApp(door.look, first=first, source=door.url, every_s=every_s).run_async()
+
+
+async def _print(target: Target) -> None:
+    async with open_door(target) as door:
+        for line in text_of(await door.look()):
+            print(line)

@@ -12,29 +12,12 @@ from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.widgets import DataTable, Footer, Input, Static
 
-from paramd.cli.output import count, seconds, size
+from paramd.cli.output import seconds
 from paramd.cli.shell import one_line
-from paramd.cli.status import Look
+from paramd.cli.status import LOOK_COLUMNS, Look, about_text, alert_line, cells
 from paramd.errors import ParamdError
 
-COLUMNS = ("RANK", "PHASE", "STEP", "STEP TIME", "STALLS", "STALLED", "ARENA", "SNAPSHOTS", "NOTE")
 CLOCK_S = 0.5
-
-
-def cells(rank: dict[str, Any]) -> tuple[str, ...]:
-    """One rank as a row of `COLUMNS`."""
-    joined = rank["membership"] in ("joined", "silent")
-    return (
-        str(rank["rank"]),
-        rank["phase"] if joined else rank["membership"],
-        count(rank["step"]) if rank["step"] >= 0 else "-",
-        seconds(rank["step_time_ns"] / 1e9) if rank["step_time_ns"] else "-",
-        count(rank["stall_count"]),
-        seconds(rank["stall_total_ns"] / 1e9),
-        size(rank["arena_bytes"]),
-        size(rank["snapshot_bytes"]),
-        one_line(rank["reason"]),
-    )
 
 
 def shown(ranks: list[dict[str, Any]], wanted: str) -> list[dict[str, Any]]:
@@ -91,7 +74,7 @@ class TopApp(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        self._table.add_columns(*COLUMNS)
+        self._table.add_columns(*LOOK_COLUMNS)
         self._table.focus()
         self._draw()
         self.set_interval(CLOCK_S, self._draw)
@@ -121,12 +104,8 @@ class TopApp(App[None]):
     def _draw_about(self) -> None:
         seen = self._seen
         age_s = max(time.monotonic() - seen.at_s, 0.0)
-        step = count(seen.step) if seen.step >= 0 else "-"
-        text = (
-            f"job {seen.job}  incarnation {seen.incarnation}  step {step}  "
-            f"{len(seen.ranks)} ranks  {len(seen.alerts)} alerts  "
-            f"{seconds(age_s) if age_s >= 1 else 'now'} old, from {self._source}"
-        )
+        age = seconds(age_s) if age_s >= 1 else "now"
+        text = f"{about_text(seen)}  {age} old, from {self._source}"
         if self._wanted:
             text += f"  filter: {self._wanted}"
         if self._trouble:
@@ -150,10 +129,7 @@ class TopApp(App[None]):
                     table.update_cell(key, column, Text(cell))
 
     def _draw_alerts(self) -> None:
-        lines = [
-            f"{alert['severity']:<9} {alert['rule']:<16} {one_line(alert['reason'])}"
-            for alert in self._seen.alerts
-        ]
+        lines = [alert_line(alert) for alert in self._seen.alerts]
         self.query_one("#alerts", Static).update("\n".join(lines) or "no alerts")
 
     def action_filter(self) -> None:

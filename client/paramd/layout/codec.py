@@ -17,6 +17,12 @@ _KIND_TO_PB = {
     TensorKind.BUFFER: layout_pb2.TENSOR_KIND_BUFFER,
 }
 _KIND_FROM_PB = {theirs: ours for ours, theirs in _KIND_TO_PB.items()}
+_TRAINABLE_TO_PB = {
+    None: layout_pb2.TRAINABLE_UNSPECIFIED,
+    True: layout_pb2.TRAINABLE_YES,
+    False: layout_pb2.TRAINABLE_NO,
+}
+_TRAINABLE_FROM_PB = {theirs: ours for ours, theirs in _TRAINABLE_TO_PB.items()}
 _RANK = struct.Struct("<q")
 
 
@@ -116,6 +122,7 @@ def _encode_tensor(tensor: TensorLayout | LocalTensor) -> layout_pb2.Tensor:
         kind=_KIND_TO_PB[tensor.kind],
         placement=tensor.placement,
         pieces=map(_encode_piece, tensor.pieces),
+        trainable=_TRAINABLE_TO_PB[tensor.trainable],
     )
 
 
@@ -143,6 +150,8 @@ def _decode_tensor(message: layout_pb2.Tensor) -> TensorLayout:
         pieces=tuple(_decode_piece(piece, message.fqn) for piece in message.pieces),
         aliases=tuple(message.aliases),
         placement=message.placement,
+        # A value from a newer version is one that we do not know.
+        trainable=_TRAINABLE_FROM_PB.get(message.trainable),
     )
 
 
@@ -156,6 +165,7 @@ def _decode_local_tensor(message: layout_pb2.Tensor) -> LocalTensor:
         placement=tensor.placement,
         pieces=tensor.pieces,
         aliases=tensor.aliases,
+        trainable=tensor.trainable,
     )
 
 

@@ -122,6 +122,8 @@ class LocalTensor:
     placement: str
     pieces: tuple[Piece, ...]
     aliases: tuple[str, ...] = ()
+    trainable: bool | None = None
+    """Whether it requires a gradient here; None for buffers, and where it is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,8 +138,8 @@ class LocalLayout:
 def merge_layouts(locals: Sequence[LocalLayout], *, mirrored: bool = False) -> Layout:
     """Merge the descriptions of all ranks, in any order, into one layout.
 
-    Tensor order and placements are those of rank 0; aliases are united. Empty pieces are
-    dropped; row-major strides become None.
+    Tensor order and placements are those of rank 0; aliases are united; trainable is what is so
+    on any rank. Empty pieces are dropped; row-major strides become None.
 
     Args:
         locals: one description per rank.
@@ -180,7 +182,9 @@ def layout_digest(layout: Layout) -> str:
 
 
 def _canonical(tensor: TensorLayout) -> list[object]:
+    known = [] if tensor.trainable is None else [tensor.trainable]
     return [
+        *known,
         tensor.fqn,
         tensor.aliases,
         tensor.dtype,
@@ -246,7 +250,13 @@ def _merge_tensor(tensors: list[LocalTensor], arena_bytes: tuple[int, ...]) -> T
         pieces=tuple(pieces),
         aliases=tuple(dict.fromkeys(alias for tensor in tensors for alias in tensor.aliases)),
         placement=first.placement,
+        trainable=_any_of([tensor.trainable for tensor in tensors]),
     )
+
+
+def _any_of(said: Sequence[bool | None]) -> bool | None:
+    known = [one for one in said if one is not None]
+    return any(known) if known else None
 
 
 def _checked(piece: Piece, tensor: LocalTensor, rank: int, arena_bytes: int) -> Piece:

@@ -76,6 +76,9 @@ class TensorLayout:
     pieces: tuple[Piece, ...]
     aliases: tuple[str, ...] = ()
     placement: str = "replicated"
+    trainable: bool | None = None
+    """Whether it required a gradient, on some rank, when the job was attached; a script may
+    freeze and unfreeze parameters later. None for buffers, and where it is not known."""
 
     @property
     def numel(self) -> int:

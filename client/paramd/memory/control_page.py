@@ -71,6 +71,31 @@ def read_text(page: Page) -> str:
     return text.decode(errors="replace") if words[TEXT_WORD] == size else ""
 
 
+STANDS_IN = 2
+"""Value of UNSERVED while other weights stand in for the training's; the text is their label. Both
+change only while nothing rests, or right before nothing does."""
+
+
+def label_of(page: Page) -> str:
+    """Label of the weights that stand in for the training's; empty: the training's own."""
+    if page.words[Word.UNSERVED] != STANDS_IN:
+        return ""
+    label = read_text(page)
+    return label if label else "unnamed"
+
+
+def unserved_reason(page: Page) -> str:
+    """Why the parameters are not served; empty when they are."""
+    label = label_of(page)
+    if not label:
+        return read_text(page) if page.words[Word.UNSERVED] else ""
+    return (
+        f"the weights are {label!r}, which stand in for the training's for a while "
+        "(attachment.not_training_weights); try again later, or read them as they are with "
+        "unsettled=True (--unsettled)"
+    )
+
+
 def write_samples(page: Page, indices: Sequence[int]) -> None:
     """Publish which words of the arena to sample; at most `MAX_SAMPLES`, once per incarnation."""
     words = page.words
@@ -155,7 +180,7 @@ class Word(IntEnum):
     STRAY_COUNT = 54  # settled spans in which parameters changed
     STRAY_SEQ = 55  # SEQ of the last of them: copies made under it are void
     STRICT = 56  # 1: SEQ is even only at boundaries, since parameters change in between
-    UNSERVED = 57  # 1: the parameters cannot be served; the page's text says why
+    UNSERVED = 57  # 1: the parameters cannot be served, the page's text says why; 2: STANDS_IN
     APART_LOW = 58  # lowest and highest iteration in the last round;
     APART_HIGH = 59  # equal when ranks are in lock-step
     REFUSED_STEP = 60  # step of the boundary where REFUSED missed its `if_step`; else -1

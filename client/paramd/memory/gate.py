@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, NamedTuple
 
-from paramd.memory.control_page import ControlPage, Page, Word
+from paramd.memory.control_page import ControlPage, Page, Word, label_of
 
 COPY_CHUNK_BYTES = 4 << 20
 """Bytes copied between checks of SEQ: about half a millisecond of memory bandwidth."""
@@ -59,6 +59,8 @@ class State(NamedTuple):
     """Copied from a resting state: training has not continued after its last update."""
     proof: int = 0
     """SEQ of a settled state, -REST of a resting one: equal proofs mean equal bytes."""
+    label: str = ""
+    """Of the weights that stand in for the training's; empty: the training's own."""
 
 
 STALL_BUDGET_MS: Final = 5.0
@@ -206,7 +208,8 @@ def resting_state(page: ControlPage) -> State | None:
     rest = words[_REST]
     if not rest:
         return None
-    return State(words[_REST_STEP], words[_EDITS], words[_REST_ITERATION], True, -rest)
+    iteration, label = words[_REST_ITERATION], label_of(page)
+    return State(words[_REST_STEP], words[_EDITS], iteration, True, -rest, label)
 
 
 def is_changed(page: Page, state: State, digest: int) -> bool:

@@ -18,6 +18,7 @@ from paramd.layout.exports.settings import NameMap
 from paramd.layout.plan import ReadPlan
 from paramd.layout.select import select
 from paramd.layout.types import Layout
+from paramd.mesh.alerts import AlertCalls, Alerts, AlertState
 from paramd.mesh.edits.calls import Edit, EditCalls, Edits, EditTerms, Hold, Holder, check_applied
 from paramd.mesh.edits.editing import (
     Changes,
@@ -94,6 +95,7 @@ class AsyncMesh:
         self._edits = EditCalls(self._rest, self._reach)
         self._holder = Holder(self._edits)
         self._exports = ExportCalls(self._rest, self._reach)
+        self._alerts = AlertCalls(self._rest, self._reach)
         self._views: set[AsyncExitStack] = set()
         self._streams: set[StepStream[Any, Any]] = set()
 
@@ -132,6 +134,11 @@ class AsyncMesh:
         return self._reach.document.job
 
     @property
+    def url(self) -> str:
+        """The control plane's, where its dashboard is, too."""
+        return self._rest.url
+
+    @property
     def incarnation(self) -> int:
         """Last known incarnation of the job."""
         return self._reach.document.incarnation
@@ -158,10 +165,38 @@ class AsyncMesh:
         await self._reach.refresh()
         return await self._reach.attempts(attempt, deadline_s)
 
+    async def alerts(
+        self, *, state: AlertState = "all", incarnation: int | None = None, limit: int = 100
+    ) -> Alerts:
+        """The job's alerts: those firing, then those resolved, each newest first.
+
+        Args:
+            state: "firing" or "resolved" for those alone.
+            incarnation: None means the job's last one. Alerts of a past one may still be
+                "firing" if its control plane ended before they were resolved.
+            limit: Most alerts to return.
+
+        Raises:
+            UsageError: an argument is wrong.
+            UnreachableError: the control plane does not respond.
+        """
+        return await self._alerts.all(state=state, incarnation=incarnation, limit=limit)
+
     async def params(
-        self, *patterns: str, buffers: bool = False, timeout: Timeout = UNSET
+        self,
+        *patterns: str,
+        buffers: bool = False,
+        trainable: bool | None = None,
+        timeout: Timeout = UNSET,
     ) -> Params:
         """The parameters that match any pattern; all without patterns.
+
+        Args:
+            patterns: Globs over names.
+            buffers: List buffers too.
+            trainable: True or False lists only the parameters that did or did not require a
+                gradient when the job was attached (`ParamInfo.trainable`), and no buffers.
+            timeout: Seconds; None means no limit.
 
         Raises:
             NotFoundError: a pattern matches nothing; the message suggests similar names.
@@ -170,7 +205,8 @@ class AsyncMesh:
         async def attempt(sidecars: Sidecars) -> Params:
             index = await self._reach.index(sidecars)
             chosen = select(index, patterns or ("*",), with_buffers=buffers)
-            return Params(ParamInfo.of(item.tensor) for item in chosen)
+            rows = (ParamInfo.of(item.tensor) for item in chosen)
+            return Params(row for row in rows if trainable is None or row.trainable is trainable)
 
         return await self._reach.attempts(attempt, self._deadline(timeout))
 
@@ -238,7 +274,9 @@ class AsyncMesh:
             buffers: Match buffers too; reading them requires training to progress.
             unsettled: Accept parameters that were changed after the last update while training
                 has not continued, such as averaged weights swapped in for an evaluation.
-                Otherwise the call waits for a settled state until its deadline.
+                Where the training marks them (`attachment.not_training_weights`), the result's
+                `label` says what they are. Otherwise the call waits for a settled state until
+                its deadline, or is refused with that label.
             timeout: Seconds; None means no limit.
             transport: "same-host" for shared memory, "stream" for bulk streams over TCP, "grpc"
                 for gRPC alone, "auto" for the first of these that a rank has. `lanes` tells.
@@ -249,7 +287,8 @@ class AsyncMesh:
         Raises:
             UsageError: an argument is wrong. NotFoundError: a pattern matches nothing.
             UnreachableError: a needed rank does not respond; detected within 5 s.
-            ConflictError: a needed rank is torn or has no trainer.
+            ConflictError: a needed rank is torn or has no trainer, or other weights stand in for
+                the training's (`attachment.not_training_weights`).
             ExhaustedError: the request exceeds the sidecars' snapshot budget.
             DeadlineError: no common step, or not all bytes, in time.
         """
@@ -280,6 +319,7 @@ class AsyncMesh:
                 step=state.step,
                 edits=state.edits,
                 unsettled=state.unsettled,
+                label=state.label,
                 seconds=time.monotonic() - began_s,
                 bytes=chosen.plan.size_bytes,
             )
@@ -402,7 +442,7 @@ class AsyncMesh:
         return await self._edits.all(state=state, limit=limit)
 
     async def get_edit(self, edit_id: str, *, wait: bool = False, timeout: Timeout = UNSET) -> Edit:
-        """One edit, by its id or a prefix of at least 8 characters.
+        """One edit, by its id or its first characters, as `repr` and lists show them.
 
         With `wait`, returns once the edit has ended, or at the deadline.
         """
@@ -425,7 +465,7 @@ class AsyncMesh:
         Optimizer state that it zeroed (`reset_moments`) stays zero; the result's `note` says so.
 
         Args:
-            edit_id: Its id, or a prefix of at least 8 characters.
+            edit_id: Its id, or its first characters.
             force: Undo even if later edits changed some of the same elements.
             wait, timeout: As in `edit`.
 
@@ -658,11 +698,15 @@ class AsyncMesh:
         return await self._exports.all(state=state, limit=limit)
 
     async def get_export(self, export_id: str) -> ExportInfo:
-        """One export, with its files. Raises NotFoundError."""
+        """One export, with its files, by its id or its first characters.
+
+        Raises:
+            NotFoundError, UsageError: none, or several, begin so.
+        """
         return await self._exports.get(export_id)
 
     async def cancel_export(self, export_id: str) -> ExportInfo:
-        """Cancel an export. Raises ConflictError when it is already DONE or FAILED."""
+        """Cancel an export. Raises ConflictError when it is DONE or FAILED, and as `get_export`."""
         return await self._exports.cancel(export_id)
 
     async def export_ended(

@@ -32,7 +32,8 @@ def connect(
             system's.
 
     Raises:
-        UnreachableError: no such job runs here, or its control plane does not respond.
+        NotFoundError: no job of that name was ever here.
+        UnreachableError: the job has ended, or its control plane does not respond.
         DeniedError: the token is missing or wrong.
         UsageError: several jobs run and none was named.
     """
@@ -59,7 +60,8 @@ def resolve(url: str | None, token: str | None, job: str | None) -> tuple[str, s
     """(url, token, job) from the arguments, else the environment, else the state dir.
 
     Raises:
-        UnreachableError: no job runs here. UsageError: several do, or no token is known.
+        NotFoundError, UnreachableError: as `read_endpoint`.
+        UsageError: several jobs run here, or no token is known.
     """
     url = url if url is not None else os.environ.get("PARAMD_URL")
     token = token if token is not None else os.environ.get("PARAMD_TOKEN")

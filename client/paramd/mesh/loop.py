@@ -10,13 +10,16 @@ import asyncio
 import threading
 import time
 from collections.abc import Coroutine
+from contextlib import suppress
 from enum import Enum
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Generic, Literal, TypeVar
 
 from paramd.errors import UsageError
 
 DEFAULT_TIMEOUT_S: Final = 60.0
 _FOREVER_S: Final = 7 * 86_400.0
+_ENDING_S: Final = 5.0
+"""How long an interrupted call may take to end."""
 
 Result = TypeVar("Result")
 
@@ -53,17 +56,15 @@ class LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine on the thread and wait for it; an interrupt here cancels it there."""
+        """Run a coroutine on the thread and wait for it.
+
+        An interrupt here cancels it there and is raised once it has ended: whoever cleans up next
+        finds nothing that still runs.
+        """
         if self.is_current():
             work.close()
             raise RuntimeError("a synchronous mesh was called from its own loop; use paramd.aio")
-        running = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return running.result()
-        except BaseException:
-            # Harmless if the coroutine itself raised: it has ended.
-            running.cancel()
-            raise
+        return _Call(self._loop, work).result()
 
     def is_current(self) -> bool:
         """Whether the caller runs on this thread."""
@@ -87,6 +88,53 @@ class LoopThread:
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
             self._loop.close()
+
+
+class _Call(Generic[Result]):
+    """A coroutine on a loop's thread, and another thread that waits for it."""
+
+    def __init__(
+        self, event_loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Result]
+    ) -> None:
+        self._loop = event_loop
+        self._ended = threading.Event()
+        self._task: asyncio.Task[Result] | None = None
+        self._cancelled = False
+        event_loop.call_soon_threadsafe(self._start, work)
+
+    def result(self) -> Result:
+        """What it returned or raised. An interrupt cancels it first."""
+        try:
+            self._ended.wait()
+        except BaseException:
+            self._end()
+            raise
+        assert self._task is not None
+        return self._task.result()
+
+    def _start(self, work: Coroutine[Any, Any, Result]) -> None:
+        self._task = self._loop.create_task(work)
+        self._task.add_done_callback(self._note)
+
+    def _note(self, task: asyncio.Task[Result]) -> None:
+        # Looked at here: nobody asks an interrupted one what it raised, and asyncio would say so.
+        if not task.cancelled():
+            task.exception()
+        self._ended.set()
+
+    def _end(self) -> None:
+        until_s = time.monotonic() + _ENDING_S
+        while not self._ended.is_set() and (left_s := until_s - time.monotonic()) > 0:
+            # One Ctrl-C often arrives as two signals; the second must not leave it running.
+            with suppress(KeyboardInterrupt):
+                self._loop.call_soon_threadsafe(self._cancel)
+                self._ended.wait(left_s)
+
+    def _cancel(self) -> None:
+        # Once: a second time would cut its cleanup short.
+        if self._task is not None and not self._cancelled:
+            self._cancelled = True
+            self._task.cancel()
 
 
 class _Shared:

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
-from types import TracebackType
+from types import AsyncGeneratorType, TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 from paramd.errors import UsageError
@@ -72,7 +72,8 @@ def _iterating(
                 yield frame
         finally:
             # Leaving the loop ends the subscription; closing the mesh has already done so.
-            if mesh._end.alive and isinstance(frames, AsyncGenerator):
+            # One that an interrupt could not end in time ends with the mesh.
+            if mesh._end.alive and isinstance(frames, AsyncGeneratorType) and not frames.ag_running:
                 mesh._run(_ended(frames))
 
     return each
@@ -162,6 +163,11 @@ class Mesh:
         return self._mesh.job
 
     @property
+    def url(self) -> str:
+        """The control plane's, where its dashboard is, too."""
+        return self._mesh.url
+
+    @property
     def incarnation(self) -> int:
         """Last known incarnation of the job."""
         return self._mesh.incarnation
@@ -172,6 +178,7 @@ class Mesh:
         return self._run(self._mesh.read_layout())
 
     status = _blocking(AsyncMesh.status)
+    alerts = _blocking(AsyncMesh.alerts)
     lanes = _blocking(AsyncMesh.lanes)
     params = _blocking(AsyncMesh.params)
     stats = _blocking(AsyncMesh.stats)

@@ -6,10 +6,11 @@ import asyncio
 import html
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from paramd.errors import ParamdError
+from paramd.errors import ParamdError, UsageError
 from paramd.layout.stats import STATISTICS, Statistic, Summary
 from paramd.layout.types import TensorKind, TensorLayout
 from paramd.mesh.peers.sidecars import Sidecars
@@ -42,7 +43,7 @@ _REASONS = {
 class ParamInfo:
     """One parameter or buffer of the mesh."""
 
-    fqn: str
+    name: str
     """Canonical name, as a user's state_dict has it."""
     names: tuple[str, ...]
     """All its names; more than one for tied tensors."""
@@ -58,12 +59,15 @@ class ParamInfo:
     """Parameter or buffer."""
     ranks: tuple[int, ...]
     """Ranks that hold a part of it."""
+    trainable: bool | None = None
+    """Whether it required a gradient, on some rank, when the job was attached; a script may
+    freeze and unfreeze parameters later. None for buffers, and where it is not known."""
 
     @classmethod
     def of(cls, tensor: TensorLayout) -> ParamInfo:
         """From the layout."""
         return cls(
-            fqn=tensor.fqn,
+            name=tensor.fqn,
             names=(tensor.fqn, *tensor.aliases),
             shape=tensor.shape,
             dtype=tensor.dtype,
@@ -71,6 +75,7 @@ class ParamInfo:
             placement=tensor.placement,
             kind=tensor.kind,
             ranks=tuple(sorted({piece.rank for piece in tensor.pieces if piece.region.numel})),
+            trainable=tensor.trainable,
         )
 
 
@@ -79,6 +84,10 @@ class Table(tuple[Item, ...], Generic[Item]):
 
     columns: Sequence[tuple[str, Callable[[Any], str]]] = ()
     """Header and text of each column."""
+    row_type: type
+    """Dataclass of the rows."""
+    about: Sequence[str] = ()
+    """Attributes that say what all rows are of."""
 
     def cells(self) -> list[list[str]]:
         """Cell texts of the first `SHOWN_ROWS` rows."""
@@ -87,6 +96,39 @@ class Table(tuple[Item, ...], Generic[Item]):
     def summary(self) -> str:
         """The line below the table."""
         return f"{len(self)} rows"
+
+    def to_pandas(self) -> Any:
+        """The rows, in order, as a new `pandas.DataFrame`; pandas is imported here only.
+
+        Columns are the rows' fields, with their values rather than the printed texts; an empty
+        table has them too. `DataFrame.attrs` has what all rows are of, such as job and step.
+        Totals are left out.
+
+        Raises:
+            UsageError: pandas cannot be imported.
+        """
+        try:
+            pandas = import_module("pandas")
+        except ImportError as error:
+            raise UsageError(
+                f"to_pandas needs pandas, which cannot be imported here ({error}); "
+                "run: pip install pandas"
+            ) from error
+        # By name: from no rows at all pandas would make no columns.
+        records = [self._record(row) for row in self]
+        frame = pandas.DataFrame(records, columns=list(self._names()))
+        frame.attrs.update({name: getattr(self, name) for name in self.about})
+        return frame
+
+    @classmethod
+    def _names(cls) -> Sequence[str]:
+        """Names of the values in `_record`."""
+        return [one.name for one in fields(cls.row_type)]
+
+    @classmethod
+    def _record(cls, row: Any) -> dict[str, Any]:
+        """One row's values by name."""
+        return {name: getattr(row, name) for name in cls._names()}
 
     def __repr__(self) -> str:
         return text_table([name for name, _ in self.columns], self.cells(), self._below())
@@ -103,13 +145,20 @@ class Params(Table[ParamInfo]):
     """Parameters, and buffers if requested, that match the patterns."""
 
     columns = (
-        ("name", lambda row: row.fqn),
+        ("name", lambda row: row.name),
         ("shape", lambda row: shape_text(row.shape)),
         ("dtype", lambda row: row.dtype),
         ("numel", lambda row: f"{row.numel:,}"),
         ("placement", lambda row: row.placement),
         ("ranks", lambda row: ranks_text(row.ranks)),
+        ("trainable", lambda row: flag_text(row.trainable)),
     )
+    row_type = ParamInfo
+
+    @classmethod
+    def _record(cls, row: Any) -> dict[str, Any]:
+        """As `Table._record`, with the kind as text."""
+        return {**super()._record(row), "kind": row.kind.value}
 
     def summary(self) -> str:
         return f"{len(self)} tensors, {sum(row.numel for row in self):,} elements"
@@ -139,11 +188,15 @@ class StatsTable(Table[TensorStats]):
         ("dtype", lambda row: row.dtype),
         *((one.title, _shown(one)) for one in STATISTICS),
     )
+    row_type = TensorStats
+    about = ("job", "incarnation", "step", "unsettled", "label")
     total: TensorStats
     job: str
     incarnation: int
     step: int
     unsettled: bool
+    """As in `Summoned`."""
+    label: str
     """As in `Summoned`."""
 
     def __new__(
@@ -155,18 +208,30 @@ class StatsTable(Table[TensorStats]):
         incarnation: int,
         step: int,
         unsettled: bool = False,
+        label: str = "",
     ) -> StatsTable:
         self = super().__new__(cls, rows)
         self.total, self.job, self.incarnation, self.step = total, job, incarnation, step
-        self.unsettled = unsettled
+        self.unsettled, self.label = unsettled, label
         return self
+
+    @classmethod
+    def _names(cls) -> Sequence[str]:
+        """As `Table._names`, with each number of the summary by its own name."""
+        return ["name", "shape", "dtype", *(one.name for one in fields(Summary))]
+
+    @classmethod
+    def _record(cls, row: Any) -> dict[str, Any]:
+        """As `Table._record`."""
+        numbers = {one.name: getattr(row.summary, one.name) for one in fields(Summary)}
+        return {"name": row.name, "shape": row.shape, "dtype": row.dtype, **numbers}
 
     def cells(self) -> list[list[str]]:
         """As `Table.cells`; the last row is the total."""
         return [*super().cells(), [text(self.total) for _, text in self.columns]]
 
     def summary(self) -> str:
-        rests = UNSETTLED_TEXT if self.unsettled else ""
+        rests = unsettled_text(unsettled=self.unsettled, label=self.label)
         return (
             f"{len(self)} tensors of {self.job!r} at step {self.step} (incarnation "
             f"{self.incarnation}{rests})"
@@ -207,6 +272,8 @@ class MeshStatus(Table[RankStatus]):
         ("snapshots", lambda row: bytes_text(row.snapshot_bytes)),
         ("note", lambda row: row.reason),
     )
+    row_type = RankStatus
+    about = ("job", "incarnation", "world_size", "step")
     job: str
     incarnation: int
     world_size: int
@@ -247,6 +314,7 @@ class Summoned(dict[str, "torch.Tensor"]):
         bytes: int,
         edits: int = 0,
         unsettled: bool = False,
+        label: str = "",
     ) -> None:
         super().__init__(tensors)
         self.job = job
@@ -260,10 +328,23 @@ class Summoned(dict[str, "torch.Tensor"]):
         self.unsettled = unsettled
         """Training has not continued since update `step`, so the script may still change these
         values (clamp or average them, say) before it does."""
+        self.label = label
+        """With `unsettled=True`: what the training said these weights are instead of its own
+        (`attachment.not_training_weights`), such as "ema"; empty: its own, as far as it said."""
         self.seconds = seconds
         """Duration of the call."""
         self.bytes = bytes
         """Bytes read from the sidecars."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """A new plain dict for `module.load_state_dict`; its tensors are these, not copies.
+
+        It has what was summoned: every name of a tied tensor that matched, and buffers with
+        `summon(..., buffers=True)`. So `summon("*", buffers=True)` loads strictly, unless the
+        module has persistent state other than tensors; without buffers, or from other patterns,
+        give `strict=False`. Names are those of the unwrapped module (no "module." of DDP).
+        """
+        return dict(self)
 
     def __repr__(self) -> str:
         return text_table(_TENSOR_COLUMNS, self._cells(), self._below())
@@ -282,7 +363,7 @@ class Summoned(dict[str, "torch.Tensor"]):
         return (
             f"{len(self)} tensors of {self.job!r} at step {self.step} (incarnation "
             f"{self.incarnation}"
-            f"{UNSETTLED_TEXT if self.unsettled else ''}), "
+            f"{unsettled_text(unsettled=self.unsettled, label=self.label)}), "
             f"{bytes_text(self.bytes)} in {self.seconds:.3f} s"
             + (f" ({hidden} not shown)" if hidden > 0 else "")
         )
@@ -326,6 +407,18 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return ", ".join(str(b) if b == e else f"{b}-{e}" for b, e in runs)
 
 
+def unsettled_text(*, unsettled: bool, label: str) -> str:
+    """What is printed after the step of unsettled values; empty for settled ones."""
+    if label:
+        return f"; not the training's weights: {label!r}"
+    return UNSETTLED_TEXT if unsettled else ""
+
+
+def flag_text(flag: bool | None) -> str:
+    """ "yes", "no", or "-" for what is not known."""
+    return "-" if flag is None else "yes" if flag else "no"
+
+
 def bytes_text(size_bytes: int) -> str:
     """For example "1.5 MiB"."""
     size = float(size_bytes)
@@ -367,6 +460,8 @@ def rank_status(rank: int, address: str, answer: sidecar_pb2.GetStateResponse) -
     except ValueError:
         phase = "unknown"  # from a newer sidecar
     reason = _REASONS.get(phase, state.phase_reason)
+    if not reason and state.unserved_reason:
+        reason = f"its parameters are not served: {state.unserved_reason}"
     if not reason and not state.agreement_works and state.agreement_reason:
         reason = state.agreement_reason
     return RankStatus(

@@ -97,6 +97,7 @@ class Header(google.protobuf.message.Message):
     EDITS_FIELD_NUMBER: builtins.int
     ITERATION_FIELD_NUMBER: builtins.int
     UNSETTLED_FIELD_NUMBER: builtins.int
+    LABEL_FIELD_NUMBER: builtins.int
     job: builtins.str
     """Name of the training job."""
     incarnation: builtins.int
@@ -118,6 +119,10 @@ class Header(google.protobuf.message.Message):
     """The bytes rest: training has not gone on since update `step`, so nothing proves that the
     script will not change them yet (clamped, averaged or merged weights).
     """
+    label: builtins.str
+    """Label of the weights that stood in for the training's own (attachment.not_training_weights),
+    with unsettled; empty: the training's own.
+    """
     def __init__(
         self,
         *,
@@ -129,8 +134,9 @@ class Header(google.protobuf.message.Message):
         edits: builtins.int = ...,
         iteration: builtins.int = ...,
         unsettled: builtins.bool = ...,
+        label: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["edits", b"edits", "incarnation", b"incarnation", "iteration", b"iteration", "job", b"job", "layout_digest", b"layout_digest", "rank", b"rank", "step", b"step", "unsettled", b"unsettled"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["edits", b"edits", "incarnation", b"incarnation", "iteration", b"iteration", "job", b"job", "label", b"label", "layout_digest", b"layout_digest", "rank", b"rank", "step", b"step", "unsettled", b"unsettled"]) -> None: ...
 
 global___Header = Header
 

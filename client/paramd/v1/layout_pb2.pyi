@@ -43,6 +43,30 @@ TENSOR_KIND_BUFFER: TensorKind.ValueType  # 2
 """Changes in forward; copied at an agreed boundary when a snapshot asks for it."""
 global___TensorKind = TensorKind
 
+class _Trainable:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _TrainableEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Trainable.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    TRAINABLE_UNSPECIFIED: _Trainable.ValueType  # 0
+    """Not known, or a buffer."""
+    TRAINABLE_YES: _Trainable.ValueType  # 1
+    """It did on some rank when the job was attached."""
+    TRAINABLE_NO: _Trainable.ValueType  # 2
+    """It was frozen on every rank when the job was attached."""
+
+class Trainable(_Trainable, metaclass=_TrainableEnumTypeWrapper):
+    """Trainable tells whether a parameter requires a gradient."""
+
+TRAINABLE_UNSPECIFIED: Trainable.ValueType  # 0
+"""Not known, or a buffer."""
+TRAINABLE_YES: Trainable.ValueType  # 1
+"""It did on some rank when the job was attached."""
+TRAINABLE_NO: Trainable.ValueType  # 2
+"""It was frozen on every rank when the job was attached."""
+global___Trainable = Trainable
+
 @typing.final
 class Layout(google.protobuf.message.Message):
     """Layout holds all tensors of all ranks."""
@@ -92,6 +116,7 @@ class Tensor(google.protobuf.message.Message):
     KIND_FIELD_NUMBER: builtins.int
     PLACEMENT_FIELD_NUMBER: builtins.int
     PIECES_FIELD_NUMBER: builtins.int
+    TRAINABLE_FIELD_NUMBER: builtins.int
     fqn: builtins.str
     """Canonical name, as a user's state_dict has it."""
     dtype: builtins.str
@@ -100,6 +125,8 @@ class Tensor(google.protobuf.message.Message):
     """Parameter or buffer."""
     placement: builtins.str
     """Human words for how it is distributed, for example "Shard(0) over 2"."""
+    trainable: global___Trainable.ValueType
+    """As of attach; a script may freeze and unfreeze parameters later."""
     @property
     def aliases(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Further names of the same tensor (tied weights)."""
@@ -122,8 +149,9 @@ class Tensor(google.protobuf.message.Message):
         kind: global___TensorKind.ValueType = ...,
         placement: builtins.str = ...,
         pieces: collections.abc.Iterable[global___Piece] | None = ...,
+        trainable: global___Trainable.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "dtype", b"dtype", "fqn", b"fqn", "kind", b"kind", "pieces", b"pieces", "placement", b"placement", "shape", b"shape"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "dtype", b"dtype", "fqn", b"fqn", "kind", b"kind", "pieces", b"pieces", "placement", b"placement", "shape", b"shape", "trainable", b"trainable"]) -> None: ...
 
 global___Tensor = Tensor
 

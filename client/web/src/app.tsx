@@ -2,9 +2,9 @@
 
 import { type ReactNode, Suspense, lazy, useCallback, useEffect, useMemo, useState } from "react";
 
-import { ApiError, del, get, keepSessionKey, onSignedOut, sessionKey } from "./api/client";
+import { ApiError, del, get, keepSessionKey, onSignedOut, sessionKey, signInWithCode } from "./api/client";
 import type { JobSummary, SessionDocument } from "./api/schema";
-import { VIEWS, type View, placeHash } from "./lib/route";
+import { VIEWS, type View, parseSignIn, placeHash } from "./lib/route";
 import { Badge, Empty, Trouble, toneOf } from "./ui/bits";
 import { Boundary } from "./ui/boundary";
 import { Provider, useShared } from "./ui/context";
@@ -23,9 +23,20 @@ const SCREENS: Record<View, ReturnType<typeof lazy>> = {
   system: lazy(() => import("./views/system")),
 };
 
+const DEAD_LINK =
+  "This link has been used, or is older than a minute. Run paramd dashboard again, or give a token.";
+
+/** Takes the code of a sign-in link out of the address, so that it stays in no history. */
+function takeCode(): string {
+  const found = parseSignIn(window.location.hash);
+  if (found) window.history.replaceState(null, "", found.rest);
+  return found?.code ?? "";
+}
+
 export function App(): ReactNode {
   const [session, setSession] = useState<SessionDocument | null>(null);
-  const [asked, setAsked] = useState(!sessionKey());
+  const [code] = useState(takeCode);
+  const [asked, setAsked] = useState(!sessionKey() && !code);
   const [problem, setProblem] = useState("");
   const [dark, toggle] = useTheme();
   useEffect(
@@ -38,13 +49,14 @@ export function App(): ReactNode {
   );
   useEffect(() => {
     if (asked) return;
-    get("/api/v1/session")
+    (code ? signInWithCode(code) : get("/api/v1/session"))
       .then(setSession)
       .catch((error: unknown) => {
-        if (!(error instanceof ApiError && error.status === 401)) setProblem(String(error));
+        if (code && error instanceof ApiError && error.status === 401) setProblem(DEAD_LINK);
+        else if (!(error instanceof ApiError && error.status === 401)) setProblem(String(error));
       })
       .finally(() => setAsked(true));
-  }, [asked]);
+  }, [asked, code]);
   if (!asked) return null;
   if (!session) return <SignIn problem={problem} onSignedIn={setSession} />;
   return <SignedIn session={session} dark={dark} toggle={toggle} onSignOut={() => setSession(null)} />;

@@ -6,7 +6,7 @@ import { bodyOf, EMPTY, leaseLeft, newId, opText } from "../src/lib/edits";
 import { exactly, filtersFor, MAX_FILTER_BYTES, parseSlice, sliced } from "../src/lib/filters";
 import { bytes, duration, number, percent, shape, short } from "../src/lib/format";
 import { parseMetrics } from "../src/lib/prometheus";
-import { parsePlace, placeHash } from "../src/lib/route";
+import { parsePlace, parseSignIn, placeHash } from "../src/lib/route";
 
 describe("places", () => {
   it.each([
@@ -19,6 +19,13 @@ describe("places", () => {
 
   it("that cannot be read are the mesh", () => {
     expect(parsePlace("#/%E0%A4%A/nowhere?x")).toEqual({ job: "%E0%A4%A", view: "mesh", query: { x: "" } });
+  });
+
+  it("give the code of a sign-in link once, and what is left without it", () => {
+    const code = "AbC_-0123456789abcdef";
+    expect(parseSignIn(`#/sign-in/${code}/my-run`)).toEqual({ code, rest: "#/my-run" });
+    expect(parseSignIn(`#/sign-in/${code}`)).toEqual({ code, rest: "#/" });
+    for (const other of ["", "#/my-run/mesh", "#/sign-in/", "#/sign-in/short"]) expect(parseSignIn(other)).toBeNull();
   });
 
   it("leave out what is empty", () => {

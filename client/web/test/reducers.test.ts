@@ -75,7 +75,7 @@ describe("stragglers", () => {
 });
 
 describe("the tree", () => {
-  const items = ["a.b.w", "a.b.bias", "a.c", "z"].map((fqn, i) => ({ fqn, numel: 10 ** i }));
+  const items = ["a.b.w", "a.b.bias", "a.c", "z"].map((name, i) => ({ name, numel: 10 ** i }));
 
   it("shows all, in the model's order, and counts what is below", () => {
     const rows = rowsOf(treeOf(items), new Set());
@@ -89,7 +89,7 @@ describe("the tree", () => {
   });
 
   it("takes names that JavaScript has words for", () => {
-    const odd = ["__proto__.x", "constructor.y", "a..b", "."].map((fqn) => ({ fqn, numel: 1 }));
+    const odd = ["__proto__.x", "constructor.y", "a..b", "."].map((name) => ({ name, numel: 1 }));
     expect(rowsOf(treeOf(odd), new Set()).filter((row) => row.kind === "leaf")).toHaveLength(4);
   });
 });
@@ -133,8 +133,8 @@ describe("samples", () => {
 });
 
 describe("gradients", () => {
-  const param = (fqn: string, norm: number | null, more: Partial<GradParam> = {}): GradParam => ({
-    fqn, none: null, count: 4, norm, mean: 0, std: 0, min: 0, max: 0, zero_count: 0, nan_count: 0, inf_count: 0, ...more,
+  const param = (name: string, norm: number | null, more: Partial<GradParam> = {}): GradParam => ({
+    name, none: null, count: 4, norm, mean: 0, std: 0, min: 0, max: 0, zero_count: 0, nan_count: 0, inf_count: 0, ...more,
   });
   const frame = (step: number, params: GradParam[], incarnation = 1): Frame => ({
     incarnation, step, dropped: 0, clip: { factor: null }, scale: 1, total: { count: 4, norm: 1, mean: 0, std: 0, min: 0, max: 0, zero_count: 0, nan_count: 0, inf_count: 0 }, params,
@@ -161,7 +161,7 @@ describe("gradients", () => {
   });
 
   it("that are not there are marked so", () => {
-    const grads = withFrame(NO_GRADS, frame(1, [{ fqn: "w", none: "unused" }]));
+    const grads = withFrame(NO_GRADS, frame(1, [{ name: "w", none: "unused" }]));
     expect(grads.rows.get("w")).toMatchObject({ mark: "none", norms: [null], firstBad: null });
   });
 

@@ -17,11 +17,11 @@ from typing import Any
 
 from paramd.errors import AbortedError, ConflictError, TornError
 from paramd.memory.arena import is_mirror
-from paramd.memory.control_page import Word
+from paramd.memory.control_page import Word, label_of, unserved_reason
 from paramd.memory.gate import State, resting_state, state_of
 from paramd_service.admission import CALLER, Who
 from paramd_service.sidecar.boundaries import Boundaries
-from paramd_service.sidecar.copying.capture import Copier, CopyJob
+from paramd_service.sidecar.copying.capture import UNSERVED_NS, Copier, CopyJob
 from paramd_service.sidecar.faults import Faults
 from paramd_service.sidecar.gradients.pins import GradientPins
 from paramd_service.sidecar.gradients.slots import Gradients
@@ -36,6 +36,9 @@ from paramd_service.sidecar.snapshots.store import (
     SnapshotStore,
     copy_spans,
 )
+
+STAND_IN_POLL_S = 0.05
+"""Poll interval of a request that waits for the training's own weights."""
 
 
 @dataclass(eq=False, slots=True)
@@ -165,12 +168,14 @@ class Pins:
         """Lease room for the spans, to be filled at an agreed boundary (boundaries.py).
 
         Raises:
-            ConflictError: the trainer has ended, so no boundary will come.
+            ConflictError: the trainer has ended, so no boundary will come; or other weights stand
+                in for the training's.
             ExhaustedError: as `pin`.
         """
         self.sweep()
         if self.ownership is not Ownership.OWNED:
             raise ConflictError(f"no further boundary: {self.ownership.value}")
+        await self._while_others_stand_in()
         who = CALLER.get()
         snapshot = self.store.reserve(key, at_boundary=True, with_buffers=with_buffers, who=who)
         try:
@@ -248,6 +253,8 @@ class Pins:
         except BaseException as error:
             self.store.drop(snapshot)
             if isinstance(error, TimeoutError):
+                if not unsettled and label_of(self._attached.page):
+                    raise self._unserved(unserved_reason(self._attached.page)) from None
                 raise AbortedError(self._why_not_copied(filling, timeout_s)) from None
             raise
         finally:
@@ -272,6 +279,7 @@ class Pins:
             state = await self._copy(filling)
             snapshot.step, snapshot.edits = state.step, state.edits
             snapshot.iteration, snapshot.unsettled = state.iteration, state.unsettled
+            snapshot.label = state.label
             # 0: never share a state that may have been changed at rest.
             snapshot.proof = state.proof if not filling.unsettled else 0
             snapshot.fill = Fill.FILLED
@@ -301,7 +309,7 @@ class Pins:
             if self.ownership is Ownership.TORN:
                 raise TornError(self.ownership.value)
             if filling.job.refused:
-                raise ConflictError(f"the parameters cannot be served: {filling.job.refused}")
+                raise self._unserved(filling.job.refused)
             if filling.at_step and self._attached.page[Word.STEP] >= filling.at_step:
                 raise AbortedError(
                     f"step {filling.at_step} passed before it was copied; the rank has finished "
@@ -309,6 +317,22 @@ class Pins:
                 )
             raise AbortedError("the copy was given up; try again")
         return state
+
+    async def _while_others_stand_in(self) -> None:
+        """Wait a moment for the training's own weights, since no boundary comes before.
+
+        Raises:
+            ConflictError: others still stand in for them.
+        """
+        page, until_s = self._attached.page, self._loop.time() + UNSERVED_NS / 1e9
+        while label_of(page):
+            if self._loop.time() > until_s:
+                raise self._unserved(unserved_reason(page))
+            await asyncio.sleep(STAND_IN_POLL_S)
+
+    @staticmethod
+    def _unserved(reason: str) -> ConflictError:
+        return ConflictError(f"the parameters cannot be served: {reason}")
 
     def _why_not_now(self) -> str:
         if self.ownership is not Ownership.OWNED:

@@ -332,6 +332,25 @@ class RankSidecar:
         self._changed()
         self.leaving.set()
 
+    def leave(self) -> None:
+        """Leave on its user's request instead of lingering. Idempotent.
+
+        Raises:
+            ConflictError: a trainer is attached, or one is expected.
+        """
+        if self.ownership is Ownership.OWNED or self._attaching.locked():
+            raise ConflictError(
+                "its trainer is alive; stop the training first, nothing here ends it"
+            )
+        if self.ownership is Ownership.WAITING and not self.leaving.is_set():
+            raise ConflictError(
+                f"{Ownership.WAITING.value}; it leaves by itself, {self.config.linger_s:.0f} s "
+                "after its start"
+            )
+        if not self.leaving.is_set():
+            self.log("leaving", reason=f"{self.ownership.value}; its user asked it to leave")
+            self.leaving.set()
+
     def start_task(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` in the background; `close` waits for it."""
         task = asyncio.get_running_loop().create_task(work)

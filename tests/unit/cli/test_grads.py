@@ -20,7 +20,10 @@ def document(step: int, norm: float | None, **more: Any) -> dict[str, Any]:
         "clip": {"factor": None},
         "scale": 1.0,
         "total": numbers,
-        "params": [{"fqn": "w", "none": None, **numbers}, {"fqn": "u", "none": "its grad is None"}],
+        "params": [
+            {"name": "w", "none": None, **numbers},
+            {"name": "u", "none": "its grad is None"},
+        ],
         **more,
     }
 
@@ -42,8 +45,13 @@ def test_the_table_has_a_row_each_and_the_total() -> None:
     history = History()
     for step in (1, 2):
         history.add(document(step, float(step)))
-    table = table_of(document(2, 2.0), history)
-    assert table.row_count == 3
+    lines = table_of(document(2, 2.0), history, 200)
+    assert [line.split()[0] for line in lines] == ["NAME", "w", "u", "total", "job"]
+    narrow = table_of(document(2, 2.0), history, 50)
+    assert max(map(len, narrow[:-1])) <= 50
+    assert narrow[0].split()[:2] == ["NAME", "NORM"]
+    assert narrow[1].endswith(BARS[0] + BARS[7])
+    assert "-o wide" in narrow[-1]
     assert history.spark("w") == BARS[0] + BARS[7]
     assert history.spark("u") == "··"
     assert listing(document(2, 2.0)).rows[1]["none"] == "its grad is None"

@@ -5,27 +5,29 @@ from __future__ import annotations
 import io
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
+from paramd.cli.audit import detail_text
 from paramd.cli.options import Format
-from paramd.cli.output import Column, Listing, emit, seconds, size
+from paramd.cli.output import Column, Listing, emit, seconds, size, table_lines
 from paramd.cli.stats import WIDTH, bar, histogram
 
 LONG = "layers.0." + "x" * 200
 LISTING = Listing(
     name="params",
     rows=[
-        {"fqn": "a", "count": 3, "mean": math.nan},
-        {"fqn": LONG, "count": 1234567, "mean": 0.5},
+        {"name": "a", "count": 3, "mean": math.nan},
+        {"name": LONG, "count": 1234567, "mean": 0.5},
     ],
     columns=(
-        Column("fqn", "NAME"),
+        Column("name", "NAME"),
         Column("count", "COUNT", lambda n: f"{n:,}", right=True),
         Column("missing", "NOTE"),
     ),
     about={"step": 7},
-    total={"fqn": "total", "count": 1234570, "mean": math.inf},
+    total={"name": "total", "count": 1234570, "mean": math.inf},
 )
 
 
@@ -42,16 +44,84 @@ def test_a_table_keeps_names_whole_and_aligns() -> None:
     assert lines[2].endswith("  1,234,567")
 
 
+NAMES = [f"model.decoder.layers.{n}.self_attention.{p}.weight" for n in (1, 10, 11) for p in "qkv"]
+MANY = Listing(
+    name="params",
+    rows=[{"name": name, "norm": 1234567.125, "zeros": n, "run": 1, "why": ""}
+          for n, name in enumerate(NAMES)],
+    columns=(
+        Column("name", "NAME", cut="middle"),
+        Column("norm", "NORM", str, right=True),
+        Column("run", "INC", right=True, if_many=True),
+        Column("zeros", "ZEROS", str, right=True, drop=1),
+        Column("norm", "AGAIN", lambda n: f"{n:.7f}", right=True, drop=2),
+        Column("why", "REASON", cut="end"),
+    ),
+    about={},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [200, 80, 60, 40])
+def test_a_table_fits_the_terminal_with_whole_numbers_and_distinct_names(width: int) -> None:
+    lines, note = table_lines(MANY, width)
+    assert max(map(len, lines)) <= width
+    names = [line.split()[0] for line in lines[1:]]
+    assert len(set(names)) == len(NAMES)
+    for name, line in zip(NAMES, lines[1:], strict=True):
+        assert line.split()[0][-10:] == name[-10:]
+        assert "1234567.125" in line
+    assert ("-o wide" in note) == (width < 200)
+    assert ("AGAIN" in note) == ("AGAIN" not in lines[0])
+    assert table_lines(MANY, None) == (table_lines(MANY, 1000)[0], "")
+
+
+def test_a_terminal_is_told_of_what_is_missing_and_wide_shows_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", "50")
+    out = Terminal()
+    emit(MANY, Format.TABLE, out=out)
+    assert NAMES[0] not in out.getvalue()
+    assert "paramd: shown without" in capsys.readouterr().err
+    emit(MANY, Format.WIDE, out=out)
+    assert all(name in out.getvalue() for name in NAMES)
+    assert capsys.readouterr().err == ""
+
+
+def test_incarnations_are_a_column_when_there_are_several() -> None:
+    assert "INC" not in table_lines(MANY, None)[0][0]
+    several = replace(MANY, rows=[*MANY.rows, {**MANY.rows[0], "run": 2}])
+    lines, _ = table_lines(several, None)
+    assert "INC" in lines[0].split()
+    assert lines[-1].split()[2] == "2"
+
+
+def test_a_record_of_the_audit_reads_as_text() -> None:
+    detail = {
+        "id": "187a", "note": "", "assets": [], "dtype": None, "overwrite": False,
+        "include": ["parameters", "buffers"], "before": {"nan_count": 0, "norm": 1.15630206714},
+        "ops": [{"data": False, "op": "add", "pattern": "up.bias", "value": 0.1, "max": None}],
+    }  # fmt: skip
+    assert detail_text(detail) == (
+        "before: nan count 0, norm 1.1563; id: 187a; include: parameters, buffers; "
+        "ops: add 0.1 up.bias; overwrite: no"
+    )
+
+
 def test_json_is_one_document_and_has_no_nan() -> None:
     found = json.loads(written(Format.JSON), parse_constant=pytest.fail)
     assert found["step"] == 7
-    assert found["params"][0] == {"fqn": "a", "count": 3, "mean": None}
+    assert found["params"][0] == {"name": "a", "count": 3, "mean": None}
     assert found["total"]["mean"] is None
 
 
 def test_json_lines_are_complete_on_their_own() -> None:
     lines = [json.loads(line) for line in written(Format.JSONL).splitlines()]
-    assert lines[1] == {"step": 7, "fqn": LONG, "count": 1234567, "mean": 0.5}
+    assert lines[1] == {"step": 7, "name": LONG, "count": 1234567, "mean": 0.5}
     assert len(lines) == 2
 
 
@@ -66,7 +136,7 @@ def test_no_rows_still_make_a_table_and_a_document() -> None:
 
 
 def test_a_name_cannot_steer_the_terminal() -> None:
-    evil = Listing(name="p", rows=[{"fqn": "a\x1b[31mb\nc"}], columns=LISTING.columns, about={})
+    evil = Listing(name="p", rows=[{"name": "a\x1b[31mb\nc"}], columns=LISTING.columns, about={})
     for form in (Format.TABLE, Format.NAME):
         assert "\x1b" not in written(form, evil)
         assert "a [31mb c" in written(form, evil)

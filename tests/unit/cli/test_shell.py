@@ -99,7 +99,7 @@ def test_an_output_format_of_the_environment_is_checked(
 ) -> None:
     monkeypatch.setenv("PARAMD_OUTPUT", "yaml")
     assert main(["doctor"]) == 2
-    assert "expected one of table, json, jsonl, name" in capsys.readouterr().err
+    assert "expected one of table, wide, json, jsonl, name" in capsys.readouterr().err
 
 
 def test_without_a_job_the_next_step_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -343,7 +343,7 @@ async def test_webhooks_are_retried_and_carry_the_alert(
     await hooks.close()
     assert len({request.headers["idempotency-key"] for request in seen}) == 1
     body = json.loads(seen[-1].content)
-    assert (body["rule"], body["fqn"], body["ranks"]) == ("replica-drift", "w0", [1])
+    assert (body["rule"], body["name"], body["ranks"]) == ("replica-drift", "w0", [1])
     assert len(slept) == 2
     assert slept[0] < slept[1]
     assert "secret-path" not in caplog.text

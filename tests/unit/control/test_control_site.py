@@ -17,18 +17,16 @@ from paramd.errors import (
     UnreachableError,
     UsageError,
 )
+from paramd.places import HISTORY_FILE, IncarnationRecord
 from paramd.security.tickets import Role, Signer
 from paramd.v1 import common_pb2, control_pb2
 from paramd_service.control.api import rank_text
 from paramd_service.control.api.models import RankList
 from paramd_service.control.base.site import (
-    INCARNATIONS_FILE,
     IncarnationNotes,
-    IncarnationRecord,
     Site,
     next_generation,
     open_site,
-    records,
 )
 from paramd_service.control.mesh import jobs as jobs_module
 from paramd_service.control.mesh.jobs import ControlIdentity, Jobs
@@ -201,10 +199,10 @@ async def test_the_list_of_incarnations_survives_and_passes_over_what_is_cut() -
     )
     notes.note("run", over)
     await notes.close()
-    path = places.state_dir() / "run" / INCARNATIONS_FILE
+    path = places.state_dir() / "run" / HISTORY_FILE
     with path.open("a") as file:
         file.write('null\n[]\n{"incarnation": "x"}\n{"incarnation": 3, "world')
-    first, second = records("run")
+    first, second = places.incarnations("run")
     assert (first.ended_s, first.reason) == (20.0, "incarnation 2 has begun")
     assert second == over
     numbers = [json.loads(line)["incarnation"] for line in path.read_text().splitlines()[:3]]
@@ -215,8 +213,8 @@ def test_the_list_of_an_older_version_is_still_told() -> None:
     older = {"epoch": 4, "world_size": 2, "began_s": 5.0, "ended_s": 6.0, "reason": "r", "step": 9}
     (places.job_dir("run") / "epochs.jsonl").write_text(f"{json.dumps(older)}\n")
     newer = {"incarnation": 5, "world_size": 2, "began_s": 7.0}
-    (places.job_dir("run") / INCARNATIONS_FILE).write_text(f"{json.dumps(newer)}\n")
-    assert [(one.incarnation, one.step) for one in records("run")] == [(4, 9), (5, -1)]
+    (places.job_dir("run") / HISTORY_FILE).write_text(f"{json.dumps(newer)}\n")
+    assert [(one.incarnation, one.step) for one in places.incarnations("run")] == [(4, 9), (5, -1)]
 
 
 async def test_the_ranks_document_is_what_the_model_says() -> None:

@@ -9,7 +9,9 @@ import httpx2
 import pytest
 
 from paramd_service.control.access.authority import (
+    CODE_S,
     IDLE_S,
+    MAX_CODES,
     MAX_OF_TOKEN,
     MAX_SESSIONS,
     OWNER,
@@ -62,6 +64,43 @@ async def test_neither_half_of_a_session_suffices() -> None:
             {**one, "authorization": "Bearer"},
         ):
             assert (await client.get(SESSION, headers=wrong)).status_code == 401
+
+
+async def test_a_code_signs_in_once_and_is_good_for_nothing_else() -> None:
+    owner = {"authorization": f"Bearer {TOKEN}"}
+    async with client_of(build_app(services())) as client:
+        made = await client.post(f"{SESSION}/codes", headers=owner)
+        assert (made.status_code, made.json()["ttl_s"]) == (201, CODE_S)
+        code = {"authorization": f"Paramd-Code {made.json()['code']}"}
+        for method, path in (("GET", SESSION), ("GET", "/api/v1/jobs"), ("POST", "/api/v1/tokens")):
+            assert (await client.request(method, path, headers=code)).status_code == 401
+        # As a bearer's token it is nothing, and stays unused.
+        wrong = {"authorization": f"Bearer {made.json()['code']}"}
+        assert (await client.post(SESSION, headers=wrong)).status_code == 401
+        answer = await client.post(SESSION, headers=code)
+        assert (answer.status_code, answer.json()["name"]) == (201, "owner")
+        client.cookies.clear()
+        both = {
+            "cookie": answer.headers["set-cookie"].partition(";")[0],
+            "x-paramd-session": answer.json()["key"],
+        }
+        assert (await client.get(SESSION, headers=both)).status_code == 200
+        assert (await client.post(SESSION, headers=code)).status_code == 401
+        # A session may not make more of itself.
+        assert (await client.post(f"{SESSION}/codes", headers=both)).status_code == 422
+        assert (await client.post(f"{SESSION}/codes")).status_code == 401
+
+
+def test_a_code_dies_by_use_by_age_and_in_a_crowd() -> None:
+    now_s = [0.0]
+    sessions = Sessions(clock=lambda: now_s[0])
+    code = sessions.invite("digest")
+    assert (sessions.redeem(code), sessions.redeem(code)) == ("digest", "")
+    code = sessions.invite("digest")
+    now_s[0] = CODE_S
+    assert sessions.redeem(code) == ""
+    codes = [sessions.invite("digest") for _ in range(MAX_CODES + 1)]
+    assert [sessions.redeem(one) for one in codes[:2]] == ["", "digest"]
 
 
 async def test_a_session_does_not_sign_in_again() -> None:

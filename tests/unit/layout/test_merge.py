@@ -181,6 +181,25 @@ def test_row_major_strides_are_no_strides_and_aliases_unite() -> None:
     assert tensor.aliases == ("a", "b", "c")
 
 
+@pytest.mark.parametrize(
+    ("said", "merged"),
+    [((True, False), True), ((False, False), False), ((None, False), False), ((None, None), None)],
+)
+def test_what_is_trained_on_any_rank_is_trainable(
+    said: tuple[bool | None, ...], merged: bool | None
+) -> None:
+    ranks = [
+        changed(local(rank, region), trainable=one)
+        for rank, (region, one) in enumerate(zip((TOP, BOTTOM), said, strict=True))
+    ]
+    layout = merge_layouts(ranks)
+    assert layout.tensors[0].trainable is merged
+    assert decode_layout(encode_layout(layout)) == layout
+    assert [decode_local(encode_local(rank)) for rank in ranks] == ranks
+    other = replace(layout.tensors[0], trainable=not merged)
+    assert layout_digest(replace(layout, tensors=(other,))) != layout_digest(layout)
+
+
 def test_a_grid_of_many_ranks_merges() -> None:
     spec = Spec("w", "float32", (512, 8))
     assert len(build([spec], [BOXES["grid"](spec, 256)]).layout.tensors[0].pieces) == 256
@@ -209,6 +228,7 @@ tensor_fields = {
     "pieces": st.lists(pieces, max_size=3).map(tuple),
     "aliases": st.lists(st.text(alphabet="ab.", max_size=3), max_size=2).map(tuple),
     "placement": st.sampled_from(["", "Shard(0) over 2"]),
+    "trainable": st.none() | st.booleans(),
 }
 tensors = st.builds(TensorLayout, **tensor_fields)
 layouts = st.lists(tensors, max_size=5).flatmap(

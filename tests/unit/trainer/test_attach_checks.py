@@ -22,6 +22,16 @@ class Wrapper:
         self.param_groups = getattr(optimizer, "param_groups", [])
 
 
+class Own:
+    """An optimizer of somebody's own, which torch knows nothing of."""
+
+    def __init__(self) -> None:
+        self.param_groups: list[Any] = []
+
+    def step(self) -> None:
+        pass
+
+
 class Hollow(torch.optim.Optimizer):
     """An optimizer by its type that was never made as one."""
 
@@ -68,7 +78,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a wrapper of nothing": (lambda: Wrapper(None), "Wrapper"),
     "a wrapper of itself": (endless, "Wrapper"),
-    "hollow": (Hollow, "Hollow"),
+    "hollow": (Hollow, "Hollow: it was never initialised as one"),
+    "one's own": (Own, "Own: nobody is told of the steps"),
 }
 
 
@@ -84,3 +95,23 @@ def test_what_is_no_optimizer_is_refused_by_its_type(case: str) -> None:
 def test_what_is_no_model_is_refused_by_its_type(model: Any) -> None:
     with pytest.raises(UsageError, match=r"model must be a torch\.nn\.Module, not "):
         paramd.attach(model, sgd(), job="none")
+
+
+def test_what_was_not_given_is_named_before_anything_is_moved() -> None:
+    model = torch.nn.Linear(2, 2)
+    address = model.weight.data_ptr()
+    calls: dict[str, Callable[[], Any]] = {
+        "model must be a torch.nn.Module, not NoneType": lambda: paramd.attach(None),  # type: ignore[arg-type]
+        "optimizer is missing; call paramd.attach(model, optimizer, job=NAME)": lambda: (
+            paramd.attach(model, job="none")
+        ),
+        "job must be a name, not NoneType": lambda: paramd.attach(model, sgd()),
+        "derive its class from torch.optim.Optimizer": lambda: paramd.attach(
+            model, Own(), job="none"
+        ),  # type: ignore[arg-type]
+    }
+    for said, call in calls.items():
+        with pytest.raises(UsageError) as caught:
+            call()
+        assert said in str(caught.value)
+    assert model.weight.data_ptr() == address

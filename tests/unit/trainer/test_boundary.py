@@ -16,7 +16,13 @@ import torch
 from torch import nn
 
 from paramd.memory.arena import HostArena
-from paramd.memory.control_page import ControlPage, Word, read_text, sample_digest
+from paramd.memory.control_page import (
+    ControlPage,
+    Word,
+    read_text,
+    sample_digest,
+    unserved_reason,
+)
 from paramd.memory.gate import CopyEnd, CopySpan, copy_at_one_step, copy_at_rest
 from paramd.memory.handover import Descriptors
 from paramd.trainer.attaching.checks import changes_in_forward
@@ -555,3 +561,187 @@ def test_only_a_clean_training_that_nobody_reads_is_compared_sparingly(
     bench.train(_sgd(bench), rounds=PROBATION + 4)
     assert told[:PROBATION] == [False] * PROBATION, "a new attachment is on probation"
     assert set(told[PROBATION + 1 :]) == {not reader}
+
+
+def _swapped(bench: Bench, value: float = 0.5) -> None:
+    for parameter in bench.model.parameters():
+        parameter.data.fill_(value)
+
+
+def _kept(bench: Bench) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in bench.model.parameters()]
+
+
+def _restored(bench: Bench, kept: list[torch.Tensor], *, times: float = 1.0) -> None:
+    for parameter, values in zip(bench.model.parameters(), kept, strict=True):
+        parameter.data.copy_(values * times)
+
+
+def _boundaries(bench: Bench) -> list[int]:
+    """A list that grows by one with each boundary proper."""
+    seen: list[int] = []
+    acting = bench.boundary._acting
+    at_boundary = acting.at_boundary
+
+    def noted(at_home: bool, iteration: int = 0) -> None:
+        seen.append(int(at_home))
+        at_boundary(at_home, iteration)
+
+    acting.at_boundary = noted  # type: ignore[method-assign]
+    return seen
+
+
+@pytest.mark.parametrize("settled_before", [False, True])
+def test_weights_that_stand_in_are_read_with_their_label_only(
+    make: Make, settled_before: bool
+) -> None:
+    bench = make()
+    bench.train(_sgd(bench))
+    if settled_before:
+        bench.boundary.settle()
+        assert bench.settled
+    before = _boundaries(bench)
+
+    assert bench.boundary.stand_in("ema")
+    # Before anything is swapped: the script says that it is about to.
+    assert not bench.settled
+    assert bench.at_rest()[0] is CopyEnd.CHANGED
+    kept = _kept(bench)
+    _swapped(bench)
+    bench.model(torch.ones(2, WIDTH)).sum().backward()
+    bench.boundary.settle()
+    assert not bench.settled
+    assert bench.at_rest()[0] is CopyEnd.CHANGED
+    end, state = bench.at_rest(changed_too=True)
+    assert (end, state.label, state.step) == (CopyEnd.DONE, "ema", PROBATION + 2)
+    assert "'ema'" in unserved_reason(bench.page)
+    _restored(bench, kept)
+    bench.boundary.training_weights_again("ema", failed=False)
+
+    assert unserved_reason(bench.page) == ""
+    end, state = bench.at_rest()
+    assert (end, state.label) == (CopyEnd.DONE, "")
+    bench.model(torch.ones(2, WIDTH))
+    assert bench.settled
+    # One boundary for each update, as on ranks that were in no block.
+    assert before == ([] if settled_before else [1])
+
+
+def test_a_copy_that_a_block_begins_under_is_no_state(make: Make) -> None:
+    bench = make()
+    bench.train(_sgd(bench))
+    bench.boundary.settle()
+
+    def swap(point: str) -> None:
+        if point == "copy-moved":
+            bench.boundary.stand_in("ema")
+
+    assert bench.copy(copy_at_one_step, at_point=swap)[0] is CopyEnd.OVERTAKEN
+
+
+def test_weights_not_brought_back_are_changed_until_training_goes_on(make: Make) -> None:
+    bench = make()
+    bench.train(_sgd(bench))
+    bench.boundary.stand_in("merged")
+    _swapped(bench)
+    bench.boundary.training_weights_again("merged", failed=False)
+
+    assert bench.at_rest()[0] is CopyEnd.CHANGED
+    assert bench.at_rest(changed_too=True)[1].label == ""
+    bench.model(torch.ones(2, WIDTH))
+    assert bench.settled
+
+
+def test_a_step_never_has_two_values(make: Make) -> None:
+    bench = make()
+    optimizer = _sgd(bench)
+    bench.train(optimizer)
+    bench.boundary.settle()
+    kept = _kept(bench)
+    bench.boundary.stand_in("schedule-free")
+    _restored(bench, kept, times=1.0001)
+    bench.boundary.training_weights_again("schedule-free", failed=False)
+
+    bench.forward_backward()
+    assert not bench.settled
+    assert not bench.rests
+    assert "'schedule-free'" in unserved_reason(bench.page)
+    optimizer.step()
+    bench.model(torch.ones(2, WIDTH))
+    assert bench.settled
+    assert unserved_reason(bench.page) == ""
+
+
+@pytest.mark.parametrize("restores", [False, True])
+def test_a_block_that_raised_keeps_its_label_while_samples_differ(
+    make: Make, restores: bool
+) -> None:
+    bench = make()
+    bench.train(_sgd(bench))
+    kept = _kept(bench)
+    bench.boundary.stand_in("ema")
+    _swapped(bench)
+    if restores:
+        _restored(bench, kept)
+    bench.boundary.training_weights_again("ema", failed=True)
+
+    end, state = bench.at_rest(changed_too=True)
+    assert (end, state.label) == (CopyEnd.DONE, "" if restores else "ema")
+    bench.boundary.leave()
+    # A process that ends here leaves the training's weights, or none that anyone takes for them.
+    assert bench.settled is restores
+
+
+def test_training_that_goes_on_after_a_block_raised_is_served(make: Make) -> None:
+    bench = make()
+    bench.train(_sgd(bench))
+    bench.boundary.stand_in("ema")
+    _swapped(bench)
+    bench.boundary.training_weights_again("ema", failed=True)
+    bench.boundary.stand_in("again")
+    bench.boundary.training_weights_again("again", failed=False)
+    assert unserved_reason(bench.page) == ""
+    assert bench.at_rest()[0] is CopyEnd.CHANGED
+    bench.model(torch.ones(2, WIDTH))
+    assert bench.settled
+    assert unserved_reason(bench.page) == ""
+
+
+def test_nested_blocks_have_all_labels(make: Make) -> None:
+    bench = make()
+    bench.train(_sgd(bench))
+    bench.boundary.stand_in("ema")
+    bench.boundary.stand_in("merged")
+    assert bench.at_rest(changed_too=True)[1].label == "ema, merged"
+    bench.boundary.training_weights_again("ema", failed=False)
+    assert bench.at_rest(changed_too=True)[1].label == "merged"
+    bench.boundary.training_weights_again("merged", failed=False)
+    assert bench.at_rest()[0] is CopyEnd.DONE
+
+
+def test_an_update_inside_a_block_counts_and_is_served_after_it(make: Make) -> None:
+    bench = make()
+    optimizer = _sgd(bench)
+    bench.train(optimizer)
+    before, strays = _boundaries(bench), bench.page[Word.STRAY_COUNT]
+    bench.boundary.stand_in("adapted")
+    _swapped(bench)
+    bench.train(optimizer, rounds=2)
+    assert bench.at_rest(changed_too=True)[1].label == "adapted"
+    bench.boundary.training_weights_again("adapted", failed=False)
+
+    assert bench.at_rest()[0] is CopyEnd.CHANGED
+    bench.model(torch.ones(2, WIDTH))
+    assert bench.settled
+    assert bench.page[Word.STEP] == PROBATION + 4
+    assert before == [0, 0, 1]
+    assert bench.page[Word.STRAY_COUNT] == strays
+
+
+def test_a_closed_boundary_ignores_the_end_of_a_block(make: Make) -> None:
+    bench = make()
+    bench.train(_sgd(bench))
+    bench.boundary.stand_in("ema")
+    bench.boundary.close()
+    bench.boundary.training_weights_again("ema", failed=False)
+    assert not bench.boundary.stand_in("later")

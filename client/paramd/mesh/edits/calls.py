@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 from urllib.parse import quote, urlencode
 
@@ -176,17 +176,40 @@ def op_text(op: Mapping[str, Any]) -> str:
     return " ".join(part for part in (word, shown, str(op.get("pattern"))) if part)
 
 
+_RANGES = ("before", "after")
+
+
 class Edits(Table[Edit]):
     """Edits, newest first."""
 
     columns = (
         ("id", lambda row: row.id[:8]),
+        ("incarnation", lambda row: str(row.incarnation)),
         ("state", lambda row: str(row.state)),
         ("step", lambda row: str(row.step) if row.step >= 0 else ""),
         ("what", what_text),
         ("who", lambda row: row.actor),
         ("note", lambda row: row.note),
     )
+    row_type = Edit
+
+    @classmethod
+    def _names(cls) -> Sequence[str]:
+        """As `Table._names`, with the numbers of `before` and `after` as "before_min" and so on."""
+        names = [name for name in super()._names() if name not in _RANGES]
+        return [*names, *(f"{side}_{one.name}" for side in _RANGES for one in fields(ValueRange))]
+
+    @classmethod
+    def _record(cls, row: Any) -> dict[str, Any]:
+        """As `Table._record`; None where an edit has no range."""
+        record = {one.name: getattr(row, one.name) for one in fields(Edit)}
+        ranges = {side: record.pop(side) for side in _RANGES}
+        numbers = {
+            f"{side}_{one.name}": getattr(found, one.name, None)
+            for side, found in ranges.items()
+            for one in fields(ValueRange)
+        }
+        return {**record, "state": str(row.state), **numbers}
 
     def summary(self) -> str:
         return f"{len(self)} edits"
@@ -271,29 +294,29 @@ class EditCalls:
         """Commit a staged edit."""
         body = {"wait_s": _wait_s(deadline_s)}
         return self._edit(
-            await self._idempotent("POST", f"/edits/{edit_id}/commit", body, deadline_s)
+            await self._idempotent("POST", f"/edits/{_q(edit_id)}/commit", body, deadline_s)
         )
 
     async def preview(self, edit_id: str, deadline_s: float) -> Edit:
         """Compute statistics before and after a staged edit."""
         return self._edit(
-            await self._idempotent("POST", f"/edits/{edit_id}/preview", {}, deadline_s)
+            await self._idempotent("POST", f"/edits/{_q(edit_id)}/preview", {}, deadline_s)
         )
 
     async def undo(self, edit_id: str, *, force: bool, deadline_s: float) -> Edit:
         """Create the edit that undoes another."""
         body = {"id": new_edit_id(), "force": force, "wait_s": _wait_s(deadline_s)}
         return self._edit(
-            await self._idempotent("POST", f"/edits/{edit_id}/undo", body, deadline_s)
+            await self._idempotent("POST", f"/edits/{_q(edit_id)}/undo", body, deadline_s)
         )
 
     async def abort(self, edit_id: str) -> Edit:
         """Abort an edit, unless the trainers may have agreed to it."""
-        return self._edit(await self._rest.send("DELETE", f"{self._path}/edits/{edit_id}"))
+        return self._edit(await self._rest.send("DELETE", f"{self._path}/edits/{_q(edit_id)}"))
 
     async def get(self, edit_id: str, wait_s: float = 0.0) -> Edit:
         """One edit; waits up to `wait_s` seconds for its end."""
-        path = f"{self._path}/edits/{quote(edit_id, safe='')}?wait_s={wait_s:g}"
+        path = f"{self._path}/edits/{_q(edit_id)}?wait_s={wait_s:g}"
         return self._edit(await self._rest.send("GET", path))
 
     async def ended(self, edit: Edit, deadline_s: float) -> Edit:
@@ -362,6 +385,11 @@ class EditCalls:
             return parse_edit(found)
         except (KeyError, TypeError, ValueError) as error:
             raise unreadable(self._rest.url, error) from error
+
+
+def _q(edit_id: str) -> str:
+    # Whatever a caller gives as an id stays one segment of the path.
+    return quote(edit_id, safe="")
 
 
 def _wait_s(deadline_s: float) -> float:

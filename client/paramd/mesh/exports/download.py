@@ -55,13 +55,26 @@ Ranges = dict[tuple[int, int], str]
 """Checksums of half-open ranges of the file."""
 
 
+def is_resumable(path: Path) -> bool:
+    """Whether a download to `path` was interrupted, so that the same call resumes it."""
+    try:
+        # Without its first line, which names the snapshots, there is nothing to resume.
+        return b"\n" in _journal_of(path).read_bytes()
+    except OSError:
+        return False
+
+
+def _journal_of(path: Path) -> Path:
+    return path.parent / f".{path.name}.journal"
+
+
 class PartialFile:
     """The partial file of a download to `path`, and its journal. Methods block."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._part = path.parent / f".{path.name}.part"
-        self._journal = path.parent / f".{path.name}.journal"
+        self._journal = _journal_of(path)
         self._file = self._lines = -1
 
     def check(self, *, replace: bool) -> None:

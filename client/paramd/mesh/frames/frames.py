@@ -300,7 +300,7 @@ class GradFrame(Frame[Value]):
         rows = []
         for name in self:
             why = self.none.get(name)
-            row: dict[str, Any] = {"fqn": name, "none": why}
+            row: dict[str, Any] = {"name": name, "none": why}
             if why is None and self._parts is not None:
                 row |= _numbers(summarize(merge_all(self._parts[name])))
                 if name in self.bad_ranks:

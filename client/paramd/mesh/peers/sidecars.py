@@ -44,6 +44,8 @@ class RankPin:
     """Backward passes before the update that made `step`; equal on ranks in lock-step."""
     unsettled: bool = False
     """Training has not continued since update `step`."""
+    label: str = ""
+    """Of the weights that stood in for the training's; empty: the training's own."""
 
     @classmethod
     def of(cls, rank: int, answer: sidecar_pb2.PinSnapshotResponse) -> RankPin:
@@ -58,6 +60,7 @@ class RankPin:
             edits=answer.header.edits,
             iteration=answer.header.iteration,
             unsettled=answer.header.unsettled,
+            label=answer.header.label,
         )
 
 
@@ -83,6 +86,8 @@ class Pinned:
     """Edits applied in the incarnation; -1 for gradients, which edits do not change."""
     unsettled: bool = False
     """On some rank training has not continued since update `step`."""
+    label: str = ""
+    """Of the weights that stood in for the training's, the same on all ranks."""
 
 
 Spans = Mapping[int, Sequence[tuple[int, int]]]
@@ -124,7 +129,8 @@ def one_step(pins: Sequence[RankPin]) -> tuple[int, int, int] | None:
         ConflictError: ranks made the same step in different iterations.
     """
     found = {(pin.incarnation, pin.step, pin.edits) for pin in pins}
-    if len(found) != 1:
+    # Averaged weights of one rank and the training's of another are no state of the job.
+    if len(found) != 1 or len({pin.label for pin in pins}) > 1:
         return None
     ((incarnation, step, edits),) = found
     if step >= 0 and len({pin.iteration for pin in pins}) > 1:
@@ -154,12 +160,14 @@ def pinned_at(common: tuple[int, int, int], pins: Sequence[RankPin]) -> Pinned:
     """`pins` of all ranks, which share the (incarnation, step, edits) `common`."""
     incarnation, step, edits = common
     unsettled = any(pin.unsettled for pin in pins)
-    return Pinned(incarnation, step, {pin.rank: pin for pin in pins}, edits, unsettled)
+    label = next((pin.label for pin in pins), "")
+    return Pinned(incarnation, step, {pin.rank: pin for pin in pins}, edits, unsettled, label)
 
 
 def told_step(pin: RankPin) -> str:
-    """Step of a pin, and its number of edits if any."""
-    return f"{pin.step} with {pin.edits} edits" if pin.edits > 0 else str(pin.step)
+    """Step of a pin, its number of edits if any, and the label of weights that stood in."""
+    told = f"{pin.step} with {pin.edits} edits" if pin.edits > 0 else str(pin.step)
+    return f"{told} ({pin.label!r})" if pin.label else told
 
 
 def _listed(ranks: Sequence[int]) -> str:

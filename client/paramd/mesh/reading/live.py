@@ -53,6 +53,7 @@ class LiveState:
     step: int
     edits: int
     unsettled: bool = False
+    label: str = ""
 
 
 class LivePage:

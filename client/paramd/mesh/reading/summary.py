@@ -67,6 +67,7 @@ async def compute_stats(
         incarnation=pinned.incarnation,
         step=pinned.step,
         unsettled=pinned.unsettled,
+        label=pinned.label,
     )
 
 

@@ -26,8 +26,10 @@ from paramd.security.tickets import new_token
 from paramd.trainer import faults
 from paramd.trainer.attaching.attachment import Attachment
 from paramd.trainer.attaching.checks import (
+    Missing,
     changes_in_forward,
     check_attachable,
+    check_given,
     optimizers_of,
     steps_done,
 )
@@ -65,10 +67,11 @@ class Found:
 class Stages:
     """The stages of attaching; after each, every rank knows the outcome on all."""
 
-    def __init__(self, exchange: Exchange, settings: AttachSettings, job: str) -> None:
+    def __init__(self, exchange: Exchange, settings: AttachSettings, job: str | None) -> None:
         self._exchange = exchange
         self._settings = settings
-        self._job = job
+        # `discover` refuses a missing one, on all ranks, before it is used.
+        self._job: str = job  # type: ignore[assignment]
         self._sidecar: SidecarLink | None = None
         self._control: ControlLink | None = None
         self._site: Registration | None = None
@@ -83,6 +86,7 @@ class Stages:
         homes = []
 
         def stage() -> dict[str, Any]:
+            check_given(model, optimizer, self._job)
             optimizers.extend(optimizers_of(optimizer))
             check_attachable(model, optimizers, self._job)
             home = home_of(model, self._settings.arena)
@@ -366,9 +370,9 @@ Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
 def attach(
     model: torch.nn.Module,
-    optimizer: Optimizers | None,
+    optimizer: Optimizers | Missing | None = Missing.OPTIMIZER,
     *,
-    job: str,
+    job: str | None = None,
     step: int | None = None,
     control: str | None = None,
     arena: str | None = None,

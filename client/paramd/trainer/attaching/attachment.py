@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from paramd.errors import UsageError
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import ControlPage, Word
 from paramd.trainer.attaching.exchange import Exchange
@@ -23,6 +24,9 @@ from paramd.trainer.helpers.sidecar_link import ControlLink, Identity, SidecarLi
 from paramd.trainer.home.owned import ParameterStorage
 
 log = logging.getLogger("paramd")
+
+MAX_LABEL = 100
+"""Most characters of a label."""
 
 attached: dict[int, Attachment] = {}
 """Live attachments by id of their model; kept alive here even if the caller drops them."""
@@ -123,6 +127,47 @@ class Attachment:
             self._updating.now = False
         # The end of the block declares this update complete.
         self._boundary.settle()
+
+    @contextmanager
+    def not_training_weights(self, label: str) -> Iterator[None]:
+        """A block in which the module holds other weights than those being trained.
+
+            with attachment.not_training_weights("ema"):
+                ema.swap_in(model)
+                evaluate(model)
+                ema.swap_out(model)
+
+        Inside, what would be read of this rank is refused with `label`; `unsettled=True` accepts
+        it, and the answer's `label` says so. Training is not held up. Bring the weights back
+        before the block ends. From then on the state is read as one at rest, if samples show
+        what was there before the block, and settled once training goes on. If the block raises
+        and samples differ, the label stays until then. A step that was served before the block
+        and comes back with other values (rounded ones, say) is not served again; the next is.
+
+        Enter it on every rank that swaps weights; others need not. Blocks may be nested, and then
+        the answers have all labels. Updates belong outside; one inside counts all the same, and
+        an edit just agreed on is then not applied. After `detach` and in forked children the
+        block does nothing.
+
+        Args:
+            label: 1 to 100 printable characters.
+
+        Raises:
+            UsageError: the label is not that.
+        """
+        if not 0 < len(label) <= MAX_LABEL or not label.isprintable():
+            raise UsageError(
+                f"label: {label[:MAX_LABEL]!r}; expected 1 to {MAX_LABEL} printable characters"
+            )
+        if self._detached or not self._boundary.stand_in(label):
+            yield
+            return
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            self._boundary.training_weights_again(label, failed=failed)
 
     def follow(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Count every step of these optimizers as an update, whatever their parameters.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -11,6 +12,13 @@ import torch
 from paramd import places
 from paramd.errors import ConflictError, UsageError
 from paramd.trainer.attaching.attachment import attached
+
+
+class Missing(Enum):
+    """What was not given, as opposed to None."""
+
+    OPTIMIZER = "optimizer"
+
 
 MOST_WRAPPERS = 8
 """Most wrappers to unwrap around one optimizer; more means a cycle."""
@@ -50,9 +58,25 @@ def _unwrapped(given: Any) -> torch.optim.Optimizer:
             break
         optimizer = getattr(optimizer, "optimizer", None)
     raise UsageError(
-        f"optimizer must be a torch.optim.Optimizer or several, not {_kind(given)}; pass the "
-        "optimizer that it stands for, or None and change parameters inside attachment.update()"
+        f"optimizer must be a torch.optim.Optimizer or several, not {_kind(given)}"
+        f"{_why_not(given)}, or pass None and make every change of parameters inside "
+        "`with attachment.update():`"
     )
+
+
+def _why_not(optimizer: Any) -> str:
+    """What is wrong with it, and how to mend it."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return (
+            ": it was never initialised as one, so nobody is told of its steps; call "
+            "super().__init__(params, defaults) in its __init__"
+        )
+    if callable(getattr(optimizer, "step", None)) and not isinstance(optimizer, type):
+        return (
+            ": nobody is told of the steps of an optimizer of one's own; derive its class from "
+            "torch.optim.Optimizer"
+        )
+    return "; pass the optimizer that it stands for"
 
 
 def _takes_hooks(optimizer: torch.optim.Optimizer) -> bool:
@@ -66,21 +90,37 @@ def _kind(thing: object) -> str:
     return f"the class {name}" if isinstance(thing, type) else name
 
 
+def check_given(model: Any, optimizer: Any, job: Any) -> None:
+    """Check that what `attach` needs was given at all; before anything else is looked at.
+
+    Raises:
+        UsageError: something is missing.
+    """
+    form = "paramd.attach(model, optimizer, job=NAME)"
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(
+            f"model must be a torch.nn.Module, not {_kind(model)}; pass the module whose "
+            f"parameters are trained, wrapped as you train it: {form}"
+        )
+    if optimizer is Missing.OPTIMIZER:
+        raise UsageError(
+            f"optimizer is missing; call {form}, with None for the optimizer only if every change "
+            "of parameters is made inside `with attachment.update():`"
+        )
+    if not isinstance(job, str):
+        raise UsageError(f"job must be a name, not {_kind(job)}; call {form}")
+
+
 def check_attachable(
     model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], job: str
 ) -> None:
     """Validate the arguments; warn of trainable parameters that no optimizer updates.
 
     Raises:
-        UsageError: invalid job name, not a model, or an optimizer without the model's parameters.
+        UsageError: invalid job name, or an optimizer without the model's parameters.
         ConflictError: the model, or the job in this process, is already attached.
     """
     places.check_job_name(job)
-    if not isinstance(model, torch.nn.Module):
-        raise UsageError(
-            f"model must be a torch.nn.Module, not {_kind(model)}; pass the module whose "
-            "parameters are trained, wrapped as you train it"
-        )
     if id(model) in attached:
         raise ConflictError(f"this model is already attached ({attached[id(model)]!r}); detach it")
     if any(other.job == job for other in attached.values()):

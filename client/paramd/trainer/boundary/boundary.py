@@ -34,6 +34,7 @@ from paramd.trainer import exit
 from paramd.trainer.boundary.agreement import Agreement
 from paramd.trainer.boundary.hold import BoundaryHandler, EditorLike, Hold, MirrorLike
 from paramd.trainer.boundary.signals import backward_id, replaced_for_a_call, runs_inside_itself
+from paramd.trainer.boundary.standins import CHANGED, StandIns
 from paramd.trainer.home.watch import Contents
 
 log = logging.getLogger("paramd")
@@ -139,6 +140,8 @@ class Boundary:
             mirror=mirror,
             gathered=home.gathered,
         )
+        self._standing = StandIns(page, self._gate, self._digest)
+        self._only_confirms = False
         self._lock = threading.RLock()
         self._open: dict[tuple[int, int], _Entry] = {}
         self._ended_by: set[int] = set()
@@ -220,7 +223,8 @@ class Boundary:
                 self._done += 1
             self._backward = backward
             self._ended_by.add(thread)
-            self._pending = True
+            self._pending, self._only_confirms = True, False
+            self._standing.void = ""
             if not self._open:
                 self._rest()
 
@@ -241,16 +245,48 @@ class Boundary:
         self._backwards += 1
         if self._eval_forward:
             self._trains_in_eval = True
-        if self._pending and not self._open and not self._forgotten:
+        if self._may_settle() and not self._open:
             with self._lock:
                 self._confirm()
 
     def settle(self) -> None:
         """Settle now: the caller knows that this update is complete."""
-        if self._pending and not self._open and not self._forgotten:
+        if self._may_settle() and not self._open:
             with self._lock:
                 self._ended_by.clear()
                 self._boundary()
+
+    def stand_in(self, label: str) -> bool:
+        """Begin a block of other weights (standins.py); False once nothing is served any more."""
+        with self._lock:
+            if self._forgotten:
+                return False
+            # What strayed until now did so before the block; what changes in it does not stray.
+            settled = not self._pending or not self._words[_SEQ] & 1
+            if settled and not (self._standing.open or self._standing.void):
+                self._look_for_strays()
+            try:
+                self._standing.enter(
+                    label, self._done, self._iteration, why=self._why, say=self._say
+                )
+            except Exception:
+                log.exception("paramd: the label %r could not be published", label)
+            return True
+
+    def training_weights_again(self, label: str, *, failed: bool) -> None:
+        """End a block that `stand_in` began; `failed`: it raised."""
+        with self._lock:
+            if self._forgotten:
+                return
+            try:
+                self._standing.leave(
+                    label, self._done, self._iteration, failed=failed, say=self._say
+                )
+            except Exception:
+                log.exception("paramd: the label %r could not be withdrawn", label)
+            if not self._standing.open and not self._pending:
+                # Its boundary was before the block: settle again, without a round of the ranks.
+                self._pending = self._only_confirms = True
 
     def forget(self) -> None:
         """Go inert in a forked child: words and rounds belong to the parent."""
@@ -288,7 +324,8 @@ class Boundary:
         """Make SEQ odd, after settling what is still pending, if possible."""
         if self._pending and not (self._backward != -1 and self._backward == backward_id()):
             self._boundary()
-        self._look_for_strays()
+        if not (self._standing.open or self._standing.void):
+            self._look_for_strays()
         # SEQ is still even here unless strict, so parameter copies keep running meanwhile.
         self.before_update(owner)
         self._gate.begin_update()
@@ -302,7 +339,8 @@ class Boundary:
                 # A mirror is never read at rest; this only says that no update is running.
                 self._gate.rest(self._done, self._iteration, 0)
             elif not self._editor.failed and not self._home.check():
-                self._gate.rest(self._done, self._iteration, contents.digest())
+                digest = contents.digest() if not self._standing.open else CHANGED
+                self._gate.rest(self._done, self._iteration, digest)
         except Exception:
             log.debug("paramd: the parameters cannot be checked", exc_info=True)
 
@@ -349,14 +387,21 @@ class Boundary:
         finally:
             self._lock.release()
 
+    def _may_settle(self) -> bool:
+        return self._pending and not self._forgotten and not self._standing.open
+
+    def _digest(self) -> int:
+        contents = self._home.contents
+        return contents.digest() if contents is not None else CHANGED
+
     def _go_on(self) -> None:
-        if self._open or self._forgotten:
+        if self._open or not self._may_settle():
             return
         with self._lock:
             self._ended_by.discard(threading.get_ident())
             if self._ended_by:
                 self._ended_by &= {t.ident for t in threading.enumerate() if t.ident is not None}
-            if not self._ended_by and self._pending and not self._open:
+            if not self._ended_by and self._may_settle() and not self._open:
                 self._boundary()
 
     def _confirm(self) -> None:
@@ -396,6 +441,10 @@ class Boundary:
     def _boundary(self) -> None:
         """Settle the state and do what this boundary calls for."""
         self._pending = False
+        if self._only_confirms:
+            self._only_confirms = False
+            self._confirm()
+            return
         try:
             proven = self._verified()
             self._end_changed()
@@ -409,6 +458,11 @@ class Boundary:
 
     def _verified(self) -> bool:
         """Whether the arena holds what training uses; if not, the page says why."""
+        if self._standing.open:
+            return False
+        if self._standing.void:
+            self._say(self._standing.void)
+            return False
         if self._editor.failed:
             self._say("an edit failed half way on this rank; the trainer's log says why")
             return False
@@ -443,11 +497,11 @@ class Boundary:
         log.info("paramd: brought %d parameters back, first %s", len(names), names[:1])
         return True
 
-    def _say(self, why: str) -> None:
+    def _say(self, why: str, *, unserved: int = 1) -> None:
         if why != self._why:
             self._why = why
             write_text(self._page, why)
-            self._words[Word.UNSERVED] = int(bool(why))
+            self._words[Word.UNSERVED] = unserved if why else 0
 
     def _look_for_strays(self) -> None:
         """Compare parameters with the settled ones; go strict if they differ."""

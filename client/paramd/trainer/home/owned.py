@@ -229,6 +229,7 @@ class ParameterStorage:
                 placement=shard.placement,
                 pieces=pieces if begin is None else (*pieces, _piece(shard, rank, begin)),
                 aliases=shard.aliases,
+                trainable=shard.trainable,
             )
         return LocalLayout(rank=rank, arena_bytes=self.arena_bytes, tensors=tuple(tensors.values()))
 

@@ -111,6 +111,8 @@ class LocalShard:
     """Where to find the tensor the training uses."""
     holders: tuple[torch.Tensor, ...] = ()
     """Local tensors known to use this memory; all move with it."""
+    trainable: bool | None = None
+    """Whether it requires a gradient, when this was read; None for buffers."""
 
 
 @dataclass(frozen=True, slots=True)

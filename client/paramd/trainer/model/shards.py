@@ -8,7 +8,7 @@ parallelism; all buffers). dtensor.py determines what a DTensor holds.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -32,7 +32,14 @@ class FoundTensor:
 
     def shards(self) -> list[LocalShard]:
         """What this rank holds of it, read now."""
-        return self.entry.shards(tuple(self.names))
+        found = self.entry.shards(tuple(self.names))
+        if self.kind is TensorKind.BUFFER:
+            return found
+        module, name = self.places[0]
+        # A flat parameter cannot tell for each of the original ones behind it.
+        registered = module._parameters.get(name)
+        tensor = registered if registered is not None else found[0].slot.tensor()
+        return [replace(shard, trainable=tensor.requires_grad) for shard in found]
 
 
 def find_shards(model: nn.Module) -> list[LocalShard]:

@@ -74,17 +74,10 @@ def find_holdings(module: nn.Module, *, recurse: bool) -> list[LocalParam]:
                     names=tuple(tensor.names),
                     places=tuple(tensor.places),
                     shards=shards,
-                    requires_grad=_requires_grad(tensor.places[0], shards[0]),
+                    requires_grad=shards[0].trainable is True,
                 )
             )
     return found
-
-
-def _requires_grad(place: tuple[nn.Module, str], shard: LocalShard) -> bool:
-    module, name = place
-    # A flat parameter cannot tell for each of the original ones behind it.
-    registered = module._parameters.get(name)
-    return (registered if registered is not None else shard.slot.tensor()).requires_grad
 
 
 def _managed_below(module: nn.Module) -> set[object]:

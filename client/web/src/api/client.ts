@@ -88,6 +88,14 @@ export async function signIn(token: string): Promise<Answer<"/api/v1/session", "
   return session;
 }
 
+/** Sign in with a one-time code of `paramd dashboard`, which dies with this request. */
+export async function signInWithCode(code: string): Promise<Answer<"/api/v1/session", "post">> {
+  const answer = await send("post", "/api/v1/session", { authorization: `Paramd-Code ${code}` });
+  const session = (await answer.json()) as Answer<"/api/v1/session", "post">;
+  keepSessionKey(session.key);
+  return session;
+}
+
 /** A response that is not JSON, such as metrics. */
 export async function text(path: string, signal?: AbortSignal): Promise<string> {
   return (await send("get", path, {}, undefined, signal)).text();

@@ -244,6 +244,29 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/jobs/{job}/end": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * End Job
+         * @description End the incarnation of a job whose training is over; refused while a trainer is alive.
+         *
+         *     An embedded control plane then ends, too. Sidecars that linger are asked on their own
+         *     hosts (paramd end). Idempotent.
+         */
+        post: operations["end_job"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/jobs/{job}/events": {
         parameters: {
             query?: never;
@@ -815,6 +838,7 @@ export interface paths {
          * Create Session
          * @description Sign in with the Authorization header; the response sets a cookie and has its key.
          *
+         *     The header holds a token (Bearer) or a code from create_sign_in_code (Paramd-Code).
          *     The cookie is HttpOnly and SameSite=Strict. Later requests need both; they carry the
          *     token's rights and end when it is revoked.
          */
@@ -824,6 +848,27 @@ export interface paths {
          * @description Sign out: the session ends here and the cookie is removed. Idempotent.
          */
         delete: operations["delete_session"];
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/session/codes": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Create Sign In Code
+         * @description A code for a link that signs a browser in: good once, for 60 s, with the rights of the
+         *     token that asks. A session cannot ask for one.
+         */
+        post: operations["create_sign_in_code"];
+        delete?: never;
         options?: never;
         head?: never;
         patch?: never;
@@ -907,11 +952,6 @@ export interface components {
              * @description Seconds since the Unix epoch, as the next two
              */
             first_seen_s: number;
-            /**
-             * Fqn
-             * @description Tensor it concerns; empty for none
-             */
-            fqn: string;
             /** Id */
             id: string;
             /** Incarnation */
@@ -920,6 +960,11 @@ export interface components {
             job: string;
             /** Last Seen S */
             last_seen_s: number;
+            /**
+             * Name
+             * @description Tensor it concerns; empty for none
+             */
+            name: string;
             /**
              * Ranks
              * @description Ranks it concerns
@@ -2144,17 +2189,17 @@ export interface components {
              */
             dtype: string;
             /**
-             * Fqn
-             * @description Name, as in the user's state_dict
-             */
-            fqn: string;
-            /**
              * Kind
              * @description parameter or buffer
              */
             kind: string;
             /** Layout Digest */
             layout_digest: string;
+            /**
+             * Name
+             * @description As in the user's state_dict
+             */
+            name: string;
             /** Numel */
             numel: number;
             /** Piece Count */
@@ -2174,6 +2219,11 @@ export interface components {
              * @description Full, unsharded shape
              */
             shape: number[];
+            /**
+             * Trainable
+             * @description Whether it required a gradient when the job was attached; null for buffers, and where it is not known
+             */
+            trainable: boolean | null;
         };
         /**
          * ParamDocument
@@ -2191,15 +2241,15 @@ export interface components {
              */
             dtype: string;
             /**
-             * Fqn
-             * @description Name, as in the user's state_dict
-             */
-            fqn: string;
-            /**
              * Kind
              * @description parameter or buffer
              */
             kind: string;
+            /**
+             * Name
+             * @description As in the user's state_dict
+             */
+            name: string;
             /** Numel */
             numel: number;
             /**
@@ -2212,6 +2262,11 @@ export interface components {
              * @description Full, unsharded shape
              */
             shape: number[];
+            /**
+             * Trainable
+             * @description Whether it required a gradient when the job was attached; null for buffers, and where it is not known
+             */
+            trainable: boolean | null;
         };
         /**
          * ParamPage
@@ -2225,8 +2280,8 @@ export interface components {
          *         {
          *           "aliases": [],
          *           "dtype": "bfloat16",
-         *           "fqn": "layers.0.up.weight",
          *           "kind": "parameter",
+         *           "name": "layers.0.up.weight",
          *           "numel": 4194304,
          *           "placement": "Shard(0) over 2",
          *           "shape": [
@@ -2808,6 +2863,22 @@ export interface components {
             version: string;
         };
         /**
+         * SignInCode
+         * @description A code that opens one session.
+         */
+        SignInCode: {
+            /**
+             * Code
+             * @description Send it as 'Authorization: Paramd-Code <code>' to create_session; dead after its first use
+             */
+            code: string;
+            /**
+             * Ttl S
+             * @description Seconds until it is dead unused
+             */
+            ttl_s: number;
+        };
+        /**
          * SnapshotList
          * @description Snapshots held over REST, and all leases at all ranks.
          */
@@ -3157,6 +3228,7 @@ export type ScheduleRequest = components['schemas']['ScheduleRequest'];
 export type SeriesDocument = components['schemas']['SeriesDocument'];
 export type SeriesPage = components['schemas']['SeriesPage'];
 export type SessionDocument = components['schemas']['SessionDocument'];
+export type SignInCode = components['schemas']['SignInCode'];
 export type SnapshotList = components['schemas']['SnapshotList'];
 export type SnapshotRequest = components['schemas']['SnapshotRequest'];
 export type StatsDocument = components['schemas']['StatsDocument'];
@@ -3415,7 +3487,7 @@ export interface operations {
             path: {
                 /** @example my-run */
                 job: string;
-                /** @description 32 hexadecimal digits */
+                /** @description Its id, or its first characters */
                 edit: string;
             };
             cookie?: never;
@@ -3440,7 +3512,7 @@ export interface operations {
             path: {
                 /** @example my-run */
                 job: string;
-                /** @description 32 hexadecimal digits */
+                /** @description Its id, or its first characters */
                 edit: string;
             };
             cookie?: never;
@@ -3465,7 +3537,7 @@ export interface operations {
             path: {
                 /** @example my-run */
                 job: string;
-                /** @description 32 hexadecimal digits */
+                /** @description Its id, or its first characters */
                 edit: string;
             };
             cookie?: never;
@@ -3494,7 +3566,7 @@ export interface operations {
             path: {
                 /** @example my-run */
                 job: string;
-                /** @description 32 hexadecimal digits */
+                /** @description Its id, or its first characters */
                 edit: string;
             };
             cookie?: never;
@@ -3519,7 +3591,7 @@ export interface operations {
             path: {
                 /** @example my-run */
                 job: string;
-                /** @description 32 hexadecimal digits */
+                /** @description Its id, or its first characters */
                 edit: string;
             };
             cookie?: never;
@@ -3537,6 +3609,29 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["EditDocument"];
+                };
+            };
+        };
+    };
+    end_job: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["JobSummary"];
                 };
             };
         };
@@ -3681,7 +3776,7 @@ export interface operations {
             path: {
                 /** @example my-run */
                 job: string;
-                /** @description Id returned by create_schedule */
+                /** @description Its id, or its first characters */
                 schedule: string;
             };
             cookie?: never;
@@ -3763,7 +3858,7 @@ export interface operations {
             path: {
                 /** @example my-run */
                 job: string;
-                /** @description Id returned by create_export */
+                /** @description Its id, or its first characters */
                 export: string;
             };
             cookie?: never;
@@ -3788,7 +3883,7 @@ export interface operations {
             path: {
                 /** @example my-run */
                 job: string;
-                /** @description Id returned by create_export */
+                /** @description Its id, or its first characters */
                 export: string;
             };
             cookie?: never;
@@ -4470,6 +4565,26 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content?: never;
+            };
+        };
+    };
+    create_sign_in_code: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            201: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["SignInCode"];
+                };
             };
         };
     };

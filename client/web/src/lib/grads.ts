@@ -4,7 +4,7 @@ import { badCount, type Stats } from "./stats";
 
 /** Has no statistics when there was no gradient. */
 export interface GradParam extends Partial<Stats> {
-  fqn: string;
+  name: string;
   /** Why the parameter had no gradient. */
   none: string | null;
   exponents?: [number, number][];
@@ -25,7 +25,7 @@ export interface Frame {
 export type Mark = "" | "none" | "vanishing" | "exploding" | "non-finite";
 
 export interface GradRow {
-  fqn: string;
+  name: string;
   last: GradParam;
   /** Norms of the last frames, oldest first; null if non-finite or absent. */
   norms: (number | null)[];
@@ -70,7 +70,7 @@ export const NO_GRADS: Grads = {
 export function withFrame(before: Grads, frame: Frame): Grads {
   const fresh = before.incarnation !== frame.incarnation;
   const rows = new Map(fresh ? [] : before.rows);
-  for (const param of frame.params) rows.set(param.fqn, rowOf(rows.get(param.fqn), param, frame.step));
+  for (const param of frame.params) rows.set(param.name, rowOf(rows.get(param.name), param, frame.step));
   const totals = fresh ? [] : before.totals;
   return {
     incarnation: frame.incarnation,
@@ -90,7 +90,7 @@ function rowOf(before: GradRow | undefined, param: GradParam, step: number): Gra
   const norms = before?.norms ?? [];
   const firstBad = before?.firstBad ?? (bad ? step : null);
   return {
-    fqn: param.fqn,
+    name: param.name,
     last: param,
     norms: [...norms, bad || param.none !== null ? null : (param.norm ?? null)].slice(-KEPT_NORMS),
     firstBad,

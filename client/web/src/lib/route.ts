@@ -25,6 +25,12 @@ export function placeHash(place: Place): string {
   return `#/${encodeURIComponent(place.job)}/${place.view}${search ? `?${search}` : ""}`;
 }
 
+/** The one-time code in a link of `paramd dashboard`, and the fragment without it. */
+export function parseSignIn(hash: string): { code: string; rest: string } | null {
+  const found = /^#\/sign-in\/([A-Za-z0-9_-]{16,128})(?:\/(.*))?$/.exec(hash);
+  return found?.[1] ? { code: found[1], rest: found[2] ? `#/${found[2]}` : "#/" } : null;
+}
+
 function split(text: string, mark: string): [string, string] {
   const at = text.indexOf(mark);
   return at < 0 ? [text, ""] : [text.slice(0, at), text.slice(at + 1)];

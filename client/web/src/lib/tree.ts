@@ -1,7 +1,7 @@
 /** Dotted names as a collapsible tree of modules. Pure. */
 
 export interface Leaf {
-  fqn: string;
+  name: string;
   numel: number;
 }
 
@@ -23,7 +23,7 @@ export type Tree<T extends Leaf> = Branch<T>;
 export function treeOf<T extends Leaf>(items: readonly T[]): Tree<T> {
   const root = branch<T>("", "");
   for (const item of items) {
-    const parts = item.fqn.split(".");
+    const parts = item.name.split(".");
     let at = root;
     add(at, item.numel);
     for (let depth = 0; depth < parts.length - 1; depth += 1) {
@@ -48,7 +48,7 @@ export function rowsOf<T extends Leaf>(tree: Tree<T>, closed: ReadonlySet<string
   const walk = (node: Branch<T>, depth: number): void => {
     for (const child of node.children) {
       if (!isBranch(child)) {
-        rows.push({ kind: "leaf", item: child, label: child.fqn.split(".").at(-1)!, depth });
+        rows.push({ kind: "leaf", item: child, label: child.name.split(".").at(-1)!, depth });
         continue;
       }
       const open = !closed.has(child.path);

@@ -100,7 +100,7 @@ export function Help(props: { onClose: () => void }): ReactNode {
       <h3>Filters</h3>
       <p className="wrap">
         Separate words by spaces. Any glob may match: <code>layers.*.weight head.*</code>. All terms must hold:{" "}
-        <code>numel&gt;1M dtype=bfloat16 shape=4096x* kind=buffer placement~Shard rank=3 tied=true</code>;
+        <code>numel&gt;1M dtype=bfloat16 shape=4096x* kind=buffer placement~Shard rank=3 tied=true trainable=false</code>;
         also on statistics computed on request: <code>norm&gt;10 std&lt;1e-3 nan&gt;0 zero&gt;100</code>.
         <code>paramd params</code> uses the same language.
       </p>

@@ -82,9 +82,9 @@ function Alert(props: { alert: AlertDocument }): ReactNode {
           {alert.resolved_s === null ? "since" : "from"} {clock(alert.first_seen_s)}, {duration(Math.max(0, ended - alert.first_seen_s))}, seen {count(alert.seen_count)}×
           {alert.step >= 0 ? `, step ${count(alert.step)}` : ""}
         </span>
-        {alert.fqn && (
-          <a href={placeHash({ job, view: "params", query: { name: alert.fqn } })}>
-            <Name>{alert.fqn}</Name>
+        {alert.name && (
+          <a href={placeHash({ job, view: "params", query: { name: alert.name } })}>
+            <Name>{alert.name}</Name>
           </a>
         )}
         {alert.ranks.slice(0, 8).map((rank) => (

@@ -89,14 +89,14 @@ export default function Gradients(): ReactNode {
         )}
       </Panel>
       {rows.length === 0 && grads.rows.size > 0 && <Empty>None is marked: no gradient vanishes, explodes or is non-finite.</Empty>}
-      {rows.length > 0 && <Rows label="Gradients" columns={COLUMNS} items={rows} keyOf={(row) => row.fqn} selected={name} onPick={(row) => setName(row.fqn)} toneOf={(row) => TONES[row.mark]} height="28rem" />}
+      {rows.length > 0 && <Rows label="Gradients" columns={COLUMNS} items={rows} keyOf={(row) => row.name} selected={name} onPick={(row) => setName(row.name)} toneOf={(row) => TONES[row.mark]} height="28rem" />}
       {chosen && <One row={chosen} />}
     </>
   );
 }
 
 const COLUMNS: readonly Column<GradRow>[] = [
-  { key: "fqn", title: "name", width: "minmax(8.5rem, 2fr)", render: (row) => <Name>{row.fqn}</Name> },
+  { key: "name", title: "name", width: "minmax(8.5rem, 2fr)", render: (row) => <Name>{row.name}</Name> },
   ...STATS.map((one): Column<GradRow> => ({
     key: one.title,
     title: one.title,
@@ -155,8 +155,8 @@ function Broken(props: { rows: readonly GradRow[] }): ReactNode {
     <Panel title={`${count(props.rows.length)} not finite`}>
       <ul className="bare list-small" tabIndex={0} aria-label="Not finite">
         {props.rows.slice(0, 50).map((row) => (
-          <li key={row.fqn}>
-            <Name>{row.fqn}</Name> first seen at step {count(row.firstBad ?? -1)}
+          <li key={row.name}>
+            <Name>{row.name}</Name> first seen at step {count(row.firstBad ?? -1)}
             {row.firstBadRanks.length > 0 ? ` on rank ${row.firstBadRanks.join(", ")}` : ""}
             {row.mark === "non-finite"
               ? `, now ${count(row.last.nan_count ?? 0)} NaN and ${count(row.last.inf_count ?? 0)} Inf`
@@ -174,8 +174,8 @@ function One(props: { row: GradRow }): ReactNode {
   const exponents = row.last.exponents ?? [];
   return (
     <Panel
-      title={<Name className="wrap">{row.fqn}</Name>}
-      actions={<a href={placeHash({ job, view: "params", query: { name: row.fqn } })}>show parameter</a>}
+      title={<Name className="wrap">{row.name}</Name>}
+      actions={<a href={placeHash({ job, view: "params", query: { name: row.name } })}>show parameter</a>}
     >
       <Facts rows={facts(row.last)} />
       {exponents.length > 0 && (

@@ -62,6 +62,7 @@ export function ParamDetail(props: { name: string }): ReactNode {
               ["dtype", facts.dtype],
               ["placement", facts.placement],
               ["kind", facts.kind],
+              ...(facts.trainable === null ? [] : [["trainable", facts.trainable ? "yes, at attach" : "no, frozen at attach"] as [string, string]]),
               ...(facts.aliases.length ? [["tied with", facts.aliases.join(", ")] as [string, string]] : []),
               ...(last ? statRows(last.stats) : []),
             ]}

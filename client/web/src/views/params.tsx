@@ -30,7 +30,7 @@ export default function Params(): ReactNode {
   const tree = useMemo(() => (as === "tree" ? treeOf(listed.items) : null), [as, listed.items]);
   const rows = useMemo<Item[]>(() => {
     if (tree) return rowsOf(tree, closed);
-    const leaves = listed.items.map((item): Item => ({ kind: "leaf", item, label: item.fqn, depth: 0 }));
+    const leaves = listed.items.map((item): Item => ({ kind: "leaf", item, label: item.name, depth: 0 }));
     return sorted(leaves, sort, numbers.of);
   }, [tree, closed, listed.items, sort, numbers.of]);
   const toggle = useCallback((path: string) => {
@@ -44,16 +44,16 @@ export default function Params(): ReactNode {
   const { sight } = numbers;
   const onSight = useCallback(
     (begin: number, end: number) => {
-      sight(rows.slice(begin, end).flatMap((row) => (row.kind === "leaf" ? [row.item.fqn] : [])));
+      sight(rows.slice(begin, end).flatMap((row) => (row.kind === "leaf" ? [row.item.name] : [])));
     },
     [rows, sight],
   );
   const toneOf = useCallback(
-    (row: Item) => (row.kind === "leaf" && bad(numbers.of.get(row.item.fqn)) ? "bad" : ""),
+    (row: Item) => (row.kind === "leaf" && bad(numbers.of.get(row.item.name)) ? "bad" : ""),
     [numbers.of],
   );
   const onPick = useCallback(
-    (row: Item) => (row.kind === "branch" ? toggle(row.path) : patchQuery({ name: row.item.fqn, part: "" })),
+    (row: Item) => (row.kind === "branch" ? toggle(row.path) : patchQuery({ name: row.item.name, part: "" })),
     [toggle],
   );
   const order = useMemo(() => ({ key: sort.replace(/^-/, ""), down: sort.startsWith("-") }), [sort]);
@@ -131,8 +131,8 @@ export default function Params(): ReactNode {
 
 const NONE: ReadonlySet<string> = new Set();
 const noSort = (): void => undefined;
-const SORTABLE = new Set(["fqn", "dtype", "numel", "nan", ...COLUMNS.map((one) => one.title)]);
-const keyOf = (row: Item): string => (row.kind === "branch" ? `${row.path}/` : row.item.fqn);
+const SORTABLE = new Set(["name", "dtype", "numel", "nan", ...COLUMNS.map((one) => one.title)]);
+const keyOf = (row: Item): string => (row.kind === "branch" ? `${row.path}/` : row.item.name);
 
 /** Ascending, descending, model order. */
 function next(sort: string, key: string): string {
@@ -145,7 +145,7 @@ function bad(stats: StatsDocument | undefined): boolean {
 }
 
 function columnsOf(stats: ReadonlyMap<string, StatsDocument>, narrow: boolean): Column<Item>[] {
-  const of = (row: Item): StatsDocument | undefined => (row.kind === "leaf" ? stats.get(row.item.fqn) : undefined);
+  const of = (row: Item): StatsDocument | undefined => (row.kind === "leaf" ? stats.get(row.item.name) : undefined);
   const cell = (row: Item, read: (found: StatsDocument) => ReactNode): ReactNode => {
     const found = of(row);
     return found ? read(found) : row.kind === "leaf" ? <span className="faint">…</span> : "";
@@ -155,7 +155,7 @@ function columnsOf(stats: ReadonlyMap<string, StatsDocument>, narrow: boolean): 
     { key: "placement", title: "placement", width: "minmax(7rem, 1fr)", wide: true, render: (row) => (row.kind === "leaf" ? row.item.placement : "") },
   ];
   const name: Column<Item> = {
-    key: "fqn",
+    key: "name",
     title: "name",
     width: "minmax(11rem, 2.2fr)",
     render: (row) =>
@@ -191,14 +191,14 @@ function sorted(rows: Item[], sort: string, stats: ReadonlyMap<string, StatsDocu
   const key = sort.replace(/^-/, "");
   if (!SORTABLE.has(key)) return rows;
   const sign = sort.startsWith("-") ? -1 : 1;
-  const read = (row: Item): string | number => (row.kind === "leaf" ? sortValue(row.item, key, stats.get(row.item.fqn)) : "");
+  const read = (row: Item): string | number => (row.kind === "leaf" ? sortValue(row.item, key, stats.get(row.item.name)) : "");
   const keyed = rows.map((row): [string | number, Item] => [read(row), row]);
   keyed.sort(([a], [b]) => (a < b ? -sign : a > b ? sign : 0));
   return keyed.map(([, row]) => row);
 }
 
 function sortValue(item: ParamDocument, key: string, found: StatsDocument | undefined): string | number {
-  if (key === "fqn") return item.fqn;
+  if (key === "name") return item.name;
   if (key === "dtype") return item.dtype;
   if (key === "numel") return item.numel;
   const one = COLUMNS.find((each) => each.title === key);

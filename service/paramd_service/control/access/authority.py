@@ -37,6 +37,12 @@ IDLE_S = 12 * 3600.0
 
 KEY_HEADER = "x-paramd-session"
 
+CODE_S = 60.0
+"""How long a sign-in code can be used, once."""
+
+MAX_CODES = 64
+"""Unused codes; past the cap the oldest is dropped."""
+
 DEFAULT_TTL_S = 30 * 86_400.0
 MAX_TTL_S = 366 * 86_400.0
 MAX_NAME_CHARS = 64
@@ -70,6 +76,7 @@ class Sessions:
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._open: OrderedDict[bytes, _Session] = OrderedDict()
+        self._codes: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
 
     def open(self, token_digest: str) -> Opened:
         """Open a session for the token with this digest, already checked to be valid."""
@@ -101,6 +108,32 @@ class Sessions:
         session.used_s = now_s
         self._open.move_to_end(name)
         return session.token_digest
+
+    def invite(self, token_digest: str) -> str:
+        """A code that opens one session for this token, checked to be valid, within `CODE_S`.
+
+        It may stand in a URL's fragment: by the time that anybody reads a history, it is dead.
+        """
+        self._forget_codes()
+        if len(self._codes) >= MAX_CODES:
+            self._codes.popitem(last=False)
+        code = secrets.token_urlsafe(32)
+        self._codes[_secret_digest(code)] = (token_digest, self._clock() + CODE_S)
+        return code
+
+    def redeem(self, code: str) -> str:
+        """Digest of the token that the code stands for; empty when it is unknown, used or old.
+
+        Whatever the answer, the code is dead from now on.
+        """
+        self._forget_codes()
+        found = self._codes.pop(_secret_digest(code), None)
+        return found[0] if found is not None else ""
+
+    def _forget_codes(self) -> None:
+        now_s = self._clock()
+        for name in [name for name, (_, end_s) in self._codes.items() if now_s >= end_s]:
+            del self._codes[name]
 
     def _end_oldest(self, token_digest: str) -> None:
         of_token = (n for n, one in self._open.items() if one.token_digest == token_digest)

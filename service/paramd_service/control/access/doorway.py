@@ -49,8 +49,15 @@ MAX_REQUESTS = 256
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 """They reveal only whether the process works: probes have no token."""
 
+SIGN_IN = ("POST", "/api/v1/session")
+"""The one request that a sign-in code is good for."""
+
+CODE_SCHEME = "paramd-code"
+"""Scheme of an Authorization header that holds a sign-in code."""
+
 _GONE: Message = {"type": "http.disconnect"}
 _STATE = "principal"
+_DIGEST = "sign_in_digest"
 
 
 class Door(Protocol):
@@ -238,6 +245,12 @@ class TokenGate:
 
     async def _principal(self, scope: Scope) -> Principal | None:
         """A token takes precedence over a session, which does not make up for a bad token."""
+        if code := _credential(scope, CODE_SCHEME):
+            if (scope["method"], scope["path"]) != SIGN_IN:
+                return None
+            digest = self._sessions.redeem(code)
+            scope.setdefault("state", {})[_DIGEST] = digest
+            return await self._tokens.principal_of_digest(digest) if digest else None
         if _values(scope, b"authorization"):
             return await self._tokens.principal(bearer_of(scope))
         keys = _values(scope, KEY_HEADER.encode())
@@ -300,9 +313,12 @@ def may_read(request: Request) -> bool:
 
 def bearer_of(scope: Scope) -> str:
     """The request's bearer token; empty when there is none or more than one."""
-    found = _values(scope, b"authorization")
-    scheme, _, token = (found[0] if len(found) == 1 else "").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else ""
+    return _credential(scope, "bearer")
+
+
+def sign_in_digest(request: Request) -> str:
+    """Digest of the token whose sign-in code the request carried; empty without a code."""
+    return str(getattr(request.state, _DIGEST, ""))
 
 
 def cookie_of(scope: Scope) -> str:
@@ -310,6 +326,13 @@ def cookie_of(scope: Scope) -> str:
     hosts = _values(scope, b"host")
     name = cookie_name(hosts[0] if hosts else "", is_tls=scope["scheme"] == "https")
     return cookie_value("; ".join(_values(scope, b"cookie")), name)
+
+
+def _credential(scope: Scope, wanted: str) -> str:
+    """What the Authorization header holds under this scheme; empty when it is not the only one."""
+    found = _values(scope, b"authorization")
+    scheme, _, text = (found[0] if len(found) == 1 else "").partition(" ")
+    return text.strip() if scheme.lower() == wanted else ""
 
 
 def _reason(principal: Principal, action: Action) -> str:

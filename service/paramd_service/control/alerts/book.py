@@ -219,7 +219,7 @@ class AlertDocument(BaseModel):
     state: str = Field(description="firing or resolved")
     reason: str = Field(description="In words; names ranks and tensors, never values")
     ranks: list[int] = Field(description="Ranks it concerns")
-    fqn: str = Field(description="Tensor it concerns; empty for none")
+    name: str = Field(description="Tensor it concerns; empty for none")
     step: int = Field(description="Step it was last found at; -1 for none")
     first_seen_s: float = Field(description="Seconds since the Unix epoch, as the next two")
     last_seen_s: float
@@ -240,7 +240,7 @@ def document(alert: Alert) -> AlertDocument:
         state=alert.state.value,
         reason=found.reason,
         ranks=list(found.ranks),
-        fqn=found.fqn,
+        name=found.fqn,
         step=found.step,
         first_seen_s=alert.first_seen_s,
         last_seen_s=alert.last_seen_s,

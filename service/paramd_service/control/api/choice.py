@@ -41,7 +41,7 @@ class NormHistory:
     def take(self, document: Mapping[str, Any]) -> None:
         """Record the norms of a frame, at most once per `PERIOD_S`."""
         now_s = self._clock()
-        names = [row["fqn"] for row in document["params"]]
+        names = [row["name"] for row in document["params"]]
         # Streams of other parameters are sampled separately.
         key = (document["job"], names[0] if names else "")
         if now_s - self._noted_s.get(key, -math.inf) < PERIOD_S:
@@ -54,13 +54,13 @@ class NormHistory:
                 series=SeriesKey(
                     job=document["job"],
                     incarnation=document["incarnation"],
-                    name=series_name("grad_norm", row["fqn"]),
+                    name=series_name("grad_norm", row["name"]),
                 ),
                 time_s=now_s,
                 step=document["step"],
                 value=row["norm"] if row["norm"] is not None else math.nan,
             )
-            for row in (*rows, {**document["total"], "fqn": "total"})
+            for row in (*rows, {**document["total"], "name": "total"})
         )
 
 

@@ -213,7 +213,7 @@ class StepRequest(HolderRequest):
 
 
 _PARAM = {
-    "fqn": "layers.0.up.weight",
+    "name": "layers.0.up.weight",
     "aliases": [],
     "dtype": "bfloat16",
     "shape": [4096, 1024],
@@ -230,13 +230,17 @@ def _example(**fields: Any) -> ConfigDict:
 class ParamDocument(BaseModel):
     """One full parameter or buffer."""
 
-    fqn: str = Field(description="Name, as in the user's state_dict")
+    name: str = Field(description="As in the user's state_dict")
     aliases: list[str] = Field(description="Further names of the same tensor")
     dtype: str = Field(description="torch dtype without its prefix")
     shape: list[int] = Field(description="Full, unsharded shape")
     numel: int
     kind: str = Field(description="parameter or buffer")
     placement: str = Field(description="How it is distributed, for humans")
+    trainable: bool | None = Field(
+        description="Whether it required a gradient when the job was attached; null for buffers, "
+        "and where it is not known"
+    )
 
 
 class MissingDocument(BaseModel):

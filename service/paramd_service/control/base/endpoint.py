@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 
 from paramd import places
-from paramd.errors import UnreachableError, UsageError
+from paramd.errors import NotFoundError, UnreachableError, UsageError
 from paramd.places import Endpoint
 from paramd_service.control.base.config import Bootstrap
 from paramd_service.tls import check_exposure
@@ -125,7 +125,7 @@ def successor(mine: Endpoint) -> Endpoint | None:
     """The live control plane that has taken over the job's endpoint file, if any."""
     try:
         found = places.read_endpoint(mine.job)
-    except UnreachableError:
+    except (NotFoundError, UnreachableError):
         return None
     return found if found.pid != mine.pid and found.incarnation >= mine.incarnation else None
 

@@ -9,9 +9,7 @@ restarted control plane recognizes the sidecars of every job without having reco
         generation              the last generation handed out
         control.clock           its clock, for its successor
 
-The history of a job's incarnations lies in the job's directory, one line per change. Lines are
-only appended, each in a single write, so control planes of two incarnations may both write.
-Truncated or unknown lines are skipped.
+The history of a job's incarnations is written here and read by `places.incarnations`.
 """
 
 from __future__ import annotations
@@ -25,40 +23,21 @@ import logging
 import os
 import re
 import secrets
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from paramd import clock, places
 from paramd.errors import ConflictError, ParamdError, UsageError
+from paramd.places import HISTORY_FILE, IncarnationRecord
 from paramd.security.tickets import new_token
 
-INCARNATIONS_FILE, OLDER_FILE = "incarnations.jsonl", "epochs.jsonl"
-"""The history of a job, and its name in older versions."""
-MAX_READ_BYTES = 256 << 10
-"""Only the newest lines are read: about a thousand incarnations."""
 SITE_DIRECTORY = "_site"
 KEY_BYTES = 32
 MAX_FILE_BYTES = 1024
 MIN_TOKEN_CHARS = 16
 
 log = logging.getLogger("paramd.control")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class IncarnationRecord:
-    """One incarnation of a job."""
-
-    incarnation: int
-    world_size: int
-    began_s: float
-    """Seconds since the Unix epoch."""
-    ended_s: float | None = None
-    """Seconds since the Unix epoch; None while it is open."""
-    reason: str = ""
-    """Why it ended."""
-    step: int = -1
-    """Last known step when it ended; -1 when unknown."""
 
 
 class IncarnationNotes:
@@ -103,56 +82,8 @@ class IncarnationNotes:
                 self._lines.task_done()
 
 
-def records(job: str) -> list[IncarnationRecord]:
-    """All known incarnations, oldest first. Every incarnation but the last counts as ended."""
-    found: dict[int, IncarnationRecord] = {}
-    directory = places.state_dir() / places.check_job_name(job)
-    for name in (OLDER_FILE, INCARNATIONS_FILE):
-        for line in _lines(directory / name):
-            _take_in(found, line)
-    ordered = [found[incarnation] for incarnation in sorted(found)]
-    for place, later in enumerate(ordered[1:]):
-        if ordered[place].ended_s is None:
-            ordered[place] = replace(
-                ordered[place],
-                ended_s=later.began_s,
-                reason=f"incarnation {later.incarnation} has begun",
-            )
-    return ordered
-
-
-def _take_in(found: dict[int, IncarnationRecord], line: bytes) -> None:
-    try:
-        said = json.loads(line)
-        ended_s = said.get("ended_s")
-        record = IncarnationRecord(
-            incarnation=int(said.get("incarnation", said.get("epoch"))),
-            world_size=int(said["world_size"]),
-            began_s=float(said["began_s"]),
-            ended_s=float(ended_s) if ended_s is not None else None,
-            reason=str(said.get("reason", "")),
-            step=int(said.get("step", -1)),
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-        return
-    # A restarted control plane notes the beginning again: the earliest time counts.
-    first = found.get(record.incarnation, record)
-    found[record.incarnation] = replace(record, began_s=min(first.began_s, record.began_s))
-
-
-def _lines(path: Path) -> list[bytes]:
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - MAX_READ_BYTES))
-            text = file.read()
-    except OSError:
-        return []
-    return text.splitlines()
-
-
 def _append(job: str, message: dict[str, Any]) -> None:
-    path = places.job_dir(job) / INCARNATIONS_FILE
+    path = places.job_dir(job) / HISTORY_FILE
     line = json.dumps(message, separators=(",", ":")).encode() + b"\n"
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(path, flags, 0o600)

@@ -353,7 +353,12 @@ class EditRegistry:
         )
 
     async def get(self, job: str, edit_id: str) -> EditRow:
-        """The current row of an edit. Raises NotFoundError."""
+        """The current row of an edit, by its id or its first characters.
+
+        Raises:
+            NotFoundError, UsageError: none, or several, begin so.
+        """
+        edit_id = await self._records.edits.whole_id(job, edit_id)
         found = self._services.get(job)
         driver = found[1].work.open.get(edit_id) if found is not None else None
         row = driver.row if driver is not None else await self._records.edits.find(edit_id)

@@ -11,11 +11,12 @@ from enum import Enum
 from typing import Final, Generic, TypeVar
 
 from paramd import clock
-from paramd.errors import NotFoundError, ParamdError, UsageError
+from paramd.errors import ParamdError, UsageError
 from paramd_service.control.exports.incarnation import IncarnationExports
 from paramd_service.control.exports.runner import drop
 from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.store.exports import ExportRow, ExportStore, ScheduleRow
+from paramd_service.control.store.short_ids import only
 
 MIN_EVERY_S = 1.0
 
@@ -155,13 +156,14 @@ class Schedules:
         return list((await self._known()).values())
 
     async def get(self, schedule_id: str) -> ScheduleRow:
-        """An active schedule. Raises NotFoundError."""
-        found = (await self._known()).get(schedule_id)
-        if found is None:
-            raise NotFoundError(
-                f"schedule {schedule_id[:64]!r} does not exist; see: paramd export-schedule list"
-            )
-        return found
+        """An active schedule, by its id or its first characters.
+
+        Raises:
+            NotFoundError, UsageError: none, or several, begin so.
+        """
+        known = await self._known()
+        found = [one for one in known if one.startswith(schedule_id)]
+        return known[only(found, schedule_id, see="paramd export-schedule list")]
 
     async def add(self, row: ScheduleRow) -> ScheduleRow:
         """Add a schedule; if the id exists, return the existing one."""
@@ -175,7 +177,7 @@ class Schedules:
         """Delete a schedule, keeping its exports. Raises NotFoundError."""
         row = replace(await self.get(schedule_id), deleted_s=time.time())
         await self._store.save_schedule(row)
-        (await self._known()).pop(schedule_id, None)
+        (await self._known()).pop(row.id, None)
         return row
 
     async def retain(self, schedule_id: str, queue: IncarnationExports) -> None:

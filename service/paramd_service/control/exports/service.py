@@ -132,12 +132,16 @@ class ExportService:
         return export_document(job.row, job.files)
 
     async def get(self, job: str, export_id: str) -> ExportDocument:
-        """One export. Raises NotFoundError, StoreError."""
+        """One export, by its whole id. Raises NotFoundError, StoreError."""
         live = self._live(job, export_id)
         if live is not None:
             return export_document(live.row, live.files)
         row = await self.store.get(job, export_id)
         return export_document(row, await self.store.files(row.id))
+
+    async def whole_id(self, job: str, given: str) -> str:
+        """The id of the export that `given` begins. Raises NotFoundError, UsageError."""
+        return await self.store.whole_id(job, given)
 
     async def page(self, job: str, *, limit: int, offset: int, state: str) -> list[ExportDocument]:
         """Exports of a job, newest first, without their files. Raises StoreError."""

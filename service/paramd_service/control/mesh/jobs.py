@@ -28,11 +28,11 @@ from paramd.errors import (
     UnreachableError,
     UsageError,
 )
+from paramd.places import IncarnationRecord
 from paramd.security.tickets import Signer, Verifier
 from paramd.state_files import is_job_name
-from paramd_service.control.base import site
 from paramd_service.control.base.config import MAX_WORLD_SIZE, Bootstrap
-from paramd_service.control.base.site import IncarnationRecord, Site
+from paramd_service.control.base.site import Site
 from paramd_service.control.mesh.coordinator import Coordinator
 from paramd_service.control.mesh.registry import (
     MeshView,
@@ -375,6 +375,19 @@ class Jobs:
             )
             return self.open(self._bootstrap(site, job, incarnation, world_size))
 
+    def end(self, job: str, by: str) -> Incarnation:
+        """End the job's incarnation, whose training must be over. Idempotent.
+
+        Raises:
+            NotFoundError, UnreachableError: as `get`.
+            ConflictError: a trainer is alive.
+        """
+        mesh = self.get(job)
+        if mesh.ended_s is None:
+            self._check_free(job)
+            self._end(mesh, ConflictError(f"{by} ended it; attach again"))
+        return mesh
+
     async def admit(self, job: str, incarnation: int, world_size: int) -> Incarnation:
         """The incarnation that a sidecar may join: the current one or, after our restart, the
         one named by its ticket, already verified as ours.
@@ -422,10 +435,10 @@ class Jobs:
         """Verifier for an incarnation's tickets. Raises DeniedError when it cannot be ours."""
         return self._verifiers.get(job, incarnation)
 
-    async def incarnations(self, job: str) -> list[site.IncarnationRecord]:
+    async def incarnations(self, job: str) -> list[IncarnationRecord]:
         """All known incarnations of a job, oldest first. Raises NotFoundError."""
         present = self.get(job)
-        known = {r.incarnation: r for r in await asyncio.to_thread(site.records, job)}
+        known = {r.incarnation: r for r in await asyncio.to_thread(places.incarnations, job)}
         known[present.number] = present.record()
         return [
             known[incarnation] for incarnation in sorted(known) if incarnation <= present.number
@@ -530,5 +543,5 @@ def _went_on(job: str) -> bool:
     """Whether the job's last incarnation in the state dir is still open."""
     if not is_job_name(job):
         return False
-    known = site.records(job)
+    known = places.incarnations(job)
     return bool(known) and known[-1].ended_s is None

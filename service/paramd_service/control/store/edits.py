@@ -8,10 +8,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Connection, Row, insert, select, update
+from sqlalchemy import Connection, Row, Select, insert, select, update
 
 from paramd.errors import ExistsError
 from paramd_service.control.store.schema import edits
+from paramd_service.control.store.short_ids import whole_id
 from paramd_service.control.store.store import Store
 
 
@@ -100,21 +101,23 @@ class EditStore:
         """The edit with this id; None when there is none."""
         chosen = select(edits).where(edits.c.id == edit_id)
         row = await self._store.read(lambda connection: connection.execute(chosen).first())
-        return _edit(row) if row is not None else None
+        return edit_of(row) if row is not None else None
+
+    async def whole_id(self, job: str, given: str) -> str:
+        """The id that `given` begins. Raises NotFoundError, UsageError."""
+        return await whole_id(self._store, edits, job, given, see="paramd edits")
 
     async def page(
         self, job: str, *, limit: int, before: int | None = None, state: str | None = None
     ) -> list[EditRow]:
         """A job's edits, newest first; with `before`, only those with lower numbers."""
-        chosen = select(edits).where(edits.c.job == job).order_by(edits.c.number.desc())
+        chosen = chosen_edits(job, state=state)
         if before is not None:
             chosen = chosen.where(edits.c.number < before)
-        if state is not None:
-            chosen = chosen.where(edits.c.state == state)
         rows = await self._store.read(
             lambda connection: connection.execute(chosen.limit(limit)).all()
         )
-        return [_edit(row) for row in rows]
+        return [edit_of(row) for row in rows]
 
     async def of_job(
         self, job: str, states: Collection[str], *, incarnation: int | None = None
@@ -125,7 +128,19 @@ class EditStore:
             chosen = chosen.where(edits.c.incarnation == incarnation)
         chosen = chosen.order_by(edits.c.number)
         rows = await self._store.read(lambda connection: connection.execute(chosen).all())
-        return [_edit(row) for row in rows]
+        return [edit_of(row) for row in rows]
+
+
+def chosen_edits(
+    job: str, *, state: str | None = None, id_prefix: str | None = None
+) -> Select[Any]:
+    """The query for a job's edits, newest first."""
+    chosen = select(edits).where(edits.c.job == job).order_by(edits.c.number.desc())
+    if state is not None:
+        chosen = chosen.where(edits.c.state == state)
+    if id_prefix is not None:
+        chosen = chosen.where(edits.c.id.startswith(id_prefix, autoescape=True))
+    return chosen
 
 
 def _values(row: EditRow) -> dict[str, object]:
@@ -154,7 +169,7 @@ def _values(row: EditRow) -> dict[str, object]:
     }
 
 
-def _edit(row: Row[Any]) -> EditRow:
+def edit_of(row: Row[Any]) -> EditRow:
     found = dict(row._mapping)
     found["manifest"] = zlib.decompress(found["manifest"])
     found["detail"] = json.loads(found["detail"])

@@ -15,6 +15,7 @@ from sqlalchemy import Connection, Row, Select, delete, func, insert, select, un
 
 from paramd.errors import ConflictError, NotFoundError
 from paramd_service.control.store.schema import export_files, export_schedules, exports
+from paramd_service.control.store.short_ids import whole_id
 from paramd_service.control.store.store import Store
 
 OPEN_STATES = ("PLANNED", "RUNNING", "VERIFYING")
@@ -137,6 +138,10 @@ class ExportStore:
         if row is None:
             raise NotFoundError(f"export {export_id[:64]!r} does not exist; see: paramd exports")
         return _export(row)
+
+    async def whole_id(self, job: str, given: str) -> str:
+        """The id that `given` begins. Raises NotFoundError, UsageError."""
+        return await whole_id(self._store, exports, job, given, see="paramd exports")
 
     async def find(self, export_id: str) -> list[ExportRow]:
         """The export with this id, of any job, as a list of at most one."""

@@ -37,7 +37,7 @@ def migrate(engine: Engine, address: StoreAddress) -> str:
         with engine.execution_options(**{WRITES: True}).begin() as connection:
             if address.path is None:
                 connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": LOCK_KEY})
-            found = _revision(connection)
+            found = revision_of(connection)
             if found is None:
                 _create(connection)
             elif found != REVISION:
@@ -45,7 +45,7 @@ def migrate(engine: Engine, address: StoreAddress) -> str:
     return found if found is not None else ""
 
 
-def _revision(connection: Connection) -> str | None:
+def revision_of(connection: Connection) -> str | None:
     """The store's revision; None for a new store, empty before the first revision."""
     if not inspect(connection).has_table("alembic_version"):
         return None

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from paramd.memory import descriptors
 from paramd.memory.arena import is_mirror
-from paramd.memory.control_page import ControlPage, Word, read_text
+from paramd.memory.control_page import STANDS_IN, ControlPage, Word, unserved_reason
 from paramd.memory.gate import (
     CopyEnd,
     CopySpan,
@@ -192,10 +192,11 @@ class Capture:
 
     def _refuse_unserved(self) -> None:
         """Give up jobs that the trainer has reported as unservable for a while, with its reason."""
-        why = read_text(self._page) if self._words[Word.UNSERVED] else ""
+        why = unserved_reason(self._page)
+        stands_in = self._words[Word.UNSERVED] == STANDS_IN
         now_ns = self._clock_ns()
         for job in list(self._jobs):
-            if not why:
+            if not why or (stands_in and job.unsettled):
                 job.unserved_ns = 0
             elif not job.unserved_ns:
                 job.unserved_ns = now_ns

@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 
 from paramd.errors import MAX_ID_CHARS, METADATA_KEY, ParamdError, codes_of, exhausted_of, reason_of
-from paramd.memory.control_page import Word, read_text
+from paramd.memory.control_page import Word, unserved_reason
 from paramd.memory.descriptors import reserved_bytes
 from paramd.v1 import common_pb2, layout_pb2, sidecar_pb2
 from paramd_service.sidecar.boundaries import GAVE_UP
@@ -135,6 +135,7 @@ def header_of(rank: RankSidecar, snapshot: Snapshot) -> common_pb2.Header:
     """Header of an answer about a snapshot, with the snapshot's state."""
     found = header(rank, snapshot.step, snapshot.edits)
     found.iteration, found.unsettled = snapshot.iteration, snapshot.unsettled
+    found.label = snapshot.label
     return found
 
 
@@ -187,7 +188,7 @@ def rank_state(rank: RankSidecar) -> common_pb2.RankState:
         state.agreement_reason = "the trainers gave up agreeing in this incarnation; see their log"
     elif apart := apart_reason(page.words):
         state.agreement_works, state.agreement_reason = False, apart
-    state.unserved_reason = read_text(page)
+    state.unserved_reason = unserved_reason(page)
     state.stray_count = page[Word.STRAY_COUNT]
     state.strict = bool(page[Word.STRICT])
     state.ready_boundary = page[Word.HIGHEST]

@@ -157,6 +157,7 @@ class _Connection:
             "attach": self._attach,
             "mesh": self._mesh,
             "detach": self._detach,
+            "leave": self._leave,
             "live": self._live,
             "map": self._map,
             "unmap": self._unmap,
@@ -258,6 +259,13 @@ class _Connection:
     async def _detach(self, message: dict[str, Any], descriptors: list[int]) -> None:
         self._check_owner("detach")
         self._rank.detach()
+
+    async def _leave(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        # Without a ticket, which nobody can mint once the control plane has ended. The kernel
+        # vouches for the user, who could as well attach, or send a signal; but this one is
+        # refused while a trainer lives, without a moment in between.
+        self._rank.leave()
+        handover.send(self._socket, {"op": "leaving", "pid": os.getpid()})
 
     def _check_owner(self, op: str) -> None:
         if self._attached is None or self._attached is not self._rank.attached:

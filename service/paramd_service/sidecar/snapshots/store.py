@@ -128,6 +128,8 @@ class Snapshot:
     iteration: int = -1
     unsettled: bool = False
     """As in `paramd.v1.Header`."""
+    label: str = ""
+    """As in `paramd.v1.Header`."""
     proof: int = 0
     """Proof of the copy, as in `memory.gate.State`; 0 if made at an agreed boundary."""
     holders: int = 0

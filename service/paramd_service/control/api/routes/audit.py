@@ -112,7 +112,7 @@ async def _page(services: Services, job: str, limit: int, order: str, page_token
         job=job,
         anchor_seq=anchor.seq if anchor is not None else 0,
         anchor_hash=anchor.hash if anchor is not None else "",
-        records=[_record(link) for link in links],
+        records=[record_of(link) for link in links],
         next_page_token=f"{order}-{links[-1].seq}" if more else "",
     )
 
@@ -127,7 +127,7 @@ def _seq(page_token: str, order: str) -> int | None:
     return int(found[2])
 
 
-def _record(link: Link) -> AuditRecord:
+def record_of(link: Link) -> AuditRecord:
     """A record as far as it can be read: it may have been tampered with."""
     try:
         found = json.loads(link.body)

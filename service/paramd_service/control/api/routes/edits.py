@@ -10,7 +10,6 @@ from fastapi import APIRouter, Path, Query, Request
 from paramd.layout.edits.ops import EditState, OpSpec
 from paramd_service.control.access.doorway import may_read, principal_of
 from paramd_service.control.api.models import (
-    EDIT_ID,
     EditDocument,
     EditList,
     EditRequest,
@@ -31,7 +30,10 @@ from paramd_service.control.store.edits import EditRow
 _PAGE = "edits"
 _NS_A_MS = 1e6
 
-EditId = Annotated[str, Path(alias="edit", pattern=EDIT_ID, description="32 hexadecimal digits")]
+EditId = Annotated[
+    str,
+    Path(alias="edit", min_length=1, max_length=32, description="Its id, or its first characters"),
+]
 Wait = Annotated[
     float,
     Query(ge=0, le=300, allow_inf_nan=False, description="Seconds to wait for it to end"),

@@ -34,7 +34,7 @@ from paramd_service.control.mesh.registry import MeshView
 
 
 def router(services: Services) -> APIRouter:
-    """/jobs, /jobs/{job}, /jobs/{job}/ranks, /jobs/{job}/incarnations."""
+    """/jobs, /jobs/{job}, /jobs/{job}/ranks, /jobs/{job}/incarnations, /jobs/{job}/end."""
     routes = APIRouter(tags=["jobs"])
 
     @routes.get("/jobs")
@@ -62,6 +62,18 @@ def router(services: Services) -> APIRouter:
         """A job, its sidecars, and a fresh ticket with the rights of the token."""
         mesh = services.jobs.get(job)
         return _document(services, mesh, mesh.registry.view(), principal_of(request))
+
+    @routes.post("/jobs/{job}/end")
+    async def end_job(job: str, request: Request) -> JobSummary:
+        """End the incarnation of a job whose training is over; refused while a trainer is alive.
+
+        An embedded control plane then ends, too. Sidecars that linger are asked on their own
+        hosts (paramd end). Idempotent."""
+        mesh = services.jobs.get(job)
+        who = principal_of(request)
+        async with services.records.recorded(who, "job.end", {}, mesh):
+            services.jobs.end(job, who.name)
+        return _summary(mesh, mesh.registry.view())
 
     @routes.get("/jobs/{job}/ranks", response_model=RankList)
     async def list_ranks(job: str) -> Response:

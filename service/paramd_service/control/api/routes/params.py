@@ -218,13 +218,14 @@ def missing_documents(missing: tuple[Missing, ...] | list[Missing]) -> list[Miss
 def document_of(tensor: TensorLayout) -> ParamDocument:
     """The document of one tensor."""
     return ParamDocument(
-        fqn=tensor.fqn,
+        name=tensor.fqn,
         aliases=list(tensor.aliases),
         dtype=tensor.dtype,
         shape=list(tensor.shape),
         numel=tensor.numel,
         kind=tensor.kind.value,
         placement=tensor.placement,
+        trainable=tensor.trainable,
     )
 
 

@@ -10,8 +10,13 @@ from pydantic.config import JsonDict
 
 from paramd.errors import UsageError
 from paramd.version import __version__
-from paramd_service.control.access.authority import cookie_name
-from paramd_service.control.access.doorway import bearer_of, cookie_of, principal_of
+from paramd_service.control.access.authority import CODE_S, cookie_name
+from paramd_service.control.access.doorway import (
+    bearer_of,
+    cookie_of,
+    principal_of,
+    sign_in_digest,
+)
 from paramd_service.control.access.roles import allowed
 from paramd_service.control.api.services import Services
 
@@ -44,6 +49,16 @@ class NewSession(SessionDocument):
     key: str = Field(description="Send it as 'X-Paramd-Session' with the cookie; shown once")
 
 
+class SignInCode(BaseModel):
+    """A code that opens one session."""
+
+    code: str = Field(
+        description="Send it as 'Authorization: Paramd-Code <code>' to create_session; dead after "
+        "its first use"
+    )
+    ttl_s: float = Field(description="Seconds until it is dead unused")
+
+
 def router(services: Services) -> APIRouter:
     """/session."""
     routes = APIRouter(tags=["session"])
@@ -57,13 +72,12 @@ def router(services: Services) -> APIRouter:
     async def create_session(request: Request, response: Response) -> NewSession:
         """Sign in with the Authorization header; the response sets a cookie and has its key.
 
+        The header holds a token (Bearer) or a code from create_sign_in_code (Paramd-Code).
         The cookie is HttpOnly and SameSite=Strict. Later requests need both; they carry the
         token's rights and end when it is revoked.
         """
-        token = bearer_of(request.scope)
-        if not token:
-            raise UsageError("sign in with 'Authorization: Bearer <token>', not with a session")
-        opened = services.sessions.open(services.tokens.digest(token))
+        digest = sign_in_digest(request) or _own_digest(services, request)
+        opened = services.sessions.open(digest)
         is_tls = request.url.scheme == "https"
         response.set_cookie(
             cookie_name(request.headers["host"], is_tls=is_tls),
@@ -74,6 +88,13 @@ def router(services: Services) -> APIRouter:
             samesite="strict",
         )
         return NewSession(**_document(services, request).model_dump(), key=opened.key)
+
+    @routes.post("/session/codes", status_code=201)
+    async def create_sign_in_code(request: Request) -> SignInCode:
+        """A code for a link that signs a browser in: good once, for 60 s, with the rights of the
+        token that asks. A session cannot ask for one."""
+        code = services.sessions.invite(_own_digest(services, request))
+        return SignInCode(code=code, ttl_s=CODE_S)
 
     @routes.delete("/session", status_code=204)
     async def delete_session(request: Request) -> Response:
@@ -91,6 +112,13 @@ def router(services: Services) -> APIRouter:
         return response
 
     return routes
+
+
+def _own_digest(services: Services, request: Request) -> str:
+    token = bearer_of(request.scope)
+    if not token:
+        raise UsageError("sign in with 'Authorization: Bearer <token>', not with a session")
+    return services.tokens.digest(token)
 
 
 def _document(services: Services, request: Request) -> SessionDocument:

@@ -1,0 +1,228 @@
+"""Shell completion of names that only a control plane or the state dir knows.
+
+Each answers within a second of the shell's question or gives nothing: no error, no message. It asks
+by the standard library's HTTP client alone, since importing ours takes half of that time.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlsplit
+
+import typer
+
+from paramd import places
+from paramd.cli import settings
+from paramd.errors import ParamdError
+
+if TYPE_CHECKING:
+    import http.client
+    import ssl
+
+WHOLE_S = 0.95
+"""From the start of the process, which the shell waits for."""
+LEAST_S = 0.5
+"""Left for asking when the start alone took long, on a busy machine."""
+MAX_ANSWER_BYTES = 4 << 20
+MAX_SHOWN = 200
+SHORT_ID = 8
+
+ROLES = {
+    "viewer": "names, state, statistics",
+    "reader": "also values",
+    "editor": "also edits",
+    "exporter": "values and exports",
+    "trainer": "registers jobs",
+    "admin": "everything",
+}
+
+Item = tuple[str, str]
+"""What is completed, and a help text."""
+
+Complete = Callable[[typer.Context, str], list[Item]]
+Ask = Callable[[str], Any]
+"""GET of a path below /api/v1; "{job}" in it is the job."""
+
+
+def _completer(items: Callable[[typer.Context, str], Iterable[Item]]) -> Complete:
+    """Bound a source of items in time, and keep its errors and odd names from the shell."""
+
+    def complete(ctx: typer.Context, incomplete: str) -> list[Item]:
+        found: list[Item] = []
+
+        def work() -> None:
+            # Whatever happens: somebody is typing.
+            with suppress(Exception):
+                found.extend(items(ctx, incomplete))
+
+        # A daemon: a server that does not answer must not keep the process.
+        worker = threading.Thread(target=work, name="paramd-completion", daemon=True)
+        worker.start()
+        worker.join(max(WHOLE_S - _age_s(), LEAST_S))
+        if worker.is_alive():
+            return []
+        plain = ((text, about) for text, about in found if text.isprintable() and " " not in text)
+        return [
+            (text, "".join(c for c in about if c.isprintable()))
+            for text, about in plain
+            if text.startswith(incomplete)
+        ][:MAX_SHOWN]
+
+    return complete
+
+
+def _served(items: Callable[[Ask, str], Iterable[Item]]) -> Complete:
+    """Items from the control plane that the command line names."""
+    return _completer(lambda ctx, incomplete: items(_asker(ctx), incomplete))
+
+
+def _names(ask: Ask, incomplete: str) -> Iterator[Item]:
+    # Of a pattern or a slice, nothing can be said.
+    if not any(c in incomplete for c in "*?[]<>=! "):
+        wanted = quote(f"{incomplete}*", safe="")
+        for one in ask(f"/jobs/{{job}}/params?limit={MAX_SHOWN}&filter={wanted}")["params"]:
+            yield one["fqn"], f"{one['dtype']} {'x'.join(map(str, one['shape']))}"
+
+
+def _ids(rows: Iterable[Mapping[str, Any]], incomplete: str, *about: str) -> Iterator[Item]:
+    chars = SHORT_ID if len(incomplete) <= SHORT_ID else None
+    for row in rows:
+        yield str(row["id"])[:chars], " ".join(str(row[key]) for key in about if row[key])
+
+
+def _edits(ask: Ask, incomplete: str) -> Iterator[Item]:
+    return _ids(ask("/jobs/{job}/edits?limit=100")["edits"], incomplete, "state", "note")
+
+
+def _exports(ask: Ask, incomplete: str) -> Iterator[Item]:
+    return _ids(ask("/jobs/{job}/exports?limit=100")["exports"], incomplete, "state", "destination")
+
+
+def _schedules(ask: Ask, incomplete: str) -> Iterator[Item]:
+    return _ids(ask("/jobs/{job}/export-schedules")["schedules"], incomplete, "actor")
+
+
+def _destinations(ask: Ask, incomplete: str) -> Iterator[Item]:
+    for one in ask("/destinations")["destinations"]:
+        yield f"{one['name']}/", one["kind"]
+
+
+def _finished(ask: Ask, incomplete: str) -> Iterator[Item]:
+    for one in ask("/jobs/{job}/exports?state=DONE&limit=100")["exports"]:
+        yield one["destination"], f"step {one['step']}"
+
+
+def _tokens(ask: Ask, incomplete: str) -> Iterator[Item]:
+    for one in ask("/tokens")["tokens"]:
+        if one["revoked_s"] is None:
+            yield one["name"], one["role"]
+
+
+def _jobs(ctx: typer.Context, incomplete: str) -> Iterator[Item]:
+    running = {endpoint.job for endpoint in places.running_jobs()}
+    yield from ((job, "running") for job in sorted(running))
+    yield from ((job, "not running") for job in places.known_jobs() if job not in running)
+
+
+names = _served(_names)
+edit_ids = _served(_edits)
+export_ids = _served(_exports)
+schedule_ids = _served(_schedules)
+destinations = _served(_destinations)
+finished_exports = _served(_finished)
+token_names = _served(_tokens)
+jobs = _completer(_jobs)
+contexts = _completer(
+    lambda _, __: [(one.name, one.url) for one in settings.own_contexts().values()]
+)
+roles = _completer(lambda _, __: ROLES.items())
+
+
+def _asker(ctx: typer.Context) -> Ask:
+    """GET as the settings say, each request on a connection of its own.
+
+    Raises:
+        ParamdError: no control plane is known, or it is on another host without TLS.
+    """
+    url, token, job, tls_ca = _where(ctx)
+
+    def ask(path: str) -> Any:
+        nonlocal job
+        if "{job}" in path and job is None:
+            (job,) = [str(one["job"]) for one in _get(url, token, tls_ca, "/jobs")["jobs"]]
+        return _get(url, token, tls_ca, path.replace("{job}", quote(job or "", safe="")))
+
+    return ask
+
+
+def _where(ctx: typer.Context) -> tuple[str, str, str | None, str | None]:
+    flags = settings.Flags()
+    level: Any = ctx
+    while level is not None:
+        given = {
+            name: level.params.get(name)
+            for name in ("job", "url", "token", "tls_ca", "context_name")
+        }
+        flags = flags.over(settings.Flags(**given))
+        level = level.parent
+    # Never the shell's stdin: `--token -` completes nothing.
+    chosen = settings.load(flags, stdin=io.StringIO(""))
+    if chosen.url is None:
+        found = places.read_endpoint(chosen.job)
+        return found.url, chosen.token or found.token, found.job, chosen.tls_ca
+    token = chosen.token
+    if token is None:
+        known = places.running_jobs()
+        token = next(one.token for one in known if one.url == chosen.url.rstrip("/"))
+    return chosen.url, token, chosen.job, chosen.tls_ca
+
+
+def _get(url: str, token: str, tls_ca: str | None, path: str) -> Any:
+    # Here, so that no other command pays for it.
+    import http.client
+
+    parts = urlsplit(url)
+    connection: http.client.HTTPConnection
+    if parts.scheme == "https":
+        connection = http.client.HTTPSConnection(
+            parts.netloc, timeout=WHOLE_S, context=_tls_context(tls_ca)
+        )
+    elif parts.hostname in settings.LOOPBACK:
+        connection = http.client.HTTPConnection(parts.netloc, timeout=WHOLE_S)
+    else:
+        raise ParamdError(f"{url} is on another host and not https")
+    try:
+        headers = {"authorization": f"Bearer {token}"}
+        connection.request("GET", f"/api/v1{path}", headers=headers)
+        answer = connection.getresponse()
+        if answer.status != http.client.OK:
+            raise ParamdError(f"{url} answered {answer.status}")
+        return json.loads(answer.read(MAX_ANSWER_BYTES))
+    finally:
+        connection.close()
+
+
+def _tls_context(tls_ca: str | None) -> ssl.SSLContext:
+    # Imports gRPC, so only where it is needed.
+    from paramd.security.tls import ClientTls
+
+    return ClientTls.from_environment(tls_ca).ssl_context()
+
+
+def _age_s() -> float:
+    """Seconds since this process was started; 0 when that cannot be told."""
+    try:
+        ticks = places.process_start(os.getpid())
+        uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, ValueError):
+        return 0.0
+    started_s = ticks / os.sysconf("SC_CLK_TCK")
+    return max(min(uptime_s, time.clock_gettime(time.CLOCK_BOOTTIME)) - started_s, 0.0)

@@ -1,0 +1,89 @@
+"""`paramd dashboard`: open the control plane's page, signed in by a link that works once.
+
+The link holds a code, not a token, and in the fragment, which browsers do not send. It is good for
+one minute. A browser gets it from a file that only this user can read: in its argument, where
+other users of the machine can read it, stands the file's name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import quote
+
+import typer
+
+from paramd import places, state_files
+from paramd.cli.options import Target, with_target
+from paramd.cli.shell import say
+
+PAGE_FILE = "sign-in.html"
+CODES = "/session/codes"
+
+_PAGE = """<!doctype html>
+<meta charset="utf-8">
+<meta name="referrer" content="no-referrer">
+<meta http-equiv="refresh" content="0; url={link}">
+<title>paramd</title>
+<a href="{link}">the dashboard</a>
+"""
+
+
+@with_target
+def dashboard(
+    target: Target,
+    browser: Annotated[
+        bool, typer.Option("--browser/--no-browser", help="Open it in a browser, if there is one.")
+    ] = True,
+) -> None:
+    """Open the dashboard, signed in.
+
+    Prints the link, which signs in once, within a minute, with the rights of
+    your token. The token itself is in no URL. From another machine, forward the
+    port first: ssh -L 8470:127.0.0.1:8470 HOST
+    """
+    import webbrowser
+
+    url, link, ttl_s = asyncio.run(_link(target))
+    opened = browser and has_browser() and webbrowser.open(page_file(link).as_uri())
+    print(link)
+    sys.stdout.flush()
+    say(
+        f"{'opened' if opened else 'open the link for'} {url}; the link signs in once, within "
+        f"{ttl_s:.0f} s"
+    )
+
+
+async def _link(target: Target) -> tuple[str, str, float]:
+    async with target.rest() as (client, job):
+        made = await client.send("POST", CODES)
+        place = f"/{quote(job, safe='')}" if job is not None else ""
+        return client.url, f"{client.url}/#/sign-in/{made['code']}{place}", float(made["ttl_s"])
+
+
+def page_file(link: str) -> Path:
+    """A file of this user alone that leads a browser to the link. Raises UsageError."""
+    from html import escape
+
+    path = places.state_dir() / PAGE_FILE
+    with state_files.state_dir_errors():
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        state_files.replace(path, _PAGE.format(link=escape(link)))
+    return path
+
+
+def has_browser() -> bool:
+    """Whether a browser would get a window; one in the terminal would take over the shell."""
+    import webbrowser
+
+    shown = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
+    if sys.platform != "darwin" and not any(os.environ.get(name) for name in shown):
+        return False
+    try:
+        webbrowser.get()
+    except webbrowser.Error:
+        return False
+    return True

@@ -1,0 +1,103 @@
+"""Blocks in which other weights stand in for the training's: averaged, merged, of an evaluation.
+
+    enter    SEQ odd, as when an update begins, before anything changes. The page's text is the
+             label, and the state rests with a digest that no samples have: only who accepts
+             changed values is given them, with the label
+    leave    the label goes, and the state rests with its digest from before the block: what was
+             not brought back counts as changed. Training that goes on settles it, unless its
+             step was settled before with other values: one step never has two
+
+If the block raised and the samples differ, nobody knows whose values these are: the label stays
+until training goes on.
+
+No boundary takes place in a block, except before an update inside; then this rank promises
+nothing. So every rank has one boundary for each update, whether it enters a block or not.
+
+All methods are called with the boundary's lock held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from paramd.memory.control_page import STANDS_IN, ControlPage, Word
+from paramd.memory.gate import TrainerGate
+
+CHANGED = -1
+"""A digest that no samples have."""
+
+
+class Say(Protocol):
+    """Publishes why the parameters are not served."""
+
+    def __call__(self, why: str, *, unserved: int = 1) -> None: ...
+
+
+class StandIns:
+    """The blocks that are open now, and what their end must know of their beginning."""
+
+    def __init__(self, page: ControlPage, gate: TrainerGate, digest: Callable[[], int]) -> None:
+        """`digest`: of the samples as they are now; constant where the arena is a mirror."""
+        self._words = page.words
+        self._gate = gate
+        self._digest = digest
+        self._labels: list[str] = []
+        self._step = 0
+        self._before = CHANGED
+        self._why = ""
+        self._readable = self._settled = False
+        self.void = ""
+        """Why the present step is not served again; empty when it may be."""
+
+    @property
+    def open(self) -> bool:
+        """Whether a block is open."""
+        return bool(self._labels)
+
+    def enter(self, label: str, step: int, iteration: int, *, why: str, say: Say) -> None:
+        """Begin a block; `why` is what the page says now."""
+        words = self._words
+        # First: whatever fails below, no boundary settles what the block holds.
+        self._labels.append(label)
+        if len(self._labels) == 1:
+            even = words[Word.SEQ] & ~1
+            # The first state of all has no digest of a settled one.
+            self._settled = 0 < even == words[Word.SETTLED_SEQ] and words[Word.STEP] == step
+            self._readable = bool(words[Word.REST]) or not words[Word.SEQ] & 1
+            resting = words[Word.REST_DIGEST] if words[Word.REST] else CHANGED
+            self._before = words[Word.SETTLED_DIGEST] if self._settled else resting
+            # A label that an earlier block left behind is no reason of its own.
+            self._why = why if words[Word.UNSERVED] != STANDS_IN else ""
+            self._step = step
+            self._gate.begin_update()
+        self._tell(step, iteration, say)
+
+    def leave(self, label: str, step: int, iteration: int, *, failed: bool, say: Say) -> None:
+        """End a block; `failed`: it raised."""
+        self._labels.remove(label)
+        if self._labels:
+            self._tell(step, iteration, say)
+            return
+        if step != self._step:
+            # An update inside changed what was to be brought back.
+            self._before, self._settled = CHANGED, False
+        same = self._digest() == self._before
+        if self._settled and not same:
+            self.void = (
+                f"step {step} was served before other weights stood in ({label!r}), and its "
+                "values are no longer the same; the next step is served again"
+            )
+        if failed and not same:
+            return
+        self._words[Word.REST] = 0
+        say(self._why)
+        if self._readable:
+            self._gate.rest(step, iteration, self._before)
+
+    def _tell(self, step: int, iteration: int, say: Say) -> None:
+        # While nothing rests: a copy with one label never gets another.
+        self._words[Word.REST] = 0
+        say(", ".join(self._labels), unserved=STANDS_IN)
+        if self._readable:
+            self._gate.rest(step, iteration, CHANGED)

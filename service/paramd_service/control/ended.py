@@ -1,0 +1,135 @@
+"""`python -m paramd_service.control.ended`: what the store on disk says of a job that has ended.
+
+Prints one JSON document with the shapes of REST, for the command line, which knows no database.
+Reads only: no server is started, nothing is created or migrated, and the job's directory must
+be the caller's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, func, select
+
+from paramd import places
+from paramd.errors import ConflictError, NotFoundError, ParamdError, codes_of
+from paramd_service.control.api.routes.audit import record_of
+from paramd_service.control.api.routes.edits import document_of
+from paramd_service.control.base.site import SITE_DIRECTORY
+from paramd_service.control.records.audit.audit import HeadFiles, links, newest
+from paramd_service.control.store.edits import chosen_edits, edit_of
+from paramd_service.control.store.engine import make_engine, parse_store, store_errors
+from paramd_service.control.store.migrate import revision_of
+from paramd_service.control.store.schema import REVISION, metric_points, metric_series
+
+NO_UNDO = "the job has ended"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Read, print, and return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m paramd_service.control.ended", allow_abbrev=False
+    )
+    parser.add_argument("what", choices=("step", "edits", "audit"))
+    parser.add_argument("--job", required=True, help="name of the job")
+    parser.add_argument("--limit", type=int, default=1000, help="most rows")
+    parser.add_argument("--state", default=None, help="of edits: only in this state")
+    parser.add_argument("--id", default=None, help="of edits: only ids that begin so")
+    parser.add_argument("--oldest", action="store_true", help="of the audit: oldest first")
+    given = parser.parse_args(arguments)
+    try:
+        found = read(given)
+    except ParamdError as error:
+        print(error, file=sys.stderr)
+        return codes_of(error).exit
+    json.dump(found, sys.stdout)
+    return 0
+
+
+def read(given: argparse.Namespace) -> dict[str, Any]:
+    """The document asked for.
+
+    Raises:
+        NotFoundError: there is no such job, or no store of it here.
+        ConflictError: the directory is not private, or the store is another version's.
+        StoreError: it cannot be read.
+    """
+    directory = _directory(places.check_job_name(given.job))
+    address = parse_store(os.environ.get("PARAMD_STORE_URL", ""), directory=directory)
+    if address.path is not None and not address.path.exists():
+        raise NotFoundError(f"nothing is stored of job {given.job!r} in {directory}")
+    engine = make_engine(address)
+    try:
+        with store_errors(address), engine.connect() as connection:
+            if address.path is not None:
+                # Whatever is asked below: this connection cannot write.
+                connection.exec_driver_sql("PRAGMA query_only=ON")
+            revision = revision_of(connection)
+            if revision != REVISION:
+                raise ConflictError(
+                    f"the store {address} has revision {revision or 'none'!r}, this paramd reads "
+                    f"{REVISION!r}; a control plane of the job upgrades it when it next starts"
+                )
+            return _READ[given.what](connection, directory, given)
+    finally:
+        engine.dispose()
+
+
+def _directory(job: str) -> Path:
+    """Where the job's store lies: its own directory, else the site's of this state dir."""
+    state = places.state_dir()
+    if not (state / job).is_dir():
+        raise NotFoundError(f"job {job!r} is not known here; state dir searched: {state}")
+    directory = places.job_dir(job)
+    site = state / SITE_DIRECTORY
+    if not any(directory.glob("control.sqlite")) and site.is_dir():
+        return site
+    return directory
+
+
+def _step(connection: Connection, directory: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """The last step in the metric history: all there is when nobody noted the end."""
+    steps = (
+        select(func.max(metric_points.c.step), func.max(metric_points.c.time_ms))
+        .join(metric_series, metric_series.c.id == metric_points.c.series_id)
+        .where(metric_series.c.job == given.job)
+    )
+    step, time_ms = connection.execute(steps).one()
+    return {
+        "step": int(step) if step is not None else -1,
+        "seen_s": time_ms / 1000 if time_ms is not None else None,
+    }
+
+
+def _edits(connection: Connection, directory: Path, given: argparse.Namespace) -> dict[str, Any]:
+    chosen = chosen_edits(given.job, state=given.state, id_prefix=given.id).limit(given.limit)
+    rows = [edit_of(row) for row in connection.execute(chosen)]
+    return {"edits": [document_of(row, NO_UNDO).model_dump(mode="json") for row in rows]}
+
+
+def _audit(connection: Connection, directory: Path, given: argparse.Namespace) -> dict[str, Any]:
+    if given.oldest:
+        found = links(connection, given.job, after_seq=0, limit=given.limit)
+    else:
+        found = newest(connection, given.job, before_seq=None, limit=given.limit)
+    head = HeadFiles(directory).read(given.job)
+    return {
+        "job": given.job,
+        "anchor_seq": head.seq if head is not None else 0,
+        "anchor_hash": head.hash if head is not None else "",
+        "records": [record_of(link).model_dump(mode="json") for link in found],
+        "next_page_token": "",
+    }
+
+
+_READ = {"step": _step, "edits": _edits, "audit": _audit}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

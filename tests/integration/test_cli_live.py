@@ -1,0 +1,221 @@
+"""The command line as a user meets it: another process, and a training that goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from urllib.request import Request, urlopen
+
+import psutil
+import pytest
+
+import paramd
+from paramd.cli.demo import started
+from paramd.cli.main import main
+from paramd.errors import NotFoundError, UsageError
+from paramd.mesh.exports.calls import ExportState
+from paramd.places import read_endpoint
+from tests.integration.client_job import wait_for
+
+JOB = "live"
+INTERRUPTED = 130
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A training of one rank, and the state directory that it is found in."""
+    folder = tmp_path_factory.mktemp("live")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PARAMD_STATE_DIR", str(folder / "state"))
+        patch.setenv("PARAMD_LISTEN", "127.0.0.1:0")
+        with started(JOB, folder, keep=True, ranks=1) as training:
+            training.wait_until_open(timeout_s=100)
+            wait_for(lambda: main(["status", "-o", "name"]) == 0, "all ranks well")
+            yield folder / "state"
+
+
+@pytest.fixture(autouse=True)
+def the_live_job(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARAMD_STATE_DIR", str(state))
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
+def begun(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "paramd.cli", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ran(*arguments: str, code: int = 0) -> tuple[str, str]:
+    """What a command printed to stdout and stderr, once it has ended with `code`."""
+    with begun(*arguments) as process:
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    return out, err
+
+
+def interrupted(process: subprocess.Popen[str], *, twice: bool = False) -> str:
+    """What a command says on Ctrl-C; `twice` as when the whole foreground group gets it, too."""
+    with process:
+        process.send_signal(signal.SIGINT)
+        if twice:
+            process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == INTERRUPTED, err
+    assert "bug" not in err
+    assert "Traceback" not in err
+    return err
+
+
+def read_line(process: subprocess.Popen[str]) -> str:
+    """The next line of stdout, within a deadline."""
+    assert process.stdout is not None
+    assert select.select([process.stdout], [], [], 60)[0]
+    return process.stdout.readline()
+
+
+def test_the_ids_that_are_printed_are_taken_everywhere() -> None:
+    listed = ran("edit", "layers.0.up.bias", "--add", "0.25")[0].splitlines()
+    short = listed[1].split()[0]
+    assert len(short) == 8
+    (edit,) = json.loads(ran("edits", short, "-o", "json")[0])["edits"]
+    assert edit["id"].startswith(short)
+    with paramd.connect(job=JOB) as mesh:
+        assert mesh.get_edit(short).id == edit["id"]
+        assert short in repr(mesh.get_edit(short))
+        with pytest.raises(NotFoundError, match="no id begins with 'xyz'; see: paramd edits"):
+            mesh.get_edit("xyz")
+        with pytest.raises(NotFoundError, match="paramd exports"):
+            mesh.get_export("ffffffff")
+    endpoint = read_endpoint(JOB)
+    assert endpoint is not None
+    headers = {"authorization": f"Bearer {endpoint.token}"}
+    asked = Request(f"{endpoint.url}/api/v1/jobs/{JOB}/edits/{short}", headers=headers)
+    with urlopen(asked, timeout=30) as answer:
+        assert json.load(answer)["id"] == edit["id"]
+    out, _ = ran("undo", short)
+    assert f"undo {short}" in out
+    assert "no id begins with" in ran("undo", "0123456789", code=4)[1]
+
+
+def test_a_short_id_that_several_begin_with_names_them() -> None:
+    # 17 ids share a first digit, whatever they are.
+    for _ in range(17):
+        assert main(["edit", "layers.0.up.bias", "--add", "0.5", "--dry-run"]) == 0
+    with paramd.connect(job=JOB) as mesh:
+        ids = [edit.id for edit in mesh.edits(limit=100)]
+        digit = next(d for d in "0123456789abcdef" if sum(i.startswith(d) for i in ids) > 1)
+        with pytest.raises(UsageError, match="several ids begin with") as caught:
+            mesh.get_edit(digit)
+        named = [i for i in ids if i in str(caught.value)]
+        assert len(named) > 1
+        assert all(i.startswith(digit) for i in named)
+
+
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("attempt", range(4))
+def test_ctrl_c_ends_grads_without_a_word(attempt: int, twice: bool) -> None:
+    process = begun("grads", "*", "-o", "jsonl")
+    assert json.loads(read_line(process))["job"] == JOB
+    time.sleep(0.02 * attempt)
+    assert interrupted(process, twice=twice) == ""
+
+
+def test_ctrl_c_while_waiting_for_an_export_says_that_it_goes_on() -> None:
+    # Its sidecar stands still, so that the export cannot end before the interrupt.
+    sidecar = next(
+        process
+        for process in psutil.Process().children(recursive=True)
+        if "paramd_service.sidecar" in process.cmdline()
+    )
+    with paramd.connect(job=JOB) as mesh:
+        sidecar.suspend()
+        try:
+            process = begun("export", "checkpoints/interrupted", "--wait")
+            wait_for(lambda: bool(mesh.exports()), "the export's begin")
+            time.sleep(0.5)  # until the command waits for it
+            err = interrupted(process)
+        finally:
+            sidecar.resume()
+        found = mesh.exports()[0]
+    assert f"export {found.id[:8]} goes on" in err
+    assert f"paramd exports {found.id[:8]} --cancel" in err
+    with paramd.connect(job=JOB) as mesh:
+        # It may fail for the sidecar that stood still; the interrupt did not cancel it.
+        assert mesh.export_ended(found, timeout=60).state is not ExportState.CANCELLED
+
+
+def on_terminal(*arguments: str, columns: int = 80) -> str:
+    """What a command prints on a terminal of that width."""
+    screen, shell = pty.openpty()
+    termios.tcsetwinsize(shell, (24, columns))
+    try:
+        with subprocess.Popen(
+            [sys.executable, "-m", "paramd.cli", *arguments],
+            stdin=subprocess.DEVNULL, stdout=shell, stderr=subprocess.DEVNULL,
+        ) as process:  # fmt: skip
+            os.close(shell)
+            found = b""
+            with suppress(OSError):  # how a terminal ends
+                while part := os.read(screen, 65536):
+                    found += part
+            assert process.wait(60) == 0
+    finally:
+        os.close(screen)
+    return re.sub(r"\x1b\[[?\d;]*[A-Za-z]|\r", "", found.decode())
+
+
+@pytest.mark.parametrize(
+    "command", [("params",), ("stats", "*"), ("edits",), ("audit",), ("grads", "*", "-n", "1")]
+)
+def test_tables_fit_a_terminal_of_80_columns(command: tuple[str, ...]) -> None:
+    lines = on_terminal(*command).splitlines()
+    assert max(map(len, lines)) <= 80, lines
+    names = [line.split()[0] for line in lines if line.startswith("layers.")]
+    assert len(set(names)) == len(names)
+
+
+def test_the_audit_is_text_for_people() -> None:
+    ran("edit", "layers.0.up.bias", "--mul", "1.5")
+    out, _ = ran("audit", "-n", "5")
+    assert "ops: mul 1.5 layers.0.up.bias" in out
+    for repr_ in ("{'", "['", "None", "False", "[]"):
+        assert repr_ not in out
+
+
+def test_top_without_a_terminal_prints_one_look_and_ends() -> None:
+    out, err = ran("top")
+    assert err == ""
+    assert out.startswith(f"job {JOB}  incarnation 1  step ")
+    assert out.splitlines()[1].split()[:2] == ["RANK", "PHASE"]
+    assert out.splitlines()[2].split()[0] == "0"
+
+
+def test_a_parameter_is_called_by_its_name_everywhere() -> None:
+    name = "layers.0.up.bias"
+    for command, key in (("params", "params"), ("stats", "stats")):
+        assert json.loads(ran(command, name, "-o", "json")[0])[key][0]["name"] == name
+    assert json.loads(ran("grads", name, "-n", "1", "-o", "json")[0])["params"][0]["name"] == name
+    with paramd.connect(job=JOB) as mesh:
+        assert [info.name for info in mesh.params(name)] == [name]
+    endpoint = read_endpoint(JOB)
+    assert endpoint is not None
+    headers = {"authorization": f"Bearer {endpoint.token}"}
+    url = f"{endpoint.url}/api/v1/jobs/{JOB}/params?filter={name}"
+    with urlopen(Request(url, headers=headers), timeout=30) as answer:
+        assert json.load(answer)["params"][0]["name"] == name

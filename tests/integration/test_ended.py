@@ -1,0 +1,225 @@
+"""The command line and jobs that have ended: what is stored of them, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paramd import places
+from paramd.cli.main import main
+from paramd.memory import handover
+from tests.integration.client_job import JOB, Job, running_job, wait_for
+from tests.integration.test_client import layout
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PARAMD_STATE_DIR", str(tmp_path))
+    for name in ("PARAMD_OUTPUT", "PARAMD_JOB", "PARAMD_URL", "PARAMD_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def answer(capsys: Capture, *arguments: str, code: int = 0) -> tuple[str, str]:
+    """What a command wrote to stdout and stderr, once its exit code is the expected one."""
+    found = main(arguments)
+    captured = capsys.readouterr()
+    assert found == code, captured.err
+    return captured.out, captured.err
+
+
+def document(capsys: Capture, *arguments: str) -> dict[str, Any]:
+    found = json.loads(answer(capsys, *arguments, "-o", "json")[0])
+    assert isinstance(found, dict)
+    return found
+
+
+def detach(job: Job) -> None:
+    """The trainers leave as `detach` has it: their sidecars go with them."""
+    for rank in job.ranks:
+        handover.send(rank.connection, {"op": "detach"})
+    for rank in job.ranks:
+        rank.process.wait(timeout=20)
+
+
+@pytest.fixture
+def past(capsys: Capture) -> str:
+    """A job that made a step, refused an edit, and ended cleanly; gives its edit's id."""
+    with running_job(layout()) as job:
+        job.update()
+        answer(capsys, "edit", "rows", "--mul", "2", "--note", "too late", "--no-wait")
+        edit_id = document(capsys, "edits")["edits"][0]["id"]
+        detach(job)
+        job.control.wait(timeout=20)
+    return edit_id
+
+
+def test_a_clean_end_never_looks_like_an_outage(capsys: Capture) -> None:
+    with running_job(layout()) as job:
+        job.update()
+        detach(job)
+        # Asked again and again until the control plane is gone: from its leaving sidecars on.
+        while job.control.poll() is None:
+            found = document(capsys, "status", "--job", JOB)
+            assert (found["state"], found["step"], found["ranks"]) == ("ended", 1, [])
+    found = document(capsys, "status", "--job", JOB)
+    assert (found["state"], found["step"], found["world_size"]) == ("ended", 1, 2)
+    assert abs(found["ended_s"] - time.time()) < 60
+    out, err = answer(capsys, "status", "--job", JOB)
+    assert "ended" in out
+    assert "after step 1, incarnation 1" in err
+    assert "step -1" not in out + err
+
+
+def test_edits_and_audit_of_an_ended_job_come_from_disk(past: str, capsys: Capture) -> None:
+    found = document(capsys, "edits", "--job", JOB)
+    assert [(row["id"], row["note"]) for row in found["edits"]] == [(past, "too late")]
+    one = document(capsys, "edits", past[:8], "--job", JOB)["edits"][0]
+    assert (one["undoable"], one["ops"][0]["op"]) == (False, "mul")
+    assert document(capsys, "edits", "--job", JOB, "--state", "applied")["edits"] == []
+    _, err = answer(capsys, "edits", "ffffffff", "--job", JOB, code=4)
+    assert "no edit" in err
+    listed = document(capsys, "audit", "--job", JOB)
+    methods = [record["method"] for record in listed["records"]]
+    assert (methods[0], methods[-1]) == ("control.stop", "control.start")
+    assert "incarnation.end" in methods
+    limited = document(capsys, "audit", "-n", "2", "--job", JOB)["records"]
+    assert [record["method"] for record in limited] == methods[:2]
+    checks = document(capsys, "audit", "verify", "--job", JOB)["checks"]
+    assert (checks[0]["good"], checks[0]["count"]) == (True, len(methods))
+    assert "ended at" in answer(capsys, "edits", "--job", JOB)[1]
+
+
+def test_reading_an_ended_job_changes_nothing_on_disk(
+    past: str, state: Path, capsys: Capture
+) -> None:
+    store = state / JOB / "control.sqlite"
+    before = (store.read_bytes(), sorted(path.name for path in store.parent.iterdir()))
+    for command in (["status"], ["edits"], ["audit"], ["audit", "verify"]):
+        answer(capsys, *command, "--job", JOB)
+    assert (store.read_bytes(), sorted(path.name for path in store.parent.iterdir())) == before
+
+
+def test_an_ended_job_is_its_owners_alone(past: str, state: Path, capsys: Capture) -> None:
+    (state / JOB).chmod(0o755)
+    for command in ("status", "edits", "audit"):
+        out, err = answer(capsys, command, "--job", JOB, code=5)
+        assert out == ""
+        assert "chmod 700" in err
+
+
+def test_a_command_for_live_jobs_tells_when_the_job_ended(past: str, capsys: Capture) -> None:
+    _, err = answer(capsys, "params", "--job", JOB, code=3)
+    assert "ended at" in err
+    assert "after step 1" in err
+    assert JOB in answer(capsys, "status", code=3)[1]
+
+
+def test_an_unknown_job_is_not_found(capsys: Capture, state: Path) -> None:
+    for command in ("status", "edits", "audit", "params", "alerts"):
+        _, err = answer(capsys, command, "--job", "never", code=4)
+        assert "'never' is not known here" in err
+    assert not (state / "never").exists()
+
+
+def test_a_killed_job_says_that_nobody_noted_its_end(capsys: Capture) -> None:
+    with running_job(layout()) as job:
+        job.update()
+        job.control.kill()
+        job.control.wait()
+        # Its sidecars, and so perhaps its training, live on: this is an outage, not an end.
+        _, err = answer(capsys, "status", "--job", JOB, code=3)
+        assert "sidecars of ranks 0, 1 do" in err
+    found = document(capsys, "status", "--job", JOB)
+    assert (found["state"], found["ended_s"]) == ("ended", None)
+    assert "nobody noted when" in answer(capsys, "status", "--job", JOB)[1]
+    answer(capsys, "edits", "--job", JOB)
+
+
+TRAINER = """
+import sys, time
+from tests.integration.client_job import running_job
+from tests.integration.test_client import layout
+with running_job(layout()) as job:
+    job.update()
+    print(job.ranks[0].process.pid, job.ranks[1].process.pid, job.control.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def dying() -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A trainer in a process of its own, with (sidecar, sidecar, control plane)."""
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, text=True)
+    pids: list[int] = []
+    try:
+        assert trainer.stdout is not None
+        pids = [int(pid) for pid in trainer.stdout.readline().split()]
+        starts = [places.process_start(pid) for pid in pids]
+        yield trainer, pids
+    finally:
+        trainer.kill()
+        trainer.wait()
+        assert trainer.stdout is not None
+        trainer.stdout.close()
+        for pid, start in zip(pids, starts, strict=True):
+            if places.process_start(pid) == start:
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_end_frees_what_a_dead_training_left_and_never_a_living_one(
+    dying: tuple[subprocess.Popen[str], list[int]], capsys: Capture
+) -> None:
+    trainer, pids = dying
+    out, err = answer(capsys, "end", JOB, code=5)
+    assert (out, f"process {trainer.pid}" in err) == ("", True)
+    assert all(map(places.process_start, pids))
+    trainer.kill()
+    trainer.wait()
+    wait_for(lambda: main(["end", JOB]) == 0, "the sidecars have noticed the end")
+    out, err = capsys.readouterr()
+    assert out.count("left when asked") == 2
+    assert "freed" in err
+    assert "2 of 2 sidecars" in err
+    assert not any(map(places.process_start, pids[:2]))
+    wait_for(lambda: not places.process_start(pids[2]), "the control plane has ended")
+    # Again: nothing is left to do. It was audited, and the job says that it has ended.
+    assert "nothing of job" in answer(capsys, "end", JOB)[1]
+    methods = [one["method"] for one in document(capsys, "audit", "--job", JOB)["records"]]
+    assert methods.count("job.end") >= 2
+    assert document(capsys, "status", "--job", JOB)["reason"] == "owner ended it"
+    answer(capsys, "end", "never", code=4)
+    assert "name the job" in answer(capsys, "end", code=2)[1]
+
+
+def test_end_needs_no_control_plane_and_signals_a_sidecar_that_hangs(
+    dying: tuple[subprocess.Popen[str], list[int]],
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer, pids = dying
+    trainer.kill()
+    trainer.wait()
+    os.kill(pids[2], signal.SIGKILL)
+    monkeypatch.setattr("paramd.cli.end.ANSWER_S", 0.5)
+    # One as of an older version, which does not know the question.
+    asked = handover.send
+    monkeypatch.setattr(
+        "paramd.memory.handover.send",
+        lambda connection, message: asked(connection, {**message, "op": "unheard-of"}),
+    )
+    found = document(capsys, "end", JOB)["sidecars"]
+    assert [(row["how"], row["left"]) for row in found] == [("left on SIGTERM", True)] * 2
+    assert all(row["freed_bytes"] > 0 for row in found)
+    assert not any(map(places.process_start, pids))

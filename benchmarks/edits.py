@@ -40,7 +40,9 @@ def run(*, quick: bool) -> Report:
         part_bytes = job.size_bytes // WORLD_SIZE
         for number in range(rounds + 1):
             found = {PEER: float(job.ranks.call("scatter")[0])}
-            # Ranks rest meanwhile, so that the summon is not what is measured.
+            # What was scattered is served once training has gone on; then ranks rest, so that
+            # the summon is not what is measured.
+            job.ranks.call("pace", 0.001, 2)
             job.client.call("begin_writing")
             for name, command in (
                 (HOST, ("end_writing",)),

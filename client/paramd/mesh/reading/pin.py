@@ -118,7 +118,10 @@ class Pinner:
             try:
                 found, reason = await self._try_once(spans, left_s, with_buffers, unsettled)
             except AbortedError as error:
-                found, reason = None, str(error)
+                # An attempt that had hardly any time left says less than an earlier one.
+                if not reason or left_s >= _ANOTHER_CALL_S:
+                    reason = str(error)
+                found = None
             except DeadlineError as error:
                 if deadline_s - self._clock() < _ANOTHER_CALL_S:
                     if not reason:

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
@@ -44,6 +47,9 @@ if TYPE_CHECKING:
     from paramd_service.tls import ServerTls
 
 _PROGRAM_BYTES = 4 << 20
+
+CLOSE_S = 5.0
+"""Closing an attachment takes milliseconds; after this long the log says what it waits for."""
 
 CLIENT_NS = 10_000_000_000
 """How long a caller counts as a client that may soon ask for a boundary."""
@@ -430,6 +436,22 @@ class RankSidecar:
         self.leaving.set()
 
     async def _drop_attached(self) -> None:
+        slow = asyncio.get_running_loop().call_later(CLOSE_S, self._tell_threads)
+        try:
+            await self._close_attached()
+        finally:
+            slow.cancel()
+
+    def _tell_threads(self) -> None:
+        """Log what all threads do: closing waits for one of them."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        stacks = {
+            names.get(number, str(number)): traceback.format_stack(frame)[-3:]
+            for number, frame in sys._current_frames().items()
+        }
+        self.log("closing-takes-long", seconds=CLOSE_S, threads=stacks)
+
+    async def _close_attached(self) -> None:
         pins, attached = self._pins, self._attached
         # Unset before closing, so that new calls are refused at once.
         self.mesh = None

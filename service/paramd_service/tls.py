@@ -157,7 +157,8 @@ class ServerTls:
 
     def ssl_context(self, least: ssl.TLSVersion = ssl.TLSVersion.TLSv1_2) -> ssl.SSLContext:
         """For HTTPS and streams, of `least` or newer; checks the files in every handshake."""
-        seen, current = [self._loaded], [self._context(least)]
+        outer = self._context(least)
+        seen, current = [self._loaded], [outer]
 
         def at_handshake(sock: ssl.SSLObject, _name: str | None, _old: ssl.SSLContext) -> None:
             self.refresh()
@@ -167,7 +168,6 @@ class ServerTls:
                     current[0], seen[0] = self._context(least), self._loaded
             sock.context = current[0]
 
-        outer = self._context(least)
         outer.sni_callback = at_handshake
         return outer
 

@@ -39,6 +39,7 @@ SIDECAR: dict[str, set[Role]] = {
     "GetMetrics": OK_TO_ASK,
     "PinSnapshot": READS,
     "ReadSnapshot": READS,
+    "GrantStream": READS,
     "RenewSnapshot": READS,
     "ReleaseSnapshot": READS,
     "ListSnapshots": READS,

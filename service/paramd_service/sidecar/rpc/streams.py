@@ -138,8 +138,6 @@ class StreamServer:
                 rank.log("no-streams", port=port, reason=repr(error))
         if self._listener is None:
             return
-        if rank.tls is not None:
-            self._tls = rank.tls.ssl_context(ssl.TLSVersion.TLSv1_3)
         self._listener.setblocking(False)
         rank.stream_port = self._listener.getsockname()[1]
         self._loop.add_reader(self._listener.fileno(), self._accept)
@@ -275,12 +273,19 @@ class StreamServer:
             while len(self._strangers) >= MAX_STRANGERS:
                 next(iter(self._strangers)).close()
             try:
-                stranger = _Stranger(self, accepted, self._tls)
+                stranger = _Stranger(self, accepted, self._context())
             except OSError:
-                accepted.close()  # it has left already
+                # It has left already, or the certificate cannot be read just now.
+                accepted.close()
                 continue
             self._strangers[stranger] = None
             stranger.start()
+
+    def _context(self) -> ssl.SSLContext | None:
+        """TLS of the listener; made for the first who comes, as it takes half a MiB."""
+        if self._tls is None and self._rank.tls is not None:
+            self._tls = self._rank.tls.ssl_context(ssl.TLSVersion.TLSv1_3)
+        return self._tls
 
     def _accept_again(self) -> None:
         if self._listener is not None and self._listener.fileno() >= 0:

@@ -89,7 +89,7 @@ def _names(ask: Ask, incomplete: str) -> Iterator[Item]:
     if not any(c in incomplete for c in "*?[]<>=! "):
         wanted = quote(f"{incomplete}*", safe="")
         for one in ask(f"/jobs/{{job}}/params?limit={MAX_SHOWN}&filter={wanted}")["params"]:
-            yield one["fqn"], f"{one['dtype']} {'x'.join(map(str, one['shape']))}"
+            yield one["name"], f"{one['dtype']} {'x'.join(map(str, one['shape']))}"
 
 
 def _ids(rows: Iterable[Mapping[str, Any]], incomplete: str, *about: str) -> Iterator[Item]:

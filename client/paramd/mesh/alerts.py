@@ -38,7 +38,7 @@ class Alert:
     """firing or resolved."""
     reason: str
     ranks: tuple[int, ...]
-    fqn: str
+    name: str
     """Tensor it concerns; empty for none."""
     step: int
     """Step it was last found at; -1 for none."""
@@ -129,7 +129,7 @@ def parse_alert(found: Mapping[str, Any]) -> Alert:
         state=str(found["state"]),
         reason=str(found["reason"]),
         ranks=tuple(int(rank) for rank in found["ranks"]),
-        fqn=str(found["fqn"]),
+        name=str(found["name"]),
         step=int(found["step"]),
         first_seen_s=float(found["first_seen_s"]),
         last_seen_s=float(found["last_seen_s"]),

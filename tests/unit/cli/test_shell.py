@@ -110,7 +110,7 @@ def test_without_a_job_the_next_step_is_said(capsys: pytest.CaptureFixture[str])
 
 
 def test_options_may_stand_before_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--job", "early", "status"]) == 3
+    assert main(["--job", "early", "status"]) == 4
     assert "'early'" in capsys.readouterr().err
-    assert main(["--job", "early", "status", "--job", "late"]) == 3
+    assert main(["--job", "early", "status", "--job", "late"]) == 4
     assert "'late'" in capsys.readouterr().err

@@ -51,13 +51,13 @@ def test_what_is_summoned_loads_and_what_is_frozen_is_listed(
         assert torch.equal(model.state_dict()["norm.running_var"], plain["norm.running_var"])
 
         frozen = {"adapter.weight", "adapter.bias"}
-        assert {row.fqn for row in mesh.params(trainable=False)} == frozen
-        assert {row.fqn for row in mesh.params(buffers=True, trainable=True)} == {
+        assert {row.name for row in mesh.params(trainable=False)} == frozen
+        assert {row.name for row in mesh.params(buffers=True, trainable=True)} == {
             "embed.weight",
             "norm.weight",
             "norm.bias",
         }
-        shown = {row.fqn: row.trainable for row in mesh.params(buffers=True)}
+        shown = {row.name: row.trainable for row in mesh.params(buffers=True)}
         assert shown["norm.running_mean"] is None
         assert listed("--frozen") == frozen
         assert listed("trainable=false") == frozen
@@ -70,7 +70,7 @@ def listed(*arguments: str) -> set[str]:
         capture_output=True,
         check=True,
     )
-    return {row["fqn"] for row in json.loads(ended.stdout)["params"]}
+    return {row["name"] for row in json.loads(ended.stdout)["params"]}
 
 
 def test_averaged_weights_are_refused_by_their_label_or_told_with_it(

@@ -20,6 +20,11 @@ def width_of(widths: Sequence[int]) -> int:
     return sum(widths) + GAP * max(len(widths) - 1, 0)
 
 
+def least_of(widths: Sequence[int], cuts: Sequence[Cut], kept: Sequence[int]) -> int:
+    """Of a line with these columns, names as short as they may be."""
+    return width_of([min(widths[at], LEAST) if cuts[at] else widths[at] for at in kept])
+
+
 def chosen(
     widths: Sequence[int], cuts: Sequence[Cut], drops: Sequence[int], width: int
 ) -> list[int]:
@@ -28,9 +33,8 @@ def chosen(
     Args:
         drops: 0 for a column that stays; of the others the highest goes first.
     """
-    least = [min(w, LEAST) if cut else w for w, cut in zip(widths, cuts, strict=True)]
     kept = list(range(len(widths)))
-    while width_of([least[at] for at in kept]) > width:
+    while least_of(widths, cuts, kept) > width:
         goes = max(kept, key=lambda at: (drops[at], at))
         if not drops[goes]:
             break

@@ -119,14 +119,22 @@ def _fitted(
 ) -> tuple[list[Column], list[list[str]], str]:
     widths = [max(map(len, column)) for column in cells]
     cuts = [column.cut for column in columns]
-    kept = fitting.chosen(widths, cuts, [column.drop for column in columns], width)
+    drops = [column.drop for column in columns]
+    room = width
+    while True:
+        kept = fitting.chosen(widths, cuts, drops, room)
+        wide = fitting.cut_widths([widths[at] for at in kept], [cuts[at] for at in kept], width)
+        found = []
+        for at, most in zip(kept, wide, strict=True):
+            head, *texts = cells[at]
+            cut = widths[at] > most
+            found.append([head, *(fitting.shortened(texts, most, cuts[at]) if cut else texts)])
+        over = fitting.width_of([max(map(len, column)) for column in found]) - width
+        # Names that would become alike kept more than they were given: then a column goes.
+        if over <= 0 or not any(drops[at] for at in kept):
+            break
+        room = fitting.least_of(widths, cuts, kept) - 1
     gone = [column.heading for at, column in enumerate(columns) if at not in kept]
-    wide = fitting.cut_widths([widths[at] for at in kept], [cuts[at] for at in kept], width)
-    found = []
-    for at, most in zip(kept, wide, strict=True):
-        head, *texts = cells[at]
-        cut = widths[at] > most
-        found.append([head, *(fitting.shortened(texts, most, cuts[at]) if cut else texts)])
     lacks = [f"without {', '.join(gone)}"] if gone else []
     lacks += (
         ["with texts cut at …"] if any("…" in text for column in found for text in column) else []

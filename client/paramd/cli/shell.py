@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from typing import TextIO
 
@@ -21,6 +22,8 @@ def run(app: Callable[[], object], *, debug: bool) -> int:
     7 denied, 8 timeout; 130 interrupted, 141 broken pipe on stdout.
     """
     stdout = sys.stdout
+    # Ctrl-C may come between making a coroutine and handing it on.
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     try:
         result = app()
         sys.stdout.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from paramd.errors import AbortedError, UsageError
+from paramd.errors import AbortedError, ParamdError, UsageError
 from paramd.memory.control_page import PAGE_BYTES, ControlPage, Word
 from paramd.memory.descriptors import SparseMemory, create_memory, create_sparse
 from paramd.memory.gradient_program import ARM_WORDS, Notes, Slot
@@ -147,3 +148,46 @@ async def test_lossless_readers_are_told_to_the_trainer_for_a_while(training: Tr
     training.gradients.update(6)
     assert training.page[Word.LOSSLESS_EVERY] == 3
     assert training.page[Word.LOSSLESS_UNTIL_NS] > 0
+
+
+async def test_who_asks_between_a_frame_and_its_updates_begin_is_answered(
+    training: Training,
+) -> None:
+    """The trainer fills the slot first; an update counts as begun a moment later."""
+    gate = threading.Event()
+
+    def held(_memory: object, _slot: int) -> str:
+        gate.wait(30)
+        return "early"
+
+    spans = ((0, ARENA_BYTES),)
+    early = asyncio.create_task(training.gradients.capture(5, spans, held))
+    slot = await training.armed(5)
+    begun, training.page[Word.GRADIENTS_STEP] = training.page[Word.GRADIENTS_STEP], 5
+    training.update(5, slot, 2.0)
+    training.page[Word.GRADIENTS_STEP] = begun
+    training.gradients.woken()
+    async with asyncio.timeout(30):
+        while not training.gradients.captured_count:
+            await asyncio.sleep(0.001)
+        late = asyncio.create_task(training.gradients.capture(5, spans, lambda *_: "late"))
+        await asyncio.sleep(0.01)
+        gate.set()
+        assert [(await one)[0] for one in (early, late)] == ["early", "late"]
+
+
+async def test_a_fault_of_ours_while_a_frame_is_read_fails_its_requests(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = training.reduce(5)
+    slot = await training.armed(5)
+
+    def broken(_slot: Slot) -> Notes:
+        raise ValueError("no notes")
+
+    monkeypatch.setattr(Slot, "read_notes", broken)
+    training.update(5, slot, 2.0)
+    async with asyncio.timeout(10):
+        with pytest.raises(ParamdError, match="ValueError"):
+            await asked
+    assert [training.page[word] for word in ARM_WORDS] == [0, 0]

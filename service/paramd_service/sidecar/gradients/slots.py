@@ -24,6 +24,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -274,7 +275,7 @@ class Gradients:
         frame = self._frames.setdefault(step, Frame(step))
         frame.wants.append(want)
         if frame.state is State.ARMED and not covers(united(frame.program()), spans):
-            self._start(self._arm(frame))
+            self._start(frame, self._arm(frame))
         self._look()
         try:
             return await asyncio.shield(want.done)
@@ -350,7 +351,7 @@ class Gradients:
                 frame.slot = self._in_slot.index(None)
                 self._in_slot[frame.slot] = frame
                 frame.state = State.RESERVING
-                self._start(self._arm(frame))
+                self._start(frame, self._arm(frame))
         self._look_again()
 
     def _look_at(self, frame: Frame) -> None:
@@ -362,7 +363,7 @@ class Gradients:
         if done == frame.step:
             self.captured_count += 1
             frame.state = State.SERVING
-            self._start(self._serve(frame, slot))
+            self._start(frame, self._serve(frame, slot))
         elif done == -frame.step:
             self._miss(frame, AbortedError(f"update {frame.step} has no gradient frame"))
         elif begun:
@@ -419,9 +420,9 @@ class Gradients:
     async def _serve(self, frame: Frame, slot: Slot) -> None:
         notes = slot.read_notes()
         served = frame.programs.get(notes.version, ())
-        for want in list(frame.wants):
-            if want.done.done():
-                continue
+        # Looked at anew each time: until the update has begun, which is a moment after its frame is
+        # there, more may ask for it.
+        while want := next((one for one in frame.wants if not one.done.done()), None):
             # The trainer served an earlier program, before this request was added.
             if not covers(served, want.spans):
                 self._miss_one(want, self._passed(frame.step))
@@ -468,10 +469,16 @@ class Gradients:
             if self._words[word] == frame.step:
                 self._words[word] = 0
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, frame: Frame, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(partial(self._over, frame))
+
+    def _over(self, frame: Frame, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # A fault of ours must not leave whoever asked waiting.
+            self._fail(frame, ParamdError(f"update {frame.step} could not be served: {error!r}"))
 
 
 def _be_nice() -> None:

@@ -189,8 +189,10 @@ def test_who_joins_later_is_told_and_who_is_left_alone_remembers(job: Job) -> No
         job.ranks[0].process.kill()
         job.respawn(job.ranks[0])
         wait_for(lambda: doomed.status(0)[0] is grpc.StatusCode.UNAUTHENTICATED, "rank 0 is told")
+        # A busy machine may have been at the respawn for longer than the token lived.
+        looked_s = max(short.expires_s, time.time())
         wait_for(lambda: short.status(1)[0] is grpc.StatusCode.UNAUTHENTICATED, "short expires")
-        assert time.time() < short.expires_s + WITHIN_S, "not only after the leeway for clocks"
+        assert time.time() < looked_s + WITHIN_S, "not only after the leeway for clocks"
         assert REVOKED in short.status(1)[1]
         job.control.kill()
         job.control.wait()

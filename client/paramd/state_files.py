@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import re
 import socket
@@ -56,6 +57,14 @@ def process_start(pid: int) -> int:
     except OSError:
         return 0
     return int(fields[19]) if fields[0] not in "ZX" else 0
+
+
+def resident_bytes(pid: int) -> int:
+    """The process's resident memory; 0 if it cannot be read."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * mmap.PAGESIZE
+    except (OSError, IndexError, ValueError):
+        return 0
 
 
 def home_dir() -> Path:

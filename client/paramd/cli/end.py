@@ -37,6 +37,7 @@ from paramd.errors import (
     UnreachableError,
     UsageError,
 )
+from paramd.state_files import resident_bytes
 
 ANSWER_S = 5.0
 LEAVE_S = 20.0
@@ -142,7 +143,7 @@ def sidecars(job: str) -> Iterator[Sidecar]:
             continue
         start = places.process_start(pid) if pid else 0
         yield Sidecar(
-            rank=int(rank[1]), path=path, pid=pid, start=start, resident_bytes=_resident(pid)
+            rank=int(rank[1]), path=path, pid=pid, start=start, resident_bytes=resident_bytes(pid)
         )
 
 
@@ -248,14 +249,6 @@ def _wait(one: Sidecar, process: int | None) -> bool:
             return False
         time.sleep(0.1)
     return True
-
-
-def _resident(pid: int) -> int:
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except (OSError, IndexError, ValueError):
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _parent(pid: int) -> int:

@@ -49,8 +49,6 @@ from paramd.security.tickets import MAX_TICKET_BYTES, key_from_hex
 from paramd.v1 import common_pb2
 from paramd.version import __version__
 
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-
 # madvise(2): prefault all pages for reading (Linux 5.14).
 _MADV_POPULATE_READ = 22
 
@@ -108,14 +106,6 @@ def process_state(pid: int) -> str:
     except OSError:
         return ""
     return text.rpartition(")")[2][1:2]
-
-
-def resident_bytes(pid: int) -> int:
-    """The process's resident memory; 0 if it cannot be read."""
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
-    except (OSError, IndexError, ValueError):
-        return 0
 
 
 class Ownership(Enum):

@@ -17,6 +17,7 @@ import grpc.aio
 from paramd.errors import MAX_ID_CHARS, METADATA_KEY, ParamdError, codes_of, exhausted_of, reason_of
 from paramd.memory.control_page import Word, unserved_reason
 from paramd.memory.descriptors import reserved_bytes
+from paramd.state_files import resident_bytes
 from paramd.v1 import common_pb2, layout_pb2, sidecar_pb2
 from paramd_service.sidecar.boundaries import GAVE_UP
 from paramd_service.sidecar.copying.page_requests import apart_reason
@@ -27,7 +28,6 @@ from paramd_service.sidecar.owner import (
     PeerInfo,
     doing,
     process_state,
-    resident_bytes,
 )
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.snapshots.store import Snapshot

@@ -25,11 +25,11 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
 from paramd.errors import RANK_KEY, DeadlineError, ParamdError, UsageError
+from paramd.state_files import resident_bytes
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import CHUNK_BYTES, data_chunk
 from paramd_service import admission
 from paramd_service.admission import Shares, TokenRevokedError
-from paramd_service.sidecar.owner import resident_bytes
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc import auth, edits, exports, gateway, messages, pins
 from paramd_service.sidecar.rpc.auth import (

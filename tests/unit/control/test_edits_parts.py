@@ -194,3 +194,34 @@ async def test_a_commit_that_cannot_be_saved_reaches_nobody_and_is_aborted() -> 
     assert (ended.state, saved) == ("ABORTED", ["ABORTED"])
     assert told == ["STAGED", "ABORTED"]
     assert "reach" not in calls.asked
+
+
+async def test_a_fault_of_ours_on_the_way_to_a_rank_calls_the_edit_off() -> None:
+    class Broken(Calls):
+        async def reach(self, *_: object) -> Any:
+            raise RuntimeError("a bug")
+
+    async def save(row: EditRow) -> None:
+        pass
+
+    calls = Broken()
+    row = EditRow(
+        id=ID, job="run", incarnation=1, state="STAGING", actor="a", role="admin", created_s=0.0,
+        manifest=b"", digest="6d",
+    )  # fmt: skip
+    driver = EditRun(
+        EditMachine(world_size=2, manifest_digest=b"m"),
+        row,
+        calls=calls,  # type: ignore[arg-type]
+        boundaries=calls,
+        view=lambda: mesh(0, 1),
+        save=save,
+        on_change=lambda row: None,
+    )
+    for event in (Staged(0, b"m"), Staged(1, b"m"), Commit(1, 5)):
+        driver.feed(event)
+    ended = await asyncio.wait_for(driver.until(), 5.0)
+    await driver.finish()
+    assert ended.state == "ABORTED"
+    assert "a fault of paramd" in ended.reason
+    assert "withdraw" in calls.asked

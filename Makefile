@@ -18,7 +18,7 @@ FUZZ_SECONDS ?= 60
 SCHEMATHESIS_EXAMPLES ?= 50
 
 .DEFAULT_GOAL := help
-.PHONY: help system setup web page web-test web-types screenshot demo fast test test-gpu test-long verify fix \
+.PHONY: help system setup web page manual packages web-test web-types screenshot demo fast test test-gpu test-long verify fix \
 	security bench soak campaigns fuzz mutants mutation-score protos surface clean
 
 WEB := client/web
@@ -31,7 +31,8 @@ help: ## list the targets
 
 # Programs that tests run, and the Debian packages that have them. RUNLEVEL=1 keeps packages from
 # starting their servers: tests start their own.
-PROGRAMS := chromium:chromium promtool:prometheus systemd-analyze:systemd ip:iproute2
+PROGRAMS := chromium:chromium promtool:prometheus systemd-analyze:systemd ip:iproute2 \
+	sshd:openssh-server ssh:openssh-client
 
 system: ## what tests need of the operating system (Debian; installs it when root)
 	@missing=""; \
@@ -54,7 +55,8 @@ setup: $(STAMP) ## make .venv and install paramd with everything to build and te
 # packages.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check \
+	@echo "installing torch and what builds and tests paramd into $(VENV): 1 GB, some minutes"
+	$(BIN)/pip install $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check \
 		"$$(grep '^torch==' constraints.txt)" -c constraints.txt -e '.[dev]'
 	touch $@
 
@@ -74,6 +76,12 @@ else
 	@echo "npm is missing: the dashboard is not built, its tests are skipped"
 endif
 
+manual: setup ## build the manual into the package, where the control plane serves it; links checked
+	$(BIN)/python -m docs.build
+
+packages: manual page ## what a release is: built, installed in fresh environments, used
+	$(BIN)/python -m tests.packages
+
 web-test: $(MODULES) ## types, unit tests of the dashboard
 	cd $(WEB) && npm run --silent check && npm run --silent test
 
@@ -90,7 +98,7 @@ demo: setup ## train a small GPT on 2 ranks and look into it
 fast: setup ## tests that need neither processes of ours nor a network
 	$(BIN)/pytest -q -n 2 --dist worksteal $(FAST_TESTS)
 
-test: system setup page $(if $(NPM),web-test) ## all tests, with real processes (about 20 minutes on 2 busy cores)
+test: system setup page manual $(if $(NPM),web-test) ## all tests, with real processes (about 20 minutes on 2 busy cores)
 	$(BIN)/pytest -q -n 2 --dist worksteal $(ALL_TESTS)
 
 test-gpu: setup ## tests that need a CUDA device; skipped, with a reason, where there is none
@@ -121,7 +129,7 @@ surface: setup ## write the frozen public surface again, after a wanted change
 security: setup ## the tests of who gets in, as python -O runs us: no assertion keeps anybody out
 	PYTHONOPTIMIZE=1 $(BIN)/pytest -q -W ignore::pytest.PytestConfigWarning $(SECURITY_TESTS)
 
-bench: setup ## the benchmarks behind the README's table
+bench: setup ## the benchmarks behind docs/speed.md
 	$(BIN)/python -m benchmarks
 
 soak: system setup ## everything at once under faults: make soak MINUTES=60 [SEED=n [EPISODE=n]]
@@ -158,5 +166,5 @@ mutants: setup ## plant each known bug in a copy; the tests must see it: make mu
 	$(BIN)/python -m tests.mutants $(BUGS)
 
 clean: ## remove what was built, not the environments
-	rm -rf build dist service/paramd_service/control/web .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf build dist service/paramd_service/control/web service/paramd_service/control/manual .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find client service tests benchmarks examples protos -name __pycache__ -type d -prune -exec rm -rf {} +

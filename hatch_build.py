@@ -1,7 +1,8 @@
-"""Builds the dashboard into wheels and source archives, so that installing one needs no Node.
+"""Builds the dashboard into wheels, so that installing one needs no Node; adds the built manual.
 
 An editable install leaves the page alone: `make web` builds it. Without npm the package is
-made without the page, and the control plane says how to build it.
+made without the page, and the control plane says how to build it. The manual (`make manual`) is
+built from the installed package, so it is only taken along. A source archive has sources only.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 PAGE = Path("service/paramd_service/control/web")
+MANUAL = Path("service/paramd_service/control/manual")
 SOURCE = Path("client/web")
 SKIP = "PARAMD_PAGE"
 """Set to "skip", it makes a package without the page where npm is there but cannot be used."""
@@ -27,12 +29,14 @@ class PageHook(BuildHookInterface[Any]):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Called before the files are gathered."""
-        if version == "editable":
+        if version == "editable" or self.target_name != "wheel":
             return
         root = Path(self.root)
         if not (root / PAGE / "index.html").is_file():
             self._build(root / SOURCE)
-        build_data["artifacts"].append(f"/{PAGE.as_posix()}/**")
+        if not (root / MANUAL / "index.html").is_file():
+            self.app.display_warning("the manual is left out: it has not been built (make manual)")
+        build_data["artifacts"] += [f"/{PAGE.as_posix()}/**", f"/{MANUAL.as_posix()}/**"]
 
     def _build(self, source: Path) -> None:
         npm = shutil.which("npm")

@@ -184,6 +184,7 @@ def _first_paint(page: Page, url: str, token: str) -> tuple[float, float]:
 
 def _opened(page: Page, url: str, token: str) -> tuple[float, float]:
     times = _first_paint(page, url, token)
+    page.goto(f"{url}/#/run/mesh")
     page.wait_for_selector("canvas.field-map")
     return times
 

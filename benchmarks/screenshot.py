@@ -39,6 +39,8 @@ SETTLE_MS = 12_000
 
 README: tuple[tuple[str, str, dict[str, str]], ...] = (("dashboard", "params", {"name": WEIGHT}),)
 ALL: tuple[tuple[str, str, dict[str, str]], ...] = (
+    ("overview", "overview", {}),
+    ("runs", "runs", {}),
     ("mesh", "mesh", {"rank": "1"}),
     ("params", "params", {}),
     ("tree", "params", {"as": "tree"}),
@@ -151,7 +153,7 @@ def _shoot_edit(page: Page, endpoint: Endpoint, folder: Path, suffix: str) -> No
     page.get_by_role("button", name="Apply").click()
     page.get_by_role("dialog").wait_for()
     page.screenshot(path=folder / f"confirm{suffix}.png")
-    page.get_by_role("button", name="Leave it").click()
+    page.get_by_role("button", name="Cancel").click()
 
 
 def _ask(endpoint: Endpoint, method: str, path: str, **more: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from paramd.extras import advice
 from paramd.version import __version__
 
 if TYPE_CHECKING:
@@ -41,5 +42,12 @@ def __getattr__(name: str) -> object:
     if name == "aio":
         return import_module("paramd.aio")
     if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
+        try:
+            return getattr(import_module(_LAZY[name]), name)
+        except ModuleNotFoundError as error:
+            said = advice(f"paramd.{name}", error)
+            if said is None:
+                raise
+            # An ImportError still, for those who write `try: from paramd import attach`.
+            raise ModuleNotFoundError(said, name=error.name) from error
     raise AttributeError(f"module 'paramd' has no attribute {name!r}")

@@ -15,11 +15,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import stat
 from dataclasses import asdict, dataclass, field
 from dataclasses import replace as changed
 from datetime import UTC, datetime
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from paramd.errors import ConflictError, NotFoundError, UnreachableError, UsageError
 from paramd.state_files import (
@@ -27,6 +29,7 @@ from paramd.state_files import (
     host_id,
     is_job_name,
     job_dir,
+    kernel_of,
     locked,
     process_start,
     replace,
@@ -60,6 +63,9 @@ ENDPOINT_FILE = "endpoint.json"
 INCARNATION_FILE, OLDER_FILE = "incarnation", "epoch"
 """The counter of a job's incarnations, and its name in older versions: it must never go back."""
 MAX_ENDPOINT_BYTES = 64 << 10
+REMOTE_S = 1.0
+"""How long a control plane on another host may take to answer, when the state dir is shared."""
+
 HISTORY_FILE, OLDER_HISTORY_FILE = "incarnations.jsonl", "epochs.jsonl"
 """The history of a job's incarnations, and its name in older versions."""
 MAX_HISTORY_BYTES = 256 << 10
@@ -84,6 +90,12 @@ class Endpoint:
     """Incarnation the control plane serves."""
     pid_start: int = 0
     """Start time of `pid` from /proc, to detect a reused pid; 0 unknown."""
+    host_id: str = ""
+    """As `state_files.host_id` of its process; empty: unknown, taken for this host."""
+    ca: str = ""
+    """The job's own CA certificate (PEM), which signed the URL's; empty: none."""
+    ca_pin: str = ""
+    """Fingerprint of that CA's public key, "sha256:..."; empty: none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -322,15 +334,30 @@ def _parse(text: bytes, job: str) -> Endpoint | None:
         endpoint = Endpoint(**json.loads(text))
     except (ValueError, TypeError, RecursionError):
         return None
-    texts = (endpoint.url, endpoint.token, endpoint.grpc_address)
+    texts = (
+        endpoint.url, endpoint.token, endpoint.grpc_address,
+        endpoint.host_id, endpoint.ca, endpoint.ca_pin,
+    )  # fmt: skip
     numbers = (endpoint.pid, endpoint.incarnation, endpoint.pid_start)
     typed = all(isinstance(t, str) for t in texts) and all(type(n) is int for n in numbers)
     return endpoint if typed and endpoint.job == job and endpoint.pid > 0 else None
 
 
 def _alive(endpoint: Endpoint) -> bool:
+    if endpoint.host_id and kernel_of(endpoint.host_id) != kernel_of(host_id()):
+        return _answers(endpoint.url)
     start = process_start(endpoint.pid)
     return start != 0 and endpoint.pid_start in (0, start)
+
+
+def _answers(url: str) -> bool:
+    """Whether anybody listens there; of a process on another host we cannot tell more."""
+    parts = urlsplit(url)
+    try:
+        with socket.create_connection((parts.hostname, parts.port), REMOTE_S):
+            return True
+    except (OSError, ValueError):
+        return False
 
 
 def _next_step(running: list[Endpoint], *, ended: str = "") -> str:

@@ -1,4 +1,4 @@
-"""Server-side TLS: certificate, key and client CA from files that may be replaced.
+"""Server-side TLS: certificate, key and client CA from files that may be replaced, or from memory.
 
 The files are checked in every handshake, so a new certificate is in force with the next one,
 while existing connections keep theirs. Files that do not match (one of two has been replaced)
@@ -11,24 +11,43 @@ leave the last good ones in force.
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import logging
 import os
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import grpc
 
 from paramd.errors import UsageError
-from paramd.security.tls import SCHEME, is_loopback, read_pem, stamp_of
+from paramd.security.tls import (
+    JOB_SCHEME,
+    SCHEME,
+    Pems,
+    is_loopback,
+    load_chain,
+    read_pem,
+    stamp_of,
+)
 
 if TYPE_CHECKING:
     from cryptography.x509 import Certificate
 
 log = logging.getLogger("paramd.security.tls")
+
+
+class TlsSource(Protocol):
+    """Where a server's certificate, key and client CA come from."""
+
+    def stamp(self) -> tuple[int, ...]:
+        """Changes when any of them does."""
+        ...
+
+    def read(self) -> tuple[bytes, bytes, bytes | None]:
+        """Certificate, key, client CA; without the last, clients need no certificate."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,10 +59,41 @@ class TlsFiles:
     client_ca: Path | None = None
     """None: clients need no certificate, only their token or ticket."""
 
-    @property
-    def all(self) -> list[Path]:
-        """All files that are set."""
-        return [path for path in (self.cert, self.key, self.client_ca) if path is not None]
+    def stamp(self) -> tuple[int, ...]:
+        """See `TlsSource`."""
+        return stamp_of(path for path in (self.cert, self.key, self.client_ca) if path is not None)
+
+    def read(self) -> tuple[bytes, bytes, bytes | None]:
+        """See `TlsSource`. Raises UsageError if one cannot be read."""
+        client_ca = read_pem(self.client_ca) if self.client_ca is not None else None
+        return read_pem(self.cert), read_pem(self.key), client_ca
+
+    def __str__(self) -> str:
+        return f"{self.cert}, {self.key} or the client CA"
+
+
+class JobPems:
+    """A job's own certificate, in memory; `replace` puts another in force."""
+
+    def __init__(self, pems: Pems, *, mutual: bool) -> None:
+        """With `mutual`, clients must show a certificate of the job, too."""
+        self.pems = pems
+        self._mutual = mutual
+
+    def replace(self, pems: Pems) -> None:
+        """From the next handshake on."""
+        self.pems = pems
+
+    def stamp(self) -> tuple[int, ...]:
+        """See `TlsSource`."""
+        return self.pems.stamp()
+
+    def read(self) -> tuple[bytes, bytes, bytes | None]:
+        """See `TlsSource`."""
+        return self.pems.cert, self.pems.key, self.pems.ca if self._mutual else None
+
+    def __str__(self) -> str:
+        return "the job's certificate"
 
 
 def tls_files(cert: str, key: str, client_ca: str) -> TlsFiles | None:
@@ -100,10 +150,10 @@ class _Loaded:
 class ServerTls:
     """TLS of one server; its credentials follow the files as they are replaced."""
 
-    def __init__(self, files: TlsFiles) -> None:
-        """Read the files. Raises UsageError if they are unusable."""
-        self._files = files
-        self._loaded = _load(files)
+    def __init__(self, source: TlsSource) -> None:
+        """Read the source. Raises UsageError if it is unusable."""
+        self._source = source
+        self._loaded = _load(source)
         self._tried = self._loaded.stamp
         self.failure = ""
         """Why the current files are not in force; empty while they are."""
@@ -120,18 +170,18 @@ class ServerTls:
 
     def refresh(self) -> bool:
         """Load files that were replaced; return whether it did. Never raises."""
-        stamp = stamp_of(self._files.all)
+        stamp = self._source.stamp()
         if stamp in (self._loaded.stamp, self._tried):
             return False
         self._tried = stamp
         try:
-            self._loaded = _load(self._files)
+            self._loaded = _load(self._source)
         except UsageError as error:
             self.failure = str(error)
             log.error("%s; the last good certificate stays in force", error)
             return False
         self.failure = ""
-        log.info("TLS: new certificate from %s", self._files.cert)
+        log.info("TLS: a new certificate is in force (%s)", self._source)
         return True
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
@@ -152,7 +202,7 @@ class ServerTls:
         return grpc.dynamic_ssl_server_credentials(
             _grpc_configuration(self._loaded),
             renewed,  # type: ignore[arg-type] # None means unchanged
-            require_client_authentication=self._files.client_ca is not None,
+            require_client_authentication=self._loaded.client_ca is not None,
         )
 
     def ssl_context(self, least: ssl.TLSVersion = ssl.TLSVersion.TLSv1_2) -> ssl.SSLContext:
@@ -163,9 +213,7 @@ class ServerTls:
         def at_handshake(sock: ssl.SSLObject, _name: str | None, _old: ssl.SSLContext) -> None:
             self.refresh()
             if self._loaded is not seen[0]:
-                # The files may have been replaced again: then the next handshake retries.
-                with contextlib.suppress(OSError):
-                    current[0], seen[0] = self._context(least), self._loaded
+                current[0], seen[0] = self._context(least), self._loaded
             sock.context = current[0]
 
         outer.sni_callback = at_handshake
@@ -175,7 +223,7 @@ class ServerTls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = least
         context.set_alpn_protocols(["http/1.1"])
-        context.load_cert_chain(self._files.cert, self._files.key)
+        load_chain(context, self._loaded.cert, self._loaded.key)
         if self._loaded.client_ca is not None:
             context.verify_mode = ssl.CERT_REQUIRED
             context.load_verify_locations(cadata=self._loaded.client_ca.decode())
@@ -203,21 +251,21 @@ def advertised(listen_host: str, advertise: str, *, tls: bool) -> str:
     return listen_host
 
 
-def grpc_address(host: str, port: int, *, tls: bool) -> str:
-    """The address given to clients: "host:port", or "grpcs://host:port"."""
+def grpc_address(host: str, port: int, *, tls: bool, of_job: bool = False) -> str:
+    """The address given to clients: "host:port", "grpcs://host:port" or "mtls://host:port"."""
     name = f"[{host}]" if ":" in host else host
-    return f"{SCHEME if tls else ''}{name}:{port}"
+    scheme = JOB_SCHEME if of_job else SCHEME
+    return f"{scheme if tls else ''}{name}:{port}"
 
 
-def _load(files: TlsFiles) -> _Loaded:
+def _load(source: TlsSource) -> _Loaded:
     # Imported only with TLS: a tenth of a sidecar's memory.
     from cryptography import x509
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
     # Before reading: files replaced meanwhile then count as changed again.
-    stamp = stamp_of(files.all)
-    cert, key = read_pem(files.cert), read_pem(files.key)
-    client_ca = read_pem(files.client_ca) if files.client_ca is not None else None
+    stamp = source.stamp()
+    cert, key, client_ca = source.read()
     try:
         first = x509.load_pem_x509_certificates(cert)[0]
         fits = load_pem_private_key(key, None).public_key() == first.public_key()
@@ -226,11 +274,11 @@ def _load(files: TlsFiles) -> _Loaded:
     except (ValueError, TypeError) as error:
         # Not the error's text, which may quote the key.
         raise UsageError(
-            f"TLS: {files.cert}, {files.key} or the client CA is no PEM that can be read "
-            f"({type(error).__name__}); keys must not be encrypted"
+            f"TLS: {source} is no PEM that can be read ({type(error).__name__}); keys must not "
+            "be encrypted"
         ) from None
     if not fits:
-        raise UsageError(f"TLS: {files.key} is not the key of {files.cert}")
+        raise UsageError(f"TLS: the key in {source} is not the key of the certificate there")
     expires_s = first.not_valid_after_utc.timestamp()
     return _Loaded(stamp, cert, key, client_ca, expires_s, _names(first))
 

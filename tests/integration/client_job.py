@@ -269,6 +269,7 @@ class Job:
         page[Word.BOUNDARY_NS] = now_ns
         announce = page[Word.WANT] != getattr(rank, "seen_want", 0)
         rank.seen_want = page[Word.WANT]
+        announce = announce or page[Word.ARM_STEP] == step
         if agreed > page[Word.AGREED]:
             page[Word.AGREED_STEP] = step
             page[Word.BUFFERS_STEP] = step

@@ -46,6 +46,8 @@ SIDECAR: dict[str, set[Role]] = {
     "ComputeStats": READS,
     "PoolSnapshot": READS,
     "DigestSnapshot": READS,
+    "InspectTrainer": READS,
+    "GetLogged": READS,
     "Summon": READS,
     "StreamGradients": READS,
     "StageEdit": EDITS,

@@ -136,13 +136,17 @@ def test_ctrl_c_ends_grads_without_a_word(attempt: int, twice: bool) -> None:
     assert interrupted(process, twice=twice) == ""
 
 
-def test_ctrl_c_while_waiting_for_an_export_says_that_it_goes_on() -> None:
-    # Its sidecar stands still, so that the export cannot end before the interrupt.
-    sidecar = next(
+def the_sidecar() -> psutil.Process:
+    """The training's only one; what it stands still for cannot end before an interrupt."""
+    return next(
         process
         for process in psutil.Process().children(recursive=True)
         if "paramd_service.sidecar" in process.cmdline()
     )
+
+
+def test_ctrl_c_while_waiting_for_an_export_says_that_it_goes_on() -> None:
+    sidecar = the_sidecar()
     with paramd.connect(job=JOB) as mesh:
         sidecar.suspend()
         try:
@@ -158,6 +162,21 @@ def test_ctrl_c_while_waiting_for_an_export_says_that_it_goes_on() -> None:
     with paramd.connect(job=JOB) as mesh:
         # It may fail for the sidecar that stood still; the interrupt did not cancel it.
         assert mesh.export_ended(found, timeout=60).state is not ExportState.CANCELLED
+
+
+def test_ctrl_c_while_waiting_for_an_edit_says_what_may_have_happened() -> None:
+    sidecar = the_sidecar()
+    with paramd.connect(job=JOB) as mesh:
+        known = len(mesh.edits(limit=1000))
+        sidecar.suspend()
+        try:
+            process = begun("edit", "layers.0.up.bias", "--add", "0.25", "--timeout", "60")
+            wait_for(lambda: len(mesh.edits(limit=1000)) > known, "the edit's begin")
+            err = interrupted(process)
+        finally:
+            sidecar.resume()
+    assert "if the edit was committed already it is applied all the same" in err
+    assert "paramd edits" in err
 
 
 def on_terminal(*arguments: str, columns: int = 80) -> str:

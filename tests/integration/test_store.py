@@ -111,6 +111,7 @@ async def test_what_an_older_paramd_called_an_epoch_is_kept(address: StoreAddres
             "skipped_count, created_s) VALUES ('s', 'run', 'ops', "
             """'{"destination": "all/{epoch}/{step}"}', '{}', 0, 0.0, 0, 1.0)""",
         )
+        await execute(store, "DROP TABLE alert_silences")
         await execute(store, "UPDATE alembic_version SET version_num = '0003'")
     async with started(address) as store:
         assert [row.incarnation for row in await AlertStore(store).page("run", limit=9)] == [6]

@@ -12,11 +12,12 @@ import paramd_service
 NEEDS_TORCH = (
     "paramd.trainer",
     "paramd.examples",
+    "paramd.integrations",
     "paramd.tensors",
     "paramd.mesh.reading.assemble",
     "paramd.mesh.edits.operands",
     "paramd.mesh.frames.grad_tensors",
-    "paramd.mesh.reading.assemble",
+    "paramd.mesh.insight.compare",
     "paramd_service.formats.cast",
     "paramd_service.formats.dcp_writer",
     "paramd_service.sidecar.statistics",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from collections.abc import Callable
@@ -12,12 +13,16 @@ from urllib.parse import urlencode
 import httpx2
 
 from tests.launch import Ranks
+from tests.needs import missing
 from tests.web.training import JOB
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator
 
 Found = TypeVar("Found")
+AXE = Path(__file__).parents[2] / "client/web/node_modules/axe-core/axe.min.js"
+LOOK = """axe.run(document, {resultTypes: ['violations']}).then(found =>
+    found.violations.map(one => one.id + ': ' + one.nodes.map(node => node.html).join(' ')))"""
 PATIENCE_S = 30.0
 
 
@@ -39,6 +44,7 @@ class Door:
         endpoint = json.loads((ranks.state_dir / JOB / "endpoint.json").read_text())
         self.url: str = endpoint["url"]
         self.token: str = endpoint["token"]
+        self.control_pid: int = endpoint["pid"]
 
     def get(self, path: str, **query: object) -> Any:
         """Of the job; a path that begins with / is taken as it is."""
@@ -47,6 +53,12 @@ class Door:
 
     def post(self, path: str, body: object) -> Any:
         return self._ask("POST", path, json=body)
+
+    def as_holder(self, token: str) -> Door:
+        """The same, asked with another token."""
+        other = copy.copy(self)
+        other.token = token
+        return other
 
     def wait_until_well(self) -> None:
         def well() -> bool:
@@ -118,9 +130,23 @@ class Tab:
     def cookies(self) -> list[Any]:
         return list(self._context.cookies())
 
+    def violations(self) -> list[str]:
+        """What axe-core finds in the page as it is: rule and elements."""
+        if not AXE.is_file():
+            missing("axe-core (make web)")
+        # Through the debugger, which the page's policy does not bind.
+        debugger = self._context.new_cdp_session(self.page)
+        debugger.send("Runtime.evaluate", {"expression": AXE.read_text()})
+        found = debugger.send(
+            "Runtime.evaluate",
+            {"expression": LOOK, "awaitPromise": True, "returnByValue": True},
+        )
+        debugger.detach()
+        return list(found["result"]["value"])
+
     def check_quiet(self) -> None:
         """Nothing in the console, nothing asked of another host, no token in a URL."""
-        assert self.messages == []
+        assert not self.messages, self.messages
         for url in self.requests:
             assert url.startswith(self._door.url), url
             assert self._door.token not in url

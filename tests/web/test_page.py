@@ -16,7 +16,7 @@ from tests.web.training import HOSTILE, JOB
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-VIEWS = ("mesh", "params", "grads", "edits", "exports", "alerts", "system")
+VIEWS = ("overview", "runs", "mesh", "params", "grads", "edits", "exports", "alerts", "system")
 
 
 def test_a_token_is_sent_once_and_kept_nowhere_in_the_page(browser: Browser, door: Door) -> None:
@@ -24,7 +24,7 @@ def test_a_token_is_sent_once_and_kept_nowhere_in_the_page(browser: Browser, doo
         tab.page.goto(door.url)
         tab.page.fill("input[name=token]", "wrong-token-of-nobody")
         tab.page.click("button[type=submit]")
-        tab.see("the token is missing, unknown, expired or revoked", within="form")
+        tab.see("This token is not valid here", within="form")
         tab.messages.clear()  # the refusal
         tab.sign_in(door.token)
         (cookie,) = tab.cookies()
@@ -108,6 +108,7 @@ def test_numbers_and_values_are_those_of_the_api(tab: Tab, door: Door) -> None:
     tab.open("params", filter="still.weight", name="still.weight")
     tab.see(f"{stats['norm']:.6g}", within=".detail")
     tab.page.click("text=Values")
+    tab.page.get_by_role("button", name="Exact").click()
     wait_for("the values", lambda: tab.page.locator(".values td").count() == 16 * 8)
     told = door.get("params/values", name="still.weight[0:16, 0:8]")["values"]
     assert [cell.inner_text() for cell in tab.page.locator(".values td").all()] == told
@@ -131,6 +132,107 @@ def test_numbers_and_values_are_those_of_the_api(tab: Tab, door: Door) -> None:
     assert box is not None
     tab.page.mouse.move(box["x"] + box["width"] / 16, box["y"] + box["height"] / 16)
     tab.see(f"columns 0\u20130 of what is shown: {part[0]:.5g}")
+
+
+def test_the_overview_says_that_all_is_well_and_what_changed(tab: Tab, door: Door) -> None:
+    tab.open("overview")
+    verdict = tab.page.get_by_label("Health")
+    job = door.get("/jobs")["jobs"][0]
+    word = "warning" if job["warning_count"] else "ok"
+    wait_for("the verdict", lambda: verdict.inner_text().split("\n")[0] in ("ok", word))
+    tab.see("incarnation 1 began with 2 ranks")
+    wait_for("a gradient norm", lambda: "gradient norm\n0." in tab.page.inner_text("main"))
+    tab.page.get_by_role("group", name="Tools of the chart: loss over the last hour").wait_for()
+
+
+def test_the_manual_is_one_click_away(tab: Tab) -> None:
+    with tab.page.expect_popup() as opening:
+        tab.page.get_by_role("link", name="Manual").click()
+    opening.value.wait_for_load_state()
+    assert opening.value.title().startswith("paramd")
+
+
+def test_the_keyboard_reaches_everything(tab: Tab) -> None:
+    page = tab.page
+    tab.open("params")
+    page.reload()
+    page.wait_for_selector("main h1")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Skip to the content"
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "main"
+    assert "/params" in page.evaluate("location.hash")
+    page.keyboard.press("/")
+    page.keyboard.type("still.*")
+    total = page.get_by_test_id("total")
+    wait_for("the filter", lambda: total.inner_text() == "2")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowDown")
+    tab.see("1,920", within=".detail")
+    page.keyboard.press("End")
+    wait_for("the last row", lambda: "name=still.bias" in page.evaluate("location.hash"))
+    page.keyboard.press("g")
+    page.keyboard.press("o")
+    page.get_by_label("Health").wait_for()
+    tab.messages.clear()  # a filter half typed may match nothing
+
+
+def test_what_is_not_there_is_said(tab: Tab, door: Door) -> None:
+    tab.page.goto(f"{door.url}/#/no-such-run/overview")
+    tab.see("This control plane does not serve a job of that name")
+    tab.page.get_by_role("link", name=JOB, exact=True).click()
+    tab.page.get_by_label("Health").wait_for()
+    tab.open("params", filter="norm>1e30")
+    tab.see("No parameter matches norm>1e30.")
+    tab.open("params", name="no.such")
+    tab.see("no parameter matches 'no.such'", within=".detail")
+    tab.messages.clear()  # the refusals
+
+
+def test_tokens_are_made_shown_once_and_revoked(tab: Tab, door: Door) -> None:
+    page = tab.page
+    tab.open("system")
+    page.fill("input[name=token-name]", "on-call")
+    page.select_option("select[name=role]", "reader")
+    page.get_by_role("button", name="Make a token").click()
+    secret = page.get_by_test_id("secret").inner_text().strip()
+
+    def status() -> int:
+        offered = {"authorization": f"Bearer {secret}"}
+        return httpx2.get(f"{door.url}/api/v1/jobs", headers=offered, trust_env=False).status_code
+
+    assert status() == 200
+    page.get_by_role("button", name="Done").click()
+    assert secret not in page.content()
+    row = page.get_by_role("row", name="on-call")
+    row.get_by_role("button", name="Revoke").click()
+    page.get_by_role("button", name="Cancel").click()
+    assert status() == 200
+    row.get_by_role("button", name="Revoke").click()
+    page.get_by_role("dialog").get_by_role("button", name="Revoke", exact=True).click()
+    row.get_by_text("revoked").wait_for()
+    assert status() == 401
+
+
+def test_a_chart_is_zoomed_and_saved(tab: Tab, door: Door, tmp_path: Path) -> None:
+    page = tab.page
+    wait_for(
+        "history",
+        lambda: len(door.get("history", metric="step_time_s", subject="0")["points"]) > 0,
+    )
+    tab.open("mesh")
+    tools = page.get_by_role("group", name="Tools of the chart: Step time")
+    tools.get_by_role("button", name="Zoom in").click()
+    whole = tools.get_by_role("button", name="Whole")
+    wait_for("the zoom", whole.is_enabled)
+    whole.click()
+    wait_for("the whole", whole.is_disabled)
+    with page.expect_download() as saving:
+        tools.get_by_role("button", name="CSV").click()
+    saving.value.save_as(tmp_path / "times.csv")
+    head, first = (tmp_path / "times.csv").read_text().splitlines()[:2]
+    assert head == "series,x,y"
+    assert first.startswith('"rank 0",')
 
 
 def test_names_like_attacks_stay_text(tab: Tab) -> None:
@@ -165,6 +267,7 @@ def test_every_view_fits_says_where_it_is_from_and_stays_quiet(
             over = "document.documentElement.scrollWidth - window.innerWidth"
             assert tab.page.evaluate(over) <= 0, view
             assert tab.page.locator("main .trouble").all_inner_texts() == [], view
+            assert tab.violations() == [], view
         tab.check_quiet()
 
 
@@ -174,6 +277,8 @@ def test_what_a_role_may_not_is_not_offered_and_refused(browser: Browser, door: 
         tab.sign_in(token)
         tab.open("params", name="still.weight")
         tab.see("1,920", within=".detail")
+        tab.open("params", name="still.weight", part="heat")
+        tab.see("Values are for readers; this token has the role viewer", within=".detail")
         offered = tab.page.get_by_role("group", name="Part").inner_text()
         assert "Heat map" not in offered
         assert "Values" not in offered

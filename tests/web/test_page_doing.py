@@ -5,11 +5,23 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tests.web.door import Door, Tab, wait_for
+from tests.web.training import JOB
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Route
 
 NAME = "still.bias"
 """Does not learn, so that its numbers are those of the edits alone."""
+
+WATCH = """verdict => {
+    window.shown = [];
+    new MutationObserver(() => window.shown.push([verdict.innerText, document.title]))
+        .observe(verdict, {subtree: true, childList: true, characterData: true});
+}"""
+"""Keeps what the page's title is whenever the verdict changes."""
 
 
 def norm(door: Door, name: str = NAME) -> float:
@@ -47,8 +59,13 @@ def test_an_edit_is_tried_confirmed_applied_and_undone(tab: Tab, door: Door) -> 
     assert f"{told['step']:,}" in row.inner_text()
     dry = next(edit for edit in door.get("edits")["edits"] if edit["dry_run"])
     assert "dry run" in page.locator(f"tr[data-edit='{dry['id']}']").inner_text()
+    row.get_by_role("button", name="Undo").click()
+    question = page.get_by_role("dialog")
+    assert "What they have learned since is lost" in question.inner_text()
+    question.get_by_role("button", name="Cancel").click()
+    assert abs(norm(door) - 0.25 * 40**0.5) < 1e-6
     row.get_by_role("button", name="Show").click()
-    page.click("text=Undo …")
+    page.get_by_role("dialog").get_by_role("button", name="Undo").click()
     page.click("text=Undo: restore 40 elements")
     wait_for("the undo", lambda: norm(door) == before)
     undo = wait_for("the log", lambda: door.get(f"edits/{told['id']}")["undone_by"])
@@ -115,9 +132,11 @@ def test_planted_nan_is_marked_wherever_it_shows(tab: Tab, door: Door) -> None:
     tab.open("alerts", state="firing")
     alert = tab.page.locator("li[data-rule='non-finite']").first
     alert.wait_for()
-    wait_for("the name", lambda: "layers.1.weight" in tab.page.inner_text("main"))
     firing = [a for a in door.get("alerts")["alerts"] if a["rule"] == "non-finite"]
-    assert firing[0]["reason"] in tab.page.inner_text("main")
+    alert.get_by_role("button", name="All").click()
+    wait_for("its members", lambda: firing[0]["subject"] in alert.inner_text())
+    assert "layers.1.weight" in alert.inner_text()
+    assert tab.page.locator("li[data-rule='non-finite']").count() == 1
     bad = door.get("params/stats", filter="nan>0")["stats"]
     tab.open("params", filter="nan>0")
     for row in bad:
@@ -125,6 +144,97 @@ def test_planted_nan_is_marked_wherever_it_shows(tab: Tab, door: Door) -> None:
     assert "layers.1.weight" in {row["name"] for row in bad}
     marked = tab.page.locator("[role=row].bad")
     wait_for("their numbers", lambda: marked.count() == len(bad))
+
+
+def test_the_overview_names_the_first_cause_and_who_changed_something(tab: Tab, door: Door) -> None:
+    token = door.post("/tokens", {"role": "editor", "ttl_s": 600.0, "name": "mallory"})["token"]
+    edit = {"ops": [{"pattern": "still.bias", "op": "mul", "value": 1.5}], "note": "late idea"}
+    door.as_holder(token).post(f"/jobs/{JOB}/edits", edit)
+    page = tab.page
+    tab.open("overview")
+    verdict = page.get_by_label("Health")
+    wait_for("the verdict", lambda: "not finite" in verdict.inner_text())
+    assert "bad" in (verdict.get_attribute("class") or "")
+    assert page.get_by_label("Views").get_by_text("not finite").count() == 1
+    assert page.title().startswith("(not finite)")
+    causes = page.get_by_role("list", name="Causes")
+    causes.locator("li[data-rule='non-finite']").wait_for()
+    edited = page.get_by_role("list", name="Timeline").locator("li", has_text="late idea")
+    assert "by mallory" in edited.inner_text()
+    assert "mul 1.5 still.bias" in edited.inner_text()
+
+
+def test_values_that_could_not_be_checked_are_checked_again_soon(tab: Tab, door: Door) -> None:
+    refused = []
+
+    def refuse_once(route: Route) -> None:
+        if refused:
+            route.continue_()
+        else:
+            refused.append(route.request.url)
+            route.fulfill(status=503, body="{}")
+
+    tab.page.route("**/params/stats?*", refuse_once)
+    tab.page.reload()
+    tab.open("overview")
+    verdict = tab.page.get_by_label("Health")
+    wait_for("a check that failed", lambda: verdict.inner_text() and refused)
+    # Otherwise only a minute later.
+    wait_for("the verdict", lambda: "not finite" in verdict.inner_text())
+    tab.messages.clear()  # the refusal
+
+
+def test_alerts_are_acknowledged_and_silenced_and_stay_red(tab: Tab, door: Door) -> None:
+    page = tab.page
+    tab.open("alerts", state="firing")
+    item = page.locator("li[data-rule='non-finite']")
+    item.get_by_role("button", name="Acknowledge").click()
+    question = page.get_by_role("dialog")
+    question.get_by_label("Note").fill("looking at it")
+    question.get_by_role("combobox").select_option("3600")
+    question.get_by_role("button", name="Acknowledge", exact=True).click()
+    item.get_by_text("seen by owner").wait_for()
+    item.get_by_text("looking at it").wait_for()
+    seen = [a for a in door.get("alerts")["alerts"] if a["rule"] == "non-finite"]
+    assert {a["acknowledged_by"] for a in seen} == {"owner"}
+    assert all(a["silenced"] for a in seen)
+    (job,) = door.get("/jobs")["jobs"]
+    assert job["critical_count"] >= len(seen)
+    assert job["open_count"] <= job["critical_count"] + job["warning_count"] - len(seen)
+    methods = [record["method"] for record in door.get("audit")["records"]]
+    assert {"alerts.acknowledge", "alerts.silence"} <= set(methods)
+    tab.open("overview")
+    verdict = page.get_by_label("Health")
+    wait_for("the verdict", lambda: "not finite" in verdict.inner_text())
+    tab.open("alerts")
+    page.get_by_role("button", name="End", exact=True).first.click()
+    wait_for("the silence's end", lambda: door.get("alert-silences")["silences"] == [])
+
+
+def test_a_tensor_without_a_finite_element_says_so(tab: Tab, door: Door) -> None:
+    tab.open("params", name="layers.1.weight")
+    tab.see("no element is finite", within=".detail")
+    assert tab.page.locator(".detail .trouble").count() == 0
+    tab.open("grads", filter="layers.*", name="layers.2.weight")
+    tab.see("No element is finite, so there are no magnitudes to draw.")
+
+
+def test_a_control_plane_that_does_not_answer_is_not_taken_for_alive(tab: Tab, door: Door) -> None:
+    tab.open("overview")
+    verdict = tab.page.get_by_label("Health")
+    wait_for("the verdict", lambda: "not finite" in verdict.inner_text())
+    verdict.evaluate(WATCH)
+    pid = door.control_pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_for("the doubt", lambda: "does not answer" in verdict.inner_text())
+        doubts = [title for text, title in tab.page.evaluate("shown") if "does not answer" in text]
+        assert doubts
+        assert all(title.startswith("(unknown)") for title in doubts), doubts
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_for("the answer", lambda: "not finite" in verdict.inner_text())
+    tab.messages.clear()  # requests that were given up
 
 
 def test_a_killed_rank_shows_with_the_reason(tab: Tab, door: Door) -> None:

@@ -65,8 +65,10 @@ def main() -> None:
     told = arguments.stop.with_name("nan")
     while not _all(arguments.stop):
         optimizer.zero_grad()
-        model(torch.randn(4, 32)).square().mean().backward()
+        loss = model(torch.randn(4, 32)).square().mean()
+        loss.backward()
         optimizer.step()
+        attachment.log(loss=loss)
         if _all(told):
             with attachment.update():
                 _put_nan(model, arguments.nan_name)

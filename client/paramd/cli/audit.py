@@ -7,11 +7,11 @@ import os
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import UTC, datetime
-from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
 
+from paramd import extras
 from paramd.chain import ChainCheck, Head, Link, Verdict
 from paramd.cli import ended
 from paramd.cli.options import Output, Target, examples, with_target
@@ -151,8 +151,7 @@ def _offline(target: Target, site: bool, heads: list[str]) -> None:
     job = target.settings.job
     if job is None and not site:
         raise UsageError("--offline: give --job NAME, or --site for the site's own audit trail")
-    if find_spec("paramd_service") is None:
-        raise UsageError(f"{OFFLINE} is not installed; run: pip install 'paramd[service]'")
+    extras.need("--offline", "service")
     options = [*(["--job", job] if job is not None else []), *(["--site"] if site else [])]
     options += [f"--head={text}" for text in heads]
     sys.stdout.flush()

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
+from paramd import extras
 from paramd.cli.options import examples
 from paramd.cli.shell import say
-from paramd.errors import UsageError
 
 certs = typer.Typer(help="Test certificates for TLS.", no_args_is_help=True)
 
@@ -40,12 +40,9 @@ def init(
     Run again with the same DIR, the same CA signs new certificates, which
     servers reload by themselves. In production, use your own CA.
     """
-    try:
-        from paramd.security import authority
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            "certs init needs cryptography; run: pip install 'paramd[service]'"
-        ) from error
+    extras.need("certs init", "service")
+    from paramd.security import authority
+
     names = ["localhost", "127.0.0.1", "::1", socket.gethostname(), *(name or [])]
     for path in authority.write(directory, names=list(dict.fromkeys(names)), days=days):
         print(path)

@@ -193,7 +193,7 @@ def _get(url: str, token: str, tls_ca: str | None, path: str) -> Any:
     connection: http.client.HTTPConnection
     if parts.scheme == "https":
         connection = http.client.HTTPSConnection(
-            parts.netloc, timeout=WHOLE_S, context=_tls_context(tls_ca)
+            parts.netloc, timeout=WHOLE_S, context=_tls_context(url, tls_ca)
         )
     elif parts.hostname in settings.LOOPBACK:
         connection = http.client.HTTPConnection(parts.netloc, timeout=WHOLE_S)
@@ -210,11 +210,14 @@ def _get(url: str, token: str, tls_ca: str | None, path: str) -> Any:
         connection.close()
 
 
-def _tls_context(tls_ca: str | None) -> ssl.SSLContext:
+def _tls_context(url: str, tls_ca: str | None) -> ssl.SSLContext:
     # Imports gRPC, so only where it is needed.
-    from paramd.security.tls import ClientTls
+    from paramd.mesh.peers.trust import client_tls
+    from paramd.security.tls import https_context
 
-    return ClientTls.from_environment(tls_ca).ssl_context()
+    found = https_context(url, client_tls(url, tls_ca))
+    assert isinstance(found, ssl.SSLContext), "the url is https"
+    return found
 
 
 def _age_s() -> float:

@@ -14,20 +14,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paramd import places
+from paramd import extras, places
 from paramd.cli import params as params_command
 from paramd.cli import stats as stats_command
 from paramd.cli import status as status_command
 from paramd.cli.options import Debug, Format
 from paramd.cli.output import Listing, emit, seconds, size
 from paramd.cli.summon import save, untie
-from paramd.errors import DataLossError, DeadlineError, ParamdError, UnreachableError, UsageError
+from paramd.errors import DataLossError, DeadlineError, ParamdError, UnreachableError
 from paramd.places import read_endpoint, state_dir
 
 if TYPE_CHECKING:
@@ -334,7 +333,7 @@ def demo(
     and reads it back; then shows gradients, an edit and its undo, a write-back,
     and a checkpoint of the running training. Exits by itself.
     """
-    _check_installed()
+    extras.need("the demo", "demo")
     name = free_job_name(job)
     with tempfile.TemporaryDirectory(prefix="paramd-demo-") as folder:
         _note(f"Two ranks train a small GPT with FSDP2 on the CPU, as job {name!r} ...")
@@ -349,13 +348,6 @@ def demo(
             if keep:
                 _keep(training)
         _note("Training has stopped.")
-
-
-def _check_installed() -> None:
-    needed = ("torch", "safetensors", "fastapi", "paramd_service")
-    missing = [name for name in needed if find_spec(name) is None]
-    if missing:
-        raise UsageError(f"the demo needs {', '.join(missing)}; run: pip install 'paramd[demo]'")
 
 
 def _tour(training: Training, folder: Path) -> None:

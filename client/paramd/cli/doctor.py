@@ -45,11 +45,20 @@ FLOORS = {
     "fastapi": "0.136",
     "starlette": "1.3.1",
     "uvicorn": "0.30",
+    "cryptography": "45",
+    "textual": "8.0",
 }
 """Oldest versions that work and have no known vulnerability, as in pyproject.toml."""
 
-EXTRAS = {"torch": "torch", "fastapi": "service", "starlette": "service", "uvicorn": "service"}
-"""Optional packages, and the extra that installs them."""
+EXTRAS = {
+    "torch": ("torch", "for summon and training"),
+    "fastapi": ("service", "for training"),
+    "starlette": ("service", "for training"),
+    "uvicorn": ("service", "for training"),
+    "cryptography": ("service", "for training"),
+    "textual": ("top", "for paramd top"),
+}
+"""Optional packages: the extra that installs them, and what needs them."""
 
 _SECCOMP = "the container's seccomp profile or sandbox blocks it; allow sendmsg with descriptors"
 
@@ -112,18 +121,17 @@ def _python() -> Iterator[Finding]:
 
 def _packages() -> Iterator[Finding]:
     for name, floor in FLOORS.items():
-        extra = EXTRAS.get(name)
+        extra, use = EXTRAS.get(name, ("", "always"))
         install = f"pip install 'paramd[{extra}]'" if extra else "pip install paramd"
         try:
             found = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             verdict = Verdict.WARNING if extra else Verdict.FAILED
-            use = "for summon and training" if name == "torch" else "to run the service"
             yield Finding(
                 check=name,
                 verdict=verdict,
                 detail="not installed",
-                advice=f"required {use if extra else 'always'}: {install}",
+                advice=f"required {use}: {install}",
             )
             continue
         good = release(found) >= release(floor)
@@ -384,9 +392,9 @@ def control_plane(url: str, tls_ca: str | None) -> Iterator[Finding]:
     parts = urlsplit(url)
     host = parts.netloc
     try:
-        from paramd.security.tls import ClientTls
+        from paramd.mesh.peers.trust import client_tls
 
-        tls = ClientTls.from_environment(tls_ca)
+        tls = client_tls(url, tls_ca)
         if parts.scheme == "https":
             certificate = _certificate(host, parts.hostname or "", parts.port or 443, tls)
             yield certificate
@@ -511,7 +519,7 @@ def tls_files(tls_ca: str | None) -> Iterator[Finding]:
     named = {name: os.environ.get(name) for name in (*CERTIFICATES, *KEYS)}
     named["TLS CA"] = tls_ca if tls_ca is not None else os.environ.get("PARAMD_TLS_CA")
     for name, text in named.items():
-        if not text:
+        if not text or text.startswith("sha256:"):
             continue
         path = Path(text).expanduser()
         try:

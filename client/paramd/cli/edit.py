@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paramd import extras
 from paramd.cli import completion, ended
 from paramd.cli.ended import Past
 from paramd.cli.options import Format, Globs, Output, Target, with_target
@@ -155,9 +156,21 @@ def undo(
 
     Restored values lose the training updates made since the edit.
     """
-    with target.connect() as mesh:
+    with target.connect() as mesh, _told_if_interrupted():
         found = mesh.undo(edit_id, force=force, wait=wait)
     emit_edit(found, target.format)
+
+
+@contextmanager
+def _told_if_interrupted() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        say(
+            "interrupted; if the edit was committed already it is applied all the same. To see it: "
+            "paramd edits"
+        )
+        raise
 
 
 def emit_edit(edit: Edit, form: Format) -> None:
@@ -248,7 +261,7 @@ def edit(
         raise UsageError(f"edit: give exactly one of {options}, --from")
     if lerp is not None and from_file is None:
         raise UsageError("--lerp: needs --from, the tensors to interpolate towards")
-    with target.connect() as mesh, _progress() as progress:
+    with target.connect() as mesh, _told_if_interrupted(), _progress() as progress:
         patterns: Sequence[str] = glob
         if from_file is not None:
             given = tensors_of(from_file, mesh, glob)
@@ -279,12 +292,9 @@ def tensors_of(path: Path, mesh: Mesh, globs: Sequence[str]) -> Mapping[str, tor
         NotFoundError: it has none of the names.
     """
     names = {name: info.name for info in mesh.params(*globs) for name in info.names}
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError as error:
-        raise UsageError(
-            f"--from needs safetensors ({error}); run: pip install 'paramd[torch]'"
-        ) from error
+    extras.need("--from", "torch")
+    from safetensors import SafetensorError, safe_open
+
     try:
         with safe_open(path, framework="pt") as file:
             known = set(file.keys())

@@ -13,15 +13,14 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from paramd import places
+from paramd import extras, places
 from paramd.cli.options import Format, Target
 from paramd.cli.output import Column, Listing, count, emit, when
 from paramd.cli.shell import say
-from paramd.errors import CODES, NotFoundError, ParamdError, UnreachableError, UsageError
+from paramd.errors import CODES, NotFoundError, ParamdError, UnreachableError
 from paramd.places import IncarnationRecord
 
 if TYPE_CHECKING:
@@ -156,8 +155,7 @@ def _read(what: str, job: str, **options: str | int | bool | None) -> dict[str, 
         UsageError: the service is not installed.
         ParamdError: the class of the reader's exit code.
     """
-    if find_spec("paramd_service") is None:
-        raise UsageError(f"{READER} is not installed; run: pip install 'paramd[service]'")
+    extras.need("the store of an ended job", "service")
     # -P: a file in the working directory must not stand in for the service.
     arguments = [sys.executable, "-P", "-m", READER, what, "--job", job]
     for name, value in options.items():

@@ -17,9 +17,11 @@ from paramd.cli import shell
 from paramd.cli.alerts import alerts
 from paramd.cli.audit import audit
 from paramd.cli.certs import certs
+from paramd.cli.connect import connect
 from paramd.cli.context_command import context as context_group
 from paramd.cli.dashboard import dashboard
 from paramd.cli.demo import demo
+from paramd.cli.diff import diff
 from paramd.cli.doctor import doctor
 from paramd.cli.edit import edit, edits, undo
 from paramd.cli.end import end
@@ -27,6 +29,8 @@ from paramd.cli.exports import export, exports, restore
 from paramd.cli.exports import schedule as schedule_group
 from paramd.cli.grads import grads
 from paramd.cli.hold import pause, resume, step
+from paramd.cli.log import log
+from paramd.cli.mcp import mcp
 from paramd.cli.options import ContextName, Debug, Job, Token, Url, examples
 from paramd.cli.params import params
 from paramd.cli.serve import control, sidecar
@@ -36,6 +40,8 @@ from paramd.cli.status import status
 from paramd.cli.summon import summon
 from paramd.cli.token import token as token_group
 from paramd.cli.top import top
+from paramd.cli.updates import updates
+from paramd.cli.why import why
 from paramd.version import __version__
 
 app = typer.Typer(
@@ -59,6 +65,7 @@ def _add(command: Callable[..., None], panel: str, *lines: str) -> None:
 _add(status, LOOK, "paramd status", "paramd status --job my-run -o json", "paramd status -w")
 _add(dashboard, LOOK, "paramd dashboard", "paramd dashboard --job my-run --no-browser")
 _add(top, LOOK, "paramd top", "paramd top --every 5")
+_add(why, LOOK, "paramd why", "paramd why --rank 3", "paramd why -o json")
 _add(alerts, LOOK, "paramd alerts", "paramd alerts --all -o json", "paramd alerts -w")
 _add(
     params,
@@ -80,6 +87,21 @@ _add(
     "paramd grads '*'",
     "paramd grads 'layers.*' --every 10 -o jsonl",
     "paramd grads head.weight --histogram -n 1 -o json",
+)
+_add(updates, LOOK, "paramd updates", "paramd updates 'layers.*' -o json")
+_add(
+    diff,
+    LOOK,
+    "paramd diff checkpoints/step-1000",
+    "paramd diff checkpoints/step-1000 checkpoints/step-2000",
+    "paramd diff +0 +100 --filter 'layers.*'",
+    "paramd diff job:other now -o json",
+)
+_add(
+    log,
+    LOOK,
+    "paramd log --to tensorboard --dir runs",
+    "paramd log --to wandb 'layers.*' --every 60",
 )
 _add(
     summon,
@@ -121,7 +143,14 @@ _add(
     "paramd exports 3f2a9c01 --wait",
     "paramd exports 3f2a9c01 --cancel",
 )
+_add(mcp, RUN, "paramd mcp --job my-run", "paramd mcp --job my-run --changes --http 8765")
 _add(end, RUN, "paramd end my-run")
+_add(
+    connect,
+    RUN,
+    "paramd connect me@login.example",
+    "paramd connect gpu-17 --job my-run --remote '~/venv/bin/paramd'",
+)
 _add(doctor, RUN, "paramd doctor", "paramd doctor -o json")
 _add(demo, RUN, "paramd demo", "paramd demo --keep")
 app.add_typer(schedule_group, name="export-schedule", rich_help_panel=LOOK)

@@ -114,11 +114,11 @@ class Target:
         """
         from paramd.mesh.connect import resolve
         from paramd.mesh.peers.control import RestClient
-        from paramd.security.tls import ClientTls
+        from paramd.mesh.peers.trust import client_tls
 
         chosen = self.settings
         url, token, job = resolve(chosen.url, chosen.token, chosen.job)
-        client = RestClient(url, token, tls=ClientTls.from_environment(chosen.tls_ca))
+        client = RestClient(url, token, tls=client_tls(url, chosen.tls_ca))
         try:
             yield client, job
         finally:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.util import find_spec
 
 import typer
 
+from paramd import extras
 from paramd.cli.options import examples
-from paramd.errors import UsageError
 
 control = typer.Typer(help="Run a control plane.", no_args_is_help=True)
 sidecar = typer.Typer(help="Run the sidecar of one rank.", no_args_is_help=True)
@@ -61,12 +60,7 @@ def serve_sidecar(context: typer.Context) -> None:
 
 def _become(module: str, arguments: list[str]) -> None:
     """Exec `module`, so that signals and the exit code are its own."""
-    try:
-        found = find_spec(module)
-    except ModuleNotFoundError:
-        found = None
-    if found is None:
-        raise UsageError(f"{module} is not installed; run: pip install 'paramd[service]'")
+    extras.need(module, "service")
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-m", module, *arguments])

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from typing import TextIO
 
+from paramd import extras
 from paramd.errors import ParamdError, codes_of
 
 INTERRUPTED = 130
@@ -62,8 +63,10 @@ def explain(error: Exception) -> tuple[str, int]:
     if message is not None:
         # A usage error from click.
         return _usage(error, one_line(message())), getattr(error, "exit_code", 2)
-    if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "numpy"):
-        return f"this command needs {error.name}; run: pip install 'paramd[torch]'", 1
+    if isinstance(error, ModuleNotFoundError):
+        said = extras.advice("this command", error)
+        if said is not None:
+            return said, 1
     if isinstance(error, OSError):
         return one_line(str(error)), 1
     kind = type(error).__name__

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from importlib.util import find_spec
 from typing import Annotated
 
 import typer
 
+from paramd import extras
 from paramd.cli.options import Target, with_target
 from paramd.cli.status import open_door, text_of
-from paramd.errors import UsageError
 
 Every = Annotated[
     float, typer.Option("--every", min=0.2, max=60.0, help="Seconds between refreshes.")
@@ -23,15 +22,14 @@ def top(target: Target, every: Every = 1.0) -> None:
     """Watch ranks and alerts on a full screen.
 
     Arrow keys scroll, / filters ranks by number, phase or note, Escape clears
-    the filter, q quits. Needs an extra: pip install 'paramd[top]'.
+    the filter, q quits. Needs an extra: pip install 'paramd\\[top]'.
     Without a terminal, as in a pipe or under cron, it prints one look as text
     and exits; `paramd status -w` goes on.
     """
     if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
         asyncio.run(_print(target))
         return
-    if find_spec("textual") is None:
-        raise UsageError("paramd top needs textual; run: pip install 'paramd[top]'")
+    extras.need("paramd top", "top")
     asyncio.run(_show(target, every))
 
 

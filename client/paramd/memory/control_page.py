@@ -211,7 +211,16 @@ class Word(IntEnum):
     EXPECTED_NS = 85  # until when a request is expected soon, such as an edit being uploaded
     LOOK_WANTED = 87  # counts copies at rest, each waiting for a check by the trainer
     EDIT_HOLES = 86  # counts ranges of edit memory whose pages were given back
+    STANDING_NS = 89  # how long the last standing snapshot took to copy
+    STANDING_MADE = 90  # step of the last whole standing snapshot; 0 none
     CLIENTS_UNTIL_NS = 88  # until when the last caller counts as a client that may ask again
+
+    # Trainer's words again: what a successor asks for (trainer/resume).
+    LINEAGE = 96  # number of this training's history: the same as long as no step is lost; 0 none
+    EDITS_BEFORE = 97  # edits applied in earlier incarnations of this history
+    OPTIMIZER_BYTES = 98  # bytes of the optimizer memory in use
+    STANDING = 99  # counts standing snapshots asked for; each with an announced boundary
+    STANDING_STEP = 100  # step of the last of them
 
     # Words 128 to 191 are the trainer's: the last requests agreed.
     # Words 192 to 511 are the trainer's: its text and its sample places.

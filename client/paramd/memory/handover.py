@@ -1,4 +1,4 @@
-"""Handover between trainer and sidecar: six shared descriptors, sent over a Unix socket.
+"""Handover between trainer and sidecar: eight shared descriptors, sent over a Unix socket.
 
 SOCK_SEQPACKET preserves message boundaries; each message is one JSON object, with descriptors
 alongside (SCM_RIGHTS). docs/design.md gives the order of messages.
@@ -7,6 +7,7 @@ alongside (SCM_RIGHTS). docs/design.md gives the order of messages.
 from __future__ import annotations
 
 import array
+import fcntl
 import json
 import os
 import socket
@@ -30,6 +31,11 @@ EDITS_EXTRA_BYTES = 64 << 20
 EDIT_ARENAS = 4
 GRADIENT_SLOTS = 2
 MOMENT_ROOMS = 8
+
+OPTIMIZER_ARENAS = 8
+OPTIMIZER_EXTRA_BYTES = 64 << 20
+CONTINUATION_SLOT_BYTES = 16 << 20
+"""Most bytes of one continuation record or table (memory/continuation.py)."""
 
 MAX_MESSAGE_BYTES = 128 << 10
 MAX_DESCRIPTORS = 8
@@ -60,6 +66,25 @@ def moments_bytes(arena_bytes: int) -> int:
     return MOMENT_ROOMS * pages(arena_bytes) + ROOM_EXTRA_BYTES
 
 
+def optimizer_bytes(arena_bytes: int) -> int:
+    """Size of the optimizer memory: no more than that of its state has a place in it."""
+    return OPTIMIZER_ARENAS * pages(arena_bytes) + OPTIMIZER_EXTRA_BYTES
+
+
+def continuation_bytes() -> int:
+    """Size of the continuation memory: two slots for the record, two for the table."""
+    return 4 * CONTINUATION_SLOT_BYTES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Survived:
+    """Memory of a trainer that has ended, for its successor to move into."""
+
+    arena: int
+    optimizer: int
+    continuation: int
+
+
 @dataclass(frozen=True, slots=True)
 class Descriptors:
     """The kernel objects both processes share, in handover order; each holds its own copies."""
@@ -70,15 +95,18 @@ class Descriptors:
     edits: int
     gradients: int
     moments: int
+    optimizer: int
+    continuation: int
 
     @classmethod
     def create(
         cls,
         arena_bytes: int,
         *,
+        survived: Survived | None = None,
         create_memory: Callable[[str, int], int] = descriptors.create_memory,
     ) -> Descriptors:
-        """Create all of them, zeroed.
+        """Create all of them, zeroed; of `survived` duplicates are taken instead.
 
         Raises:
             ExhaustedError: not enough memory for the arena.
@@ -87,10 +115,18 @@ class Descriptors:
         try:
             made.append(create_memory("paramd-page", PAGE_BYTES))
             made.append(descriptors.wake_event())
-            made.append(create_memory("paramd-arena", arena_bytes))
+            if survived is not None:
+                made.append(_duplicate(survived.arena))
+            else:
+                made.append(create_memory("paramd-arena", arena_bytes))
             made.append(create_sparse("paramd-edits", edits_bytes(arena_bytes)))
             made.append(create_sparse("paramd-gradients", gradients_bytes(arena_bytes)))
             made.append(create_sparse("paramd-moments", moments_bytes(arena_bytes)))
+            if survived is not None:
+                made += map(_duplicate, (survived.optimizer, survived.continuation))
+            else:
+                made.append(create_sparse("paramd-optimizer", optimizer_bytes(arena_bytes)))
+                made.append(create_sparse("paramd-continuation", continuation_bytes()))
         except BaseException:
             for descriptor in made:
                 os.close(descriptor)
@@ -104,9 +140,10 @@ class Descriptors:
         Raises:
             UsageError: they are not the expected objects.
         """
-        if len(fds) != 6:
+        if len(fds) != 8:
             raise UsageError(
-                f"{len(fds)} descriptors; expected page, wake, arena, edits, gradients, moments"
+                f"{len(fds)} descriptors; expected page, wake, arena, edits, gradients, moments, "
+                "optimizer, continuation"
             )
         found = cls(*fds)
         least = {
@@ -115,6 +152,8 @@ class Descriptors:
             found.edits: edits_bytes(arena_bytes),
             found.gradients: gradients_bytes(arena_bytes),
             found.moments: moments_bytes(arena_bytes),
+            found.optimizer: optimizer_bytes(arena_bytes),
+            found.continuation: continuation_bytes(),
         }
         if any(os.fstat(fd).st_size < size_bytes for fd, size_bytes in least.items()):
             raise UsageError("a descriptor is smaller than what it stands for")
@@ -130,6 +169,10 @@ class Descriptors:
     def close(self) -> None:
         for descriptor in self.as_list():
             os.close(descriptor)
+
+
+def _duplicate(descriptor: int) -> int:
+    return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 0)
 
 
 def listen(path: Path) -> socket.socket:

@@ -38,9 +38,14 @@ from paramd.mesh.frames.follow import FollowRequest, open_following
 from paramd.mesh.frames.frames import GradFrame, Kind, ParamFrame
 from paramd.mesh.frames.grads import GradRequest, open_stream
 from paramd.mesh.frames.stepping import StepStream, frames_of
+from paramd.mesh.insight.diff import compute_diff
+from paramd.mesh.insight.states import Now
+from paramd.mesh.insight.updates import Updates, compute_updates
+from paramd.mesh.insight.why import Why, ask_why
 from paramd.mesh.loop import DEFAULT_TIMEOUT_S, UNSET, Timeout, deadline
 from paramd.mesh.peers.control import Find, RestClient
 from paramd.mesh.peers.discovery import SidecarFinder
+from paramd.mesh.peers.relay import TunnelRelay
 from paramd.mesh.peers.sidecars import Pinned, Sidecars
 from paramd.mesh.reading.live import LiveState
 from paramd.mesh.reading.pin import choose, pinned, while_pinned
@@ -54,6 +59,7 @@ from paramd.wire import LEASE_S
 if TYPE_CHECKING:
     import torch
 
+    from paramd.mesh.insight.compare import Diff
     from paramd.mesh.reading.assemble import SnapshotView
 
 
@@ -89,7 +95,7 @@ class AsyncMesh:
         if self._timeout_s <= 0:
             raise UsageError(f"timeout_s: {timeout_s}; expected more than 0")
         self._rest = RestClient(url, token, tls=tls, find=find)
-        self._reach = SidecarFinder(self._rest, job, tls=tls)
+        self._reach = SidecarFinder(self._rest, job, tls=tls, relay=TunnelRelay(self._rest))
         self._transfer = Transfer()
         self._lender = Lender()
         self._edits = EditCalls(self._rest, self._reach)
@@ -182,6 +188,23 @@ class AsyncMesh:
         """
         return await self._alerts.all(state=state, incarnation=incarnation, limit=limit)
 
+    async def why(self, *ranks: int, log_lines: int = 10) -> Why:
+        """What the ranks are doing now, and which one keeps the others waiting (`verdict`).
+
+        Works while training hangs. Stacks, collectives, memory and the last lines of output come
+        from the trainers through their sidecars, which neither stop nor slow them.
+
+        Args:
+            ranks: Those to ask, at most 64; none means all, or the 64 that look worst.
+            log_lines: Last lines of each trainer's output, 0 to 100.
+
+        Raises:
+            UsageError: an argument is wrong. NotFoundError: the job has no such rank.
+            DeniedError: the token may not read.
+            UnreachableError: the control plane does not respond.
+        """
+        return await ask_why(self._rest, self._reach, ranks, log_lines)
+
     async def params(
         self,
         *patterns: str,
@@ -243,6 +266,65 @@ class AsyncMesh:
             buffers=buffers,
             unsettled=unsettled,
         )
+
+    async def diff(
+        self,
+        a: Now | int | str | Path | Mapping[str, torch.Tensor] | AsyncMesh,
+        b: Now | int | str | Path | Mapping[str, torch.Tensor] | AsyncMesh = "now",
+        *patterns: str,
+        timeout: Timeout = UNSET,
+    ) -> Diff:
+        """How the weights of b differ from those of a, tensor by tensor.
+
+            mesh.diff("checkpoints/step-1000")         # a checkpoint and the training now
+            mesh.diff(step + 100, step + 200)          # two steps to come
+            mesh.diff(params)                          # what was summoned before, and now
+            mesh.diff(other)                           # another job, and this one
+
+        Reads tensor by tensor while both states are pinned, so memory is that of a few tensors.
+
+        Args:
+            a, b: "now"; a step of this job to come (not above the snapshots' budget together); a
+                safetensors file or directory on this machine, such as an export; tensors by
+                name; another mesh, as it is now.
+            patterns: Globs over names; none means all parameters.
+            timeout: Seconds for all of it; None means no limit.
+
+        Returns:
+            Rows with name, norm (of the difference), relative norm, cosine, changed elements and
+            the rows that differ most, the largest relative difference first.
+
+        Raises:
+            UsageError: an argument is wrong. ConflictError: a step is past.
+            NotFoundError: a pattern matches nothing, a path does not exist.
+            ParamdError: as `summon`.
+        """
+        await self._transfer.load_torch()
+        return await compute_diff(
+            self._reach,
+            a,
+            b,
+            patterns or ("*",),
+            self._deadline(timeout),
+            lambda source: source._reach if isinstance(source, AsyncMesh) else None,
+        )
+
+    async def updates(self, *patterns: str, timeout: Timeout = UNSET) -> Updates:
+        """What the next update does to each parameter: its norm, and its ratio to the weight.
+
+        The sidecars compute it from snapshots of two steps in a row, so no weights travel. Large
+        selections are taken in groups, each with its own `step`.
+
+        Args:
+            patterns: Globs over names; none means all parameters.
+            timeout: Seconds; None means no limit.
+
+        Raises:
+            ConflictError: the parameters are mirrored.
+            DeadlineError: training is too quick or has stopped, so no two steps could be pinned.
+            ParamdError: as `summon`.
+        """
+        return await compute_updates(self._reach, patterns or ("*",), self._deadline(timeout))
 
     async def lanes(self) -> list[Lane]:
         """How this process would read each rank with `transport="auto"`, and why not faster.

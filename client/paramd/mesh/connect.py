@@ -8,6 +8,7 @@ from paramd.errors import UsageError
 from paramd.mesh.amesh import AsyncMesh
 from paramd.mesh.mesh import Mesh
 from paramd.mesh.peers.control import Find
+from paramd.mesh.peers.trust import client_tls
 from paramd.places import read_endpoint, running_jobs
 from paramd.security.tls import ClientTls
 
@@ -28,7 +29,8 @@ def connect(
         token: Its token. Defaults to PARAMD_TOKEN, then to the endpoint's.
         job: Name of the job. Defaults to PARAMD_JOB, then to the only running job.
         timeout_s: Default timeout of a call, in seconds; None means 60.
-        tls_ca: File of CA certificates for https. Defaults to PARAMD_TLS_CA, then to the
+        tls_ca: File of CA certificates for https, or the fingerprint "sha256:..." of a job's
+            own CA. Defaults to PARAMD_TLS_CA, then to the CA in the job's endpoint, then to the
             system's.
 
     Raises:
@@ -38,7 +40,7 @@ def connect(
         UsageError: several jobs run and none was named.
     """
     at, secret, name = resolve(url, token, job)
-    tls, find = ClientTls.from_environment(tls_ca), _finder(url, token, name)
+    tls, find = _trust(at, tls_ca), _finder(url, token, name)
     return Mesh(at, secret, job=name, timeout_s=timeout_s, tls=tls, find=find)
 
 
@@ -52,7 +54,7 @@ def async_connect(
 ) -> AsyncMesh:
     """A mesh for asyncio; use it as `async with`. Args, Raises: as `connect`."""
     at, secret, name = resolve(url, token, job)
-    tls, find = ClientTls.from_environment(tls_ca), _finder(url, token, name)
+    tls, find = _trust(at, tls_ca), _finder(url, token, name)
     return AsyncMesh(at, secret, job=name, timeout_s=timeout_s, tls=tls, find=find)
 
 
@@ -72,6 +74,12 @@ def resolve(url: str | None, token: str | None, job: str | None) -> tuple[str, s
     if token is None:
         token = _known_token(url, job)
     return url, token, job
+
+
+def _trust(url: str, tls_ca: str | os.PathLike[str] | None) -> ClientTls | None:
+    """None where the endpoint decides, which changes with the incarnation."""
+    named = tls_ca is not None or bool(os.environ.get("PARAMD_TLS_CA"))
+    return client_tls(url, tls_ca) if named else None
 
 
 def _finder(url: str | None, token: str | None, job: str | None) -> Find | None:

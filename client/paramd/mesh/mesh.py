@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from paramd.mesh.edits.upload import Progress
+    from paramd.mesh.insight.compare import Diff
     from paramd.mesh.reading.assemble import SnapshotView
 
 P = ParamSpec("P")
@@ -179,9 +180,16 @@ class Mesh:
 
     status = _blocking(AsyncMesh.status)
     alerts = _blocking(AsyncMesh.alerts)
+    why = _blocking(AsyncMesh.why)
+    updates = _blocking(AsyncMesh.updates)
     lanes = _blocking(AsyncMesh.lanes)
     params = _blocking(AsyncMesh.params)
     stats = _blocking(AsyncMesh.stats)
+
+    def diff(self, a: Any, b: Any = "now", *patterns: str, timeout: Timeout = UNSET) -> Diff:
+        """Args, Returns, Raises: as `AsyncMesh.diff`; another mesh is a `Mesh` here."""
+        one, other = (source._mesh if isinstance(source, Mesh) else source for source in (a, b))
+        return self._run(self._mesh.diff(one, other, *patterns, timeout=timeout))
 
     edit = _blocking(AsyncMesh.edit)
     edits = _blocking(AsyncMesh.edits)

@@ -40,7 +40,7 @@ def write(directory: Path, *, names: Sequence[str], days: float) -> list[Path]:
         UsageError: an invalid name, or the directory cannot be written.
         ConflictError: the directory's CA cannot be read.
     """
-    alternatives = [_alternative(name) for name in names]
+    alternatives = [alternative(name) for name in names]
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         authority = _authority(directory)
@@ -76,8 +76,16 @@ def _authority(directory: Path) -> Signed:
 
 
 def _new_authority() -> Signed:
+    now = datetime.now(UTC)
     key = ec.generate_private_key(ec.SECP256R1())
-    name = _named("paramd test CA")
+    end = now + timedelta(days=CA_DAYS)
+    return new_ca(key, common_name("paramd test CA"), begin=now - _BACKDATED, end=end)
+
+
+def new_ca(
+    key: ec.EllipticCurvePrivateKey, name: x509.Name, *, begin: datetime, end: datetime
+) -> Signed:
+    """A CA of this key, which signs end entities alone."""
     usage = x509.KeyUsage(
         digital_signature=True,
         content_commitment=False,
@@ -90,7 +98,7 @@ def _new_authority() -> Signed:
         decipher_only=False,
     )
     builder = (
-        _builder(name, name, key.public_key(), CA_DAYS)
+        _builder(name, name, key.public_key(), begin, end)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(usage, critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
@@ -105,13 +113,28 @@ def _signed(
     purpose: x509.ObjectIdentifier,
     days: float,
 ) -> Signed:
+    now = datetime.now(UTC)
+    end = now + timedelta(days=days)
+    return sign_leaf(authority, name, alternatives, [purpose], begin=now - _BACKDATED, end=end)
+
+
+def sign_leaf(
+    authority: Signed,
+    name: str,
+    alternatives: Sequence[x509.GeneralName],
+    purposes: Sequence[x509.ObjectIdentifier],
+    *,
+    begin: datetime,
+    end: datetime,
+) -> Signed:
+    """A certificate with a fresh key."""
     ca_key, ca = authority
     key = ec.generate_private_key(ec.SECP256R1())
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key())
     builder = (
-        _builder(_named(name), ca.subject, key.public_key(), days)
+        _builder(common_name(name), ca.subject, key.public_key(), begin, end)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([purpose]), critical=False)
+        .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
         .add_extension(issuer, critical=False)
     )
     if alternatives:
@@ -120,25 +143,30 @@ def _signed(
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: float
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePublicKey,
+    begin: datetime,
+    end: datetime,
 ) -> x509.CertificateBuilder:
-    now = datetime.now(UTC)
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _BACKDATED)
-        .not_valid_after(now + timedelta(days=days))
+        .not_valid_before(begin)
+        .not_valid_after(end)
     )
 
 
-def _named(text: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+def common_name(text: str) -> x509.Name:
+    """A subject of at most 64 characters."""
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
 
 
-def _alternative(name: str) -> x509.GeneralName:
+def alternative(name: str) -> x509.GeneralName:
+    """A DNS name or an IP address. Raises UsageError if it is neither."""
     try:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:

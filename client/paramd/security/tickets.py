@@ -18,14 +18,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import (
-    Ed25519PrivateKey,
-    Ed25519PublicKey,
-)
-
 from paramd import clock
 from paramd.errors import DeniedError, UsageError
+
+# `cryptography` is loaded by those who sign and verify: readers only pass tickets on, and come
+# without it.
 
 PREFIX = "pmd_"
 """Prefix of every token, so that scanners find leaked ones; 32 random bytes, base64url, follow."""
@@ -103,6 +100,8 @@ class Claims:
 
 def new_private_key() -> bytes:
     """A fresh random key of `KEY_BYTES`."""
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
     return Ed25519PrivateKey.generate().private_bytes_raw()
 
 
@@ -113,6 +112,8 @@ class Signer:
 
     def __init__(self, private_key: bytes) -> None:
         """Raises UsageError unless the key has `KEY_BYTES`."""
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
         _check_key("private_key", private_key)
         self._key = Ed25519PrivateKey.from_private_bytes(private_key)
 
@@ -171,6 +172,8 @@ class Verifier:
 
     def __init__(self, public_key: bytes) -> None:
         """Raises UsageError unless the key has `KEY_BYTES`."""
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
         _check_key("public_key", public_key)
         self._key = Ed25519PublicKey.from_public_bytes(public_key)
         # Checking a signature costs about 100 us, and clients send the same ticket with every
@@ -204,6 +207,8 @@ class Verifier:
 
     def _claims(self, ticket: str) -> tuple[Claims, float]:
         """Its claims, and when it ends on the monotonic clock."""
+        from cryptography.exceptions import InvalidSignature
+
         signed, payload, signature = _parts(ticket)
         known = self._genuine.get(ticket)
         if known is not None:

@@ -1,6 +1,8 @@
 """The client side of TLS: trust settings, and addresses.
 
-An address is "host:port", or "grpcs://host:port" if its server speaks TLS. Settings:
+An address is "host:port", "grpcs://host:port" if its server speaks TLS with certificates of the
+operator's, or "mtls://host:port" if it speaks mutual TLS within a job, whose own CA every rank and
+client is given. Settings for grpcs:// and https://:
 
     PARAMD_TLS_CA            file of CA certificates to trust, instead of the system's
     PARAMD_TLS_CLIENT_CERT   our certificate, for servers that require one (mTLS)
@@ -9,12 +11,14 @@ An address is "host:port", or "grpcs://host:port" if its server speaks TLS. Sett
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import os
 import re
 import ssl
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,11 +29,60 @@ import grpc.aio
 from paramd.errors import DeniedError, UsageError
 
 SCHEME = "grpcs://"
+JOB_SCHEME = "mtls://"
+PIN = "sha256:"
+"""Before the fingerprint of a CA's public key, where a file of CA certificates may stand, too."""
+
+CA_PATH = "/ca.pem"
+"""Where a control plane with a CA of its own shows it."""
+
+RANK_NAME = "paramd rank "
+"""How a rank's certificate names its holder, before the number."""
+
+PINNED_S = 5.0
 MAX_FILE_BYTES = 1 << 20
 
-_ADDRESS = re.compile(r"(grpcs://)?(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253}):[0-9]{1,5}")
+_ADDRESS = re.compile(
+    r"(grpcs://|mtls://)?(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253}):[0-9]{1,5}"
+)
 
 Options = Sequence[tuple[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pems:
+    """CA, certificate and private key as PEM, in memory only; made by `job_authority`."""
+
+    ca: bytes
+    """The job's CA certificate."""
+    cert: bytes = b""
+    """Our own certificate; empty: none, for connections that need no client certificate."""
+    key: bytes = field(default=b"", repr=False)
+
+    def to_json(self) -> dict[str, str]:
+        """For a pipe, a Unix socket or a TLS connection; it holds the key."""
+        return {"ca": self.ca.decode(), "cert": self.cert.decode(), "key": self.key.decode()}
+
+    @classmethod
+    def of_json(cls, found: object) -> Pems:
+        """The inverse of `to_json`.
+
+        Raises:
+            UsageError: it is something else. The text never quotes it.
+        """
+        try:
+            assert isinstance(found, Mapping)
+            parts = [found[name].encode("ascii") for name in ("ca", "cert", "key")]
+        except (AssertionError, KeyError, AttributeError, ValueError):
+            raise UsageError("tls: expected the PEM texts ca, cert and key") from None
+        if any(len(part) > MAX_FILE_BYTES for part in parts) or not parts[0]:
+            raise UsageError("tls: the PEM texts ca, cert and key are missing or too long")
+        return cls(ca=parts[0], cert=parts[1], key=parts[2])
+
+    def stamp(self) -> tuple[int, ...]:
+        """Differs for other certificates."""
+        digest = hashlib.sha256(self.ca + b"\0" + self.cert).digest()
+        return (int.from_bytes(digest[:8], "big"),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +95,10 @@ class ClientTls:
     """Our own certificate, with the chain to its CA."""
     key: Path | None = None
     """Its private key."""
+    pems: Pems | None = None
+    """A job's own, instead of all files."""
+    pin: str = ""
+    """Fingerprint of a job's own CA, "sha256:...", which its control plane is asked for."""
 
     def __post_init__(self) -> None:
         if (self.cert is None) != (self.key is None):
@@ -54,20 +111,30 @@ class ClientTls:
         """The settings above; `ca` overrides its variable.
 
         Raises:
-            UsageError: certificate without key, or key without certificate.
+            UsageError: certificate without key, or key without certificate; a bad fingerprint.
         """
+        named = str(ca) if ca is not None else os.environ.get("PARAMD_TLS_CA", "")
+        pin = named.lower() if named.startswith(PIN) else ""
+        if pin and not re.fullmatch(r"sha256:[0-9a-f]{64}", pin):
+            raise UsageError(f"tls_ca: {named[:80]!r}; expected sha256: and 64 hexadecimal digits")
         return cls(
-            ca=Path(ca).expanduser() if ca is not None else _path("PARAMD_TLS_CA"),
+            ca=Path(named).expanduser() if named and not pin else None,
+            pin=pin,
             cert=_path("PARAMD_TLS_CLIENT_CERT"),
             key=_path("PARAMD_TLS_CLIENT_KEY"),
         )
 
     def stamp(self) -> tuple[int, ...]:
         """Changes when a file does, so that what was made from the files can be renewed."""
+        if self.pems is not None:
+            return self.pems.stamp()
         return stamp_of(path for path in (self.ca, self.cert, self.key) if path is not None)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """For gRPC channels. Raises UsageError when a file cannot be read."""
+        if self.pems is not None:
+            pems = self.pems
+            return grpc.ssl_channel_credentials(pems.ca, pems.key or None, pems.cert or None)
         return grpc.ssl_channel_credentials(
             root_certificates=read_pem(self.ca) if self.ca is not None else None,
             private_key=read_pem(self.key) if self.key is not None else None,
@@ -77,9 +144,14 @@ class ClientTls:
     def ssl_context(self, least: ssl.TLSVersion = ssl.TLSVersion.TLSv1_2) -> ssl.SSLContext:
         """For HTTPS and streams. Raises UsageError when a file cannot be used."""
         try:
-            context = ssl.create_default_context(cafile=self.ca)
+            if self.pems is not None:
+                context = ssl.create_default_context(cadata=self.pems.ca.decode())
+                if self.pems.cert:
+                    load_chain(context, self.pems.cert, self.pems.key)
+            else:
+                context = ssl.create_default_context(cafile=self.ca)
             context.minimum_version = least
-            if self.cert is not None:
+            if self.pems is None and self.cert is not None:
                 context.load_cert_chain(self.cert, self.key)
         except (OSError, ssl.SSLError) as error:
             raise UsageError(f"TLS: the files of PARAMD_TLS_* cannot be used: {error}") from error
@@ -101,22 +173,34 @@ def check_address(address: str) -> str:
 
 def host_of(address: str) -> str:
     """Host of an address, without scheme, port and brackets."""
-    host = address.removeprefix(SCHEME).rpartition(":")[0]
+    host = address.rpartition("://")[2].rpartition(":")[0]
     return host.removeprefix("[").removesuffix("]")
 
 
 def is_secure(address: str) -> bool:
     """Whether the server at a gRPC address speaks TLS."""
-    return address.startswith(SCHEME)
+    return address.startswith((SCHEME, JOB_SCHEME))
+
+
+def is_of_job(address: str) -> bool:
+    """Whether its server speaks mutual TLS within a job."""
+    return address.startswith(JOB_SCHEME)
+
+
+def tls_for(address: str, tls: ClientTls | None, pems: Pems | None) -> ClientTls | None:
+    """What to connect to `address` with: the job's `pems` if it is of a job, else `tls`."""
+    return ClientTls(pems=pems) if is_of_job(address) and pems is not None else tls
 
 
 def open_channel(
-    address: str, tls: ClientTls | None = None, *, options: Options = ()
+    address: str, tls: ClientTls | None = None, *, options: Options = (), way: str = ""
 ) -> grpc.aio.Channel:
     """An asyncio channel to an address. No I/O except reading the files.
 
     Args:
-        tls: None takes it from the environment.
+        tls: None takes it from the environment. For mtls:// it must hold the job's.
+        way: gRPC target to connect to instead of the address, such as "unix:...": bytes written
+            there arrive at the address.
 
     Raises:
         DeniedError: another host without TLS: the ticket would cross the network in the clear.
@@ -125,8 +209,17 @@ def open_channel(
     check_address(address)
     if is_secure(address):
         tls = tls if tls is not None else ClientTls.from_environment()
-        target = address.removeprefix(SCHEME)
-        return grpc.aio.secure_channel(target, tls.channel_credentials(), options=options)
+        if is_of_job(address) and tls.pems is None:
+            raise DeniedError(
+                f"{address[:200]} speaks TLS within its job, and no certificate of the job is "
+                "known here; connect to the job again, with the same version of paramd as it has"
+            )
+        target = address.rpartition("://")[2]
+        if way:
+            options = (*options, ("grpc.ssl_target_name_override", host_of(address)))
+        return grpc.aio.secure_channel(way or target, tls.channel_credentials(), options=options)
+    if way:
+        return grpc.aio.insecure_channel(way, options=options)
     if not is_loopback(address.rpartition(":")[0]):
         raise DeniedError(
             f"{address[:200]} is on another host and has no TLS; a ticket would cross the network "
@@ -147,13 +240,69 @@ def https_context(url: str, tls: ClientTls | None = None) -> ssl.SSLContext | bo
     """
     parts = urlsplit(url)
     if parts.scheme == "https":
-        return (tls if tls is not None else ClientTls.from_environment()).ssl_context()
+        tls = tls if tls is not None else ClientTls.from_environment()
+        return (tls if not tls.pin else pinned(url, tls.pin)).ssl_context()
     if not is_loopback(parts.hostname or ""):
         raise UsageError(
             f"url: {url!r} is on another host and not https; the token would cross the network "
             "unencrypted. Use https, or forward the port and use http://127.0.0.1"
         )
     return True
+
+
+def pinned(url: str, pin: str) -> ClientTls:
+    """Trust in the CA of this fingerprint, which the control plane at `url` shows. Blocks.
+
+    What is asked for is public and is checked against `pin`; no token is sent.
+
+    Raises:
+        UsageError: it shows another CA, or none.
+    """
+    import http.client  # here, because sidecars and ranks pin nothing
+
+    parts = urlsplit(url)
+    unchecked = ssl.create_default_context()
+    unchecked.check_hostname, unchecked.verify_mode = False, ssl.CERT_NONE
+    connection = http.client.HTTPSConnection(
+        parts.hostname or "", parts.port, timeout=PINNED_S, context=unchecked
+    )
+    try:
+        connection.request("GET", CA_PATH)
+        answer = connection.getresponse()
+        found = answer.read(MAX_FILE_BYTES) if answer.status == 200 else b""
+    except (OSError, http.client.HTTPException) as error:
+        raise UsageError(
+            f"tls_ca: {url} does not show its CA ({error}); is the job running?"
+        ) from error
+    finally:
+        connection.close()
+    shown = pin_of(found) if found else "none"
+    if shown != pin:
+        raise UsageError(
+            f"tls_ca: {url} has another CA ({shown}) than {pin}: it is another incarnation of the "
+            "job, or another program; take the fingerprint from its endpoint.json"
+        )
+    return ClientTls(pems=Pems(ca=found))
+
+
+def pin_of(ca: bytes) -> str:
+    """Fingerprint of the public key of a CA certificate (PEM): "sha256:" and 64 digits.
+
+    Of the key, as the certificate is signed anew by every process of its CA.
+
+    Raises:
+        UsageError: it is no certificate.
+    """
+    # Imported only with a job's own CA: it is slow to load.
+    from cryptography import x509
+    from cryptography.hazmat.primitives import serialization
+
+    try:
+        key = x509.load_pem_x509_certificate(ca).public_key()
+    except ValueError:
+        raise UsageError("tls: what should be a CA certificate is none") from None
+    form = serialization.PublicFormat.SubjectPublicKeyInfo
+    return PIN + hashlib.sha256(key.public_bytes(serialization.Encoding.DER, form)).hexdigest()
 
 
 def is_loopback(host: str) -> bool:
@@ -165,6 +314,27 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def load_chain(context: ssl.SSLContext, cert: bytes, key: bytes) -> None:
+    """Give a context our certificate and key from memory; `ssl` itself only takes files.
+
+    Raises:
+        ssl.SSLError: they do not fit, or are no PEM.
+    """
+    with _as_file(cert + b"\n" + key) as name:
+        context.load_cert_chain(name)
+
+
+@contextmanager
+def _as_file(data: bytes) -> Iterator[str]:
+    """A name for bytes that are on no disk, for the block."""
+    descriptor = os.memfd_create("paramd-tls", os.MFD_CLOEXEC)
+    try:
+        os.pwrite(descriptor, data, 0)
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
 
 
 def read_pem(path: Path) -> bytes:

@@ -10,6 +10,7 @@ from paramd.errors import UsageError
 from paramd.memory.gate import STALL_BUDGET_MS
 
 ARENAS = ("auto", "host", "mirror")
+RESUMES = ("never", "auto")
 
 LIMITS = (
     "stream_port",
@@ -24,6 +25,7 @@ LIMITS = (
     "edit_budget_bytes",
     "undo_budget_bytes",
     "edit_expiry_s",
+    "standing_budget_bytes",
 )
 """Limits passed on to the sidecar."""
 
@@ -55,6 +57,18 @@ class AttachSettings:
     the sidecar; if any is on a device, all stay where they are and are copied into the arena at
     agreed boundaries that ask for it. "host": always an arena in host memory, which is what
     "auto" uses too. "mirror": all stay where they are, even in host memory."""
+    resume: str = "never"
+    """"auto": keep what a successor needs, and when started again go on from memory; "never":
+    keep nothing, and start afresh."""
+    keep_every: float = 1
+    """Steps between continuation records, 1 or more. Only at those can a training be resumed
+    without loss."""
+    standing_every: float | None = None
+    """Steps between standing snapshots; 0 makes none. None: as many as keep copying them below a
+    hundredth of the training's time, at least 10."""
+    address: str = ""
+    """Name or address of this host under which other hosts reach it; empty: the one that the
+    process group uses. Only jobs on several hosts need one."""
     sidecar_listen: str = "127.0.0.1:0"
     """Where the sidecar's gRPC server listens; port 0 picks a free one."""
     listen: str = "127.0.0.1:8470"
@@ -94,6 +108,9 @@ class AttachSettings:
     """Most bytes kept on a rank to undo applied edits; 0 or more."""
     edit_expiry_s: float | None = None
     """How long an idle staged edit is kept, in seconds, above 0."""
+    standing_budget_bytes: float | None = None
+    """Most bytes of standing snapshots on a rank, above 0. Two of the whole state are kept at
+    most; with room for one, a trainer that dies while it is written leaves none."""
 
     def __post_init__(self) -> None:
         for name in ("stall_budget_ms", "lossless_budget_ms", "linger_s", "control_timeout_s"):
@@ -101,6 +118,14 @@ class AttachSettings:
                 raise UsageError(f"{name} must not be negative, is {getattr(self, name)}")
         if self.arena not in ARENAS:
             raise UsageError(f"arena must be one of {', '.join(ARENAS)}, is {self.arena!r}")
+        if self.resume not in RESUMES:
+            raise UsageError(f"resume must be one of {', '.join(RESUMES)}, is {self.resume!r}")
+        for name, least in (("keep_every", 1), ("standing_every", 0)):
+            value = getattr(self, name)
+            if value is not None and not (
+                math.isfinite(value) and value >= least and value == int(value)
+            ):
+                raise UsageError(f"{name} must be a whole number from {least} on, is {value}")
         for name in ("agreement_timeout_s", "attach_timeout_s", "sidecar_start_timeout_s"):
             if getattr(self, name) <= 0:
                 raise UsageError(f"{name} must be above 0, is {getattr(self, name)}")
@@ -112,7 +137,7 @@ class AttachSettings:
             value = getattr(self, name)
             if value is None or (value == 0 and name in _MAY_BE_ZERO):
                 continue
-            if not (math.isfinite(value) and value > 0):
+            if value is not None and not (math.isfinite(value) and value > 0):
                 raise UsageError(f"{name} must be a number above 0, is {value}")
 
     def sidecar_options(self) -> list[str]:

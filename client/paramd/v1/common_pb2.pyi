@@ -178,6 +178,7 @@ class RankState(google.protobuf.message.Message):
     STRAY_COUNT_FIELD_NUMBER: builtins.int
     STRICT_FIELD_NUMBER: builtins.int
     STREAM_PORT_FIELD_NUMBER: builtins.int
+    LOGGED_COUNT_FIELD_NUMBER: builtins.int
     rank: builtins.int
     """Rank as in torch.distributed."""
     phase: global___Phase.ValueType
@@ -252,6 +253,8 @@ class RankState(google.protobuf.message.Message):
     """
     stream_port: builtins.int
     """TCP port for bulk streams, on the host of the gRPC address; 0 when there is none."""
+    logged_count: builtins.int
+    """Calls of `attachment.log` that this sidecar has taken in (GetLogged)."""
     @property
     def alerts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """What the sidecar itself finds wrong, each as a stable id; empty when nothing is."""
@@ -291,8 +294,9 @@ class RankState(google.protobuf.message.Message):
         stray_count: builtins.int = ...,
         strict: builtins.bool = ...,
         stream_port: builtins.int = ...,
+        logged_count: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["abandoned_copy_count", b"abandoned_copy_count", "agreement_reason", b"agreement_reason", "agreement_works", b"agreement_works", "alerts", b"alerts", "arena_bytes", b"arena_bytes", "boundary_age_ns", b"boundary_age_ns", "edit_bytes", b"edit_bytes", "edits", b"edits", "gradient_bytes", b"gradient_bytes", "hold_left_ms", b"hold_left_ms", "hold_steps_left", b"hold_steps_left", "last_refusal", b"last_refusal", "phase", b"phase", "phase_reason", b"phase_reason", "rank", b"rank", "ready_boundary", b"ready_boundary", "refused_call_count", b"refused_call_count", "sidecar_pid", b"sidecar_pid", "sidecar_rss_bytes", b"sidecar_rss_bytes", "snapshot_bytes", b"snapshot_bytes", "snapshot_count", b"snapshot_count", "stall_count", b"stall_count", "stall_max_ns", b"stall_max_ns", "stall_total_ns", b"stall_total_ns", "step", b"step", "step_time_ns", b"step_time_ns", "stray_count", b"stray_count", "stream_port", b"stream_port", "strict", b"strict", "trainer_pid", b"trainer_pid", "trainer_rss_bytes", b"trainer_rss_bytes", "unserved_reason", b"unserved_reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["abandoned_copy_count", b"abandoned_copy_count", "agreement_reason", b"agreement_reason", "agreement_works", b"agreement_works", "alerts", b"alerts", "arena_bytes", b"arena_bytes", "boundary_age_ns", b"boundary_age_ns", "edit_bytes", b"edit_bytes", "edits", b"edits", "gradient_bytes", b"gradient_bytes", "hold_left_ms", b"hold_left_ms", "hold_steps_left", b"hold_steps_left", "last_refusal", b"last_refusal", "logged_count", b"logged_count", "phase", b"phase", "phase_reason", b"phase_reason", "rank", b"rank", "ready_boundary", b"ready_boundary", "refused_call_count", b"refused_call_count", "sidecar_pid", b"sidecar_pid", "sidecar_rss_bytes", b"sidecar_rss_bytes", "snapshot_bytes", b"snapshot_bytes", "snapshot_count", b"snapshot_count", "stall_count", b"stall_count", "stall_max_ns", b"stall_max_ns", "stall_total_ns", b"stall_total_ns", "step", b"step", "step_time_ns", b"step_time_ns", "stray_count", b"stray_count", "stream_port", b"stream_port", "strict", b"strict", "trainer_pid", b"trainer_pid", "trainer_rss_bytes", b"trainer_rss_bytes", "unserved_reason", b"unserved_reason"]) -> None: ...
 
 global___RankState = RankState
 

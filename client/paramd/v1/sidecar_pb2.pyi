@@ -1595,10 +1595,15 @@ class ComputeStatsRequest(google.protobuf.message.Message):
     ITEMS_FIELD_NUMBER: builtins.int
     WITH_EXPONENTS_FIELD_NUMBER: builtins.int
     EDGES_FIELD_NUMBER: builtins.int
+    BEFORE_SNAPSHOT_ID_FIELD_NUMBER: builtins.int
     snapshot_id: builtins.str
     """Which snapshot."""
     with_exponents: builtins.bool
     """Count binary exponents too, which takes several times as long as all the rest."""
+    before_snapshot_id: builtins.str
+    """Reduce the differences to this snapshot instead: an element of `snapshot_id` minus the one
+    at the same offset here. It must have the same size. Empty: reduce the elements themselves.
+    """
     @property
     def items(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StatsItem]:
         """What to reduce; one answer each, in the same order."""
@@ -1616,8 +1621,9 @@ class ComputeStatsRequest(google.protobuf.message.Message):
         items: collections.abc.Iterable[global___StatsItem] | None = ...,
         with_exponents: builtins.bool = ...,
         edges: collections.abc.Iterable[builtins.float] | None = ...,
+        before_snapshot_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["edges", b"edges", "items", b"items", "snapshot_id", b"snapshot_id", "with_exponents", b"with_exponents"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["before_snapshot_id", b"before_snapshot_id", "edges", b"edges", "items", b"items", "snapshot_id", b"snapshot_id", "with_exponents", b"with_exponents"]) -> None: ...
 
 global___ComputeStatsRequest = ComputeStatsRequest
 
@@ -2054,6 +2060,336 @@ class GetMetricsResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["header", b"header", "text", b"text"]) -> None: ...
 
 global___GetMetricsResponse = GetMetricsResponse
+
+@typing.final
+class InspectTrainerRequest(google.protobuf.message.Message):
+    """Request of InspectTrainer."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LOG_LINE_COUNT_FIELD_NUMBER: builtins.int
+    WITH_COLLECTIVES_FIELD_NUMBER: builtins.int
+    log_line_count: builtins.int
+    """Most last lines of the trainer's output to return; 0 none, at most 100."""
+    with_collectives: builtins.bool
+    """Collectives, too, though this rank is not overdue: another one is."""
+    def __init__(
+        self,
+        *,
+        log_line_count: builtins.int = ...,
+        with_collectives: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["log_line_count", b"log_line_count", "with_collectives", b"with_collectives"]) -> None: ...
+
+global___InspectTrainerRequest = InspectTrainerRequest
+
+@typing.final
+class StackFrame(google.protobuf.message.Message):
+    """One frame of a stack."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FILE_FIELD_NUMBER: builtins.int
+    LINE_FIELD_NUMBER: builtins.int
+    FUNCTION_FIELD_NUMBER: builtins.int
+    file: builtins.str
+    """File of the code."""
+    line: builtins.int
+    """Line in it; 0 when unknown."""
+    function: builtins.str
+    """Name of the function, qualified where the trainer could tell."""
+    def __init__(
+        self,
+        *,
+        file: builtins.str = ...,
+        line: builtins.int = ...,
+        function: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["file", b"file", "function", b"function", "line", b"line"]) -> None: ...
+
+global___StackFrame = StackFrame
+
+@typing.final
+class TrainerThread(google.protobuf.message.Message):
+    """One thread of a trainer."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    NATIVE_ID_FIELD_NUMBER: builtins.int
+    TRAINING_FIELD_NUMBER: builtins.int
+    FRAMES_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Python's name of it."""
+    native_id: builtins.int
+    """Its number in the kernel; 0 when unknown."""
+    training: builtins.bool
+    """Whether it is the thread that attached."""
+    @property
+    def frames(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StackFrame]:
+        """Its frames, innermost first, at most 48."""
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        native_id: builtins.int = ...,
+        training: builtins.bool = ...,
+        frames: collections.abc.Iterable[global___StackFrame] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["frames", b"frames", "name", b"name", "native_id", b"native_id", "training", b"training"]) -> None: ...
+
+global___TrainerThread = TrainerThread
+
+@typing.final
+class TrainerCollective(google.protobuf.message.Message):
+    """A collective in the trainer's flight recorder."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    SEQUENCE_FIELD_NUMBER: builtins.int
+    DONE_FIELD_NUMBER: builtins.int
+    AGE_MS_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """For example "gloo:all_reduce"."""
+    group: builtins.str
+    """Name of its process group."""
+    sequence: builtins.int
+    """Its number within the group."""
+    done: builtins.bool
+    """Whether it is over."""
+    age_ms: builtins.int
+    """Time since it was called, in milliseconds."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        group: builtins.str = ...,
+        sequence: builtins.int = ...,
+        done: builtins.bool = ...,
+        age_ms: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_ms", b"age_ms", "done", b"done", "group", b"group", "name", b"name", "sequence", b"sequence"]) -> None: ...
+
+global___TrainerCollective = TrainerCollective
+
+@typing.final
+class InspectTrainerResponse(google.protobuf.message.Message):
+    """Answer of InspectTrainer. Counts and bytes are -1 where they are unknown."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    ACTIVITY_KIND_FIELD_NUMBER: builtins.int
+    ACTIVITY_FIELD_NUMBER: builtins.int
+    ACTIVITY_WHERE_FIELD_NUMBER: builtins.int
+    AGE_MS_FIELD_NUMBER: builtins.int
+    OVERDUE_FIELD_NUMBER: builtins.int
+    SOURCE_FIELD_NUMBER: builtins.int
+    MISSING_FIELD_NUMBER: builtins.int
+    THREADS_FIELD_NUMBER: builtins.int
+    COLLECTIVES_FIELD_NUMBER: builtins.int
+    COLLECTIVES_MISSING_FIELD_NUMBER: builtins.int
+    PROCESS_STATE_FIELD_NUMBER: builtins.int
+    RSS_BYTES_FIELD_NUMBER: builtins.int
+    PEAK_RSS_BYTES_FIELD_NUMBER: builtins.int
+    DEVICE_BYTES_FIELD_NUMBER: builtins.int
+    THREAD_COUNT_FIELD_NUMBER: builtins.int
+    OPEN_FILE_COUNT_FIELD_NUMBER: builtins.int
+    OPEN_FILE_LIMIT_FIELD_NUMBER: builtins.int
+    HOST_AVAILABLE_BYTES_FIELD_NUMBER: builtins.int
+    LOG_LINES_FIELD_NUMBER: builtins.int
+    LOG_MISSING_FIELD_NUMBER: builtins.int
+    activity_kind: builtins.str
+    """collective, dataloader, checkpoint, debugger, paramd, lock, optimizer, backward, forward or
+    code; empty when unknown.
+    """
+    activity: builtins.str
+    """The same in words that follow "is", such as "in all_gather"."""
+    activity_where: builtins.str
+    """Innermost frame of the user's own code; may be empty."""
+    age_ms: builtins.int
+    """How long the training's thread has been seen there, in milliseconds; -1 when unknown."""
+    overdue: builtins.bool
+    """Whether the next boundary should have come long ago."""
+    source: builtins.str
+    """How the stacks were had: trainer, faulthandler; empty when there are none."""
+    missing: builtins.str
+    """Why there are none."""
+    collectives_missing: builtins.str
+    """Why there are none."""
+    process_state: builtins.str
+    """Letter of the process's state in /proc."""
+    rss_bytes: builtins.int
+    """Resident memory of the trainer, in bytes."""
+    peak_rss_bytes: builtins.int
+    """The highest it ever was."""
+    device_bytes: builtins.int
+    """Memory that torch has in use on the trainer's current CUDA device, in bytes."""
+    thread_count: builtins.int
+    """Threads of the process."""
+    open_file_count: builtins.int
+    """Open descriptors."""
+    open_file_limit: builtins.int
+    """Most it may have open."""
+    host_available_bytes: builtins.int
+    """Memory that the host has left, in bytes."""
+    log_missing: builtins.str
+    """Why there are none."""
+    @property
+    def header(self) -> paramd.v1.common_pb2.Header:
+        """Who answers."""
+
+    @property
+    def state(self) -> paramd.v1.common_pb2.RankState:
+        """State of the rank."""
+
+    @property
+    def threads(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TrainerThread]:
+        """All threads, the training's first."""
+
+    @property
+    def collectives(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TrainerCollective]:
+        """Latest collectives, those that are not over first; asked for while overdue, or on request."""
+
+    @property
+    def log_lines(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Last lines of the trainer's output, oldest first."""
+
+    def __init__(
+        self,
+        *,
+        header: paramd.v1.common_pb2.Header | None = ...,
+        state: paramd.v1.common_pb2.RankState | None = ...,
+        activity_kind: builtins.str = ...,
+        activity: builtins.str = ...,
+        activity_where: builtins.str = ...,
+        age_ms: builtins.int = ...,
+        overdue: builtins.bool = ...,
+        source: builtins.str = ...,
+        missing: builtins.str = ...,
+        threads: collections.abc.Iterable[global___TrainerThread] | None = ...,
+        collectives: collections.abc.Iterable[global___TrainerCollective] | None = ...,
+        collectives_missing: builtins.str = ...,
+        process_state: builtins.str = ...,
+        rss_bytes: builtins.int = ...,
+        peak_rss_bytes: builtins.int = ...,
+        device_bytes: builtins.int = ...,
+        thread_count: builtins.int = ...,
+        open_file_count: builtins.int = ...,
+        open_file_limit: builtins.int = ...,
+        host_available_bytes: builtins.int = ...,
+        log_lines: collections.abc.Iterable[builtins.str] | None = ...,
+        log_missing: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header", "state", b"state"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["activity", b"activity", "activity_kind", b"activity_kind", "activity_where", b"activity_where", "age_ms", b"age_ms", "collectives", b"collectives", "collectives_missing", b"collectives_missing", "device_bytes", b"device_bytes", "header", b"header", "host_available_bytes", b"host_available_bytes", "log_lines", b"log_lines", "log_missing", b"log_missing", "missing", b"missing", "open_file_count", b"open_file_count", "open_file_limit", b"open_file_limit", "overdue", b"overdue", "peak_rss_bytes", b"peak_rss_bytes", "process_state", b"process_state", "rss_bytes", b"rss_bytes", "source", b"source", "state", b"state", "thread_count", b"thread_count", "threads", b"threads"]) -> None: ...
+
+global___InspectTrainerResponse = InspectTrainerResponse
+
+@typing.final
+class GetLoggedRequest(google.protobuf.message.Message):
+    """Request of GetLogged."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    AFTER_FIELD_NUMBER: builtins.int
+    LIMIT_FIELD_NUMBER: builtins.int
+    after: builtins.int
+    """Return entries numbered above this one."""
+    limit: builtins.int
+    """Most entries to return, at most 1,000; 0 means that many."""
+    def __init__(
+        self,
+        *,
+        after: builtins.int = ...,
+        limit: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after", b"after", "limit", b"limit"]) -> None: ...
+
+global___GetLoggedRequest = GetLoggedRequest
+
+@typing.final
+class LoggedEntry(google.protobuf.message.Message):
+    """One call of `attachment.log`."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class ValuesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    TIME_S_FIELD_NUMBER: builtins.int
+    VALUES_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """Counts the entries of this sidecar from 1."""
+    step: builtins.int
+    """Step that the numbers belong to."""
+    time_s: builtins.float
+    """Seconds since the Unix epoch, by the trainer's clock."""
+    @property
+    def values(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
+        """The numbers by name; NaN and infinities are possible."""
+
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        step: builtins.int = ...,
+        time_s: builtins.float = ...,
+        values: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["number", b"number", "step", b"step", "time_s", b"time_s", "values", b"values"]) -> None: ...
+
+global___LoggedEntry = LoggedEntry
+
+@typing.final
+class GetLoggedResponse(google.protobuf.message.Message):
+    """Answer of GetLogged."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    COUNT_FIELD_NUMBER: builtins.int
+    ENTRIES_FIELD_NUMBER: builtins.int
+    count: builtins.int
+    """Entries ever taken in."""
+    @property
+    def header(self) -> paramd.v1.common_pb2.Header:
+        """Who answers."""
+
+    @property
+    def entries(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LoggedEntry]:
+        """Entries that are still kept, oldest first."""
+
+    def __init__(
+        self,
+        *,
+        header: paramd.v1.common_pb2.Header | None = ...,
+        count: builtins.int = ...,
+        entries: collections.abc.Iterable[global___LoggedEntry] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["count", b"count", "entries", b"entries", "header", b"header"]) -> None: ...
+
+global___GetLoggedResponse = GetLoggedResponse
 
 @typing.final
 class SummonRequest(google.protobuf.message.Message):

@@ -147,6 +147,16 @@ class SidecarServiceStub(object):
                 request_serializer=paramd_dot_v1_dot_sidecar__pb2.SummonRequest.SerializeToString,
                 response_deserializer=paramd_dot_v1_dot_sidecar__pb2.SummonResponse.FromString,
                 _registered_method=True)
+        self.InspectTrainer = channel.unary_unary(
+                '/paramd.v1.SidecarService/InspectTrainer',
+                request_serializer=paramd_dot_v1_dot_sidecar__pb2.InspectTrainerRequest.SerializeToString,
+                response_deserializer=paramd_dot_v1_dot_sidecar__pb2.InspectTrainerResponse.FromString,
+                _registered_method=True)
+        self.GetLogged = channel.unary_unary(
+                '/paramd.v1.SidecarService/GetLogged',
+                request_serializer=paramd_dot_v1_dot_sidecar__pb2.GetLoggedRequest.SerializeToString,
+                response_deserializer=paramd_dot_v1_dot_sidecar__pb2.GetLoggedResponse.FromString,
+                _registered_method=True)
         self.BeginExport = channel.unary_unary(
                 '/paramd.v1.SidecarService/BeginExport',
                 request_serializer=paramd_dot_v1_dot_export__pb2.BeginExportRequest.SerializeToString,
@@ -364,6 +374,22 @@ class SidecarServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def InspectTrainer(self, request, context):
+        """What the trainer is doing: stacks, collectives, its process, its last lines of output. Looked
+        up at most once a second, without stopping it; it also works while the training hangs.
+        Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetLogged(self, request, context):
+        """The numbers that the script has logged, oldest first. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def BeginExport(self, request, context):
         """Makes an export's place ready. Control plane only, as all that follow. Idempotent.
         FAILED_PRECONDITION: something stands at the key. PERMISSION_DENIED, NOT_FOUND: the
@@ -536,6 +562,16 @@ def add_SidecarServiceServicer_to_server(servicer, server):
                     servicer.Summon,
                     request_deserializer=paramd_dot_v1_dot_sidecar__pb2.SummonRequest.FromString,
                     response_serializer=paramd_dot_v1_dot_sidecar__pb2.SummonResponse.SerializeToString,
+            ),
+            'InspectTrainer': grpc.unary_unary_rpc_method_handler(
+                    servicer.InspectTrainer,
+                    request_deserializer=paramd_dot_v1_dot_sidecar__pb2.InspectTrainerRequest.FromString,
+                    response_serializer=paramd_dot_v1_dot_sidecar__pb2.InspectTrainerResponse.SerializeToString,
+            ),
+            'GetLogged': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLogged,
+                    request_deserializer=paramd_dot_v1_dot_sidecar__pb2.GetLoggedRequest.FromString,
+                    response_serializer=paramd_dot_v1_dot_sidecar__pb2.GetLoggedResponse.SerializeToString,
             ),
             'BeginExport': grpc.unary_unary_rpc_method_handler(
                     servicer.BeginExport,
@@ -1174,6 +1210,60 @@ class SidecarService(object):
             '/paramd.v1.SidecarService/Summon',
             paramd_dot_v1_dot_sidecar__pb2.SummonRequest.SerializeToString,
             paramd_dot_v1_dot_sidecar__pb2.SummonResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def InspectTrainer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramd.v1.SidecarService/InspectTrainer',
+            paramd_dot_v1_dot_sidecar__pb2.InspectTrainerRequest.SerializeToString,
+            paramd_dot_v1_dot_sidecar__pb2.InspectTrainerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLogged(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramd.v1.SidecarService/GetLogged',
+            paramd_dot_v1_dot_sidecar__pb2.GetLoggedRequest.SerializeToString,
+            paramd_dot_v1_dot_sidecar__pb2.GetLoggedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -183,6 +183,21 @@ class SidecarServiceStub:
     one after the other. Idempotent.
     """
 
+    InspectTrainer: grpc.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.InspectTrainerRequest,
+        paramd.v1.sidecar_pb2.InspectTrainerResponse,
+    ]
+    """What the trainer is doing: stacks, collectives, its process, its last lines of output. Looked
+    up at most once a second, without stopping it; it also works while the training hangs.
+    Idempotent.
+    """
+
+    GetLogged: grpc.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.GetLoggedRequest,
+        paramd.v1.sidecar_pb2.GetLoggedResponse,
+    ]
+    """The numbers that the script has logged, oldest first. Idempotent."""
+
     BeginExport: grpc.UnaryUnaryMultiCallable[
         paramd.v1.export_pb2.BeginExportRequest,
         paramd.v1.export_pb2.BeginExportResponse,
@@ -401,6 +416,21 @@ class SidecarServiceAsyncStub:
     """Gateway for thin clients: gathers whole tensors from all ranks and streams them
     one after the other. Idempotent.
     """
+
+    InspectTrainer: grpc.aio.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.InspectTrainerRequest,
+        paramd.v1.sidecar_pb2.InspectTrainerResponse,
+    ]
+    """What the trainer is doing: stacks, collectives, its process, its last lines of output. Looked
+    up at most once a second, without stopping it; it also works while the training hangs.
+    Idempotent.
+    """
+
+    GetLogged: grpc.aio.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.GetLoggedRequest,
+        paramd.v1.sidecar_pb2.GetLoggedResponse,
+    ]
+    """The numbers that the script has logged, oldest first. Idempotent."""
 
     BeginExport: grpc.aio.UnaryUnaryMultiCallable[
         paramd.v1.export_pb2.BeginExportRequest,
@@ -664,6 +694,25 @@ class SidecarServiceServicer(metaclass=abc.ABCMeta):
         """Gateway for thin clients: gathers whole tensors from all ranks and streams them
         one after the other. Idempotent.
         """
+
+    @abc.abstractmethod
+    def InspectTrainer(
+        self,
+        request: paramd.v1.sidecar_pb2.InspectTrainerRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[paramd.v1.sidecar_pb2.InspectTrainerResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.InspectTrainerResponse]]:
+        """What the trainer is doing: stacks, collectives, its process, its last lines of output. Looked
+        up at most once a second, without stopping it; it also works while the training hangs.
+        Idempotent.
+        """
+
+    @abc.abstractmethod
+    def GetLogged(
+        self,
+        request: paramd.v1.sidecar_pb2.GetLoggedRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[paramd.v1.sidecar_pb2.GetLoggedResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.GetLoggedResponse]]:
+        """The numbers that the script has logged, oldest first. Idempotent."""
 
     @abc.abstractmethod
     def BeginExport(

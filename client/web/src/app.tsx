@@ -1,6 +1,6 @@
 /** The shell: session, job and view. */
 
-import { type ReactNode, Suspense, lazy, useCallback, useEffect, useMemo, useState } from "react";
+import { type MouseEvent, type ReactNode, Suspense, lazy, useCallback, useEffect, useLayoutEffect, useMemo, useState } from "react";
 
 import { ApiError, del, get, keepSessionKey, onSignedOut, sessionKey, signInWithCode } from "./api/client";
 import type { JobSummary, SessionDocument } from "./api/schema";
@@ -14,6 +14,8 @@ import { SignIn } from "./ui/signin";
 import { useTheme } from "./ui/theme";
 
 const SCREENS: Record<View, ReturnType<typeof lazy>> = {
+  overview: lazy(() => import("./views/overview")),
+  runs: lazy(() => import("./views/runs")),
   mesh: lazy(() => import("./views/mesh")),
   params: lazy(() => import("./views/params")),
   grads: lazy(() => import("./views/grads")),
@@ -70,7 +72,7 @@ function SignedIn(props: {
 }): ReactNode {
   const { session, dark, toggle, onSignOut } = props;
   const place = usePlace();
-  const jobs = usePoll("jobs", (signal) => get("/api/v1/jobs", { signal }), 10_000);
+  const jobs = usePoll("jobs", (signal) => get("/api/v1/jobs", { signal, patienceS: JOBS_PATIENCE_S }), JOBS_EVERY_MS);
   const all = jobs.data?.jobs ?? [];
   const job = place.job || all[0]?.job || "";
   useEffect(() => {
@@ -95,17 +97,20 @@ function SignedIn(props: {
       });
   }, [onSignOut]);
   const Screen = SCREENS[place.view];
-  const summary = all.find((one) => one.job === job);
-  useEffect(() => {
-    document.title = `${summary && summary.state !== "ok" ? `(${summary.state}) ` : ""}${job ? `${job} · ` : ""}${TITLES[place.view]} · paramd`;
-  }, [job, place.view, summary]);
+  const known = all.some((one) => one.job === job);
   return (
-    <Provider session={session} job={job} dark={dark}>
+    <Provider session={session} job={job} dark={dark} jobs={jobs}>
+      <Title view={place.view} />
+      <a className="skip" href="#main" onClick={skip}>
+        Skip to the content
+      </a>
       <div className="shell">
         <Side jobs={all} job={job} view={place.view} session={session} dark={dark} toggle={toggle} help={keys.help} signOut={signOut} />
-        <main key={`${job}/${place.view}`}>
-          <Offline problem={jobs.error} />
-          {job ? (
+        <main id="main" tabIndex={-1} key={`${job}/${place.view}`}>
+          <Offline />
+          {jobs.data && job && !known && place.view !== "runs" ? (
+            <Unknown job={job} jobs={all} />
+          ) : job ? (
             <Boundary>
               <Suspense fallback={<Empty>…</Empty>}>
                 <Screen />
@@ -121,6 +126,45 @@ function SignedIn(props: {
   );
 }
 
+const JOBS_EVERY_MS = 5000;
+const JOBS_PATIENCE_S = 5;
+
+/** Not by the link itself, whose fragment would be a place of the page. */
+function skip(event: MouseEvent): void {
+  event.preventDefault();
+  document.getElementById("main")?.focus();
+}
+
+function Title(props: { view: View }): ReactNode {
+  const { job, health } = useShared();
+  // Not after the paint: the title would for a moment deny what the page says.
+  useLayoutEffect(() => {
+    const bad = health.tone === "bad" || health.tone === "warn" ? `(${health.word}) ` : "";
+    document.title = `${bad}${job ? `${job} · ` : ""}${TITLES[props.view]} · paramd`;
+  }, [job, health, props.view]);
+  return null;
+}
+
+function Unknown(props: { job: string; jobs: readonly JobSummary[] }): ReactNode {
+  const { job, jobs } = props;
+  return (
+    <>
+      <h1>{job}</h1>
+      <Trouble>
+        This control plane does not serve a job of that name. It may run under another control plane, or have ended before this one started.
+      </Trouble>
+      <p>
+        {jobs.length ? "Jobs here: " : "No job has registered here yet."}
+        {jobs.map((one) => (
+          <a key={one.job} className="spaced" href={placeHash({ job: one.job, view: "overview", query: {} })}>
+            {one.job}
+          </a>
+        ))}
+      </p>
+    </>
+  );
+}
+
 function Side(props: {
   jobs: readonly JobSummary[];
   job: string;
@@ -132,9 +176,11 @@ function Side(props: {
   signOut: () => void;
 }): ReactNode {
   const { jobs, job, view, session, dark, toggle, help, signOut } = props;
+  const { health } = useShared();
   const summary = jobs.find((one) => one.job === job);
+  const open = summary?.open_count ?? 0;
   return (
-    <div className="side">
+    <header className="side">
       <div className="brand">
         <img src="/favicon.svg" alt="" />
         <span>paramd</span>
@@ -147,7 +193,7 @@ function Side(props: {
         {jobs.map((one) => (
           <option key={one.job} value={one.job}>
             {one.job}
-            {one.state === "ok" ? "" : ` (${one.state})`}
+            {one.critical_count > 0 ? " (critical)" : one.state === "ok" ? "" : ` (${one.state})`}
           </option>
         ))}
         {!summary && <option value={job}>{job || "no job"}</option>}
@@ -161,8 +207,14 @@ function Side(props: {
             ref={each === view ? showLink : undefined}
           >
             {TITLES[each]}
+            {each === "overview" && <Badge state={health.word} tone={health.tone} />}
             {each === "mesh" && summary && summary.state !== "ok" && (
               <Badge state={summary.state} tone={toneOf(summary.state)} />
+            )}
+            {each === "alerts" && open > 0 && (
+              <span className={`badge ${summary?.critical_count ? "bad" : "warn"}`} aria-label={`${open} open alerts`}>
+                {open}
+              </span>
             )}
           </a>
         ))}
@@ -184,24 +236,27 @@ function Side(props: {
           <button type="button" onClick={help} aria-label="Keyboard and filters">
             ?
           </button>
+          <a href="/docs/" target="_blank" rel="noopener">
+            Manual
+          </a>
           <button type="button" onClick={signOut}>
             Sign out
           </button>
         </div>
       </div>
-    </div>
+    </header>
   );
 }
 
 /** On a phone the views are a scrolling row. */
 function showLink(link: HTMLAnchorElement | null): void {
-  link?.scrollIntoView({ block: "nearest", inline: "nearest" });
+  link?.scrollIntoView({ block: "nearest", inline: "center" });
 }
 
 /** Warns when the data shown is no longer updated. */
-function Offline(props: { problem: string | null }): ReactNode {
-  const { live } = useShared();
-  if (props.problem) return <Trouble>{props.problem}; retrying, the data below is old</Trouble>;
+function Offline(): ReactNode {
+  const { live, health } = useShared();
+  if (health.word === "unknown") return <Trouble>{health.why}. Retrying; everything below is old.</Trouble>;
   if (live.problem && live.time_s > 0) {
     return (
       <p className="offline" role="status">

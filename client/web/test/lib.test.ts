@@ -4,9 +4,31 @@ import { EventParser } from "../src/api/sse";
 import { between, colorer, tint } from "../src/lib/color";
 import { bodyOf, EMPTY, leaseLeft, newId, opText } from "../src/lib/edits";
 import { exactly, filtersFor, MAX_FILTER_BYTES, parseSlice, sliced } from "../src/lib/filters";
-import { bytes, duration, number, percent, shape, short } from "../src/lib/format";
+import { bytes, duration, number, percent, shape, short, shortest } from "../src/lib/format";
 import { parseMetrics } from "../src/lib/prometheus";
 import { parsePlace, parseSignIn, placeHash } from "../src/lib/route";
+
+describe("elements", () => {
+  it.each([
+    ["0.10000000149011612", "float32", "0.1"],
+    ["0.0010000000474974513", "float32", "0.001"],
+    ["0.30000001192092896", "float32", "0.3"],
+    ["16777217.0", "float64", "16777217"],
+    ["0.1", "float64", "0.1"],
+    ["9007199254740993", "int64", "9007199254740993"],
+    ["nan", "float32", "nan"],
+    ["True", "bool", "True"],
+  ])("%s of %s are %s in short", (exact, dtype, expected) => {
+    expect(shortest(exact, dtype)).toBe(expected);
+  });
+
+  it("in short are the same float32 again", () => {
+    for (let i = 1; i < 2000; i += 1) {
+      const value = Math.fround(Math.sin(i) * 10 ** ((i % 60) - 30));
+      expect(Math.fround(Number(shortest(String(value), "float32")))).toBe(value);
+    }
+  });
+});
 
 describe("places", () => {
   it.each([
@@ -17,8 +39,8 @@ describe("places", () => {
     expect(parsePlace(placeHash(place))).toEqual(place);
   });
 
-  it("that cannot be read are the mesh", () => {
-    expect(parsePlace("#/%E0%A4%A/nowhere?x")).toEqual({ job: "%E0%A4%A", view: "mesh", query: { x: "" } });
+  it("that cannot be read are the overview", () => {
+    expect(parsePlace("#/%E0%A4%A/nowhere?x")).toEqual({ job: "%E0%A4%A", view: "overview", query: { x: "" } });
   });
 
   it("give the code of a sign-in link once, and what is left without it", () => {

@@ -1,11 +1,13 @@
 import { describe, expect, it } from "vitest";
 
+import { ApiError } from "../src/api/client";
 import type { ServerEvent } from "../src/api/sse";
 import { type Frame, type GradParam, KEPT_NORMS, NO_GRADS, withFrame } from "../src/lib/grads";
 import { MAX_RECENT, NOTHING, withEvent, withProblem } from "../src/lib/live";
 import { axesOf, coordinates, median, stragglers } from "../src/lib/mesh";
 import { density, difference, MAX_SAMPLES, type Sample, smooth, spread, withSample } from "../src/lib/samples";
 import { rowsOf, treeOf } from "../src/lib/tree";
+import { pauseMs, RETRY_MS } from "../src/ui/hooks";
 
 const event = (kind: string, data: object, id = "a-1"): ServerEvent => ({ id, kind, data: JSON.stringify(data) });
 
@@ -125,7 +127,7 @@ describe("samples", () => {
   });
 
   it("have densities that add up to one, and differences only of equal pictures", () => {
-    expect(density(sample(1).histogram)).toEqual([[0.5, 0.25], [1.5, 0.75]]);
+    expect(density(sample(1).histogram!)).toEqual([[0.5, 0.25], [1.5, 0.75]]);
     const heat = (values: (number | null)[]) => ({ cell_row_count: 1, cell_col_count: values.length, values });
     expect(difference(heat([1, null, 3]), heat([2, 2, null]))!.values).toEqual([1, null, null]);
     expect(difference(heat([1]), heat([1, 2]))).toBeNull();
@@ -172,5 +174,19 @@ describe("gradients", () => {
     grads = withFrame(grads, frame(0, [param("u", 1)], 2));
     expect([...grads.rows.keys()]).toEqual(["u"]);
     expect(grads.frames).toBe(1);
+  });
+});
+
+describe("polls", () => {
+  it("are repeated soon after a failure that may pass", () => {
+    expect(pauseMs(60_000, null)).toBe(60_000);
+    for (const failure of [new ApiError(0, "unreachable", ""), new ApiError(503, "partial", ""), new TypeError("")]) {
+      expect(pauseMs(60_000, failure)).toBe(RETRY_MS);
+      expect(pauseMs(1000, failure)).toBe(1000);
+    }
+  });
+
+  it("keep their pause when asking again is of no use", () => {
+    for (const status of [401, 403, 404, 422]) expect(pauseMs(60_000, new ApiError(status, "", ""))).toBe(60_000);
   });
 });

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import math
 import os
+import socket
 import time
 
 from paramd import places
@@ -48,7 +49,7 @@ from paramd_service.control.mesh.jobs import ControlIdentity, Jobs
 from paramd_service.control.metrics.metrics import LoopLag, Metrics
 from paramd_service.control.records.events import EventBus
 from paramd_service.control.records.records import Records, open_records
-from paramd_service.tls import ServerTls, advertised, grpc_address, tls_files
+from paramd_service.tls import JobPems, ServerTls, advertised, grpc_address, tls_files
 
 TICK_S = 1.0
 SITE_RANKS = 16_384
@@ -70,6 +71,10 @@ class ControlPlane:
         self._bootstrap = bootstrap
         files = tls_files(config.tls_cert, config.tls_key, config.tls_client_ca)
         self._tls = ServerTls(files) if files is not None else None
+        self._grpc_tls = self._tls
+        self._of_job = files is None and bootstrap is not None and bootstrap.own_tls
+        if self._of_job:
+            self._take_own_tls()
         self._grpc = GrpcServer()
         self._doorway = Doorway()
         self._http = HttpServer(self._doorway, drain_s=config.drain_s)
@@ -122,7 +127,9 @@ class ControlPlane:
                 watch=not self._config.no_watch,
                 strict=jobs.is_site,
                 publish=self._events.publish,
-                store=KeptAlerts(self._records.alerts, self._records.history),
+                store=KeptAlerts(
+                    self._records.alerts, self._records.history, self._records.silences
+                ),
                 expires_s=lambda: self._tls.expires_s if self._tls is not None else None,
             )
             self._exports = ExportService(
@@ -144,7 +151,7 @@ class ControlPlane:
         self._exports.start(jobs)
         # 7. Announce the address to the job's programs, now that all of it works.
         if self._bootstrap is not None:
-            self._endpoint = announce(self._bootstrap, url, grpc_address)
+            self._endpoint = announce(self._bootstrap, url, grpc_address, with_ca=self._of_job)
         log.info("serving %s at %s", self._whose(), url)
         return Whereabouts(
             url=url,
@@ -192,6 +199,16 @@ class ControlPlane:
         if self._records is not None:
             await self._records.stop()
 
+    def _take_own_tls(self) -> None:
+        """Serve TLS of the job's own: REST for everyone with a token, gRPC within the job."""
+        assert self._bootstrap is not None
+        host = parse_listen(self._config.listen, option="--listen (PARAMD_LISTEN)", tls=True).host
+        names = (advertised(host, self._config.advertise, tls=True), socket.gethostname())
+        authority = self._bootstrap.certificates.authority
+        pems = authority.issue("paramd control plane", [name for name in names if name])
+        self._tls = ServerTls(JobPems(pems, mutual=False))
+        self._grpc_tls = ServerTls(JobPems(pems, mutual=True))
+
     def _open_jobs(self, records: Records) -> Jobs:
         mine = self._bootstrap
         site: Site | None = None
@@ -232,7 +249,7 @@ class ControlPlane:
 
     def _grpc_address(self, listening: Address) -> str:
         host = advertised(listening.host, self._config.advertise, tls=self._tls is not None)
-        return grpc_address(host, listening.port, tls=self._tls is not None)
+        return grpc_address(host, listening.port, tls=self._tls is not None, of_job=self._of_job)
 
     def _whose(self) -> str:
         mine = self._bootstrap
@@ -260,7 +277,7 @@ class ControlPlane:
                 self._config.grpc_listen, option="--grpc-listen", tls=self._tls is not None
             )
         return await self._grpc.start(
-            jobs, self._revocations, wanted, ranks=ranks, denied=denied, tls=self._tls
+            jobs, self._revocations, wanted, ranks=ranks, denied=denied, tls=self._grpc_tls
         )
 
     def _services(
@@ -274,6 +291,9 @@ class ControlPlane:
             listen_host=http_address.host,
             grpc_address=grpc_address,
             tls=self._tls,
+            ca=self._bootstrap.certificates.authority.pem
+            if self._bootstrap is not None and self._of_job
+            else b"",
             jobs=jobs,
             metrics=Metrics(
                 jobs,

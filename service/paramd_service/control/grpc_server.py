@@ -14,7 +14,8 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from paramd.errors import DeadlineError, ExhaustedError, UsageError
+from paramd.errors import DeadlineError, DeniedError, ExhaustedError, UsageError
+from paramd.security.tls import RANK_NAME
 from paramd.v1 import common_pb2, control_pb2, control_pb2_grpc
 from paramd_service.admission import CONNECTION_OPTIONS, Doors, Notice, Shares
 from paramd_service.control.access.authority import Denied
@@ -113,6 +114,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         header = first.header
         check_incarnation(header.job, header.incarnation)
         check_rank(header.rank)
+        _check_certificate(context, header.rank)
         mesh = await self._jobs.admit(header.job, header.incarnation, first.world_size)
         mesh.saw_generation(first.control_generation)
         # Before it counts as joined: whoever waits for the rank calls it right away.
@@ -145,6 +147,18 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
                 reason=verdict.reason,
             )
         raise AssertionError("errors have become statuses")
+
+
+def _check_certificate(context: Any, rank: int) -> None:
+    """Within a job, where every rank has a certificate of its own, it must be the ticket's rank.
+
+    Raises:
+        DeniedError: it is another's.
+    """
+    names = context.auth_context().get("x509_common_name", ())
+    told = [name.decode(errors="replace") for name in names]
+    if any(name.startswith(RANK_NAME) and name != f"{RANK_NAME}{rank}" for name in told):
+        raise DeniedError(f"Join: {told[0]!r} joins as rank {rank}; each rank has its own key")
 
 
 async def _read(mesh: Incarnation, member: Member, requests: Requests) -> None:

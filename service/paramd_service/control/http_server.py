@@ -14,11 +14,15 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from paramd.errors import UnreachableError
-from paramd_service.control.access.doorway import Doorway
+from paramd_service.control.access.doorway import Doorway, Upstream
 from paramd_service.tls import ServerTls
 
 HEAD_S: Final = 10.0
 """Time limit for a request's head, and before that for the TLS handshake."""
+
+SWITCHING: Final = (
+    b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: paramd-tunnel\r\n\r\n"
+)
 
 BODY_S: Final = 30.0
 """Time limit for the whole body, after the head."""
@@ -33,6 +37,8 @@ class _Connection(H11Protocol):
         self._awaits: tuple[object, float] | None = None
         self._early = b""
         self._timer: asyncio.TimerHandle | None = None
+        self._upstream: Upstream | None = None
+        """The far end, once this connection is a tunnel."""
 
     @property
     def address(self) -> tuple[str, int]:
@@ -67,9 +73,45 @@ class _Connection(H11Protocol):
         if self._timer is not None:
             self._timer.cancel()
         self._doorway.closed(self)
+        if self._upstream is not None:
+            self._upstream.close()
         super().connection_lost(exc)
 
+    def carry(self, upstream: Upstream) -> None:
+        """See `Carrier`."""
+        # uvicorn sees an answer that has begun and never sends another one.
+        self.cycle.response_started = True
+        self._upstream = upstream
+        self.transport.write(SWITCHING)
+        early, _ = self.conn.trailing_data
+        if early:
+            upstream.write(early)
+        self.flow.resume_reading()
+        upstream.start()
+
+    def shutdown(self) -> None:
+        if self._upstream is not None:
+            self._upstream.close()
+        super().shutdown()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._upstream is not None:
+            self._upstream.pause_reading()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._upstream is not None:
+            self._upstream.resume_reading()
+
+    def _should_upgrade(self) -> bool:
+        # The routes decide, without uvicorn's warnings about WebSockets.
+        return False
+
     def data_received(self, data: bytes) -> None:
+        if self._upstream is not None:
+            self._upstream.write(data)
+            return
         if self.client is None:
             # Data that arrived with the end of the TLS handshake, before `connection_made`.
             self._early += data

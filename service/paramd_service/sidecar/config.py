@@ -33,6 +33,8 @@ class SidecarConfig:
     """Private key file; empty: PARAMD_TLS_KEY."""
     tls_client_ca: str = ""
     """CA that must have issued client certificates; empty: PARAMD_TLS_CLIENT_CA."""
+    job_tls: bool = False
+    """Serve mutual TLS within the job; the trainer passes its certificate on stdin first."""
     linger_s: float = 600.0
     """How long to keep serving after the trainer ends, or to wait for the first one; above 0."""
     budget_bytes: int | None = None
@@ -57,6 +59,8 @@ class SidecarConfig:
     at most three eighths."""
     undo_budget_bytes: int = 256 << 20
     """Budget of bytes kept to undo applied edits; 0 or more."""
+    standing_budget_bytes: int | None = None
+    """Budget of standing snapshots; None: what the machine has, up to two of the whole state."""
     edit_expiry_s: float = 600.0
     """How long an untouched staged edit is kept; above 0."""
     report_s: float = 2.0
@@ -64,7 +68,7 @@ class SidecarConfig:
 
     def __post_init__(self) -> None:
         check_job_name(self.job)
-        check_listen(self.listen, tls=self.tls_files is not None)
+        check_listen(self.listen, tls=self.job_tls or self.tls_files is not None)
         if not 0 <= self.stream_port <= 65535:
             raise UsageError(f"stream_port: {self.stream_port}; expected 0 to 65535")
         not_negative = ("rank", "grace_s", "idle_memory_s", "edit_pool_bytes", "undo_budget_bytes")
@@ -80,7 +84,7 @@ class SidecarConfig:
                 f"max_lease_s: {self.max_lease_s}; expected at least default_lease_s "
                 f"({self.default_lease_s})"
             )
-        for name in ("budget_bytes", "edit_budget_bytes"):
+        for name in ("budget_bytes", "edit_budget_bytes", "standing_budget_bytes"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise UsageError(f"{name}: {value}; expected a number above 0")

@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
+import json
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 from paramd import clock
-from paramd.errors import ParamdError, codes_of
+from paramd.errors import ParamdError, UsageError, codes_of
 from paramd.memory import handover
+from paramd.security.tls import Pems
 from paramd_service import core_dumps
 from paramd_service.admission import raise_descriptor_limit
 from paramd_service.sidecar.config import SidecarConfig
@@ -26,6 +29,7 @@ from paramd_service.sidecar.rpc.gateway import Gateway
 from paramd_service.sidecar.rpc.grpc_server import GrpcServer
 from paramd_service.sidecar.rpc.unix_server import UnixServer
 from paramd_service.sidecar.snapshots.store import BlockMaker
+from paramd_service.tls import JobPems
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
@@ -40,6 +44,8 @@ _TLS_OPTIONS = {
     "tls_key": "file of its private key [env: PARAMD_TLS_KEY]",
     "tls_client_ca": "CA whose certificates clients must have [env: PARAMD_TLS_CLIENT_CA]",
 }
+
+MAX_PEMS_BYTES = 64 << 10
 
 # Bounds the copying thread's wait for the GIL while messages are being built.
 _SWITCH_INTERVAL_S = 0.0005
@@ -60,12 +66,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     core_dumps.forbid()
     try:
         config = parse(argv)
+        pems = read_pems(sys.stdin.buffer) if config.job_tls else None
         faults = from_environment(config.socket_path)
         keep_memory()
         raise_descriptor_limit()
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         with clock.kept(config.socket_path.with_suffix(".clock")):
-            asyncio.run(run(config, faults))
+            asyncio.run(run(config, faults, pems))
     except ParamdError as error:
         print(f"paramd sidecar: {error}", file=sys.stderr)
         return codes_of(error).exit
@@ -93,6 +100,10 @@ def parse(argv: Sequence[str] | None) -> SidecarConfig:
     )
     for name, text in _TLS_OPTIONS.items():
         parser.add_argument("--" + name.replace("_", "-"), default="", help=text)
+    parser.add_argument(
+        "--job-tls", action="store_true",
+        help="serve mutual TLS within the job; reads {ca, cert, key} as one JSON line from stdin",
+    )  # fmt: skip
     for name in (
         "linger_s",
         "grace_s",
@@ -104,7 +115,13 @@ def parse(argv: Sequence[str] | None) -> SidecarConfig:
     ):
         option = "--" + name.replace("_", "-")
         parser.add_argument(option, type=float, default=getattr(defaults, name), metavar="SECONDS")
-    for name in ("budget_bytes", "edit_budget_bytes", "edit_pool_bytes", "undo_budget_bytes"):
+    for name in (
+        "budget_bytes",
+        "edit_budget_bytes",
+        "edit_pool_bytes",
+        "undo_budget_bytes",
+        "standing_budget_bytes",
+    ):
         option = "--" + name.replace("_", "-")
         parser.add_argument(option, type=int, default=getattr(defaults, name), metavar="BYTES")
     parser.add_argument("--max-calls", type=int, default=defaults.max_calls, metavar="COUNT")
@@ -112,8 +129,18 @@ def parse(argv: Sequence[str] | None) -> SidecarConfig:
     return SidecarConfig(socket_path=values.pop("socket"), **values)
 
 
-async def run(config: SidecarConfig, faults: Faults) -> None:
+def read_pems(stdin: BinaryIO) -> Pems:
+    """The certificate of `--job-tls`. Raises UsageError, whose text never quotes it."""
+    try:
+        return Pems.of_json(json.loads(stdin.readline(MAX_PEMS_BYTES)))
+    except (ValueError, RecursionError):
+        raise UsageError("stdin: expected one JSON line with ca, cert and key") from None
+
+
+async def run(config: SidecarConfig, faults: Faults, pems: Pems | None = None) -> None:
     """Start the servers, wait until the sidecar is to leave, then drain.
+
+    `pems` is its certificate with `config.job_tls`.
 
     Raises:
         UsageError: cannot listen on the socket or the address.
@@ -129,6 +156,8 @@ async def run(config: SidecarConfig, faults: Faults) -> None:
         faults=faults,
         log=log,
     )
+    if pems is not None:
+        rank.own_pems = JobPems(pems, mutual=True)
     listener = handover.listen(config.socket_path)
     server = GrpcServer(rank, Gateway(rank))
     unix = UnixServer(rank, listener, lambda: server.address)

@@ -133,6 +133,8 @@ class AttachRequest:
     version: str
     rank_ticket: str = field(repr=False)
     """Ticket with which this sidecar joins the control plane as its rank."""
+    continues: tuple[int, int, int] = (0, 0, -1)
+    """Lineage, the lineage it becomes, and the step up to which standing snapshots stay."""
 
 
 def parse_attach(message: dict[str, Any]) -> AttachRequest:
@@ -156,7 +158,11 @@ def parse_attach(message: dict[str, Any]) -> AttachRequest:
         texts[name] = value
     if len(texts["rank_ticket"]) > MAX_TICKET_BYTES:
         raise UsageError(f"attach: rank_ticket is longer than {MAX_TICKET_BYTES} characters")
+    continues = message.get("continues", [0, 0, -1])
+    if not (isinstance(continues, list) and [type(one) for one in continues] == [int] * 3):
+        raise UsageError(f"attach: continues is {continues!r}; expected three numbers")
     return AttachRequest(
+        continues=(continues[0], continues[1], continues[2]),
         job=texts["job"],
         version=texts["version"],
         rank_ticket=texts["rank_ticket"],

@@ -13,13 +13,15 @@ import time
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from paramd.errors import ConflictError, ExhaustedError, UnreachableError
+from paramd.errors import ConflictError, ExhaustedError, UnreachableError, UsageError
 from paramd.memory.control_page import Word, sample_digest
 from paramd.memory.gate import State, resting_state, state_of
 from paramd.security.tickets import Claims, Verifier
+from paramd.security.tls import Pems
 from paramd_service.sidecar.config import SidecarConfig
 from paramd_service.sidecar.copying.capture import Capture, Copier
 from paramd_service.sidecar.edits.entry import EditLimits
@@ -27,6 +29,7 @@ from paramd_service.sidecar.edits.manager import Edits
 from paramd_service.sidecar.edits.memory import EditMemory
 from paramd_service.sidecar.faults import Faults
 from paramd_service.sidecar.gradients.slots import EndedError
+from paramd_service.sidecar.insight.insight import TrainerInsight
 from paramd_service.sidecar.log import Log
 from paramd_service.sidecar.owner import (
     AttachedMemory,
@@ -41,15 +44,20 @@ from paramd_service.sidecar.owner import (
 )
 from paramd_service.sidecar.pins import Pins
 from paramd_service.sidecar.revocations import Refusals, Revocations
+from paramd_service.sidecar.snapshots.offer import offer_of
+from paramd_service.sidecar.snapshots.standing import Standing
 from paramd_service.sidecar.snapshots.store import BlockMaker, SnapshotStore
 
 if TYPE_CHECKING:
-    from paramd_service.tls import ServerTls
+    from paramd_service.tls import JobPems, ServerTls
 
 _PROGRAM_BYTES = 4 << 20
 
 CLOSE_S = 5.0
 """Closing an attachment takes milliseconds; after this long the log says what it waits for."""
+
+ENDING_S = 1.0
+"""How long an offer waits for a trainer that is just ending."""
 
 CLIENT_NS = 10_000_000_000
 """How long a caller counts as a client that may soon ask for a boundary."""
@@ -64,6 +72,7 @@ def make_pins(
     executor: Executor,
     faults: Faults,
     log: Log,
+    serve_standing: Callable[[], None],
 ) -> Pins:
     """Set up snapshots of a trainer's memory and start the thread that copies them."""
     store = SnapshotStore(
@@ -78,6 +87,7 @@ def make_pins(
         at_point=faults.at,
         digest=lambda: sample_digest(attached.page, attached.arena.buffer),
         stopped=lambda: process_state(attached.request.pid) == "T",
+        serve_standing=serve_standing,
     )
     copier = Copier(capture, attached.shared.wake, log)
     pins = Pins(
@@ -152,11 +162,17 @@ class RankSidecar:
         self.revocations = Revocations()
         self.tls: ServerTls | None = None
         """The gRPC server's, once it listens; None without TLS."""
+        self.own_pems: JobPems | None = None
+        """The job's certificate of this rank; None without TLS of the job's own."""
         self._blocks = blocks
+        self.standing = Standing(blocks, self.log, budget_bytes=config.standing_budget_bytes)
         self._attached: AttachedMemory | None = None
         self._verifier: Verifier | None = None
         self._pins: Pins | None = None
         self._edits: Edits | None = None
+        self._last_layout_digest = ""
+        self._ended = asyncio.Event()
+        self._insight: TrainerInsight | None = None
         self._attaching = asyncio.Lock()
         self._linger_timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -217,6 +233,23 @@ class RankSidecar:
         """Whether a trainer has attached."""
         return self._pins is not None
 
+    @property
+    def insight(self) -> TrainerInsight:
+        """What is known of the trainer's doing. Raises UnreachableError before the first attach."""
+        if self._insight is None:
+            raise UnreachableError(f"{Ownership.WAITING.value}; try again when training runs")
+        return self._insight
+
+    @property
+    def trainer_lives(self) -> bool:
+        """Whether a trainer is attached and its process has not ended."""
+        return self.ownership is Ownership.OWNED
+
+    @property
+    def logged_count(self) -> int:
+        """Entries that the script has logged here."""
+        return self._insight.numbers.count if self._insight is not None else 0
+
     def ready_mesh(self) -> Mesh:
         """The mesh. Raises UnreachableError while the trainers are still attaching."""
         if self.mesh is None:
@@ -272,6 +305,10 @@ class RankSidecar:
         self.revocations.check(claims)
         return claims
 
+    def job_tls(self) -> Pems | None:
+        """What to speak mutual TLS with within the job; None without."""
+        return self.own_pems.pems if self.own_pems is not None else None
+
     def note_client(self, method: str) -> None:
         """Have the trainers stay attentive: whoever called may ask for a boundary next."""
         # Metrics are scraped for ever, by nobody who waits for a boundary.
@@ -313,6 +350,7 @@ class RankSidecar:
                 # The previous trainer's memory is gone, so the sidecar has no owner now.
                 self.wait_for_trainer()
                 raise
+            self.standing.rebase(*request.continues)
             self._own(attached)
             await self._start_edits(attached)
             self.log(
@@ -323,9 +361,35 @@ class RankSidecar:
             )
             return attached
 
+    async def offer(self, rank: object, job: object) -> tuple[dict[str, Any], list[int]]:
+        """What this sidecar has for a successor; the caller closes the descriptors.
+
+        Waits a moment for a trainer that is just ending.
+
+        Raises:
+            UsageError: it serves another rank or job.
+        """
+        if (rank, job) != (self.config.rank, self.config.job):
+            raise UsageError(
+                f"this sidecar serves rank {self.config.rank} of job {self.config.job!r}, not "
+                f"rank {rank} of job {job!r}"
+            )
+        if self.ownership is Ownership.OWNED:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ENDING_S):
+                    await self._ended.wait()
+        async with self._attaching:
+            if self._attached is None:
+                return {"op": "offered", "ownership": self.ownership.name, "snapshots": []}, []
+            return offer_of(self._attached, self.ownership, self._layout_digest(), self.standing)
+
+    def _layout_digest(self) -> str:
+        return self._last_layout_digest
+
     def set_mesh(self, mesh: Mesh) -> None:
         """Set the mesh that the trainers agreed on; from now on everything is served."""
         self.mesh = mesh
+        self._last_layout_digest = mesh.layout_digest
         self.log("serving", incarnation=self.incarnation, layout_digest=mesh.layout_digest)
         self._changed()
 
@@ -367,6 +431,7 @@ class RankSidecar:
         """End snapshots and the attachment. Call it once the servers have stopped."""
         self._stop_waiting()
         await self._drop_attached()
+        self.standing.close()
         if self._tasks:
             await asyncio.wait(self._tasks)
 
@@ -381,6 +446,7 @@ class RankSidecar:
         self.control_generation = 0
         self._verifier = Verifier(attached.request.public_key)
         self.ownership = Ownership.OWNED
+        self._ended.clear()
         self._pins = make_pins(
             attached,
             blocks=self._blocks,
@@ -389,7 +455,10 @@ class RankSidecar:
             executor=self.executor,
             faults=self.faults,
             log=self.log,
+            serve_standing=self.standing.serving(attached, self._layout_digest),
         )
+        self._insight = TrainerInsight(attached)
+        self._insight.start()
         asyncio.get_running_loop().add_reader(attached.pidfd, self._trainer_ended)
         self._changed()
 
@@ -417,8 +486,13 @@ class RankSidecar:
         assert self._pins is not None
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._attached.pidfd)
+        if self._insight is not None:
+            self.start_task(self._insight.close())
         # The process has ended, so its words are final.
         self.ownership = ownership_after_end(self._attached.page.words)
+        if self.ownership is Ownership.ORPHANED and self._attached.page[Word.LINEAGE]:
+            self.standing.trainer_ended(self._attached)
+        self._ended.set()
         self._pins.trainer_ended(self.ownership)
         if self._edits is not None:
             self._edits.trainer_ended(self.ownership)
@@ -458,6 +532,9 @@ class RankSidecar:
         self._pins = None
         if pins is not None:
             await pins.close()
+        insight, self._insight = self._insight, None
+        if insight is not None:
+            await insight.close()
         edits, self._edits = self._edits, None
         if edits is not None:
             await edits.close()

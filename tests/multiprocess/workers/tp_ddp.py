@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 import paramd
 from tests.ending import end
+from tests.gloo import use_one_thread
 
 CASES: list[Callable[[DeviceMesh], None]] = []
 TP = 2
@@ -42,6 +43,7 @@ def case(function: Callable[[DeviceMesh], None]) -> Callable[[DeviceMesh], None]
 def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    use_one_thread()
     dist.init_process_group("gloo")
     shape = (dist.get_world_size() // TP, TP)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))

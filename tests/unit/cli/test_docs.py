@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from pathlib import Path
 
 import pytest
 import typer
 
+from docs import from_code
 from paramd.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGES = [
-    "README.md",
-    "docs/deploy.md",
-    "docs/guarantees.md",
-    "docs/assumptions.md",
-    "docs/faults.md",
-    "docs/exports.md",
-]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 
 
 def functions_in(path: Path) -> set[str]:
@@ -44,9 +40,8 @@ def test_every_row_of_the_ledger_has_a_test_or_says_that_it_has_none() -> None:
         assert "::test_" in row or "**untested**" in row, row
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_link_leads_somewhere(page: str) -> None:
-    path = ROOT / page
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_leads_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
         if "://" not in target:
             assert (path.parent / target).exists(), target
@@ -62,6 +57,77 @@ def test_every_make_target_that_the_readme_shows_exists() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"make (\w+)", (ROOT / "README.md").read_text()):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def texts_of_the_code() -> list[str]:
+    """Texts in our Python, with {} for what is filled in."""
+    found = []
+    for folder in ("client/paramd", "service/paramd_service"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    parts = [
+                        part.value if isinstance(part, ast.Constant) else "{}"
+                        for part in node.values
+                    ]
+                    found.append("".join(str(part) for part in parts))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.append(node.value)
+    return found
+
+
+def test_every_error_text_that_the_manual_explains_is_one_of_ours() -> None:
+    said = texts_of_the_code()
+    page = (DOCS / "troubleshooting.md").read_text()
+    headings = re.findall(r"^### (.+)$", page, re.MULTILINE)
+    quoted = [text for heading in headings for text in re.findall("`(.+?)`", heading)]
+    assert len(quoted) > 20
+    for text in quoted:
+        parts = [part.strip() for part in text.split("...") if part.strip()]
+        assert any(all(part in one for part in parts) for one in said), text
+
+
+def test_the_manual_has_every_page_in_its_contents() -> None:
+    contents = set(
+        re.findall(r"^(?:[a-z-]+/)?[a-z-]+$", (DOCS / "index.md").read_text(), re.MULTILINE)
+    )
+    pages = {str(path.relative_to(DOCS).with_suffix("")) for path in DOCS.rglob("*.md")}
+    integrations = {name for name in pages if name.startswith("integrations/")}
+    assert pages - contents - integrations == {"index"}
+
+
+INTERNAL = {
+    "PARAMD_FAULTS",
+    "PARAMD_FAULTS_DIR",
+    "PARAMD_TRAINER_FAULTS",
+    "PARAMD_GLANCES",
+    "PARAMD_TRAINER_FAULTS_DIR",
+    "PARAMD_PAGE",
+}
+"""Read by tests and by the build alone."""
+
+
+def test_every_variable_that_the_code_reads_is_in_the_table_of_settings() -> None:
+    shown = set(re.findall(r"PARAMD_[A-Z_]+", from_code.settings()))
+    read = {
+        name
+        for text in texts_of_the_code()
+        for name in re.findall(r"PARAMD_[A-Z_]*[A-Z]", text)
+        if name == text
+    }
+    assert len(read) > 15
+    assert read - INTERNAL <= shown
+
+
+def test_the_reference_has_every_command_and_every_route() -> None:
+    commands = set(getattr(typer.main.get_command(app), "commands", {}))
+    shown = set(re.findall(r"^## paramd ([a-z-]+)$", from_code.cli(), re.MULTILINE))
+    assert shown == commands
+    assert "--max-shard-size" in from_code.cli()
+    document = json.loads((ROOT / "client/web/openapi.json").read_text())
+    routes = [f"### {m.upper()} {path}" for path, ways in document["paths"].items() for m in ways]
+    written = from_code.rest().splitlines()
+    assert not [route for route in routes if route not in written]
 
 
 OLD_READERS = {

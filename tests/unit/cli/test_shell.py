@@ -56,12 +56,18 @@ def test_an_interrupt_has_its_own_code() -> None:
     assert shell.run(interrupted, debug=False) == shell.INTERRUPTED
 
 
-def test_a_missing_torch_says_what_to_install(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("module", "extra"),
+    [("torch", "torch"), ("cryptography.x509", "service"), ("textual", "top")],
+)
+def test_a_missing_package_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], module: str, extra: str
+) -> None:
     def fail() -> None:
-        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
     assert shell.run(fail, debug=False) == 1
-    assert "pip install 'paramd[torch]'" in capsys.readouterr().err
+    assert f"pip install 'paramd[{extra}]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

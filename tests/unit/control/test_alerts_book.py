@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,20 @@ def test_an_alert_is_told_when_it_begins_and_when_it_is_over() -> None:
     assert see(found, 106) == [("rank 1", "resolved")]
     (over,) = found.resolved
     assert (over.state, over.resolved_s, over.id) == (State.RESOLVED, 106, alert.id)
+
+
+def test_who_has_seen_a_warning_has_not_seen_it_become_critical() -> None:
+    found = new_book()
+    mild = replace(finding(), severity=Severity.WARNING)
+    see(found, 100, mild)
+    (alert,) = found.firing
+    (seen,) = found.acknowledge([alert.id], by="ann", note="known", now_s=101)
+    assert (seen.acknowledged_by, seen.acknowledged_s, seen.note) == ("ann", 101, "known")
+    see(found, 102, mild)
+    assert found.firing[0].acknowledged_by == "ann"
+    see(found, 103, finding())
+    assert (found.firing[0].acknowledged_by, found.firing[0].note) == ("", "")
+    assert found.acknowledge(["of-nobody"], by="ann", note="", now_s=104) == []
 
 
 def test_what_comes_back_at_once_was_never_over() -> None:

@@ -23,6 +23,7 @@ from paramd_service.control.alerts.config import Rule
 from paramd_service.control.store.alerts import AlertStore as AlertTable
 from paramd_service.control.store.engine import sqlite_address
 from paramd_service.control.store.history import MetricHistory, SeriesKey
+from paramd_service.control.store.silences import Silence, SilenceStore
 from paramd_service.control.store.store import Store
 
 ALERT = Alert(
@@ -72,9 +73,9 @@ async def test_a_restart_finds_what_fires_and_goes_on_with_its_row(tmp_path: Pat
     await store.start()
     try:
         table, history = AlertTable(store), MetricHistory(store, clock=lambda: 200.0)
-        before = KeptAlerts(table, history)
+        before = KeptAlerts(table, history, SilenceStore(store))
         await before.save_alerts([OTHER_INCARNATION, ALERT])
-        after = KeptAlerts(table, history)
+        after = KeptAlerts(table, history, SilenceStore(store))
         assert list(await after.load_firing("job", 2)) == [ALERT]
         over = replace(ALERT, state=State.RESOLVED, resolved_s=170.0)
         await after.save_alerts([over])
@@ -122,3 +123,29 @@ async def test_a_restart_finds_what_fires_and_goes_on_with_its_row(tmp_path: Pat
         assert await history.series("job", 1) == []
     finally:
         await store.stop()
+
+
+async def test_silences_in_force_are_those_not_ended_and_not_over(tmp_path: Path) -> None:
+    store = Store(sqlite_address(tmp_path / "paramd.db"))
+    await store.start()
+    try:
+        silences = SilenceStore(store)
+        one = Silence(
+            id="a", job="job", rule="straggler", subject="rank 1", actor="ann", note="known",
+            created_s=100.0, until_s=200.0,
+        )  # fmt: skip
+        whole = replace(one, id="b", rule="", subject="", created_s=101.0, until_s=300.0)
+        for each in (one, whole, replace(one, id="c", job="other")):
+            await silences.add(each)
+        assert await silences.in_force("job", 150.0) == [one, whole]
+        assert await silences.in_force("job", 200.0) == [whole]
+        await silences.end("b", 210.0)
+        await silences.end("b", 220.0)
+        assert await silences.in_force("job", 210.0) == []
+    finally:
+        await store.stop()
+    assert one.covers("straggler", "rank 1", 150.0)
+    assert not one.covers("straggler", "rank 2", 150.0)
+    assert not one.covers("non-finite", "rank 1", 150.0)
+    assert not one.covers("straggler", "rank 1", 200.0)
+    assert whole.covers("non-finite", "w", 150.0)

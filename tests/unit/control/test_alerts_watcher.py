@@ -11,7 +11,7 @@ from dataclasses import replace
 import httpx2
 import pytest
 
-from paramd.errors import UnreachableError
+from paramd.errors import NotFoundError, UnreachableError
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.v1 import common_pb2
 from paramd_service.control.alerts import watcher as watcher_module
@@ -25,6 +25,7 @@ from paramd_service.control.alerts.webhook import Webhooks
 from paramd_service.control.base.config import Bootstrap
 from paramd_service.control.mesh.jobs import ControlIdentity, Jobs
 from paramd_service.control.mesh.registry import MeshView, Report, mesh_view
+from paramd_service.control.store.silences import Silence
 from tests.memory_stores import MemoryStore
 
 LAYOUT = Layout(
@@ -243,6 +244,54 @@ async def test_a_restart_of_the_control_plane_does_not_tell_again(world: World) 
     await after.rounds.digests()
     assert len(told) == 1
     await after.close()
+
+
+async def test_an_acknowledged_alert_fires_on_and_a_restart_knows_who_has_seen_it(
+    world: World,
+) -> None:
+    told: list[Alert] = []
+    store = MemoryStore()
+    before = await looking(world, told, store)
+    world.differing = {"w1": (2,)}
+    await before.rounds.digests()
+    (alert,) = before.book.firing
+    assert before.acknowledge(["of-nobody"], by="ann", note="") == []
+    (seen,) = before.acknowledge([alert.id], by="ann", note="on it")
+    assert (seen.acknowledged_by, seen.note, told[-1]) == ("ann", "on it", seen)
+    await before.rounds.digests()
+    await before.close()
+    after = await looking(world, told, store)
+    assert [one.acknowledged_by for one in after.book.firing] == ["ann"]
+    await after.close()
+
+
+async def test_a_silenced_alert_is_listed_and_not_posted_until_the_silence_is_over(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    posted: list[Alert] = []
+    monkeypatch.setattr(Webhooks, "post", lambda self, alerts: posted.extend(alerts))
+    store = MemoryStore()
+    before = await looking(world, [], store)
+    now_s = world.clock()
+    silence = Silence(
+        id="s1", job="job", rule="replica-drift", subject="", actor="ann", note="",
+        created_s=now_s, until_s=now_s + 100.0,
+    )  # fmt: skip
+    await before.silence(silence)
+    await before.close()
+    # Later incarnations keep to it.
+    watcher = await looking(world, [], store)
+    world.differing = {"w1": (2,)}
+    await watcher.rounds.digests()
+    (alert,) = watcher.book.firing
+    assert watcher.silenced(alert)
+    assert posted == []
+    assert (await watcher.end_silence("s1")).ended_s == world.clock()
+    assert not watcher.silenced(alert)
+    assert watcher.silences == []
+    with pytest.raises(NotFoundError, match="not in force"):
+        await watcher.end_silence("s1")
+    await watcher.close()
 
 
 async def test_without_a_store_alerts_go_on_and_are_kept_when_it_is_back(

@@ -350,7 +350,7 @@ def test_a_later_file_replaces_an_earlier_one_and_an_empty_one_calls_it_off(tmp_
 def test_what_attach_is_set_to_reaches_every_limit_of_its_sidecar(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told = {"job", "rank", "socket_path", "listen", "linger_s"}  # by attach itself
+    told = {"job", "rank", "socket_path", "listen", "linger_s", "job_tls"}  # by attach itself
     inherited = {"advertise", "tls_cert", "tls_key", "tls_client_ca"}  # from its environment
     controls = {"report_s"}  # the control plane says so
     names = {one.name for one in dataclasses.fields(SidecarConfig)} - told - inherited - controls

@@ -91,17 +91,65 @@ def test_what_is_no_optimizer_is_refused_by_its_type(case: str) -> None:
     assert named in str(caught.value)
 
 
-@pytest.mark.parametrize("model", [None, {"weight": torch.ones(2)}, torch.nn.Linear])
-def test_what_is_no_model_is_refused_by_its_type(model: Any) -> None:
-    with pytest.raises(UsageError, match=r"model must be a torch\.nn\.Module, not "):
+NO_MODELS: dict[str, tuple[Any, str]] = {
+    "nothing": (None, "model must be a torch.nn.Module or a dict of them, not NoneType"),
+    "a class": (torch.nn.Linear, "not the class torch.nn.modules.linear.Linear"),
+    "a state dict": ({"weight": torch.ones(2)}, "model['weight'] must be a torch.nn.Module, not"),
+    "no modules": ({}, "model is an empty dict"),
+    "no name": ({"a.b": torch.nn.Linear(2, 2)}, "model has the key 'a.b'"),
+}
+
+
+@pytest.mark.parametrize("case", NO_MODELS)
+def test_what_is_no_model_is_refused_by_its_type(case: str) -> None:
+    model, said = NO_MODELS[case]
+    with pytest.raises(UsageError) as caught:
         paramd.attach(model, sgd(), job="none")
+    assert said in str(caught.value)
+
+
+ACCELERATORS: dict[str, tuple[dict[str, Any], str]] = {
+    "nothing prepared": ({"accelerator": Accelerator(cpu=True)}, "has prepared no model"),
+    "both": (
+        {"accelerator": Accelerator(cpu=True), "model": torch.nn.Linear(2, 2)},
+        "either accelerator, or model and optimizer",
+    ),
+    "another thing": ({"accelerator": object()}, "must be an accelerate.Accelerator, not object"),
+}
+
+
+@pytest.mark.parametrize("case", ACCELERATORS)
+def test_an_accelerator_must_have_prepared_what_it_stands_for(case: str) -> None:
+    given, said = ACCELERATORS[case]
+    with pytest.raises(UsageError) as caught:
+        paramd.attach(**given, job="none")
+    assert said in str(caught.value)
+
+
+def test_the_optimizers_within_a_container_are_meant() -> None:
+    inner = [sgd(), sgd()]
+
+    class Container(torch.optim.Optimizer):
+        def __init__(self) -> None:
+            self.optimizers = inner
+            super().__init__([p for o in inner for p in o.param_groups[0]["params"]], {})
+
+    class LayerWise(torch.optim.Optimizer):
+        def __init__(self) -> None:
+            self.optimizer_dict = dict(enumerate(inner))
+            super().__init__([torch.nn.Parameter(torch.zeros(1))], {})
+
+    assert optimizers_of(Container()) == inner
+    assert optimizers_of(LayerWise()) == inner
 
 
 def test_what_was_not_given_is_named_before_anything_is_moved() -> None:
     model = torch.nn.Linear(2, 2)
     address = model.weight.data_ptr()
     calls: dict[str, Callable[[], Any]] = {
-        "model must be a torch.nn.Module, not NoneType": lambda: paramd.attach(None),  # type: ignore[arg-type]
+        "model must be a torch.nn.Module or a dict of them, not NoneType": lambda: paramd.attach(
+            None
+        ),  # type: ignore[arg-type]
         "optimizer is missing; call paramd.attach(model, optimizer, job=NAME)": lambda: (
             paramd.attach(model, job="none")
         ),

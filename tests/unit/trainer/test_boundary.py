@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import (
@@ -366,6 +367,116 @@ def test_optimizers_within_one_backward_make_one_update(make: Make) -> None:
         bench.forward_backward()
         assert bench.boundary.step == round_
         assert bench.rests
+
+
+class Container(torch.optim.Optimizer):
+    """Like torchtitan's for optimizers in backward: its own step does nothing."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.optimizers = [torch.optim.SGD([parameter], lr=0.1) for parameter in parameters]
+        super().__init__(parameters, {})
+        for parameter, own in zip(parameters, self.optimizers, strict=True):
+            parameter.register_post_accumulate_grad_hook(self._stepping(own))
+
+    @staticmethod
+    def _stepping(own: torch.optim.Optimizer) -> Callable[[torch.Tensor], None]:
+        def hook(_: torch.Tensor) -> None:
+            own.step()
+            own.zero_grad()
+
+        return hook
+
+    def step(self, closure: Any = None) -> None:
+        pass
+
+
+def test_the_empty_step_of_a_container_is_no_update(make: Make) -> None:
+    bench = make()
+    container = Container(list(bench.model.parameters()))
+    for round_ in range(1, 4):
+        bench.forward_backward()
+        container.step()
+        assert bench.boundary.step == round_
+        assert bench.rests
+
+
+class Looking(torch.autograd.Function):
+    """Calls something in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, look: Callable[[], None]) -> torch.Tensor:
+        ctx.look = look
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.look()
+        return gradient, None
+
+
+class Looked(nn.Module):
+    """Two layers; the second is updated when `look` is called, the first is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.look: Callable[[], None] = lambda: None
+        self.reentrant = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.reentrant:
+            x = checkpoint(self.first, x.requires_grad_(), use_reentrant=True)
+            return checkpoint(self.second, Looking.apply(x, self.look), use_reentrant=True)  # type: ignore[no-untyped-call,no-any-return]
+        return self.second(Looking.apply(self.first(x), self.look))  # type: ignore[no-untyped-call,no-any-return]
+
+
+def test_nothing_rests_while_a_backward_has_updated_some_parameters(make: Make) -> None:
+    model = Looked()
+    bench = make(model)
+    seen: list[tuple[bool, bool]] = []
+    model.look = lambda: seen.append((bench.settled, bench.rests))
+    container = Container(list(model.parameters()))
+    for round_ in range(1, PROBATION + 3):
+        bench.forward_backward()
+        container.step()
+        assert bench.boundary.step == round_
+        assert bench.rests
+    assert seen == [(False, False)] * (PROBATION + 2)
+
+
+def test_backwards_of_checkpointing_are_parts_of_one_update(make: Make) -> None:
+    model = Looked()
+    model.reentrant = True
+    bench = make(model)
+    Container(list(model.parameters()))
+    for round_ in range(1, 4):
+        bench.forward_backward()
+        assert bench.boundary.step == round_
+        assert bench.rests
+
+
+def test_a_backward_that_raises_leaves_its_update_open(make: Make) -> None:
+    model = Looked()
+    bench = make(model)
+    container = Container(list(model.parameters()))
+    bench.forward_backward()
+    container.step()
+
+    def fail() -> None:
+        raise ArithmeticError
+
+    model.look = fail
+    with pytest.raises(ArithmeticError):
+        bench.forward_backward()
+    assert bench.boundary.step == 1
+    assert not bench.rests
+    bench.model(torch.ones(2, WIDTH))
+    assert not bench.settled, "half of the parameters are of the failed update"
+    model.look = lambda: None
+    bench.forward_backward()
+    container.step()
+    assert bench.boundary.step == 2
+    assert bench.rests
 
 
 def test_two_threads_settle_when_both_have_gone_on(make: Make) -> None:
@@ -745,3 +856,59 @@ def test_a_closed_boundary_ignores_the_end_of_a_block(make: Make) -> None:
     bench.boundary.close()
     bench.boundary.training_weights_again("ema", failed=False)
     assert not bench.boundary.stand_in("later")
+
+
+class NotedKeeper:
+    """In the keeper's place: notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int]] = []
+
+    def rested(self, step: int) -> None:
+        self.told.append(("rested", step))
+
+    def settling(self, step: int, *, trusted: bool) -> bool:
+        self.told.append(("settling" if trusted else "untrusted", step))
+        return True
+
+    def kept(self, step: int) -> None:
+        self.told.append(("kept", step))
+
+
+def test_a_record_is_completed_at_a_forward_and_its_boundary_is_announced(make: Make) -> None:
+    bench, keeper = make(), NotedKeeper()
+    bench.boundary.keeper = keeper
+    optimizer = _sgd(bench)
+    bench.train(optimizer, 2)
+    announced = bench.page[Word.ANNOUNCE]
+    bench.model(torch.ones(2, WIDTH))
+    assert keeper.told == [
+        ("settling", 0), ("rested", 1), ("settling", 1), ("rested", 2), ("settling", 2)
+    ]  # fmt: skip
+    assert bench.page[Word.ANNOUNCE] == announced + 1
+
+
+def test_no_record_is_completed_where_the_script_may_be_in_the_middle(make: Make) -> None:
+    bench, keeper = make(), NotedKeeper()
+    bench.boundary.keeper = keeper
+    optimizer = _sgd(bench)
+    bench.train(optimizer, 1)
+    # The next update begins without a forward that would have settled this one.
+    optimizer.step()
+    bench.boundary.begin(bench)
+    bench.boundary.end(bench)
+    # As `attachment.update()` does at its end.
+    bench.boundary.settle()
+    assert [step for told, step in keeper.told if told == "settling"] == [0]
+    bench.boundary.kept()
+    assert keeper.told[-1] == ("kept", 3)
+
+
+def test_a_state_that_changes_outside_updates_is_not_trusted(make: Make) -> None:
+    bench, keeper = make(always_strict="it renormalises"), NotedKeeper()
+    bench.boundary.keeper = keeper
+    bench.train(_sgd(bench), 1)
+    bench.model(torch.ones(2, WIDTH))
+    assert keeper.told[-1] == ("untrusted", 1)
+    bench.boundary.kept()
+    assert keeper.told[-1] == ("untrusted", 1)

@@ -316,7 +316,7 @@ HOLD_S = 10.0
 
 
 class PinnedStep:
-    """Snapshots of all ranks at one step; leases are renewed until `release`, or `HOLD_S`."""
+    """Snapshots of all ranks at one step; leases are renewed until `release`, or `hold_s`."""
 
     def __init__(
         self,
@@ -324,8 +324,10 @@ class PinnedStep:
         state: tuple[int, int],
         answers: Mapping[int, Any],
         pins: Mapping[int, RankPin],
+        hold_s: float = HOLD_S,
     ) -> None:
         """`state` is (incarnation, edits); edits are -1 for gradients."""
+        self._hold_s = hold_s
         self.incarnation, self.edits = state
         self.answers: Mapping[int, sidecar_pb2.PinSnapshotResponse] = answers
         self.pins = pins
@@ -343,7 +345,7 @@ class PinnedStep:
                 self._sidecars.release(pin)
 
     async def _renew(self) -> None:
-        for _ in range(int(HOLD_S / (CAPTURE_LEASE_S / 3))):
+        for _ in range(int(self._hold_s / (CAPTURE_LEASE_S / 3))):
             await asyncio.sleep(CAPTURE_LEASE_S / 3)
             # A failed renewal surfaces as NOT_FOUND at the next read.
             await asyncio.gather(
@@ -357,6 +359,8 @@ async def hold_step(
     templates: Mapping[int, sidecar_pb2.PinSnapshotRequest],
     step: int,
     timeout_s: float,
+    *,
+    hold_s: float = HOLD_S,
 ) -> PinnedStep:
     """Pin `step` on the ranks of `templates`, requests without a step, or on none.
 
@@ -394,7 +398,7 @@ async def hold_step(
     pins = {
         rank: RankPin.of(rank, answer) for rank, answer in answers.items() if answer.snapshot_id
     }
-    return PinnedStep(sidecars, state, answers, pins)
+    return PinnedStep(sidecars, state, answers, pins, hold_s)
 
 
 def _check(

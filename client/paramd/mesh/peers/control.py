@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,8 +23,10 @@ from paramd.errors import (
     UnreachableError,
     UsageError,
 )
+from paramd.mesh.peers import tunnels
 from paramd.mesh.peers.grpc import Asked, RankUnreachableError, check_way
-from paramd.security.tls import ClientTls, https_context
+from paramd.mesh.peers.trust import client_tls
+from paramd.security.tls import ClientTls, Pems, https_context
 
 REST_TIMEOUT_S = 5.0
 """Default timeout of one REST request."""
@@ -40,6 +45,20 @@ class PeerAddress:
     """As `state_files.host_id` on its host."""
 
 
+RELAY = "relay/"
+"""How the address of a sidecar begins that is only reached through the control plane."""
+
+
+def is_relayed(address: str) -> bool:
+    """Whether an address leads through the control plane; see relay.py."""
+    return address.startswith(RELAY)
+
+
+def behind(address: str) -> str:
+    """The address behind a relayed one; any other one itself."""
+    return address.split("/", 2)[2] if is_relayed(address) else address
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobDocument:
     """The control plane's description of a job. Contains a ticket: never log it."""
@@ -55,6 +74,8 @@ class JobDocument:
     ticket: str = field(repr=False)
     ticket_expires_s: float
     """Seconds since the Unix epoch."""
+    tls: Pems | None = field(default=None, repr=False)
+    """For mtls:// addresses; None when there are none."""
 
     def peer(self, rank: int) -> PeerAddress:
         """Addresses of the sidecar of `rank`.
@@ -105,7 +126,7 @@ class RestClient:
         """No I/O. `transport` replaces the network in tests; `tls` None means the environment's.
 
         With `find` the client follows the job to its next incarnation, which has another token
-        and perhaps another port.
+        and perhaps another port. `tls` None also knows the CAs of this user's jobs.
         """
         self._timeout_s = timeout_s
         self._transport, self._tls, self._find = transport, tls, find
@@ -118,10 +139,13 @@ class RestClient:
             base_url=url + "/api/v1",
             headers={"authorization": f"Bearer {token}"},
             transport=self._transport,
-            verify=https_context(url, self._tls),
+            verify=self._verify(url),
             # A proxy from the environment must not see the token.
             trust_env=False,
         )
+
+    def _verify(self, url: str) -> ssl.SSLContext | bool:
+        return https_context(url, self._tls if self._tls is not None else client_tls(url))
 
     @property
     def url(self) -> str:
@@ -208,6 +232,30 @@ class RestClient:
                 f"the response of {self.url} is not JSON; is it a paramd control plane?"
             ) from error
 
+    async def tunnel(self, path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection through the control plane to where `path` (below /api/v1) leads.
+
+        Raises:
+            UnreachableError: no answer, or the control plane does not reach it either.
+            ParamdError: the class for the HTTP status.
+        """
+        url, token = self._at
+        verify = self._verify(url)
+        try:
+            async with asyncio.timeout(REST_TIMEOUT_S):
+                return await tunnels.opened(
+                    url,
+                    f"/api/v1{path}",
+                    token,
+                    verify if isinstance(verify, ssl.SSLContext) else None,
+                )
+        except tunnels.RefusedError as error:
+            raise error_of_http(url, error.status, *problem_of_text(error.text)) from None
+        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
+            raise UnreachableError(
+                f"{url} opens no tunnel ({error!r}); is it a paramd control plane?"
+            ) from error
+
     async def read_bytes(self, path: str, *, timeout_s: float = 60.0) -> tuple[int, bytes]:
         """Read part of an export's file; return (size of the whole file, part).
 
@@ -292,6 +340,7 @@ def parse_job(found: Mapping[str, Any]) -> JobDocument:
         peers={peer.rank: peer for peer in peers},
         ticket=str(found["ticket"]),
         ticket_expires_s=float(found["ticket_expires_s"]),
+        tls=Pems.of_json(found["tls"]) if found.get("tls") is not None else None,
     )
 
 
@@ -311,12 +360,17 @@ def checked_url(url: str) -> str:
 
 def problem_of(answer: httpx2.Response) -> tuple[str, str]:
     """(message, `type` of the RFC 9457 problem document); else (its first 200 characters, "")."""
+    return problem_of_text(answer.text)
+
+
+def problem_of_text(text: str) -> tuple[str, str]:
+    """As `problem_of`, of a body."""
     try:
-        found = answer.json()
+        found = json.loads(text)
     except ValueError:
         found = None
     if not isinstance(found, Mapping):
-        return answer.text[:200], ""
+        return text[:200], ""
     kind = found.get("type")
     kind = kind if isinstance(kind, str) else ""
     for key in ("message", "detail", "error"):
@@ -325,7 +379,7 @@ def problem_of(answer: httpx2.Response) -> tuple[str, str]:
             value = value.get("message")
         if isinstance(value, str):
             return value, kind
-    return answer.text[:200], kind
+    return text[:200], kind
 
 
 def error_of_http(url: str, status: int, text: str, kind: str = "") -> ParamdError:

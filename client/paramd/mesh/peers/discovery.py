@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from paramd.errors import (
@@ -20,8 +21,9 @@ from paramd.errors import (
 )
 from paramd.layout.codec import join_batches
 from paramd.layout.select import NameIndex
-from paramd.mesh.peers.control import JobDocument
+from paramd.mesh.peers.control import JobDocument, PeerAddress, behind
 from paramd.mesh.peers.grpc import Background, Channels, LeaseEndedError, RankUnreachableError
+from paramd.mesh.peers.relay import TunnelRelay
 from paramd.mesh.peers.sidecars import FastPathBackoff, Sidecars
 from paramd.security import tickets
 from paramd.security.tls import ClientTls
@@ -65,16 +67,30 @@ class SidecarFinder:
     """Finds the sidecars of one job, again after each outage, respawn or new incarnation."""
 
     def __init__(
-        self, directory: Directory, job: str | None, *, tls: ClientTls | None = None
+        self,
+        directory: Directory,
+        job: str | None,
+        *,
+        tls: ClientTls | None = None,
+        relay: TunnelRelay | None = None,
     ) -> None:
-        """No I/O. `job` None means the directory's only one. `close` closes `directory` too."""
+        """No I/O. `job` None means the directory's only one. `close` closes `directory` too.
+
+        Sidecars that cannot be reached from here are reached through `relay`, if given.
+        """
+        self._relay = relay
         self._directory = directory
         self._job = job
         self._document: JobDocument | None = None
         self._renew_at_s = 0.0
         self._ends_at_s = 0.0
         self._refreshing = asyncio.Lock()
-        self._channels = Channels(lambda: self.document.ticket, tls=tls)
+        self._channels = Channels(
+            lambda: self.document.ticket,
+            tls=tls,
+            job_tls=lambda: self.document.tls,
+            relay=relay,
+        )
         self._background = Background()
         self._index: tuple[tuple[int, str], NameIndex] | None = None
         self._indexing = asyncio.Lock()
@@ -101,6 +117,8 @@ class SidecarFinder:
         """Wait for pending releases, then close all connections. Idempotent."""
         await self._background.close()
         await self._channels.close()
+        if self._relay is not None:
+            await self._relay.close()
         await self._directory.close()
 
     @property
@@ -121,6 +139,8 @@ class SidecarFinder:
             # The previous incarnation's control plane may still respond, with a stale document.
             self._directory.look_again()
             document = await self._directory.job(self._job)
+            if self._relay is not None:
+                document = await self._relay.routed(document)
             self._document = document
             # The ticket's own lifetime: this host's clock may differ from the control plane's.
             life_s = tickets.life_s(document.ticket)
@@ -235,12 +255,21 @@ class SidecarFinder:
         except UnreachableError:
             after = before
         for rank, peer in after.peers.items():
-            if peer != before.peers.get(rank):
+            # A relay to the same place is for the next call: trying it, too, would double the wait.
+            if not _same_place(peer, before.peers.get(rank)):
                 self._down.pop(rank, None)
                 stopped.pop(rank, None)
                 replan = True
         if not replan:
             await asyncio.sleep(_RETRY_S)
+
+
+def _same_place(one: PeerAddress, other: PeerAddress | None) -> bool:
+    if other is None:
+        return False
+    return replace(one, address=behind(one.address)) == replace(
+        other, address=behind(other.address)
+    )
 
 
 def _identity(document: JobDocument) -> tuple[int, str]:

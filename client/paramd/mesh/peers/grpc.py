@@ -13,7 +13,7 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
@@ -29,7 +29,15 @@ from paramd.errors import (
 )
 from paramd.memory.handover import Message
 from paramd.security.tickets import claimed
-from paramd.security.tls import SCHEME, ClientTls, is_loopback, is_secure, open_channel
+from paramd.security.tls import (
+    ClientTls,
+    Pems,
+    host_of,
+    is_loopback,
+    is_secure,
+    open_channel,
+    tls_for,
+)
 from paramd.state_files import host_id, same_network
 from paramd.v1 import common_pb2, control_pb2_grpc, sidecar_pb2, sidecar_pb2_grpc
 from paramd.wire import Chunk, parse_chunk
@@ -96,8 +104,7 @@ def no_way(rank: int, address: str, host: str, here: str) -> str:
         host: `host_id` of the listening process; empty if unknown.
         here: `host_id` of this process.
     """
-    name = address.removeprefix(SCHEME).rpartition(":")[0]
-    if not host or not is_loopback(name) or same_network(host, here):
+    if not host or not is_loopback(host_of(address)) or same_network(host, here):
         return ""
     return (
         f"rank {rank} listens on {address}, which is loopback on its own host and cannot be "
@@ -219,14 +226,45 @@ UnaryCall: TypeAlias = Callable[..., Awaitable[Response]]
 """A unary method of a generated stub on an asyncio channel."""
 
 
+class Relay(Protocol):
+    """Carries bytes to addresses that cannot be reached from here; see relay.py."""
+
+    def leads_to(self, address: str) -> bool:
+        """Whether this address is one of its own."""
+        ...
+
+    def way(self, address: str) -> tuple[str, str]:
+        """The address behind one of its own, and the gRPC target that leads there."""
+        ...
+
+    def why_not(self, address: str) -> str:
+        """Why it does not get there at present; empty if it does, or if it is not its own."""
+        ...
+
+
 class Channels:
     """One channel per address, made on first use, all closed together.
 
     `ticket` is called for every request, so a renewed ticket needs no new channel.
     """
 
-    def __init__(self, ticket: Callable[[], str], *, tls: ClientTls | None = None) -> None:
-        """`tls` applies to grpcs:// addresses; None reads it from the environment."""
+    def __init__(
+        self,
+        ticket: Callable[[], str],
+        *,
+        tls: ClientTls | None = None,
+        job_tls: Callable[[], Pems | None] = lambda: None,
+        relay: Relay | None = None,
+    ) -> None:
+        """No I/O.
+
+        Args:
+            tls: For grpcs:// addresses; None reads it from the environment.
+            job_tls: The job's certificates, for mtls:// addresses.
+            relay: For addresses that cannot be reached from here.
+        """
+        self._job_tls = job_tls
+        self._relay = relay
         self._ticket = ticket
         self._tls = tls if tls is not None else ClientTls.from_environment()
         self._stamps: dict[str, tuple[int, ...]] = {}
@@ -244,12 +282,16 @@ class Channels:
             DeniedError: another host without TLS.
             UsageError: a TLS file cannot be read.
         """
-        stamp = self._tls.stamp() if is_secure(address) else ()
+        target, way = address, ""
+        if self._relay is not None and self._relay.leads_to(address):
+            target, way = self._relay.way(address)
+        tls = tls_for(target, self._tls, self._job_tls())
+        stamp = tls.stamp() if is_secure(target) and tls is not None else ()
         if address in self._channels and self._stamps[address] != stamp:
             # gRPC reads certificates once per channel; calls in flight keep the old ones.
             self._retired.append(self._channels.pop(address))
         if address not in self._channels:
-            self._channels[address] = open_channel(address, self._tls, options=CHANNEL_OPTIONS)
+            self._channels[address] = open_channel(target, tls, options=CHANNEL_OPTIONS, way=way)
             self._stamps[address] = stamp
         return self._channels[address]
 
@@ -257,9 +299,11 @@ class Channels:
         """TLS of bulk streams beside `address`; None without. Raises UsageError as `channel`."""
         if not is_secure(address):
             return None
-        stamp = self._tls.stamp()
+        tls = tls_for(address, self._tls, self._job_tls())
+        assert tls is not None
+        stamp = tls.stamp()
         if self._stream_tls is None or self._stream_tls[0] != stamp:
-            self._stream_tls = stamp, self._tls.ssl_context(ssl.TLSVersion.TLSv1_3)
+            self._stream_tls = stamp, tls.ssl_context(ssl.TLSVersion.TLSv1_3)
         return self._stream_tls[1]
 
     def control(self, address: str) -> Any:
@@ -307,8 +351,15 @@ class Channels:
             ParamdError: the class for the gRPC status; the message names the rank.
             RankUnreachableError, ConflictError: as `Asked.check`.
         """
-        with told_errors(asked.who):
-            answer = await self.open(asked, method, request, timeout_s=timeout_s)
+        try:
+            with told_errors(asked.who):
+                answer = await self.open(asked, method, request, timeout_s=timeout_s)
+        except UnreachableError as error:
+            why = self._relay.why_not(asked.address) if self._relay is not None else ""
+            if not why:
+                raise
+            # gRPC only knows that its connection ended.
+            raise UnreachableError(f"{asked.who}: {why}") from error
         asked.check(answer.header)
         return answer
 

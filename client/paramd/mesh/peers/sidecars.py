@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from paramd import streams
 from paramd.errors import ConflictError, DeadlineError, NotFoundError, ParamdError, UnreachableError
-from paramd.mesh.peers.control import JobDocument
+from paramd.mesh.peers.control import JobDocument, is_relayed
 from paramd.mesh.peers.grpc import (
     Asked,
     Background,
@@ -387,10 +387,15 @@ class Sidecars:
         *,
         with_exponents: bool,
         edges: Sequence[float] = (),
+        before: RankPin | None = None,
     ) -> sidecar_pb2.ComputeStatsResponse:
-        """Compute statistics over parts of a pinned snapshot."""
+        """Statistics over parts of a pinned snapshot, or of what they differ by from `before`."""
         request = sidecar_pb2.ComputeStatsRequest(
-            snapshot_id=pin.snapshot_id, items=items, with_exponents=with_exponents, edges=edges
+            snapshot_id=pin.snapshot_id,
+            items=items,
+            with_exponents=with_exponents,
+            edges=edges,
+            before_snapshot_id=before.snapshot_id if before is not None else "",
         )
         found = await self._watched(pin.rank, "ComputeStats", request, timeout_s)
         assert isinstance(found, sidecar_pb2.ComputeStatsResponse)
@@ -472,8 +477,10 @@ class Sidecars:
 
     def has_streams(self, rank: int) -> bool:
         """Whether the rank's port for streams may be tried."""
-        until_s = self._channels.without_streams.get(self.document.peer(rank).address, 0.0)
-        return time.monotonic() >= until_s
+        address = self.document.peer(rank).address
+        if is_relayed(address):
+            return False
+        return time.monotonic() >= self._channels.without_streams.get(address, 0.0)
 
     def keep_to_grpc(self, rank: int) -> None:
         """The rank's port for streams cannot be reached: do not try it for a while."""

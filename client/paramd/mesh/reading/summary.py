@@ -18,7 +18,7 @@ from paramd.layout.stats import (
     stats_of,
     summarize,
 )
-from paramd.mesh.peers.sidecars import Pinned, Sidecars
+from paramd.mesh.peers.sidecars import Pinned, RankPin, Sidecars
 from paramd.mesh.results import StatsTable, TensorStats
 from paramd.v1 import sidecar_pb2
 
@@ -34,15 +34,23 @@ async def compute_stats(
     *,
     with_exponents: bool,
     edges: Sequence[float] = (),
+    before: Pinned | None = None,
 ) -> StatsTable:
     """Reduce each rank's share of the plan on its sidecar, and merge.
 
-    `edges` (finite, rising) add counts of the elements between them.
+    `edges` (finite, rising) add counts of the elements between them. With `before`, pins of the
+    same plan, the statistics are those of the differences.
     """
     items = stats_items(plan)
     merged = [EMPTY] * len(plan.tensors)
     found = await compute_parts(
-        sidecars, pinned, items, deadline_s, with_exponents=with_exponents, edges=edges
+        sidecars,
+        pinned,
+        items,
+        deadline_s,
+        with_exponents=with_exponents,
+        edges=edges,
+        before=before,
     )
     for item, stats in found:
         merged[item.tensor] = merge(merged[item.tensor], stats)
@@ -79,11 +87,21 @@ async def compute_parts(
     *,
     with_exponents: bool,
     edges: Sequence[float] = (),
+    before: Pinned | None = None,
 ) -> list[tuple[StatsItem, Stats]]:
     """Reduce each rank's items on its sidecar."""
     found = await asyncio.gather(
         *(
-            _rank_stats(sidecars, pinned, rank, items[rank], deadline_s, with_exponents, edges)
+            _rank_stats(
+                sidecars,
+                pinned,
+                rank,
+                items[rank],
+                deadline_s,
+                with_exponents,
+                edges,
+                before.pins[rank] if before is not None else None,
+            )
             for rank in items
             if items[rank]
         )
@@ -99,6 +117,7 @@ async def _rank_stats(
     deadline_s: float,
     with_exponents: bool,
     edges: Sequence[float],
+    before: RankPin | None,
 ) -> list[tuple[StatsItem, Stats]]:
     found: list[tuple[StatsItem, Stats]] = []
     for begin in range(0, len(items), ITEMS_PER_CALL):
@@ -113,6 +132,7 @@ async def _rank_stats(
             deadline_s - time.monotonic(),
             with_exponents=with_exponents,
             edges=edges,
+            before=before,
         )
         said = (answer.header.incarnation, answer.header.step)
         counts = [stats.count for stats in answer.stats]

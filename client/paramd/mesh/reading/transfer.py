@@ -30,7 +30,7 @@ from paramd.errors import DeniedError, ParamdError, UnreachableError, UsageError
 from paramd.layout.plan import RankRead, ReadPlan
 from paramd.memory import handover
 from paramd.mesh.peers.bulk import CONNECT_S
-from paramd.mesh.peers.control import JobDocument, PeerAddress
+from paramd.mesh.peers.control import JobDocument, PeerAddress, is_relayed
 from paramd.mesh.peers.grpc import check_handover, ended
 from paramd.mesh.peers.sidecars import FastPathBackoff, Pinned, RankPin, Sidecars
 from paramd.mesh.reading.live import LiveRank, LiveState, read_live
@@ -79,6 +79,9 @@ async def find_lanes(sidecars: Sidecars) -> list[Lane]:
             return Lane(rank, "auto", str(error))
         if is_same_host(peer):
             return Lane(rank, "same-host")
+        if is_relayed(peer.address):
+            way = "its host cannot be reached from here: through the control plane"
+            return Lane(rank, "grpc", way)
         host = host_of(peer.address)
         if not state.stream_port:
             return Lane(rank, "grpc", "its sidecar has no port for streams; its log says why")

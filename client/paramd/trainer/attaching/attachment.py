@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -22,6 +22,9 @@ from paramd.trainer.boundary.moments import Moments
 from paramd.trainer.boundary.signals import Signals
 from paramd.trainer.helpers.sidecar_link import ControlLink, Identity, SidecarLink
 from paramd.trainer.home.owned import ParameterStorage
+from paramd.trainer.resume.keeper import Keeper, Keeping
+from paramd.trainer.resume.optimizer_home import OptimizerHome
+from paramd.trainer.resume.succession import Resumed
 
 log = logging.getLogger("paramd")
 
@@ -89,6 +92,11 @@ class Attachment:
         self._is_childs = False
         self._last_step = 0
         self._last_edits = 0
+        self.keeper: Keeper | None = None
+        self._state: OptimizerHome | None = None
+        self.resumed: Resumed | None = None
+        """From which state this training goes on (`step`, `how`, `lost_steps`, `reason`); None
+        after a fresh start."""
         self.job = identity.job
         self.incarnation = identity.incarnation
         self.rank = identity.rank
@@ -169,6 +177,43 @@ class Attachment:
         finally:
             self._boundary.training_weights_again(label, failed=failed)
 
+    def keep_with(
+        self, keeper: Keeper | None, state: OptimizerHome | None, resumed: Resumed | None
+    ) -> None:
+        """Keep what a successor needs from now on, if anything."""
+        self.keeper = self._boundary.keeper = keeper
+        self._state, self.resumed = state, resumed
+
+    def kept(self) -> None:
+        """Say that the loop's body is over, so that a successor can go on exactly here.
+
+        Call it on every rank, after whatever changes parameters, schedulers or scalers, where the
+        next thing the script does is what it does first after a restart. From the first call on a
+        state can be resumed only where it was called; a script with several optimizers, or
+        several updates in one pass of its loop, has to. Without resume="auto" it does nothing.
+        """
+        if not self._detached and self.keeper is not None:
+            self._boundary.kept()
+
+    def keeping(self) -> Keeping | None:
+        """What keeping records costs the training; None without resume="auto" or when detached."""
+        return self.keeper.cost() if self.keeper is not None and not self._detached else None
+
+    def goes_on(self) -> None:
+        """Tell that training goes on: what was changed until now belongs to the last update.
+
+        Needed only where paramd cannot see it: the attached module's own forward is never called
+        and its parameters are sharded. Callbacks of frameworks call it as a batch begins. Call it
+        on every rank at the same point, outside of an update. Does nothing when nothing was
+        updated.
+        """
+        if not self._detached and not self._is_childs:
+            self._boundary.settle()
+
+    def holds(self, parameters: Collection[int]) -> bool:
+        """Whether one of these parameters, given by their `id`, is of the attached model."""
+        return any(id(parameter) in parameters for parameter in self._model.parameters())
+
     def follow(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Count every step of these optimizers as an update, whatever their parameters.
 
@@ -183,6 +228,8 @@ class Attachment:
             followed.add(optimizer)
         # Held weakly: an optimizer the script dropped must not keep old parameters alive.
         self._editor.optimizers = self._moments.optimizers = followed
+        if self.keeper is not None:
+            self.keeper.followed = followed
 
     def clipped(self, total_norm: float | torch.Tensor, max_norm: float) -> None:
         """Tell gradient readers that the next update's gradients were clipped.
@@ -192,6 +239,26 @@ class Attachment:
         """
         norm = float(total_norm)
         self._gradients.clipped(min(1.0, max_norm / (norm + 1e-6)) if norm >= 0 else 0.0)
+
+    def log(self, *, step: int | None = None, **numbers: float | torch.Tensor) -> None:
+        """Keep numbers of the script beside the weights: `log(loss=loss, lr=lr, tokens=n)`.
+
+        The sidecar keeps them, the control plane has them in its history and checks the rules of
+        `[alerts] numbers`. Takes tens of microseconds and never waits: if the sidecar is away for
+        long, the oldest are dropped. Call it on one rank, or on several to keep their numbers
+        apart. After `detach` and in forked children it does nothing.
+
+        Args:
+            step: The step the numbers belong to; None means `attachment.step`.
+            numbers: By name, at most 64: floats, ints or one-element tensors. A tensor on a
+                device is copied there and read by another thread, so nothing here synchronises.
+
+        Raises:
+            UsageError: a name cannot be used or a value is no real number; none is kept then.
+        """
+        if self._detached or self._is_childs:
+            return
+        self._sidecar.insight.log(step if step is not None else self.step, numbers)
 
     def stalls(self) -> Stalls:
         """Time updates have spent waiting for copies since attach."""
@@ -218,11 +285,16 @@ class Attachment:
         self._signals.close()
         if self._is_childs:
             self._home.move_out()
+            if self._state is not None:
+                self._state.move_out()
             return
         self._boundary.close()
         self._gradients.close()
         self._editor.close()
         self._moments.close()
+        if self.keeper is not None and self._state is not None:
+            self.keeper.close()
+            self._state.move_out()
         self._home.move_out()
         if self._control is not None:
             # First, or the supervisor would restart it when it ends with the last sidecar.

@@ -12,6 +12,7 @@ import torch
 from paramd import places
 from paramd.errors import ConflictError, UsageError
 from paramd.trainer.attaching.attachment import attached
+from paramd.trainer.boundary.signals import members
 
 
 class Missing(Enum):
@@ -32,12 +33,10 @@ def optimizers_of(given: Any) -> list[torch.optim.Optimizer]:
     """
     if given is None:
         return []
-    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
-        items = [given]
-    else:
-        # An optimizer that also contains others updates them all in its own step.
-        items = [given] if isinstance(given, torch.optim.Optimizer) else list(given)
-    found = [_unwrapped(item) for item in items]
+    one = isinstance(given, (str, bytes, torch.optim.Optimizer)) or not isinstance(given, Iterable)
+    found = [_unwrapped(item) for item in ([given] if one else list(given))]
+    # The state is in those that a container steps; its own step counts when it has parameters.
+    found = [inner for outer in found for inner in members(outer) or [outer]]
     return list({id(optimizer): optimizer for optimizer in found}.values())
 
 
@@ -99,8 +98,8 @@ def check_given(model: Any, optimizer: Any, job: Any) -> None:
     form = "paramd.attach(model, optimizer, job=NAME)"
     if not isinstance(model, torch.nn.Module):
         raise UsageError(
-            f"model must be a torch.nn.Module, not {_kind(model)}; pass the module whose "
-            f"parameters are trained, wrapped as you train it: {form}"
+            f"model must be a torch.nn.Module or a dict of them, not {_kind(model)}; pass the "
+            f"module whose parameters are trained, wrapped as you train it: {form}"
         )
     if optimizer is Missing.OPTIMIZER:
         raise UsageError(
@@ -121,14 +120,16 @@ def check_attachable(
         ConflictError: the model, or the job in this process, is already attached.
     """
     places.check_job_name(job)
-    if id(model) in attached:
-        raise ConflictError(f"this model is already attached ({attached[id(model)]!r}); detach it")
+    parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+    for other in attached.values():
+        if not other.holds(parameters.keys()):
+            continue
+        raise ConflictError(f"this model is already attached ({other!r}); detach it first")
     if any(other.job == job for other in attached.values()):
         raise ConflictError(
             f"another model is attached as job {job!r} in this process; detach it, or attach "
             "this one under another job name"
         )
-    parameters = {id(parameter): name for name, parameter in model.named_parameters()}
     updated: set[int] = set()
     for index, optimizer in enumerate(optimizers):
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}

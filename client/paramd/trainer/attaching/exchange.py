@@ -10,6 +10,7 @@ import ctypes
 import json
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from paramd import places
 from paramd.errors import UnreachableError
 from paramd.security.tickets import RANK_TICKET_TTL_S, Role, Signer, new_private_key
+from paramd.security.tls import Pems
 from paramd.trainer import exit
 from paramd.trainer.helpers.site_link import Registration, register
 from paramd.trainer.settings import AttachSettings
@@ -41,14 +43,22 @@ class TakenIncarnation:
     """By rank; each lets one sidecar join as that rank."""
     private_key: bytes | None = field(default=None, repr=False)
     """Signs the incarnation's tickets; None when a site's control plane keeps it."""
+    rank_pems: list[Pems] = field(default_factory=list, repr=False)
+    """By rank, for ranks on several hosts: a certificate of the job's own CA."""
     site: Registration | None = None
     """The site's registration; None when there is no site, or it did not answer."""
 
 
-def take_incarnation(settings: AttachSettings, *, job: str, world_size: int) -> TakenIncarnation:
+def take_incarnation(
+    settings: AttachSettings, *, job: str, world_size: int, hosts: Sequence[str] = ()
+) -> TakenIncarnation:
     """Take the next incarnation, above any this host knows of; rank 0 only.
 
     An unresponsive control plane costs this incarnation the service, not the training.
+
+    Args:
+        hosts: Name or address of each rank, for ranks on several hosts, which then get
+            certificates.
 
     Raises:
         DeniedError, ConflictError, UsageError: the control plane refused the job.
@@ -56,7 +66,7 @@ def take_incarnation(settings: AttachSettings, *, job: str, world_size: int) -> 
     """
     if settings.control:
         try:
-            found = _registered(settings, job=job, world_size=world_size)
+            found = _registered(settings, job=job, world_size=world_size, hosts=hosts)
         except UnreachableError as error:
             log.warning(
                 "paramd: %s; training goes on without a control plane until it attaches again",
@@ -69,12 +79,15 @@ def take_incarnation(settings: AttachSettings, *, job: str, world_size: int) -> 
                 incarnation=found.incarnation,
                 public_key=found.public_key,
                 rank_tickets=found.rank_tickets,
+                rank_pems=found.rank_pems,
                 site=found,
             )
-    return _own_incarnation(job, world_size)
+    return _own_incarnation(job, world_size, hosts)
 
 
-def _registered(settings: AttachSettings, *, job: str, world_size: int) -> Registration:
+def _registered(
+    settings: AttachSettings, *, job: str, world_size: int, hosts: Sequence[str]
+) -> Registration:
     """Register the job, retrying while the control plane may be coming back.
 
     Safe although `register` is not idempotent: a lost answer leaves an incarnation that no rank
@@ -85,7 +98,9 @@ def _registered(settings: AttachSettings, *, job: str, world_size: int) -> Regis
     while True:
         try:
             floor = places.last_incarnation(job)
-            return register(settings, job=job, world_size=world_size, incarnation_floor=floor)
+            return register(
+                settings, job=job, world_size=world_size, incarnation_floor=floor, hosts=hosts
+            )
         except UnreachableError as error:
             if time.monotonic() >= deadline_s:
                 raise
@@ -95,7 +110,7 @@ def _registered(settings: AttachSettings, *, job: str, world_size: int) -> Regis
             time.sleep(AGAIN_S)
 
 
-def _own_incarnation(job: str, world_size: int) -> TakenIncarnation:
+def _own_incarnation(job: str, world_size: int, hosts: Sequence[str]) -> TakenIncarnation:
     incarnation, private_key = places.next_incarnation(job), new_private_key()
     signer = Signer(private_key)
     tickets = [
@@ -109,7 +124,20 @@ def _own_incarnation(job: str, world_size: int) -> TakenIncarnation:
         public_key=signer.public_key,
         rank_tickets=tickets,
         private_key=private_key,
+        rank_pems=_certificates(private_key, job, incarnation, hosts),
     )
+
+
+def _certificates(
+    private_key: bytes, job: str, incarnation: int, hosts: Sequence[str]
+) -> list[Pems]:
+    if not hosts:
+        return []
+    # Imported only with several hosts: it is slow to load.
+    from paramd.security.job_authority import JobAuthority
+
+    authority = JobAuthority(private_key, job=job, incarnation=incarnation)
+    return authority.issue_ranks(hosts)
 
 
 class Exchange:

@@ -114,7 +114,7 @@ class Agreement:
         self._group = group
         self._timeout_s = timeout_s
         self._edit_timeout_s = max(timeout_s, edit_timeout_s if edit_timeout_s is not None else 0.0)
-        buffer = bytearray(8 * 8)
+        buffer = bytearray(9 * 8)
         self._message = memoryview(buffer).cast("q")
         self._tensor = torch.frombuffer(buffer, dtype=torch.int64)
         self._options = dist.AllreduceOptions()
@@ -128,6 +128,7 @@ class Agreement:
         self._next_launch = 1
         self._last_agreed = 0
         self._eager_until = 0
+        self._pace = self._agreed_pace = 0
         exit.register_at_exit(self)
 
     @property
@@ -139,6 +140,14 @@ class Agreement:
     def due(self) -> bool:
         """Whether to launch a round at this boundary; the same on all ranks."""
         return self._boundary >= self._next_launch
+
+    def pace(self, wanted_steps: int) -> int:
+        """Ask for a number of steps; return the highest that ranks asked for in the last round.
+
+        The same on all ranks between two boundaries; 0 before the first round.
+        """
+        self._pace = wanted_steps
+        return wanted_steps if self._group is None else self._agreed_pace
 
     def passes(self, *, wanted: bool) -> bool:
         """Count a boundary with nothing to do; False if there is, and nothing is counted.
@@ -231,6 +240,7 @@ class Agreement:
         message[4] = 1 if eager else interval
         message[5] = int(stay)
         message[6], message[7] = iteration, -iteration
+        message[8] = -self._pace
         self._iteration = iteration
         self._request = request
         self._launched_at = self._boundary
@@ -250,9 +260,10 @@ class Agreement:
                 raise AgreementLost(
                     f"a round did not end within {timeout_s:g} s: {error}"
                 ) from error
-        number, minus_number, token, minus_token, interval, stay, lowest, minus_highest = (
+        number, minus_number, token, minus_token, interval, stay, lowest, minus_highest, slowest = (
             self._message
         )
+        self._agreed_pace = -slowest
         self._next_launch = self._launched_at + max(1, interval)
         apart = (lowest, -minus_highest)
         # MIN over x and -x gives opposite numbers only if every rank sent the same x.

@@ -32,8 +32,9 @@ from paramd.memory.descriptors import wake
 from paramd.memory.gate import TrainerGate
 from paramd.trainer import exit
 from paramd.trainer.boundary.agreement import Agreement
+from paramd.trainer.boundary.backward import BackwardUpdate
 from paramd.trainer.boundary.hold import BoundaryHandler, EditorLike, Hold, MirrorLike
-from paramd.trainer.boundary.signals import backward_id, replaced_for_a_call, runs_inside_itself
+from paramd.trainer.boundary.signals import replaced_for_a_call, runs_inside_itself
 from paramd.trainer.boundary.standins import CHANGED, StandIns
 from paramd.trainer.home.watch import Contents
 
@@ -86,6 +87,19 @@ class HomeLike(Protocol):
 
     def gathered(self) -> bool:
         """Whether a sharded model is using unsharded copies of its parameters now."""
+
+
+class KeeperLike(Protocol):
+    """Keeps what a successor needs (see trainer/resume/keeper.py). Must not raise."""
+
+    def rested(self, step: int) -> None:
+        """The update that made `step` has ended."""
+
+    def settling(self, step: int, *, trusted: bool) -> bool:
+        """Training goes on from `step`; return whether to announce this boundary."""
+
+    def kept(self, step: int) -> None:
+        """The script's loop begins anew at `step`."""
 
 
 @dataclass(slots=True)
@@ -147,7 +161,7 @@ class Boundary:
         self._ended_by: set[int] = set()
         # Pending from the start: before the first forward a script may still load weights.
         self._pending = True
-        self._backward = -1
+        self._in_backward = BackwardUpdate(self._end_on)
         self._done: int = page.words[Word.STEP]
         self._backwards = 0
         self._iteration = 0
@@ -160,6 +174,8 @@ class Boundary:
         self._always_strict = always_strict
         self._strict_left = PROBATION
         self._forgotten = False
+        self.keeper: KeeperLike | None = None
+        self._keeper_announces = False
         self.before_update: Callable[[object], None] = _nothing
         """Called with the owner just before an update window opens; must not raise."""
         if home.contents is not None:
@@ -189,6 +205,8 @@ class Boundary:
         """Open an update window unless one is open."""
         if self._forgotten:
             return
+        if owner is not self._in_backward and self._in_backward.begins():
+            self.begin(self._in_backward)
         with self._lock:
             thread = threading.get_ident()
             entry = self._open.get((thread, id(owner)))
@@ -206,10 +224,12 @@ class Boundary:
 
     def end(self, owner: object) -> None:
         """End the owner's step; the state rests once no other step is in progress."""
+        self._end_on(owner, threading.get_ident())
+
+    def _end_on(self, owner: object, thread: int) -> None:
         if self._forgotten:
             return
         with self._lock:
-            thread = threading.get_ident()
             entry = self._open.get((thread, id(owner)))
             if entry is None:
                 return
@@ -217,15 +237,14 @@ class Boundary:
             if entry.depth:
                 return
             del self._open[thread, id(owner)]
-            backward = backward_id()
-            # Optimizers stepping within one backward make up a single update.
-            if entry.outermost and (backward == -1 or backward != self._backward):
+            if entry.outermost:
                 self._done += 1
-            self._backward = backward
             self._ended_by.add(thread)
             self._pending, self._only_confirms = True, False
             self._standing.void = ""
             if not self._open:
+                if self.keeper is not None:
+                    self.keeper.rested(self._done)
                 self._rest()
 
     def forward(self, *, trains: bool) -> None:
@@ -243,6 +262,7 @@ class Boundary:
         that no forward has settled becomes readable.
         """
         self._backwards += 1
+        self._in_backward.started()
         if self._eval_forward:
             self._trains_in_eval = True
         if self._may_settle() and not self._open:
@@ -255,6 +275,13 @@ class Boundary:
             with self._lock:
                 self._ended_by.clear()
                 self._boundary()
+
+    def kept(self) -> None:
+        """Have the record of the state completed: the script changes nothing more of it."""
+        with self._lock:
+            idle = not (self._open or self._forgotten or self._standing.open)
+            if self.keeper is not None and idle and self._trusted() and self._all_home():
+                self.keeper.kept(self._done)
 
     def stand_in(self, label: str) -> bool:
         """Begin a block of other weights (standins.py); False once nothing is served any more."""
@@ -322,7 +349,7 @@ class Boundary:
 
     def _open_window(self, owner: object) -> None:
         """Make SEQ odd, after settling what is still pending, if possible."""
-        if self._pending and not (self._backward != -1 and self._backward == backward_id()):
+        if self._pending:
             self._boundary()
         if not (self._standing.open or self._standing.void):
             self._look_for_strays()
@@ -402,7 +429,7 @@ class Boundary:
             if self._ended_by:
                 self._ended_by &= {t.ident for t in threading.enumerate() if t.ident is not None}
             if not self._ended_by and self._may_settle() and not self._open:
-                self._boundary()
+                self._boundary(keeps=True)
 
     def _confirm(self) -> None:
         """Settle the state; its boundary comes with the next update."""
@@ -438,8 +465,12 @@ class Boundary:
             self._gate.begin_update()
             self._rest()
 
-    def _boundary(self) -> None:
-        """Settle the state and do what this boundary calls for."""
+    def _boundary(self, *, keeps: bool = False) -> None:
+        """Settle the state and do what this boundary calls for.
+
+        `keeps`: at a forward, where the script has done all that belongs to the step. Elsewhere
+        it may still have to, or the next step's forward is over.
+        """
         self._pending = False
         if self._only_confirms:
             self._only_confirms = False
@@ -448,6 +479,8 @@ class Boundary:
         try:
             proven = self._verified()
             self._end_changed()
+            if keeps and proven and self.keeper is not None:
+                self._keeper_announces = self.keeper.settling(self._done, trusted=self._trusted())
             self._gate.settle(self._done, self._iteration, proven=proven)
             self._note_time(time.monotonic_ns())
             self._acting.at_boundary(proven, self._backwards)
@@ -455,6 +488,21 @@ class Boundary:
                 self._trust()
         except Exception:
             log.exception("paramd: a boundary failed; the service degrades, training goes on")
+
+    def _trusted(self) -> bool:
+        """Whether nothing changes the parameters outside of updates, as far as is known."""
+        strays = self._words[Word.STRAY_COUNT] and self._strict_left
+        return not (self._always_strict or strays)
+
+    def _all_home(self) -> bool:
+        """As `_verified`, but a settled state, whose SEQ is even, is looked at alone."""
+        if self._pending:
+            return self._verified()
+        try:
+            return not self._home.check()
+        except Exception:
+            log.debug("paramd: the parameters cannot be checked", exc_info=True)
+            return False
 
     def _verified(self) -> bool:
         """Whether the arena holds what training uses; if not, the page says why."""
@@ -545,6 +593,8 @@ class Boundary:
         if armed and armed != self._armed_seen and armed == words[_STEP]:
             self._armed_seen = armed
             announce = True
+        if self._keeper_announces:
+            self._keeper_announces, announce = False, True
         if announce or want != self._want_seen:
             self._want_seen = want
             # Before the wake: the sidecar answers the ANNOUNCE it reads, and we wait for SERVED.

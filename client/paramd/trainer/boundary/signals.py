@@ -87,6 +87,22 @@ class Followed(Collection[torch.optim.Optimizer]):
         return ours
 
 
+def members(optimizer: object) -> list[torch.optim.Optimizer]:
+    """The optimizers that this one consists of; empty when it updates parameters itself.
+
+    torchtitan's containers have them as `.optimizers`, transformers' layer-wise ones as
+    `.optimizer_dict`.
+    """
+    found = getattr(optimizer, "optimizers", None)
+    if found is None:
+        found = getattr(optimizer, "optimizer_dict", None)
+    found = list(found.values()) if isinstance(found, dict) else found
+    if not isinstance(found, list | tuple) or not found:
+        return []
+    inner = [one for one in found if isinstance(one, torch.optim.Optimizer)]
+    return inner if len(inner) == len(found) else []
+
+
 class Signals:
     """One attachment's hooks, from `open` to `close`."""
 
@@ -97,6 +113,8 @@ class Signals:
         self._remove: list[Callable[[], None]] = []
         self._silent = 0
         self._leaf: Any = None
+        self._in_backward: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """Optimizers that have stepped within a backward."""
 
     def open(self) -> None:
         """Install the hooks."""
@@ -142,6 +160,11 @@ class Signals:
 
     def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self.optimizers.has(optimizer, self._model()):
+            if backward_id() != -1:
+                self._in_backward.add(optimizer)
+            elif any(one in self._in_backward for one in members(optimizer)):
+                # Its members have stepped already: this step is empty, and no update.
+                return
             self._silent += 1
             if self._silent > SILENT_UPDATES and self._leaf is None:
                 self._listen_to_a_leaf()
@@ -167,12 +190,12 @@ def runs_inside_itself(optimizer: object) -> bool:
     torch wraps `step` once per instantiated class, so a subclass that calls `super().step()`
     runs all hooks twice, the second time within the first.
     """
-    return sum(_is_step_of(frame, optimizer) for frame in _frames()) > 1
+    return sum(_is_step_of(frame, optimizer) for frame in frames()) > 1
 
 
 def replaced_for_a_call() -> bool:
     """Whether `torch.func.functional_call` has swapped the modules' tensors."""
-    return any(frame.f_globals.get("__name__") == "torch.nn.utils.stateless" for frame in _frames())
+    return any(frame.f_globals.get("__name__") == "torch.nn.utils.stateless" for frame in frames())
 
 
 def backward_id() -> int:
@@ -191,7 +214,8 @@ def _is_step_of(frame: FrameType, optimizer: object) -> bool:
     return frame.f_locals.get("self") is optimizer
 
 
-def _frames() -> Iterator[FrameType]:
+def frames() -> Iterator[FrameType]:
+    """The Python stack of this thread, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame

@@ -20,11 +20,32 @@ from paramd import places
 from paramd.errors import ConflictError, ParamdError, UnreachableError, UsageError, error_of_grpc
 from paramd.memory import descriptors, handover
 from paramd.memory.handover import Descriptors
+from paramd.security.tls import Pems, host_of, is_loopback, is_of_job
+from paramd.trainer.helpers.insight import Insight
 from paramd.trainer.helpers.supervisor import Supervisor, end, spawn
 from paramd.trainer.settings import AttachSettings
 from paramd.version import __version__
 
 CONNECT_POLL_S = 0.02
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnTls:
+    """How this rank's helpers serve other hosts: TLS of the job's own."""
+
+    name: str
+    """Name or address that others connect to."""
+    ip: str
+    """Address of this host to listen on."""
+    pems: Pems = field(repr=False)
+
+    def listen(self, port: str) -> str:
+        """An address to listen on."""
+        return f"[{self.ip}]:{port}" if ":" in self.ip else f"{self.ip}:{port}"
+
+    def is_at(self, address: str) -> bool:
+        """Whether a sidecar at `address` serves as this rank's is to."""
+        return is_of_job(address) and host_of(address) == self.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +62,8 @@ class Identity:
     """Lets this rank's sidecar join the control plane as this rank."""
     private_key: bytes | None = field(default=None, repr=False)
     """Signs the job's tickets; only on rank 0, which starts the control plane."""
+    own_tls: OwnTls | None = None
+    """For ranks on several hosts."""
 
 
 class SidecarLink:
@@ -58,6 +81,11 @@ class SidecarLink:
         self._mesh: tuple[dict[str, Any], bytes] | None = None
         self._supervisor = Supervisor(f"sidecar-{identity.rank}", self._restart)
         self.descriptors: Descriptors | None = None
+        self.continues = (0, 0, -1)
+        """Lineage, the lineage it becomes, and the step up to which the sidecar keeps standing
+        snapshots; 0 drops them all."""
+        self.insight = Insight()
+        """What the sidecar may ask of this process; its line is made anew with each sidecar."""
         self.address = ""
 
     def open(self) -> None:
@@ -85,6 +113,17 @@ class SidecarLink:
             pidfd = None
         self._supervisor.start(pidfd)
 
+    def abandon(self) -> None:
+        """Let go of a sidecar whose memory is still wanted by another attempt. Idempotent."""
+        self._supervisor.close()
+        self._mesh = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self.descriptors is not None:
+            self.descriptors.close()
+            self.descriptors = None
+
     def close(self) -> None:
         """Detach from the sidecar and let it end. Idempotent."""
         # First, or it would start a successor when the sidecar leaves.
@@ -96,6 +135,7 @@ class SidecarLink:
             self._connection.close()
             self._connection = None
         self._reap(grace_s=5.0)
+        self.insight.close()
         if self.descriptors is not None:
             self.descriptors.close()
             self.descriptors = None
@@ -111,26 +151,57 @@ class SidecarLink:
 
     def _reach(self) -> socket.socket:
         with contextlib.suppress(UnreachableError):
-            return handover.connect(self._socket_path)
-        listen = self._listen()
+            connection = handover.connect(self._socket_path)
+            if self._is_right(connection):
+                return connection
+            self._send_away(connection)
+        own = self._identity.own_tls
         self._process, output = spawn(
             "paramd_service.sidecar",
             [
                 "--job", self._identity.job,
                 "--rank", str(self._identity.rank),
                 "--socket", str(self._socket_path),
-                "--listen", listen,
+                "--listen", self._listen(),
                 "--linger-s", str(self._settings.linger_s),
+                *(["--job-tls", "--advertise", own.name] if own is not None else []),
                 *self._settings.sidecar_options(),
             ],
             log_path=self._socket_path.with_suffix(".log"),
+            stdin=json.dumps(own.pems.to_json()).encode() + b"\n" if own is not None else None,
         )  # fmt: skip
         output.close()
         return self._await_socket(self._process)
 
+    def _is_right(self, connection: socket.socket) -> bool:
+        """Whether the sidecar that is there listens where this job's ranks look for it.
+
+        One that was started for a job on one host does not when it is on several now.
+        """
+        handover.send(connection, {"op": "where"})
+        try:
+            answer, _ = _answer(connection, "where")
+        except UsageError:
+            return True  # an older one: attaching says so
+        own, address = self._identity.own_tls, str(answer["address"])
+        return own.is_at(address) if own is not None else not is_of_job(address)
+
+    def _send_away(self, connection: socket.socket) -> None:
+        """Have a sidecar leave, and wait until it has. Raises ConflictError if it may not."""
+        with connection:
+            handover.send(connection, {"op": "leave"})
+            _answer(connection, "leaving")
+        deadline_s = time.monotonic() + self._settings.sidecar_start_timeout_s
+        with contextlib.suppress(UnreachableError):
+            while time.monotonic() < deadline_s:
+                handover.connect(self._socket_path).close()
+                time.sleep(CONNECT_POLL_S)
+
     def _listen(self) -> str:
         """The address to listen on: a successor reuses its predecessor's port."""
-        wanted = self._settings.sidecar_listen
+        own, wanted = self._identity.own_tls, self._settings.sidecar_listen
+        if own is not None:
+            wanted = own.listen("0")
         if not self.address:
             return wanted
         return f"{wanted.rpartition(':')[0]}:{self.address.rpartition(':')[2]}"
@@ -163,7 +234,10 @@ class SidecarLink:
             "public_key": identity.public_key.hex(),
             "rank_ticket": identity.rank_ticket,
             "version": __version__,
+            "continues": list(self.continues),
         }
+        if identity.own_tls is not None:
+            message["tls"] = identity.own_tls.pems.to_json()
         ours = self.descriptors.as_list() if self.descriptors is not None else []
         # A sidecar given the memory answers at once; creating an arena takes longer.
         connection.settimeout(self._settings.sidecar_start_timeout_s + self._arena_bytes / 1e9)
@@ -198,6 +272,16 @@ class SidecarLink:
         finally:
             os.close(memory)
         _answer(self._connection, "serving")
+        self._send_line(self._connection)
+
+    def _send_line(self, connection: socket.socket) -> None:
+        message, handed = self.insight.open_line()
+        try:
+            handover.send(connection, message, handed)
+        finally:
+            for descriptor in handed:
+                os.close(descriptor)
+        _answer(connection, "insight")
 
     def _pidfd(self) -> int:
         assert self._connection is not None
@@ -266,8 +350,10 @@ class ControlLink:
             self._process.wait()
         identity = self._identity
         assert identity.private_key is not None, "rank 0 has it"
-        listen = self._listen if self._listen else self._settings.listen
-        arguments = ["--job", identity.job, "--listen", listen]
+        own = identity.own_tls
+        arguments = ["--job", identity.job, "--listen", self._wanted_listen()]
+        if own is not None:
+            arguments += ["--advertise", own.name]
         if self.grpc_address:
             arguments += ["--grpc-listen", self._grpc_listen]
         secrets = {
@@ -276,6 +362,7 @@ class ControlLink:
             "world_size": identity.world_size,
             "private_key": identity.private_key.hex(),
             "token": self._token,
+            "own_tls": own is not None,
         }
         log_path = self._directory / "control.log"
         self._process, output = spawn(
@@ -292,6 +379,13 @@ class ControlLink:
         self.url, self.grpc_address = ready["url"], ready["grpc_address"]
         self._listen, self._grpc_listen = ready["listen"], ready["grpc_listen"]
         return descriptors.pidfd(self._process.pid)
+
+    def _wanted_listen(self) -> str:
+        """Where it was before, else as told; for other hosts not on loopback."""
+        if self._listen:
+            return self._listen
+        own, (host, _, port) = self._identity.own_tls, self._settings.listen.rpartition(":")
+        return own.listen(port) if own is not None and is_loopback(host) else self._settings.listen
 
 
 def _first_line(output: IO[bytes], timeout_s: float) -> dict[str, str] | None:

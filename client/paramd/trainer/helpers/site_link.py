@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from paramd.errors import (
     UsageError,
 )
 from paramd.security.tickets import key_from_hex
-from paramd.security.tls import https_context
+from paramd.security.tls import Pems, https_context
 from paramd.trainer.settings import AttachSettings
 
 TIMEOUT_S = 10.0
@@ -37,12 +37,21 @@ class Registration:
     """gRPC target that sidecars join."""
     public_key: bytes
     rank_tickets: list[str] = field(repr=False)
+    rank_pems: list[Pems] = field(default_factory=list, repr=False)
+    """By rank; empty unless `hosts` were given."""
 
 
 def register(
-    settings: AttachSettings, *, job: str, world_size: int, incarnation_floor: int
+    settings: AttachSettings,
+    *,
+    job: str,
+    world_size: int,
+    incarnation_floor: int,
+    hosts: Sequence[str] = (),
 ) -> Registration:
     """Have the control plane begin a new incarnation, above `incarnation_floor`. Not idempotent.
+
+    `hosts` is the address of each rank, for ranks on several hosts.
 
     Raises:
         UnreachableError: no answer, or it cannot serve now.
@@ -55,7 +64,13 @@ def register(
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(f"control: {url!r}; expected one like http://127.0.0.1:8470")
     verify = https_context(url)
-    body = {"job": job, "world_size": world_size, "incarnation_floor": incarnation_floor}
+    body: dict[str, Any] = {
+        "job": job,
+        "world_size": world_size,
+        "incarnation_floor": incarnation_floor,
+    }
+    if hosts:
+        body["rank_hosts"] = list(hosts)
     try:
         answer = httpx2.post(
             f"{url}/api/v1/jobs",
@@ -71,7 +86,7 @@ def register(
     if answer.status_code != 201:
         raise _refusal(url, answer)
     try:
-        return _registration(url, world_size, answer.json())
+        return _registration(url, world_size, answer.json(), certified=bool(hosts))
     except (ValueError, KeyError, TypeError) as error:
         raise UnreachableError(
             f"{url} sent an answer that this paramd cannot read ({error!r}); the versions of "
@@ -100,17 +115,23 @@ def token_of(settings: AttachSettings) -> str:
         raise UsageError(f"token_file: {settings.token_file} cannot be read: {error}") from error
 
 
-def _registration(url: str, world_size: int, found: Mapping[str, Any]) -> Registration:
+def _registration(
+    url: str, world_size: int, found: Mapping[str, Any], *, certified: bool
+) -> Registration:
     tickets = [str(ticket) for ticket in found["rank_tickets"]]
     incarnation = int(found["incarnation"])
     if len(tickets) != world_size or incarnation < 1:
         raise ValueError(f"{len(tickets)} tickets, incarnation {incarnation}")
+    pems = [Pems.of_json(one) for one in found["rank_tls"]] if certified else []
+    if certified and len(pems) != world_size:
+        raise ValueError(f"{len(pems)} certificates")
     return Registration(
         url=url,
         incarnation=incarnation,
         control_address=str(found["control_address"]),
         public_key=key_from_hex(found, "public_key"),
         rank_tickets=tickets,
+        rank_pems=pems,
     )
 
 

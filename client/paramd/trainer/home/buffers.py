@@ -39,6 +39,18 @@ class BufferCopies:
             for target, source in zip(self._targets, sources, strict=True):
                 target.copy_(source)
 
+    def restore(self) -> None:
+        """Copy the arena's bytes into the model's buffers.
+
+        Raises:
+            ConflictError: as `refresh`.
+        """
+        pairs = list(zip(self._shards, self._targets, strict=True))
+        lives = [_live(shard, target) for shard, target in pairs]
+        with torch.no_grad():
+            for live, target in zip(lives, self._targets, strict=True):
+                live.copy_(target)
+
 
 def _target(arena: memoryview, shard: LocalShard, begin: int) -> torch.Tensor:
     size_bytes = shard.tensor.numel() * shard.tensor.itemsize

@@ -248,6 +248,16 @@ class ParameterStorage:
             UsageError: the arena is too small or read-only.
             ConflictError: the model has changed since the constructor, or is already inside.
         """
+        self._move(arena, filled=True)
+
+    def adopt(self, arena: memoryview) -> None:
+        """As `move_in`, but the parameters and buffers get the values that are in `arena`.
+
+        Their own are dropped, and no parameter's bytes are touched.
+        """
+        self._move(arena, filled=False)
+
+    def _move(self, arena: memoryview, *, filled: bool) -> None:
         if self._bases:
             raise ConflictError("the parameters are already in an arena; detach first")
         check_arena(arena, self.arena_bytes)
@@ -266,13 +276,16 @@ class ParameterStorage:
                 "gc.freeze() hides tensors that use the parameters' memory and would stop "
                 "following them; call gc.unfreeze() before paramd.attach"
             )
-        bases = self._filled_bases(arena, tensors)
+        bases = self._bases_of(arena, tensors, filled=filled)
         repoint([(t, moved(t, bases[storage_range(t)])) for t in tensors])
         self._arena_address = address_of(arena)
         self._bases = sorted(bases.values(), key=address)
         self._shards = find_shards(self._model)
         self._buffers = BufferCopies(arena, self._placed(TensorKind.BUFFER))
-        self._buffers.refresh()
+        if filled:
+            self._buffers.refresh()
+        else:
+            self._buffers.restore()
         self.contents = Contents(
             arena, [(begin, begin + _size_bytes(s)) for s, begin in self.pieces()]
         )
@@ -287,10 +300,10 @@ class ParameterStorage:
         if self.contents is not None:
             self.contents.watch(self._watch.plain_slots)
 
-    def _filled_bases(
-        self, arena: memoryview, tensors: Sequence[torch.Tensor]
+    def _bases_of(
+        self, arena: memoryview, tensors: Sequence[torch.Tensor], *, filled: bool
     ) -> dict[Range, torch.Tensor]:
-        """The arena span of each storage that `tensors` use, with its bytes copied in."""
+        """The arena span of each storage that `tensors` use; `filled`: with its bytes copied."""
         starts = dict(zip(self._plan.ranges, self._plan.starts, strict=True))
         homes = Ranges(starts)
         bases: dict[Range, torch.Tensor] = {}
@@ -302,7 +315,8 @@ class ParameterStorage:
                 assert old.end <= home.end
                 begin = starts[home] + old.begin - home.begin
                 bases[old] = bytes_at(arena, begin, old.end - old.begin)
-                bases[old].copy_(bytes_of(tensor.untyped_storage()))
+                if filled:
+                    bases[old].copy_(bytes_of(tensor.untyped_storage()))
         return bases
 
     def in_place(self) -> bool:

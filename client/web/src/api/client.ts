@@ -26,6 +26,8 @@ export interface Options<O> {
   query?: Query<O>;
   body?: Body<O>;
   signal?: AbortSignal | undefined;
+  /** Seconds to wait for the answer; default 60. */
+  patienceS?: number;
 }
 
 /** A problem document (RFC 9457), or no response at all (status 0). */
@@ -38,7 +40,15 @@ export class ApiError extends Error {
     super(detail);
     this.name = "ApiError";
   }
+
+  /** The same request would get the same answer: who asks, or for what, is wrong. */
+  get isFinal(): boolean {
+    return [401, 403, 404, 422].includes(this.status);
+  }
 }
+
+/** A control plane that has not answered a question after this is given up on. */
+const PATIENCE_S = 60;
 
 const KEY = "paramd.session";
 const listeners = new Set<() => void>();
@@ -130,15 +140,33 @@ export function urlOf(
 async function call(
   method: Method,
   path: string,
-  options: { path?: unknown; query?: unknown; body?: unknown; signal?: AbortSignal | undefined },
+  options: { path?: unknown; query?: unknown; body?: unknown; signal?: AbortSignal | undefined; patienceS?: number },
 ): Promise<unknown> {
   const url = urlOf(
     path,
     options.path as Record<string, unknown>,
     options.query as Record<string, unknown>,
   );
-  const answer = await send(method, url, {}, options.body, options.signal);
-  return answer.status === 204 ? undefined : answer.json();
+  const patience = AbortSignal.timeout(1000 * (options.patienceS ?? PATIENCE_S));
+  const signal = options.signal ? AbortSignal.any([options.signal, patience]) : patience;
+  const answer = await send(method, url, {}, options.body, signal);
+  if (answer.status === 204) return undefined;
+  try {
+    return await answer.json();
+  } catch (error) {
+    // It may fall silent within an answer, too.
+    throw unanswered(error);
+  }
+}
+
+/** What a request or the rest of its answer failed with, in words; an abort stays one. */
+function unanswered(error: unknown): unknown {
+  if (error instanceof DOMException && error.name === "AbortError") return error;
+  // A frozen control plane accepts connections and says nothing.
+  if (error instanceof DOMException && error.name === "TimeoutError") {
+    return new ApiError(0, "unreachable", "the control plane accepts connections but does not answer");
+  }
+  return new ApiError(0, "unreachable", "the control plane does not answer");
 }
 
 async function send(
@@ -163,8 +191,7 @@ async function send(
       ...(signal ? { signal } : {}),
     });
   } catch (error) {
-    if (error instanceof DOMException && error.name === "AbortError") throw error;
-    throw new ApiError(0, "unreachable", "the control plane does not answer");
+    throw unanswered(error);
   }
   if (answer.ok) return answer;
   const problem = await problemOf(answer);

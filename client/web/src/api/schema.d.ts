@@ -88,6 +88,51 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/jobs/{job}/alert-silences": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Silences
+         * @description Silences in force, oldest first.
+         */
+        get: operations["list_silences"];
+        put?: never;
+        /**
+         * Create Silence
+         * @description Keep alerts of a rule, of a subject or both quiet for a while, in this incarnation and
+         *     later ones: they are listed, but not posted to webhooks and not counted as open.
+         */
+        post: operations["create_silence"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/jobs/{job}/alert-silences/{silence}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        post?: never;
+        /**
+         * End Silence
+         * @description End a silence now.
+         */
+        delete: operations["end_silence"];
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/jobs/{job}/alerts": {
         parameters: {
             query?: never;
@@ -105,6 +150,27 @@ export interface paths {
         get: operations["list_alerts"];
         put?: never;
         post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/jobs/{job}/alerts/acknowledge": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Acknowledge Alerts
+         * @description Note that somebody has seen firing alerts: they go on firing, and count as seen until
+         *     they are resolved or become critical. Ids that fire no longer are left out. Idempotent.
+         */
+        post: operations["acknowledge_alerts"];
         delete?: never;
         options?: never;
         head?: never;
@@ -749,6 +815,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/jobs/{job}/ranks/{rank}/tunnel": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Open Tunnel
+         * @description A connection to the sidecar of one rank. Upgrade: paramd-tunnel.
+         */
+        get: operations["open_tunnel"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/jobs/{job}/snapshots": {
         parameters: {
             query?: never;
@@ -815,6 +901,70 @@ export interface paths {
          *     Needs the token that pinned it, or an admin's.
          */
         post: operations["renew_snapshot"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/jobs/{job}/tunnel": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Open Control Tunnel
+         * @description A connection to this control plane's gRPC. Upgrade: paramd-tunnel.
+         */
+        get: operations["open_control_tunnel"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/jobs/{job}/updates": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Get Updates
+         * @description What the next update does to each parameter that matches: its norm, and its ratio to
+         *     the weight. The sidecars compute it from two steps in a row; training goes on.
+         */
+        get: operations["get_updates"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/jobs/{job}/why": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Get Why
+         * @description What every rank is doing now, and which one keeps the others waiting.
+         *
+         *     Works while the training hangs, and neither stops nor slows it. Stacks name files and
+         *     functions, never values; the trainers' last lines say whatever the script printed.
+         */
+        get: operations["get_why"];
+        put?: never;
+        post?: never;
         delete?: never;
         options?: never;
         head?: never;
@@ -943,10 +1093,37 @@ export type webhooks = Record<string, never>;
 export interface components {
     schemas: {
         /**
+         * Acknowledgement
+         * @description Alerts that somebody has seen.
+         */
+        Acknowledgement: {
+            /**
+             * Ids
+             * @description Ids of firing alerts
+             */
+            ids: string[];
+            /**
+             * Note
+             * @description Reason; appears in the audit
+             * @default
+             */
+            note: string;
+        };
+        /**
          * AlertDocument
          * @description One problem, from when it was first found until it was last found.
          */
         AlertDocument: {
+            /**
+             * Acknowledged By
+             * @description Who acknowledged it; empty: nobody
+             */
+            acknowledged_by: string;
+            /**
+             * Acknowledged S
+             * @description Seconds since the Unix epoch, or null
+             */
+            acknowledged_s: number | null;
             /**
              * First Seen S
              * @description Seconds since the Unix epoch, as the next two
@@ -965,6 +1142,11 @@ export interface components {
              * @description Tensor it concerns; empty for none
              */
             name: string;
+            /**
+             * Note
+             * @description Of who acknowledged it
+             */
+            note: string;
             /**
              * Ranks
              * @description Ranks it concerns
@@ -995,6 +1177,11 @@ export interface components {
              * @description warning or critical
              */
             severity: string;
+            /**
+             * Silenced
+             * @description Whether a silence covers it now
+             */
+            silenced: boolean;
             /**
              * State
              * @description firing or resolved
@@ -1189,6 +1376,25 @@ export interface components {
              * @description Milliseconds since the Unix epoch
              */
             time_ms: number;
+        };
+        /**
+         * CollectiveDocument
+         * @description A collective in a trainer's flight recorder.
+         */
+        CollectiveDocument: {
+            /**
+             * Age S
+             * @description Since it was called
+             */
+            age_s: number;
+            /** Done */
+            done: boolean;
+            /** Group */
+            group: string;
+            /** Name */
+            name: string;
+            /** Sequence */
+            sequence: number;
         };
         /**
          * DestinationDocument
@@ -1547,6 +1753,18 @@ export interface components {
             verify: boolean;
         };
         /**
+         * FrameDocument
+         * @description One frame of a stack.
+         */
+        FrameDocument: {
+            /** File */
+            file: string;
+            /** Function */
+            function: string;
+            /** Line */
+            line: number;
+        };
+        /**
          * GradKind
          * @description What a frame has of each gradient.
          * @enum {string}
@@ -1829,6 +2047,11 @@ export interface components {
              */
             control_address: string;
             /**
+             * Critical Count
+             * @description Critical alerts firing, acknowledged ones too
+             */
+            critical_count: number;
+            /**
              * Hold
              * @description running, held or stepping, as the ranks last reported; see get_hold
              */
@@ -1853,6 +2076,11 @@ export interface components {
              * @description Current layout; empty until one is agreed
              */
             layout_digest: string;
+            /**
+             * Open Count
+             * @description Firing alerts that nobody has acknowledged and no silence covers
+             */
+            open_count: number;
             /**
              * Peers
              * @description Joined sidecars, ordered by rank
@@ -1883,6 +2111,13 @@ export interface components {
              * @description Seconds since the Unix epoch
              */
             ticket_expires_s: number;
+            /** @description To connect to mtls:// addresses with; null when there are none */
+            tls?: components["schemas"]["TlsDocument"] | null;
+            /**
+             * Warning Count
+             * @description Other alerts firing
+             */
+            warning_count: number;
             /**
              * World Size
              * @description Ranks of the mesh
@@ -1914,6 +2149,11 @@ export interface components {
              */
             job: string;
             /**
+             * Rank Hosts
+             * @description Name or address of each rank, for ranks on several hosts: they are given certificates
+             */
+            rank_hosts?: string[];
+            /**
              * World Size
              * @description Ranks of the mesh
              */
@@ -1924,6 +2164,11 @@ export interface components {
          * @description One job of this control plane.
          */
         JobSummary: {
+            /**
+             * Critical Count
+             * @description Critical alerts firing, acknowledged ones too
+             */
+            critical_count: number;
             /**
              * Hold
              * @description running, held or stepping, as the ranks last reported; see get_hold
@@ -1945,6 +2190,11 @@ export interface components {
              */
             joined_count: number;
             /**
+             * Open Count
+             * @description Firing alerts that nobody has acknowledged and no silence covers
+             */
+            open_count: number;
+            /**
              * Reason
              * @description Why the state is not ok; empty when it is
              */
@@ -1959,6 +2209,11 @@ export interface components {
              * @description Lowest step reported by a joined rank; -1 when none is joined
              */
             step: number;
+            /**
+             * Warning Count
+             * @description Other alerts firing
+             */
+            warning_count: number;
             /**
              * World Size
              * @description Ranks of the mesh
@@ -2624,6 +2879,91 @@ export interface components {
             used_bytes: number;
         };
         /**
+         * RankWhy
+         * @description What one rank is doing. Counts and bytes are null where they are unknown.
+         */
+        RankWhy: {
+            /**
+             * Activity
+             * @description collective, dataloader, checkpoint, debugger, paramd, lock, optimizer, backward, forward, code; empty when unknown
+             */
+            activity: string;
+            /**
+             * Boundary Age S
+             * @description Since its last boundary
+             */
+            boundary_age_s: number | null;
+            /** Collectives */
+            collectives: components["schemas"]["CollectiveDocument"][];
+            /** Collectives Missing */
+            collectives_missing: string;
+            /** Device Bytes */
+            device_bytes: number | null;
+            /**
+             * Doing
+             * @description The same in words that follow 'is'
+             */
+            doing: string;
+            /**
+             * Error
+             * @description Why its sidecar tells nothing; empty when it does
+             */
+            error: string;
+            /** Host Available Bytes */
+            host_available_bytes: number | null;
+            /** Log Lines */
+            log_lines: string[];
+            /** Log Missing */
+            log_missing: string;
+            /**
+             * Missing
+             * @description Why there are no stacks
+             */
+            missing: string;
+            /** Open File Count */
+            open_file_count: number | null;
+            /** Open File Limit */
+            open_file_limit: number | null;
+            /**
+             * Overdue
+             * @description Whether the next boundary should have come long ago
+             */
+            overdue: boolean;
+            /** Peak Rss Bytes */
+            peak_rss_bytes: number | null;
+            /** Phase */
+            phase: string;
+            /** Phase Reason */
+            phase_reason: string;
+            /** Process State */
+            process_state: string;
+            /** Rank */
+            rank: number;
+            /** Rss Bytes */
+            rss_bytes: number | null;
+            /**
+             * Seen For S
+             * @description How long its thread has been seen there
+             */
+            seen_for_s: number | null;
+            /**
+             * Source
+             * @description trainer or faulthandler; empty: there are no stacks
+             */
+            source: string;
+            /** Step */
+            step: number;
+            /** Thread Count */
+            thread_count: number | null;
+            /** Threads */
+            threads: components["schemas"]["ThreadDocument"][];
+            /**
+             * Where
+             * @description Innermost frame of the user's own code
+             */
+            where: string;
+        };
+        /**
          * RegisteredJob
          * @description What the ranks of a new incarnation need. Contains tickets: never log it.
          */
@@ -2650,7 +2990,18 @@ export interface components {
              * @description By rank; lets a sidecar join as that rank
              */
             rank_tickets: string[];
+            /**
+             * Rank Tls
+             * @description By rank; empty unless rank_hosts were given
+             */
+            rank_tls?: components["schemas"]["TlsDocument"][];
         };
+        /**
+         * Rule
+         * @description Kinds of problems, named as in REST documents and in `disabled`.
+         * @enum {string}
+         */
+        Rule: "non-finite" | "norm-jump" | "replica-drift" | "stale-rank" | "stalled-rank" | "straggler" | "stall-budget" | "layout-mismatch" | "certificate" | "logged-number";
         /**
          * ScheduleDocument
          * @description An active schedule.
@@ -2800,7 +3151,7 @@ export interface components {
         SeriesDocument: {
             /**
              * Metric
-             * @description norm, grad_norm, step, step_time_s or stall_total_s
+             * @description norm, grad_norm, step, step_time_s, stall_total_s or log:NAME
              */
             metric: string;
             /**
@@ -2877,6 +3228,73 @@ export interface components {
              * @description Seconds until it is dead unused
              */
             ttl_s: number;
+        };
+        /**
+         * SilenceDocument
+         * @description Alerts that are kept quiet for a while. Times are in seconds since the Unix epoch.
+         */
+        SilenceDocument: {
+            /**
+             * Actor
+             * @description Who began it
+             */
+            actor: string;
+            /** Created S */
+            created_s: number;
+            /**
+             * Ended S
+             * @description When it was ended early; null: it was not
+             */
+            ended_s: number | null;
+            /** Id */
+            id: string;
+            /** Note */
+            note: string;
+            /**
+             * Rule
+             * @description Empty: every rule
+             */
+            rule: string;
+            /**
+             * Subject
+             * @description Empty: every subject
+             */
+            subject: string;
+            /** Until S */
+            until_s: number;
+        };
+        /**
+         * SilenceList
+         * @description Silences in force.
+         */
+        SilenceList: {
+            /** Silences */
+            silences: components["schemas"]["SilenceDocument"][];
+        };
+        /**
+         * SilenceRequest
+         * @description A silence to begin.
+         */
+        SilenceRequest: {
+            /**
+             * For S
+             * @description Its length in seconds
+             */
+            for_s: number;
+            /**
+             * Note
+             * @description Reason; appears in the audit
+             * @default
+             */
+            note: string;
+            /** @description Only alerts of this rule; null: of every rule */
+            rule?: components["schemas"]["Rule"] | null;
+            /**
+             * Subject
+             * @description Only of this rank, tensor or mesh, as alerts name it; empty: of all
+             * @default
+             */
+            subject: string;
         };
         /**
          * SnapshotList
@@ -3014,6 +3432,47 @@ export interface components {
             steps: number;
         };
         /**
+         * ThreadDocument
+         * @description One thread of a trainer.
+         */
+        ThreadDocument: {
+            /**
+             * Frames
+             * @description Innermost first
+             */
+            frames: components["schemas"]["FrameDocument"][];
+            /** Name */
+            name: string;
+            /**
+             * Native Id
+             * @description Its number in the kernel; 0 when unknown
+             */
+            native_id: number;
+            /**
+             * Training
+             * @description Whether it is the thread that attached
+             */
+            training: boolean;
+        };
+        /**
+         * TlsDocument
+         * @description A certificate of a job's own CA, with its key: never log it. PEM.
+         */
+        TlsDocument: {
+            /**
+             * Ca
+             * @description The CA's certificate
+             */
+            ca: string;
+            /** Cert */
+            cert: string;
+            /**
+             * Key
+             * @description Private key of cert
+             */
+            key: string;
+        };
+        /**
          * TokenDocument
          * @description A token without its secret.
          */
@@ -3107,6 +3566,62 @@ export interface components {
             wait_s: number;
         };
         /**
+         * UpdateDocument
+         * @description What one update did to one parameter; null where a number is not finite.
+         */
+        UpdateDocument: {
+            /**
+             * Changed
+             * @description Elements that the update changed
+             */
+            changed: number;
+            /** Max Abs */
+            max_abs: number | null;
+            /** Name */
+            name: string;
+            /**
+             * Nonfinite
+             * @description Elements whose change is NaN or infinite
+             */
+            nonfinite: number;
+            /** Norm */
+            norm: number | null;
+            /** Numel */
+            numel: number;
+            /**
+             * Ratio
+             * @description norm / weight_norm; null for a weight of zeros
+             */
+            ratio: number | null;
+            /** Rms */
+            rms: number | null;
+            /**
+             * Step
+             * @description The update: it led from step - 1 to step
+             */
+            step: number;
+            /**
+             * Weight Norm
+             * @description Before the update
+             */
+            weight_norm: number | null;
+        };
+        /**
+         * UpdateList
+         * @description One update of each parameter.
+         */
+        UpdateList: {
+            /** Incarnation */
+            incarnation: number;
+            /** Job */
+            job: string;
+            /**
+             * Updates
+             * @description The largest ratio first
+             */
+            updates: components["schemas"]["UpdateDocument"][];
+        };
+        /**
          * UserRole
          * @description Role of a token.
          * @enum {string}
@@ -3166,6 +3681,25 @@ export interface components {
              */
             wait_s: number;
         };
+        /**
+         * WhyDocument
+         * @description What is wrong with a run.
+         */
+        WhyDocument: {
+            /** Incarnation */
+            incarnation: number;
+            /** Job */
+            job: string;
+            /**
+             * Ranks
+             * @description Those that were asked, by rank
+             */
+            ranks: components["schemas"]["RankWhy"][];
+            /** Verdict */
+            verdict: string;
+            /** World Size */
+            world_size: number;
+        };
     };
     responses: never;
     parameters: never;
@@ -3173,12 +3707,14 @@ export interface components {
     headers: never;
     pathItems: never;
 }
+export type Acknowledgement = components['schemas']['Acknowledgement'];
 export type AlertDocument = components['schemas']['AlertDocument'];
 export type AlertPage = components['schemas']['AlertPage'];
 export type AssetDocument = components['schemas']['AssetDocument'];
 export type AssetRequest = components['schemas']['AssetRequest'];
 export type AuditPage = components['schemas']['AuditPage'];
 export type AuditRecord = components['schemas']['AuditRecord'];
+export type CollectiveDocument = components['schemas']['CollectiveDocument'];
 export type DestinationDocument = components['schemas']['DestinationDocument'];
 export type DestinationList = components['schemas']['DestinationList'];
 export type EditDocument = components['schemas']['EditDocument'];
@@ -3188,6 +3724,7 @@ export type ExportDocument = components['schemas']['ExportDocument'];
 export type ExportFileDocument = components['schemas']['ExportFileDocument'];
 export type ExportList = components['schemas']['ExportList'];
 export type ExportRequest = components['schemas']['ExportRequest'];
+export type FrameDocument = components['schemas']['FrameDocument'];
 export type GradKind = components['schemas']['GradKind'];
 export type HeatmapDocument = components['schemas']['HeatmapDocument'];
 export type HeldDocument = components['schemas']['HeldDocument'];
@@ -3221,7 +3758,9 @@ export type RankDocument = components['schemas']['RankDocument'];
 export type RankList = components['schemas']['RankList'];
 export type RankPinDocument = components['schemas']['RankPinDocument'];
 export type RankSnapshots = components['schemas']['RankSnapshots'];
+export type RankWhy = components['schemas']['RankWhy'];
 export type RegisteredJob = components['schemas']['RegisteredJob'];
+export type Rule = components['schemas']['Rule'];
 export type ScheduleDocument = components['schemas']['ScheduleDocument'];
 export type ScheduleList = components['schemas']['ScheduleList'];
 export type ScheduleRequest = components['schemas']['ScheduleRequest'];
@@ -3229,19 +3768,27 @@ export type SeriesDocument = components['schemas']['SeriesDocument'];
 export type SeriesPage = components['schemas']['SeriesPage'];
 export type SessionDocument = components['schemas']['SessionDocument'];
 export type SignInCode = components['schemas']['SignInCode'];
+export type SilenceDocument = components['schemas']['SilenceDocument'];
+export type SilenceList = components['schemas']['SilenceList'];
+export type SilenceRequest = components['schemas']['SilenceRequest'];
 export type SnapshotList = components['schemas']['SnapshotList'];
 export type SnapshotRequest = components['schemas']['SnapshotRequest'];
 export type StatsDocument = components['schemas']['StatsDocument'];
 export type StatsList = components['schemas']['StatsList'];
 export type StepRequest = components['schemas']['StepRequest'];
+export type ThreadDocument = components['schemas']['ThreadDocument'];
+export type TlsDocument = components['schemas']['TlsDocument'];
 export type TokenDocument = components['schemas']['TokenDocument'];
 export type TokenList = components['schemas']['TokenList'];
 export type TokenRequest = components['schemas']['TokenRequest'];
 export type UndoDocument = components['schemas']['UndoDocument'];
 export type UndoRequest = components['schemas']['UndoRequest'];
+export type UpdateDocument = components['schemas']['UpdateDocument'];
+export type UpdateList = components['schemas']['UpdateList'];
 export type UserRole = components['schemas']['UserRole'];
 export type ValuesDocument = components['schemas']['ValuesDocument'];
 export type WaitRequest = components['schemas']['WaitRequest'];
+export type WhyDocument = components['schemas']['WhyDocument'];
 export type $defs = Record<string, never>;
 export interface operations {
     list_own_audit: {
@@ -3358,6 +3905,80 @@ export interface operations {
             };
         };
     };
+    list_silences: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["SilenceList"];
+                };
+            };
+        };
+    };
+    create_silence: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["SilenceRequest"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            201: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["SilenceDocument"];
+                };
+            };
+        };
+    };
+    end_silence: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+                silence: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["SilenceDocument"];
+                };
+            };
+        };
+    };
     list_alerts: {
         parameters: {
             query?: {
@@ -3378,6 +3999,33 @@ export interface operations {
             cookie?: never;
         };
         requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AlertPage"];
+                };
+            };
+        };
+    };
+    acknowledge_alerts: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["Acknowledgement"];
+            };
+        };
         responses: {
             /** @description Successful Response */
             200: {
@@ -3934,8 +4582,8 @@ export interface operations {
     get_history: {
         parameters: {
             query: {
-                /** @description Which metric */
-                metric: "norm" | "grad_norm" | "step" | "step_time_s" | "stall_total_s";
+                /** @description Which metric; log:NAME is a number that the script logs */
+                metric: ("norm" | "grad_norm" | "step" | "step_time_s" | "stall_total_s") | string;
                 /** @description For norm, a tensor's name; else a rank, or (above 64 ranks) min, median or max over all ranks */
                 subject: string;
                 /** @description Unix time in seconds */
@@ -4378,6 +5026,20 @@ export interface operations {
             };
         };
     };
+    open_tunnel: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+                rank: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: never;
+    };
     list_snapshots: {
         parameters: {
             query?: {
@@ -4506,6 +5168,73 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["HeldDocument"];
+                };
+            };
+        };
+    };
+    open_control_tunnel: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: never;
+    };
+    get_updates: {
+        parameters: {
+            query?: {
+                /** @description Globs over names; default: all */
+                filter?: string[] | null;
+            };
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["UpdateList"];
+                };
+            };
+        };
+    };
+    get_why: {
+        parameters: {
+            query?: {
+                /** @description Ranks to ask; default: all, or the 64 that look worst */
+                rank?: number[] | null;
+                /** @description Last lines of each trainer's output */
+                log_lines?: number;
+            };
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["WhyDocument"];
                 };
             };
         };

@@ -77,8 +77,7 @@ export async function follow(url: string, to: Following, signal: AbortSignal): P
     } catch (error) {
       if (signal.aborted) return;
       to.onState(error instanceof Error ? error.message : String(error));
-      const final = error instanceof ApiError && [401, 403, 404, 422].includes(error.status);
-      if (final) return;
+      if (error instanceof ApiError && error.isFinal) return;
     }
     await new Promise((resolve) => setTimeout(resolve, pauseMs));
     pauseMs = Math.min(pauseMs * 2, LONGEST_PAUSE_MS);

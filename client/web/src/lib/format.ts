@@ -55,6 +55,13 @@ export function clock(unixSeconds: number): string {
   return today ? time : `${date.toLocaleDateString("en-CA")} ${time}`;
 }
 
+/** A label on a time axis that spans so many seconds: the day too once that is needed. */
+export function clockTick(unixMs: number, spanS: number): string {
+  const date = new Date(unixMs);
+  const time = date.toLocaleTimeString("en-GB");
+  return spanS <= 86_400 ? time : `${date.toLocaleDateString("en-CA").slice(5)} ${time.slice(0, 5)}`;
+}
+
 export function shape(dims: readonly number[]): string {
   return dims.length ? dims.join(" × ") : "scalar";
 }
@@ -64,4 +71,22 @@ export function percent(part: number, whole: number): string {
   const share = (100 * part) / whole;
   if (share === 0) return "0 %";
   return share < 0.01 ? "< 0.01 %" : `${Number(share.toPrecision(3))} %`;
+}
+
+const SINGLE = new Set(["float32", "bfloat16", "float16"]);
+const SINGLE_DIGITS = 9;
+
+/**
+ * An element's exact text in the fewest digits that no other float32 has; float64 in the fewest of
+ * its own. Integers, booleans, complex and non-finite ones stay as they are.
+ */
+export function shortest(exact: string, dtype: string): string {
+  const value = Number(exact);
+  if (!dtype.includes("float") || exact.trim() === "" || !Number.isFinite(value)) return exact;
+  if (!SINGLE.has(dtype)) return String(value);
+  for (let digits = 1; digits < SINGLE_DIGITS; digits += 1) {
+    const rounded = Number(value.toPrecision(digits));
+    if (Math.fround(rounded) === Math.fround(value)) return String(rounded);
+  }
+  return String(Number(value.toPrecision(SINGLE_DIGITS)));
 }

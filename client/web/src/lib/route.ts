@@ -1,6 +1,6 @@
 /** The page's location: job, view and the view's state, all in the URL's fragment. Pure. */
 
-export const VIEWS = ["mesh", "params", "grads", "edits", "exports", "alerts", "system"] as const;
+export const VIEWS = ["overview", "runs", "mesh", "params", "grads", "edits", "exports", "alerts", "system"] as const;
 export type View = (typeof VIEWS)[number];
 
 export interface Place {
@@ -16,7 +16,7 @@ export function parsePlace(hash: string): Place {
   const query: Record<string, string> = {};
   for (const [name, value] of new URLSearchParams(search)) query[name] = value;
   const known = VIEWS.find((each) => each === view);
-  return { job, view: known ?? "mesh", query };
+  return { job, view: known ?? "overview", query };
 }
 
 export function placeHash(place: Place): string {

@@ -25,7 +25,8 @@ export interface Sample {
   /** Unix time in seconds when the response arrived. */
   time_s: number;
   stats: Stats;
-  histogram: Histogram;
+  /** null: no element was finite. */
+  histogram: Histogram | null;
   heat: Heat | null;
 }
 

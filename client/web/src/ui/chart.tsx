@@ -2,6 +2,7 @@
 
 import type { LineSeriesOption } from "echarts/charts";
 import type {
+  DataZoomComponentOption,
   GridComponentOption,
   LegendComponentOption,
   TooltipComponentOption,
@@ -10,7 +11,7 @@ import type { ComposeOption } from "echarts/core";
 import { type ReactNode, Suspense, lazy } from "react";
 
 export type ChartOption = ComposeOption<
-  LineSeriesOption | GridComponentOption | LegendComponentOption | TooltipComponentOption
+  LineSeriesOption | DataZoomComponentOption | GridComponentOption | LegendComponentOption | TooltipComponentOption
 >;
 
 /** The theme's colours, for canvases. */

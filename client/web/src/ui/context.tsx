@@ -2,10 +2,12 @@
 
 import { createContext, useContext, useEffect, useMemo, useState, type ReactNode } from "react";
 
-import type { SessionDocument } from "../api/schema";
+import type { JobList, JobSummary, SessionDocument } from "../api/schema";
 import { follow } from "../api/sse";
-import { urlOf } from "../api/client";
+import { get, urlOf } from "../api/client";
+import { type Health, healthOf, UNCHECKED, type Values } from "../lib/health";
 import { type Live, NOTHING, withEvent, withProblem } from "../lib/live";
+import { type Polled, useNow, usePoll, useSettled } from "./hooks";
 
 export type Action = "view" | "read" | "edit" | "edit-any" | "export" | "attach" | "administer";
 
@@ -14,6 +16,10 @@ interface Shared {
   job: string;
   live: Live;
   dark: boolean;
+  health: Health;
+  values: Values;
+  summary: JobSummary | null;
+  jobs: readonly JobSummary[];
 }
 
 const Context = createContext<Shared | null>(null);
@@ -33,12 +39,74 @@ export function Provider(props: {
   session: SessionDocument;
   job: string;
   dark: boolean;
+  jobs: Polled<JobList>;
   children: ReactNode;
 }): ReactNode {
-  const { session, job, dark, children } = props;
+  const { session, job, dark, jobs, children } = props;
   const live = useEvents(job);
-  const shared = useMemo(() => ({ session, job, live, dark }), [session, job, live, dark]);
+  // The list of jobs counts alerts: it must not say "none" for long while one fires.
+  const news = useSettled(live.changes["alert"] ?? 0, NEWS_MS);
+  const { refresh } = jobs;
+  useEffect(() => {
+    if (news > 0) refresh();
+  }, [news, refresh]);
+  const all = jobs.data?.jobs ?? NO_JOBS;
+  const summary = all.find((one) => one.job === job) ?? null;
+  const values = useValues(job, summary);
+  const health = useHealth(jobs, summary, values);
+  const shared = useMemo(
+    () => ({ session, job, live, dark, health, values, summary, jobs: all }),
+    [session, job, live, dark, health, values, summary, all],
+  );
   return <Context.Provider value={shared}>{children}</Context.Provider>;
+}
+
+/** Alerts come in bursts. */
+const NEWS_MS = 300;
+const NO_JOBS: readonly JobSummary[] = [];
+
+/** The same object until what it says changes: every second brings a new age, and no new health. */
+function useHealth(jobs: Polled<JobList>, summary: JobSummary | null, values: Values): Health {
+  const now = useNow();
+  const silentMs = jobs.at ? Math.max(0, now - jobs.at) : null;
+  const { tone, word, why } = healthOf({ summary, values, silentMs, problem: jobs.error });
+  return useMemo(() => ({ tone, word, why }), [tone, word, why]);
+}
+
+const CHECK_EVERY_MS = 60_000;
+/** Larger models are read only by the control plane's own watch, a part at a time. */
+const MAX_CHECKED = 1000;
+const MAX_CHECKED_NUMEL = 1e8;
+
+/** Whether the parameters' values are finite, looked at once a minute while the page is visible. */
+function useValues(job: string, summary: JobSummary | null): Values {
+  const alive = summary !== null && summary.state !== "ended" && summary.joined_count > 0;
+  const found = usePoll<Values>(
+    alive ? `${job}/${summary.incarnation}/values` : null,
+    (signal) => valuesOf(job, signal),
+    CHECK_EVERY_MS,
+  );
+  const [data, error] = [found.data, found.error];
+  return useMemo(() => (error ? { ...UNCHECKED, why: error } : (data ?? UNCHECKED)), [data, error]);
+}
+
+async function valuesOf(job: string, signal: AbortSignal): Promise<Values> {
+  const path = { job };
+  const listed = await get("/api/v1/jobs/{job}/params", { path, query: { limit: MAX_CHECKED }, signal });
+  const numel = listed.params.reduce((sum, one) => sum + one.numel, 0);
+  let why = "the model is too large to be read every minute";
+  if (listed.total_count <= MAX_CHECKED && numel <= MAX_CHECKED_NUMEL) {
+    const stats = await get("/api/v1/jobs/{job}/params/stats", { path, query: { filter: "*" }, signal });
+    const bad = stats.stats.filter((row) => row.nan_count + row.inf_count > 0);
+    const missing = stats.missing[0];
+    // Tensors of ranks that are away, or too small for this role, are not known.
+    if (bad.length > 0 || !missing) return { bad: bad.length, first: bad[0]?.name ?? "", why: "" };
+    why = `${missing.name}: ${missing.reason}`;
+  }
+  const alerts = await get("/api/v1/jobs/{job}/alerts", { path, query: { limit: MAX_CHECKED }, signal });
+  const bad = alerts.alerts.filter((alert) => alert.rule === "non-finite");
+  if (bad.length === 0 && !alerts.watch) return { ...UNCHECKED, why: `${why}, and watch in [alerts] is off` };
+  return { bad: bad.length, first: bad.at(-1)?.subject ?? "", why: "" };
 }
 
 function useEvents(job: string): Live {

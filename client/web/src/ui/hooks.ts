@@ -2,6 +2,7 @@
 
 import { useCallback, useEffect, useRef, useState, useSyncExternalStore } from "react";
 
+import { ApiError } from "../api/client";
 import { type Place, parsePlace, placeHash } from "../lib/route";
 
 function onHash(listener: () => void): () => void {
@@ -64,14 +65,25 @@ export interface Polled<T> {
   refresh: () => void;
 }
 
+/** A poll that failed is repeated after this, however long its own pause: the trouble may be over. */
+export const RETRY_MS = 5000;
+
+/** Pause before a poll asks again; `error` is what the last request failed with, null if it did not. */
+export function pauseMs(everyMs: number, error: unknown): number {
+  const final = error === null || (error instanceof ApiError && error.isFinal);
+  return final ? everyMs : Math.min(everyMs, RETRY_MS);
+}
+
 /**
- * Fetches now, every `everyMs` (0: once) while the page is visible, and whenever `key` changes.
- * Responses for an older key are dropped; after a failure the last good data stays, with its age.
+ * Fetches now, every `everyMs` (0: once) while the page is visible, whenever `key` changes, and
+ * again when `changes` does; after a failure sooner (`pauseMs`). Responses for an older key are
+ * dropped; what is shown stays until the next response, and after a failure, with its age.
  */
 export function usePoll<T>(
   key: string | null,
   ask: (signal: AbortSignal) => Promise<T>,
   everyMs: number,
+  changes = 0,
 ): Polled<T> {
   const [state, setState] = useState<Omit<Polled<T>, "refresh"> & { key: string | null }>({
     key: null,
@@ -83,39 +95,56 @@ export function usePoll<T>(
   const [round, setRound] = useState(0);
   const latest = useRef(ask);
   latest.current = ask;
+  const nudge = useRef<(() => void) | null>(null);
   useEffect(() => {
     if (key === null) return;
     const controller = new AbortController();
     let timer = 0;
+    let running = false;
+    let again = false;
     const run = async (): Promise<void> => {
+      window.clearTimeout(timer);
+      // The request under way goes on: aborted by each change, none would ever be answered.
+      again = running;
+      if (running) return;
       if (document.hidden && everyMs > 0) return schedule();
+      running = true;
+      let failure: unknown = null;
       setState((old) => (old.key === key ? { ...old, busy: true } : { key, data: null, at: 0, error: null, busy: true }));
       try {
         const data = await latest.current(controller.signal);
         if (!controller.signal.aborted) setState({ key, data, at: Date.now(), error: null, busy: false });
       } catch (error) {
         if (controller.signal.aborted) return;
+        failure = error;
         const text = error instanceof Error ? error.message : String(error);
         setState((old) => ({ ...old, key, error: text, busy: false }));
       }
-      schedule();
+      running = false;
+      if (again && !controller.signal.aborted) void run();
+      else schedule(failure);
     };
-    const schedule = (): void => {
-      if (everyMs > 0 && !controller.signal.aborted) timer = window.setTimeout(() => void run(), everyMs);
+    const schedule = (failure: unknown = null): void => {
+      if (everyMs > 0 && !controller.signal.aborted) timer = window.setTimeout(() => void run(), pauseMs(everyMs, failure));
     };
     const wake = (): void => {
-      if (document.hidden || everyMs === 0) return;
-      window.clearTimeout(timer);
-      void run();
+      if (!document.hidden && everyMs > 0) void run();
     };
     void run();
+    nudge.current = () => void run();
     document.addEventListener("visibilitychange", wake);
     return () => {
       controller.abort();
+      nudge.current = null;
       window.clearTimeout(timer);
       document.removeEventListener("visibilitychange", wake);
     };
   }, [key, everyMs, round]);
+  const asked = useRef(changes);
+  useEffect(() => {
+    if (asked.current !== changes) nudge.current?.();
+    asked.current = changes;
+  }, [changes]);
   const refresh = useCallback(() => setRound((n) => n + 1), []);
   const mine = state.key === key;
   return {

@@ -6,6 +6,8 @@ import { VIEWS, type View } from "../lib/route";
 import { Dialog } from "./bits";
 
 export const TITLES: Record<View, string> = {
+  overview: "Overview",
+  runs: "Jobs & runs",
   mesh: "Mesh",
   params: "Parameters",
   grads: "Gradients",
@@ -16,6 +18,8 @@ export const TITLES: Record<View, string> = {
 };
 
 export const LETTERS: Record<View, string> = {
+  overview: "o",
+  runs: "r",
   mesh: "m",
   params: "p",
   grads: "g",
@@ -39,6 +43,11 @@ export function useKeys(to: { go: (view: View) => void; help: () => void; theme:
           // Otherwise the browser clears a search field.
           event.preventDefault();
           target.blur();
+        }
+        const table = document.querySelector<HTMLElement>("main .rows");
+        if (event.key === "ArrowDown" && target.matches("input[data-filter]") && table) {
+          event.preventDefault();
+          table.focus();
         }
         return;
       }
@@ -83,7 +92,8 @@ export function Help(props: { onClose: () => void }): ReactNode {
           ))}
           {[
             ["/", "focus this view's filter"],
-            ["↑ ↓", "move in the focused table"],
+            ["↓", "from the filter into the table"],
+            ["↑ ↓ Home End", "move in the focused table; Enter opens"],
             ["Esc", "leave the filter, close a dialog"],
             ["t", "light or dark theme"],
             ["?", "this help"],

@@ -73,9 +73,14 @@ function RowsInner<T>(props: Props<T>): ReactNode {
   useEffect(() => onSight?.(begin, end), [onSight, begin, end]);
   const tracks = columns.map((column) => column.width).join(" ");
   const least = columns.reduce((sum, column) => sum + leastRem(column.width), 0) + GAP_REM * columns.length;
+  const at = selected ? items.findIndex((item) => keyOf(item) === selected) : -1;
+  const there = at >= 0;
+  // A link may choose a row that is far down.
+  useEffect(() => {
+    if (there) virtual.scrollToIndex(at);
+  }, [selected, there]);
   const move = (by: number): void => {
     if (!onPick || items.length === 0) return;
-    const at = items.findIndex((item) => keyOf(item) === selected);
     const next = Math.min(items.length - 1, Math.max(0, at + by));
     virtual.scrollToIndex(next);
     onPick(items[next]!);
@@ -90,7 +95,8 @@ function RowsInner<T>(props: Props<T>): ReactNode {
       tabIndex={0}
       style={{ height: `min(${props.height ?? "100%"}, ${ROW_PX * (Math.max(items.length, LEAST_ROWS) + 1) + BORDERS_PX}px)`, ["--tracks" as string]: tracks, ["--least" as string]: `${least}rem` }}
       onKeyDown={(event) => {
-        const by = { ArrowDown: 1, ArrowUp: -1, PageDown: 20, PageUp: -20 }[event.key];
+        const all = items.length;
+        const by = { ArrowDown: 1, ArrowUp: -1, PageDown: 20, PageUp: -20, Home: -all, End: all }[event.key];
         if (by === undefined || !onPick) return;
         event.preventDefault();
         move(by);

@@ -5,6 +5,7 @@ import { type FormEvent, type ReactNode, useState } from "react";
 import { signIn } from "../api/client";
 import type { SessionDocument } from "../api/schema";
 import { Trouble } from "./bits";
+import { signInText } from "./problems";
 
 export function SignIn(props: {
   problem: string;
@@ -19,7 +20,7 @@ export function SignIn(props: {
     signIn(token.trim())
       .then(props.onSignedIn)
       .catch((error: unknown) => {
-        setProblem(error instanceof Error ? error.message : String(error));
+        setProblem(signInText(error));
         setBusy(false);
       });
   };

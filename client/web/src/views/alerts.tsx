@@ -1,52 +1,89 @@
 /** Firing and resolved alerts, and the hash-chained audit. */
 
-import { type ReactNode, useCallback, useEffect, useState } from "react";
+import { type ReactNode, useCallback, useEffect, useMemo, useState } from "react";
 
-import { get } from "../api/client";
-import type { AlertDocument, AuditPage, AuditRecord } from "../api/schema";
-import { clock, count, duration } from "../lib/format";
-import { placeHash } from "../lib/route";
-import { Badge, Choice, Dialog, Empty, Name, Panel, Source, Trouble } from "../ui/bits";
+import { del, get } from "../api/client";
+import type { AuditPage, AuditRecord } from "../api/schema";
+import { causesOf } from "../lib/causes";
+import { clock, count } from "../lib/format";
+import { Choice, Dialog, Empty, Name, Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
 import { usePoll, useQuery } from "../ui/hooks";
+import { textOf } from "../ui/problems";
 import { type Column, Rows } from "../ui/rows";
+import { CauseItem } from "./causes";
 
 type Wanted = "firing" | "resolved" | "all";
 
 export default function Alerts(): ReactNode {
   const mayAudit = useMay("administer");
+  const { session } = useShared();
   return (
     <>
       <div className="head">
         <h1>Alerts &amp; audit</h1>
       </div>
       <AlertList />
-      {mayAudit ? <Audit /> : <p className="faint">The audit is for admins.</p>}
+      <Silences />
+      {mayAudit ? (
+        <Audit />
+      ) : (
+        <Panel title="Audit">
+          <Empty>The audit is for admins; this token has the role {session.role}. Overview lists edits, exports and restarts with their authors.</Empty>
+        </Panel>
+      )}
     </>
   );
 }
 
 function AlertList(): ReactNode {
-  const { job, live } = useShared();
+  const { job, live, summary } = useShared();
   const [state, setState] = useQuery("state", "all");
   const [filter, setFilter] = useQuery("filter");
+  const [run, setRun] = useQuery("incarnation");
+  const [picked] = useQuery("cause");
+  const runs = usePoll(
+    `${job} incarnations`,
+    (signal) => get("/api/v1/jobs/{job}/incarnations", { path: { job }, signal }),
+    0,
+    live.changes["incarnation"] ?? 0,
+  );
   const alerts = usePoll(
-    `${job} ${state} ${live.changes["alert"] ?? 0}`,
+    `${job} ${state} ${run}`,
     (signal) =>
-      get("/api/v1/jobs/{job}/alerts", { path: { job }, query: { state: state as Wanted, limit: 1000 }, signal }),
+      get("/api/v1/jobs/{job}/alerts", {
+        path: { job },
+        query: { state: state as Wanted, limit: 1000, ...(run ? { incarnation: Number(run) } : {}) },
+        signal,
+      }),
     15_000,
+    live.changes["alert"] ?? 0,
   );
   const words = filter.toLowerCase().split(/\s+/).filter(Boolean);
-  const shown = (alerts.data?.alerts ?? []).filter((alert) => {
-    const text = `${alert.rule} ${alert.severity} ${alert.state} ${alert.subject} ${alert.reason}`.toLowerCase();
-    return words.every((word) => text.includes(word));
-  });
+  const causes = useMemo(() => {
+    const shown = (alerts.data?.alerts ?? []).filter((alert) => {
+      const text = `${alert.rule} ${alert.severity} ${alert.state} ${alert.subject} ${alert.reason}`.toLowerCase();
+      return words.every((word) => text.includes(word));
+    });
+    return causesOf(shown);
+  }, [alerts.data, filter]);
+  const known = runs.data?.incarnations ?? [];
   return (
     <Panel
       title={`Alerts, ${count(alerts.data?.firing_count ?? 0)} firing`}
       actions={
         <>
           <Choice label="State" value={state as Wanted} options={[["firing", "Firing"], ["resolved", "Resolved"], ["all", "All"]] as const} onChange={setState} />
+          {known.length > 1 && (
+            <select aria-label="Incarnation" value={run} onChange={(event) => setRun(event.target.value)}>
+              <option value="">incarnation {summary?.incarnation}, the last</option>
+              {known.filter((one) => one.incarnation !== summary?.incarnation).reverse().map((one) => (
+                <option key={one.incarnation} value={one.incarnation}>
+                  incarnation {one.incarnation}
+                </option>
+              ))}
+            </select>
+          )}
           <input type="search" data-filter aria-label="Filter alerts" placeholder="rule, subject, words   ( / )" value={filter} onChange={(event) => setFilter(event.target.value)} />
         </>
       }
@@ -58,43 +95,53 @@ function AlertList(): ReactNode {
           Parameters are not sampled, so NaN and jumps of norms raise no alerts. To turn sampling on, set <code>watch = true</code> in <code>[alerts]</code>.
         </p>
       )}
-      {alerts.data && shown.length === 0 && <Empty>{filter ? "No alert matches the filter." : "No alerts."}</Empty>}
-      <ul className="bare">
-        {shown.slice(0, 200).map((alert) => (
-          <Alert key={alert.id} alert={alert} />
+      {alerts.data && causes.length === 0 && <Empty>{filter ? "No alert matches the filter." : `No ${state === "all" ? "" : `${state} `}alerts in incarnation ${alerts.data.incarnation}.`}</Empty>}
+      <ul className="bare" aria-label="Causes">
+        {causes.slice(0, CAUSES_SHOWN).map((cause) => (
+          <CauseItem key={cause.id} cause={cause} open={cause.id === picked} onChanged={alerts.refresh} />
         ))}
       </ul>
-      {shown.length > 200 && <p className="faint">and {count(shown.length - 200)} more; narrow the filter</p>}
+      {causes.length > CAUSES_SHOWN && <p className="faint">and {count(causes.length - CAUSES_SHOWN)} more; narrow the filter</p>}
     </Panel>
   );
 }
 
-function Alert(props: { alert: AlertDocument }): ReactNode {
-  const { alert } = props;
+const CAUSES_SHOWN = 100;
+
+/** Silences in force; nothing when there are none. */
+function Silences(): ReactNode {
   const { job } = useShared();
-  const ended = alert.resolved_s ?? Date.now() / 1000;
+  const mayEdit = useMay("edit");
+  const [problem, setProblem] = useState("");
+  const found = usePoll(`${job} silences`, (signal) => get("/api/v1/jobs/{job}/alert-silences", { path: { job }, signal }), 15_000);
+  const rows = found.data?.silences ?? [];
+  if (rows.length === 0 && !found.error) return null;
+  const end = (silence: string): void => {
+    del("/api/v1/jobs/{job}/alert-silences/{silence}", { path: { job, silence } })
+      .then(found.refresh)
+      .catch((error: unknown) => setProblem(textOf(error)));
+  };
   return (
-    <li className="alert" data-rule={alert.rule}>
-      <div className="bar-row">
-        <Badge state={alert.state === "firing" ? alert.severity : "resolved"} />
-        <strong>{alert.rule}</strong>
-        <span className="faint">
-          {alert.resolved_s === null ? "since" : "from"} {clock(alert.first_seen_s)}, {duration(Math.max(0, ended - alert.first_seen_s))}, seen {count(alert.seen_count)}×
-          {alert.step >= 0 ? `, step ${count(alert.step)}` : ""}
-        </span>
-        {alert.name && (
-          <a href={placeHash({ job, view: "params", query: { name: alert.name } })}>
-            <Name>{alert.name}</Name>
-          </a>
-        )}
-        {alert.ranks.slice(0, 8).map((rank) => (
-          <a key={rank} href={placeHash({ job, view: "mesh", query: { rank: String(rank) } })}>
-            rank {rank}
-          </a>
+    <Panel title="Silences" source={<Source what={`/jobs/${job}/alert-silences`} at={found.at} error={found.error} refresh={found.refresh} />}>
+      {(problem || found.error) && <Trouble>{problem || found.error}</Trouble>}
+      <ul className="bare">
+        {rows.map((one) => (
+          <li key={one.id} className="bar-row">
+            <strong>{one.rule || "every rule"}</strong>
+            <Name>{one.subject || "all subjects"}</Name>
+            <span className="faint">
+              until {clock(one.until_s)}, by {one.actor}
+              {one.note ? `: ${one.note}` : ""}
+            </span>
+            {mayEdit && (
+              <button type="button" className="small" onClick={() => end(one.id)}>
+                End
+              </button>
+            )}
+          </li>
         ))}
-      </div>
-      <p className="wrap">{alert.reason}</p>
-    </li>
+      </ul>
+    </Panel>
   );
 }
 
@@ -146,6 +193,7 @@ function Audit(): ReactNode {
           (<code>paramd audit verify</code> checks the chain)
         </p>
       )}
+      {first.data && newest.length === 0 && <Empty>Nothing is recorded in this chain yet.</Empty>}
       <Rows label="Audit" columns={COLUMNS} items={[...newest, ...below]} keyOf={(r) => String(r.seq)} onPick={setPicked} height="22rem" />
       {token && (
         <button type="button" onClick={more}>

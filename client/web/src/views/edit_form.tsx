@@ -156,7 +156,7 @@ export function BeforeAfter(props: { before: RangeDocument | null; after: RangeD
       <table className="plain narrow" aria-label="Before and after">
         <thead>
           <tr>
-            <th />
+            <th>when</th>
             {(["norm", "mean", "min", "max", "NaN", "Inf"] as const).map((title) => (
               <th key={title} className="num">
                 {title}

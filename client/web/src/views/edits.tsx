@@ -6,9 +6,11 @@ import { get, post } from "../api/client";
 import type { EditDocument } from "../api/schema";
 import { newId, opText } from "../lib/edits";
 import { clock, count, duration } from "../lib/format";
+import { editText, sizeOf } from "../lib/timeline";
 import { Badge, Dialog, Empty, Facts, Name, Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
 import { usePoll, useQuery } from "../ui/hooks";
+import { textOf } from "../ui/problems";
 import { BeforeAfter, EditForm } from "./edit_form";
 import { Hold } from "./hold";
 
@@ -36,17 +38,22 @@ function Log(props: { mayEdit: boolean }): ReactNode {
   const { job, live } = useShared();
   const [filter, setFilter] = useQuery("filter");
   const [picked, setPicked] = useQuery("edit");
+  const [undoing, setUndoing] = useState("");
   const edits = usePoll(
-    `${job} edits ${live.changes["edit"] ?? 0}`,
+    `${job} edits`,
     (signal) => get("/api/v1/jobs/{job}/edits", { path: { job }, query: { limit: 200 }, signal }),
     10_000,
+    live.changes["edit"] ?? 0,
   );
   const words = filter.toLowerCase().split(/\s+/).filter(Boolean);
   const shown = (edits.data?.edits ?? []).filter((edit) => {
-    const text = `${edit.id} ${edit.state} ${edit.actor} ${edit.note} ${edit.ops.map((op) => `${op.pattern} ${op.op}`).join(" ")}`.toLowerCase();
+    const text = `${edit.id} ${edit.incarnation} ${edit.state} ${edit.actor} ${edit.note} ${edit.ops.map((op) => `${op.pattern} ${op.op}`).join(" ")}`.toLowerCase();
     return words.every((word) => text.includes(word));
   });
-  const chosen = edits.data?.edits.find((edit) => edit.id === picked);
+  const all = edits.data?.edits ?? [];
+  const chosen = all.find((edit) => edit.id === picked);
+  const undone = all.find((edit) => edit.id === undoing);
+  const several = new Set(all.map((edit) => edit.incarnation)).size > 1;
   return (
     <Panel
       title="Log"
@@ -64,10 +71,11 @@ function Log(props: { mayEdit: boolean }): ReactNode {
                 <th>who</th>
                 <th>state</th>
                 <th>what</th>
+                {several && <th className="num">incarnation</th>}
                 <th className="num">step</th>
-                <th className="num">elements</th>
+                <th className="num">changed</th>
                 <th>note</th>
-                <th />
+                <th>do</th>
               </tr>
             </thead>
             <tbody>
@@ -81,21 +89,25 @@ function Log(props: { mayEdit: boolean }): ReactNode {
                     <State edit={edit} />
                   </td>
                   <td>
-                    {edit.undo_of && <span className="faint">undoes {edit.undo_of.slice(0, 8)} </span>}
-                    {edit.ops.map((op, i) => (
-                      <div key={i}>
-                        {opText(op)} <Name>{op.pattern}</Name>
-                      </div>
-                    ))}
+                    {edit.undo_of ? `undoes ${edit.undo_of.slice(0, 8)}` : <span className="wrap">{editText(edit)}</span>}
+                    {edit.undone_by && <span className="faint"> undone by {edit.undone_by.slice(0, 8)}</span>}
                     {edit.reason && !(edit.dry_run && edit.after) && <div className="faint wrap">{edit.reason}</div>}
                   </td>
+                  {several && <td className="num">{edit.incarnation}</td>}
                   <td className="num">{edit.step >= 0 ? count(edit.step) : "–"}</td>
-                  <td className="num">{count(edit.ops.reduce((sum, op) => sum + op.numel, 0))}</td>
+                  <td className="num" title={sizeText(edit)}>{count(sizeOf(edit).elements)}</td>
                   <td className="wrap">{edit.note}</td>
                   <td>
-                    <button type="button" onClick={() => setPicked(edit.id)}>
-                      Show
-                    </button>
+                    <div className="actions">
+                      <button type="button" className="small" onClick={() => setPicked(edit.id)}>
+                        Show
+                      </button>
+                      {props.mayEdit && edit.undo.possible && (
+                        <button type="button" className="small" onClick={() => setUndoing(edit.id)}>
+                          Undo …
+                        </button>
+                      )}
+                    </div>
                   </td>
                 </tr>
               ))}
@@ -103,7 +115,13 @@ function Log(props: { mayEdit: boolean }): ReactNode {
           </table>
         </div>
       )}
-      {chosen && <One edit={chosen} mayEdit={props.mayEdit} onClose={() => setPicked("")} onChanged={edits.refresh} />}
+      {picked && edits.data && !chosen && (
+        <Empty>
+          The edit {picked.slice(0, 8)} is not among the last {count(edits.data.edits.length)} of this job.
+        </Empty>
+      )}
+      {chosen && <One edit={chosen} mayEdit={props.mayEdit} onClose={() => setPicked("")} onUndo={() => { setPicked(""); setUndoing(chosen.id); }} />}
+      {undone && <Undo edit={undone} later={laterThan(undone, all)} onClose={() => setUndoing("")} onChanged={edits.refresh} />}
     </Panel>
   );
 }
@@ -115,27 +133,8 @@ function State(props: { edit: EditDocument }): ReactNode {
   return succeeded ? <Badge state="DRY RUN" tone="mute" /> : <Badge state={edit.state} />;
 }
 
-function One(props: {
-  edit: EditDocument;
-  mayEdit: boolean;
-  onClose: () => void;
-  onChanged: () => void;
-}): ReactNode {
-  const { edit, mayEdit, onClose, onChanged } = props;
-  const { job } = useShared();
-  const [problem, setProblem] = useState("");
-  const [sure, setSure] = useState(false);
-  const [busy, setBusy] = useState(false);
-  const undo = (): void => {
-    setBusy(true);
-    post("/api/v1/jobs/{job}/edits/{edit}/undo", { path: { job, edit: edit.id }, body: { id: newId(), force: false, wait_s: 30 } })
-      .then(() => {
-        onChanged();
-        onClose();
-      })
-      .catch((error: unknown) => setProblem(error instanceof Error ? error.message : String(error)))
-      .finally(() => setBusy(false));
-  };
+function One(props: { edit: EditDocument; mayEdit: boolean; onClose: () => void; onUndo: () => void }): ReactNode {
+  const { edit, mayEdit, onClose, onUndo } = props;
   return (
     <Dialog title={`Edit ${edit.id.slice(0, 8)}`} onClose={onClose}>
       <Facts
@@ -150,33 +149,94 @@ function One(props: {
           ...(edit.undone_by ? [["undone by", edit.undone_by.slice(0, 8)] as [string, string]] : []),
         ]}
       />
+      {edit.note && <p className="wrap">{edit.note}</p>}
       {edit.reason && <p className="wrap">{edit.reason}</p>}
       <Names edit={edit} />
       <BeforeAfter before={edit.before} after={edit.after} />
-      {problem && <Trouble>{problem}</Trouble>}
-      {mayEdit && edit.state === "APPLIED" && (
-        <div className="foot">
-          {!edit.undo.possible && <span className="faint wrap">cannot be undone: {edit.undo.reason}</span>}
-          {edit.undo.possible && !sure && (
-            <button type="button" onClick={() => setSure(true)}>
-              Undo …
-            </button>
-          )}
-          {edit.undo.possible && sure && (
-            <button type="button" className="danger" disabled={busy} onClick={undo}>
-              Undo: restore {count(edit.ops.reduce((sum, op) => sum + op.numel, 0))} elements
-            </button>
-          )}
-        </div>
-      )}
+      <div className="foot">
+        {edit.state === "APPLIED" && !edit.undo.possible && <span className="faint wrap">cannot be undone: {edit.undo.reason}</span>}
+        {mayEdit && edit.undo.possible && (
+          <button type="button" onClick={onUndo}>
+            Undo …
+          </button>
+        )}
+        <button type="button" onClick={onClose}>
+          Close
+        </button>
+      </div>
     </Dialog>
   );
+}
+
+/** Applied edits since this one that touch a tensor of it: the server refuses or overwrites them. */
+function laterThan(edit: EditDocument, all: readonly EditDocument[]): EditDocument[] {
+  const names = new Set(edit.ops.flatMap((op) => op.names));
+  return all.filter(
+    (other) =>
+      other.id !== edit.id &&
+      other.state === "APPLIED" &&
+      !other.undone_by &&
+      other.created_s > edit.created_s &&
+      other.ops.some((op) => op.names.some((name) => names.has(name))),
+  );
+}
+
+/** The question before an undo: what is restored, and what is lost by it. */
+function Undo(props: { edit: EditDocument; later: readonly EditDocument[]; onClose: () => void; onChanged: () => void }): ReactNode {
+  const { edit, later, onClose, onChanged } = props;
+  const { job, live } = useShared();
+  const [problem, setProblem] = useState("");
+  const [busy, setBusy] = useState(false);
+  const steps = live.incarnation === edit.incarnation ? Math.max(0, live.step - edit.step) : -1;
+  const undo = (): void => {
+    setBusy(true);
+    post("/api/v1/jobs/{job}/edits/{edit}/undo", { path: { job, edit: edit.id }, body: { id: newId(), force: false, wait_s: 30 } })
+      .then(() => {
+        onChanged();
+        onClose();
+      })
+      .catch((error: unknown) => {
+        setProblem(textOf(error));
+        setBusy(false);
+      });
+  };
+  return (
+    <Dialog title={`Undo edit ${edit.id.slice(0, 8)} by ${edit.actor}?`} onClose={onClose}>
+      <Names edit={edit} />
+      <p>
+        These elements get the values back that they had before step {count(edit.step)}.{" "}
+        <strong>
+          What they have learned since is lost{steps > 0 ? `: ${count(steps)} update${steps === 1 ? "" : "s"}` : ""}.
+        </strong>{" "}
+        All other elements stay as they are. Optimizer state that the edit reset stays reset.
+      </p>
+      {later.length > 0 && (
+        <p className="wrap">
+          Later edits of the same tensors: {later.map((other) => `${other.id.slice(0, 8)} by ${other.actor} (${editText(other)})`).join("; ")}. If they overlap, undo those first.
+        </p>
+      )}
+      {problem && <Trouble>{problem}</Trouble>}
+      <div className="foot">
+        <button type="button" onClick={onClose} autoFocus>
+          Cancel
+        </button>
+        <button type="button" className="danger" disabled={busy} onClick={undo}>
+          Undo: restore {count(sizeOf(edit).elements)} elements
+        </button>
+      </div>
+    </Dialog>
+  );
+}
+
+function sizeText(edit: EditDocument): string {
+  const { tensors, elements } = sizeOf(edit);
+  return `${count(elements)} element${elements === 1 ? "" : "s"} of ${count(tensors)} tensor${tensors === 1 ? "" : "s"}`;
 }
 
 /** The tensors that an edit changes. */
 export function Names(props: { edit: EditDocument }): ReactNode {
   return (
-    <ul className="bare list-small" aria-label="What changes">
+    <ul className="bare list-small" tabIndex={0} aria-label="What changes">
       {props.edit.ops.map((op, i) => (
         <li key={i}>
           <strong>{opText(op)}</strong> <Name>{op.pattern}</Name>: {count(op.name_count)} tensor{op.name_count === 1 ? "" : "s"}, {count(op.numel)} elements

@@ -23,13 +23,14 @@ export default function Exports(): ReactNode {
   const [fast, setFast] = useState(false);
   const [started, setStarted] = useState(0);
   const exports = usePoll(
-    `${job} exports ${live.changes["export"] ?? 0}`,
+    `${job} exports`,
     async (signal) => {
       const found = await get("/api/v1/jobs/{job}/exports", { path: { job }, query: { limit: 200 }, signal });
       setFast(found.exports.some((one) => UNDER_WAY.has(one.state)));
       return found;
     },
     fast ? 1000 : 10_000,
+    live.changes["export"] ?? 0,
   );
   const onStarted = (): void => {
     setStarted((n) => n + 1);
@@ -105,7 +106,7 @@ function One(props: { one: ExportDocument; mayExport: boolean; onChanged: () => 
         </strong>
         <span>{one.format}</span>
         <span className="faint">
-          {one.step >= 0 ? `step ${count(one.step)}, ` : ""}
+          {one.step >= 0 ? `step ${count(one.step)} of incarnation ${one.incarnation}, ` : ""}
           {clock(one.created_s)}, {duration(Math.max(0, took))}, by {one.actor}
           {one.schedule ? `, schedule ${one.schedule.slice(0, 8)}` : ""}
           {one.removed ? ", removed by its schedule" : ""}
@@ -176,9 +177,10 @@ function Schedules(props: { mayExport: boolean }): ReactNode {
   const { job, live } = useShared();
   const [problem, setProblem] = useState("");
   const found = usePoll(
-    `${job} schedules ${live.changes["export"] ?? 0}`,
+    `${job} schedules`,
     (signal) => get("/api/v1/jobs/{job}/export-schedules", { path: { job }, signal }),
     30_000,
+    live.changes["export"] ?? 0,
   );
   const rows = found.data?.schedules ?? [];
   const remove = (id: string): void => {

@@ -75,7 +75,10 @@ export default function Gradients(): ReactNode {
             ]}
           />
         )}
-        {grads.totals.length > 1 && (
+        {grads.totals.length > 1 && grads.totals.every(([, norm]) => norm === null) && (
+          <Empty>No update since this page was opened had a finite gradient, so there is no norm to draw.</Empty>
+        )}
+        {grads.totals.length > 1 && grads.totals.some(([, norm]) => norm !== null) && (
           <Chart
             label="Norm of all gradients over steps"
             height={180}
@@ -88,7 +91,8 @@ export default function Gradients(): ReactNode {
           />
         )}
       </Panel>
-      {rows.length === 0 && grads.rows.size > 0 && <Empty>None is marked: no gradient vanishes, explodes or is non-finite.</Empty>}
+      {rows.length === 0 && grads.rows.size > 0 && filter && marked === "all" && <Empty>No gradient matches the filter.</Empty>}
+      {rows.length === 0 && grads.rows.size > 0 && marked !== "all" && <Empty>None is marked: no gradient vanishes, explodes or is non-finite.</Empty>}
       {rows.length > 0 && <Rows label="Gradients" columns={COLUMNS} items={rows} keyOf={(row) => row.name} selected={name} onPick={(row) => setName(row.name)} toneOf={(row) => TONES[row.mark]} height="28rem" />}
       {chosen && <One row={chosen} />}
     </>
@@ -172,13 +176,17 @@ function One(props: { row: GradRow }): ReactNode {
   const { row } = props;
   const { job, dark } = useShared();
   const exponents = row.last.exponents ?? [];
+  const counted = exponents.reduce((sum, [, n]) => sum + n, 0);
   return (
     <Panel
       title={<Name className="wrap">{row.name}</Name>}
       actions={<a href={placeHash({ job, view: "params", query: { name: row.name } })}>show parameter</a>}
     >
       <Facts rows={facts(row.last)} />
-      {exponents.length > 0 && (
+      {counted === 0 && row.last.none === null && (
+        <Empty>{badCount(row.last) > 0 ? "No element is finite, so there are no magnitudes to draw." : "Every element is zero."}</Empty>
+      )}
+      {exponents.length > 0 && counted > 0 && (
         <Chart
           label="Binary exponents of the gradient's elements"
           height={200}

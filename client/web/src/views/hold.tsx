@@ -22,9 +22,10 @@ export function Hold(props: { mayEdit: boolean }): ReactNode {
   const [busy, setBusy] = useState(false);
   const [problem, setProblem] = useState("");
   const hold = usePoll(
-    `${job} hold ${live.changes["hold"] ?? 0}`,
+    `${job} hold`,
     (signal) => get("/api/v1/jobs/{job}/hold", { path: { job }, signal }),
     3000,
+    live.changes["hold"] ?? 0,
   );
   const path = { job };
   const body = { lease_s: Number(lease), holder: MINE };

@@ -4,7 +4,7 @@ import { type ReactNode, useMemo } from "react";
 
 import { get } from "../api/client";
 import type { RankDocument } from "../api/schema";
-import { bytes, clock, count, duration } from "../lib/format";
+import { bytes, count, duration } from "../lib/format";
 import { type Axis, axesOf, countBy, median, stragglers } from "../lib/mesh";
 import { Badge, Empty, Facts, Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
@@ -13,6 +13,7 @@ import { phaseText, Tiles, type TileData } from "./mesh_tiles";
 import { FieldMap } from "./mesh_field";
 import { RankTable } from "./mesh_table";
 import { StepTimes } from "./mesh_times";
+import { WhyPanel } from "./mesh_why";
 
 /** Above this many ranks, cells of a map instead of tiles with text. */
 const MAX_TILES = 128;
@@ -39,9 +40,10 @@ export default function Mesh(): ReactNode {
     0,
   );
   const alerts = usePoll(
-    `${job}/alerts/${live.changes["alert"] ?? 0}`,
+    `${job}/alerts`,
     (signal) => get("/api/v1/jobs/{job}/alerts", { path: { job }, query: { limit: 1000 }, signal }),
     30_000,
+    live.changes["alert"] ?? 0,
   );
   const [picked] = useQuery("rank");
   const axes = useMemo(() => axesOf(facts.data?.params ?? [], world), [facts.data, world]);
@@ -88,16 +90,14 @@ export default function Mesh(): ReactNode {
       >
         {all.length === 0 && !ranks.error && <Empty>Loading ranks …</Empty>}
         {all.length > 0 && all.length <= MAX_TILES && (
-          <Tiles ranks={tiles} axes={axes} picked={picked} onPick={pick} />
+          <Tiles ranks={tiles} at={ranks.at} axes={axes} picked={picked} onPick={pick} />
         )}
         {all.length > MAX_TILES && <FieldMap ranks={tiles} axes={axes} picked={picked} onPick={pick} />}
       </Panel>
       {chosen && <RankPanel rank={chosen} axes={axes} reasons={alertsOf.get(chosen.rank) ?? []} at={ranks.at} />}
-      {all.length > 16 && <RankTable ranks={tiles} at={ranks.at} picked={picked} onPick={pick} />}
-      <div className="two">
-        <StepTimes world={world} incarnation={summary?.incarnation ?? -1} />
-        <Incarnations />
-      </div>
+      {all.length > 0 && <RankTable ranks={tiles} at={ranks.at} picked={picked} onPick={pick} />}
+      <WhyPanel />
+      <StepTimes world={world} incarnation={summary?.incarnation ?? -1} />
     </>
   );
 }
@@ -172,50 +172,6 @@ function RankPanel(props: {
           ["parameters", mayRead ? <a key="p" href={`#/${encodeURIComponent(job)}/params?filter=rank%3D${rank.rank}`}>of this rank</a> : "–"],
         ]}
       />
-    </Panel>
-  );
-}
-
-function Incarnations(): ReactNode {
-  const { job, live } = useShared();
-  const incarnations = usePoll(
-    `${job}/incarnations/${live.changes["incarnation"] ?? 0}`,
-    (signal) => get("/api/v1/jobs/{job}/incarnations", { path: { job }, signal }),
-    60_000,
-  );
-  const rows = [...(incarnations.data?.incarnations ?? [])].reverse();
-  return (
-    <Panel
-      title="Incarnations"
-      source={<Source what={`/jobs/${job}/incarnations`} at={incarnations.at} error={incarnations.error} busy={incarnations.busy} />}
-    >
-      {incarnations.error && <Trouble>{incarnations.error}</Trouble>}
-      <div className="scroll">
-        <table className="plain">
-          <thead>
-            <tr>
-              <th>incarnation</th>
-              <th>ranks</th>
-              <th>began</th>
-              <th>ended</th>
-              <th>last step</th>
-              <th>reason</th>
-            </tr>
-          </thead>
-          <tbody>
-            {rows.map((incarnation) => (
-              <tr key={incarnation.incarnation}>
-                <td>{incarnation.incarnation}</td>
-                <td>{count(incarnation.world_size)}</td>
-                <td>{clock(incarnation.began_s)}</td>
-                <td>{incarnation.ended_s === null ? "running" : clock(incarnation.ended_s)}</td>
-                <td>{incarnation.step >= 0 ? count(incarnation.step) : "–"}</td>
-                <td className="wrap">{incarnation.reason}</td>
-              </tr>
-            ))}
-          </tbody>
-        </table>
-      </div>
     </Panel>
   );
 }

@@ -6,6 +6,7 @@ import type { RankDocument } from "../api/schema";
 import { bytes, count, duration } from "../lib/format";
 import { type Axis, coordinates } from "../lib/mesh";
 import { toneOf, type Tone } from "../ui/bits";
+import { useNow } from "../ui/hooks";
 
 export interface TileData extends RankDocument {
   late: boolean;
@@ -45,10 +46,14 @@ export function groupsOf(ranks: readonly TileData[], axes: readonly Axis[]): Gro
 export function Tiles(props: {
   ranks: readonly TileData[];
   axes: readonly Axis[];
+  /** When the reports arrived here, Unix time in milliseconds: their ages go on from then. */
+  at: number;
   picked: string;
   onPick: (rank: number) => void;
 }): ReactNode {
   const { ranks, axes, picked, onPick } = props;
+  const now = useNow();
+  const olderS = Math.max(0, now - props.at) / 1000;
   const last = axes.at(-1)!;
   const columns = Math.min(last.size, axes.length > 1 ? 16 : 8);
   return (
@@ -58,7 +63,7 @@ export function Tiles(props: {
           {group.label && <h3>{group.label}</h3>}
           <div className="tiles" style={{ ["--cols" as string]: columns }}>
             {group.ranks.map((rank) => (
-              <Tile key={rank.rank} rank={rank} axes={axes} picked={String(rank.rank) === picked} onPick={onPick} />
+              <Tile key={rank.rank} rank={rank} ageS={rank.age_s + olderS} axes={axes} picked={String(rank.rank) === picked} onPick={onPick} />
             ))}
           </div>
         </div>
@@ -69,6 +74,7 @@ export function Tiles(props: {
 
 function Tile(props: {
   rank: TileData;
+  ageS: number;
   axes: readonly Axis[];
   picked: boolean;
   onPick: (rank: number) => void;
@@ -95,7 +101,7 @@ function Tile(props: {
       </span>
       <span className="line faint">
         <span>{bytes(rank.arena_bytes)}</span>
-        <span>{duration(rank.age_s)} old</span>
+        <span>{duration(props.ageS)} old</span>
       </span>
       <span className="faint">{rank.reason || notes.filter(Boolean).join(", ") || where}</span>
     </button>

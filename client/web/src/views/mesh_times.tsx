@@ -3,11 +3,12 @@
 import type { ReactNode } from "react";
 
 import { get } from "../api/client";
-import { clock } from "../lib/format";
-import { Empty, Panel, Source, Trouble } from "../ui/bits";
+import { clockTick } from "../lib/format";
+import { RANGES, rangeBegin, withGaps } from "../lib/chart";
+import { Choice, Empty, Panel, Source, Trouble } from "../ui/bits";
 import { axis, Chart } from "../ui/chart";
 import { useShared } from "../ui/context";
-import { usePoll } from "../ui/hooks";
+import { usePoll, useQuery } from "../ui/hooks";
 
 const MAX_LINES = 6;
 const MIN_SPAN_MS = 60_000;
@@ -17,16 +18,17 @@ const MAX_RANKS_NOTED = 64;
 export function StepTimes(props: { world: number; incarnation: number }): ReactNode {
   const { world, incarnation } = props;
   const { job, dark } = useShared();
+  const [range, setRange] = useQuery("range", "3600");
   const subjects =
     world > MAX_RANKS_NOTED
       ? ["min", "median", "max"]
       : Array.from({ length: Math.min(world, MAX_LINES) }, (_, i) => String(Math.round((i * (world - 1)) / Math.max(1, Math.min(world, MAX_LINES) - 1))));
   const found = usePoll(
-    world > 0 ? `${job}/${incarnation}/times/${world}` : null,
+    world > 0 ? `${job}/${incarnation}/times/${world}/${range}` : null,
     (signal) =>
       Promise.all(
         subjects.map((subject) =>
-          get("/api/v1/jobs/{job}/history", { path: { job }, query: { metric: "step_time_s", subject }, signal }),
+          get("/api/v1/jobs/{job}/history", { path: { job }, query: { metric: "step_time_s", subject, ...rangeBegin(range) }, signal }),
         ),
       ),
     30_000,
@@ -40,18 +42,19 @@ export function StepTimes(props: { world: number; incarnation: number }): ReactN
   return (
     <Panel
       title="Step time"
+      actions={<Choice label="Time range" value={range} options={RANGES} onChange={setRange} />}
       source={<Source what={`/jobs/${job}/history`} at={found.at} error={found.error} busy={found.busy} />}
     >
       {found.error && <Trouble>{found.error}</Trouble>}
       {found.data && points === 0 && <Empty>No data yet; there is a sample every 10 s.</Empty>}
       {points > 0 && (
         <Chart
-          label="Step time over the last hour"
+          label="Step time"
           height={200}
           deps={[found.data, dark]}
           option={(ink) => ({
             legend: { top: 0, right: 0, textStyle: { color: ink.faint }, itemWidth: 14, itemHeight: 3, icon: "rect" },
-            xAxis: axis(ink, "", { type: "time", ...span, axisLabel: { color: ink.faint, hideOverlap: true, formatter: (ms: number) => clock(ms / 1000).slice(-8) } }),
+            xAxis: axis(ink, "", { type: "time", ...span, axisLabel: { color: ink.faint, hideOverlap: true, formatter: (ms: number) => clockTick(ms, Number(range)) } }),
             yAxis: axis(ink, "ms", { type: "value", nameGap: 44, scale: true }),
             series: series.map((one) => ({
               type: "line" as const,
@@ -60,7 +63,7 @@ export function StepTimes(props: { world: number; incarnation: number }): ReactN
               symbolSize: 5,
               lineStyle: { width: 1.3 },
               // A rank without a finished step reports 0, which is no step time.
-              data: one.points.filter((point) => point.mean).map((point) => [point.time_s * 1000, Number((point.mean! * 1000).toPrecision(4))]),
+              data: withGaps(one.points.filter((point) => point.mean).map((point) => [point.time_s * 1000, Number((point.mean! * 1000).toPrecision(4))])),
             })),
           })}
         />

@@ -10,7 +10,7 @@ import { Empty, Panel } from "../ui/bits";
 import { Chart } from "../ui/chart";
 import { useShared } from "../ui/context";
 import { useQuery } from "../ui/hooks";
-import { overlay } from "./param_histogram";
+import { hasHistogram, overlay } from "./param_histogram";
 
 export function Compare(props: {
   samples: readonly Sample[];
@@ -26,6 +26,7 @@ export function Compare(props: {
     samples.find((sample) => String(sample.step) === step) ?? fallback;
   const before = of(a, samples[0]);
   const after = of(b, samples.at(-1));
+  const both = before && after ? [before, after].filter(hasHistogram) : [];
   const change = before?.heat && after?.heat ? difference(before.heat, after.heat) : null;
   return (
     <Panel
@@ -53,7 +54,8 @@ export function Compare(props: {
             <Pick label="to" samples={samples} value={after} onPick={setB} />
           </div>
           <Table before={before} after={after} />
-          <Chart label="Both histograms" height={220} deps={[before, after, dark]} option={(ink) => overlay(ink, [before, after])} />
+          {both.length > 0 && <Chart label="Both histograms" height={220} deps={[before, after, dark]} option={(ink) => overlay(ink, both)} />}
+          {both.length < 2 && <p className="faint">A step without a finite element has no histogram.</p>}
           {change && <Change heat={change} dark={dark} />}
           {!change && mayRead && (
             <p className="faint">Keep both steps with their heat maps to see the change cell by cell.</p>
@@ -104,7 +106,7 @@ function Table(props: { before: Sample; after: Sample }): ReactNode {
       <table className="plain narrow" aria-label="Change">
         <thead>
           <tr>
-            <th />
+            <th>of</th>
             <th className="num">step {count(before.step)}</th>
             <th className="num">step {count(after.step)}</th>
             <th className="num">change</th>

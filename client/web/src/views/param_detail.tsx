@@ -1,12 +1,12 @@
 /** One parameter: statistics now and over steps, heat map, placement, values. */
 
-import type { ReactNode } from "react";
+import { type ReactNode, useEffect, useRef } from "react";
 
 import { get } from "../api/client";
 import { literal } from "../lib/filters";
 import { count, shape } from "../lib/format";
 import { badCount, badText, facts as statFacts, type Stats } from "../lib/stats";
-import { Choice, Facts, Name, Panel, Source, Trouble } from "../ui/bits";
+import { Choice, Empty, Facts, Name, Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
 import { patchQuery, usePoll, useQuery } from "../ui/hooks";
 import { Compare } from "./param_compare";
@@ -28,7 +28,12 @@ type Part = (typeof PARTS)[number][0];
 
 export function ParamDetail(props: { name: string }): ReactNode {
   const { name } = props;
-  const { job } = useShared();
+  const { job, session } = useShared();
+  const box = useRef<HTMLDivElement>(null);
+  // Below the list on narrow screens.
+  useEffect(() => {
+    if (window.matchMedia("(max-width: 1100px)").matches) box.current?.scrollIntoView({ block: "start" });
+  }, [name]);
   const mayRead = useMay("read");
   const [part, setPart] = useQuery("part", "numbers");
   const [collecting, setCollecting] = useQuery("collect", "on");
@@ -42,7 +47,7 @@ export function ParamDetail(props: { name: string }): ReactNode {
   const offered = PARTS.filter(([each]) => mayRead || (each !== "heat" && each !== "values"));
   const facts = detail.data;
   return (
-    <div className="detail">
+    <div className="detail" ref={box}>
       <Panel
         title={<Name className="wrap">{name}</Name>}
         source={<Source what="/params/stats" at={found.at} step={last?.step} incarnation={last?.incarnation} error={found.error} />}
@@ -53,7 +58,7 @@ export function ParamDetail(props: { name: string }): ReactNode {
         }
       >
         {detail.error && <Trouble>{detail.error}</Trouble>}
-        {found.error && <Trouble>{found.error}</Trouble>}
+        {found.error && !detail.error && <Trouble>{found.error}</Trouble>}
         {facts && (
           <Facts
             rows={[
@@ -69,6 +74,7 @@ export function ParamDetail(props: { name: string }): ReactNode {
           />
         )}
       </Panel>
+      {facts && (
       <div className="bar-row">
         <Choice label="Part" value={part as Part} options={offered} onChange={setPart} />
         <label className="tick">
@@ -81,16 +87,22 @@ export function ParamDetail(props: { name: string }): ReactNode {
         </label>
         <span className="faint">collected so far: {count(found.samples.length)}</span>
       </div>
-      {part === "numbers" && (
+      )}
+      {part === "numbers" && facts && (
         <>
           <HistogramPanel samples={found.samples} />
           <NormPanel name={name} samples={found.samples} />
         </>
       )}
+      {!mayRead && (part === "heat" || part === "values") && (
+        <Panel title={part === "heat" ? "Heat map" : "Values"}>
+          <Empty>Values are for readers; this token has the role {session.role}. Numbers and placement are open to it.</Empty>
+        </Panel>
+      )}
       {part === "heat" && facts && mayRead && <HeatPanel name={name} shape={facts.shape} />}
       {part === "where" && facts && <Pieces detail={facts} at={detail.at} />}
       {part === "values" && facts && mayRead && <Values name={name} shape={facts.shape} />}
-      {part === "compare" && <Compare samples={found.samples} keep={found.keep} mayRead={mayRead} />}
+      {part === "compare" && facts && <Compare samples={found.samples} keep={found.keep} mayRead={mayRead} />}
     </div>
   );
 }

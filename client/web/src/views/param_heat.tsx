@@ -7,7 +7,8 @@ import type { HeatmapDocument } from "../api/schema";
 import { colorer } from "../lib/color";
 import { parseSlice, type Range, sliced } from "../lib/filters";
 import { count, number } from "../lib/format";
-import { Choice, Panel, Source, Trouble } from "../ui/bits";
+import { indexTicks, type Tick, valueTicks } from "../lib/ticks";
+import { Choice, Empty, Panel, Source, Trouble } from "../ui/bits";
 import { useShared } from "../ui/context";
 import { patchQuery, usePoll, useQuery } from "../ui/hooks";
 
@@ -54,6 +55,7 @@ export function HeatPanel(props: { name: string; shape: readonly number[] }): Re
       source={<Source what="/params/heatmap" at={heat.at} step={found?.step} incarnation={found?.incarnation} error={heat.error} busy={heat.busy} refresh={heat.refresh} />}
     >
       {heat.error && <Trouble>{heat.error}</Trouble>}
+      {found && found.values.every((value) => value === null) && <Empty>No element of this part is finite: every cell is drawn as such.</Empty>}
       {found && <Picture key={asked} heat={found} shape={shape} ranges={ranges} signed={mode !== "absmax"} onZoom={zoom} />}
     </Panel>
   );
@@ -72,9 +74,13 @@ function Picture(props: {
   const [over, setOver] = useState<Cell | null>(null);
   const [from, setFrom] = useState<Cell | null>(null);
   const bounds = useMemo(() => extent(heat.values), [heat]);
+  const color = useMemo(() => colorer(bounds[0], bounds[1], { signed, dark }), [bounds, signed, dark]);
+  // Of signed values 0 is in the middle of the scale, whatever the extent.
+  const most = Math.max(Math.abs(bounds[0]), Math.abs(bounds[1]));
+  const scale: [number, number] = signed ? [-most, most] : bounds;
   useEffect(() => {
-    if (canvas) paint(canvas, heat, colorer(bounds[0], bounds[1], { signed, dark }));
-  }, [canvas, heat, bounds, signed, dark]);
+    if (canvas) paint(canvas, heat, color);
+  }, [canvas, heat, color]);
   const [rows, cols] = [heat.cell_row_count, heat.cell_col_count];
   const cellAt = (event: React.PointerEvent<HTMLCanvasElement>): Cell => {
     const rect = event.currentTarget.getBoundingClientRect();
@@ -91,6 +97,8 @@ function Picture(props: {
   const bad = heat.nonfinite.reduce((sum, one) => sum + (one[2] ?? 0), 0);
   return (
     <>
+      <div className="heat-frame">
+      <Ticks className="down" ticks={indexTicks(heat.row_count, beginOf(shape, ranges, "rows"))} side="top" />
       <div className="heat">
         <canvas
           ref={setCanvas}
@@ -121,6 +129,9 @@ function Picture(props: {
           />
         )}
       </div>
+      <Scale bounds={scale} color={color} />
+      <Ticks className="across" ticks={indexTicks(heat.col_count, beginOf(shape, ranges, "cols"))} side="left" />
+      </div>
       <p className="readout" data-testid="readout">
         {over && where
           ? `rows ${where.rows.begin}–${where.rows.end - 1}, columns ${where.cols.begin}–${where.cols.end - 1} of what is shown: ${value === null || value === undefined ? "no finite element" : number(value, 5)}`
@@ -141,6 +152,40 @@ function Picture(props: {
       </div>
     </>
   );
+}
+
+function Ticks(props: { className: string; ticks: readonly Tick[]; side: "top" | "left" }): ReactNode {
+  return (
+    <div className={`ticks ${props.className}`} aria-hidden>
+      {props.ticks.map((tick) => (
+        <span key={tick.label} style={{ [props.side]: `${100 * tick.at}%` }}>
+          {tick.label}
+        </span>
+      ))}
+    </div>
+  );
+}
+
+const STOPS = 9;
+
+/** The colours of the values, the largest at the top. */
+function Scale(props: { bounds: [number, number]; color: (value: number) => readonly number[] }): ReactNode {
+  const [low, high] = props.bounds;
+  const stops = Array.from({ length: STOPS }, (_, i) => `rgb(${props.color(high - ((high - low) * i) / (STOPS - 1)).join(" ")})`);
+  const ticks = valueTicks(low, high, 5, (value) => number(value, 3));
+  return (
+    <div className="scale" role="img" aria-label={`Colours from ${number(low)} to ${number(high)}`}>
+      <div className="ramp" style={{ background: `linear-gradient(${stops.join(", ")})` }} />
+      <Ticks className="" side="top" ticks={[...ticks].reverse().map((tick) => ({ ...tick, at: 1 - tick.at }))} />
+    </div>
+  );
+}
+
+/** The first index of the tensor that is shown, down or across; 0 when dims are flattened. */
+function beginOf(shape: readonly number[], ranges: readonly Range[], way: "rows" | "cols"): number {
+  if (shape.length === 1) return way === "cols" ? (ranges[0]?.begin ?? 0) : 0;
+  if (way === "rows") return ranges[0]?.begin ?? 0;
+  return shape.length === 2 ? (ranges[1]?.begin ?? 0) : 0;
 }
 
 function extent(values: readonly (number | null)[]): [number, number] {

@@ -4,7 +4,7 @@ import { type ReactNode, useMemo } from "react";
 
 import { tint } from "../lib/color";
 import { count, number } from "../lib/format";
-import { density, type Sample, spread } from "../lib/samples";
+import { density, type Histogram, type Sample, spread } from "../lib/samples";
 import { Choice, Empty, Panel } from "../ui/bits";
 import { axis, Chart, type ChartOption, type Ink } from "../ui/chart";
 import { useShared } from "../ui/context";
@@ -17,7 +17,9 @@ export function HistogramPanel(props: { samples: readonly Sample[] }): ReactNode
   const { samples } = props;
   const { dark } = useShared();
   const [mode, setMode] = useQuery("hist", "offset");
-  const shown = useMemo(() => spread(samples, mode === "overlay" ? MAX_OVERLAY : MAX_OFFSET), [samples, mode]);
+  const finite = useMemo(() => samples.filter(hasHistogram), [samples]);
+  const shown = useMemo(() => spread(finite, mode === "overlay" ? MAX_OVERLAY : MAX_OFFSET), [finite, mode]);
+  const without = samples.length - finite.length;
   const last = shown.at(-1);
   return (
     <Panel
@@ -29,7 +31,8 @@ export function HistogramPanel(props: { samples: readonly Sample[] }): ReactNode
         </span>
       }
     >
-      {!last && <Empty>No sample yet; one is collected every 5 s while this view is open.</Empty>}
+      {without > 0 && <p className="source bad">At {count(without)} of {count(samples.length)} collected steps no element is finite: there is nothing to count then.</p>}
+      {!last && without === 0 && <Empty>No sample yet; one is collected every 5 s while this view is open.</Empty>}
       {last && (
         <Chart
           label={`Histograms of ${shown.length} steps`}
@@ -42,11 +45,17 @@ export function HistogramPanel(props: { samples: readonly Sample[] }): ReactNode
   );
 }
 
-function label(sample: Sample): string {
+export type Counted = Sample & { histogram: Histogram };
+
+export function hasHistogram(sample: Sample): sample is Counted {
+  return sample.histogram !== null;
+}
+
+function label(sample: Counted): string {
   return `step ${count(sample.histogram.step)}`;
 }
 
-export function overlay(ink: Ink, samples: readonly Sample[]): ChartOption {
+export function overlay(ink: Ink, samples: readonly Counted[]): ChartOption {
   return {
     legend: { top: 0, right: 0, textStyle: { color: ink.faint }, itemWidth: 14, itemHeight: 3, icon: "rect" },
     xAxis: axis(ink, "value", { type: "value", scale: true }),
@@ -63,7 +72,7 @@ export function overlay(ink: Ink, samples: readonly Sample[]): ChartOption {
 }
 
 /** Each histogram on its own baseline, the newest in front; all on one scale. */
-function offset(ink: Ink, samples: readonly Sample[]): ChartOption {
+function offset(ink: Ink, samples: readonly Counted[]): ChartOption {
   const all = samples.map((sample) => density(sample.histogram));
   const top = Math.max(...all.flat().map(([, y]) => y), Number.MIN_VALUE);
   const rise = 0.45;

@@ -74,11 +74,10 @@ async function sampleOf(job: string, name: string, withHeat: boolean, signal?: A
   const stats = await get("/api/v1/jobs/{job}/params/stats", { path, query: { filter, buffers: true }, signal });
   const row = stats.stats[0];
   if (!row) throw new Error(stats.missing[0]?.reason ?? "the job has no such tensor now");
-  const histogram = await get("/api/v1/jobs/{job}/params/histogram", {
-    path,
-    query: { name: literal(name), bins: BINS },
-    signal,
-  });
+  const histogram =
+    row.min === null
+      ? null
+      : await get("/api/v1/jobs/{job}/params/histogram", { path, query: { name: literal(name), bins: BINS }, signal });
   const heat = withHeat
     ? await get("/api/v1/jobs/{job}/params/heatmap", {
         path,

@@ -4,8 +4,8 @@ import { type ReactNode, useMemo } from "react";
 
 import { get } from "../api/client";
 import { parseSlice, type Range, sliced } from "../lib/filters";
-import { count } from "../lib/format";
-import { Panel, Source, Trouble } from "../ui/bits";
+import { count, shortest } from "../lib/format";
+import { Choice, Panel, Source, Trouble } from "../ui/bits";
 import { useShared } from "../ui/context";
 import { usePoll, useQuery, useSettled } from "../ui/hooks";
 
@@ -17,6 +17,7 @@ export function Values(props: { name: string; shape: readonly number[] }): React
   const { name, shape } = props;
   const { job } = useShared();
   const initial = useMemo(() => sliced("", shape.map((size, dim) => ({ begin: 0, end: Math.min(size, firstOf(dim, shape.length)) }))), [shape]);
+  const [digits, setDigits] = useQuery("digits", "short");
   const [slice, setSlice] = useQuery("slice", initial);
   const settled = useSettled(slice, 300);
   const ranges = parseSlice(`x${settled}`).ranges;
@@ -30,7 +31,7 @@ export function Values(props: { name: string; shape: readonly number[] }): React
   const across = found?.shape.length ? found.shape.at(-1)! : 1;
   const rows = found ? Array.from({ length: Math.ceil(found.values.length / Math.max(1, across)) }, (_, i) => found.values.slice(i * across, (i + 1) * across)) : [];
   return (
-    <Panel title="Values" source={<Source what="/params/values" at={values.at} step={found?.step} incarnation={found?.incarnation} error={values.error} busy={values.busy} refresh={problem ? undefined : values.refresh} />}>
+    <Panel title="Values" actions={<Choice label="Digits" value={digits} options={[["short", "Short"], ["exact", "Exact"]] as const} onChange={setDigits} />} source={<Source what="/params/values" at={values.at} step={found?.step} incarnation={found?.incarnation} error={values.error} busy={values.busy} refresh={problem ? undefined : values.refresh} />}>
       <label className="field">
         Slice of {shape.join(" × ") || "a scalar"}, half-open
         <input type="text" className="mono" spellCheck={false} value={slice} onChange={(event) => setSlice(event.target.value)} />
@@ -45,7 +46,7 @@ export function Values(props: { name: string; shape: readonly number[] }): React
                 <tr key={i}>
                   <th scope="row">{indexOf(found.begin, found.shape, i)}</th>
                   {row.map((value, j) => (
-                    <td key={j}>{value}</td>
+                    <td key={j} title={value}>{digits === "exact" ? value : shortest(value, found.dtype)}</td>
                   ))}
                 </tr>
               ))}

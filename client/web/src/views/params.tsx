@@ -6,7 +6,7 @@ import type { ParamDocument, StatsDocument } from "../api/schema";
 import { count, shape, short } from "../lib/format";
 import { badCount, COLUMNS, text, valueOf } from "../lib/stats";
 import { type Row, rowsOf, treeOf } from "../lib/tree";
-import { Choice, Name, Source, Trouble } from "../ui/bits";
+import { Choice, Empty, Name, Source, Trouble } from "../ui/bits";
 import { useShared } from "../ui/context";
 import { patchQuery, useQuery, useSettled } from "../ui/hooks";
 import { type Column, Rows } from "../ui/rows";
@@ -40,7 +40,9 @@ export default function Params(): ReactNode {
       return next;
     });
   }, []);
-  const columns = useMemo(() => columnsOf(numbers.of, name !== ""), [numbers.of, name]);
+  // All that can be had is there: what is missing now is not known, or not for this role.
+  const whole = numbers.at > 0 && !numbers.busy && listed.done && listed.total <= MAX_WHOLE;
+  const columns = useMemo(() => columnsOf(numbers.of, name !== "", whole), [numbers.of, name, whole]);
   const { sight } = numbers;
   const onSight = useCallback(
     (begin: number, end: number) => {
@@ -65,7 +67,7 @@ export default function Params(): ReactNode {
         <div className="head">
           <h1>Parameters</h1>
           <span className="faint" role="status" data-testid="total">
-            {listed.done ? count(listed.total) : `${count(listed.items.length)} of ${count(listed.total)} …`}
+            {listed.error ? "" : listed.done ? count(listed.total) : `${count(listed.items.length)} of ${count(listed.total)} …`}
           </span>
           <span className="sources">
             <Source what="layout" at={listed.at} error={listed.error} refresh={() => setRound((n) => n + 1)} />
@@ -110,7 +112,13 @@ export default function Params(): ReactNode {
             </p>
           )}
         </div>
-        <Rows
+        {listed.done && listed.items.length === 0 && (
+          <Empty>
+            {asked.trim() ? `No parameter matches ${asked.trim()}.` : "This job has no parameters."}
+            {asked.trim() && <button type="button" className="small" onClick={() => setFilter("")}>Clear the filter</button>}
+          </Empty>
+        )}
+        {(rows.length > 0 || !(listed.done || listed.error)) && <Rows
           label="Parameters"
           columns={columns}
           items={rows}
@@ -122,7 +130,7 @@ export default function Params(): ReactNode {
           sortable={as === "tree" ? NONE : SORTABLE}
           onSight={onSight}
           toneOf={toneOf}
-        />
+        />}
       </div>
       {name && <ParamDetail key={`${job} ${name}`} name={name} />}
     </div>
@@ -144,11 +152,11 @@ function bad(stats: StatsDocument | undefined): boolean {
   return stats !== undefined && badCount(stats) > 0;
 }
 
-function columnsOf(stats: ReadonlyMap<string, StatsDocument>, narrow: boolean): Column<Item>[] {
+function columnsOf(stats: ReadonlyMap<string, StatsDocument>, narrow: boolean, whole: boolean): Column<Item>[] {
   const of = (row: Item): StatsDocument | undefined => (row.kind === "leaf" ? stats.get(row.item.name) : undefined);
   const cell = (row: Item, read: (found: StatsDocument) => ReactNode): ReactNode => {
     const found = of(row);
-    return found ? read(found) : row.kind === "leaf" ? <span className="faint">…</span> : "";
+    return found ? read(found) : row.kind === "leaf" ? <span className="faint" title={whole ? "not available now, or too small for this role" : "loading"}>{whole ? "–" : "…"}</span> : "";
   };
   const facts: Column<Item>[] = [
     { key: "dtype", title: "dtype", width: "5.2rem", wide: true, render: (row) => (row.kind === "leaf" ? row.item.dtype : "") },

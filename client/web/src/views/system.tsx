@@ -7,11 +7,12 @@ import type { RankDocument } from "../api/schema";
 import { bytes, clock, count, duration } from "../lib/format";
 import { countBy } from "../lib/mesh";
 import { parseMetrics } from "../lib/prometheus";
-import { Badge, Bar, Empty, Facts, Name, Panel, Source, Trouble } from "../ui/bits";
+import { Bar, Empty, Facts, Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
 import { usePoll } from "../ui/hooks";
 import { type Column, Rows } from "../ui/rows";
 import { pollMs } from "./mesh";
+import { Tokens } from "./tokens";
 
 export default function System(): ReactNode {
   const { session } = useShared();
@@ -33,6 +34,11 @@ export default function System(): ReactNode {
         <Happenings />
       </div>
       {admin && <Tokens />}
+      {(!mayRead || !admin) && (
+        <p className="faint">
+          Not shown to the role {session.role}: {[mayRead ? "" : "leases of snapshots (readers)", admin ? "" : "tokens (admins)"].filter(Boolean).join(", ")}.
+        </p>
+      )}
     </>
   );
 }
@@ -80,9 +86,10 @@ function Stalls(): ReactNode {
 function Leases(): ReactNode {
   const { job, live } = useShared();
   const found = usePoll(
-    `${job}/snapshots/${live.changes["snapshot"] ?? 0}`,
+    `${job}/snapshots`,
     (signal) => get("/api/v1/jobs/{job}/snapshots", { path: { job }, query: { limit: 64 }, signal }),
     10_000,
+    live.changes["snapshot"] ?? 0,
   );
   const rows = (found.data?.ranks ?? []).flatMap((rank) => rank.snapshots.map((lease) => ({ rank: rank.rank, ...lease })));
   const used = (found.data?.ranks ?? []).reduce((sum, rank) => sum + rank.used_bytes, 0);
@@ -168,7 +175,7 @@ function Happenings(): ReactNode {
       source={<Source what={`/jobs/${job}/events`} at={live.time_s * 1000} step={live.step} error={live.problem} />}
     >
       {live.recent.length === 0 && <Empty>No events since this page was opened.</Empty>}
-      <ul className="bare list-small" hidden={live.recent.length === 0}>
+      <ul className="bare list-small" tabIndex={0} aria-label="Events" hidden={live.recent.length === 0}>
         {live.recent.map((event) => (
           <li key={event.id}>
             <span className="faint">{clock(event.time_s)}</span> <strong>{event.kind}</strong>{" "}
@@ -185,42 +192,4 @@ function words(data: Readonly<Record<string, unknown>>): string {
     .filter(([key, value]) => !["time_s", "job"].includes(key) && value !== "" && value !== null)
     .map(([key, value]) => `${key} ${typeof value === "object" ? JSON.stringify(value) : String(value)}`)
     .join(", ");
-}
-
-function Tokens(): ReactNode {
-  const tokens = usePoll("tokens", (signal) => get("/api/v1/tokens", { signal }), 60_000);
-  return (
-    <Panel title="Tokens" source={<Source what="/tokens" at={tokens.at} error={tokens.error} refresh={tokens.refresh} />}>
-      {tokens.error && <Trouble>{tokens.error}</Trouble>}
-      {tokens.data?.tokens.length === 0 && <Empty>Only the owner's token. Admins create others with paramd token create.</Empty>}
-      {(tokens.data?.tokens.length ?? 0) > 0 && (
-        <div className="scroll">
-          <table className="plain">
-            <thead>
-              <tr>
-                <th>name</th>
-                <th>role</th>
-                <th>created</th>
-                <th>expires</th>
-                <th />
-              </tr>
-            </thead>
-            <tbody>
-              {tokens.data!.tokens.map((token) => (
-                <tr key={token.name}>
-                  <td>
-                    <Name>{token.name}</Name>
-                  </td>
-                  <td>{token.role}</td>
-                  <td>{clock(token.created_s)}</td>
-                  <td>{token.expires_s === null ? "never" : clock(token.expires_s)}</td>
-                  <td>{token.revoked_s !== null && <Badge state="revoked" tone="bad" />}</td>
-                </tr>
-              ))}
-            </tbody>
-          </table>
-        </div>
-      )}
-    </Panel>
-  );
 }

@@ -11,13 +11,14 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 from urllib.parse import unquote
 
 from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paramd.errors import DeniedError, ExhaustedError, UnreachableError
+from paramd.security.tls import CA_PATH
 from paramd_service.admission import CALLER, Shares
 from paramd_service.control.access.authority import (
     KEY_HEADER,
@@ -46,8 +47,9 @@ MAX_OF_TOKEN: Final = 128
 MAX_REQUESTS = 256
 """Most concurrent requests, streams included."""
 
-OPEN_PATHS = frozenset({"/healthz", "/readyz"})
-"""They reveal only whether the process works: probes have no token."""
+OPEN_PATHS = frozenset({"/healthz", "/readyz", CA_PATH})
+"""They reveal only whether the process works, and who signed its certificate: probes and clients
+that know a fingerprint alone have no token."""
 
 SIGN_IN = ("POST", "/api/v1/session")
 """The one request that a sign-in code is good for."""
@@ -55,6 +57,7 @@ SIGN_IN = ("POST", "/api/v1/session")
 CODE_SCHEME = "paramd-code"
 """Scheme of an Authorization header that holds a sign-in code."""
 
+_NOBODY = object()
 _GONE: Message = {"type": "http.disconnect"}
 _STATE = "principal"
 _DIGEST = "sign_in_digest"
@@ -76,6 +79,74 @@ class Door(Protocol):
     def shut(self) -> None:
         """Close the connection at once; `Doorway.closed` may be called later."""
         ...
+
+
+@runtime_checkable
+class Carrier(Door, Protocol):
+    """A connection that can turn into a tunnel."""
+
+    @property
+    def transport(self) -> asyncio.Transport:
+        """Its transport."""
+        ...
+
+    def carry(self, upstream: Upstream) -> None:
+        """Answer the current request with 101; from now on bytes go to `upstream` and back."""
+        ...
+
+
+class Upstream(asyncio.Protocol):
+    """The far end of a tunnel. Either end reads only as fast as the other one takes."""
+
+    def __init__(self, carrier: Carrier) -> None:
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._carrier = carrier
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        # Nothing may reach the caller before the answer that opens the tunnel.
+        transport.pause_reading()
+
+    def start(self) -> None:
+        """Begin to read."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def data_received(self, data: bytes) -> None:
+        self._carrier.transport.write(data)
+
+    def write(self, data: bytes) -> None:
+        """Send bytes of the caller."""
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def pause_writing(self) -> None:
+        self._carrier.transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        if not self._carrier.transport.is_closing():
+            self._carrier.transport.resume_reading()
+
+    def pause_reading(self) -> None:
+        """The caller does not take more."""
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """It does again."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def close(self) -> None:
+        """End it. Idempotent."""
+        if self._transport is not None:
+            self._transport.abort()
 
 
 class Doorway:
@@ -129,6 +200,12 @@ class Doorway:
             idle = next((one for one in same.values() if not one.is_busy), None)
             if idle is not None:
                 self._shut(idle)
+
+    def carrier(self, address: tuple[str, int]) -> Carrier | None:
+        """The connection of a request that has shown a good token; None if it cannot carry."""
+        who = self._who.get(address, _NOBODY)
+        door = None if who is _NOBODY else self._known[who][address]  # type: ignore[index]
+        return door if isinstance(door, Carrier) else None
 
     def closed(self, door: Door) -> None:
         """Forget a connection that has ended. Idempotent."""

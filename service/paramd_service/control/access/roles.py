@@ -36,7 +36,7 @@ class Action(Enum):
     READ = "read"
     """See values of parameters, whole or in part."""
     EDIT = "edit"
-    """Change parameters; pause and step training."""
+    """Change parameters; pause and step training; acknowledge and silence alerts."""
     EDIT_ANY = "edit-any"
     """Commit and abort edits that another token made; step and end another's hold."""
     EXPORT = "export"
@@ -71,8 +71,16 @@ OPERATIONS: Final[dict[str, Action]] = {
     "register_job": Action.ATTACH,
     "get_job": Action.VIEW,
     "list_ranks": Action.VIEW,
+    "open_tunnel": Action.VIEW,
+    "open_control_tunnel": Action.VIEW,
     "list_incarnations": Action.VIEW,
+    "get_why": Action.READ,
+    "get_updates": Action.READ,
     "list_alerts": Action.VIEW,
+    "acknowledge_alerts": Action.EDIT,
+    "list_silences": Action.VIEW,
+    "create_silence": Action.EDIT,
+    "end_silence": Action.EDIT,
     "follow_events": Action.VIEW,
     "follow_grads": Action.VIEW,
     "get_history": Action.VIEW,

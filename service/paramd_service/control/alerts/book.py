@@ -20,6 +20,7 @@ from pydantic import BaseModel, Field
 from paramd_service.control.alerts.config import Rule
 from paramd_service.control.store.alerts import AlertRow, AlertStore
 from paramd_service.control.store.history import MetricHistory, Sample, SeriesKey
+from paramd_service.control.store.silences import SilenceStore
 
 MAX_FIRING = 1000
 """Most firing alerts; more are counted, not kept."""
@@ -86,6 +87,11 @@ class Alert:
     last_seen_s: float
     resolved_s: float | None = None
     seen_count: int = 1
+    acknowledged_by: str = ""
+    """Who has seen it; empty while nobody has."""
+    acknowledged_s: float | None = None
+    note: str = ""
+    """What they said about it."""
 
 
 @dataclass(slots=True)
@@ -149,6 +155,18 @@ class Book:
         self._pending.clear()
         return [self._end(key, now_s) for key in list(self._firing)]
 
+    def acknowledge(self, ids: Iterable[str], *, by: str, note: str, now_s: float) -> list[Alert]:
+        """Note who has seen these alerts; return those that are firing, as they are now."""
+        wanted = set(ids)
+        changed: list[Alert] = []
+        for key, alert in self._firing.items():
+            if alert.id in wanted:
+                self._firing[key] = replace(
+                    alert, acknowledged_by=by, acknowledged_s=now_s, note=note
+                )
+                changed.append(self._firing[key])
+        return changed
+
     def restore(self, alerts: Sequence[Alert]) -> None:
         """Resume alerts that were firing before a restart of the control plane."""
         for alert in alerts:
@@ -158,6 +176,9 @@ class Book:
     def _found(self, key: str, finding: Finding, now_s: float) -> list[Alert]:
         alert = self._firing.get(key)
         if alert is not None:
+            if alert.finding.severity is not finding.severity is Severity.CRITICAL:
+                # Whoever acknowledged it has not seen this.
+                alert = replace(alert, acknowledged_by="", acknowledged_s=None, note="")
             self._firing[key] = replace(
                 alert, finding=finding, last_seen_s=now_s, seen_count=alert.seen_count + 1
             )
@@ -225,9 +246,13 @@ class AlertDocument(BaseModel):
     last_seen_s: float
     resolved_s: float | None = Field(description="null while it fires")
     seen_count: int = Field(description="How often it was found")
+    acknowledged_by: str = Field(description="Who acknowledged it; empty: nobody")
+    acknowledged_s: float | None = Field(description="Seconds since the Unix epoch, or null")
+    note: str = Field(description="Of who acknowledged it")
+    silenced: bool = Field(description="Whether a silence covers it now")
 
 
-def document(alert: Alert) -> AlertDocument:
+def document(alert: Alert, *, silenced: bool = False) -> AlertDocument:
     """The alert as a REST document."""
     found = alert.finding
     return AlertDocument(
@@ -246,15 +271,20 @@ def document(alert: Alert) -> AlertDocument:
         last_seen_s=alert.last_seen_s,
         resolved_s=alert.resolved_s,
         seen_count=alert.seen_count,
+        acknowledged_by=alert.acknowledged_by,
+        acknowledged_s=alert.acknowledged_s,
+        note=alert.note,
+        silenced=silenced,
     )
 
 
 class KeptAlerts:
     """Stores alerts and history in the database. Async methods raise StoreError."""
 
-    def __init__(self, table: AlertStore, history: MetricHistory) -> None:
-        """No I/O. Both are started and stopped by the caller."""
+    def __init__(self, table: AlertStore, history: MetricHistory, silences: SilenceStore) -> None:
+        """No I/O. All are started and stopped by the caller."""
         self._table = table
+        self.silences = silences
         self._history = history
         self._row_ids: OrderedDict[str, int] = OrderedDict()
 
@@ -338,6 +368,9 @@ def row_of(alert: Alert) -> AlertRow:
             "fqn": found.fqn,
             "ranks": list(found.ranks),
             "seen_count": alert.seen_count,
+            "acknowledged_by": alert.acknowledged_by,
+            "acknowledged_s": alert.acknowledged_s,
+            "note": alert.note,
         },
         raised_s=alert.first_seen_s,
         updated_s=alert.last_seen_s,
@@ -367,6 +400,10 @@ def alert_of(row: AlertRow) -> Alert | None:
             last_seen_s=row.updated_s,
             resolved_s=row.resolved_s,
             seen_count=int(row.detail["seen_count"]),
+            # Absent in rows of versions that knew no acknowledging.
+            acknowledged_by=str(row.detail.get("acknowledged_by", "")),
+            acknowledged_s=row.detail.get("acknowledged_s"),
+            note=str(row.detail.get("note", "")),
         )
     except (KeyError, TypeError, ValueError):
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from urllib.parse import urlsplit
@@ -35,6 +36,47 @@ class Rule(StrEnum):
     """Ranks report different layouts."""
     CERTIFICATE = "certificate"
     """The control plane's TLS certificate has expired or soon will."""
+    LOGGED_NUMBER = "logged-number"
+    """A number that the script logs is NaN or infinite, or violates a rule of `numbers`."""
+
+
+LOGGED = "log:"
+"""Prefix of the metrics of logged numbers in the history."""
+
+MAX_NUMBER_RULES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class NumberRule:
+    """One line of `numbers`."""
+
+    name: str
+    how: str
+    """">", "<" or "jumps"."""
+    bound: float
+
+    @property
+    def text(self) -> str:
+        return f"{self.name} {self.how} {self.bound:g}"
+
+
+_NUMBER = re.compile(r"\s*([A-Za-z_][\w./-]{0,59})\s*(>|<|\sjumps\s)\s*(\S+)\s*", re.ASCII)
+
+
+def parse_number(text: str) -> NumberRule:
+    """Parse a rule. Raises UsageError."""
+    found = _NUMBER.fullmatch(text)
+    try:
+        rule = NumberRule(found[1], found[2].strip(), float(found[3])) if found else None
+    except ValueError:
+        rule = None
+    if rule is None or not math.isfinite(rule.bound):
+        raise UsageError(
+            f"numbers: {text[:80]!r}; expected 'NAME > VALUE', 'NAME < VALUE' or 'NAME jumps RATIO'"
+        )
+    if rule.how == "jumps" and rule.bound <= 1:
+        raise UsageError(f"numbers: {text[:80]!r}; expected a ratio above 1")
+    return rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +128,9 @@ class AlertConfig:
     """Window over which the stall budget is judged, in seconds, above 0."""
     certificate_days: float = 14.0
     """A certificate that expires within this many days is reported, 0 or more."""
+    numbers: tuple[str, ...] = ()
+    """Rules over the numbers that scripts log, at most 64: "loss > 10", "lr < 0", "loss jumps 5"
+    (above 5 times the median of its last 20 values)."""
     clear_after_s: float = 5.0
     """Seconds without a sighting after which an alert is resolved, 0 or more."""
     webhooks: tuple[str, ...] = ()
@@ -109,6 +154,10 @@ class AlertConfig:
             )
         if len(self.webhooks) > MAX_WEBHOOKS:
             raise UsageError(f"webhooks: {len(self.webhooks)}; expected at most {MAX_WEBHOOKS}")
+        if len(self.numbers) > MAX_NUMBER_RULES:
+            raise UsageError(f"numbers: {len(self.numbers)}; expected at most {MAX_NUMBER_RULES}")
+        for text in self.numbers:
+            parse_number(text)
         for url in self.webhooks:
             check_webhook(url)
 

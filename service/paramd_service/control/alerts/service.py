@@ -12,14 +12,16 @@ from typing import Any
 
 from paramd.errors import UsageError
 from paramd.state_files import file_places
+from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.control.alerts.book import Alert, KeptAlerts, document
 from paramd_service.control.alerts.config import AlertConfig
+from paramd_service.control.alerts.numbers import ASK_TIMEOUT_S, Ask
 from paramd_service.control.alerts.sampling import MeshSampler, Sampler
 from paramd_service.control.alerts.watcher import Watcher
 from paramd_service.control.alerts.webhook import Webhooks
 from paramd_service.control.base.config import table_of_file, table_of_text
 from paramd_service.control.mesh.jobs import Incarnation, Jobs
-from paramd_service.control.mesh.registry import MeshView
+from paramd_service.control.mesh.registry import MeshView, Report
 from paramd_service.control.mesh.watch import Publish
 
 MakeSampler = Callable[[Incarnation], Sampler]
@@ -34,6 +36,16 @@ STALL_BUDGET = "PARAMD_STALL_BUDGET_MS"
 
 def _sampler_of(mesh: Incarnation) -> Sampler:
     return MeshSampler(mesh.reaching)
+
+
+def _ask_logged(mesh: Incarnation) -> Ask:
+    async def ask(report: Report, request: pb.GetLoggedRequest) -> pb.GetLoggedResponse:
+        found: pb.GetLoggedResponse = await mesh.calls.ask(
+            report.rank, report.address, "GetLogged", request, timeout_s=ASK_TIMEOUT_S
+        )
+        return found
+
+    return ask
 
 
 class Watchers:
@@ -91,6 +103,7 @@ class Watchers:
             incarnation=mesh.number,
             view=mesh.registry.view,
             sampler=self._make_sampler(mesh),
+            ask_logged=_ask_logged(mesh),
             webhooks=self.webhooks,
             store=self._store,
             tell=self._tell,
@@ -113,7 +126,9 @@ class Watchers:
             watcher.tick(view)
 
     def _tell(self, alert: Alert) -> None:
-        self._publish("alert", document(alert).model_dump(), job=alert.job)
+        watcher = self._watchers.get(alert.job)
+        silenced = watcher is not None and watcher.silenced(alert)
+        self._publish("alert", document(alert, silenced=silenced).model_dump(), job=alert.job)
 
 
 def open_watchers(

@@ -11,9 +11,10 @@ import logging
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 from paramd.clock import now_s
-from paramd.errors import ParamdError
+from paramd.errors import ExhaustedError, NotFoundError, ParamdError
 from paramd.layout.types import Layout
 from paramd_service.control.alerts.book import (
     Alert,
@@ -32,6 +33,7 @@ from paramd_service.control.alerts.drift import (
     next_sample,
     replica_groups,
 )
+from paramd_service.control.alerts.numbers import Ask, LoggedRounds
 from paramd_service.control.alerts.rules import (
     MESH_RULES,
     Ranks,
@@ -48,6 +50,7 @@ from paramd_service.control.alerts.sampling import (
 )
 from paramd_service.control.alerts.webhook import Webhooks
 from paramd_service.control.mesh.registry import MeshView
+from paramd_service.control.store.silences import Silence
 
 _DRIFT = frozenset({Rule.REPLICA_DRIFT})
 
@@ -57,10 +60,16 @@ RANKS_PER_S = 1024
 """Ranks checked per second at most: a check costs about 3 us a rank, so 0.3 % of a core."""
 
 POINTS_EVERY_S = 10.0
+LOGGED_EVERY_S = 2.0
+"""As often as sidecars report that there is something new."""
+
 WINDOW_PARTS = 6
 """Past states kept per stall window."""
 
 KEEP_AGAIN_S = 5.0
+
+MAX_SILENCES = 100
+"""In force at once for one job."""
 
 Tell = Callable[[Alert], object]
 
@@ -181,6 +190,7 @@ class Watcher:
         sampler: Sampler,
         webhooks: Webhooks,
         store: KeptAlerts,
+        ask_logged: Ask | None = None,
         tell: Tell = lambda alert: None,
         expires_s: Callable[[], float | None] = lambda: None,
         clock: Callable[[], float] = now_s,
@@ -190,6 +200,7 @@ class Watcher:
         Args:
             view: Returns the current mesh, for the rounds.
             webhooks: Started and closed by the caller; shared by all jobs.
+            ask_logged: Calls GetLogged of a sidecar; None takes no logged numbers.
             tell: Called with every alert that starts firing or is resolved, for the event bus.
             expires_s: When the control plane's certificate expires; None without TLS.
             clock: Seconds since the Unix epoch.
@@ -207,6 +218,7 @@ class Watcher:
         self._look_due_s = 0.0
         self._points_due_s = 0.0
         self._restored = False
+        self._silences: list[Silence] = []
         self._unkept: dict[str, Alert] = {}
         self._to_keep = asyncio.Event()
         self._trouble: dict[str, str] = {}
@@ -215,6 +227,12 @@ class Watcher:
             config, job=job, incarnation=incarnation, view=view, sampler=sampler, book=self.book,
             on_change=self._on_change, offer=self._store.offer, clock=clock,
         )  # fmt: skip
+        self._logged = None
+        if ask_logged is not None:
+            self._logged = LoggedRounds(
+                config, job=job, incarnation=incarnation, view=view, ask=ask_logged, clock=clock,
+                book=self.book, on_change=self._on_change, offer=self._store.offer,
+            )  # fmt: skip
         self.round_counts = {"stats": 0, "digests": 0}
         """Rounds that succeeded, by kind."""
         self.failed_counts = {"stats": 0, "digests": 0}
@@ -225,8 +243,47 @@ class Watcher:
         """Whether stored alerts have been restored and checks are running."""
         return self._restored
 
+    @property
+    def silences(self) -> list[Silence]:
+        """Silences of the job that are in force, oldest first."""
+        now_s = self._clock()
+        return [one for one in self._silences if one.ended_s is None and now_s < one.until_s]
+
+    def silenced(self, alert: Alert) -> bool:
+        """Whether a silence covers the alert now."""
+        found, now_s = alert.finding, self._clock()
+        return any(one.covers(found.rule.value, found.subject, now_s) for one in self._silences)
+
+    def acknowledge(self, ids: Sequence[str], *, by: str, note: str) -> list[Alert]:
+        """Note who has seen these alerts; return those that are firing, as they are now."""
+        changed = self.book.acknowledge(ids, by=by, note=note, now_s=self._clock())
+        for alert in changed:
+            self._tell(alert)
+            self._unkept[alert.id] = alert
+        self._to_keep.set()
+        return changed
+
+    async def silence(self, one: Silence) -> None:
+        """Begin a silence: stored first, then in force. Raises StoreError, ExhaustedError."""
+        if len(self.silences) >= MAX_SILENCES:
+            raise ExhaustedError(
+                f"{MAX_SILENCES} silences of job {self._job!r} are in force; end one first"
+            )
+        await self._store.silences.add(one)
+        self._silences = [*self.silences, one]
+
+    async def end_silence(self, silence_id: str) -> Silence:
+        """End a silence now. Raises StoreError, NotFoundError: none in force has this id."""
+        found = next((one for one in self.silences if one.id == silence_id), None)
+        if found is None:
+            raise NotFoundError(f"silence {silence_id[:32]!r} is not in force")
+        now_s = self._clock()
+        await self._store.silences.end(found.id, now_s)
+        self._silences = [one for one in self._silences if one.id != found.id]
+        return replace(found, ended_s=now_s)
+
     def start(self) -> None:
-        """Resume the stored alerts, then watch."""
+        """Resume the stored alerts and silences, then watch."""
         self._tasks = [asyncio.create_task(self._keep(), name="paramd-alerts-keep")]
         rounds = (
             ("stats", self.config.watch, self.config.stats_every_s, self.rounds.stats),
@@ -237,6 +294,9 @@ class Watcher:
             for name, is_on, every_s, look in rounds
             if is_on
         ]
+        if self._logged is not None:
+            logged = self._run("logged numbers", LOGGED_EVERY_S, self._logged.round)
+            self._tasks.append(asyncio.create_task(logged, name="paramd-watch-logged"))
 
     async def close(self, *, incarnation_over: bool = False) -> None:
         """Stop watching. Idempotent.
@@ -302,12 +362,12 @@ class Watcher:
                 log.exception("job %s: a round of %s failed", self._job, kind)
                 self._failed(kind, type(error).__name__)
             else:
-                self.round_counts[kind] += 1
+                self.round_counts[kind] = self.round_counts.get(kind, 0) + 1
                 if self._trouble.pop(kind, None):
                     log.info("job %s: rounds of %s work again", self._job, kind)
 
     def _failed(self, kind: str, reason: str) -> None:
-        self.failed_counts[kind] += 1
+        self.failed_counts[kind] = self.failed_counts.get(kind, 0) + 1
         if self._trouble.get(kind) != reason:
             self._trouble[kind] = reason
             log.warning("job %s: a round of %s failed: %s", self._job, kind, reason)
@@ -328,13 +388,14 @@ class Watcher:
             self._tell(alert)
             self._unkept[alert.id] = alert
         if changes:
-            self._webhooks.post(changes)
+            self._webhooks.post([alert for alert in changes if not self.silenced(alert)])
             self._to_keep.set()
 
     async def _keep(self) -> None:
         while True:
             try:
                 if not self._restored:
+                    self._silences = await self._store.silences.in_force(self._job, self._clock())
                     self.book.restore(await self._store.load_firing(self._job, self._incarnation))
                     self._restored = True
                 await self._save()

@@ -22,12 +22,14 @@ from paramd_service.control.api.routes import (
     health,
     history,
     holds,
+    insight,
     jobs,
     numbers,
     params,
     session,
     snapshots,
     tokens,
+    tunnels,
 )
 from paramd_service.control.api.services import Services
 from paramd_service.control.base import problems
@@ -35,6 +37,7 @@ from paramd_service.control.base import problems
 API = "/api/v1"
 _ROUTES = (
     jobs,
+    insight,
     params,
     numbers,
     snapshots,
@@ -48,6 +51,7 @@ _ROUTES = (
     audit,
     alerts,
     exports,
+    tunnels,
 )
 
 

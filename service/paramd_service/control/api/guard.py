@@ -1,11 +1,12 @@
-"""ASGI middleware in front of the API: request ids, request checks, the dashboard's files.
+"""ASGI middleware in front of the API: request ids, request checks, dashboard and manual.
 
 `RequestIdMiddleware` is outermost, then `Guard`, then `Page`. Any web page open on the same
 machine can reach a loopback server, so `Guard` refuses foreign requests: DNS rebinding shows
 in Host, cross-site requests in Origin and Sec-Fetch-Site, forms in the content type.
 
-`Page` serves the built dashboard without a token: the files hold no secret, and the data they
-show comes from the API under the user's own session. Request paths never become file paths.
+`Page` serves the built dashboard and the manual (/docs) without a token: the files hold no secret,
+and the data they show comes from the API under the user's own session. Request paths never become
+file paths.
 """
 
 from __future__ import annotations
@@ -42,8 +43,26 @@ terminal, and the API is at <code>/api/v1</code>, described by <code>/api/v1/ope
 """
 
 
+UNBUILT_MANUAL = b"""<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>paramd</title>
+<h1>The manual of paramd</h1>
+<p>It has not been built: this is a source install. Releases on the package index include it. In a
+checkout:
+<pre>make manual</pre>
+<p>Then restart the control plane. The same pages are in the folder <code>docs</code>.
+</html>
+"""
+
 BUILT = Path(__file__).parents[1] / "web"
 """Output of `make web` and of a wheel build."""
+
+MANUAL = Path(__file__).parents[1] / "manual"
+"""Output of `make manual`."""
+
+MANUAL_PATH = "/docs"
 
 CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -55,6 +74,7 @@ _TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
+    ".png": "image/png",
 }
 # For names that contain a content hash.
 _FOREVER = "public, max-age=31536000, immutable"
@@ -80,34 +100,51 @@ def page_files(built: Path = BUILT) -> Mapping[str, PageFile]:
 
     Reads every file once for its ETag; contents are read again when served.
     """
+    return _files(built, "", UNBUILT)
+
+
+def manual_files(built: Path = MANUAL) -> Mapping[str, PageFile]:
+    """The same of the manual, below `MANUAL_PATH`."""
+    return _files(built, MANUAL_PATH, UNBUILT_MANUAL)
+
+
+def _files(built: Path, below: str, otherwise: bytes) -> dict[str, PageFile]:
     found: dict[str, PageFile] = {}
     if (built / "index.html").is_file():
         for path in sorted(built.rglob("*")):
             if path.is_file() and path.suffix in _TYPES:
-                found[f"/{path.relative_to(built).as_posix()}"] = _file(path)
-        found["/"] = found.pop("/index.html")
+                found[f"{below}/{path.relative_to(built).as_posix()}"] = _file(path)
+        # The manual's own pages link to its index by name, the dashboard's do not.
+        found[f"{below}/"] = found[f"{below}/index.html"]
+        if not below:
+            del found["/index.html"]
         return found
-    found["/"] = PageFile(
+    found[f"{below}/"] = PageFile(
         media_type=_TYPES[".html"],
         cache_control="no-store",
-        etag=_etag(UNBUILT),
+        etag=_etag(otherwise),
         path=None,
-        text=UNBUILT,
+        text=otherwise,
     )
     return found
 
 
 class Page:
-    """ASGI middleware: serves the dashboard's paths, passes all others on."""
+    """ASGI middleware: serves the paths of dashboard and manual, passes all others on."""
 
     def __init__(self, app: ASGIApp, *, files: Mapping[str, PageFile] | None = None) -> None:
         self._app = app
-        self._files = files if files is not None else page_files()
+        self._files = files if files is not None else {**page_files(), **manual_files()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         file = None
         if scope["type"] == "http" and scope["method"] in ("GET", "HEAD"):
             file = self._files.get(scope["path"])
+            if file is None and scope["path"] == MANUAL_PATH:
+                # Links of the pages are relative.
+                moved = Response(status_code=308, headers={"location": f"{MANUAL_PATH}/"})
+                await moved(scope, receive, send)
+                return
         app = self._app if file is None else _answer(file, scope)
         await app(scope, receive, send)
 

@@ -509,6 +509,11 @@ class JobSummary(BaseModel):
     hold: str = Field(
         description="running, held or stepping, as the ranks last reported; see get_hold"
     )
+    critical_count: int = Field(description="Critical alerts firing, acknowledged ones too")
+    warning_count: int = Field(description="Other alerts firing")
+    open_count: int = Field(
+        description="Firing alerts that nobody has acknowledged and no silence covers"
+    )
 
 
 class JobList(BaseModel):
@@ -525,6 +530,20 @@ class JobRegistration(BaseModel):
     incarnation_floor: int = Field(
         0, description="The new incarnation is above this one", ge=0, le=1_000_000_000_000
     )
+    rank_hosts: list[str] = Field(
+        default_factory=list,
+        max_length=65_536,
+        description="Name or address of each rank, for ranks on several hosts: they are given "
+        "certificates",
+    )
+
+
+class TlsDocument(BaseModel):
+    """A certificate of a job's own CA, with its key: never log it. PEM."""
+
+    ca: str = Field(description="The CA's certificate")
+    cert: str
+    key: str = Field(description="Private key of cert")
 
 
 class RegisteredJob(BaseModel):
@@ -535,6 +554,9 @@ class RegisteredJob(BaseModel):
     control_address: str = Field(description='gRPC target "host:port" that sidecars join')
     public_key: str = Field(description="Verifies the incarnation's tickets; hexadecimal")
     rank_tickets: list[str] = Field(description="By rank; lets a sidecar join as that rank")
+    rank_tls: list[TlsDocument] = Field(
+        default_factory=list, description="By rank; empty unless rank_hosts were given"
+    )
 
 
 class IncarnationDocument(BaseModel):
@@ -571,6 +593,9 @@ class JobDocument(JobSummary):
     peers: list[PeerDocument] = Field(description="Joined sidecars, ordered by rank")
     ticket: str = Field(description="Signed, with the token's rights; for gRPC metadata only")
     ticket_expires_s: float = Field(description="Seconds since the Unix epoch")
+    tls: TlsDocument | None = Field(
+        None, description="To connect to mtls:// addresses with; null when there are none"
+    )
 
 
 class RankDocument(BaseModel):

@@ -51,6 +51,8 @@ class Services:
     """True while draining."""
     tls: ServerTls | None = None
     """None: plain HTTP and gRPC, on loopback."""
+    ca: bytes = b""
+    """The job's own CA (PEM), if it signed our certificate."""
     doorway: Doorway = field(default_factory=Doorway)
     """REST connections, and which of them are authenticated."""
     sessions: Sessions = field(default_factory=Sessions)

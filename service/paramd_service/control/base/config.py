@@ -15,6 +15,7 @@ from paramd.errors import UsageError
 from paramd.mesh.peers.grpc import Asked
 from paramd.places import check_job_name
 from paramd.security.tickets import Signer, key_from_hex
+from paramd_service.control.base.certificates import JobCertificates
 from paramd_service.control.store.engine import holds_password
 
 MAX_BOOTSTRAP_BYTES = 64 << 10
@@ -136,6 +137,14 @@ class Bootstrap:
     """Signs the job's tickets; on the wire in hexadecimal digits."""
     token: str = field(repr=False)
     """Bearer token of the REST side, with the role admin."""
+    own_tls: bool = False
+    """Serve over TLS with the job's own CA; for jobs on several hosts."""
+    certificates: JobCertificates = field(init=False, repr=False, compare=False)
+    """Issued by the job's own CA."""
+
+    def __post_init__(self) -> None:
+        made = JobCertificates(self.private_key, job=self.job, incarnation=self.incarnation)
+        object.__setattr__(self, "certificates", made)
 
     @property
     def signer(self) -> Signer:
@@ -149,6 +158,8 @@ class Bootstrap:
 
 def read_bootstrap(stdin: BinaryIO, *, job: str) -> Bootstrap:
     """Read the one JSON line `{"job", "incarnation", "world_size", "private_key", "token"}`.
+
+    With `"own_tls": true` the control plane serves TLS of the job's own.
 
     Raises:
         UsageError: it is missing, too long, malformed or about another job. The text never
@@ -167,6 +178,7 @@ def read_bootstrap(stdin: BinaryIO, *, job: str) -> Bootstrap:
             world_size=int(found["world_size"]),
             private_key=key_from_hex(found, "private_key"),
             token=str(found["token"]),
+            own_tls=found.get("own_tls") is True,
         )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"stdin: cannot be read ({type(error).__name__})") from None

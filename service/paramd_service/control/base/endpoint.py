@@ -101,8 +101,13 @@ def bind_grpc(
     raise UnreachableError(_none_free(wanted))
 
 
-def announce(bootstrap: Bootstrap, url: str, grpc_address: str) -> Endpoint:
+def announce(
+    bootstrap: Bootstrap, url: str, grpc_address: str, *, with_ca: bool = False
+) -> Endpoint:
     """Write the job's endpoint file, replacing an older incarnation's.
+
+    Args:
+        with_ca: Whether `url` is of the job's own CA, which clients are to trust then.
 
     Raises:
         ConflictError: a newer incarnation of the job is already running.
@@ -116,6 +121,9 @@ def announce(bootstrap: Bootstrap, url: str, grpc_address: str) -> Endpoint:
         grpc_address=grpc_address,
         incarnation=bootstrap.incarnation,
         pid_start=places.process_start(os.getpid()),
+        host_id=places.host_id(),
+        ca=bootstrap.certificates.authority.pem.decode() if with_ca else "",
+        ca_pin=bootstrap.certificates.authority.pin if with_ca else "",
     )
     places.write_endpoint(endpoint)
     return endpoint

@@ -77,7 +77,7 @@ class ExportCalls:
         """No I/O."""
         self._generation = generation
         self._bootstrap = bootstrap
-        self._channels = Channels(ControlTicket(bootstrap))
+        self._channels = Channels(ControlTicket(bootstrap), job_tls=bootstrap.certificates.own)
 
     async def close(self) -> None:
         """Closes all channels."""

@@ -18,6 +18,7 @@ from paramd.layout.merge import layout_digest
 from paramd.layout.select import NameIndex
 from paramd.mesh.peers.grpc import Channels, told_errors, watched
 from paramd.security.tickets import Role
+from paramd.security.tls import is_of_job
 from paramd.v1 import layout_pb2, sidecar_pb2
 from paramd_service.control.base.config import Bootstrap
 from paramd_service.control.mesh.coordinator import BoundaryRequest, RankAnswer
@@ -82,10 +83,15 @@ class OwnDirectory:
             },
             ticket=ticket,
             ticket_expires_s=now_s + TICKET_TTL_S,
+            tls=mine.certificates.own() if _of_job(self._registry) else None,
         )
 
     async def close(self) -> None:
         """No-op: nothing is open."""
+
+
+def _of_job(registry: Registry) -> bool:
+    return any(is_of_job(peer.address) for peer in registry.peers())
 
 
 class OwnFinder:
@@ -148,7 +154,7 @@ class SidecarCalls:
         """No I/O. `generation` is this control plane's; sidecars obey the highest."""
         self._bootstrap = bootstrap
         self._generation = generation
-        self._channels = Channels(ControlTicket(bootstrap))
+        self._channels = Channels(ControlTicket(bootstrap), job_tls=bootstrap.certificates.own)
 
     async def ask(
         self, rank: int, address: str, method: str, request: object, *, timeout_s: float

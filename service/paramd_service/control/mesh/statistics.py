@@ -15,6 +15,7 @@ from paramd_service.control.mesh.held import HeldSnapshots, LeasedSnapshot
 if TYPE_CHECKING:
     from paramd.layout.plan import ReadPlan
     from paramd.mesh.frames.frames import GradFrame, Kind
+    from paramd.mesh.insight.updates import Updates
     from paramd.mesh.peers.discovery import SidecarFinder
     from paramd.mesh.peers.sidecars import Pinned, Sidecars
     from paramd.mesh.reading.pooled import TensorHeatmap
@@ -135,6 +136,15 @@ class StatsSource:
             return pinned.incarnation, pinned.step, texts
 
         return await self._reading([pattern], work)
+
+    async def updates(self, patterns: Sequence[str]) -> Updates:
+        """What the next update does to each matching parameter. Raises: as `get`."""
+        from paramd.mesh.insight.updates import compute_updates
+
+        with self._queries.one(CALLER.get()):
+            reach = await self._reaching()
+            asked_by.set(CALLER.get() or "")
+            return await compute_updates(reach, patterns, time.monotonic() + TIMEOUT_S)
 
     async def pin(
         self, patterns: Sequence[str], *, with_buffers: bool, filter_text: str, lease_s: float

@@ -16,6 +16,7 @@ from typing import Any
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
+from paramd import extras
 from paramd.errors import UnreachableError, UsageError
 
 FILE_NAME = "control.sqlite"
@@ -129,7 +130,7 @@ def make_engine(address: StoreAddress) -> Engine:
         )
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"store: PostgreSQL needs {error.name}; run: pip install 'paramd[postgres]'"
+            f"store: PostgreSQL needs {error.name}; {extras.install('postgres')}"
         ) from error
 
 

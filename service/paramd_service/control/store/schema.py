@@ -19,7 +19,7 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
-REVISION = "0004"
+REVISION = "0005"
 """The newest revision; a test checks it against the migrations."""
 
 MAX_JOB_CHARS = 64
@@ -76,6 +76,21 @@ alerts = Table(
     Column("updated_s", Double, nullable=False),
     Column("resolved_s", Double, comment="null: still true"),
     Index("ix_alerts_job", "job", "id"),
+)
+
+alert_silences = Table(
+    "alert_silences",
+    metadata,
+    Column("id", String(32), primary_key=True),
+    Column("job", String(MAX_JOB_CHARS), nullable=False),
+    Column("rule", String(MAX_NAME_CHARS), nullable=False, comment="empty: every rule"),
+    Column("subject", Text, nullable=False, comment="empty: every subject"),
+    Column("actor", String(MAX_NAME_CHARS), nullable=False),
+    Column("note", Text, nullable=False),
+    Column("created_s", Double, nullable=False, comment="seconds since the Unix epoch"),
+    Column("until_s", Double, nullable=False),
+    Column("ended_s", Double, comment="null: it ended, or ends, at until_s"),
+    Index("ix_alert_silences_job", "job"),
 )
 
 metric_series = Table(

@@ -103,11 +103,13 @@ class Capture:
         copy: Copy = copy_at_one_step,
         digest: Callable[[], int] = lambda: 0,
         stopped: Callable[[], bool] = lambda: False,
+        serve_standing: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
             digest: of the samples as they are in the arena (memory/control_page.py).
             stopped: whether the trainer's process is stopped, for example by SIGSTOP.
+            serve_standing: makes the standing snapshot that the trainer asks for, if any.
         """
         self._words = page.words
         self._page = page
@@ -116,6 +118,7 @@ class Capture:
         self._copy = copy
         self._digest = digest
         self._stopped = stopped
+        self._serve_standing = serve_standing
         self.trainer_ended = False
         """Once True, a resting state can no longer change."""
         self._jobs: list[CopyJob] = []
@@ -165,6 +168,8 @@ class Capture:
             self.reaching.serve(announced)
             self._serve_stepped()
             self._serve_jobs(announced)
+            # Last: callers wait for the others.
+            self._serve_standing()
         finally:
             # On errors too: the trainer's next update waits for this word.
             self._words[Word.SERVED] = announce

@@ -174,6 +174,8 @@ ROLES: dict[str, frozenset[Role]] = {
     f"/{SERVICE}/DigestSnapshot": _READERS,
     f"/{SERVICE}/GetMetrics": _VIEWERS,
     f"/{SERVICE}/Summon": _READERS,
+    f"/{SERVICE}/InspectTrainer": _READERS,
+    f"/{SERVICE}/GetLogged": _READERS,
     f"/{SERVICE}/StreamGradients": _READERS,
     f"/{SERVICE}/BeginExport": _CONTROL,
     f"/{SERVICE}/WriteExportFile": _CONTROL,

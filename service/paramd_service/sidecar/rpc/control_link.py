@@ -15,7 +15,7 @@ import grpc.aio
 
 from paramd.errors import ConflictError
 from paramd.places import host_id
-from paramd.security.tls import open_channel
+from paramd.security.tls import open_channel, tls_for
 from paramd.v1 import common_pb2, control_pb2, control_pb2_grpc
 from paramd.version import __version__
 from paramd_service.sidecar.owner import LASTING, Mesh, Ownership, PeerInfo
@@ -107,7 +107,8 @@ class Joining:
         """Run one stream until it ends; return whether the control plane admitted us."""
         joined = False
         self._interval_s = self._rank.config.report_s
-        async with open_channel(mesh.control_address, options=_OPTIONS) as channel:
+        tls = tls_for(mesh.control_address, None, self._rank.job_tls())
+        async with open_channel(mesh.control_address, tls, options=_OPTIONS) as channel:
             stub: Any = control_pb2_grpc.ControlServiceStub(channel)
             call = stub.Join(self._reports(mesh), metadata=self._metadata())
             try:

@@ -210,7 +210,7 @@ class Memories:
         self._rank = rank
         self._plan = plan
         self._message = message
-        self._channels = Channels(CALLER_TICKET.get)
+        self._channels = Channels(CALLER_TICKET.get, job_tls=rank.job_tls)
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> dict[tuple[int, str], Memory]:

@@ -92,17 +92,18 @@ class GrpcServer:
 
     def _bind(self, server: grpc.aio.Server) -> str:
         config = self._rank.config
-        listen, files = config.listen, config.tls_files
+        listen, own = config.listen, self._rank.own_pems
+        source = own if own is not None else config.tls_files
         host = listen.rpartition(":")[0].removeprefix("[").removesuffix("]")
-        name = advertised(host, config.advertise, tls=files is not None)
-        tls = self._rank.tls = ServerTls(files) if files is not None else None
+        name = advertised(host, config.advertise, tls=source is not None)
+        tls = self._rank.tls = ServerTls(source) if source is not None else None
 
         def add(address: str) -> str:
             if tls is None:
                 port = server.add_insecure_port(address)
             else:
                 port = server.add_secure_port(address, tls.grpc_credentials())
-            return grpc_address(name, port, tls=tls is not None)
+            return grpc_address(name, port, tls=tls is not None, of_job=own is not None)
 
         try:
             return add(listen)

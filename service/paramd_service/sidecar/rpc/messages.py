@@ -167,6 +167,7 @@ def rank_state(rank: RankSidecar) -> common_pb2.RankState:
         refused_call_count=rank.refusals.count,
         last_refusal=rank.refusals.last,
         stream_port=rank.stream_port,
+        logged_count=rank.logged_count,
     )
     attached = rank.attached
     if attached is None:

@@ -160,7 +160,7 @@ class Gatherer:
         self.mesh = mesh
         self._rank = rank
         self._background = Background()
-        self._channels = Channels(CALLER_TICKET.get)
+        self._channels = Channels(CALLER_TICKET.get, job_tls=rank.job_tls)
         self._index: NameIndex | None = None
 
     async def close(self) -> None:

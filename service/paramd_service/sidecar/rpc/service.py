@@ -15,7 +15,13 @@ import os
 import resource
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
-from contextlib import AbstractContextManager, aclosing, asynccontextmanager, nullcontext
+from contextlib import (
+    AbstractContextManager,
+    AsyncExitStack,
+    aclosing,
+    asynccontextmanager,
+    nullcontext,
+)
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -31,7 +37,7 @@ from paramd.wire import CHUNK_BYTES, data_chunk
 from paramd_service import admission
 from paramd_service.admission import Shares, TokenRevokedError
 from paramd_service.sidecar.rank import RankSidecar
-from paramd_service.sidecar.rpc import auth, edits, exports, gateway, messages, pins
+from paramd_service.sidecar.rpc import auth, edits, exports, gateway, insight, messages, pins
 from paramd_service.sidecar.rpc.auth import (
     CALLER,
     SERVICE,
@@ -216,6 +222,7 @@ class SidecarServicer:
             **pins.calls(rank),
             **gateway.calls(self._gateway),
             **exports.calls(rank),
+            **insight.calls(rank),
             **self._streams.calls(),
         }
         return grpc.method_handlers_generic_handler(
@@ -389,13 +396,19 @@ class SidecarServicer:
             raise UsageError(
                 f"items: {len(request.items):,}; expected at most {auth.MAX_STATS_ITEMS:,}"
             )
-        async with self._held(request.snapshot_id, timeout_s) as snapshot:
+        async with AsyncExitStack() as stack:
+            snapshot = await stack.enter_async_context(self._held(request.snapshot_id, timeout_s))
+            before = None
+            if request.before_snapshot_id:
+                held = self._held(request.before_snapshot_id, timeout_s)
+                before = await stack.enter_async_context(held)
             found = await compute_stats(
                 self._rank,
                 snapshot,
                 request.items,
                 with_exponents=request.with_exponents,
                 edges=request.edges,
+                before=before,
             )
         return pb.ComputeStatsResponse(header=messages.header_of(self._rank, snapshot), stats=found)
 

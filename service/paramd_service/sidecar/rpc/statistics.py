@@ -91,18 +91,28 @@ async def compute_stats(
     *,
     with_exponents: bool,
     edges: Sequence[float] = (),
+    before: Snapshot | None = None,
 ) -> list[pb.Stats]:
-    """One answer per item, in order. The caller must hold the snapshot until it returns.
+    """One answer per item, in order. The caller must hold the snapshots until it returns.
+
+    With `before`, of the differences to that snapshot.
 
     Cancellation takes effect between two items and waits for the thread, which reads the
     snapshot's memory.
 
     Raises:
-        UsageError: an item leaves the snapshot, or its dtype has no statistics.
+        UsageError: an item leaves the snapshot, its dtype has no statistics, or the snapshots
+            have different sizes.
     """
     data = snapshot.view()
+    if before is not None and before.size_bytes != snapshot.size_bytes:
+        raise UsageError(
+            f"before_snapshot_id: a snapshot of {before.size_bytes} bytes; expected one of the "
+            f"same spans, {snapshot.size_bytes} bytes"
+        )
+    subtracted = before.view() if before is not None else None
     return await on_stats_thread(
-        rank, lambda stop: _reduce_all(rank, data, items, with_exponents, edges, stop)
+        rank, lambda stop: _reduce_all(rank, data, subtracted, items, with_exponents, edges, stop)
     )
 
 
@@ -130,6 +140,7 @@ async def on_stats_thread(rank: RankSidecar, work: Callable[[Sequence[bool]], An
 def _reduce_all(
     rank: RankSidecar,
     data: memoryview,
+    before: memoryview | None,
     items: Sequence[pb.StatsItem],
     with_exponents: bool,
     edges: Sequence[float],
@@ -139,12 +150,19 @@ def _reduce_all(
 
     reduce.set_up()
     between = reduce.make_edges(edges)
-    runs = [_run_of(data, item, reduce.item_bytes(item.dtype)) for item in items]
+    sizes = [reduce.item_bytes(item.dtype) for item in items]
+    runs = [_run_of(data, item, size) for item, size in zip(items, sizes, strict=True)]
     answers = []
-    for item, run in zip(items, runs, strict=True):
+    for item, run, size in zip(items, runs, sizes, strict=True):
         if stop:
             break
-        reduced = reduce.reduce_run(run, item.dtype, with_exponents=with_exponents, edges=between)
+        reduced = reduce.reduce_run(
+            run,
+            item.dtype,
+            with_exponents=with_exponents,
+            edges=between,
+            before=_run_of(before, item, size) if before is not None else None,
+        )
         answers.append(reduce.stats_message(reduced))
         rank.faults.at("stats-item")
     return answers

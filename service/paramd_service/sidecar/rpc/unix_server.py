@@ -16,6 +16,7 @@ from typing import Any
 from paramd.errors import ConflictError, DeniedError, ParamdError, UsageError, codes_of
 from paramd.memory import handover
 from paramd.security.tickets import Claims
+from paramd.security.tls import Pems
 from paramd_service.admission import Shares, Who
 from paramd_service.sidecar.edits.lent import Lent
 from paramd_service.sidecar.owner import (
@@ -154,9 +155,12 @@ class _Connection:
         self._counted_for: Who = None
         self._handlers: dict[str, Callable[[dict[str, Any], list[int]], Coroutine[Any, Any, None]]]
         self._handlers = {
+            "offer": self._offer,
             "attach": self._attach,
             "mesh": self._mesh,
+            "insight": self._insight,
             "detach": self._detach,
+            "where": self._where,
             "leave": self._leave,
             "live": self._live,
             "map": self._map,
@@ -226,10 +230,14 @@ class _Connection:
     async def _attach(self, message: dict[str, Any], descriptors: list[int]) -> None:
         request = parse_attach(message)
         self._check_pid(request)
+        pems = Pems.of_json(message["tls"]) if "tls" in message else None
         handed_back = list(descriptors)
         descriptors.clear()  # attach takes them over
         attached = await self._rank.attach(request, handed_back)
         self._attached = attached
+        if pems is not None and self._rank.own_pems is not None:
+            # The predecessor's CA ended with its incarnation.
+            self._rank.own_pems.replace(pems)
         answer = {
             "op": "attached",
             "sidecar_pid": os.getpid(),
@@ -237,6 +245,12 @@ class _Connection:
             "socket_path": str(self._rank.config.socket_path),
         }
         handover.send(self._socket, answer, attached.shared.as_list())
+
+    async def _offer(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        # As with attach, the kernel vouches for the user; a living trainer's memory is not given.
+        offer, found = await self._rank.offer(message.get("rank"), message.get("job"))
+        descriptors += found  # closed once this message is served
+        handover.send(self._socket, offer, found)
 
     def _check_pid(self, request: AttachRequest) -> None:
         # 0: the kernel could not name the peer in our pid namespace.
@@ -256,9 +270,18 @@ class _Connection:
         self._rank.set_mesh(parse_mesh(message, layout))
         handover.send(self._socket, {"op": "serving"})
 
+    async def _insight(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        self._check_owner("insight")
+        self._rank.insight.line.open(message, descriptors)
+        handover.send(self._socket, {"op": "insight"})
+
     async def _detach(self, message: dict[str, Any], descriptors: list[int]) -> None:
         self._check_owner("detach")
         self._rank.detach()
+
+    async def _where(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        # Before a trainer takes it over: a sidecar cannot move to another address.
+        handover.send(self._socket, {"op": "where", "address": self._server.address()})
 
     async def _leave(self, message: dict[str, Any], descriptors: list[int]) -> None:
         # Without a ticket, which nobody can mint once the control plane has ended. The kernel

@@ -193,7 +193,12 @@ def make_edges(edges: Sequence[float]) -> torch.Tensor | None:
 
 
 def reduce_run(
-    data: memoryview, dtype: str, *, with_exponents: bool, edges: torch.Tensor | None = None
+    data: memoryview,
+    dtype: str,
+    *,
+    with_exponents: bool,
+    edges: torch.Tensor | None = None,
+    before: memoryview | None = None,
 ) -> Reduced:
     """Statistics of a run of elements.
 
@@ -202,6 +207,7 @@ def reduce_run(
         dtype: torch dtype without its prefix.
         with_exponents: count binary exponents, at several times the cost of all the rest.
         edges: from `make_edges`; count finite elements between them.
+        before: as many bytes of the same dtype, which are subtracted.
 
     Raises:
         UsageError: there are no statistics of that dtype.
@@ -216,6 +222,9 @@ def reduce_run(
         end = min(begin + piece_numel, numel)
         raw = torch.frombuffer(data[begin * itemsize : end * itemsize], dtype=torch.uint8)
         piece = _widen(raw, dtype)
+        if before is not None:
+            raw = torch.frombuffer(before[begin * itemsize : end * itemsize], dtype=torch.uint8)
+            piece = piece - _widen(raw, dtype)
         _add_piece(result, piece)
         if edges is not None:
             _add_between(result, piece, edges)

@@ -11,11 +11,12 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from paramd.errors import NotFoundError
+from paramd.security.tls import CA_PATH
 from paramd_service.control.api.services import Services
 
 
 def open_routes(services: Services) -> Sequence[BaseRoute]:
-    """/healthz: the event loop runs. /readyz: serving, not draining."""
+    """/healthz: the event loop runs. /readyz: serving, not draining. /ca.pem: a job's own CA."""
 
     async def healthz(_: Request) -> Response:
         return PlainTextResponse("ok\n")
@@ -25,7 +26,11 @@ def open_routes(services: Services) -> Sequence[BaseRoute]:
             return PlainTextResponse("stopping\n", 503)
         return PlainTextResponse("ok\n")
 
-    return [Route("/healthz", healthz), Route("/readyz", readyz)]
+    async def ca(_: Request) -> Response:
+        return PlainTextResponse(services.ca)
+
+    shown = [Route(CA_PATH, ca)] if services.ca else []
+    return [Route("/healthz", healthz), Route("/readyz", readyz), *shown]
 
 
 def metrics_router(services: Services) -> APIRouter:

@@ -7,13 +7,14 @@ from dataclasses import asdict
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from paramd.clock import now_s
 from paramd.errors import NotFoundError, UsageError
 from paramd.layout.types import Layout, TensorLayout
 from paramd_service.control.access.doorway import may_read
 from paramd_service.control.alerts.book import Point, series_name, series_of, subject_of
+from paramd_service.control.alerts.config import LOGGED
 from paramd_service.control.api.choice import check_large
 from paramd_service.control.api.routes.paging import INVALID, make_token, read_token
 from paramd_service.control.api.services import Services
@@ -25,8 +26,9 @@ MAX_POINTS = 5000
 MAX_SERIES = 5000
 
 Metric = Annotated[
-    Literal["norm", "grad_norm", "step", "step_time_s", "stall_total_s"],
-    Query(description="Which metric"),
+    Literal["norm", "grad_norm", "step", "step_time_s", "stall_total_s"]
+    | Annotated[str, StringConstraints(pattern=rf"^{LOGGED}[A-Za-z_][A-Za-z0-9_./-]{{0,59}}$")],
+    Query(description=f"Which metric; {LOGGED}NAME is a number that the script logs"),
 ]
 Subject = Annotated[
     str,
@@ -50,7 +52,9 @@ PageToken = Annotated[str, Query(max_length=512, description="From the previous 
 class SeriesDocument(BaseModel):
     """A series that `get_history` can return."""
 
-    metric: str = Field(description="norm, grad_norm, step, step_time_s or stall_total_s")
+    metric: str = Field(
+        description=f"norm, grad_norm, step, step_time_s, stall_total_s or {LOGGED}NAME"
+    )
     subject: str = Field(
         description="A tensor's name, a rank, or min, median, max. A long name is cut and ends in "
         "a digest; pass it to get_history as it is"

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
 
 from paramd import clock
+from paramd.errors import UsageError
 from paramd.security.tickets import RANK_TICKET_TTL_S, Role, Signer
+from paramd.security.tls import is_of_job
 from paramd_service.control.access.authority import Principal
 from paramd_service.control.access.doorway import principal_of
 from paramd_service.control.access.roles import ticket_role
+from paramd_service.control.alerts.book import Severity
 from paramd_service.control.api import rank_text
 from paramd_service.control.api.models import (
     IncarnationDocument,
@@ -25,6 +28,7 @@ from paramd_service.control.api.models import (
     PeerDocument,
     RankList,
     RegisteredJob,
+    TlsDocument,
 )
 from paramd_service.control.api.services import Services
 from paramd_service.control.base.config import Bootstrap
@@ -40,11 +44,16 @@ def router(services: Services) -> APIRouter:
     @routes.get("/jobs")
     async def list_jobs() -> JobList:
         """Jobs of this control plane, each in its last incarnation."""
-        return JobList(jobs=[_summary(i, i.registry.view()) for i in services.jobs.all()])
+        return JobList(jobs=[_summary(services, i, i.registry.view()) for i in services.jobs.all()])
 
     @routes.post("/jobs", status_code=201)
     async def register_job(registration: JobRegistration, request: Request) -> RegisteredJob:
         """Begin a new incarnation of a job; the previous one ends."""
+        hosts = registration.rank_hosts
+        if hosts and len(hosts) != registration.world_size:
+            raise UsageError(
+                f"rank_hosts: {len(hosts)} for {registration.world_size} ranks; give one for each"
+            )
         mesh = await services.jobs.register(
             registration.job,
             world_size=registration.world_size,
@@ -55,7 +64,7 @@ def router(services: Services) -> APIRouter:
             "incarnation_floor": registration.incarnation_floor,
         }
         await services.records.happened(principal_of(request), "job.register", detail, mesh)
-        return await _registered(services, mesh)
+        return await _registered(services, mesh, registration.rank_hosts)
 
     @routes.get("/jobs/{job}")
     async def get_job(job: str, request: Request) -> JobDocument:
@@ -73,7 +82,7 @@ def router(services: Services) -> APIRouter:
         who = principal_of(request)
         async with services.records.recorded(who, "job.end", {}, mesh):
             services.jobs.end(job, who.name)
-        return _summary(mesh, mesh.registry.view())
+        return _summary(services, mesh, mesh.registry.view())
 
     @routes.get("/jobs/{job}/ranks", response_model=RankList)
     async def list_ranks(job: str) -> Response:
@@ -104,16 +113,20 @@ async def _yielded(chunks: Iterator[str]) -> AsyncIterator[str]:
         yield chunk
 
 
-async def _registered(services: Services, mesh: Incarnation) -> RegisteredJob:
+async def _registered(services: Services, mesh: Incarnation, hosts: Sequence[str]) -> RegisteredJob:
     mine = mesh.bootstrap
     # A signature takes 50 us; thousands of them would block the event loop.
     tickets = await asyncio.to_thread(_rank_tickets, mine)
+    pems = []
+    if hosts:
+        pems = await asyncio.to_thread(mine.certificates.authority.issue_ranks, hosts)
     return RegisteredJob(
         job=mine.job,
         incarnation=mine.incarnation,
         control_address=services.grpc_address,
         public_key=mine.signer.public_key.hex(),
         rank_tickets=tickets,
+        rank_tls=[TlsDocument(**one.to_json()) for one in pems],
     )
 
 
@@ -131,7 +144,10 @@ def _rank_tickets(mine: Bootstrap) -> list[str]:
     ]
 
 
-def _summary(mesh: Incarnation, view: MeshView) -> JobSummary:
+def _summary(services: Services, mesh: Incarnation, view: MeshView) -> JobSummary:
+    watcher = services.watchers.get(mesh.job)
+    firing = watcher.book.firing if watcher is not None else ()
+    critical = sum(alert.finding.severity is Severity.CRITICAL for alert in firing)
     return JobSummary(
         job=mesh.job,
         incarnation=mesh.number,
@@ -141,6 +157,12 @@ def _summary(mesh: Incarnation, view: MeshView) -> JobSummary:
         state=view.state.value,
         reason=str(mesh.over) if mesh.over is not None else view.reason,
         hold=_hold(view),
+        critical_count=critical,
+        warning_count=len(firing) - critical,
+        open_count=sum(
+            not alert.acknowledged_by and watcher is not None and not watcher.silenced(alert)
+            for alert in firing
+        ),
     )
 
 
@@ -171,13 +193,17 @@ def _document(
         )
         for peer in mesh.registry.peers()
     ]
+    pems = None
+    if any(is_of_job(address) for address in (services.grpc_address, *(p.address for p in peers))):
+        pems = mine.certificates.client(principal.token_id)
     return JobDocument(
-        **_summary(mesh, view).model_dump(),
+        **_summary(services, mesh, view).model_dump(),
         layout_digest=view.layout_digest,
         control_address=services.grpc_address,
         peers=peers,
         ticket=ticket,
         ticket_expires_s=now_s + ttl_s,
+        tls=TlsDocument(**pems.to_json()) if pems is not None else None,
     )
 
 

@@ -1,0 +1,181 @@
+"""`paramd connect`: a job on another host becomes one of this host's, over one SSH connection.
+
+It asks that host's own paramd for the job's endpoint, forwards one port to the control plane, and
+writes an endpoint of its own into this host's state dir while it runs. So every command, and
+`paramd.connect(job=...)`, find the job as if it ran here; sidecars are reached through that port.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shlex
+import socket
+import subprocess
+import time
+from dataclasses import asdict, replace
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import typer
+
+from paramd.cli import completion
+from paramd.cli.options import PANEL
+from paramd.cli.shell import say
+from paramd.errors import UnreachableError, UsageError
+
+START_S = 30.0
+"""How long SSH and the other host's paramd may take, a password typed meanwhile included."""
+
+POLL_S = 0.1
+MAX_ENDPOINT_CHARS = 64 << 10
+
+
+def connect(
+    host: Annotated[
+        str | None,
+        typer.Argument(metavar="[USER@]HOST", help="Where SSH reaches the job's first host, or a "
+                       "login node that shares its state dir."),
+    ] = None,
+    job: Annotated[
+        str | None,
+        typer.Option("--job", metavar="NAME", help="Name of the job; required if several run there."
+                     " \\[env: PARAMD_JOB]", autocompletion=completion.jobs),
+    ] = None,
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="Local port; 0 picks a free one.")
+    ] = 0,
+    ssh: Annotated[
+        str, typer.Option("--ssh", metavar="COMMAND", help="How to call SSH, with its options.")
+    ] = "ssh",
+    remote: Annotated[
+        str, typer.Option("--remote", metavar="COMMAND", help="How to call paramd there.")
+    ] = "paramd",
+    show: Annotated[
+        bool,
+        typer.Option("--show", help="Print the endpoint of a job here, token included, as JSON, "
+                     "and end. What the other side of a connection runs.", rich_help_panel=PANEL),
+    ] = False,
+) -> None:  # fmt: skip
+    """Connect to a job on another host over SSH; runs until Ctrl-C.
+
+    Meanwhile all commands here find the job by its name. One port is forwarded,
+    the control plane's; its certificate is checked against the job's own CA, as
+    that host knows it. The token travels within SSH, and is nowhere in an argument.
+    """
+    job = job if job is not None else os.environ.get("PARAMD_JOB") or None
+    if show:
+        print(_shown(job))
+        return
+    if host is None or host.startswith("-"):
+        raise UsageError("HOST is missing; for example: paramd connect me@login.example")
+    _connect(shlex.split(ssh), host, shlex.split(remote), job, port)
+
+
+def _shown(job: str | None) -> str:
+    from paramd.places import read_endpoint
+
+    return json.dumps(asdict(read_endpoint(job)))
+
+
+def _connect(ssh: list[str], host: str, remote: list[str], job: str | None, port: int) -> None:
+    from paramd import places
+
+    found = _endpoint(ssh, host, remote, job)
+    target = urlsplit(found.url)
+    port = port if port else _free_port()
+    there = f"[{target.hostname}]" if ":" in (target.hostname or "") else target.hostname
+    forward = f"127.0.0.1:{port}:{there}:{target.port}"
+    options = ["-o", "ExitOnForwardFailure=yes", "-o", "ServerAliveInterval=15"]
+    process = subprocess.Popen([*ssh, "-N", *options, "-L", forward, host])
+    try:
+        _wait_for(process, port, host)
+        mine = replace(
+            found,
+            url=f"{target.scheme}://127.0.0.1:{port}",
+            pid=os.getpid(),
+            pid_start=places.process_start(os.getpid()),
+            host_id=places.host_id(),
+        )
+        places.write_endpoint(mine)
+        try:
+            _tell(mine.job, mine.url, found.ca_pin)
+            process.wait()
+        finally:
+            places.remove_endpoint(mine)
+        raise UnreachableError(f"SSH to {host} ended (code {process.returncode}); connect again")
+    finally:
+        _end(process)
+
+
+def _endpoint(ssh: list[str], host: str, remote: list[str], job: str | None) -> Any:
+    """The endpoint that the other host's paramd shows."""
+    from paramd.places import Endpoint, check_job_name
+
+    command = [*remote, "connect", "--show", *(["--job", job] if job is not None else [])]
+    try:
+        done = subprocess.run(
+            [*ssh, host, shlex.join(command)],
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=START_S,
+            check=False,
+        )
+    except FileNotFoundError:
+        raise UsageError(f"{ssh[0]} is not installed; name another one with --ssh") from None
+    except subprocess.TimeoutExpired:
+        raise UnreachableError(f"{host} did not answer within {START_S:.0f} s over SSH") from None
+    if done.returncode == 255:
+        raise UnreachableError(f"SSH does not reach {host}; try: {ssh[0]} {host} true")
+    if done.returncode == 127:
+        raise UsageError(
+            f"{remote[0]!r} is not found on {host}; give its path there with --remote, such as "
+            "--remote '~/venv/bin/paramd'"
+        )
+    if done.returncode != 0:
+        raise UnreachableError(f"paramd on {host} shows no job, see its message above")
+    try:
+        # The last line: a login shell may print a greeting before it.
+        found = Endpoint(**json.loads(done.stdout[-MAX_ENDPOINT_CHARS:].splitlines()[-1]))
+        check_job_name(found.job)
+    except (ValueError, TypeError, IndexError):
+        raise UsageError(
+            f"what paramd on {host} printed is no endpoint; install the same version of paramd "
+            "there and here"
+        ) from None
+    return found
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_for(process: subprocess.Popen[bytes], port: int, host: str) -> None:
+    """Wait until the forwarded port is open. Raises UnreachableError."""
+    deadline_s = time.monotonic() + START_S
+    while time.monotonic() < deadline_s:
+        if process.poll() is not None:
+            break
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        select.select([], [], [], POLL_S)
+    raise UnreachableError(f"SSH to {host} forwards no port; see its message above")
+
+
+def _tell(job: str, url: str, pin: str) -> None:
+    checked = f"; its CA is {pin[:23]}..., as {job!r} says" if pin else ""
+    say(f"connected to job {job!r} at {url}{checked}")
+    say(f"in another terminal: paramd status --job {job}; Ctrl-C ends the connection")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(5.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

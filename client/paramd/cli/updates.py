@@ -1,0 +1,50 @@
+"""`paramd updates`: what the next update does to each parameter."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from paramd.cli import completion
+from paramd.cli.options import Output, Target, with_target
+from paramd.cli.output import Column, Listing, count, emit, number
+from paramd.cli.shell import say
+
+COLUMNS = (
+    Column("name", "NAME", cut="middle"),
+    Column("step", "STEP", right=True, if_many=True),
+    Column("norm", "NORM", number, right=True),
+    Column("weight_norm", "WEIGHT", number, right=True, drop=1),
+    Column("ratio", "RATIO", number, right=True),
+    Column("rms", "RMS", number, right=True, drop=2),
+    Column("max_abs", "MAX", number, right=True, drop=3),
+    Column("changed", "CHANGED", count, right=True, drop=4),
+    Column("numel", "ELEMENTS", count, right=True, drop=5),
+    Column("nonfinite", "NAN/INF", count, right=True, drop=6),
+)
+
+
+@with_target
+def updates(
+    target: Target,
+    glob: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="GLOB", help="Name patterns. Default: all.", autocompletion=completion.names
+        ),
+    ] = None,
+    output: Output = None,
+) -> None:
+    """Show what the next update does: its norm, and its ratio to the weight.
+
+    Computed by the sidecars from snapshots of two steps; training goes on. A ratio
+    that rises announces a jump of the loss.
+    """
+    with target.connect() as mesh:
+        found = mesh.updates(*(glob or ()))
+    rows = [asdict(row) for row in found]
+    about = {"job": found.job, "incarnation": found.incarnation}
+    emit(Listing(name="updates", rows=rows, columns=COLUMNS, about=about), target.format)
+    say(found.summary())

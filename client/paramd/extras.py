@@ -1,0 +1,62 @@
+"""Which extra brings which package, and what to say when one is missing.
+
+`pip install paramd` brings what looks at a mesh from outside; the extras bring the rest.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from paramd.errors import UsageError
+
+TORCH = ("torch", "numpy", "safetensors")
+SERVICE = (
+    "cryptography",
+    "fastapi",
+    "starlette",
+    "uvicorn",
+    "prometheus_client",
+    "sqlalchemy",
+    "alembic",
+    "obstore",
+    "grpc_health",
+    "grpc_reflection",
+    "grpc_status",
+)
+MODULES = {
+    "torch": TORCH,
+    "service": (*TORCH, *SERVICE),
+    "demo": (*TORCH, *SERVICE),
+    "postgres": ("psycopg",),
+    "top": ("textual",),
+}
+"""Modules that each extra of pyproject.toml brings, beside those of every installation."""
+
+
+def need(what: str, extra: str) -> None:
+    """Check, without importing anything, that an extra is installed.
+
+    Args:
+        what: What needs it, for the message: a command, a function.
+        extra: Its name in pyproject.toml.
+
+    Raises:
+        UsageError: a module is missing; names it, and the command that installs it.
+    """
+    missing = [name for name in MODULES[extra] if find_spec(name) is None]
+    if missing:
+        raise UsageError(f"{what} needs {', '.join(missing)}; {install(extra)}")
+
+
+def advice(what: str, error: ModuleNotFoundError) -> str | None:
+    """The same message for an import that failed; None when no extra brings that module."""
+    name = (error.name or "").partition(".")[0]
+    for extra, modules in MODULES.items():
+        if name in modules:
+            return f"{what} needs {name}; {install(extra)}"
+    return None
+
+
+def install(extra: str) -> str:
+    """The command to run, as a message ends with it."""
+    return f"run: pip install 'paramd[{extra}]'"

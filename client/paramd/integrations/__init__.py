@@ -1,0 +1,1 @@
+"""One line in the frameworks that people train with; each file needs the extra of its name."""

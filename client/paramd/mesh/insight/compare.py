@@ -1,0 +1,162 @@
+"""Compare two tensors, and two states tensor by tensor, within a bound of memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from paramd.mesh.results import Table
+
+LARGEST_ROWS = 5
+BLOCK_NUMEL = 1 << 22
+"""Elements compared at a time; bounds temporary memory to some 100 MiB."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorDiff:
+    """How one tensor of b differs from that of a. NaN where there is nothing to compute."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of a, or of b where only b has it."""
+    dtype: str
+    norm: float
+    """Of b - a."""
+    relative: float
+    """That divided by the norm of a; infinite where a is all zeros and b is not."""
+    norm_a: float
+    norm_b: float
+    cosine: float
+    """Of the angle between a and b; NaN where one is all zeros."""
+    max_abs: float
+    """Largest magnitude of an element of b - a."""
+    changed: int
+    """Elements whose values differ; a NaN in both counts as equal."""
+    numel: int
+    largest_rows: tuple[tuple[int, float], ...]
+    """(row, norm of its difference) of the rows that differ most; of tensors with rows."""
+    problem: str = ""
+    """Why it was not compared: only one state has it, or the shapes differ."""
+
+
+class Diff(Table[TensorDiff]):
+    """Differences by tensor, the largest relative one first; those not compared come last."""
+
+    columns = (
+        ("name", lambda row: row.name),
+        ("norm", lambda row: _short(row.norm)),
+        ("relative", lambda row: _short(row.relative)),
+        ("cosine", lambda row: _cosine(row.cosine)),
+        ("changed", lambda row: f"{row.changed:,} of {row.numel:,}"),
+        ("largest rows", lambda row: row.problem or ", ".join(str(r) for r, _ in row.largest_rows)),
+    )
+    row_type = TensorDiff
+    about = ("a", "b")
+    a: str
+    b: str
+    """What was compared, in words."""
+
+    def __new__(cls, rows: Iterable[TensorDiff], *, a: str, b: str) -> Diff:
+        self = super().__new__(cls, sorted(rows, key=_order))
+        self.a, self.b = a, b
+        return self
+
+    def summary(self) -> str:
+        compared = [row for row in self if not row.problem]
+        same = sum(row.changed == 0 for row in compared)
+        norm = math.hypot(*(row.norm for row in compared if not math.isnan(row.norm)))
+        others = len(self) - len(compared)
+        return (
+            f"{self.a} and {self.b}: {len(compared) - same} tensors differ (norm {norm:.4g}), "
+            f"{same} are equal" + (f", {others} cannot be compared" if others else "")
+        )
+
+
+def _order(row: TensorDiff) -> tuple[bool, float, str]:
+    relative = row.relative if not math.isnan(row.relative) else math.inf
+    return bool(row.problem), -relative, row.name
+
+
+def compare(name: str, a: torch.Tensor, b: torch.Tensor) -> TensorDiff:
+    """How b differs from a, in float64; NaN and infinities are computed as they come."""
+    if a.shape != b.shape:
+        what = f"the shapes differ: {list(a.shape)} and {list(b.shape)}"
+        return not_compared(name, a, problem=what)
+    rows = a.shape[0] if a.dim() > 1 and a.numel() else 0
+    flat_a, flat_b = a.reshape(-1), b.reshape(-1)
+    width = a.numel() // rows if rows else max(a.numel(), 1)
+    # Whole rows at a time, so that rows add up.
+    step = max(BLOCK_NUMEL // width, 1) * width if rows else BLOCK_NUMEL
+    squares_a = squares_b = dot = squares = max_abs = 0.0
+    changed = 0
+    of_rows: list[torch.Tensor] = []
+    for begin in range(0, a.numel(), step):
+        one, other = flat_a[begin : begin + step], flat_b[begin : begin + step]
+        one, other = one.to(torch.float64), other.to(torch.float64)
+        delta = other - one
+        differs = (delta != 0) & ~(one.isnan() & other.isnan())
+        # Two equal infinities have a NaN as their difference.
+        differs &= ~(one == other)
+        changed += int(differs.sum())
+        delta = torch.where(differs, delta, 0.0)
+        squares_a += float(one.dot(one))
+        squares_b += float(other.dot(other))
+        dot += float(one.dot(other))
+        squares += float(delta.dot(delta))
+        max_abs = _larger(max_abs, float(delta.abs().max()))
+        if rows:
+            of_rows.append(delta.view(-1, width).norm(dim=1))
+    norm, norm_a, norm_b = math.sqrt(squares), math.sqrt(squares_a), math.sqrt(squares_b)
+    return TensorDiff(
+        name=name,
+        shape=tuple(a.shape),
+        dtype=str(a.dtype).removeprefix("torch."),
+        norm=norm,
+        relative=norm / norm_a if norm_a else math.inf if norm else 0.0,
+        norm_a=norm_a,
+        norm_b=norm_b,
+        cosine=_cosine_of(dot, norm_a, norm_b),
+        max_abs=max_abs,
+        changed=changed,
+        numel=a.numel(),
+        largest_rows=_largest(torch.cat(of_rows)) if of_rows and changed else (),
+    )
+
+
+def not_compared(name: str, tensor: torch.Tensor, *, problem: str) -> TensorDiff:
+    """The row of a tensor that cannot be compared."""
+    nan = math.nan
+    return TensorDiff(
+        name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."),
+        norm=nan, relative=nan, norm_a=nan, norm_b=nan, cosine=nan, max_abs=nan, changed=0,
+        numel=tensor.numel(), largest_rows=(), problem=problem,
+    )  # fmt: skip
+
+
+def _larger(one: float, other: float) -> float:
+    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
+
+
+def _cosine_of(dot: float, norm_a: float, norm_b: float) -> float:
+    if not norm_a or not norm_b:
+        return math.nan
+    cosine = dot / norm_a / norm_b
+    # Rounding may lead just beyond the bounds.
+    return min(max(cosine, -1.0), 1.0) if not math.isnan(cosine) else math.nan
+
+
+def _largest(norms: torch.Tensor) -> tuple[tuple[int, float], ...]:
+    finite = torch.where(norms.isnan(), math.inf, norms)
+    rows = torch.topk(finite, min(LARGEST_ROWS, len(norms))).indices.tolist()
+    return tuple((row, float(norms[row])) for row in rows if norms[row] != 0)
+
+
+def _short(value: float) -> str:
+    return f"{value:.4g}" if not math.isnan(value) else "-"
+
+
+def _cosine(value: float) -> str:
+    return f"{value:.6f}" if not math.isnan(value) else "-"

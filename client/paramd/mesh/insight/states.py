@@ -1,0 +1,212 @@
+"""States to compare: a job now, a job at a step to come, a checkpoint on disk, tensors at hand.
+
+A state is read tensor by tensor, so that comparing two needs the memory of a few tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from paramd.errors import AbortedError, ConflictError, NotFoundError, UsageError
+from paramd.layout.plan import ReadPlan
+from paramd.mesh.exports.restoring import MANIFEST, read_batch
+from paramd.mesh.frames.stepping import CAPTURE_LEASE_S, hold_step
+from paramd.mesh.peers.discovery import SidecarFinder
+from paramd.mesh.peers.sidecars import Pinned, Sidecars
+from paramd.mesh.reading.pin import choose, pinned
+from paramd.mesh.reading.transfer import Chosen
+from paramd.v1 import sidecar_pb2 as pb
+
+if TYPE_CHECKING:
+    import torch
+
+Now = Literal["now"]
+
+MAX_FILES = 10_000
+MAX_WAIT_S = 500.0
+"""Longest wait for a step to come, and longest time that it is then held; sidecars accept no
+longer call."""
+
+
+class State(Protocol):
+    """Tensors of one state. Opened by an async context manager, which also ends its leases."""
+
+    @property
+    def label(self) -> str:
+        """The state in words."""
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    async def read(self, name: str) -> torch.Tensor:
+        """One tensor, on the CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTensors:
+    """Tensors at hand, such as a `Summoned`."""
+
+    tensors: Mapping[str, torch.Tensor]
+    label: str
+
+    @property
+    def names(self) -> Sequence[str]:
+        return list(self.tensors)
+
+    async def read(self, name: str) -> torch.Tensor:
+        return self.tensors[name].detach().cpu()
+
+
+@dataclass(frozen=True, slots=True)
+class LiveState:
+    """A job's tensors while they are pinned at one step."""
+
+    sidecars: Sidecars
+    chosen: Chosen
+    pinned: Pinned
+    deadline_s: float
+    label: str
+
+    @property
+    def names(self) -> Sequence[str]:
+        return [tensor.name for tensor in self.chosen.plan.tensors]
+
+    async def read(self, name: str) -> torch.Tensor:
+        import torch
+
+        from paramd.mesh.reading.assemble import torch_dtype
+
+        plan = self.chosen.plan
+        index = self.names.index(name)
+        tensor = plan.tensors[index]
+        found = await read_batch(self.sidecars, plan, [index], self.pinned, self.deadline_s)
+        dtype = torch_dtype(tensor.dtype)
+        if not found[index]:
+            return torch.empty(tensor.shape, dtype=dtype)
+        return torch.frombuffer(found[index], dtype=dtype).view(tensor.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredState:
+    """Tensors of safetensors files."""
+
+    files: Mapping[str, Path]
+    """The file of each tensor."""
+    label: str
+
+    @property
+    def names(self) -> Sequence[str]:
+        return list(self.files)
+
+    async def read(self, name: str) -> torch.Tensor:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self.files[name], framework="pt") as file:
+                found: torch.Tensor = file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise UsageError(f"{self.files[name]}: {name} cannot be read: {error}") from error
+        return found
+
+
+@asynccontextmanager
+async def live_state(
+    reach: SidecarFinder, patterns: Sequence[str], at: Now | int, deadline_s: float
+) -> AsyncIterator[LiveState]:
+    """A job's tensors, pinned now or at a step to come.
+
+    Raises:
+        ConflictError: the step is past.
+        ParamdError: as `AsyncMesh.summon`.
+    """
+    async with AsyncExitStack() as stack:
+
+        async def attempt(sidecars: Sidecars) -> LiveState:
+            chosen = await choose(reach, sidecars, patterns, buffers=False)
+            job = sidecars.document.job
+            if at == "now":
+                pins = await stack.enter_async_context(pinned(reach, sidecars, chosen, deadline_s))
+            else:
+                pins = await pin_step(stack, sidecars, chosen.plan, at, deadline_s)
+            label = f"step {pins.step} of {job}"
+            return LiveState(sidecars, chosen, pins, deadline_s, label)
+
+        yield await reach.attempts(attempt, deadline_s)
+
+
+async def pin_step(
+    stack: AsyncExitStack, sidecars: Sidecars, plan: ReadPlan, step: int, deadline_s: float
+) -> Pinned:
+    """Pin a step to come on all ranks; `stack` releases it.
+
+    Raises:
+        ConflictError: the step is past.
+        ParamdError: as `hold_step`.
+    """
+    document = sidecars.document
+    templates = {
+        read.rank: pb.PinSnapshotRequest(
+            incarnation=document.incarnation,
+            layout_digest=document.layout_digest,
+            spans=[pb.Span(begin=begin, end=end) for begin, end in read.spans],
+            lease_ms=int(1000 * CAPTURE_LEASE_S),
+        )
+        for read in plan.ranks
+    }
+    try:
+        left_s = min(deadline_s - time.monotonic(), MAX_WAIT_S)
+        held = await hold_step(sidecars, templates, step, left_s, hold_s=left_s)
+    except AbortedError as error:
+        raise ConflictError(
+            f"step {step} is past, and steps are not kept: give a step to come, or a checkpoint of "
+            f"that step on disk ({error})"
+        ) from error
+    stack.callback(held.release)
+    return Pinned(held.incarnation, step, held.pins, held.edits)
+
+
+def stored_state(path: Path, patterns: Sequence[str]) -> StoredState:
+    """A safetensors file, or a directory of them such as an export.
+
+    Raises:
+        NotFoundError: it does not exist, or no tensor matches. UsageError: it holds none.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if not path.exists():
+        raise NotFoundError(f"{path}: there is no such file or directory")
+    found = sorted(path.glob("*.safetensors"))[:MAX_FILES] if path.is_dir() else [path]
+    if not found:
+        raise UsageError(
+            f"{path}: no *.safetensors in it; expected an export made with --format safetensors"
+        )
+    files: dict[str, Path] = {}
+    for file in found:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                files |= dict.fromkeys(opened.keys(), file)
+        except (OSError, SafetensorError) as error:
+            raise UsageError(f"{file}: not a readable safetensors file: {error}") from error
+    return StoredState(_matching(files, patterns, path), _label(path))
+
+
+def _matching(found: Mapping[str, Path], patterns: Sequence[str], where: Path) -> dict[str, Path]:
+    chosen = {n: v for n, v in found.items() if any(fnmatchcase(n, p) for p in patterns)}
+    if not chosen:
+        raise NotFoundError(f"{where}: no tensor matches {', '.join(patterns)[:200]}")
+    return chosen
+
+
+def _label(path: Path) -> str:
+    try:
+        step = json.loads((path / MANIFEST).read_text())["step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return str(path)
+    return f"{path} (step {step})"

@@ -1,0 +1,66 @@
+"""The client's end of a tunnel: an HTTP request that turns into a connection to somewhere else."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from contextlib import suppress
+from urllib.parse import urlsplit
+
+PROTOCOL = "paramd-tunnel"
+"""What the connection is upgraded to: bytes, as they come."""
+
+MAX_HEAD_BYTES = 16 << 10
+MAX_TEXT_BYTES = 64 << 10
+
+
+class RefusedError(Exception):
+    """The server answered with something else than a tunnel."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(f"HTTP {status}")
+        self.status = status
+        self.text = text
+
+
+async def opened(
+    url: str, path: str, token: str, context: ssl.SSLContext | None
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Ask the server at `url` for the tunnel at `path`; the caller sets the deadline.
+
+    Raises:
+        RefusedError: it refuses, with a status and a text.
+        OSError, EOFError, ValueError, asyncio.LimitOverrunError: no connection, or no HTTP.
+    """
+    parts = urlsplit(url)
+    port = parts.port if parts.port is not None else (443 if context is not None else 80)
+    reader, writer = await asyncio.open_connection(
+        parts.hostname, port, ssl=context, limit=MAX_HEAD_BYTES
+    )
+    try:
+        head = (
+            f"GET {path} HTTP/1.1\r\nhost: {parts.netloc}\r\nauthorization: Bearer {token}\r\n"
+            f"connection: upgrade\r\nupgrade: {PROTOCOL}\r\n\r\n"
+        )
+        writer.write(head.encode("latin-1"))
+        await writer.drain()
+        answer = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        status = int(answer.split(" ", 2)[1])
+        if status != 101:
+            raise RefusedError(status, await _body(reader, answer))
+    except BaseException:
+        writer.close()
+        raise
+    return reader, writer
+
+
+async def _body(reader: asyncio.StreamReader, head: str) -> str:
+    """The text of a refusal; what there is of it, if it has no length."""
+    length = 0
+    for line in head.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip().lower() == "content-length" and value.strip().isdigit():
+            length = min(int(value), MAX_TEXT_BYTES)
+    with suppress(asyncio.IncompleteReadError):
+        return (await reader.readexactly(length)).decode(errors="replace")
+    return ""

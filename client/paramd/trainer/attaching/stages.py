@@ -1,0 +1,582 @@
+"""The stages of attaching, and how they are undone after a failure."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from paramd import errors, extras, places
+from paramd.errors import ConflictError, ParamdError, UsageError
+from paramd.layout.codec import decode_local, encode_local
+from paramd.layout.merge import layout_digest, merge_layouts
+from paramd.layout.types import Layout
+from paramd.memory.arena import HostArena
+from paramd.memory.control_page import MAGIC, ControlPage, Word
+from paramd.memory.descriptors import SparseMemory
+from paramd.memory.forking import private_in_children
+from paramd.memory.handover import Descriptors
+from paramd.security.tickets import new_token
+from paramd.security.tls import Pems
+from paramd.state_files import same_network
+from paramd.trainer import faults
+from paramd.trainer.attaching.addresses import Meeting, meet, summary
+from paramd.trainer.attaching.attachment import Attachment
+from paramd.trainer.attaching.checks import (
+    changes_in_forward,
+    check_attachable,
+    optimizers_of,
+    steps_done,
+)
+from paramd.trainer.attaching.exchange import (
+    Exchange,
+    TakenIncarnation,
+    collective_timeout_s,
+    take_incarnation,
+)
+from paramd.trainer.attaching.given import resolve
+from paramd.trainer.boundary.agreement import Agreement
+from paramd.trainer.boundary.boundary import Boundary
+from paramd.trainer.boundary.edits import Editor
+from paramd.trainer.boundary.gradients import GradientCapture
+from paramd.trainer.boundary.hold import cap_s
+from paramd.trainer.boundary.moments import Moments
+from paramd.trainer.helpers.sidecar_link import ControlLink, Identity, OwnTls, SidecarLink
+from paramd.trainer.helpers.site_link import Registration
+from paramd.trainer.home.mirrored import MirroredHome, home_of
+from paramd.trainer.home.owned import ParameterStorage
+from paramd.trainer.resume.choice import RankOffer
+from paramd.trainer.resume.keeper import Keeper, check_keep
+from paramd.trainer.resume.optimizer_home import OptimizerHome
+from paramd.trainer.resume.succession import Succession, agreed_choice, new_lineage
+from paramd.trainer.settings import AttachSettings
+from paramd.version import __version__
+
+log = logging.getLogger("paramd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What to attach, as agreed by all ranks."""
+
+    model: torch.nn.Module
+    optimizers: list[torch.optim.Optimizer]
+    home: ParameterStorage
+    layout: Layout
+    first_step: int
+
+
+class Stages:
+    """The stages of attaching; after each, every rank knows the outcome on all."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        settings: AttachSettings,
+        job: str | None,
+        keep: Mapping[str, Any],
+    ) -> None:
+        self._exchange = exchange
+        self._settings = settings
+        self._keep = keep
+        self._succession: Succession | None = None
+        self._lineage = (0, 0)
+        # `discover` refuses a missing one, on all ranks, before it is used.
+        self._job: str = job  # type: ignore[assignment]
+        self._sidecar: SidecarLink | None = None
+        self._control: ControlLink | None = None
+        self._site: Registration | None = None
+        self._url = ""
+        self._meeting: Meeting | None = None
+        """The ranks' addresses if they are on several hosts and paramd makes certificates."""
+        self._undo = ExitStack()
+        """Undoes everything begun so far, last first."""
+        self._undo.callback(exchange.close)
+
+    def discover(self, model: Any, optimizer: Any, accelerator: Any, step: int | None) -> Found:
+        """Inspect the model and agree on layout and first step; change nothing."""
+        optimizers: list[torch.optim.Optimizer] = []
+        modules: list[torch.nn.Module] = []
+        homes = []
+
+        def stage() -> dict[str, Any]:
+            # The helper processes need them: better said here than in their logs.
+            extras.need("paramd.attach", "service")
+            module, given = resolve(model, optimizer, self._job, accelerator)
+            modules.append(module)
+            optimizers.extend(optimizers_of(given))
+            check_attachable(module, optimizers, self._job)
+            home = home_of(module, self._settings.arena)
+            homes.append(home)
+            if self._resumes:
+                _check_resumable(home, self._keep)
+            local = encode_local(home.local_layout(self._exchange.rank))
+            return {
+                "job": self._job,
+                "version": __version__,
+                "host_id": places.host_id(),
+                "layout": base64.b64encode(local).decode(),
+                "mirrored": home.mirrored,
+                "step": step if step is not None else steps_done(optimizers),
+                "resume": self._settings.resume,
+                "keep_every": self._settings.keep_every,
+                "standing_every": self._settings.standing_every,
+            }
+
+        answers = self._together(stage)
+        for rank, answer in enumerate(answers):
+            if answer.get("version") != __version__:
+                raise ConflictError(
+                    f"rank {rank} runs paramd {answer.get('version', 'of an older version')}, rank "
+                    f"{self._exchange.rank} {__version__}; install the same version on all hosts"
+                )
+        for name in ("job", "resume", "keep_every", "standing_every"):
+            for rank, answer in enumerate(answers):
+                if answer[name] != answers[0][name]:
+                    raise UsageError(
+                        f"{name} must be the same on every rank: rank 0 says "
+                        f"{answers[0][name]!r}, rank {rank} says {answer[name]!r}"
+                    )
+        hosts = [str(answer["host_id"]) for answer in answers]
+        if not all(same_network(host, hosts[0]) for host in hosts):
+            self._meeting = meet(self._together, self._exchange.rank, self._settings)
+        layouts = [decode_local(base64.b64decode(answer["layout"])) for answer in answers]
+        mirrored = any(answer["mirrored"] for answer in answers)
+        if mirrored and self._exchange.rank == 0:
+            log.info(
+                "paramd: parameters stay where they are and are copied into host memory at agreed "
+                "boundaries; a trainer that hangs or has ended is not read"
+            )
+        layout = merge_layouts(layouts, mirrored=mirrored)
+        return Found(
+            model=modules[0],
+            optimizers=optimizers,
+            home=homes[0],
+            layout=layout,
+            first_step=max(answer["step"] for answer in answers),
+        )
+
+    @property
+    def _resumes(self) -> bool:
+        return self._settings.resume != "never"
+
+    def look_back(self, found: Found) -> Found:
+        """Agree on the state of an earlier incarnation to go on from; change nothing."""
+        if not self._resumes:
+            return found
+        exchange = self._exchange
+
+        def look() -> dict[str, Any]:
+            self._succession = Succession(
+                job=self._job,
+                rank=exchange.rank,
+                world_size=exchange.world_size,
+                optimizers=found.optimizers,
+                keep=self._keep,
+                layout_digest=layout_digest(found.layout),
+                socket_path=places.socket_path(self._job, exchange.rank),
+            )
+            self._undo.callback(self._succession.close)
+            return {"offer": self._succession.look().to_message(), "lineage": new_lineage()}
+
+        answers = self._together(look)
+        succession = self._succession
+        assert succession is not None
+        offers = [RankOffer.from_message(answer["offer"]) for answer in answers]
+        choice = agreed_choice(succession, offers, self._together)
+        # History branches where steps were lost; a fresh start has none.
+        new = choice.mark.lineage if choice.how == "live" else answers[0]["lineage"]
+        self._lineage = (choice.mark.lineage, new)
+        if exchange.rank == 0:
+            tell = log.warning if choice.lost_steps else log.info
+            tell("paramd: job %r %s", self._job, succession.said())
+        if choice.how == "fresh":
+            return found
+        return replace(found, first_step=choice.mark.step)
+
+    def identify(self) -> Identity:
+        """Rank 0 obtains the next incarnation, the job's keys, and a ticket for each rank."""
+        exchange = self._exchange
+        taken: list[TakenIncarnation] = []
+
+        def stage() -> dict[str, Any]:
+            places.job_dir(self._job)
+            if exchange.rank != 0:
+                return {}
+            meeting = self._meeting
+            mine = take_incarnation(
+                self._settings,
+                job=self._job,
+                world_size=exchange.world_size,
+                hosts=[one.name for one in meeting.addresses] if meeting is not None else (),
+            )
+            taken.append(mine)
+            self._site = mine.site
+            return {"incarnation": mine.incarnation, "public_key": mine.public_key.hex()}
+
+        first = self._together(stage)[0]
+        # Scattered, not gathered: a rank learns only its own ticket, and no private key of others.
+        mine = json.loads(exchange.scatter(_secrets(taken[0]) if taken else None))
+        return Identity(
+            job=self._job,
+            incarnation=first["incarnation"],
+            rank=exchange.rank,
+            world_size=exchange.world_size,
+            public_key=bytes.fromhex(first["public_key"]),
+            rank_ticket=mine["ticket"],
+            private_key=taken[0].private_key if taken else None,
+            own_tls=self._own_tls(mine.get("tls")),
+        )
+
+    def _own_tls(self, pems: dict[str, str] | None) -> OwnTls | None:
+        if self._meeting is None or pems is None:
+            return None
+        mine = self._meeting.addresses[self._exchange.rank]
+        return OwnTls(name=mine.name, ip=mine.ip, pems=Pems.of_json(pems))
+
+    def open(self, identity: Identity, found: Found) -> dict[str, Any]:
+        """Bring up the sidecars and the control plane; return the sidecars' mesh message."""
+
+        def stage() -> dict[str, Any]:
+            path = places.socket_path(self._job, identity.rank)
+            if identity.rank == 0 and not self._settings.control:
+                self._control = ControlLink(
+                    identity,
+                    self._settings,
+                    directory=path.parent,
+                    token=new_token(),
+                )
+                self._undo.callback(self._control.close)
+            self._sidecar = SidecarLink(
+                identity,
+                self._settings,
+                socket_path=path,
+                arena_bytes=found.home.arena_bytes,
+            )
+            # Undone before the control plane, which exits after the last sidecar.
+            self._undo.callback(self._let_go_of_sidecar)
+            self._take_over(self._sidecar, identity, found)
+            if self._control is not None:
+                _fail_open(self._control.open)
+            _fail_open(self._sidecar.open)
+            self._sidecar.own_descriptors()
+            return {
+                "peer": {
+                    "rank": identity.rank,
+                    "address": self._sidecar.address,
+                    "socket_path": str(path),
+                    "host_id": places.host_id(),
+                },
+                "control_address": self._control_address(),
+                "url": self._control_url(),
+            }
+
+        answers = self._together(stage)
+        self._url = answers[0]["url"]
+        if self._meeting is not None and identity.rank == 0:
+            told = summary(self._meeting.addresses, self._meeting.views)
+            print(
+                f"paramd: job {self._job!r} is at {self._url or 'no control plane yet'}, over TLS "
+                f"of its own; hosts: {told}",
+                file=sys.stderr,
+                flush=True,
+            )
+        return {
+            "op": "mesh",
+            "peers": [answer["peer"] for answer in answers],
+            "control_address": answers[0]["control_address"],
+            "layout_digest": layout_digest(found.layout),
+        }
+
+    def _take_over(self, sidecar: SidecarLink, identity: Identity, found: Found) -> None:
+        """Hand the sidecar the memory that a predecessor left, if training goes on in it."""
+        succession = self._succession
+        if succession is None or succession.resumed is None:
+            return
+        sidecar.continues = (*self._lineage, found.first_step)
+        if succession.survived is None:
+            return
+        arena_bytes = found.home.arena_bytes
+        shared = Descriptors.create(arena_bytes, survived=succession.survived)
+        sidecar.descriptors = shared
+        # Now, so that dying from here on leaves a state that can be resumed as it was.
+        page = ControlPage(shared.page)
+        self._introduce(page, identity, found.first_step)
+        page.close()
+
+    def _let_go_of_sidecar(self) -> None:
+        assert self._sidecar is not None
+        succession = self._succession
+        if succession is not None and succession.resumed is not None:
+            self._sidecar.abandon()
+        else:
+            self._sidecar.close()
+
+    def _introduce(self, page: ControlPage, identity: Identity, first_step: int) -> None:
+        words = page.words
+        words[Word.MAGIC] = MAGIC
+        words[Word.INCARNATION] = identity.incarnation
+        words[Word.STEP] = first_step
+        words[Word.TRAINER_PID] = os.getpid()
+        words[Word.TRAINER_START] = places.process_start(os.getpid())
+        succession = self._succession
+        if succession is not None:
+            words[Word.EDITS_BEFORE] = succession.edits_before
+            words[Word.OPTIMIZER_BYTES] = succession.optimizer_bytes
+            # Last: from now on the memory can be resumed.
+            words[Word.LINEAGE] = self._lineage[1]
+
+    def _control_address(self) -> str:
+        if self._site is not None:
+            return self._site.control_address
+        return self._control.grpc_address if self._control is not None else ""
+
+    def _control_url(self) -> str:
+        if self._site is not None:
+            return self._site.url
+        return self._control.url if self._control is not None else ""
+
+    def move_in(
+        self,
+        found: Found,
+        identity: Identity,
+        mesh: dict[str, Any],
+        layout: bytes,
+    ) -> Attachment:
+        """Move the parameters into the arena and serve them, on all ranks or none."""
+        assert self._sidecar is not None
+        shared = self._sidecar.own_descriptors()
+        page = ControlPage(shared.page)
+        arena = HostArena(shared.arena, found.home.arena_bytes)
+        self._undo.callback(arena.close)
+        self._undo.callback(page.close)
+        private_in_children(arena)
+
+        succession = self._succession
+        optimizer_memory = SparseMemory(shared.optimizer)
+
+        def move() -> dict[str, Any]:
+            self._undo.callback(found.home.move_out)
+            if succession is None or succession.resumed is None:
+                arena.populate()
+                found.home.move_in(arena.buffer)
+            else:
+                if succession.survived is None:
+                    arena.populate()
+                    succession.fill(arena, optimizer_memory)
+                found.home.adopt(arena.buffer)
+            return {}
+
+        made: list[Attachment] = []
+
+        def begin() -> dict[str, Any]:
+            state = self._optimizer_home(optimizer_memory, page, found)
+            self._introduce(page, identity, found.first_step)
+            agreement = self._agreement()
+            keeper = self._keeper(shared, page, found, state, agreement)
+            made.append(
+                self._attachment(found.model, found.home, identity, page, arena, shared, agreement)
+            )
+            self._undo.callback(made[0].detach)
+            if succession is not None and succession.resumed is not None:
+                # Before that: a failed resume must not end the sidecar that has the state.
+                self._undo.callback(self._let_go_of_sidecar)
+            made[0].keep_with(keeper, state, succession.resumed if succession else None)
+            made[0].follow(found.optimizers)
+            self.serve(mesh, layout)
+            return {}
+
+        # Two stages, so that no rank serves before all have moved in.
+        self._together(move)
+        self._together(begin)
+        # Attached on all ranks: point of no return.
+        self._undo.pop_all()
+        self._go_on(made[0], found.first_step)
+        return made[0]
+
+    def _optimizer_home(
+        self, memory: SparseMemory, page: ControlPage, found: Found
+    ) -> OptimizerHome | None:
+        if self._succession is None:
+            memory.close()
+            return None
+        state = OptimizerHome(memory, page, found.optimizers)
+        self._undo.callback(state.move_out)
+        self._succession.restore(state)
+        return state
+
+    def _keeper(
+        self,
+        shared: Descriptors,
+        page: ControlPage,
+        found: Found,
+        state: OptimizerHome | None,
+        agreement: Agreement,
+    ) -> Keeper | None:
+        if state is None:
+            return None
+        standing = self._settings.standing_every
+        return Keeper(
+            SparseMemory(shared.continuation),
+            page,
+            found.home,
+            state,
+            keep=self._keep,
+            every=int(self._settings.keep_every),
+            standing_every=int(standing) if standing is not None else None,
+            pace=agreement.pace,
+        )
+
+    def _go_on(self, attachment: Attachment, first_step: int) -> None:
+        """Let the training continue with the random states it had. Last of all."""
+        succession, keeper = self._succession, attachment.keeper
+        if succession is None or keeper is None:
+            return
+        if succession.resumed is None:
+            keeper.begin(first_step)
+        else:
+            succession.go_on(keeper)
+        succession.close()
+
+    def _attachment(
+        self,
+        model: torch.nn.Module,
+        home: ParameterStorage,
+        identity: Identity,
+        page: ControlPage,
+        arena: HostArena,
+        shared: Descriptors,
+        agreement: Agreement,
+    ) -> Attachment:
+        assert self._sidecar is not None
+        mirror = home if isinstance(home, MirroredHome) else None
+        page[Word.MIRRORED] = int(mirror is not None)
+        at_point = faults.from_environment(identity.rank)
+        editor = Editor(page, arena, SparseMemory(shared.edits), at_point=at_point, mirror=mirror)
+        moments = Moments(page, arena, SparseMemory(shared.moments), mirror=mirror)
+        boundary = Boundary(
+            page,
+            shared.wake,
+            home,
+            agreement,
+            editor=editor,
+            copy_buffers=home.copy_buffers,
+            mirror_moments=moments.mirror,
+            hold_cap_s=cap_s(collective_timeout_s()),
+            stall_budget_ns=round(self._settings.stall_budget_ms * 1e6),
+            mirror=mirror,
+            always_strict=self._warned(changes_in_forward(model)),
+        )
+        return Attachment(
+            model,
+            identity,
+            page=page,
+            arena=arena,
+            home=home,
+            boundary=boundary,
+            editor=editor,
+            moments=moments,
+            gradients=self._gradients(page, shared, home),
+            exchange=self._exchange,
+            sidecar=self._sidecar,
+            control=self._control,
+            url=self._url,
+        )
+
+    @staticmethod
+    def _warned(changes: str) -> str:
+        if changes:
+            log.warning(
+                "paramd: %s: parameters are read at boundaries alone, while training waits within "
+                "its stall budget (PARAMD_STALL_BUDGET_MS)",
+                changes,
+            )
+        return changes
+
+    def _gradients(
+        self, page: ControlPage, shared: Descriptors, home: ParameterStorage
+    ) -> GradientCapture:
+        return GradientCapture(
+            page,
+            shared.wake,
+            shared.gradients,
+            arena_bytes=home.arena_bytes,
+            pieces=home.pieces,
+            lossless_budget_ns=round(self._settings.lossless_budget_ms * 1e6),
+        )
+
+    def _agreement(self) -> Agreement:
+        return Agreement(
+            self._exchange.group,
+            timeout_s=self._settings.agreement_timeout_s,
+            edit_timeout_s=self._settings.attach_timeout_s,
+        )
+
+    def serve(self, mesh: dict[str, Any], layout: bytes) -> None:
+        """Let the sidecar serve, now that all trainers are ready."""
+        assert self._sidecar is not None
+        self._sidecar.serve(mesh, layout)
+
+    def close(self) -> None:
+        """Undo the stages after a failure; the caller re-raises that failure."""
+        try:
+            self._undo.close()
+        except Exception:
+            log.exception("paramd: a failed attach could not be undone completely")
+
+    def _together(self, stage: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+        """Run a stage on every rank; a failure on one is raised on all."""
+        failure: Exception | None = None
+        try:
+            message = stage()
+        except Exception as error:
+            failure = error
+            message = {"error": str(error), "kind": type(error).__name__}
+        # Also after a failure: gathering is collective, and the others would hang without us.
+        answers = self._exchange.gather(message)
+        if failure is not None:
+            raise failure
+        for rank, answer in enumerate(answers):
+            if "error" in answer:
+                kind = getattr(errors, answer["kind"], ConflictError)
+                raise kind(f"rank {rank}: {answer['error']}")
+        return answers
+
+
+def _secrets(taken: TakenIncarnation) -> list[str]:
+    """Each rank's ticket and certificate, as JSON."""
+    told: list[dict[str, Any]] = [{"ticket": ticket} for ticket in taken.rank_tickets]
+    for one, pems in zip(told, taken.rank_pems, strict=False):
+        one["tls"] = pems.to_json()
+    return [json.dumps(one) for one in told]
+
+
+def _fail_open(start: Callable[[], None]) -> None:
+    """Log, don't raise, when a helper process does not start: training comes first.
+
+    A conflict is raised, since only the user can solve it (the name is taken).
+    """
+    try:
+        start()
+    except ConflictError:
+        raise
+    except (ParamdError, OSError, EOFError) as error:
+        log.warning("paramd: %s; training continues, paramd retries", error)
+
+
+def _check_resumable(home: ParameterStorage, keep: Mapping[str, Any]) -> None:
+    """Raise UsageError if `resume` cannot work here."""
+    if home.mirrored:
+        raise UsageError(
+            "resume='auto' needs the parameters to live in the arena, which those on devices or "
+            "with arena='mirror' do not; leave it out, or keep them in host memory"
+        )
+    check_keep(keep)

@@ -1,0 +1,124 @@
+"""From what the ranks' sidecars hold to how this training goes on; the same on all ranks. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from paramd.errors import ConflictError
+
+How = Literal["live", "snapshot", "fresh"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Mark:
+    """Names a state: the same mark on all ranks is one state of the training."""
+
+    step: int
+    lineage: int
+    edits: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankOffer:
+    """What one rank's sidecar holds for its successor."""
+
+    absent: str = ""
+    """Why nothing is known of it; empty if a sidecar answered."""
+    living_pid: int = 0
+    """Its former trainer, if that still lives."""
+    refusal: str = ""
+    """How this script differs from what the memory was made by; empty if it fits."""
+    step: int = -1
+    """Step its parameters are at, whole or not."""
+    live: Mark | None = None
+    why_not_live: str = ""
+    snapshots: tuple[Mark, ...] = field(default=())
+
+    def to_message(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_message(cls, message: dict[str, Any]) -> RankOffer:
+        """The inverse of `to_message`."""
+        live = message["live"]
+        return cls(
+            **{
+                **message,
+                "live": Mark(**live) if live is not None else None,
+                "snapshots": tuple(Mark(**mark) for mark in message["snapshots"]),
+            }
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """How the training goes on."""
+
+    how: How
+    mark: Mark
+    """The state it goes on from; of a fresh start nothing but the step means anything."""
+    lost_steps: int
+    """Steps that some rank had made and that are made again."""
+    reason: str
+
+
+FRESH = Mark(-1, 0, 0)
+OVER_AN_EXPORT = (
+    "start it as it was, export the state (paramd export) and load that into the changed script, "
+    "or give the state up with resume='never'"
+)
+
+
+def choose(offers: Sequence[RankOffer], damaged: Collection[tuple[How, Mark]] = ()) -> Choice:
+    """Choose the newest state that all ranks have.
+
+    Args:
+        offers: by rank.
+        damaged: states that were found damaged on a rank.
+
+    Raises:
+        ConflictError: a former trainer lives, or the script differs from what the memory is of.
+    """
+    for rank, offer in enumerate(offers):
+        if offer.living_pid:
+            raise ConflictError(
+                f"resume: the former trainer of rank {rank} still runs (pid {offer.living_pid}); "
+                "end it first, or attach under another job name"
+            )
+    for rank, offer in enumerate(offers):
+        if offer.refusal:
+            raise ConflictError(f"resume: on rank {rank} {offer.refusal}; {OVER_AN_EXPORT}")
+    newest = max((offer.step for offer in offers), default=-1)
+    why_not = _why_not_live(offers)
+    live = offers[0].live
+    if not why_not and live is not None and ("live", live) not in damaged:
+        return Choice(
+            how="live", mark=live, lost_steps=0, reason="all ranks stand at the same step"
+        )
+    why_not = why_not or "the memory of a rank is damaged"
+    common = set.intersection(*(set(offer.snapshots) for offer in offers))
+    usable = sorted(mark for mark in common if ("snapshot", mark) not in damaged)
+    if usable:
+        mark = usable[-1]
+        lost = max(newest - mark.step, 0)
+        return Choice(how="snapshot", mark=mark, lost_steps=lost, reason=why_not)
+    if all(offer.absent for offer in offers):
+        return Choice(how="fresh", mark=FRESH, lost_steps=0, reason=offers[0].absent)
+    reason = f"{why_not}, and no standing snapshot is whole on all ranks"
+    return Choice(how="fresh", mark=FRESH, lost_steps=max(newest, 0), reason=reason)
+
+
+def _why_not_live(offers: Sequence[RankOffer]) -> str:
+    for rank, offer in enumerate(offers):
+        if offer.live is None:
+            return f"rank {rank}: {offer.absent or offer.why_not_live}"
+    marks = [offer.live for offer in offers if offer.live is not None]
+    if len(set(marks)) > 1:
+        steps = sorted({mark.step for mark in marks})
+        if len(steps) > 1:
+            return f"the ranks stand at steps {', '.join(map(str, steps))}"
+        return "the ranks stand at different edits or histories"
+    return ""

@@ -1,0 +1,318 @@
+"""The continuation record: what a successor needs beside parameters, buffers and state tensors.
+
+    update ends      random states, and what the script iterates over (loaders), are noted: the
+                     script fetches its next batch only after this
+    training goes on state tensors and buffers are brought into shared memory, all other kept
+                     objects (schedulers, scalers) are noted, the record is written: complete
+    `kept()`         the script says that its loop's body is over: complete at once
+
+A trainer that dies with a complete record of the step its parameters are at can be succeeded
+without loss; one that dies between its update and the record cannot. A script with several
+optimizers settles in the middle of its loop, and one that has its updates in `update()` right
+after them, so there only `kept()` completes a record.
+
+    {"step", "incarnation", "groups", "others", "early", "late", "random_forward"}
+
+`random_forward` is the state at the first forward after the boundary, when it is known: what the
+script drew since, such as a seed for its loader, does not change what its layers draw.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from paramd.errors import ConflictError, UsageError
+from paramd.memory.continuation import MAX_PAYLOAD_BYTES, RECORD, TABLE, KeptSlots
+from paramd.memory.control_page import ControlPage, Word, Words
+from paramd.memory.descriptors import SparseMemory
+from paramd.trainer.home.owned import ParameterStorage
+from paramd.trainer.resume.codec import decode, encode
+from paramd.trainer.resume.optimizer_home import OptimizerHome
+from paramd.trainer.resume.random_state import random_state, set_random_state
+
+log = logging.getLogger("paramd")
+
+
+LEAST_PACE, MOST_PACE = 10, 10_000
+"""Fewest and most steps between standing snapshots when their cost decides."""
+
+
+@runtime_checkable
+class Keepable(Protocol):
+    """What `keep` takes."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """What keeping a record costs the training thread."""
+
+    count: int
+    total_s: float
+    longest_s: float
+    last_bytes: int
+    standing_step: int
+    """Step of the last whole standing snapshot of this rank; 0 if there is none."""
+
+
+def check_keep(keep: Mapping[str, Any]) -> None:
+    """Check that every object can be kept, by keeping it once.
+
+    Raises:
+        UsageError: one has no `state_dict` and `load_state_dict`, or a state that has no form
+            without pickle, or one that is too large; the message names it.
+    """
+    for name, thing in keep.items():
+        if not isinstance(name, str) or not isinstance(thing, Keepable):
+            raise UsageError(
+                f"keep[{name!r}] is a {type(thing).__name__}; expected an object with state_dict "
+                "and load_state_dict"
+            )
+        size = len(encode(thing.state_dict(), name=f"keep[{name!r}].state_dict()"))
+        if size > MAX_PAYLOAD_BYTES // 2:
+            raise UsageError(
+                f"keep[{name!r}]: its state has {size:,} bytes; at most {MAX_PAYLOAD_BYTES // 2:,} "
+                "are kept at each step, save it another way"
+            )
+
+
+class Keeper:
+    """Writes one rank's records. Training thread only; no failure of it reaches the training."""
+
+    def __init__(
+        self,
+        memory: SparseMemory,
+        page: ControlPage,
+        home: ParameterStorage,
+        state: OptimizerHome,
+        *,
+        keep: Mapping[str, Any],
+        every: int = 1,
+        standing_every: int | None = None,
+        pace: Callable[[int], int],
+    ) -> None:
+        """
+        Args:
+            every: keep a record at steps that are a multiple of it.
+            standing_every: the same for a standing snapshot; 0 makes none, None keeps their cost
+                below a hundredth of the training's time.
+            pace: the highest of the numbers of steps that ranks ask for.
+        """
+        self._memory = memory
+        self._words = page.words
+        self._home = home
+        self._state = state
+        self._given_count = len(state.alive())
+        self.followed: Collection[torch.optim.Optimizer] = ()
+        """All optimizers that update the model, once they are known."""
+        self._keep = dict(keep)
+        self._loaders = {n: o for n, o in keep.items() if _is_iterated(o)}
+        self._every = every
+        self._standing_every = standing_every
+        self._pace = pace
+        self._stood_at: int = page[Word.STEP]
+        self._settled_count = 0
+        self._record = KeptSlots(memory, RECORD)
+        self._table = KeptSlots(memory, TABLE)
+        self._table_number = 0
+        self._early = b""
+        self._early_step = -1
+        self._complete_step = -1
+        self._parts: dict[str, Any] = {}
+        self._forward: dict[str, Any] | None = None
+        self._why = ""
+        self._count, self._total_ns, self._longest_ns, self._last_bytes = 0, 0, 0, 0
+        self.explicit = self._given_count > 1
+        """Whether only `kept` completes records."""
+
+    def begin(self, step: int, *, early: bytes | None = None, forward: Any = None) -> None:
+        """Note the early part of the state that training begins with.
+
+        Args:
+            early: what the predecessor noted; None takes it now.
+            forward: random states to continue with at the first forward, if the predecessor
+                had them.
+        """
+        self._forward = forward
+        if self.explicit:
+            log.warning(
+                "paramd: with several optimizers a training can be resumed only where it calls "
+                "attachment.kept(), at the end of its loop's body"
+            )
+        if early is not None:
+            self._early, self._early_step = early, step
+        else:
+            self.rested(step)
+
+    def rested(self, step: int) -> None:
+        """An update has ended: note what the script goes on to change."""
+        if self._why or step % self._every:
+            return
+        begin_ns = time.monotonic_ns()
+        try:
+            self._early = self._noted_early()
+            self._early_step = step
+        except Exception as error:
+            self._give_up(error)
+        self._total_ns += time.monotonic_ns() - begin_ns
+
+    def settling(self, step: int, *, trusted: bool) -> bool:
+        """Training goes on: complete the record; return whether to announce this boundary.
+
+        Args:
+            trusted: the parameters are what the update and the script made of them; nothing
+                else changes them before the next update.
+        """
+        self._continue_random()
+        if self._why or not trusted or self._early_step != step:
+            return False
+        if self.explicit and self._complete_step != step:
+            return False
+        begin_ns = time.monotonic_ns()
+        try:
+            if self._complete_step != step:
+                self._complete(step)
+            self._write(self._parts | {"random_forward": random_state()})
+        except Exception as error:
+            self._give_up(error)
+            return False
+        self._note_cost(begin_ns)
+        return self._stands(step)
+
+    def kept(self, step: int) -> None:
+        """The script's loop begins anew: complete the record of this step now."""
+        self.explicit = True
+        if self._why or step % self._every:
+            return
+        begin_ns = time.monotonic_ns()
+        try:
+            self._early, self._early_step = self._noted_early(), step
+            self._complete(step)
+            self._write(self._parts)
+        except Exception as error:
+            self._give_up(error)
+        self._note_cost(begin_ns)
+
+    def cost(self) -> Keeping:
+        """What keeping records has cost since attach."""
+        return Keeping(
+            self._count,
+            self._total_ns / 1e9,
+            self._longest_ns / 1e9,
+            self._last_bytes,
+            self._words[Word.STANDING_MADE],
+        )
+
+    def close(self) -> None:
+        """Release the memory and the kept objects."""
+        self._why = "detached"
+        self._keep, self._loaders, self._parts = {}, {}, {}
+        self._memory.close()
+
+    def _continue_random(self) -> None:
+        """At the first forward, draw on as the predecessor did at its own."""
+        forward, self._forward = self._forward, None
+        if forward is not None:
+            try:
+                set_random_state(forward)
+            except Exception:
+                log.exception("paramd: random states could not be continued")
+
+    def _noted_early(self) -> bytes:
+        loaders = {name: one.state_dict() for name, one in self._loaders.items()}
+        return encode({"random": random_state(), "keep": loaders}, name="keep")
+
+    def _complete(self, step: int) -> None:
+        if len(self.followed) > self._given_count:
+            raise ConflictError(
+                "an optimizer that was not given to attach updates the model; give it all of them"
+            )
+        if self._state.settle() or not self._table_number:
+            self._table_number = self._table.write(encode(self._state.table()))
+        self._home.copy_buffers()
+        late = {
+            name: one.state_dict() for name, one in self._keep.items() if name not in self._loaders
+        }
+        self._parts = {
+            "step": step,
+            "incarnation": self._words[Word.INCARNATION],
+            "groups": [_groups(optimizer) for optimizer in self._state.alive()],
+            "others": self._state.others(),
+            "early": self._early,
+            "late": encode(late, name="keep"),
+            "random_forward": None,
+        }
+        self._complete_step = step
+
+    def _write(self, parts: dict[str, Any]) -> None:
+        data = encode(parts)
+        self._last_bytes = len(data)
+        self._record.write(data, beside=self._table_number)
+
+    def _stands(self, step: int) -> bool:
+        """Whether a standing snapshot is due; the same on all ranks, which keep the same steps."""
+        every = self._standing_every
+        if every is None:
+            wanted = self._pace(wanted_pace(self._words))
+            every = wanted if wanted else LEAST_PACE
+        self._settled_count += 1
+        # Soon after the start already: the first one only has memory made for the others.
+        soon = self._settled_count < every and self._settled_count.bit_count() == 1
+        if not every or not (soon or step // every > self._stood_at // every):
+            return False
+        self._stood_at = step
+        self._words[Word.STANDING_STEP] = step
+        self._words[Word.STANDING] += 1
+        return True
+
+    def _note_cost(self, begin_ns: int) -> None:
+        took_ns = time.monotonic_ns() - begin_ns
+        self._count += 1
+        self._total_ns += took_ns
+        self._longest_ns = max(self._longest_ns, took_ns)
+
+    def _give_up(self, error: Exception) -> None:
+        self._why = str(error) or repr(error)
+        if isinstance(error, UsageError | ConflictError):
+            log.warning("paramd: this training cannot be resumed from memory: %s", self._why)
+        else:
+            log.exception("paramd: this training cannot be resumed from memory")
+
+
+def wanted_pace(words: Words) -> int:
+    """Steps between standing snapshots at which copying takes a hundredth of the time."""
+    step_ns, copy_ns = words[Word.STEP_TIME_NS], words[Word.STANDING_NS]
+    if step_ns <= 0:
+        return LEAST_PACE
+    return min(max(LEAST_PACE, -(-100 * copy_ns // step_ns)), MOST_PACE)
+
+
+def read_record(data: bytes) -> dict[str, Any]:
+    """A record, with its parts decoded.
+
+    Raises:
+        UsageError: malformed.
+    """
+    found = decode(data)
+    if not isinstance(found, dict) or not isinstance(found.get("step"), int):
+        raise UsageError("the continuation record has no step")
+    return found
+
+
+def _is_iterated(thing: object) -> bool:
+    return hasattr(thing, "__iter__") or hasattr(thing, "__next__")
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]

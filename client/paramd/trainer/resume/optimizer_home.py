@@ -1,0 +1,393 @@
+"""Optimizer state in memory that outlives the trainer.
+
+Every state tensor (moments, momentum buffers, `step` tensors, factors of any shape) gets a place
+of its own in the optimizer memory, with the shape, strides and alignment it had; the tensor object
+stays the same and only its address changes, so training computes the same bits. State appears with
+the first updates and is replaced by `load_state_dict`, so whoever needs it calls `settle` first.
+
+What is no tensor stays in the optimizer; `others` lists it for the continuation record.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, count
+from operator import is_
+from typing import Any
+
+import torch
+
+from paramd.errors import ConflictError
+from paramd.memory.control_page import ControlPage, Word
+from paramd.memory.descriptors import SparseMemory, pages
+from paramd.memory.forking import private_in_children
+from paramd.trainer.home.moving import address, bytes_at, extent, has_unseen_users, placed, repoint
+from paramd.trainer.home.owned import ALIGN_BYTES
+from paramd.trainer.model.dtensor import is_dtensor, split
+from paramd.trainer.model.local_shard import dtype_name
+from paramd.trainer.model.plain import has_plain_memory
+
+LOOKS = 8
+"""Addresses looked at in each update; the identity of tensors is looked at for all."""
+
+Place = tuple[int, int, Any]
+"""Optimizer, parameter (counted over all groups) and state key."""
+
+
+@dataclass(slots=True, eq=False)
+class _Lodged:
+    """A state tensor in its place."""
+
+    begin: int
+    """First byte in the optimizer memory."""
+    size_bytes: int
+    local: torch.Tensor
+    base: torch.Tensor
+    """The bytes of its place."""
+    distributed: bool
+    """Whether it is the local part of a DTensor that is spread as its parameter."""
+
+    def described(self) -> list[Any]:
+        local = self.local
+        shape, strides = list(local.shape), list(local.stride())
+        return [
+            self.begin,
+            self.size_bytes,
+            dtype_name(local.dtype),
+            shape,
+            strides,
+            self.distributed,
+        ]
+
+
+class _Used:
+    """The part of the memory in use, for `private_in_children`."""
+
+    def __init__(self, memory: SparseMemory) -> None:
+        self.descriptor = memory.descriptor
+        self.address = memory.address
+        self.size_bytes = 0
+
+
+class OptimizerHome:
+    """One rank's optimizer state. Training thread only; changes it only at boundaries."""
+
+    def __init__(
+        self,
+        memory: SparseMemory,
+        page: ControlPage,
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        self._memory = memory
+        self._page = page
+        # Weakly: an optimizer that the script drops must not keep its parameters alive.
+        self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
+        self._lodged: dict[Place, _Lodged] = {}
+        self._entries: list[Place] = []
+        self._expected: list[Any] = []
+        self._others: list[int] = []
+        self._no_tensors: frozenset[int] = frozenset()
+        self._placed: list[_Lodged] = []
+        self._used = _Used(memory)
+        private_in_children(self._used)
+        self._cursor = 0
+        self._free: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        self._turn = count()
+
+    def settle(self) -> bool:
+        """Bring home what has appeared or was replaced; return whether anything moved.
+
+        Raises:
+            ConflictError: state that cannot live here; the message names it.
+            ExhaustedError: no memory for it.
+        """
+        now = self._values()
+        if len(now) == len(self._expected):
+            strange = [i for i, same in enumerate(map(is_, now, self._expected)) if not same]
+            plain = all(
+                i in self._no_tensors and not isinstance(now[i], torch.Tensor) for i in strange
+            )
+            if plain and self._in_place():
+                for i in strange:
+                    self._expected[i] = now[i]
+                return False
+        self._bring_home()
+        return True
+
+    def table(self) -> dict[str, Any]:
+        """What lies where, for `adopt`."""
+        entries = []
+        for place in self._entries:
+            lodged = self._lodged.get(place)
+            entries.append([*place, lodged.described() if lodged is not None else None])
+        return {"optimizers": signature(self.alive()), "entries": entries}
+
+    def others(self) -> list[Any]:
+        """The values of entries without a place, in the table's order."""
+        return [self._expected[i] for i in self._others]
+
+    def adopt(self, table: dict[str, Any], others: Sequence[Any]) -> None:
+        """Give the optimizers the state that a predecessor left in this memory.
+
+        The optimizers must have the table's signature.
+        """
+        params = [_params(optimizer) for optimizer in self.alive()]
+        for optimizer in self.alive():
+            optimizer.state.clear()
+        values = iter(others)
+        for number, index, key, described in table["entries"]:
+            param = params[number][index]
+            optimizer = self.alive()[number]
+            value = next(values) if described is None else self._adopted(param, described)
+            if described is not None:
+                begin, size, *_ = described
+                local, _ = split(value)
+                base = placed(torch.uint8, local.untyped_storage(), 0, (size,), (1,))
+                self._lodged[number, index, key] = _Lodged(
+                    begin, size, local, base, is_dtensor(value)
+                )
+            optimizer.state[param][key] = value
+        ends = [one.begin + one.size_bytes for one in self._lodged.values()]
+        self._advance(max(ends, default=0))
+        self._remember()
+
+    def move_out(self) -> None:
+        """Give every tensor private memory again. Idempotent."""
+        targets = []
+        for one in self._lodged.values():
+            if one.size_bytes:
+                storage = one.base.clone().untyped_storage()
+                local = one.local
+                view = placed(local.dtype, storage, 0, local.shape, local.stride())
+                if address(local) == address(one.base):
+                    targets.append((local, view))
+        repoint(targets)
+        self._lodged, self._placed = {}, []
+        self._entries, self._expected, self._others = [], [], []
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the optimizer memory in use."""
+        return self._cursor
+
+    def alive(self) -> list[torch.optim.Optimizer]:
+        """The optimizers. Raises ConflictError once the script has dropped one."""
+        found = [reference() for reference in self._optimizers]
+        if None in found:
+            raise ConflictError("an optimizer given to attach is gone; keep a reference to it")
+        return found  # type: ignore[return-value]
+
+    def _values(self) -> list[Any]:
+        states = (o.state.values() for o in self.alive())
+        return [*chain.from_iterable(state.values() for state in chain.from_iterable(states))]
+
+    def _in_place(self) -> bool:
+        """Look at the addresses of a few tensors, others each time."""
+        places = self._placed
+        if not places:
+            return True
+        first = LOOKS * next(self._turn)
+        turns = (places[(first + i) % len(places)] for i in range(min(LOOKS, len(places))))
+        return all(address(one.local) == address(one.base) for one in turns)
+
+    def _bring_home(self) -> None:
+        # Or it would keep replaced tensors alive, and their places could not be used again.
+        self._expected = []
+        found = list(self._found())
+        gone = set(self._lodged) - {place for place, _, _ in found}
+        for place in gone:
+            self._release(self._lodged.pop(place))
+        moves: list[tuple[Place, torch.Tensor, bool, int]] = []
+        for place, value, param in found:
+            if isinstance(value, torch.Tensor):
+                move = self._move(place, value, param)
+                if move is not None:
+                    moves.append(move)
+        self._advance(self._cursor)
+        for place, local, distributed, begin in moves:
+            self._lodge(place, local, distributed, begin)
+        self._remember()
+
+    def _found(self) -> Iterator[tuple[Place, Any, torch.Tensor]]:
+        for number, optimizer in enumerate(self.alive()):
+            indices = {id(param): (i, param) for i, param in enumerate(_params(optimizer))}
+            for owner, state in optimizer.state.items():
+                known = indices.get(id(owner))
+                if known is None or not isinstance(state, dict):
+                    raise ConflictError(
+                        f"optimizer {number} ({type(optimizer).__name__}) has state that belongs "
+                        "to none of its parameters"
+                    )
+                for key, value in state.items():
+                    yield (number, known[0], key), value, known[1]
+
+    def _move(
+        self, place: Place, value: torch.Tensor, param: torch.Tensor
+    ) -> tuple[Place, torch.Tensor, bool, int] | None:
+        """Where a tensor has to go; None when it is at home."""
+        local, distributed = self._checked(place, value, param)
+        known = self._lodged.get(place)
+        memory = extent(local)
+        size = memory.end - memory.begin
+        if known is not None:
+            if known.local is local and (not size or address(local) == address(known.base)):
+                return None
+            self._release(self._lodged.pop(place))
+        if not size:
+            return place, local, distributed, 0
+        if has_unseen_users([local]):
+            raise ConflictError(
+                f"{_named(place)} shares its memory with another tensor, so it cannot be moved"
+            )
+        return place, local, distributed, self._room(size, memory.begin % ALIGN_BYTES)
+
+    @staticmethod
+    def _checked(
+        place: Place, value: torch.Tensor, param: torch.Tensor
+    ) -> tuple[torch.Tensor, bool]:
+        distributed = is_dtensor(value)
+        local = split(value)[0] if distributed else value
+        if local.device.type != "cpu" or not has_plain_memory(local):
+            raise ConflictError(
+                f"{_named(place)} is a {type(local).__name__} on {local.device}; expected a plain "
+                "tensor in host memory"
+            )
+        if distributed and not _spread_alike(value, param):
+            raise ConflictError(f"{_named(place)} is spread in another way than its parameter")
+        return local, distributed
+
+    def _room(self, size: int, offset: int) -> int:
+        free = self._free[size, offset]
+        if free:
+            return free.pop()
+        begin = -(-self._cursor // ALIGN_BYTES) * ALIGN_BYTES + offset
+        self._cursor = begin + size
+        return begin
+
+    def _advance(self, cursor: int) -> None:
+        """Reserve all memory below `cursor`."""
+        if cursor > self._memory.size_bytes:
+            raise ConflictError(
+                f"the optimizer's state takes {cursor:,} bytes; at most "
+                f"{self._memory.size_bytes:,} have a place beside these parameters"
+            )
+        self._cursor = cursor
+        begin, end = self._used.size_bytes, pages(cursor)
+        if end > begin:
+            self._memory.reserve(begin, end)
+            self._used.size_bytes = end
+        self._page[Word.OPTIMIZER_BYTES] = cursor
+
+    def _lodge(self, place: Place, local: torch.Tensor, distributed: bool, begin: int) -> None:
+        memory = extent(local)
+        size = memory.end - memory.begin
+        base = local
+        if size:
+            base = bytes_at(self._memory.buffer, begin, size)
+            offset = int(local.storage_offset()) * local.itemsize
+            with torch.no_grad():
+                # As bytes, so that any strides will do.
+                base.copy_(placed(torch.uint8, local.untyped_storage(), offset, (size,), (1,)))
+            view = placed(local.dtype, base.untyped_storage(), 0, local.shape, local.stride())
+            repoint([(local, view)])
+        self._lodged[place] = _Lodged(begin, size, local, base, distributed)
+
+    def _release(self, old: _Lodged) -> None:
+        """Reuse a place, unless the script still has the tensor that was there."""
+        reference, old.local = weakref.ref(old.local), old.base
+        if old.size_bytes and reference() is None and not has_unseen_users([old.base]):
+            self._free[old.size_bytes, old.begin % ALIGN_BYTES].append(old.begin)
+
+    def _adopted(self, param: torch.Tensor, described: Sequence[Any]) -> torch.Tensor:
+        begin, size, name, shape, strides, distributed = described
+        dtype = getattr(torch, name)
+        if size:
+            storage = bytes_at(self._memory.buffer, begin, size).untyped_storage()
+            local = placed(dtype, storage, 0, shape, strides)
+        else:
+            local = torch.empty(shape, dtype=dtype, device="cpu")
+        if not distributed:
+            return local
+        from torch.distributed.tensor import DTensor
+
+        whole: Any = param
+        return DTensor.from_local(
+            local,
+            whole.device_mesh,
+            whole.placements,
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.stride(),
+        )
+
+    def _remember(self) -> None:
+        self._expected = self._values()
+        self._entries = [place for place, _, _ in self._found()]
+        self._placed = [one for one in self._lodged.values() if one.size_bytes]
+        self._others = [
+            i for i, value in enumerate(self._expected) if not isinstance(value, torch.Tensor)
+        ]
+        self._no_tensors = frozenset(self._others)
+
+
+def signature(optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
+    """Class and parameters of each optimizer: by group, their dtypes and local shapes."""
+    return [
+        [
+            type(optimizer).__qualname__,
+            [
+                [[dtype_name(local.dtype), list(local.shape)] for local in _locals(group)]
+                for group in optimizer.param_groups
+            ],
+        ]
+        for optimizer in optimizers
+    ]
+
+
+def signature_difference(was: list[Any], now: list[Any]) -> str:
+    """What differs between two signatures, in words; empty if nothing."""
+    if len(was) != len(now):
+        return f"there were {len(was)} optimizers and are {len(now)}"
+    for number, ((old_class, old_groups), (new_class, new_groups)) in enumerate(
+        zip(was, now, strict=True)
+    ):
+        if old_class != new_class:
+            return f"optimizer {number} was {old_class} and is {new_class}"
+        if len(old_groups) != len(new_groups):
+            return (
+                f"optimizer {number} ({new_class}) had {len(old_groups)} parameter groups and has "
+                f"{len(new_groups)}"
+            )
+        for group, (old, new) in enumerate(zip(old_groups, new_groups, strict=True)):
+            where = f"group {group} of optimizer {number} ({new_class})"
+            if len(old) != len(new):
+                return f"{where} had {len(old)} parameters and has {len(new)}"
+            for index, (a, b) in enumerate(zip(old, new, strict=True)):
+                if a != b:
+                    return f"parameter {index} in {where} was {a[0]} {a[1]} and is {b[0]} {b[1]}"
+    return ""
+
+
+def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _locals(group: dict[str, Any]) -> Iterator[torch.Tensor]:
+    return (split(param)[0] for param in group["params"])
+
+
+def _spread_alike(value: torch.Tensor, param: torch.Tensor) -> bool:
+    one, other = split(value)[1], split(param)[1]
+    if one is None or other is None or not is_dtensor(param):
+        return False
+    return bool(
+        one.mesh == other.mesh and one.placements == other.placements and one.shape == other.shape
+    )
+
+
+def _named(place: Place) -> str:
+    number, index, key = place
+    return f"state {key!r} of parameter {index} of optimizer {number}"

@@ -1,0 +1,377 @@
+"""Move into the memory of a trainer that has ended.
+
+look       ask this rank's surviving sidecar what it holds
+decide     compare all ranks' answers (choice.py)
+survived   live: the memory itself, which the new attachment takes over as it is
+fill       snapshot: its bytes are copied into new memory
+restore    optimizer state, hyper-parameters and kept objects
+go_on      random states, last of all
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from xxhash import xxh3_64
+
+from paramd.errors import ParamdError, UnreachableError
+from paramd.memory import handover
+from paramd.memory.arena import HostArena
+from paramd.memory.continuation import read_pair
+from paramd.memory.descriptors import SparseMemory, pages
+from paramd.memory.handover import Survived, continuation_bytes
+from paramd.trainer.resume.choice import Choice, How, Mark, RankOffer, choose
+from paramd.trainer.resume.codec import decode
+from paramd.trainer.resume.keeper import Keeper, read_record
+from paramd.trainer.resume.optimizer_home import OptimizerHome, signature, signature_difference
+from paramd.trainer.resume.random_state import set_random_state
+
+log = logging.getLogger("paramd")
+
+NO_SIDECAR = "no sidecar of an earlier incarnation is here"
+OFFER_TIMEOUT_S = 30.0
+_DIGEST_CHUNK_BYTES = 16 << 20
+
+MOST_LIVE_BYTES = 8 << 30
+"""A larger live state is taken over without a digest of all its bytes, which would take seconds;
+samples of its parameters and the record's checksum are looked at in any case."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """How this training was resumed."""
+
+    step: int
+    """Updates that are done: the next one is `step + 1`."""
+    how: str
+    """"live": nothing was lost; "snapshot": from a standing snapshot."""
+    lost_steps: int
+    """Steps that some rank had made before and that are made again."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """A state on offer: its record, its table, and where its bytes are."""
+
+    mark: Mark
+    record: dict[str, Any]
+    table: dict[str, Any]
+    parts: tuple[memoryview, ...]
+    """Its bytes: arena and optimizer memory if it is live; all in one if it is a snapshot."""
+    arena_bytes: int
+    optimizer_bytes: int
+    digest: int = 0
+    """XXH3 of the parts; 0 unknown."""
+
+
+class Succession:
+    """One rank's side of resuming. Training thread only."""
+
+    def __init__(
+        self,
+        *,
+        job: str,
+        rank: int,
+        world_size: int,
+        optimizers: Sequence[torch.optim.Optimizer],
+        keep: Mapping[str, Any],
+        layout_digest: str,
+        socket_path: Path,
+    ) -> None:
+        self._job, self._rank, self._world_size = job, rank, world_size
+        self._optimizers = list(optimizers)
+        self._keep = dict(keep)
+        self._layout_digest = layout_digest
+        self._socket_path = socket_path
+        self._descriptors: list[int] = []
+        self._live: _State | None = None
+        self._snapshots: list[_State] = []
+        self._choice: Choice | None = None
+        self._chosen: _State | None = None
+        self._incarnation = 0
+
+    def look(self) -> RankOffer:
+        """Ask the sidecar what it holds. Changes nothing."""
+        try:
+            offer, self._descriptors = self._asked()
+        except UnreachableError:
+            return RankOffer(absent=NO_SIDECAR)
+        except (ParamdError, OSError, EOFError) as error:
+            return RankOffer(absent=f"its sidecar gave no answer ({error})")
+        if offer["ownership"] == "OWNED":
+            return RankOffer(living_pid=int(offer["pid"]))
+        if offer["ownership"] == "WAITING":
+            return RankOffer(absent=NO_SIDECAR)
+        self._incarnation = int(offer["incarnation"])
+        why_not = str(offer["why_not_live"])
+        fds = list(self._descriptors)
+        if not why_not:
+            continuation, fds = fds[2], fds[3:]
+            mark = Mark(int(offer["step"]), int(offer["lineage"]), int(offer["edits"]))
+            try:
+                why_not = self._read_live(offer, continuation, mark)
+            except ParamdError as error:
+                why_not = str(error)
+        for label, descriptor in zip(offer["snapshots"], fds, strict=True):
+            with suppress(ParamdError, ValueError, OSError):
+                self._snapshots.append(_read_snapshot(label, descriptor))
+        return RankOffer(
+            refusal=self._refusal(offer),
+            step=int(offer["step"]),
+            live=self._live.mark if self._live is not None else None,
+            why_not_live=why_not,
+            snapshots=tuple(state.mark for state in self._snapshots),
+        )
+
+    def decide(self, offers: Sequence[RankOffer], damaged: Sequence[tuple[How, Mark]]) -> Choice:
+        """Choose, as all ranks do. Raises ConflictError as `choose`."""
+        choice = choose(offers, damaged)
+        states = [self._live] if choice.how == "live" else self._snapshots
+        self._choice = choice
+        self._chosen = next((s for s in states if s is not None and s.mark == choice.mark), None)
+        return choice
+
+    def damage(self) -> str:
+        """What is wrong with the chosen state's bytes; empty if nothing is known to be."""
+        state, choice = self._chosen, self._choice
+        if state is None or choice is None or not state.digest:
+            return ""
+        size = sum(part.nbytes for part in state.parts)
+        if choice.how == "live" and size > MOST_LIVE_BYTES:
+            return ""
+        summed = xxh3_64()
+        for part in state.parts:
+            for begin in range(0, part.nbytes, _DIGEST_CHUNK_BYTES):
+                summed.update(part[begin : begin + _DIGEST_CHUNK_BYTES])
+        if (summed.intdigest() or 1) == state.digest:
+            return ""
+        return f"the {choice.how} state of step {state.mark.step} is damaged on rank {self._rank}"
+
+    @property
+    def survived(self) -> Survived | None:
+        """The former trainer's memory, if it is taken over as it is."""
+        if self._choice is None or self._choice.how != "live":
+            return None
+        arena, optimizer, continuation = self._descriptors[:3]
+        return Survived(arena=arena, optimizer=optimizer, continuation=continuation)
+
+    @property
+    def resumed(self) -> Resumed | None:
+        """How the training is resumed; None for a fresh start."""
+        choice = self._choice
+        if choice is None or choice.how == "fresh":
+            return None
+        return Resumed(choice.mark.step, choice.how, choice.lost_steps, choice.reason)
+
+    @property
+    def edits_before(self) -> int:
+        """Edits applied in this history so far."""
+        return self._chosen.mark.edits if self._chosen is not None else 0
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of the optimizer memory in use."""
+        return _used_bytes(self._chosen.table) if self._chosen is not None else 0
+
+    def said(self) -> str:
+        """One line for the log: what was chosen, what is lost, and why."""
+        choice = self._choice
+        assert choice is not None, "decide comes first"
+        if choice.how == "live":
+            return (
+                f"resumes at step {choice.mark.step} from memory (incarnation "
+                f"{self._incarnation}); no step is lost"
+            )
+        if choice.how == "snapshot":
+            return (
+                f"resumes at step {choice.mark.step} from a standing snapshot; "
+                f"{choice.lost_steps} steps are made again, because {choice.reason}"
+            )
+        if not choice.lost_steps:
+            return f"starts afresh: {choice.reason}"
+        return f"starts afresh and loses {choice.lost_steps} steps: {choice.reason}"
+
+    def fill(self, arena: HostArena, optimizer: SparseMemory) -> None:
+        """Copy a snapshot's bytes into new memory."""
+        state = self._chosen
+        if state is None:
+            return
+        used = state.optimizer_bytes
+        if used:
+            optimizer.reserve(0, pages(used))
+        source = torch.frombuffer(state.parts[0], dtype=torch.uint8)
+        begin = state.arena_bytes
+        for target, size, at in ((arena.address, begin, 0), (optimizer.address, used, begin)):
+            if size:
+                ctypes.memmove(target, source.data_ptr() + at, size)
+
+    def restore(self, home: OptimizerHome) -> None:
+        """Give optimizers and kept objects the state that was chosen."""
+        state = self._chosen
+        if state is None:
+            return
+        home.adopt(state.table, state.record["others"])
+        kept = _kept(state.record)
+        for name, thing in self._keep.items():
+            thing.load_state_dict(kept[name])
+        # After the kept objects: a scheduler may set hyper-parameters while it is loaded.
+        for optimizer, groups in zip(self._optimizers, state.record["groups"], strict=True):
+            for group, values in zip(optimizer.param_groups, groups, strict=True):
+                _set_group(group, values)
+
+    def go_on(self, keeper: Keeper) -> None:
+        """Continue the random states, and let the keeper begin. Last of all."""
+        state = self._chosen
+        if state is None:
+            return
+        early: bytes = state.record["early"]
+        set_random_state(decode(early)["random"])
+        keeper.begin(state.mark.step, early=early, forward=state.record["random_forward"])
+
+    def close(self) -> None:
+        """Release what the offer came with. Idempotent."""
+        self._live = self._chosen = None
+        self._snapshots = []
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors = []
+
+    def _asked(self) -> tuple[dict[str, Any], list[int]]:
+        connection = handover.connect(self._socket_path)
+        with connection:
+            connection.settimeout(OFFER_TIMEOUT_S)
+            handover.send(connection, {"op": "offer", "job": self._job, "rank": self._rank})
+            answer, descriptors = handover.receive(connection)
+        if answer["op"] != "offered":
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise UnreachableError(str(answer.get("message", answer["op"])))
+        return answer, descriptors
+
+    def _read_live(self, offer: dict[str, Any], continuation: int, mark: Mark) -> str:
+        """Read the live state's record and table; return why it cannot be used."""
+        memory = _mapped(continuation, continuation_bytes())
+        pair = read_pair(memory)
+        record = read_record(pair[0]) if pair is not None else {"step": -1}
+        if pair is None or record["step"] != mark.step:
+            return (
+                f"its trainer ended after update {mark.step} and before what goes with it was kept"
+            )
+        sizes = int(offer["arena_bytes"]), int(offer["optimizer_bytes"])
+        self._live = _State(
+            mark,
+            record,
+            decode(pair[1]),
+            parts=tuple(
+                _mapped(descriptor, size)
+                for descriptor, size in zip(self._descriptors[:2], sizes, strict=True)
+                if size
+            ),
+            arena_bytes=sizes[0],
+            optimizer_bytes=sizes[1],
+            digest=int(offer["digest"]),
+        )
+        return ""
+
+    def _refusal(self, offer: dict[str, Any]) -> str:
+        states = [*([self._live] if self._live is not None else []), *self._snapshots]
+        if not states:
+            return ""
+        if offer["world_size"] != self._world_size:
+            return f"the world size was {offer['world_size']} and is {self._world_size}"
+        if offer["layout_digest"] != self._layout_digest:
+            return "the model's parameters, or how they are sharded, are not those in memory"
+        state = states[0]
+        if found := signature_difference(state.table["optimizers"], signature(self._optimizers)):
+            return found
+        kept = set(_kept(state.record))
+        if kept != set(self._keep):
+            return f"keep had {_names(kept)} and has {_names(set(self._keep))}"
+        return ""
+
+
+def agreed_choice(
+    succession: Succession,
+    offers: Sequence[RankOffer],
+    together: Callable[[Callable[[], dict[str, Any]]], list[dict[str, Any]]],
+) -> Choice:
+    """The newest state that all ranks have and that none found damaged.
+
+    Args:
+        together: runs a stage on all ranks and returns their messages.
+
+    Raises:
+        ConflictError: on all ranks; see choice.py.
+    """
+    damaged: list[tuple[How, Mark]] = []
+    while True:
+        choice = succession.decide(offers, damaged)
+        found = [one["damage"] for one in together(lambda: {"damage": succession.damage()})]
+        if not any(found):
+            return choice
+        log.warning("paramd: %s", next(filter(None, found)))
+        damaged.append((choice.how, choice.mark))
+
+
+def new_lineage() -> int:
+    """A number for a new history; never 0."""
+    return secrets.randbits(62) | 1
+
+
+def _read_snapshot(label: dict[str, Any], descriptor: int) -> _State:
+    sizes = [
+        int(label[name])
+        for name in ("arena_bytes", "optimizer_bytes", "record_bytes", "table_bytes")
+    ]
+    memory = _mapped(descriptor, sum(sizes))
+    begin = sizes[0] + sizes[1]
+    record = read_record(bytes(memory[begin : begin + sizes[2]]))
+    return _State(
+        Mark(int(label["step"]), int(label["lineage"]), int(label["edits"])),
+        record,
+        decode(bytes(memory[begin + sizes[2] : sum(sizes)])),
+        parts=(memory,),
+        arena_bytes=sizes[0],
+        optimizer_bytes=sizes[1],
+        digest=int(label["digest"]),
+    )
+
+
+def _mapped(descriptor: int, size_bytes: int) -> memoryview:
+    # Goes with its last view. Copy-on-write, since torch takes no read-only memory.
+    return memoryview(mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_PRIVATE))[:size_bytes]
+
+
+def _used_bytes(table: dict[str, Any]) -> int:
+    places = [described for *_, described in table["entries"] if described is not None]
+    return max((begin + size for begin, size, *_ in places), default=0)
+
+
+def _kept(record: dict[str, Any]) -> dict[str, Any]:
+    return {**decode(record["early"])["keep"], **decode(record["late"])}
+
+
+def _names(names: set[str]) -> str:
+    return ", ".join(sorted(names)) if names else "nothing"
+
+
+def _set_group(group: dict[str, Any], values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        known = group.get(name)
+        if isinstance(known, torch.Tensor) and isinstance(value, torch.Tensor):
+            # In place: a scheduler or a graph may hold it.
+            with torch.no_grad():
+                known.copy_(value)
+        else:
+            group[name] = value

@@ -1,0 +1,91 @@
+/** Groups alerts that have one cause, the first one first. Pure. */
+
+import type { AlertDocument } from "../api/schema";
+
+export interface Cause {
+  /** Of the first alert: stable while the group lasts. */
+  id: string;
+  /** The first alert: the likely cause of the others. */
+  first: AlertDocument;
+  /** All of them, oldest first. */
+  alerts: readonly AlertDocument[];
+  firing: number;
+  critical: boolean;
+  /** Firing alerts that nobody has acknowledged. */
+  open: number;
+  /** By rule, the most frequent first. */
+  rules: readonly [string, number][];
+}
+
+/** Alerts of one family that begin within this time of each other have one cause. */
+export const WINDOW_S = 120;
+
+const FAMILIES: Record<string, string> = {
+  "non-finite": "values",
+  "norm-jump": "values",
+  "stale-rank": "ranks",
+  "stalled-rank": "ranks",
+  "layout-mismatch": "ranks",
+};
+
+/** What alerts of these rules have in common. */
+export function familyOf(rule: string): string {
+  return FAMILIES[rule] ?? rule;
+}
+
+/**
+ * Groups: those that fire first, critical ones before others, then the one that began first;
+ * then resolved ones, the newest first.
+ */
+export function causesOf(alerts: readonly AlertDocument[]): Cause[] {
+  const open = new Map<string, AlertDocument[]>();
+  const groups: AlertDocument[][] = [];
+  for (const alert of [...alerts].sort(before)) {
+    const key = `${alert.incarnation} ${familyOf(alert.rule)}`;
+    const group = open.get(key);
+    if (group && alert.first_seen_s - group.at(-1)!.first_seen_s <= WINDOW_S) {
+      group.push(alert);
+    } else {
+      const fresh = [alert];
+      open.set(key, fresh);
+      groups.push(fresh);
+    }
+  }
+  return groups.map(causeOf).sort(rank);
+}
+
+function before(a: AlertDocument, b: AlertDocument): number {
+  return a.first_seen_s - b.first_seen_s || order(a) - order(b) || number(a) - number(b);
+}
+
+/** Of alerts that were found in the same round, a value that is not finite explains a jump. */
+function order(alert: AlertDocument): number {
+  return alert.severity === "critical" ? 0 : 1;
+}
+
+/** Alerts are numbered as they fire: `job-incarnation-number-time`. */
+function number(alert: AlertDocument): number {
+  return Number(alert.id.split("-").at(-2)) || 0;
+}
+
+function causeOf(alerts: AlertDocument[]): Cause {
+  const firing = alerts.filter((alert) => alert.state === "firing");
+  const rules = new Map<string, number>();
+  for (const alert of alerts) rules.set(alert.rule, (rules.get(alert.rule) ?? 0) + 1);
+  return {
+    id: alerts[0]!.id,
+    first: alerts[0]!,
+    alerts,
+    firing: firing.length,
+    critical: firing.some((alert) => alert.severity === "critical"),
+    open: firing.filter((alert) => !alert.acknowledged_by && !alert.silenced).length,
+    rules: [...rules].sort((a, b) => b[1] - a[1]),
+  };
+}
+
+function rank(a: Cause, b: Cause): number {
+  if ((a.firing > 0) !== (b.firing > 0)) return a.firing > 0 ? -1 : 1;
+  if (a.firing === 0) return b.first.first_seen_s - a.first.first_seen_s;
+  if (a.critical !== b.critical) return a.critical ? -1 : 1;
+  return a.first.first_seen_s - b.first.first_seen_s;
+}

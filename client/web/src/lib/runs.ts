@@ -1,0 +1,34 @@
+/** Runs that are compared: an incarnation of a job, as "job@3" in the address. Pure. */
+
+export interface Run {
+  job: string;
+  incarnation: number;
+}
+
+export function parseRun(text: string): Run | null {
+  const at = text.lastIndexOf("@");
+  const incarnation = Number(text.slice(at + 1));
+  return at > 0 && Number.isInteger(incarnation) && incarnation > 0 ? { job: text.slice(0, at), incarnation } : null;
+}
+
+export function runText(run: Run): string {
+  return `${run.job} ${run.incarnation}`;
+}
+
+interface Points {
+  points: readonly { step: number; mean: number | null; count: number }[];
+}
+
+/** A series against its steps; "-" where nothing finite was seen, so that no line bridges it. */
+export function alongSteps(series: Points, scale: number): [number, number | string][] {
+  return series.points
+    .filter((point) => point.step >= 0)
+    .map((point) => [point.step, point.mean === null || (scale !== 1 && point.mean === 0) ? "-" : Number((point.mean * scale).toPrecision(6))]);
+}
+
+/** The mean of all finite samples; null when there is none. */
+export function meanOf(series: Points): number | null {
+  const total = series.points.reduce((sum, point) => sum + point.count, 0);
+  if (total === 0) return null;
+  return series.points.reduce((sum, point) => sum + (point.mean ?? 0) * point.count, 0) / total;
+}

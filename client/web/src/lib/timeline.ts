@@ -1,0 +1,168 @@
+/** One list of what happened to a job: edits, exports, restarts, alerts, holds. Pure. */
+
+import type { EditDocument, ExportDocument, IncarnationDocument } from "../api/schema";
+import { type Cause } from "./causes";
+import { opText } from "./edits";
+import { count } from "./format";
+import type { Live } from "./live";
+
+export const KINDS = ["edit", "export", "restart", "alert", "hold"] as const;
+export type Kind = (typeof KINDS)[number];
+
+export interface Happening {
+  key: string;
+  kind: Kind;
+  /** Unix time in seconds. */
+  time_s: number;
+  /** -1: not known. */
+  step: number;
+  incarnation: number;
+  who: string;
+  what: string;
+  state: string;
+  /** Place in the page that says more. */
+  view: "edits" | "exports" | "runs" | "alerts";
+  query: Readonly<Record<string, string>>;
+}
+
+export interface Sources {
+  edits: readonly EditDocument[];
+  exports: readonly ExportDocument[];
+  incarnations: readonly IncarnationDocument[];
+  causes: readonly Cause[];
+  recent: Live["recent"];
+}
+
+/** Newest first. */
+export function timelineOf(sources: Sources): Happening[] {
+  return [
+    ...sources.edits.filter((edit) => !edit.dry_run).map(ofEdit),
+    ...sources.exports.map(ofExport),
+    ...sources.incarnations.flatMap(ofIncarnation),
+    ...sources.causes.map(ofCause),
+    ...sources.recent.filter((event) => event.kind === "hold").map(ofHold),
+  ].sort((a, b) => b.time_s - a.time_s);
+}
+
+function ofEdit(edit: EditDocument): Happening {
+  return {
+    key: `edit ${edit.id}`,
+    kind: "edit",
+    time_s: edit.created_s,
+    step: edit.step,
+    incarnation: edit.incarnation,
+    who: edit.actor,
+    what: `${edit.undo_of ? `undoes ${edit.undo_of.slice(0, 8)}` : editText(edit)}${edit.note ? `: ${edit.note}` : ""}`,
+    state: edit.undone_by ? "undone" : edit.state,
+    view: "edits",
+    query: { edit: edit.id },
+  };
+}
+
+/** An edit on one line: its operations with the patterns as they were asked for. */
+export function editText(edit: EditDocument): string {
+  const parts = new Map<string, Set<string>>();
+  for (const op of edit.ops) {
+    const text = opText(op);
+    parts.set(text, (parts.get(text) ?? new Set()).add(op.pattern));
+  }
+  return [...parts]
+    .map(([text, patterns]) => {
+      const [first, ...rest] = [...patterns];
+      return `${text} ${first}${rest.length ? ` and ${count(rest.length)} more` : ""}`;
+    })
+    .join(", ");
+}
+
+/** Tensors and elements that an edit changes. */
+export function sizeOf(edit: EditDocument): { tensors: number; elements: number } {
+  return {
+    tensors: edit.ops.reduce((sum, op) => sum + op.name_count, 0),
+    elements: edit.ops.reduce((sum, op) => sum + op.numel, 0),
+  };
+}
+
+function ofExport(one: ExportDocument): Happening {
+  return {
+    key: `export ${one.id}`,
+    kind: "export",
+    time_s: one.created_s,
+    step: one.step,
+    incarnation: one.incarnation,
+    who: one.actor,
+    what: `to ${one.destination}${one.reason ? `: ${one.reason}` : ""}`,
+    state: one.state,
+    view: "exports",
+    query: { export: one.id },
+  };
+}
+
+function ofIncarnation(one: IncarnationDocument): Happening[] {
+  const shared = { kind: "restart" as const, incarnation: one.incarnation, who: "", view: "runs" as const, query: {} };
+  const began: Happening = {
+    ...shared,
+    key: `begin ${one.incarnation}`,
+    time_s: one.began_s,
+    step: -1,
+    what: `incarnation ${one.incarnation} began with ${count(one.world_size)} rank${one.world_size === 1 ? "" : "s"}`,
+    state: "began",
+  };
+  if (one.ended_s === null) return [began];
+  return [
+    began,
+    {
+      ...shared,
+      key: `end ${one.incarnation}`,
+      time_s: one.ended_s,
+      step: one.step,
+      what: `incarnation ${one.incarnation} ended${one.reason ? `: ${one.reason}` : ""}`,
+      state: "ended",
+    },
+  ];
+}
+
+function ofCause(cause: Cause): Happening {
+  const others = cause.alerts.length - 1;
+  return {
+    key: `alert ${cause.id}`,
+    kind: "alert",
+    time_s: cause.first.first_seen_s,
+    step: -1,
+    incarnation: cause.first.incarnation,
+    who: "",
+    what: `${cause.first.reason}${others ? `, then ${count(others)} more` : ""}`,
+    state: cause.firing ? cause.first.severity : "resolved",
+    view: "alerts",
+    query: { cause: cause.id },
+  };
+}
+
+function ofHold(event: Live["recent"][number]): Happening {
+  const text = (name: string): string => (typeof event.data[name] === "string" ? (event.data[name] as string) : "");
+  const step = event.data["step"];
+  const incarnation = event.data["incarnation"];
+  return {
+    key: `hold ${event.id}`,
+    kind: "hold",
+    time_s: event.time_s,
+    step: typeof step === "number" ? step : -1,
+    incarnation: typeof incarnation === "number" ? incarnation : -1,
+    who: text("holder"),
+    what: "training",
+    state: text("state") || "changed",
+    view: "edits",
+    query: {},
+  };
+}
+
+/** What was changed last before a time, at most `withinS` earlier: an edit or a restart. */
+export function changeBefore(timeline: readonly Happening[], time_s: number, withinS: number): Happening | null {
+  const found = timeline.find(
+    (one) =>
+      (one.kind === "edit" || one.kind === "restart") &&
+      one.state !== "ended" &&
+      one.time_s <= time_s &&
+      one.time_s >= time_s - withinS,
+  );
+  return found ?? null;
+}

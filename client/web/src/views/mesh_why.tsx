@@ -1,0 +1,99 @@
+/** What each rank is doing, and which one keeps the others waiting. Asked for, never polled. */
+
+import { type ReactNode, useState } from "react";
+
+import { get } from "../api/client";
+import type { RankWhy } from "../api/schema";
+import { bytes, count, duration } from "../lib/format";
+import { Empty, Panel, Source, Trouble } from "../ui/bits";
+import { useMay, useShared } from "../ui/context";
+import { usePoll } from "../ui/hooks";
+
+export function WhyPanel(): ReactNode {
+  const { job } = useShared();
+  const mayRead = useMay("read");
+  const [asked, setAsked] = useState(0);
+  const why = usePoll(
+    asked > 0 ? `${job}/why/${asked}` : null,
+    (signal) => get("/api/v1/jobs/{job}/why", { path: { job }, signal }),
+    0,
+  );
+  const found = asked > 0 ? why.data : null;
+  return (
+    <Panel
+      title="Stuck?"
+      source={<Source what={`/jobs/${job}/why`} at={why.at} error={why.error} busy={why.busy} />}
+      actions={
+        <button type="button" disabled={!mayRead || why.busy} onClick={() => setAsked(asked + 1)}>
+          Ask every rank
+        </button>
+      }
+    >
+      {why.error && <Trouble>{why.error}</Trouble>}
+      {!found && !why.error && (
+        <Empty>{mayRead ? "Shows what each rank is doing, also while training hangs." : "Needs a reader's token."}</Empty>
+      )}
+      {found && <p><strong>{found.verdict}</strong></p>}
+      {found && <Ranks ranks={found.ranks} />}
+    </Panel>
+  );
+}
+
+function Ranks(props: { ranks: readonly RankWhy[] }): ReactNode {
+  return (
+    <div className="scroll">
+      <table className="plain">
+        <thead>
+          <tr>
+            <th>rank</th>
+            <th>step</th>
+            <th>boundary</th>
+            <th>doing</th>
+            <th>seen for</th>
+            <th>memory</th>
+            <th>files</th>
+            <th>stack, collectives, output</th>
+          </tr>
+        </thead>
+        <tbody>
+          {props.ranks.map((rank) => (
+            <tr key={rank.rank}>
+              <td>{rank.rank}</td>
+              <td>{count(rank.step)}</td>
+              <td>{age(rank.boundary_age_s)}</td>
+              <td className="wrap">{rank.error || rank.doing}</td>
+              <td>{age(rank.seen_for_s)}</td>
+              <td>{rank.rss_bytes === null ? "–" : bytes(rank.rss_bytes)}</td>
+              <td>{rank.open_file_count === null ? "–" : count(rank.open_file_count)}</td>
+              <td className="wrap">
+                <details>
+                  <summary>{rank.where || rank.missing || "show"}</summary>
+                  <pre>{detailsOf(rank)}</pre>
+                </details>
+              </td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </div>
+  );
+}
+
+function age(seconds: number | null): string {
+  return seconds === null ? "–" : duration(seconds);
+}
+
+/** As text: stacks and output are the job's own and must not be read as markup. */
+export function detailsOf(rank: RankWhy): string {
+  const lines: string[] = rank.missing ? [`no stacks: ${rank.missing}`] : [];
+  for (const thread of rank.threads.filter((one) => one.training)) {
+    lines.push(`thread ${thread.name} (${rank.source})`);
+    for (const frame of thread.frames) lines.push(`  ${frame.file}:${frame.line} in ${frame.function}`);
+  }
+  for (const made of rank.collectives.filter((one) => !one.done)) {
+    lines.push(`open: ${made.name} #${made.sequence} of ${made.group}, for ${duration(made.age_s)}`);
+  }
+  for (const line of rank.log_lines) lines.push(`| ${line}`);
+  if (rank.log_missing) lines.push(`no output: ${rank.log_missing}`);
+  return lines.join("\n");
+}

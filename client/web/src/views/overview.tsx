@@ -1,0 +1,151 @@
+/** Overview: is it healthy, what changed, who changed it. */
+
+import { type ReactNode, useEffect, useState } from "react";
+
+import { get, urlOf } from "../api/client";
+import { follow } from "../api/sse";
+import { bytes, count, duration, number } from "../lib/format";
+import type { Frame } from "../lib/grads";
+import { median, stragglers } from "../lib/mesh";
+import { placeHash } from "../lib/route";
+import { badCount } from "../lib/stats";
+import { changeBefore } from "../lib/timeline";
+import { Badge, Empty, Facts, Panel, Source, Trouble } from "../ui/bits";
+import { useShared } from "../ui/context";
+import { usePoll } from "../ui/hooks";
+import { CauseItem } from "./causes";
+import { LoggedNumbers } from "./logged";
+import { pollMs } from "./mesh";
+import { StepTimes } from "./mesh_times";
+import { type History, Timeline, useHistory } from "./timeline";
+
+const CAUSES_SHOWN = 5;
+/** A change this long before a trouble is named beside it. */
+const SUSPECT_S = 600;
+/** Norms of more gradients are not followed without being asked for. */
+const MAX_FOLLOWED = 500;
+
+export default function Overview(): ReactNode {
+  const { job, summary, health } = useShared();
+  const history = useHistory();
+  return (
+    <>
+      <div className="head">
+        <h1>{job}</h1>
+        {summary && (
+          <span className="faint">
+            incarnation {summary.incarnation}, {count(summary.joined_count)} of {count(summary.world_size)} ranks
+          </span>
+        )}
+      </div>
+      <section className={`panel verdict ${health.tone}`} aria-label="Health" role="status">
+        <Badge state={health.word} tone={health.tone} />
+        <p className="wrap">{health.why || "Every rank reports, no alert fires, and all values that were looked at are finite."}</p>
+      </section>
+      <Firing history={history} />
+      <Numbers />
+      <LoggedNumbers incarnation={summary?.incarnation ?? -1} />
+      <Timeline history={history} />
+      <StepTimes world={summary?.world_size ?? 0} incarnation={summary?.incarnation ?? -1} />
+    </>
+  );
+}
+
+function Firing(props: { history: History }): ReactNode {
+  const { history } = props;
+  const { job } = useShared();
+  const firing = history.causes.filter((cause) => cause.firing > 0);
+  if (firing.length === 0) return null;
+  return (
+    <Panel
+      title={`What is wrong: ${count(firing.length)} cause${firing.length === 1 ? "" : "s"}, the first one first`}
+      actions={<a href={placeHash({ job, view: "alerts", query: { state: "firing" } })}>all alerts</a>}
+    >
+      <ul className="bare" aria-label="Causes">
+        {firing.slice(0, CAUSES_SHOWN).map((cause) => {
+          const change = changeBefore(history.timeline, cause.first.first_seen_s, SUSPECT_S);
+          return (
+            <CauseItem key={cause.id} cause={cause} onChanged={history.refresh}>
+              {change && (
+                <p>
+                  {duration(Math.max(0, Math.round(cause.first.first_seen_s - change.time_s)))} before it:{" "}
+                  <a href={placeHash({ job, view: change.view, query: change.query })}>{change.kind}</a> {change.what}
+                  {change.who ? `, by ${change.who}` : ""}
+                </p>
+              )}
+            </CauseItem>
+          );
+        })}
+      </ul>
+    </Panel>
+  );
+}
+
+function Numbers(): ReactNode {
+  const { job, summary, live } = useShared();
+  const world = summary?.world_size ?? 0;
+  const ranks = usePoll(
+    world && summary?.state !== "ended" ? `${job}/ranks` : null,
+    (signal) => get("/api/v1/jobs/{job}/ranks", { path: { job }, signal }),
+    pollMs(world),
+  );
+  const gradient = useTotal(job, summary !== null && summary.state !== "ended");
+  const all = ranks.data?.ranks ?? [];
+  const late = [...stragglers(all)];
+  const middle = median(all.filter((rank) => rank.step_time_ns > 0).map((rank) => rank.step_time_ns)) / 1e9;
+  const sum = (key: "arena_bytes" | "snapshot_bytes" | "sidecar_rss_bytes" | "trainer_rss_bytes"): string =>
+    bytes(all.reduce((total, rank) => total + rank[key], 0));
+  const step = Math.max(summary?.step ?? -1, live.incarnation === summary?.incarnation ? live.step : -1);
+  return (
+    <Panel title="Now" source={<Source what={`/jobs/${job}/ranks`} at={ranks.at} error={ranks.error} busy={ranks.busy} refresh={ranks.refresh} />}>
+      {ranks.error && <Trouble>{ranks.error}</Trouble>}
+      {summary?.state === "ended" && <Empty>The training has ended; its edits, exports and alerts are below.</Empty>}
+      {all.length > 0 && (
+        <Facts
+          rows={[
+            ["step", step >= 0 ? count(step) : "–"],
+            ["steps per second", Number.isFinite(middle) ? number(1 / middle, 3) : "–"],
+            ["median step time", duration(middle)],
+            ["stragglers", late.length ? late.map((rank) => <a key={rank} className="spaced" href={placeHash({ job, view: "mesh", query: { rank: String(rank) } })}>rank {rank}</a>) : "none"],
+            ["gradient norm", gradient],
+            ["training", summary?.hold ?? "–"],
+            ["parameters in arenas", sum("arena_bytes")],
+            ["in snapshots", sum("snapshot_bytes")],
+            ["trainers' memory", sum("trainer_rss_bytes")],
+            ["sidecars' memory", sum("sidecar_rss_bytes")],
+          ]}
+        />
+      )}
+    </Panel>
+  );
+}
+
+/** The norm of all gradients, every tenth update, where following them is cheap. */
+function useTotal(job: string, alive: boolean): ReactNode {
+  const [shown, setShown] = useState<ReactNode>("…");
+  useEffect(() => {
+    if (!alive) return;
+    const controller = new AbortController();
+    void begin(job, controller.signal, setShown);
+    return () => controller.abort();
+  }, [job, alive]);
+  return shown;
+}
+
+async function begin(job: string, signal: AbortSignal, tell: (shown: ReactNode) => void): Promise<void> {
+  try {
+    const page = await get("/api/v1/jobs/{job}/params", { path: { job }, query: { limit: 1 }, signal });
+    if (page.total_count > MAX_FOLLOWED) return tell("see Gradients");
+  } catch {
+    if (!signal.aborted) tell("not known");
+    return;
+  }
+  const url = urlOf("/api/v1/jobs/{job}/grads", { job }, { filter: "*", every: 10 });
+  const onEvent = (event: { kind: string; data: string }): void => {
+    if (event.kind === "end") return tell("not known");
+    if (event.kind !== "frame") return;
+    const frame = JSON.parse(event.data) as Frame;
+    tell(badCount(frame.total) ? <Badge state="not finite" tone="bad" /> : number(frame.total.norm));
+  };
+  await follow(url, { onEvent, onState: () => undefined }, signal);
+}

@@ -1,0 +1,188 @@
+/** Tokens of users: made, shown once, revoked. For admins. */
+
+import { type FormEvent, type ReactNode, useState } from "react";
+
+import { del, get, post } from "../api/client";
+import type { NewToken, TokenDocument, TokenRequest } from "../api/schema";
+import { clock } from "../lib/format";
+import { Badge, Dialog, Empty, Name, Panel, Source, Trouble } from "../ui/bits";
+import { useShared } from "../ui/context";
+import { useNow, usePoll } from "../ui/hooks";
+import { textOf } from "../ui/problems";
+
+const ROLES: readonly (readonly [TokenRequest["role"], string])[] = [
+  ["viewer", "see jobs, names, alerts and statistics"],
+  ["reader", "and values of parameters"],
+  ["editor", "and edit, pause, acknowledge"],
+  ["exporter", "read, and export"],
+  ["trainer", "see, and register trainings"],
+  ["admin", "everything"],
+];
+const LIFETIMES = [["3600", "1 hour"], ["86400", "1 day"], ["604800", "1 week"], ["2592000", "30 days"]] as const;
+
+export function Tokens(): ReactNode {
+  const { session } = useShared();
+  const now = useNow();
+  const [made, setMade] = useState<NewToken | null>(null);
+  const [revoking, setRevoking] = useState<TokenDocument | null>(null);
+  const tokens = usePoll("tokens", (signal) => get("/api/v1/tokens", { signal }), 60_000);
+  const rows = tokens.data?.tokens ?? [];
+  return (
+    <Panel title="Tokens" source={<Source what="/tokens" at={tokens.at} error={tokens.error} refresh={tokens.refresh} />}>
+      {tokens.error && <Trouble>{tokens.error}</Trouble>}
+      {session.readonly ? (
+        <p className="faint">This control plane is read-only: no token can be made.</p>
+      ) : (
+        <Create
+          onMade={(token) => {
+            setMade(token);
+            tokens.refresh();
+          }}
+        />
+      )}
+      {tokens.data && rows.length === 0 && <Empty>Only the owner's token so far.</Empty>}
+      {rows.length > 0 && (
+        <div className="scroll" tabIndex={0} role="region" aria-label="Tokens">
+          <table className="plain roomy" aria-label="Tokens">
+            <thead>
+              <tr>
+                <th>name</th>
+                <th>role</th>
+                <th>created</th>
+                <th>expires</th>
+                <th>state</th>
+              </tr>
+            </thead>
+            <tbody>
+              {rows.map((token) => (
+                <tr key={token.name}>
+                  <td>
+                    <Name>{token.name}</Name>
+                  </td>
+                  <td>{token.role}</td>
+                  <td>{clock(token.created_s)}</td>
+                  <td>{token.expires_s === null ? "never" : clock(token.expires_s)}</td>
+                  <td>
+                    {token.revoked_s !== null ? (
+                      <Badge state="revoked" tone="bad" />
+                    ) : token.expires_s !== null && token.expires_s * 1000 < now ? (
+                      <Badge state="expired" tone="mute" />
+                    ) : (
+                      <button type="button" className="small danger" onClick={() => setRevoking(token)}>
+                        Revoke …
+                      </button>
+                    )}
+                  </td>
+                </tr>
+              ))}
+            </tbody>
+          </table>
+        </div>
+      )}
+      {made && <Secret token={made} onClose={() => setMade(null)} />}
+      {revoking && <Revoke token={revoking} onClose={() => setRevoking(null)} onDone={tokens.refresh} />}
+    </Panel>
+  );
+}
+
+function Create(props: { onMade: (token: NewToken) => void }): ReactNode {
+  const [role, setRole] = useState<TokenRequest["role"]>("viewer");
+  const [name, setName] = useState("");
+  const [ttl, setTtl] = useState<string>("86400");
+  const [busy, setBusy] = useState(false);
+  const [problem, setProblem] = useState("");
+  const submit = (event: FormEvent): void => {
+    event.preventDefault();
+    setBusy(true);
+    setProblem("");
+    post("/api/v1/tokens", { body: { role, ttl_s: Number(ttl), name: name.trim() || null } })
+      .then((token) => {
+        setName("");
+        props.onMade(token);
+      })
+      .catch((error: unknown) => setProblem(textOf(error)))
+      .finally(() => setBusy(false));
+  };
+  return (
+    <form className="form" aria-label="New token" onSubmit={submit}>
+      <label className="field">
+        Name of its owner or purpose
+        <input type="text" name="token-name" maxLength={64} placeholder="made up when empty" value={name} onChange={(event) => setName(event.target.value)} />
+      </label>
+      <label className="field">
+        Role
+        <select name="role" value={role} onChange={(event) => setRole(event.target.value as TokenRequest["role"])}>
+          {ROLES.map(([each, what]) => (
+            <option key={each} value={each}>
+              {each}: {what}
+            </option>
+          ))}
+        </select>
+      </label>
+      <label className="field">
+        Valid for
+        <select name="ttl" value={ttl} onChange={(event) => setTtl(event.target.value)}>
+          {LIFETIMES.map(([seconds, text]) => (
+            <option key={seconds} value={seconds}>
+              {text}
+            </option>
+          ))}
+        </select>
+      </label>
+      <div className="actions">
+        <button type="submit" disabled={busy}>
+          Make a token
+        </button>
+      </div>
+      {problem && <div className="full"><Trouble>{problem}</Trouble></div>}
+    </form>
+  );
+}
+
+function Secret(props: { token: NewToken; onClose: () => void }): ReactNode {
+  const { token, onClose } = props;
+  const [copied, setCopied] = useState(false);
+  return (
+    <Dialog title={`Token ${token.name}`} onClose={onClose}>
+      <p>This is the only time that it is shown. Its role is {token.role}.</p>
+      <p className="secret" data-testid="secret">
+        {token.token}
+      </p>
+      <div className="foot">
+        <button type="button" onClick={() => void navigator.clipboard?.writeText(token.token).then(() => setCopied(true))}>
+          {copied ? "Copied" : "Copy"}
+        </button>
+        <button type="button" className="main" onClick={onClose}>
+          Done
+        </button>
+      </div>
+    </Dialog>
+  );
+}
+
+function Revoke(props: { token: TokenDocument; onClose: () => void; onDone: () => void }): ReactNode {
+  const { token, onClose, onDone } = props;
+  const [problem, setProblem] = useState("");
+  const revoke = (): void => {
+    del("/api/v1/tokens/{name}", { path: { name: token.name } })
+      .then(() => {
+        onDone();
+        onClose();
+      })
+      .catch((error: unknown) => setProblem(textOf(error)));
+  };
+  return (
+    <Dialog title={`Revoke token ${token.name}?`} onClose={onClose}>
+      <p>Whoever uses it is refused at once, their open pages are signed out, and its name is never given again. This cannot be undone.</p>
+      {problem && <Trouble>{problem}</Trouble>}
+      <div className="foot">
+        <button type="button" autoFocus onClick={onClose}>
+          Cancel
+        </button>
+        <button type="button" className="danger" onClick={revoke}>
+          Revoke
+        </button>
+      </div>
+    </Dialog>
+  );
+}

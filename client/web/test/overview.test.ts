@@ -1,0 +1,163 @@
+import { describe, expect, it } from "vitest";
+
+import type { AlertDocument, EditDocument, IncarnationDocument, JobSummary } from "../src/api/schema";
+import { causesOf, WINDOW_S } from "../src/lib/causes";
+import { csvOf, rangeBegin, withGaps, zoomed } from "../src/lib/chart";
+import { healthOf, type Known, STALE_MS } from "../src/lib/health";
+import { alongSteps, meanOf, parseRun } from "../src/lib/runs";
+import { indexTicks, roundStep, valueTicks } from "../src/lib/ticks";
+import { changeBefore, editText, sizeOf, timelineOf } from "../src/lib/timeline";
+
+const JOB: JobSummary = {
+  job: "run", incarnation: 1, world_size: 2, joined_count: 2, step: 9, state: "ok", reason: "", hold: "running",
+  critical_count: 0, warning_count: 0, open_count: 0,
+};
+const WELL: Known = { summary: JOB, values: { bad: 0, first: "", why: "" }, silentMs: 1000, problem: null };
+const of = (known: Partial<Known>, job: Partial<JobSummary> = {}): string => {
+  const found = healthOf({ ...WELL, summary: { ...JOB, ...job }, ...known });
+  return `${found.tone} ${found.word}`;
+};
+
+describe("health", () => {
+  it("is green only when all was looked at and is well", () => {
+    expect(of({})).toBe("ok ok");
+    expect(of({ values: { bad: null, first: "", why: "watch is off" } })).toBe("info running");
+  });
+
+  it.each([
+    [{}, { critical_count: 51 }, "bad critical"],
+    [{}, { warning_count: 1 }, "warn warning"],
+    [{}, { state: "degraded" }, "warn degraded"],
+    [{}, { state: "down" }, "bad down"],
+    [{}, { hold: "held" }, "warn held"],
+    [{}, { state: "ended", critical_count: 3 }, "mute ended"],
+    [{ values: { bad: 53, first: "w", why: "" } }, {}, "bad not finite"],
+    [{ silentMs: STALE_MS + 1 }, {}, "bad unknown"],
+    [{ problem: "it does not answer" }, {}, "bad unknown"],
+  ])("of %j and %j is %s", (known, job, expected) => {
+    expect(of(known as Partial<Known>, job)).toBe(expected);
+  });
+
+  it("of a job that is not there says so, and before the first answer nothing", () => {
+    expect(healthOf({ ...WELL, summary: null }).word).toBe("unknown job");
+    expect(healthOf({ ...WELL, summary: null, silentMs: null }).word).toBe("loading");
+  });
+
+  it("names the first tensor that is not finite, and how old what is shown is", () => {
+    expect(healthOf({ ...WELL, values: { bad: 3, first: "w", why: "" } }).why).toBe("NaN or infinities in w and 2 more");
+    expect(healthOf({ ...WELL, silentMs: 90_000, problem: "gone" }).why).toContain("1 min 30 s old");
+  });
+});
+
+const alert = (number: number, rule: string, at: number, more: Partial<AlertDocument> = {}): AlertDocument => ({
+  id: `run-1-${number}-abc`, job: "run", incarnation: 1, rule, subject: `w${number}`, severity: rule === "non-finite" ? "critical" : "warning",
+  state: "firing", reason: `w${number}`, ranks: [], name: `w${number}`, step: 1, first_seen_s: at, last_seen_s: at, resolved_s: null,
+  seen_count: 1, acknowledged_by: "", acknowledged_s: null, note: "", silenced: false, ...more,
+});
+
+describe("causes", () => {
+  it("make one of a hundred alerts of a poisoned slice, the first one first", () => {
+    const poisoned = Array.from({ length: 51 }, (_, i) => [alert(2 * i + 1, "non-finite", 100 + i), alert(2 * i + 2, "norm-jump", 100 + i)]).flat();
+    const found = causesOf([...poisoned].reverse());
+    expect(found).toHaveLength(1);
+    expect([found[0]!.first.subject, found[0]!.firing, found[0]!.open]).toEqual(["w1", 102, 102]);
+    expect(found[0]!.rules).toEqual([["non-finite", 51], ["norm-jump", 51]]);
+  });
+
+  it("keep troubles apart that are of another kind, or of another time", () => {
+    const found = causesOf([alert(1, "straggler", 10), alert(2, "non-finite", 12), alert(3, "non-finite", 13 + WINDOW_S + 1)]);
+    expect(found.map((one) => one.first.subject)).toEqual(["w2", "w3", "w1"]);
+  });
+
+  it("in one round put what is not finite before the jump that it explains", () => {
+    expect(causesOf([alert(1, "norm-jump", 5), alert(2, "non-finite", 5)])[0]!.first.rule).toBe("non-finite");
+  });
+
+  it("count as open what nobody has seen and no silence covers; resolved ones come last", () => {
+    const found = causesOf([
+      alert(1, "straggler", 1, { state: "resolved", resolved_s: 2 }),
+      alert(2, "non-finite", 500, { acknowledged_by: "ann" }),
+      alert(3, "non-finite", 501, { silenced: true }),
+    ]);
+    expect(found.map((one) => [one.firing, one.open])).toEqual([[2, 0], [0, 0]]);
+  });
+});
+
+const OP = { pattern: "w*", op: "mul", value: 2, weight: null, min: null, max: null, data: false, name_count: 3, numel: 30, names: ["w1"] };
+const edit = (id: string, at: number, more: object = {}): EditDocument =>
+  ({ id, incarnation: 1, state: "APPLIED", actor: "ann", note: "", dry_run: false, created_s: at, step: 7, ops: [OP], undo_of: null, undone_by: null, ...more }) as unknown as EditDocument;
+const run = (incarnation: number, began_s: number, ended_s: number | null): IncarnationDocument => ({ incarnation, world_size: 2, began_s, ended_s, reason: "", step: -1 });
+
+describe("the timeline", () => {
+  const sources = { edits: [edit("a", 20), edit("b", 21, { dry_run: true })], exports: [], incarnations: [run(1, 10, 30), run(2, 31, null)], causes: causesOf([alert(1, "non-finite", 25)]), recent: [] };
+
+  it("has who changed what, newest first, and no dry runs", () => {
+    expect(timelineOf(sources).map((one) => `${one.kind} ${one.state} ${one.who}`)).toEqual([
+      "restart began ", "restart ended ", "alert critical ", "edit APPLIED ann", "restart began ",
+    ]);
+  });
+
+  it("finds the change before a trouble, unless it is long past", () => {
+    const timeline = timelineOf(sources);
+    expect(changeBefore(timeline, 25, 60)!.key).toBe("edit a");
+    expect(changeBefore(timeline, 19, 60)!.key).toBe("begin 1");
+    expect(changeBefore(timeline, 9000, 60)).toBeNull();
+  });
+
+  it("tells an edit of many tensors in one line", () => {
+    const many = edit("c", 1, { ops: [OP, { ...OP, pattern: "v" }, { ...OP, op: "fill", value: 0, pattern: "u" }] });
+    expect(editText(many)).toBe("mul 2 w* and 1 more, fill 0 u");
+    expect(sizeOf(many)).toEqual({ tensors: 9, elements: 90 });
+  });
+});
+
+describe("charts", () => {
+  it("do not bridge a time in which nothing was seen", () => {
+    const line = withGaps([[0, 1], [10, 1], [20, 1], [300, 1], [310, 1]]);
+    expect(line).toEqual([[0, 1], [10, 1], [20, 1], [30, "-"], [300, 1], [310, 1]]);
+    expect(withGaps([[0, 1], [10, 2], [25, 3]])).toHaveLength(3);
+    expect(withGaps([])).toEqual([]);
+  });
+
+  it("zoom around the middle and stay within", () => {
+    expect(zoomed([0, 100], 0.5, 0)).toEqual([25, 75]);
+    expect(zoomed([25, 75], 2, 0)).toEqual([0, 100]);
+    expect(zoomed([0, 50], 1, -0.5)).toEqual([0, 50]);
+    expect(zoomed([0, 50], 1, 0.5)).toEqual([25, 75]);
+  });
+
+  it("ask for more than an hour only when told, and save rows that no spreadsheet runs", () => {
+    expect(rangeBegin("3600")).toEqual({});
+    expect(rangeBegin("nonsense")).toEqual({});
+    expect(rangeBegin("86400", 86_400_000)).toEqual({ begin_s: 0 });
+    expect(csvOf([{ name: '=a"b', data: [[1, 2], [2, "-"]] }])).toBe('series,x,y\n"\'=a""b",1,2\n');
+  });
+});
+
+describe("ticks", () => {
+  it("stand at round indices of what is shown", () => {
+    expect(indexTicks(40, 0).map((tick) => tick.label)).toEqual(["0", "10", "20", "30"]);
+    expect(indexTicks(8, 4, 4)).toEqual([{ at: 0.0625, label: "4" }, { at: 0.3125, label: "6" }, { at: 0.5625, label: "8" }, { at: 0.8125, label: "10" }]);
+    expect(indexTicks(0, 0)).toEqual([]);
+    expect([0.3, 1, 3, 70].map(roundStep)).toEqual([0.5, 1, 5, 100]);
+  });
+
+  it("of values go from the lowest to the highest", () => {
+    expect(valueTicks(-1, 1, 3, String).map((tick) => tick.label)).toEqual(["-1", "0", "1"]);
+    expect(valueTicks(2, 2, 3, String)).toEqual([{ at: 0.5, label: "2" }]);
+  });
+});
+
+describe("runs", () => {
+  it("are named in the address, whatever the job is called", () => {
+    expect(parseRun("a@b@3")).toEqual({ job: "a@b", incarnation: 3 });
+    for (const wrong of ["", "run", "run@", "run@x", "@3", "run@0"]) expect(parseRun(wrong)).toBeNull();
+  });
+
+  it("are drawn along their steps, without a line over what was not finite", () => {
+    const series = { points: [{ step: 1, mean: 2, count: 3 }, { step: 2, mean: null, count: 0 }, { step: -1, mean: 1, count: 0 }] };
+    expect(alongSteps(series, 10)).toEqual([[1, 20], [2, "-"]]);
+    expect(meanOf(series)).toBe(2);
+    expect(meanOf({ points: [] })).toBeNull();
+  });
+});

@@ -1,0 +1,206 @@
+"""The numbers that training scripts log (`attachment.log`): into the history, and against rules.
+
+A rule is a line of `[alerts] numbers`: "loss > 10", "lr < 0", "loss jumps 5" (above 5 times the
+median of its last values). NaN and infinities are found without a rule. Parsing and judging are
+pure; `LoggedRounds` takes the entries from the sidecars that have new ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.control.alerts.book import Alert, Book, Finding, Point, Severity
+from paramd_service.control.alerts.config import LOGGED, AlertConfig, NumberRule, Rule, parse_number
+from paramd_service.control.mesh.registry import MeshView, Report
+
+MAX_RANKS = 64
+"""Ranks whose numbers are kept, the lowest that log."""
+
+MAX_NAMES = 256
+"""Names kept of a rank."""
+
+WINDOW = 20
+LEAST = 5
+"""Values before which nothing counts as a jump."""
+
+POINT_S = 1.0
+"""Of a number that is logged more often, the history has the first of each second."""
+
+BATCH = 1000
+ASK_TIMEOUT_S = 3.0
+
+Ask = Callable[[Report, pb.GetLoggedRequest], Awaitable[pb.GetLoggedResponse]]
+
+
+class NumberHistory:
+    """The last finite values of each (rank, name), and what is wrong with the latest ones."""
+
+    def __init__(self, rules: Sequence[str]) -> None:
+        """Raises UsageError for a rule that cannot be parsed."""
+        self._rules = [parse_number(text) for text in rules]
+        self._values: dict[tuple[int, str], deque[float]] = {}
+
+    def judge(self, rank: int, name: str, values: Sequence[tuple[int, float]]) -> list[Finding]:
+        """Problems among new (step, value) pairs, oldest first; remembers them.
+
+        One finding per rule: of the last value that violates it.
+        """
+        known = self._values.setdefault((rank, name), deque(maxlen=WINDOW))
+        found: dict[str, Finding] = {}
+        for step, value in values:
+            for text, why in self._problems(name, value, known):
+                found[text] = _finding(rank, name, text, why, step)
+            if math.isfinite(value):
+                known.append(value)
+        return list(found.values())
+
+    def knows(self, rank: int, name: str) -> bool:
+        """Whether the number is followed; more than `MAX_NAMES` of a rank are not."""
+        if (rank, name) in self._values:
+            return True
+        return sum(1 for of, _ in self._values if of == rank) < MAX_NAMES
+
+    def _problems(
+        self, name: str, value: float, known: Sequence[float]
+    ) -> Iterable[tuple[str, str]]:
+        if not math.isfinite(value):
+            yield "nonfinite", f"is {value}"
+            return
+        for rule in self._rules:
+            if rule.name == name and (why := _violated(rule, value, known)):
+                yield rule.text, why
+
+
+def _violated(rule: NumberRule, value: float, known: Sequence[float]) -> str:
+    if rule.how == ">" and value > rule.bound:
+        return f"is {value:.6g}, above {rule.bound:g}"
+    if rule.how == "<" and value < rule.bound:
+        return f"is {value:.6g}, below {rule.bound:g}"
+    if rule.how == "jumps" and len(known) >= LEAST:
+        usual = median(known)
+        if value - usual > (rule.bound - 1) * abs(usual) and value > usual:
+            return f"is {value:.6g}, the median of its last {len(known)} values is {usual:.6g}"
+    return ""
+
+
+def _finding(rank: int, name: str, text: str, why: str, step: int) -> Finding:
+    bad = text == "nonfinite"
+    return Finding(
+        rule=Rule.LOGGED_NUMBER,
+        subject=f"{name} of rank {rank}: {text}",
+        severity=Severity.CRITICAL if bad else Severity.WARNING,
+        reason=f"{name}, as rank {rank} logs it, {why}",
+        ranks=(rank,),
+        step=step,
+    )
+
+
+@dataclass(slots=True)
+class _Taken:
+    """How far one sidecar's entries have been taken."""
+
+    sidecar_pid: int
+    number: int = 0
+
+
+class LoggedRounds:
+    """Takes new entries from the sidecars. Single event loop."""
+
+    def __init__(
+        self,
+        config: AlertConfig,
+        *,
+        job: str,
+        incarnation: int,
+        view: Callable[[], MeshView],
+        ask: Ask,
+        book: Book,
+        on_change: Callable[[Sequence[Alert]], None],
+        offer: Callable[[Sequence[Point]], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """No I/O. Arguments as those of `Rounds`; `ask` calls GetLogged."""
+        self._config = config
+        self._job = job
+        self._incarnation = incarnation
+        self._view = view
+        self._ask = ask
+        self._book = book
+        self._on_change = on_change
+        self._offer = offer
+        self._clock = clock
+        self._history = NumberHistory(config.numbers)
+        self._taken: dict[int, _Taken] = {}
+        self._point_due_s: dict[tuple[int, str], float] = {}
+
+    async def round(self) -> None:
+        """Take what is new. Raises the first ParamdError, after all ranks have been asked."""
+        logging = [one for one in self._view().joined if one.state.logged_count][:MAX_RANKS]
+        answers = await asyncio.gather(*map(self._one, logging), return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+
+    async def _one(self, report: Report) -> None:
+        taken = self._taken.get(report.rank)
+        if taken is None or taken.sidecar_pid != report.state.sidecar_pid:
+            # A respawned sidecar counts from 1 again.
+            taken = self._taken[report.rank] = _Taken(report.state.sidecar_pid)
+        while taken.number < report.state.logged_count:
+            request = pb.GetLoggedRequest(after=taken.number, limit=BATCH)
+            answer = await self._ask(report, request)
+            if not answer.entries:
+                taken.number = max(taken.number, answer.count)
+                return
+            taken.number = answer.entries[-1].number
+            self._take(report.rank, answer.entries)
+
+    def _take(self, rank: int, entries: Iterable[pb.LoggedEntry]) -> None:
+        values: dict[str, list[tuple[int, float]]] = {}
+        points: list[Point] = []
+        for entry in entries:
+            for name, value in entry.values.items():
+                if self._history.knows(rank, name):
+                    values.setdefault(name, []).append((entry.step, value))
+                    points += self._point(rank, name, entry, value)
+        self._offer(points)
+        found = [
+            finding
+            for name, some in values.items()
+            for finding in self._history.judge(rank, name, some)
+        ]
+        if not self._config.looks_for(Rule.LOGGED_NUMBER):
+            return
+        prefixes = tuple(f"{name} of rank {rank}: " for name in values)
+        self._on_change(
+            self._book.observe(
+                found,
+                covered=lambda one: (
+                    one.rule is Rule.LOGGED_NUMBER and one.subject.startswith(prefixes)
+                ),
+                now_s=self._clock(),
+            )
+        )
+
+    def _point(self, rank: int, name: str, entry: pb.LoggedEntry, value: float) -> list[Point]:
+        due_s = self._point_due_s.get((rank, name), -math.inf)
+        if entry.time_s < due_s and math.isfinite(value):
+            return []
+        self._point_due_s[rank, name] = entry.time_s + POINT_S
+        return [
+            Point(
+                job=self._job,
+                incarnation=self._incarnation,
+                name=f"{LOGGED}{name}",
+                subject=str(rank),
+                step=entry.step,
+                time_s=entry.time_s,
+                value=value,
+            )
+        ]

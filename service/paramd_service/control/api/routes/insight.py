@@ -1,0 +1,233 @@
+"""What is wrong with a run: what its ranks are doing, with a verdict; what an update does."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from math import isfinite
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, Field
+
+from paramd.errors import ParamdError
+from paramd.v1 import common_pb2
+from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.control.api.services import Services
+from paramd_service.control.insight.verdict import verdict_of
+from paramd_service.control.insight.why import Found, chosen, evidence_of, inspect
+
+Ranks = Annotated[
+    list[int] | None,
+    Query(
+        alias="rank",
+        max_length=64,
+        description="Ranks to ask; default: all, or the 64 that look worst",
+    ),
+]
+LogLines = Annotated[int, Query(ge=0, le=100, description="Last lines of each trainer's output")]
+
+
+Patterns = Annotated[
+    list[str] | None, Query(max_length=64, description="Globs over names; default: all")
+]
+
+
+class FrameDocument(BaseModel):
+    """One frame of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+
+class ThreadDocument(BaseModel):
+    """One thread of a trainer."""
+
+    name: str
+    native_id: int = Field(description="Its number in the kernel; 0 when unknown")
+    training: bool = Field(description="Whether it is the thread that attached")
+    frames: list[FrameDocument] = Field(description="Innermost first")
+
+
+class CollectiveDocument(BaseModel):
+    """A collective in a trainer's flight recorder."""
+
+    name: str
+    group: str
+    sequence: int
+    done: bool
+    age_s: float = Field(description="Since it was called")
+
+
+class RankWhy(BaseModel):
+    """What one rank is doing. Counts and bytes are null where they are unknown."""
+
+    rank: int
+    error: str = Field(description="Why its sidecar tells nothing; empty when it does")
+    step: int
+    phase: str
+    phase_reason: str
+    boundary_age_s: float | None = Field(description="Since its last boundary")
+    overdue: bool = Field(description="Whether the next boundary should have come long ago")
+    activity: str = Field(
+        description="collective, dataloader, checkpoint, debugger, paramd, lock, optimizer, "
+        "backward, forward, code; empty when unknown"
+    )
+    doing: str = Field(description="The same in words that follow 'is'")
+    where: str = Field(description="Innermost frame of the user's own code")
+    seen_for_s: float | None = Field(description="How long its thread has been seen there")
+    source: str = Field(description="trainer or faulthandler; empty: there are no stacks")
+    missing: str = Field(description="Why there are no stacks")
+    threads: list[ThreadDocument]
+    collectives: list[CollectiveDocument]
+    collectives_missing: str
+    process_state: str
+    rss_bytes: int | None
+    peak_rss_bytes: int | None
+    device_bytes: int | None
+    thread_count: int | None
+    open_file_count: int | None
+    open_file_limit: int | None
+    host_available_bytes: int | None
+    log_lines: list[str]
+    log_missing: str
+
+
+class UpdateDocument(BaseModel):
+    """What one update did to one parameter; null where a number is not finite."""
+
+    name: str
+    step: int = Field(description="The update: it led from step - 1 to step")
+    norm: float | None
+    rms: float | None
+    max_abs: float | None
+    weight_norm: float | None = Field(description="Before the update")
+    ratio: float | None = Field(description="norm / weight_norm; null for a weight of zeros")
+    changed: int = Field(description="Elements that the update changed")
+    numel: int
+    nonfinite: int = Field(description="Elements whose change is NaN or infinite")
+
+
+class UpdateList(BaseModel):
+    """One update of each parameter."""
+
+    job: str
+    incarnation: int
+    updates: list[UpdateDocument] = Field(description="The largest ratio first")
+
+
+class WhyDocument(BaseModel):
+    """What is wrong with a run."""
+
+    job: str
+    incarnation: int
+    verdict: str
+    world_size: int
+    ranks: list[RankWhy] = Field(description="Those that were asked, by rank")
+
+
+def router(services: Services) -> APIRouter:
+    """/jobs/{job}/why, /jobs/{job}/updates."""
+    routes = APIRouter(tags=["insight"])
+
+    @routes.get("/jobs/{job}/why")
+    async def get_why(job: str, rank: Ranks = None, log_lines: LogLines = 10) -> WhyDocument:
+        """What every rank is doing now, and which one keeps the others waiting.
+
+        Works while the training hangs, and neither stops nor slows it. Stacks name files and
+        functions, never values; the trainers' last lines say whatever the script printed.
+        """
+        mesh = services.jobs.get(job)
+        ranks = chosen(mesh.registry.view().ranks, rank or ())
+        found = await inspect(mesh.calls, ranks, log_lines=log_lines)
+        return WhyDocument(
+            job=mesh.job,
+            incarnation=mesh.number,
+            verdict=verdict_of([evidence_of(one) for one in found]),
+            world_size=mesh.bootstrap.world_size,
+            ranks=[_row(one) for one in found],
+        )
+
+    @routes.get("/jobs/{job}/updates")
+    async def get_updates(job: str, filter: Patterns = None) -> UpdateList:
+        """What the next update does to each parameter that matches: its norm, and its ratio to
+        the weight. The sidecars compute it from two steps in a row; training goes on.
+        """
+        mesh = services.jobs.get(job)
+        found = await mesh.statistics.updates(filter or ["*"])
+        return UpdateList(
+            job=found.job,
+            incarnation=found.incarnation,
+            updates=[UpdateDocument(**_finite(asdict(row))) for row in found],
+        )
+
+    return routes
+
+
+def _finite(row: dict[str, Any]) -> dict[str, Any]:
+    return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in row.items()}
+
+
+def _row(found: Found) -> RankWhy:
+    rank, answer = found
+    error = ""
+    if answer is None or isinstance(answer, ParamdError):
+        error = str(answer) if answer is not None else rank.reason or "its sidecar has not joined"
+        state = rank.report.state if rank.report is not None else common_pb2.RankState()
+        answer = pb.InspectTrainerResponse(
+            state=state, age_ms=-1, rss_bytes=-1, peak_rss_bytes=-1, device_bytes=-1,
+            thread_count=-1, open_file_count=-1, open_file_limit=-1, host_available_bytes=-1,
+        )  # fmt: skip
+    state = answer.state
+    return RankWhy(
+        rank=rank.rank,
+        error=error,
+        step=state.step,
+        phase=common_pb2.Phase.Name(state.phase).removeprefix("PHASE_"),
+        phase_reason=state.phase_reason,
+        boundary_age_s=_known(state.boundary_age_ns, 1e9),
+        overdue=answer.overdue,
+        activity=answer.activity_kind,
+        doing=answer.activity,
+        where=answer.activity_where,
+        seen_for_s=_known(answer.age_ms, 1e3),
+        source=answer.source,
+        missing=answer.missing,
+        threads=[_thread(one) for one in answer.threads],
+        collectives=[
+            CollectiveDocument(
+                name=one.name,
+                group=one.group,
+                sequence=one.sequence,
+                done=one.done,
+                age_s=one.age_ms / 1e3,
+            )
+            for one in answer.collectives
+        ],
+        collectives_missing=answer.collectives_missing,
+        process_state=answer.process_state,
+        rss_bytes=_count(answer.rss_bytes),
+        peak_rss_bytes=_count(answer.peak_rss_bytes),
+        device_bytes=_count(answer.device_bytes),
+        thread_count=_count(answer.thread_count),
+        open_file_count=_count(answer.open_file_count),
+        open_file_limit=_count(answer.open_file_limit),
+        host_available_bytes=_count(answer.host_available_bytes),
+        log_lines=list(answer.log_lines),
+        log_missing=answer.log_missing,
+    )
+
+
+def _thread(one: pb.TrainerThread) -> ThreadDocument:
+    frames = [FrameDocument(file=f.file, line=f.line, function=f.function) for f in one.frames]
+    return ThreadDocument(
+        name=one.name, native_id=one.native_id, training=one.training, frames=frames
+    )
+
+
+def _known(value: int, units: float) -> float | None:
+    return value / units if value >= 0 else None
+
+
+def _count(value: int) -> int | None:
+    return value if value >= 0 else None

@@ -1,0 +1,72 @@
+"""Certificates of one incarnation for its control plane and its clients; see job_authority."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from paramd.security.tls import Pems
+
+if TYPE_CHECKING:
+    from paramd.security.job_authority import JobAuthority
+
+RENEWED_AT = 0.5
+"""Part of its validity after which a certificate is issued again."""
+
+MAX_CLIENTS = 1024
+"""Most clients' certificates kept; past the cap, the oldest is issued again when next needed."""
+
+DAY_S = 86_400.0
+
+
+class JobCertificates:
+    """Issues certificates when they are first needed, and again in time. Event loop only."""
+
+    def __init__(
+        self,
+        private_key: bytes,
+        *,
+        job: str,
+        incarnation: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """No I/O. Cheap: most jobs have one host and need no certificate."""
+        self._private_key = private_key
+        self._job, self._incarnation = job, incarnation
+        self._clock = clock
+        self._made: JobAuthority | None = None
+        self._kept: OrderedDict[str, tuple[float, Pems]] = OrderedDict()
+
+    @property
+    def authority(self) -> JobAuthority:
+        """The job's CA."""
+        if self._made is None:
+            # Imported only with TLS of a job's own: it is slow to load.
+            from paramd.security.job_authority import JobAuthority
+
+            self._made = JobAuthority(
+                self._private_key, job=self._job, incarnation=self._incarnation
+            )
+        return self._made
+
+    def own(self) -> Pems:
+        """With which the control plane calls sidecars."""
+        return self._of("", "paramd control plane")
+
+    def client(self, token_id: str | None) -> Pems:
+        """For who shows this token; None is the owner's."""
+        return self._of(f"client {token_id or ''}", f"paramd client {token_id or ''}".strip())
+
+    def _of(self, key: str, name: str) -> Pems:
+        from paramd.security.job_authority import CLIENT_DAYS
+
+        now_s = self._clock()
+        renew_s, pems = self._kept.get(key, (0.0, None))
+        if pems is None or now_s >= renew_s:
+            pems = self.authority.issue(name, days=CLIENT_DAYS)
+            self._kept[key] = (now_s + RENEWED_AT * CLIENT_DAYS * DAY_S, pems)
+            if len(self._kept) > MAX_CLIENTS:
+                self._kept.popitem(last=False)
+        return pems

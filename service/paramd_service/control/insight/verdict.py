@@ -1,0 +1,177 @@
+"""Which rank keeps the others waiting, judged by what each of them is doing. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenCollective:
+    """A collective that a rank has called and that is not over."""
+
+    name: str
+    group: str
+    sequence: int
+    age_s: float
+
+    @property
+    def shown(self) -> str:
+        """For example "all_gather #4711"."""
+        return f"{self.name.rpartition(':')[2]} #{self.sequence}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """What one rank's sidecar says of it."""
+
+    rank: int
+    step: int = -1
+    gone: str = ""
+    """Why nothing more is known: its sidecar does not answer, its trainer has ended."""
+    stopped: bool = False
+    """Its process is stopped by a signal."""
+    held: bool = False
+    overdue: bool = False
+    boundary_age_s: float = -1.0
+    """Seconds since its last boundary; -1 before the first."""
+    kind: str = ""
+    """Kind of activity of the training's thread; empty when unknown."""
+    what: str = ""
+    where: str = ""
+    seen_for_s: float = -1.0
+    """How long it has been seen there."""
+    open: tuple[OpenCollective, ...] = ()
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for other ranks rather than for itself."""
+        return self.kind == "collective" or (bool(self.open) and self.kind not in _OWN)
+
+
+_OWN = frozenset({"dataloader", "checkpoint", "debugger", "lock"})
+"""What a rank does on its own, even with an asynchronous collective under way."""
+
+
+def verdict_of(ranks: Sequence[Evidence]) -> str:
+    """One or a few sentences; the rank to look at first comes first."""
+    gone = [one for one in ranks if one.gone]
+    stopped = [one for one in ranks if one.stopped and not one.gone]
+    here = [one for one in ranks if not one.gone and not one.stopped]
+    busy = [one for one in here if one.overdue and not one.waits]
+    if not (gone or stopped or any(one.overdue for one in here)):
+        return _running(here)
+    # Who waits for a rank that is overdue is about to be so, too.
+    waiting = [one for one in here if one.waits]
+    causes = [*_gone(gone), *_stopped(stopped), *_busy(busy)]
+    if not waiting:
+        return _sentence("; ".join(causes))
+    if causes:
+        return _sentence(f"{_waiting(waiting)} for {'; and for '.join(causes)}")
+    return _sentence(_apart(waiting, len(ranks)))
+
+
+def _running(here: Sequence[Evidence]) -> str:
+    if not here:
+        return "No rank is known."
+    if all(one.held for one in here):
+        return "Training is held on request; paramd resume lets it go on."
+    if all(one.boundary_age_s < 0 for one in here):
+        return "Training has not passed its first boundary yet."
+    slowest = max(here, key=lambda one: one.boundary_age_s)
+    steps = sorted({one.step for one in here})
+    at = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    age = seconds(slowest.boundary_age_s)
+    return f"Nothing is stuck: {at}; the last boundary of rank {slowest.rank} was {age} ago."
+
+
+def _gone(found: Sequence[Evidence]) -> list[str]:
+    return _alike(found, lambda one: one.gone, lambda who, why, _: f"{who}: {why}")
+
+
+def _stopped(found: Sequence[Evidence]) -> list[str]:
+    if not found:
+        return []
+    who, verb = ranks_text(one.rank for one in found), "is" if len(found) == 1 else "are"
+    return [f"{who}, which {verb} stopped by a signal (kill -CONT continues)"]
+
+
+def _busy(found: Sequence[Evidence]) -> list[str]:
+    def text(who: str, what: str, some: Sequence[Evidence]) -> str:
+        verb = "is" if len(some) == 1 else "are"
+        where = f" ({some[0].where})" if some[0].where and some[0].where not in what else ""
+        return f"{who}, which {verb} {what}{where}{_since(some)}"
+
+    return _alike(found, lambda one: one.what, text)
+
+
+def _since(some: Sequence[Evidence]) -> str:
+    seen_s = min(one.seen_for_s for one in some)
+    passed_s = min(one.boundary_age_s for one in some)
+    if seen_s < 1:
+        return f", {seconds(passed_s)} after its last boundary" if passed_s >= 0 else ""
+    return f" since at least {seconds(seen_s)}"
+
+
+def _waiting(found: Sequence[Evidence]) -> str:
+    verb = "waits" if len(found) == 1 else "wait"
+    names = sorted({_collective(one) for one in found})
+    return f"{ranks_text(one.rank for one in found)} {verb} in {' and '.join(names)}"
+
+
+def _collective(one: Evidence) -> str:
+    if one.open:
+        return min(one.open, key=lambda made: made.sequence).shown
+    return one.what.removeprefix("in ")
+
+
+def _apart(waiting: Sequence[Evidence], count: int) -> str:
+    """All that are overdue wait in collectives: do they wait for the same one?"""
+    groups: dict[str, list[Evidence]] = {}
+    for one in waiting:
+        groups.setdefault(_collective(one), []).append(one)
+    if len(groups) > 1:
+        parts = [f"{_waiting(some)}" for some in groups.values()]
+        return (
+            f"{'; '.join(parts)}: the ranks do not call the same collectives in the same order "
+            "(compare their stacks)"
+        )
+    name = next(iter(groups))
+    if len(waiting) == count:
+        return f"all ranks wait in {name}{_since(waiting)}: look at the network between them"
+    return f"{_waiting(waiting)}{_since(waiting)}; no other rank is overdue yet"
+
+
+def _alike(
+    found: Sequence[Evidence],
+    key: Callable[[Evidence], str],
+    text: Callable[[str, str, Sequence[Evidence]], str],
+) -> list[str]:
+    ordered = sorted(found, key=lambda one: (key(one), one.rank))
+    groups = [(what, list(some)) for what, some in groupby(ordered, key)]
+    groups.sort(key=lambda pair: pair[1][0].rank)
+    return [text(ranks_text(one.rank for one in some), what, some) for what, some in groups]
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """ "rank 3", "ranks 0 to 2 and 5"."""
+    ordered = sorted(ranks)
+    parts: list[str] = []
+    for _, run in groupby(enumerate(ordered), lambda pair: pair[1] - pair[0]):
+        numbers = [rank for _, rank in run]
+        first, last = numbers[0], numbers[-1]
+        parts += [f"{first} to {last}"] if last - first > 1 else map(str, numbers)
+    listed = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+    return f"{'rank' if len(ordered) == 1 else 'ranks'} {listed}"
+
+
+def seconds(value_s: float) -> str:
+    """A duration for people."""
+    if value_s >= 120:
+        return f"{value_s / 60:.0f} min"
+    return f"{value_s:.0f} s" if value_s >= 1 else f"{value_s * 1000:.0f} ms"
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."

@@ -1,0 +1,105 @@
+"""Ask the sidecars what their trainers are doing; those that look worst first."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+
+from paramd.errors import NotFoundError, ParamdError
+from paramd.v1 import common_pb2
+from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.control.insight.verdict import Evidence, OpenCollective
+from paramd_service.control.mesh.registry import RankView
+from paramd_service.control.mesh.sidecars import SidecarCalls
+
+MAX_ASKED = 64
+"""Most ranks asked at once: of a larger mesh, those without a boundary for the longest."""
+
+ASK_TIMEOUT_S = 8.0
+"""A sidecar gives its trainer 2 s to answer, then a second for the signal."""
+
+Found = tuple[RankView, pb.InspectTrainerResponse | ParamdError | None]
+"""A rank with its sidecar's answer; None where it was not asked."""
+
+
+def chosen(ranks: Sequence[RankView], wanted: Collection[int]) -> list[RankView]:
+    """The ranks to ask: those that are wanted, else the worst ones.
+
+    Raises:
+        NotFoundError: the job has no such rank.
+    """
+    unknown = set(wanted) - {one.rank for one in ranks}
+    if unknown:
+        raise NotFoundError(
+            f"rank: {min(unknown)}; expected ranks below {len(ranks)}, the job's world size"
+        )
+    if wanted:
+        return [one for one in ranks if one.rank in wanted]
+    worst = sorted(ranks, key=_badness)[:MAX_ASKED]
+    return sorted(worst, key=lambda one: one.rank)
+
+
+def _badness(one: RankView) -> tuple[bool, int, float, int]:
+    state = one.report.state if one.report is not None else common_pb2.RankState()
+    return one.connected and not one.reason, state.step, -state.boundary_age_ns, one.rank
+
+
+async def inspect(calls: SidecarCalls, ranks: Sequence[RankView], *, log_lines: int) -> list[Found]:
+    """The ranks' answers, in order. Never raises for a rank's sake.
+
+    Once one rank is overdue, the others' collectives are asked for, too: they wait for it.
+    """
+
+    async def one(rank: RankView, *, with_collectives: bool = False) -> Found:
+        if not rank.connected or rank.report is None:
+            return rank, None
+        request = pb.InspectTrainerRequest(
+            log_line_count=log_lines, with_collectives=with_collectives
+        )
+        try:
+            answer = await calls.ask(
+                rank.rank, rank.report.address, "InspectTrainer", request, timeout_s=ASK_TIMEOUT_S
+            )
+        except ParamdError as error:
+            return rank, error
+        return rank, answer
+
+    found = list(await asyncio.gather(*map(one, ranks)))
+    overdue = [isinstance(a, pb.InspectTrainerResponse) and a.overdue for _, a in found]
+    if any(overdue):
+        others = [at for at, is_overdue in enumerate(overdue) if not is_overdue]
+        again = await asyncio.gather(*(one(ranks[at], with_collectives=True) for at in others))
+        for at, answer in zip(others, again, strict=True):
+            found[at] = answer
+    return found
+
+
+def evidence_of(found: Found) -> Evidence:
+    """What an answer means for the verdict."""
+    rank, answer = found
+    if answer is None:
+        return Evidence(rank=rank.rank, gone=rank.reason or "its sidecar has not joined")
+    if isinstance(answer, ParamdError):
+        return Evidence(rank=rank.rank, gone=f"its sidecar does not answer ({answer})")
+    state = answer.state
+    if state.phase in (common_pb2.PHASE_ORPHANED, common_pb2.PHASE_TORN, common_pb2.PHASE_WAITING):
+        return Evidence(rank=rank.rank, step=state.step, gone=state.phase_reason)
+    return Evidence(
+        rank=rank.rank,
+        step=state.step,
+        stopped=answer.process_state in ("T", "t"),
+        held=state.phase == common_pb2.PHASE_HELD,
+        overdue=answer.overdue,
+        boundary_age_s=state.boundary_age_ns / 1e9 if state.boundary_age_ns >= 0 else -1.0,
+        kind=answer.activity_kind,
+        what=answer.activity,
+        where=answer.activity_where,
+        seen_for_s=answer.age_ms / 1e3,
+        open=tuple(
+            OpenCollective(
+                name=made.name, group=made.group, sequence=made.sequence, age_s=made.age_ms / 1e3
+            )
+            for made in answer.collectives
+            if not made.done
+        ),
+    )

@@ -1,0 +1,77 @@
+"""What this rank's sidecar has for a successor of its trainer.
+
+The live state is offered when the trainer ended between two updates, with nothing standing in
+for its weights and with its samples as they were; standing snapshots always. The successor
+compares the ranks' offers and decides (paramd/trainer/resume).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+from paramd.memory.control_page import (
+    Word,
+    label_of,
+    sample_digest,
+)
+from paramd.memory.gate import resting_state, state_of
+from paramd_service.sidecar.owner import AttachedMemory, Ownership
+from paramd_service.sidecar.snapshots.standing import Standing
+
+
+def offer_of(
+    attached: AttachedMemory, ownership: Ownership, layout_digest: str, standing: Standing
+) -> tuple[dict[str, Any], list[int]]:
+    """The offer, and the descriptors it goes with: new ones, which the caller closes.
+
+    They are arena, optimizer memory and continuation memory if the live state is offered, then
+    one for each snapshot, read-only.
+    """
+    page, request = attached.page, attached.request
+    resting = resting_state(page)
+    state = resting if resting is not None else state_of(page)
+    why_not = _why_not_live(attached, ownership)
+    descriptors: list[int] = []
+    if not why_not:
+        shared = attached.shared
+        descriptors += map(os.dup, (shared.arena, shared.optimizer, shared.continuation))
+    snapshots = []
+    for label, block in standing.labels():
+        snapshots.append(dataclasses.asdict(label))
+        descriptors.append(os.open(f"/proc/self/fd/{block.descriptor}", os.O_RDONLY | os.O_CLOEXEC))
+    offer = {
+        "op": "offered",
+        "ownership": ownership.name,
+        "pid": request.pid,
+        "incarnation": request.incarnation,
+        "world_size": request.world_size,
+        "arena_bytes": request.arena_bytes,
+        "layout_digest": layout_digest,
+        "lineage": page[Word.LINEAGE],
+        "step": state.step,
+        "edits": page[Word.EDITS] + page[Word.EDITS_BEFORE],
+        "why_not_live": why_not,
+        "optimizer_bytes": page[Word.OPTIMIZER_BYTES],
+        "digest": standing.end_digest(attached),
+        "snapshots": snapshots,
+    }
+    return offer, descriptors
+
+
+def _why_not_live(attached: AttachedMemory, ownership: Ownership) -> str:
+    page = attached.page
+    if ownership is not Ownership.ORPHANED:
+        return str(ownership.value)
+    if not page[Word.LINEAGE]:
+        return "its trainer did not keep what a successor needs (attach with resume='auto')"
+    if label := label_of(page):
+        return f"the trainer ended while other weights ({label!r}) stood in for the training's"
+    digest = sample_digest(page, attached.arena.buffer)
+    if page[Word.REST]:
+        changed = digest != page[Word.REST_DIGEST]
+    else:
+        settled = page[Word.SETTLED_SEQ] == page[Word.SEQ]
+        changed = settled and digest != page[Word.SETTLED_DIGEST]
+    return "parameters were changed after the last update" if changed else ""

@@ -1,0 +1,93 @@
+"""Two states of a running job compared, in real processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from paramd.errors import ConflictError, NotFoundError
+from paramd.mesh.mesh import Mesh
+from tests.launch import start_ranks
+from tests.multiprocess.truth import connect_to, wait_until
+
+WORKER = "tests.multiprocess.workers.stuck"
+NAMES = {"weight", "bias"}
+
+
+@pytest.mark.timeout(180)
+def test_states_of_a_running_job_are_compared(tmp_path: Path) -> None:
+    state_dir = tmp_path / "state"
+    with start_ranks(WORKER, 2, args=[str(tmp_path)], state_dir=state_dir) as ranks:
+        try:
+            ranks.wait_for_text("trains", rank=0)
+            with connect_to(state_dir, "stuck") as mesh:
+                wait_until(lambda: step_of(mesh) > 3, "it trains")
+                steps_to_come(mesh)
+                an_update(mesh)
+                disk_and_memory(mesh, tmp_path)
+            (tmp_path / "end").touch()
+            assert [one.returncode for one in ranks.wait(timeout_s=40.0)] == [0, 0]
+        except BaseException:
+            print(ranks.outputs())
+            raise
+
+
+def step_of(mesh: Mesh) -> int:
+    return min(row.step for row in mesh.status())
+
+
+def steps_to_come(mesh: Mesh) -> None:
+    step = step_of(mesh) + 20
+    found = mesh.diff(step, step + 3)
+    assert found.a.startswith(f"step {step} of ")
+    assert found.b.startswith(f"step {step + 3} of ")
+    assert {row.name for row in found} == NAMES
+    assert all(0 < row.norm < row.norm_a for row in found)
+    assert all(row.cosine > 0.99 for row in found)
+    with pytest.raises(ConflictError, match=r"step 1 is past.*checkpoint"):
+        mesh.diff(1)
+
+
+def an_update(mesh: Mesh) -> None:
+    """Of plain SGD, an update is the learning rate times the gradient."""
+    seen: dict[int, dict[str, float]] = {}
+    frames = mesh.grads("*", kind="stats")
+    found = mesh.updates()
+    for frame in frames:
+        seen[frame.step] = {row["name"]: row["norm"] for row in frame.document()["params"]}
+        if len(seen) == 5:
+            break
+    assert {row.name for row in found} == NAMES
+    assert all(row.step > 3 and row.changed > 0 for row in found), found
+    # Gradients differ little from step to step here; those of this one may have been missed.
+    for row in found:
+        norms = [norms[row.name] for norms in seen.values()]
+        assert 0.2 * min(norms) < row.norm / 1e-4 < 5 * max(norms)
+        assert row.ratio == pytest.approx(row.norm / row.weight_norm)
+        assert row.nonfinite == 0
+
+
+def disk_and_memory(mesh: Mesh, folder: Path) -> None:
+    rest = mesh._run(mesh._mesh._rest.send("GET", "/jobs/stuck/updates?filter=we*", timeout_s=40))
+    assert [(row["name"], row["numel"]) for row in rest["updates"]] == [("weight", 16)]
+    mesh.pause()
+    held = mesh.summon("*")
+    changed = {name: tensor.clone() for name, tensor in held.items()}
+    changed["weight"][2] += 0.5
+    changed["extra"] = torch.ones(3)
+    save_file(changed, folder / "model.safetensors")
+    assert [row.changed for row in mesh.diff(held)] == [0, 0]
+    found = {row.name: row for row in mesh.diff(str(folder / "model.safetensors"), held)}
+    assert found["bias"].changed == 0
+    assert found["weight"].changed == 4
+    assert found["weight"].norm == pytest.approx(1.0, abs=1e-5)
+    assert [row for row, _ in found["weight"].largest_rows] == [2]
+    assert found["extra"].problem.startswith("only ")
+    assert [row.name for row in mesh.diff(folder / "model.safetensors", "now", "we*")] == ["weight"]
+    assert [row.changed for row in mesh.diff(mesh)] == [0, 0]
+    with pytest.raises(NotFoundError):
+        mesh.diff(folder / "gone")
+    mesh.resume()

@@ -1,0 +1,310 @@
+"""A training that is killed and started again goes on from memory and computes the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paramd.memory import handover
+from tests.launch import ROOT, Ranks, run_ranks, start_ranks
+from tests.longer import sample, times
+
+WORKER = "tests.multiprocess.workers.resuming"
+STEPS = 30
+DEADLINE_S = 90.0
+
+KINDS = {
+    "plain": (1, "adamw"),
+    "ddp": (2, "adamw"),
+    "fsdp1": (2, "adafactor"),
+    "fsdp1-flat": (2, "sgd"),
+    "fsdp2": (2, "adamw"),
+    "hsdp": (2, "sgd"),
+    "tp-fsdp2": (2, "adamw"),
+}
+
+
+class Life:
+    """One job through its starts. The sidecars live until the test ends."""
+
+    def __init__(self, folder: Path, kind: str, stack: ExitStack, *options: str) -> None:
+        self.folder = folder / "life"
+        self.folder.mkdir()
+        self.kind = kind
+        self.world_size, self.optimizer = KINDS[kind]
+        self._state = folder / "state"
+        self._stack = stack
+        self._options = options
+
+    def start(self, *options: str, world_size: int | None = None) -> Ranks:
+        args = [str(self.folder), "--kind", self.kind, "--optimizer", self.optimizer]
+        world = world_size if world_size is not None else self.world_size
+        return self._stack.enter_context(
+            start_ranks(
+                WORKER,
+                world,
+                args=[*args, "--steps", str(STEPS), *self._options, *options],
+                state_dir=self._state,
+            )
+        )
+
+    def struck(self, rank: int, point: str, step: int) -> None:
+        """One start that ends when a rank kills itself there; the others are killed then."""
+        (self.folder / f"die-{rank}").write_text(f"{point} {step}")
+        ranks = self.start("--pause-s", "0.005")
+        wait_for(lambda: ranks[rank].process.poll() == -signal.SIGKILL, ranks)
+        kill(ranks)
+
+    def await_steps(self, ranks: Ranks) -> None:
+        """Wait until a rank has made a step, or has ended."""
+        before = self._at()
+        wait_for(lambda: self._at() != before or any(r.process.poll() for r in ranks), ranks)
+
+    def _at(self) -> list[str]:
+        paths = [self.folder / f"at-{rank}" for rank in range(self.world_size)]
+        return [path.read_text() if path.exists() else "" for path in paths]
+
+    def ended(self) -> Ranks:
+        """One start that trains to the end."""
+        ranks = self.start()
+        results = ranks.wait(timeout_s=DEADLINE_S)
+        assert [result.returncode for result in results] == [0] * len(results), ranks.outputs()
+        return ranks
+
+    def starts(self) -> list[list[dict[str, Any] | None]]:
+        """By rank, how each start was resumed."""
+        return [
+            [json.loads(line) for line in self._lines(f"starts-{rank}")]
+            for rank in range(self.world_size)
+        ]
+
+    def final(self) -> list[dict[str, str]]:
+        """By rank, the digests at the end."""
+        return [
+            json.loads((self.folder / f"final-{rank}").read_text())
+            for rank in range(self.world_size)
+        ]
+
+    def _lines(self, name: str) -> list[str]:
+        return (self.folder / name).read_text().splitlines()
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as opened:
+        yield opened
+
+
+def wait_for(condition: Any, ranks: Ranks) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, ranks.outputs()
+        time.sleep(0.005)
+
+
+def kill(ranks: Ranks) -> None:
+    for rank in ranks:
+        if rank.process.poll() is None:
+            rank.process.send_signal(signal.SIGKILL)
+    wait_for(lambda: all(rank.process.poll() is not None for rank in ranks), ranks)
+
+
+def undisturbed(folder: Path, kind: str, *more: str) -> list[dict[str, str]]:
+    """The digests of a training without resume that nobody kills."""
+    world_size, optimizer = KINDS[kind]
+    calm = folder / "calm"
+    calm.mkdir()
+    options = ["--kind", kind, "--optimizer", optimizer, "--resume", "never", *more]
+    run_ranks(WORKER, world_size, args=[str(calm), *options, "--steps", str(STEPS)], timeout_s=90)
+    return [json.loads((calm / f"final-{rank}").read_text()) for rank in range(world_size)]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("kind", sample(list(KINDS), {"plain", "fsdp2", "fsdp1-flat"}))
+def test_killed_trainings_end_with_the_bits_of_one_that_was_not(
+    tmp_path: Path, kind: str, stack: ExitStack
+) -> None:
+    life = Life(tmp_path, kind, stack)
+    life.struck(0, "forward", 6)
+    life.struck(life.world_size - 1, "update", 21)
+    life.ended()
+    for started in life.starts():
+        assert started[0] is None
+        # Killed in the forward after a settled step: nothing is lost.
+        assert started[1] == {"step": 6, "how": "live", "lost": 0}
+        # Killed between an update and what goes with it: from the standing snapshot.
+        assert started[2] is not None
+        assert (started[2]["how"], started[2]["step"] >= 20) == ("snapshot", True)
+    assert life.final() == undisturbed(tmp_path, kind)
+
+
+@pytest.mark.timeout(400)
+def test_a_script_that_says_where_its_loop_ends_loses_nothing_there(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    life = Life(tmp_path, "plain", stack, "--explicit")
+    life.struck(0, "kept", 8)
+    life.ended()
+    assert life.starts() == [[None, {"step": 9, "how": "live", "lost": 0}]]
+    assert life.final() == undisturbed(tmp_path, "plain", "--explicit")
+
+
+@pytest.mark.timeout(400)
+def test_a_kill_while_it_resumes_changes_nothing(tmp_path: Path, stack: ExitStack) -> None:
+    life = Life(tmp_path, "ddp", stack)
+    life.struck(1, "forward", 5)
+    life.struck(0, "restore", 0)
+    life.struck(1, "forward", 5)
+    life.ended()
+    for rank, started in enumerate(life.starts()):
+        assert started == [None, *[{"step": 5, "how": "live", "lost": 0}] * 2], rank
+    assert life.final() == undisturbed(tmp_path, "ddp")
+
+
+@pytest.mark.timeout(400)
+def test_memory_that_was_damaged_after_the_end_is_not_gone_on_in(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    life = Life(tmp_path, "plain", stack)
+    life.struck(0, "forward", 12)
+    socket_path = tmp_path / "state" / "resuming" / "rank-0.sock"
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not offered(socket_path)["digest"]:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+    damage(socket_path, "memfd:paramd-optimizer")
+    ranks = life.ended()
+    (started,) = life.starts()
+    assert started[1] is not None
+    assert started[1]["how"] == "snapshot"
+    assert "the live state of step 12 is damaged on rank 0" in ranks[0].stderr
+    assert life.final() == undisturbed(tmp_path, "plain")
+
+
+def offered(socket_path: Path) -> dict[str, Any]:
+    """What a sidecar offers to a successor."""
+    with handover.connect(socket_path) as connection:
+        handover.send(connection, {"op": "offer", "job": "resuming", "rank": 0})
+        offer, descriptors = handover.receive(connection)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return offer
+
+
+def damage(socket_path: Path, name: str) -> None:
+    """Change the first byte of a sidecar's memory."""
+    with handover.connect(socket_path) as connection:
+        pid = handover.check_peer(connection)
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        if os.readlink(link).startswith(f"/{name}"):
+            with link.open("r+b", buffering=0) as memory:
+                (first,) = memory.read(1)
+                memory.seek(0)
+                memory.write(bytes([first ^ 0xFF]))
+            return
+    raise AssertionError(f"process {pid} has no {name}")
+
+
+@pytest.mark.timeout(400)
+def test_torchrun_restarts_it_and_no_bit_changes(tmp_path: Path, stack: ExitStack) -> None:
+    life = Life(tmp_path, "ddp", stack)
+    (life.folder / "die-1").write_text("forward 6")
+    (life.folder / "die-0").write_text("update 21")
+    torchrun = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
+    script = [str(ROOT / "tests/multiprocess/workers/resuming.py"), str(life.folder)]
+    ranks = stack.enter_context(
+        start_ranks(
+            ROOT / "tests/multiprocess/workers/under_torchrun.py",
+            1,
+            args=[*torchrun, *script, "--kind", "ddp", "--steps", str(STEPS), "--pause-s", "0.01"],
+            # Else gloo (torch 2.13) finds the addresses of killed workers in the agent's store, and
+            # no restart comes up, with paramd or without.
+            env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        )
+    )
+    (result,) = ranks.wait(timeout_s=3 * DEADLINE_S)
+    assert result.returncode == 0, ranks.outputs()
+    for started in life.starts():
+        assert started[:2] == [None, {"step": 6, "how": "live", "lost": 0}]
+        assert started[2] is not None
+        assert started[2]["how"] == "snapshot"
+    assert life.final() == undisturbed(tmp_path, "ddp")
+
+
+@pytest.mark.timeout(900)
+def test_kills_at_random_moments_change_no_bit(tmp_path: Path, stack: ExitStack) -> None:
+    life = Life(tmp_path, "fsdp2", stack)
+    seed = random.SystemRandom().randrange(1 << 30)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    for _ in range(times(3, 40)):
+        ranks = life.start("--pause-s", "0.02")
+        life.await_steps(ranks)
+        time.sleep(draw.random() * 0.2)
+        ranks[draw.randrange(life.world_size)].process.send_signal(signal.SIGKILL)
+        kill(ranks)
+        if all((life.folder / f"final-{rank}").exists() for rank in range(life.world_size)):
+            break
+    life.ended()
+    print(life.starts())
+    assert life.final() == undisturbed(tmp_path, "fsdp2")
+
+
+@pytest.mark.timeout(400)
+def test_a_changed_script_is_refused_and_the_memory_stays(tmp_path: Path, stack: ExitStack) -> None:
+    life = Life(tmp_path, "ddp", stack)
+    life.struck(1, "forward", 5)
+    for options, world_size, said in (
+        (("--optimizer", "sgd"), 2, "optimizer 0 was AdamW and is SGD"),
+        (("--kind", "plain"), 1, "the world size was 2 and is 1"),
+        (("--wider",), 2, "the model's parameters, or how they are sharded"),
+        (("--without-loader",), 2, "keep had loader, scheduler and has scheduler"),
+        (("--bad-keep",), 2, "keep['bad'].state_dict()['function'] is a builtins.function"),
+    ):
+        ranks = life.start(*options, world_size=world_size)
+        results = ranks.wait(timeout_s=DEADLINE_S, stop_on_failure=False)
+        for result in results:
+            assert result.returncode == 1
+            assert said in result.stderr
+    life.ended()
+    assert life.starts()[0][-1] == {"step": 5, "how": "live", "lost": 0}
+
+
+@pytest.mark.timeout(400)
+def test_while_the_former_trainer_lives_nobody_takes_its_memory(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    life = Life(tmp_path, "plain", stack)
+    first = life.start("--pause-s", "0.2")
+    wait_for((life.folder / "at-0").exists, first)
+    (second,) = life.start().wait(timeout_s=DEADLINE_S, stop_on_failure=False)
+    assert second.returncode == 1
+    assert f"still runs (pid {first[0].process.pid})" in second.stderr
+    assert first[0].process.poll() is None
+    kill(first)
+    life.ended()
+    assert life.starts()[0][-1] is not None
+
+
+@pytest.mark.timeout(400)
+def test_without_its_sidecar_a_training_starts_afresh_and_says_so(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    life = Life(tmp_path, "plain", stack)
+    (life.folder / "die-0").write_text("forward 5")
+    ranks = life.start()
+    wait_for(lambda: ranks[0].process.poll() is not None, ranks)
+    ranks.kill()
+    again = life.ended()
+    assert life.starts() == [[None, None]]
+    assert "starts afresh: no sidecar of an earlier incarnation is here" in again[0].stderr
+    assert life.final() == undisturbed(tmp_path, "plain")

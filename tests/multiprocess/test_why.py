@@ -1,0 +1,125 @@
+"""Stuck ranks: what paramd says of a training that hangs, in real processes."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paramd.errors import NotFoundError
+from paramd.mesh.insight.why import RankActivity, Why
+from paramd.mesh.mesh import Mesh
+from tests.launch import start_ranks
+from tests.multiprocess.truth import connect_to, wait_until
+
+WORKER = "tests.multiprocess.workers.stuck"
+
+
+def until(mesh: Mesh, found: Callable[[Why], bool], what: str) -> Why:
+    seen: list[Why] = []
+
+    def look() -> bool:
+        seen[:] = [mesh.why()]
+        return found(seen[0])
+
+    try:
+        wait_until(look, what, timeout_s=40.0)
+    except AssertionError:
+        print(seen[0], seen[0].verdict)
+        raise
+    return seen[0]
+
+
+def functions(row: RankActivity) -> list[str]:
+    training = next(thread for thread in row.threads if thread.training)
+    return [frame.function for frame in training.frames]
+
+
+@pytest.mark.timeout(180)
+def test_a_hanging_rank_is_named_with_its_stack_while_training_hangs(tmp_path: Path) -> None:
+    state_dir = tmp_path / "state"
+    env = {"PARAMD_ALERTS": json.dumps({"numbers": ["lr > 0"]})}
+    with start_ranks(WORKER, 3, args=[str(tmp_path)], env=env, state_dir=state_dir) as ranks:
+        try:
+            for rank in range(3):
+                ranks.wait_for_text("trains", rank=rank)
+            with connect_to(state_dir, "stuck") as mesh:
+                going = until(mesh, lambda why: all(row.step > 3 for row in why), "it trains")
+                assert going.verdict.startswith("Nothing is stuck"), going.verdict
+                assert [row.source for row in going] == ["trainer"] * 3
+                assert not any(row.collectives for row in going)
+                with pytest.raises(NotFoundError, match="world size"):
+                    mesh.why(7)
+                numbers_are_kept(mesh)
+                hung_in_data(mesh, tmp_path)
+                hung_with_the_gil(mesh, tmp_path)
+                stopped(mesh, ranks[0].process.send_signal)
+                until(mesh, lambda why: why.verdict.startswith("Nothing is stuck"), "it goes on")
+            (tmp_path / "end").touch()
+            results = ranks.wait(timeout_s=40.0)
+            assert [one.returncode for one in results] == [0, 0, 0]
+        except BaseException:
+            print(ranks.outputs())
+            raise
+
+
+def numbers_are_kept(mesh: Mesh) -> None:
+    """What the script logs is in the history, rank by rank, and rules apply to it."""
+
+    def points(name: str, rank: int) -> list[dict[str, Any]]:
+        path = f"/jobs/stuck/history?metric=log:{name}&subject={rank}"
+        found: list[dict[str, Any]] = mesh._run(mesh._mesh._rest.send("GET", path))["points"]
+        return found
+
+    wait_until(lambda: len(points("loss", 1)) > 1, "the history has the loss")
+    assert all(point["step"] > 0 and point["mean"] > 0 for point in points("loss", 1))
+    assert points("lr", 2)[-1]["mean"] == pytest.approx(1e-4)
+
+    def fired() -> set[str]:
+        return {alert.subject for alert in mesh.alerts() if alert.rule == "logged-number"}
+
+    wait_until(lambda: len(fired()) == 3, "the rule fires for each rank")
+    assert fired() == {f"lr of rank {rank}: lr > 0" for rank in range(3)}
+
+
+def hung_in_data(mesh: Mesh, folder: Path) -> None:
+    (folder / "hang.2").touch()
+    why = until(
+        mesh, lambda found: "2, which is in DataLoader" in found.verdict, "the hang is told"
+    )
+    assert why.verdict.startswith("Ranks 0 and 1 wait in all_reduce #"), why.verdict
+    assert " for rank 2, which is in DataLoader.next (stuck.py:" in why.verdict
+    assert "Rows.read" in functions(why[2])
+    assert why[2].where.endswith("in Rows.read")
+    assert any(not made.done and made.name == "gloo:all_reduce" for made in why[0].collectives)
+    assert why[0].rss_bytes is not None
+    assert why[0].open_file_count is not None
+    assert why[1].open_file_limit is not None
+    assert any("rank 1 trains" in line for line in why[1].log_lines), why[1].log_missing
+    again = until(mesh, lambda found: (found[2].seen_for_s or 0) > 3, "it is seen for a while")
+    assert "since at least" in again.verdict
+    (folder / "hang.2").unlink()
+
+
+def hung_with_the_gil(mesh: Mesh, folder: Path) -> None:
+    until(mesh, lambda found: not any(row.overdue for row in found), "it trains again")
+    (folder / "keep-gil.1").touch()
+    why = until(mesh, lambda found: found[1].source == "faulthandler", "stacks without the GIL")
+    (folder / "keep-gil.1").unlink()
+    assert "read" in functions(why[1])
+    assert why[1].doing == "in DataLoader.next, keeping the GIL"
+
+
+def stopped(mesh: Mesh, send: Callable[[int], None]) -> None:
+    until(mesh, lambda found: not any(row.overdue for row in found), "it trains again")
+    send(signal.SIGSTOP)
+    try:
+        why = until(mesh, lambda found: "stopped" in found.verdict, "the stop is told")
+        assert "rank 0, which is stopped by a signal" in why.verdict.replace("R", "r")
+        assert "kill -CONT" in why[0].missing
+    finally:
+        send(signal.SIGCONT)

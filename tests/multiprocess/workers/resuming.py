@@ -1,0 +1,258 @@
+"""Trains with resume="auto" to a last step, however often it is killed and started again.
+
+Every kind has dropout, a scheduler, and a loader that is iterated anew each epoch. At the end each
+rank writes a digest of all its state; it must be that of a run that nobody killed.
+
+    <folder>/starts-<rank>     one line a start: how it was resumed
+    <folder>/final-<rank>      digests by name, JSON
+    <folder>/at-<rank>         step the rank is at
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from xxhash import xxh3_64_hexdigest
+
+import paramd
+from tests.ending import end
+
+WIDTH = 17
+
+
+class Net(nn.Module):
+    """Dropout everywhere; batch norm where the kind can have buffers."""
+
+    def __init__(self, *, buffers: bool, frozen: bool, wide: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(29, WIDTH)
+        self.up = nn.Linear(WIDTH, wide)
+        self.norm = nn.BatchNorm1d(wide) if buffers else nn.LayerNorm(wide)
+        self.down = nn.Linear(wide, WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH)
+        self.frozen.requires_grad_(not frozen)
+        self.head = nn.Linear(WIDTH, 29, bias=False)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.drop(self.embed(tokens))
+        x = self.frozen(x)
+        return self.head(self.drop(self.down(torch.relu(self.norm(self.up(x))))))
+
+
+class Loader:
+    """Batches in an order drawn anew each epoch; goes on where its state says."""
+
+    def __init__(
+        self, rank: int, data_rank: int, folder: str, *, draws: bool, batches: int = 7
+    ) -> None:
+        self._rank, self._data_rank, self._folder = rank, data_rank, folder
+        self._batches, self._draws = batches, draws
+        self._epoch = self._next = 0
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        if self._draws:
+            # As torch's DataLoader does without a generator of its own.
+            torch.empty((), dtype=torch.int64).random_()
+        order = np.random.RandomState(self._epoch).permutation(self._batches)
+        while self._next < self._batches:
+            generator = torch.Generator().manual_seed(
+                10_000 * self._epoch + 100 * self._data_rank + int(order[self._next])
+            )
+            self._next += 1
+            yield (
+                torch.randint(29, (8,), generator=generator),
+                torch.randint(29, (8,), generator=generator),
+            )
+        self._epoch, self._next = self._epoch + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self._epoch, "next": self._next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        strike(self._folder, self._rank, "restore", 0)
+        self._epoch, self._next = state["epoch"], state["next"]
+
+
+class Bad:
+    """Something whose state nothing but pickle could keep."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"function": built}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError
+
+
+def built(kind: str, wide: int) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    torch.manual_seed(0)
+    # FSDP1's flat parameters take no mixture of frozen and trained ones.
+    net = Net(buffers=kind in ("plain", "ddp"), frozen=kind != "fsdp1-flat", wide=wide)
+    world = dist.get_world_size()
+    if kind == "ddp":
+        return nn.parallel.DistributedDataParallel(net)
+    if kind in ("fsdp1", "fsdp1-flat"):
+        return FullyShardedDataParallel(
+            net, use_orig_params=kind == "fsdp1", device_id=torch.device("cpu")
+        )
+    if kind == "fsdp2":
+        mesh = init_device_mesh("cpu", (world,))
+        fully_shard(net.up, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+    if kind == "hsdp":
+        mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("replicate", "shard"))
+        fully_shard(net, mesh=mesh)
+    if kind == "tp-fsdp2":
+        both = init_device_mesh("cpu", (1, world), mesh_dim_names=("data", "tensor"))
+        # Its output is replicated, so that ranks of the tensor axis draw the same dropout.
+        head = ColwiseParallel(output_layouts=Replicate())
+        parallelize_module(net, both["tensor"], {"head": head})
+        fully_shard(net, mesh=both["data"])
+    return net
+
+
+OPTIMIZERS = {
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01),
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9),
+    "adafactor": lambda ps: torch.optim.Adafactor(ps, lr=0.01),
+}
+
+
+def digests(
+    model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, loader: Loader
+) -> dict[str, str]:
+    found: dict[str, str] = {}
+
+    def note(name: str, value: object) -> None:
+        if isinstance(value, torch.Tensor):
+            local = getattr(value, "_local_tensor", value).detach()
+            value = local.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        data = value if isinstance(value, bytes) else repr(value).encode()
+        found[name] = xxh3_64_hexdigest(data)
+
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        note(name, tensor)
+    for number, state in enumerate(optimizer.state.values()):
+        for key, value in state.items():
+            note(f"state {number} {key}", value)
+    note("groups", [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups])
+    note("scheduler", scheduler.state_dict())
+    note("loader", loader.state_dict())
+    note("torch", torch.get_rng_state())
+    note("python", random.getstate())
+    note("numpy", [repr(part) for part in np.random.get_state()])
+    return found
+
+
+def strike(folder: str, rank: int, point: str, step: int) -> None:
+    """Dies here if told to: `<folder>/die-<rank>` holds "point step"."""
+    order = Path(folder, f"die-{rank}")
+    if order.exists() and order.read_text() == f"{point} {step}":
+        order.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder")
+    parser.add_argument("--kind", default="plain")
+    parser.add_argument("--optimizer", default="adamw")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--pause-s", type=float, default=0.0)
+    parser.add_argument("--resume", default="auto")
+    for option in ("--explicit", "--wider", "--without-loader", "--bad-keep"):
+        parser.add_argument(option, action="store_true")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model = built(args.kind, 37 if args.wider else 31)
+    # Ranks of one tensor axis train on the same batches.
+    data_rank = rank if args.kind != "tp-fsdp2" else 0
+    torch.manual_seed(100 + data_rank)
+    random.seed(rank)
+    np.random.seed(rank)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = OPTIMIZERS[args.optimizer](parameters)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
+    loader = Loader(rank, data_rank, args.folder, draws=not args.explicit)
+    keep = {"scheduler": scheduler, "loader": loader, "bad": Bad()}
+    for name, left_out in (("loader", args.without_loader), ("bad", not args.bad_keep)):
+        if left_out:
+            del keep[name]
+    attachment = paramd.attach(
+        model,
+        optimizer,
+        job="resuming",
+        resume=args.resume,
+        keep=keep,
+    )
+    with Path(args.folder, f"starts-{rank}").open("a") as starts:
+        starts.write(f"{json.dumps(told(attachment))}\n")
+    train(args, rank, attachment, model, optimizer, scheduler, loader)
+    found = digests(model, optimizer, scheduler, loader)
+    Path(args.folder, f"final-{rank}").write_text(json.dumps(found, indent=1))
+    attachment.detach()
+    dist.destroy_process_group()
+    return 0
+
+
+def told(attachment: paramd.Attachment) -> dict[str, Any] | None:
+    resumed = attachment.resumed
+    if resumed is None:
+        return None
+    return {"step": resumed.step, "how": resumed.how, "lost": resumed.lost_steps}
+
+
+def train(
+    args: argparse.Namespace,
+    rank: int,
+    attachment: paramd.Attachment,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    loader: Loader,
+) -> None:
+    at = Path(args.folder, f"at-{rank}")
+    while attachment.step < args.steps:
+        for tokens, targets in loader:
+            step = attachment.step
+            random.random()
+            np.random.random()
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(tokens), targets)
+            strike(args.folder, rank, "forward", step)
+            loss.backward()
+            strike(args.folder, rank, "backward", step)
+            optimizer.step()
+            strike(args.folder, rank, "update", step)
+            scheduler.step()
+            if args.explicit:
+                attachment.kept()
+                strike(args.folder, rank, "kept", step)
+            at.write_text(str(attachment.step))
+            time.sleep(args.pause_s)
+            if attachment.step >= args.steps:
+                return
+
+
+if __name__ == "__main__":
+    end(main)

@@ -1,0 +1,99 @@
+"""Differences of tensors, against torch; states on disk."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from paramd.errors import NotFoundError, UsageError
+from paramd.mesh.insight import compare as module
+from paramd.mesh.insight.compare import Diff, compare, not_compared
+from paramd.mesh.insight.diff import check_order
+from paramd.mesh.insight.states import stored_state
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
+@pytest.mark.parametrize("shape", [(7, 5), (64,), (3, 4, 5), ()])
+def test_a_difference_is_what_torch_computes(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(module, "BLOCK_NUMEL", 11)
+    a = (torch.randn(shape) * 8).to(dtype)
+    b = a.clone()
+    if shape:
+        b[1:3] = (torch.randn(b[1:3].shape) * 8).to(dtype)
+    else:
+        b += 3
+    row = compare("w", a, b)
+    one, other = a.double().flatten(), b.double().flatten()
+    assert row.norm == pytest.approx(float((other - one).norm()))
+    assert row.norm_a == pytest.approx(float(one.norm()))
+    assert row.max_abs == pytest.approx(float((other - one).abs().max()))
+    if float(one.norm()) and float(other.norm()):
+        cosine = float(torch.nn.functional.cosine_similarity(one, other, dim=0))
+        assert row.cosine == pytest.approx(cosine, abs=1e-12)
+    assert row.changed == int((one != other).sum())
+    if len(shape) > 1:
+        norms = (b.double() - a.double()).flatten(1).norm(dim=1)
+        best = [r for r in norms.argsort(descending=True).tolist()[:5] if norms[r]]
+        assert [number for number, _ in row.largest_rows] == best
+    else:
+        assert row.largest_rows == ()
+
+
+def test_equal_tensors_have_no_difference_nan_and_infinity_included() -> None:
+    a = torch.tensor([[1.0, math.nan], [math.inf, 0.0]])
+    row = compare("w", a, a.clone())
+    assert (row.changed, row.norm, row.largest_rows) == (0, 0.0, ())
+    changed = compare("w", torch.zeros(2, 2), torch.tensor([[0.0, 0.0], [math.nan, 1.0]]))
+    assert changed.changed == 2
+    assert [number for number, _ in changed.largest_rows] == [1]
+    empty = compare("e", torch.empty(0, 3), torch.empty(0, 3))
+    assert (empty.changed, empty.norm, empty.numel) == (0, 0.0, 0)
+
+
+def test_rows_come_by_relative_difference_and_the_rest_last() -> None:
+    ones = torch.ones(4)
+    rows = [
+        compare("same", ones, ones),
+        not_compared("lone", ones, problem="only a has it"),
+        compare("little", ones, ones * 1.1),
+        compare("from zero", ones * 0, ones),
+        compare("shapes", ones, torch.ones(5)),
+    ]
+    found = Diff(rows, a="one", b="other")
+    assert [row.name for row in found] == ["from zero", "little", "same", "lone", "shapes"]
+    assert "2 tensors differ" in found.summary()
+    assert "1 are equal, 2 cannot be compared" in found.summary()
+    assert "shapes differ: [4] and [5]" in found[-1].problem
+    assert "little" in repr(found)
+
+
+def test_files_on_disk_are_a_state(tmp_path: Path) -> None:
+    save_file({"a.w": torch.ones(2), "b.w": torch.ones(1)}, tmp_path / "one.safetensors")
+    save_file({"c.w": torch.zeros(3)}, tmp_path / "two.safetensors")
+    (tmp_path / "paramd-export.json").write_text('{"step": 7}')
+    state = stored_state(tmp_path, ["a.*", "c.*"])
+    assert sorted(state.names) == ["a.w", "c.w"]
+    assert state.label.endswith("(step 7)")
+    assert list(stored_state(tmp_path / "two.safetensors", ["*"]).names) == ["c.w"]
+    with pytest.raises(NotFoundError, match="no tensor matches"):
+        stored_state(tmp_path, ["x*"])
+    with pytest.raises(NotFoundError, match="no such file"):
+        stored_state(tmp_path / "gone", ["*"])
+    (tmp_path / "dcp").mkdir()
+    with pytest.raises(UsageError, match="--format safetensors"):
+        stored_state(tmp_path / "dcp", ["*"])
+    (tmp_path / "bad.safetensors").write_bytes(b"no header")
+    with pytest.raises(UsageError, match="not a readable safetensors file"):
+        stored_state(tmp_path, ["*"])
+
+
+@pytest.mark.parametrize(("a", "b"), [(None, "now"), ("now", True), (-1, "now"), (5, 5), (6, 5)])
+def test_what_is_no_state_is_refused(a: object, b: object) -> None:
+    with pytest.raises(UsageError, match="expected"):
+        check_order(a, b)

@@ -1,0 +1,159 @@
+"""What is reached through the control plane, and how bytes get there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from paramd.errors import DeniedError, NotFoundError, UnreachableError
+from paramd.mesh.peers import relay
+from paramd.mesh.peers.control import JobDocument, PeerAddress, RestClient
+from paramd.mesh.peers.relay import TunnelRelay, unreachable_here
+from paramd.state_files import host_id
+
+FAR = "kernel/1"
+
+
+def document(*peers: tuple[str, str], control: str = "127.0.0.1:8471") -> JobDocument:
+    """A job whose peers are (address, host id)."""
+    return JobDocument(
+        job="run",
+        incarnation=1,
+        world_size=len(peers),
+        control_address=control,
+        layout_digest="d",
+        peers={n: PeerAddress(n, address, "", host) for n, (address, host) in enumerate(peers)},
+        ticket="t",
+        ticket_expires_s=0.0,
+    )
+
+
+class Control:
+    """Opens tunnels to a real server that sends back what it gets, in capitals."""
+
+    def __init__(self, port: int = 0) -> None:
+        self.port = port
+        self.paths: list[str] = []
+
+    async def tunnel(self, path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        self.paths.append(path)
+        if not self.port:
+            raise UnreachableError("the control plane does not reach rank 1")
+        return await asyncio.open_connection("127.0.0.1", self.port)
+
+
+@asynccontextmanager
+async def echo() -> AsyncIterator[int]:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            writer.write(data.upper())
+            await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        yield server.sockets[0].getsockname()[1]
+
+
+@pytest.fixture
+def reached(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The addresses that answer, of those that are asked."""
+    found: set[str] = set()
+
+    async def answer(addresses: Iterable[str]) -> set[str]:
+        return found & set(addresses)
+
+    monkeypatch.setattr(relay, "_reached", answer)
+    return found
+
+
+async def test_what_is_here_or_answers_is_reached_itself(reached: set[str]) -> None:
+    here = document(("127.0.0.1:4000", host_id()), ("127.0.0.1:4001", ""))
+    routes = TunnelRelay(Control())
+    assert await routes.routed(here) is here
+    reached |= {"mtls://10.0.0.1:8471", "mtls://10.0.0.2:4000"}
+    there = document(("mtls://10.0.0.2:4000", FAR), control="mtls://10.0.0.1:8471")
+    assert await routes.routed(there) is there
+
+
+async def test_what_does_not_answer_and_another_hosts_loopback_are_relayed(
+    reached: set[str],
+) -> None:
+    reached |= {"mtls://10.0.0.1:4000"}
+    found = await TunnelRelay(Control()).routed(
+        document(
+            ("mtls://10.0.0.1:4000", FAR),
+            ("mtls://10.0.0.2:4000", FAR),
+            control="mtls://10.0.0.1:8471",
+        )
+    )
+    assert unreachable_here(found) == {1: "mtls://10.0.0.2:4000"}
+    assert found.control_address == "relay/control/mtls://10.0.0.1:8471"
+    # What SSH forwards: all of the job listens on loopback over there.
+    found = await TunnelRelay(Control()).routed(document(("127.0.0.1:4000", FAR)))
+    assert unreachable_here(found) == {0: "127.0.0.1:4000"}
+    assert found.control_address == "relay/control/127.0.0.1:8471"
+    assert found.peer(0).address == "relay/0/127.0.0.1:4000"
+
+
+async def test_bytes_go_there_and_back_and_end_together() -> None:
+    async with echo() as port:
+        control = Control(port)
+        routes = TunnelRelay(control)
+        await routes.routed(document(("127.0.0.1:4000", FAR), control="127.0.0.1:1"))
+        target, way = routes.way("relay/0/127.0.0.1:4000")
+        assert target == "127.0.0.1:4000"
+        reader, writer = await asyncio.open_unix_connection(way.removeprefix("unix:"))
+        sent = b"abc" * (1 << 20)
+        writer.write(sent)
+        assert await reader.readexactly(len(sent)) == sent.upper()
+        assert control.paths == ["/jobs/run/ranks/0/tunnel"]
+        await routes.close()
+        assert await reader.read() == b""
+        writer.close()
+        await routes.close()
+
+
+async def test_a_tunnel_that_is_refused_ends_the_connection_and_says_why() -> None:
+    routes = TunnelRelay(Control())
+    await routes.routed(document(("127.0.0.1:4000", FAR)))
+    _, way = routes.way("relay/control/127.0.0.1:8471")
+    reader, writer = await asyncio.open_unix_connection(way.removeprefix("unix:"))
+    assert await reader.read() == b""
+    why = routes.why_not("relay/control/127.0.0.1:8471")
+    assert why == "the control plane does not reach rank 1"
+    assert not routes.why_not("relay/0/127.0.0.1:4000")
+    writer.close()
+    await routes.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (
+            b'HTTP/1.1 404 Not Found\r\ncontent-length: 20\r\n\r\n{"detail": "no rank"}',
+            NotFoundError,
+        ),
+        (b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 0\r\n\r\n", DeniedError),
+        (b"HTTP/1.1 503 Busy\r\n\r\n", UnreachableError),
+        (b"220 smtp.example\r\n\r\n", UnreachableError),
+        (b"\x00" * 20_000, UnreachableError),
+        (b"", UnreachableError),
+    ],
+)
+async def test_anything_but_a_tunnel_is_an_error_of_ours(
+    answer: bytes, error: type[Exception]
+) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        client = RestClient(f"http://127.0.0.1:{port}", "token")
+        with pytest.raises(error):
+            await client.tunnel("/jobs/run/ranks/0/tunnel")
+        await client.close()

@@ -1,0 +1,199 @@
+"""Standing snapshots: whole, of one step, two of them, and what a successor is offered."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from paramd import places
+from paramd.errors import ExhaustedError
+from paramd.memory.continuation import RECORD, TABLE, KeptSlots
+from paramd.memory.control_page import Word
+from paramd.memory.descriptors import SparseMemory
+from paramd_service.sidecar.log import Log
+from paramd_service.sidecar.owner import AttachedMemory, AttachRequest, Ownership, attach_memory
+from paramd_service.sidecar.snapshots.offer import offer_of
+from paramd_service.sidecar.snapshots.standing import Standing, digest_of
+from paramd_service.sidecar.snapshots.store import Block, BlockMaker
+
+ARENA_BYTES, STATE_BYTES = 10_000, 5_000
+
+
+class Trainer:
+    """The words and bytes of a trainer in this process."""
+
+    def __init__(self) -> None:
+        pid = os.getpid()
+        request = AttachRequest(
+            job="job",
+            incarnation=1,
+            rank=0,
+            world_size=1,
+            pid=pid,
+            start=places.process_start(pid),
+            arena_bytes=ARENA_BYTES,
+            public_key=b"",
+            version="",
+            rank_ticket="",
+        )
+        self.attached: AttachedMemory = attach_memory(request, [])
+        self.page = self.attached.page
+        self.optimizer = SparseMemory(self.attached.shared.optimizer)
+        self.optimizer.reserve(0, 8192)
+        self._continuation = SparseMemory(self.attached.shared.continuation)
+        self._record = KeptSlots(self._continuation, RECORD)
+        self._table = KeptSlots(self._continuation, TABLE)
+        self.page[Word.LINEAGE] = 77
+        self.page[Word.OPTIMIZER_BYTES] = STATE_BYTES
+
+    def ask(self, step: int) -> None:
+        """Make `step` the state everywhere, and ask for its snapshot."""
+        self.attached.arena.buffer[:] = bytes([step]) * ARENA_BYTES
+        self.optimizer.buffer[:STATE_BYTES] = bytes([step]) * STATE_BYTES
+        table = self._table.write(b"table")
+        self._record.write(b"record %d" % step, beside=table)
+        self.page[Word.STEP] = self.page[Word.STANDING_STEP] = step
+        self.page[Word.STANDING] += 1
+
+    def close(self) -> None:
+        self.optimizer.close()
+        self._continuation.close()
+        self.attached.close()
+
+
+@pytest.fixture
+def trainer() -> Iterator[Trainer]:
+    made = Trainer()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def blocks() -> Iterator[BlockMaker]:
+    with ThreadPoolExecutor(1) as executor:
+        yield BlockMaker(executor)
+
+
+@pytest.fixture
+def standing(blocks: BlockMaker) -> Iterator[Standing]:
+    made = Standing(blocks, Log(fields={}), budget_bytes=None)
+    yield made
+    made.close()
+
+
+def made_at(standing: Standing, trainer: Trainer, serve: Callable[[], None], step: int) -> None:
+    """Ask until memory is there and the snapshot is made."""
+    deadline_s = time.monotonic() + 10
+    while trainer.page[Word.STANDING_MADE] != step:
+        assert time.monotonic() < deadline_s
+        trainer.ask(step)
+        serve()
+        time.sleep(0.001)
+
+
+def steps(standing: Standing) -> list[int]:
+    return [label.step for label, _ in standing.labels()]
+
+
+def test_two_are_kept_and_hold_everything_of_their_step(
+    trainer: Trainer, standing: Standing
+) -> None:
+    serve = standing.serving(trainer.attached, lambda: "digest")
+    for step in (1, 2, 3):
+        made_at(standing, trainer, serve, step)
+    assert steps(standing) == [3, 2]
+    for label, block in standing.labels():
+        expected = (
+            bytes([label.step]) * (ARENA_BYTES + STATE_BYTES) + b"record %dtable" % label.step
+        )
+        assert bytes(block.buffer[: label.size_bytes]) == expected
+    settled(lambda: all(label.digest for label, _ in standing.labels()))
+    for label, block in standing.labels():
+        assert label.digest == digest_of(block.buffer[: label.size_bytes])
+
+
+def settled(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
+def test_a_copy_that_an_update_overtakes_is_dropped(trainer: Trainer, standing: Standing) -> None:
+    serve = standing.serving(trainer.attached, lambda: "")
+    made_at(standing, trainer, serve, 1)
+    made_at(standing, trainer, serve, 2)
+    trainer.ask(3)
+    trainer.page[Word.SEQ] |= 1
+    serve()
+    # The next update began before the copy did: both earlier ones stay.
+    assert (steps(standing), standing.missed_count > 0) == ([2, 1], True)
+
+
+def test_one_buffer_is_used_alone(
+    trainer: Trainer, blocks: BlockMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    standing = Standing(blocks, Log(fields={}), budget_bytes=None)
+    make = blocks.make
+    count = 0
+
+    def only_one(size_bytes: int) -> Block:
+        nonlocal count
+        count += 1
+        if count > 1:
+            raise ExhaustedError("no memory")
+        return make(size_bytes)
+
+    monkeypatch.setattr(blocks, "make", only_one)
+    serve = standing.serving(trainer.attached, lambda: "")
+    for step in (1, 2):
+        made_at(standing, trainer, serve, step)
+        assert steps(standing) == [step]
+    standing.close()
+
+
+def test_a_successor_keeps_what_it_descends_from(trainer: Trainer, standing: Standing) -> None:
+    serve = standing.serving(trainer.attached, lambda: "")
+    for step in (1, 2):
+        made_at(standing, trainer, serve, step)
+    standing.rebase(77, 88, 1)
+    assert [(label.lineage, label.step) for label, _ in standing.labels()] == [(88, 1)]
+    standing.rebase(0, 0, -1)
+    assert standing.labels() == []
+
+
+def test_what_a_dead_trainer_left_is_digested(trainer: Trainer, standing: Standing) -> None:
+    trainer.ask(7)
+    assert standing.end_digest(trainer.attached) == 0
+    standing.trainer_ended(trainer.attached)
+    settled(lambda: standing.end_digest(trainer.attached) != 0)
+    whole = memoryview(bytes([7]) * (ARENA_BYTES + STATE_BYTES))
+    assert offered(trainer, standing, Ownership.ORPHANED)["digest"] == digest_of(whole)
+
+
+def offered(trainer: Trainer, standing: Standing, ownership: Ownership) -> dict[str, Any]:
+    offer, descriptors = offer_of(trainer.attached, ownership, "digest", standing)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return offer | {"descriptor_count": len(descriptors)}
+
+
+def test_only_a_whole_state_is_offered(trainer: Trainer, standing: Standing) -> None:
+    page = trainer.page
+    trainer.ask(7)
+    whole = offered(trainer, standing, Ownership.ORPHANED)
+    assert (whole["why_not_live"], whole["step"], whole["descriptor_count"]) == ("", 7, 3)
+    for ownership in (Ownership.OWNED, Ownership.TORN, Ownership.GONE):
+        found = offered(trainer, standing, ownership)
+        assert (found["why_not_live"], found["descriptor_count"]) == (ownership.value, 0)
+    page[Word.SETTLED_SEQ], page[Word.SETTLED_DIGEST] = page[Word.SEQ], 12345
+    changed = offered(trainer, standing, Ownership.ORPHANED)
+    assert changed["why_not_live"] == "parameters were changed after the last update"
+    page[Word.LINEAGE] = 0
+    never = offered(trainer, standing, Ownership.ORPHANED)
+    assert "resume='auto'" in never["why_not_live"]

@@ -1,0 +1,127 @@
+"""Extras are those of pyproject.toml, and what lacks one says which."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from paramd import extras
+from paramd.errors import UsageError
+from tests.launch import ROOT
+
+MODULE_OF = {
+    "grpcio-health-checking": "grpc_health",
+    "grpcio-reflection": "grpc_reflection",
+    "grpcio-status": "grpc_status",
+    "prometheus-client": "prometheus_client",
+    "psycopg[binary]": "psycopg",
+}
+BLOCKED = """
+import sys
+sys.modules.update(dict.fromkeys(sys.argv[1].split(",")))  # None: neither found nor imported
+"""
+
+
+def without(modules: tuple[str, ...], code: str) -> str:
+    """The last line on stderr of a program that runs where modules are not installed."""
+    command = [sys.executable, "-c", BLOCKED + code, ",".join(modules)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return "ok" if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
+
+
+def test_each_extra_brings_the_modules_that_the_table_says() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    of_extra = project["optional-dependencies"]
+    assert set(extras.MODULES) == set(of_extra) - {"dev", "docs", *ranges_of_integrations()}
+    for extra, modules in extras.MODULES.items():
+        names: set[str] = set()
+        waiting = [*of_extra[extra]]
+        while waiting:
+            line = waiting.pop()
+            nested = re.match(r"paramd\[(.+)\]", line)
+            if nested is None:
+                name = re.split(r"[><=!]", line)[0]
+                names.add(MODULE_OF.get(name, name))
+            elif extra != "postgres":
+                waiting += of_extra[nested[1]]
+        assert set(modules) == names, extra
+
+
+RANGE = re.compile(r'require\("(.+?)", at_least="(.+?)", below="(.+?)", extra="(.+?)"\)')
+
+
+def ranges_of_integrations() -> dict[str, set[str]]:
+    """What the integrations check themselves when they are imported, by extra."""
+    found: dict[str, set[str]] = {}
+    for path in (ROOT / "client/paramd/integrations").glob("*.py"):
+        for package, least, below, extra in RANGE.findall(path.read_text()):
+            found.setdefault(extra, set()).add(f"{package}>={least},<{below}")
+    return found
+
+
+def test_the_extras_of_integrations_have_the_ranges_that_these_check() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ranges = ranges_of_integrations()
+    assert set(ranges) == {"hf", "lightning", "torchtitan", "mcp", "trackers"}
+    for extra, checked in ranges.items():
+        brought = {line for line in project["optional-dependencies"][extra] if "[" not in line}
+        # Lightning is taken under its other name, too.
+        assert brought == checked - {"pytorch-lightning>=2.5,<3"}, extra
+
+
+def test_a_reader_needs_no_extra() -> None:
+    everything = (*extras.TORCH, *extras.SERVICE, "textual", "psycopg")
+    code = "import paramd, paramd.aio; paramd.connect, paramd.aio.connect; import paramd.cli.main"
+    assert without(everything, code) == "ok"
+    read = "import paramd.mesh.amesh, paramd.cli.doctor, paramd.cli.dashboard"
+    assert without(everything, read) == "ok"
+
+
+@pytest.mark.parametrize("name", ["attach", "summon_full_params", "pre_dp_module_transform"])
+def test_a_training_without_torch_is_told_what_to_install(name: str) -> None:
+    said = without(("torch",), f"from paramd import {name}")
+    assert said == (
+        f"ModuleNotFoundError: paramd.{name} needs torch; run: pip install 'paramd[torch]'"
+    )
+
+
+def test_attach_without_the_service_is_told_so_at_once() -> None:
+    code = """
+import paramd, torch
+model = torch.nn.Linear(2, 2)
+paramd.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), job="x")
+"""
+    said = without(("cryptography", "obstore"), code)
+    assert said.startswith("paramd.errors.UsageError: paramd.attach needs cryptography, obstore;")
+    assert said.endswith("run: pip install 'paramd[service]'")
+
+
+def test_what_is_installed_is_not_missed() -> None:
+    for extra in extras.MODULES:
+        extras.need("this", extra)
+
+
+def test_an_import_that_no_extra_mends_is_left_alone() -> None:
+    assert extras.advice("this", ModuleNotFoundError("no", name="pandas")) is None
+
+
+def test_need_names_all_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(extras.MODULES, "top", ("absent_x", "absent_y"))
+    with pytest.raises(UsageError, match=r"needs absent_x, absent_y; .*'paramd\[top\]'"):
+        extras.need("this", "top")
+
+
+def test_help_shows_the_extras_that_docstrings_name() -> None:
+    for path in sorted((ROOT / "client/paramd/cli").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                said = ast.get_docstring(node) or ""
+                assert not re.search(r"[^\\]\[(top|torch|service|demo)\]", said), (
+                    f"{Path(path).name}: {node.name}: rich takes the extra for markup; escape it"
+                )

@@ -118,13 +118,13 @@ def kill(ranks: Ranks) -> None:
     wait_for(lambda: all(rank.process.poll() is not None for rank in ranks), ranks)
 
 
-def undisturbed(folder: Path, kind: str, *more: str) -> list[dict[str, str]]:
+def undisturbed(folder: Path, kind: str, *more: str, steps: int = STEPS) -> list[dict[str, str]]:
     """The digests of a training without resume that nobody kills."""
     world_size, optimizer = KINDS[kind]
     calm = folder / "calm"
     calm.mkdir()
     options = ["--kind", kind, "--optimizer", optimizer, "--resume", "never", *more]
-    run_ranks(WORKER, world_size, args=[str(calm), *options, "--steps", str(STEPS)], timeout_s=90)
+    run_ranks(WORKER, world_size, args=[str(calm), *options, "--steps", str(steps)], timeout_s=90)
     return [json.loads((calm / f"final-{rank}").read_text()) for rank in range(world_size)]
 
 

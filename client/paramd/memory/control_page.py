@@ -213,6 +213,8 @@ class Word(IntEnum):
     EDIT_HOLES = 86  # counts ranges of edit memory whose pages were given back
     STANDING_NS = 89  # how long the last standing snapshot took to copy
     STANDING_MADE = 90  # step of the last whole standing snapshot; 0 none
+    COPIED = 91  # step of the last one that is whole on another host too; 0 none
+    COPY_SETTLED = 92  # step of the last one that was sent, or is not going to be
     CLIENTS_UNTIL_NS = 88  # until when the last caller counts as a client that may ask again
 
     # Trainer's words again: what a successor asks for (trainer/resume).
@@ -221,6 +223,7 @@ class Word(IntEnum):
     OPTIMIZER_BYTES = 98  # bytes of the optimizer memory in use
     STANDING = 99  # counts standing snapshots asked for; each with an announced boundary
     STANDING_STEP = 100  # step of the last of them
+    COPIES_STEP = 101  # step of the last one of which all ranks have copies elsewhere; 0 none
 
     # Words 128 to 191 are the trainer's: the last requests agreed.
     # Words 192 to 511 are the trainer's: its text and its sample places.

@@ -74,6 +74,12 @@ class Role(Enum):
     """As editor, and requests to all ranks together (ReachBoundary and the like)."""
     SIDECAR = "sidecar"
     """Join of the control plane, as the rank named in the ticket; nothing else."""
+    COPIER = "copier"
+    """PutCopy of the sidecar that keeps copies of the rank named in the ticket; nothing else."""
+
+
+OF_RANKS = frozenset({Role.SIDECAR, Role.COPIER})
+"""Roles of sidecars, whose tickets name their rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,7 +143,7 @@ class Signer:
 
         Args:
             ttl_s: Validity in seconds, above 0.
-            rank: The holder's rank; required for `Role.SIDECAR`.
+            rank: The holder's rank; required for roles of sidecars.
             token_id: Id of the token it is issued for, so that it ends with it; never the token
                 itself.
             now_s: Seconds since the Unix epoch; the clock when None.
@@ -147,7 +153,7 @@ class Signer:
         """
         if not (math.isfinite(ttl_s) and ttl_s > 0):
             raise UsageError(f"ttl_s: {ttl_s}; expected a finite number above 0")
-        if role is Role.SIDECAR and rank is None:
+        if role in OF_RANKS and rank is None:
             raise UsageError("rank: None; a sidecar's ticket is bound to its rank")
         now_s = now_s if now_s is not None else clock.now_s()
         claims: dict[str, str | int | float] = {
@@ -227,6 +233,16 @@ class Verifier:
         return found
 
 
+def mint_of_ranks(
+    signer: Signer, role: Role, *, job: str, incarnation: int, world_size: int
+) -> list[str]:
+    """A ticket for each rank's sidecar, as long as the incarnation."""
+    return [
+        signer.mint(job=job, incarnation=incarnation, role=role, rank=rank, ttl_s=RANK_TICKET_TTL_S)
+        for rank in range(world_size)
+    ]
+
+
 def life_s(ticket: str) -> float:
     """A ticket's total validity in seconds, from when it was minted; unverified.
 
@@ -279,7 +295,7 @@ def _parse(payload: bytes) -> Claims:
     numbers = type(incarnation) is int and (rank is None or type(rank) is int)
     if not (texts and numbers and math.isfinite(expires_s) and math.isfinite(issued_s)):
         raise DeniedError(f"the ticket's claims have wrong types; {_ASK_AGAIN}")
-    if role is Role.SIDECAR and rank is None:
+    if role in OF_RANKS and rank is None:
         raise DeniedError(f"a sidecar's ticket names its rank, this one does not; {_ASK_AGAIN}")
     return Claims(
         job=job,

@@ -26,6 +26,7 @@ LIMITS = (
     "undo_budget_bytes",
     "edit_expiry_s",
     "standing_budget_bytes",
+    "copy_rate_bytes",
 )
 """Limits passed on to the sidecar."""
 
@@ -66,6 +67,9 @@ class AttachSettings:
     standing_every: float | None = None
     """Steps between standing snapshots; 0 makes none. None: as many as keep copying them below a
     hundredth of the training's time, at least 10."""
+    replicas: float = 0
+    """Copies of each standing snapshot on other hosts: 0 or 1. With 1 the loss of a whole host
+    costs the steps since the last one that was copied. Needs resume="auto"."""
     address: str = ""
     """Name or address of this host under which other hosts reach it; empty: the one that the
     process group uses. Only jobs on several hosts need one."""
@@ -110,7 +114,10 @@ class AttachSettings:
     """How long an idle staged edit is kept, in seconds, above 0."""
     standing_budget_bytes: float | None = None
     """Most bytes of standing snapshots on a rank, above 0. Two of the whole state are kept at
-    most; with room for one, a trainer that dies while it is written leaves none."""
+    most; with room for one, a trainer that dies while it is written leaves none. Copies that are
+    kept for ranks of other hosts have what is left."""
+    copy_rate_bytes: float | None = None
+    """Most bytes a second at which a rank sends copies to another host, above 0."""
 
     def __post_init__(self) -> None:
         for name in ("stall_budget_ms", "lossless_budget_ms", "linger_s", "control_timeout_s"):
@@ -126,6 +133,13 @@ class AttachSettings:
                 math.isfinite(value) and value >= least and value == int(value)
             ):
                 raise UsageError(f"{name} must be a whole number from {least} on, is {value}")
+        if self.replicas not in (0, 1):
+            raise UsageError(f"replicas must be 0 or 1, is {self.replicas}")
+        if self.replicas and self.standing_every == 0:
+            raise UsageError(
+                "replicas=1 copies standing snapshots, and standing_every=0 makes none; leave "
+                "one of them out"
+            )
         for name in ("agreement_timeout_s", "attach_timeout_s", "sidecar_start_timeout_s"):
             if getattr(self, name) <= 0:
                 raise UsageError(f"{name} must be above 0, is {getattr(self, name)}")

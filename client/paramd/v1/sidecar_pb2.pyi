@@ -1064,6 +1064,122 @@ class EditProgress(google.protobuf.message.Message):
 global___EditProgress = EditProgress
 
 @typing.final
+class StandingCopy(google.protobuf.message.Message):
+    """StandingCopy names a standing snapshot: arena, optimizer memory, continuation record and its
+    table, one after the other.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LINEAGE_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    EDITS_FIELD_NUMBER: builtins.int
+    ARENA_BYTES_FIELD_NUMBER: builtins.int
+    OPTIMIZER_BYTES_FIELD_NUMBER: builtins.int
+    RECORD_BYTES_FIELD_NUMBER: builtins.int
+    TABLE_BYTES_FIELD_NUMBER: builtins.int
+    WORLD_SIZE_FIELD_NUMBER: builtins.int
+    LAYOUT_DIGEST_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    lineage: builtins.int
+    """Number of the history that the state belongs to, above 0."""
+    step: builtins.int
+    """Step of the state."""
+    edits: builtins.int
+    """Edits applied in this history."""
+    arena_bytes: builtins.int
+    """Bytes of the arena; those of the layout."""
+    optimizer_bytes: builtins.int
+    """Bytes of the optimizer memory in use."""
+    record_bytes: builtins.int
+    """Bytes of the record."""
+    table_bytes: builtins.int
+    """Bytes of the table."""
+    world_size: builtins.int
+    """Ranks of the mesh."""
+    layout_digest: builtins.str
+    """Layout of the arena."""
+    digest: builtins.int
+    """XXH3 (64 bit) of all bytes, never 0."""
+    def __init__(
+        self,
+        *,
+        lineage: builtins.int = ...,
+        step: builtins.int = ...,
+        edits: builtins.int = ...,
+        arena_bytes: builtins.int = ...,
+        optimizer_bytes: builtins.int = ...,
+        record_bytes: builtins.int = ...,
+        table_bytes: builtins.int = ...,
+        world_size: builtins.int = ...,
+        layout_digest: builtins.str = ...,
+        digest: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena_bytes", b"arena_bytes", "digest", b"digest", "edits", b"edits", "layout_digest", b"layout_digest", "lineage", b"lineage", "optimizer_bytes", b"optimizer_bytes", "record_bytes", b"record_bytes", "step", b"step", "table_bytes", b"table_bytes", "world_size", b"world_size"]) -> None: ...
+
+global___StandingCopy = StandingCopy
+
+@typing.final
+class PutCopyRequest(google.protobuf.message.Message):
+    """Request of PutCopy."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    COPY_FIELD_NUMBER: builtins.int
+    KEEP_STEP_FIELD_NUMBER: builtins.int
+    OFFSET_BYTES_FIELD_NUMBER: builtins.int
+    DATA_FIELD_NUMBER: builtins.int
+    keep_step: builtins.int
+    """Step of an earlier copy that must stay whole; 0 says nothing new."""
+    offset_bytes: builtins.int
+    """Where the bytes belong."""
+    data: builtins.bytes
+    """At most 2 MiB; empty asks how much is there."""
+    @property
+    def copy(self) -> global___StandingCopy:
+        """Which snapshot the bytes belong to."""
+
+    def __init__(
+        self,
+        *,
+        copy: global___StandingCopy | None = ...,
+        keep_step: builtins.int = ...,
+        offset_bytes: builtins.int = ...,
+        data: builtins.bytes = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["copy", b"copy"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["copy", b"copy", "data", b"data", "keep_step", b"keep_step", "offset_bytes", b"offset_bytes"]) -> None: ...
+
+global___PutCopyRequest = PutCopyRequest
+
+@typing.final
+class PutCopyResponse(google.protobuf.message.Message):
+    """Answer of PutCopy."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    RECEIVED_BYTES_FIELD_NUMBER: builtins.int
+    received_bytes: builtins.int
+    """Bytes that are there: the next part begins here. All of them: the copy is whole, and its
+    digest is right.
+    """
+    @property
+    def header(self) -> paramd.v1.common_pb2.Header:
+        """Who answers."""
+
+    def __init__(
+        self,
+        *,
+        header: paramd.v1.common_pb2.Header | None = ...,
+        received_bytes: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["header", b"header", "received_bytes", b"received_bytes"]) -> None: ...
+
+global___PutCopyResponse = PutCopyResponse
+
+@typing.final
 class GetEditRequest(google.protobuf.message.Message):
     """Request of GetEdit."""
 

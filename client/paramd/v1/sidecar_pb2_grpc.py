@@ -157,6 +157,11 @@ class SidecarServiceStub(object):
                 request_serializer=paramd_dot_v1_dot_sidecar__pb2.GetLoggedRequest.SerializeToString,
                 response_deserializer=paramd_dot_v1_dot_sidecar__pb2.GetLoggedResponse.FromString,
                 _registered_method=True)
+        self.PutCopy = channel.unary_unary(
+                '/paramd.v1.SidecarService/PutCopy',
+                request_serializer=paramd_dot_v1_dot_sidecar__pb2.PutCopyRequest.SerializeToString,
+                response_deserializer=paramd_dot_v1_dot_sidecar__pb2.PutCopyResponse.FromString,
+                _registered_method=True)
         self.BeginExport = channel.unary_unary(
                 '/paramd.v1.SidecarService/BeginExport',
                 request_serializer=paramd_dot_v1_dot_export__pb2.BeginExportRequest.SerializeToString,
@@ -390,6 +395,17 @@ class SidecarServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PutCopy(self, request, context):
+        """Keeps a part of a standing snapshot of the caller's rank, for the case that its host is lost.
+        Only for the sidecars of ranks whose copies this one keeps. Idempotent: a part that is there
+        already changes nothing. PERMISSION_DENIED: this rank keeps no copies of the caller's.
+        RESOURCE_EXHAUSTED: no room. DATA_LOSS: what has arrived is not what the digest is of; it
+        was dropped. FAILED_PRECONDITION: it is of another history or layout.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def BeginExport(self, request, context):
         """Makes an export's place ready. Control plane only, as all that follow. Idempotent.
         FAILED_PRECONDITION: something stands at the key. PERMISSION_DENIED, NOT_FOUND: the
@@ -572,6 +588,11 @@ def add_SidecarServiceServicer_to_server(servicer, server):
                     servicer.GetLogged,
                     request_deserializer=paramd_dot_v1_dot_sidecar__pb2.GetLoggedRequest.FromString,
                     response_serializer=paramd_dot_v1_dot_sidecar__pb2.GetLoggedResponse.SerializeToString,
+            ),
+            'PutCopy': grpc.unary_unary_rpc_method_handler(
+                    servicer.PutCopy,
+                    request_deserializer=paramd_dot_v1_dot_sidecar__pb2.PutCopyRequest.FromString,
+                    response_serializer=paramd_dot_v1_dot_sidecar__pb2.PutCopyResponse.SerializeToString,
             ),
             'BeginExport': grpc.unary_unary_rpc_method_handler(
                     servicer.BeginExport,
@@ -1264,6 +1285,33 @@ class SidecarService(object):
             '/paramd.v1.SidecarService/GetLogged',
             paramd_dot_v1_dot_sidecar__pb2.GetLoggedRequest.SerializeToString,
             paramd_dot_v1_dot_sidecar__pb2.GetLoggedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PutCopy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramd.v1.SidecarService/PutCopy',
+            paramd_dot_v1_dot_sidecar__pb2.PutCopyRequest.SerializeToString,
+            paramd_dot_v1_dot_sidecar__pb2.PutCopyResponse.FromString,
             options,
             channel_credentials,
             insecure,

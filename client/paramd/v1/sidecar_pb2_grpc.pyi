@@ -198,6 +198,17 @@ class SidecarServiceStub:
     ]
     """The numbers that the script has logged, oldest first. Idempotent."""
 
+    PutCopy: grpc.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.PutCopyRequest,
+        paramd.v1.sidecar_pb2.PutCopyResponse,
+    ]
+    """Keeps a part of a standing snapshot of the caller's rank, for the case that its host is lost.
+    Only for the sidecars of ranks whose copies this one keeps. Idempotent: a part that is there
+    already changes nothing. PERMISSION_DENIED: this rank keeps no copies of the caller's.
+    RESOURCE_EXHAUSTED: no room. DATA_LOSS: what has arrived is not what the digest is of; it
+    was dropped. FAILED_PRECONDITION: it is of another history or layout.
+    """
+
     BeginExport: grpc.UnaryUnaryMultiCallable[
         paramd.v1.export_pb2.BeginExportRequest,
         paramd.v1.export_pb2.BeginExportResponse,
@@ -431,6 +442,17 @@ class SidecarServiceAsyncStub:
         paramd.v1.sidecar_pb2.GetLoggedResponse,
     ]
     """The numbers that the script has logged, oldest first. Idempotent."""
+
+    PutCopy: grpc.aio.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.PutCopyRequest,
+        paramd.v1.sidecar_pb2.PutCopyResponse,
+    ]
+    """Keeps a part of a standing snapshot of the caller's rank, for the case that its host is lost.
+    Only for the sidecars of ranks whose copies this one keeps. Idempotent: a part that is there
+    already changes nothing. PERMISSION_DENIED: this rank keeps no copies of the caller's.
+    RESOURCE_EXHAUSTED: no room. DATA_LOSS: what has arrived is not what the digest is of; it
+    was dropped. FAILED_PRECONDITION: it is of another history or layout.
+    """
 
     BeginExport: grpc.aio.UnaryUnaryMultiCallable[
         paramd.v1.export_pb2.BeginExportRequest,
@@ -713,6 +735,19 @@ class SidecarServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[paramd.v1.sidecar_pb2.GetLoggedResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.GetLoggedResponse]]:
         """The numbers that the script has logged, oldest first. Idempotent."""
+
+    @abc.abstractmethod
+    def PutCopy(
+        self,
+        request: paramd.v1.sidecar_pb2.PutCopyRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[paramd.v1.sidecar_pb2.PutCopyResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.PutCopyResponse]]:
+        """Keeps a part of a standing snapshot of the caller's rank, for the case that its host is lost.
+        Only for the sidecars of ranks whose copies this one keeps. Idempotent: a part that is there
+        already changes nothing. PERMISSION_DENIED: this rank keeps no copies of the caller's.
+        RESOURCE_EXHAUSTED: no room. DATA_LOSS: what has arrived is not what the digest is of; it
+        was dropped. FAILED_PRECONDITION: it is of another history or layout.
+        """
 
     @abc.abstractmethod
     def BeginExport(

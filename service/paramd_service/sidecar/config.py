@@ -60,7 +60,10 @@ class SidecarConfig:
     undo_budget_bytes: int = 256 << 20
     """Budget of bytes kept to undo applied edits; 0 or more."""
     standing_budget_bytes: int | None = None
-    """Budget of standing snapshots; None: what the machine has, up to two of the whole state."""
+    """Budget of standing snapshots, kept for other ranks included; None: what the machine has, up
+    to two of the whole state of this rank and of each rank whose copies it keeps."""
+    copy_rate_bytes: int = 64 << 20
+    """Most bytes a second at which standing snapshots are sent to another host; above 0."""
     edit_expiry_s: float = 600.0
     """How long an untouched staged edit is kept; above 0."""
     report_s: float = 2.0
@@ -75,7 +78,14 @@ class SidecarConfig:
         for name, least in (*((name, 0) for name in not_negative), ("max_calls", 1)):
             if getattr(self, name) < least:
                 raise UsageError(f"{name}: {getattr(self, name)}; expected {least} or more")
-        above = ("linger_s", "default_lease_s", "max_deadline_s", "report_s", "edit_expiry_s")
+        above = (
+            "linger_s",
+            "default_lease_s",
+            "max_deadline_s",
+            "report_s",
+            "edit_expiry_s",
+            "copy_rate_bytes",
+        )
         for name in above:
             if not getattr(self, name) > 0:
                 raise UsageError(f"{name}: {getattr(self, name)}; expected a number above 0")

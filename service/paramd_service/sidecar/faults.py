@@ -12,7 +12,7 @@ one clears them.
 
 Points: pin-prepared, copy-begun, copy-chunk, copy-moved, pin-answered, capture-ready,
 boundary-copied, read-chunk, stats-item, pool, mapped, live, stream-granted, stream-open,
-stream-window, gradients-copied, gradients-reduced; of
+stream-window, gradients-copied, gradients-reduced, copy-sent, copy-received; of
 edits edit-staging, edit-staged, edit-ready, edit-applied; of
 exports export-begun, export-file-begun, export-chunk, export-file-written, export-file-done,
 export-stored, export-verify, export-finish, export-marker, export-renamed, export-dropped.
@@ -36,6 +36,8 @@ POINTS = frozenset(
         "copy-begun",
         "copy-chunk",
         "copy-moved",
+        "copy-sent",
+        "copy-received",
         "pin-answered",
         "capture-ready",
         "boundary-copied",

@@ -25,6 +25,7 @@ from paramd_service.sidecar.faults import Faults, from_environment
 from paramd_service.sidecar.log import Log
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc.control_link import Joining
+from paramd_service.sidecar.rpc.copies import Sending
 from paramd_service.sidecar.rpc.gateway import Gateway
 from paramd_service.sidecar.rpc.grpc_server import GrpcServer
 from paramd_service.sidecar.rpc.unix_server import UnixServer
@@ -121,6 +122,7 @@ def parse(argv: Sequence[str] | None) -> SidecarConfig:
         "edit_pool_bytes",
         "undo_budget_bytes",
         "standing_budget_bytes",
+        "copy_rate_bytes",
     ):
         option = "--" + name.replace("_", "-")
         parser.add_argument(option, type=int, default=getattr(defaults, name), metavar="BYTES")
@@ -166,18 +168,22 @@ async def run(config: SidecarConfig, faults: Faults, pems: Pems | None = None) -
         unix.start()
         joining = Joining(rank, address=server.address)
         joining.start()
+        sending = Sending(rank)
+        sending.start()
         rank.wait_for_trainer()
         log("started", address=server.address, socket_path=str(config.socket_path))
         _leave_on_signals(rank)
         await rank.leaving.wait()
-        await _drain(rank, server, unix, joining)
+        await _drain(rank, server, unix, joining, sending)
     finally:
         unix.stop_listening()
         memory_thread.shutdown()
         stats_thread.shutdown(cancel_futures=True)
 
 
-async def _drain(rank: RankSidecar, server: GrpcServer, unix: UnixServer, joining: Joining) -> None:
+async def _drain(
+    rank: RankSidecar, server: GrpcServer, unix: UnixServer, joining: Joining, sending: Sending
+) -> None:
     """Drain in numbered steps. A second signal ends the process at once."""
     log = rank.log
     log("drain", step=1, doing="health says NOT_SERVING")
@@ -185,6 +191,7 @@ async def _drain(rank: RankSidecar, server: GrpcServer, unix: UnixServer, joinin
     log("drain", step=2, doing="no new trainers or clients on the socket")
     unix.stop_listening()
     await joining.stop()
+    await sending.stop()
     log("drain", step=3, doing=f"running calls may end within {rank.config.grace_s} s")
     await server.stop(rank.config.grace_s)
     log("drain", step=4, doing="snapshots are released")

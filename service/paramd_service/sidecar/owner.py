@@ -72,6 +72,12 @@ class Mesh:
     layout_digest: str
     layout: bytes
     """A serialized paramd.v1.Layout."""
+    buddies: tuple[int, ...] = ()
+    """By rank, the rank whose sidecar keeps copies of its standing snapshots; empty: none does."""
+
+    def buddy_of(self, rank: int) -> int:
+        """Who keeps that rank's copies; -1 nobody."""
+        return self.buddies[rank] if 0 <= rank < len(self.buddies) else -1
 
 
 def parse_mesh(message: dict[str, Any], layout: bytes) -> Mesh:
@@ -87,6 +93,7 @@ def parse_mesh(message: dict[str, Any], layout: bytes) -> Mesh:
             for peer in message["peers"]
         )
         control_address, digest = message["control_address"], message["layout_digest"]
+        buddies = tuple(int(rank) for rank in message.get("buddies", ()))
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"mesh: {error!r} is missing or has the wrong type") from None
     if not isinstance(control_address, str | None) or not isinstance(digest, str):
@@ -96,6 +103,7 @@ def parse_mesh(message: dict[str, Any], layout: bytes) -> Mesh:
         control_address=control_address or "",
         layout_digest=digest,
         layout=layout,
+        buddies=buddies,
     )
 
 
@@ -135,6 +143,8 @@ class AttachRequest:
     """Ticket with which this sidecar joins the control plane as its rank."""
     continues: tuple[int, int, int] = (0, 0, -1)
     """Lineage, the lineage it becomes, and the step up to which standing snapshots stay."""
+    copy_ticket: str = field(default="", repr=False)
+    """Ticket with which this sidecar sends copies of them to another host; empty: it sends none."""
 
 
 def parse_attach(message: dict[str, Any]) -> AttachRequest:
@@ -156,8 +166,10 @@ def parse_attach(message: dict[str, Any]) -> AttachRequest:
         if not isinstance(value, str):
             raise UsageError(f"attach: {name} is missing; expected text")
         texts[name] = value
-    if len(texts["rank_ticket"]) > MAX_TICKET_BYTES:
-        raise UsageError(f"attach: rank_ticket is longer than {MAX_TICKET_BYTES} characters")
+    texts["copy_ticket"] = str(message.get("copy_ticket", ""))
+    for name in ("rank_ticket", "copy_ticket"):
+        if len(texts[name]) > MAX_TICKET_BYTES:
+            raise UsageError(f"attach: {name} is longer than {MAX_TICKET_BYTES} characters")
     continues = message.get("continues", [0, 0, -1])
     if not (isinstance(continues, list) and [type(one) for one in continues] == [int] * 3):
         raise UsageError(f"attach: continues is {continues!r}; expected three numbers")
@@ -166,6 +178,7 @@ def parse_attach(message: dict[str, Any]) -> AttachRequest:
         job=texts["job"],
         version=texts["version"],
         rank_ticket=texts["rank_ticket"],
+        copy_ticket=texts["copy_ticket"],
         public_key=key_from_hex(message, "public_key"),
         **numbers,
     )

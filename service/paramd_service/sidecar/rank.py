@@ -44,6 +44,7 @@ from paramd_service.sidecar.owner import (
 )
 from paramd_service.sidecar.pins import Pins
 from paramd_service.sidecar.revocations import Refusals, Revocations
+from paramd_service.sidecar.snapshots.copies import Copies, copies_message
 from paramd_service.sidecar.snapshots.offer import offer_of
 from paramd_service.sidecar.snapshots.standing import Standing
 from paramd_service.sidecar.snapshots.store import BlockMaker, SnapshotStore
@@ -166,6 +167,8 @@ class RankSidecar:
         """The job's certificate of this rank; None without TLS of the job's own."""
         self._blocks = blocks
         self.standing = Standing(blocks, self.log, budget_bytes=config.standing_budget_bytes)
+        self.copies = Copies(blocks, executor, budget_bytes=self._copies_budget_bytes)
+        """Standing snapshots of other ranks."""
         self._attached: AttachedMemory | None = None
         self._verifier: Verifier | None = None
         self._pins: Pins | None = None
@@ -311,8 +314,9 @@ class RankSidecar:
 
     def note_client(self, method: str) -> None:
         """Have the trainers stay attentive: whoever called may ask for a boundary next."""
-        # Metrics are scraped for ever, by nobody who waits for a boundary.
-        if self._attached is not None and not method.endswith("/GetMetrics"):
+        # Metrics are scraped and copies sent for ever, by nobody who waits for a boundary.
+        alike = method.endswith(("/GetMetrics", "/PutCopy"))
+        if self._attached is not None and not alike:
             self._attached.page[Word.CLIENTS_UNTIL_NS] = time.monotonic_ns() + CLIENT_NS
 
     def wait_for_trainer(self) -> None:
@@ -351,6 +355,7 @@ class RankSidecar:
                 self.wait_for_trainer()
                 raise
             self.standing.rebase(*request.continues)
+            self.copies.rebase(*request.continues)
             self._own(attached)
             await self._start_edits(attached)
             self.log(
@@ -369,11 +374,7 @@ class RankSidecar:
         Raises:
             UsageError: it serves another rank or job.
         """
-        if (rank, job) != (self.config.rank, self.config.job):
-            raise UsageError(
-                f"this sidecar serves rank {self.config.rank} of job {self.config.job!r}, not "
-                f"rank {rank} of job {job!r}"
-            )
+        self._check_predecessor(rank, job)
         if self.ownership is Ownership.OWNED:
             with suppress(TimeoutError):
                 async with asyncio.timeout(ENDING_S):
@@ -383,6 +384,36 @@ class RankSidecar:
                 return {"op": "offered", "ownership": self.ownership.name, "snapshots": []}, []
             return offer_of(self._attached, self.ownership, self._layout_digest(), self.standing)
 
+    def offer_copies(self, rank: object, job: object) -> dict[str, Any]:
+        """The copies of other ranks' standing snapshots that this sidecar keeps.
+
+        None while a trainer is attached: its job goes on without them.
+
+        Raises:
+            UsageError: it serves another rank or job.
+        """
+        self._check_predecessor(rank, job)
+        if self.ownership is Ownership.OWNED:
+            return {"op": "copies", "copies": []}
+        return copies_message(self.copies)
+
+    def open_copy(self, rank: object, job: object, of: int, lineage: int, step: int) -> int:
+        """A new descriptor of such a copy, read-only. Raises UsageError, NotFoundError."""
+        self._check_predecessor(rank, job)
+        return self.copies.opened(of, lineage, step)
+
+    def _check_predecessor(self, rank: object, job: object) -> None:
+        if (rank, job) != (self.config.rank, self.config.job):
+            raise UsageError(
+                f"this sidecar serves rank {self.config.rank} of job {self.config.job!r}, not "
+                f"rank {rank} of job {job!r}"
+            )
+
+    def _copies_budget_bytes(self) -> int | None:
+        """What this rank's own standing snapshots leave of the budget."""
+        budget = self.config.standing_budget_bytes
+        return max(budget - self.standing.wanted_bytes, 0) if budget is not None else None
+
     def _layout_digest(self) -> str:
         return self._last_layout_digest
 
@@ -390,6 +421,8 @@ class RankSidecar:
         """Set the mesh that the trainers agreed on; from now on everything is served."""
         self.mesh = mesh
         self._last_layout_digest = mesh.layout_digest
+        own = self.config.rank
+        self.copies.keep_only([rank for rank, buddy in enumerate(mesh.buddies) if buddy == own])
         self.log("serving", incarnation=self.incarnation, layout_digest=mesh.layout_digest)
         self._changed()
 
@@ -432,6 +465,7 @@ class RankSidecar:
         self._stop_waiting()
         await self._drop_attached()
         self.standing.close()
+        self.copies.keep_only(())
         if self._tasks:
             await asyncio.wait(self._tasks)
 

@@ -6,6 +6,7 @@ rank writes a digest of all its state; it must be that of a run that nobody kill
     <folder>/starts-<rank>     one line a start: how it was resumed
     <folder>/final-<rank>      digests by name, JSON
     <folder>/at-<rank>         step the rank is at
+    <folder>/copies-<rank>     step of which all ranks have copies on other hosts
 """
 
 from __future__ import annotations
@@ -249,6 +250,10 @@ def train(
                 attachment.kept()
                 strike(args.folder, rank, "kept", step)
             at.write_text(str(attachment.step))
+            if attachment.keeping().copies_step:
+                Path(args.folder, f"copies-{rank}").write_text(
+                    str(attachment.keeping().copies_step)
+                )
             time.sleep(args.pause_s)
             if attachment.step >= args.steps:
                 return

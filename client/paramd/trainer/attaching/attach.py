@@ -29,6 +29,7 @@ def attach(
     arena: str | None = None,
     resume: str | None = None,
     keep: Mapping[str, Any] | None = None,
+    replicas: int | None = None,
     settings: AttachSettings | None = None,
 ) -> Attachment:
     """Serve the parameters of `model` through sidecars, one per rank.
@@ -63,6 +64,9 @@ def attach(
         keep: with resume="auto", what else belongs to the state: objects with `state_dict` and
             `load_state_dict`, by name (schedulers, a gradient scaler, a stateful data loader).
             Random states and the optimizers' own state need not be named.
+        replicas: with resume="auto", copies of each standing snapshot on other hosts: 0 or 1; None
+            takes `settings.replicas`. With 1 a training whose host was lost goes on from the
+            last one that was copied, on another host. Costs twice the state in memory there.
         settings: None reads them from the environment (`PARAMD_*`).
 
     Returns:
@@ -83,6 +87,8 @@ def attach(
         settings = replace(settings, arena=arena)
     if resume is not None:
         settings = replace(settings, resume=resume)
+    if replicas is not None:
+        settings = replace(settings, replicas=replicas)
     exchange = Exchange(timeout_s=settings.attach_timeout_s)
     stages = Stages(exchange, settings, job, keep if keep is not None else {})
     try:

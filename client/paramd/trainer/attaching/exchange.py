@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from paramd import places
 from paramd.errors import UnreachableError
-from paramd.security.tickets import RANK_TICKET_TTL_S, Role, Signer, new_private_key
+from paramd.security.tickets import Role, Signer, mint_of_ranks, new_private_key
 from paramd.security.tls import Pems
 from paramd.trainer import exit
 from paramd.trainer.helpers.site_link import Registration, register
@@ -43,6 +43,8 @@ class TakenIncarnation:
     """By rank; each lets one sidecar join as that rank."""
     private_key: bytes | None = field(default=None, repr=False)
     """Signs the incarnation's tickets; None when a site's control plane keeps it."""
+    copy_tickets: list[str] = field(default_factory=list, repr=False)
+    """By rank; each lets one sidecar send copies to another host. May be empty."""
     rank_pems: list[Pems] = field(default_factory=list, repr=False)
     """By rank, for ranks on several hosts: a certificate of the job's own CA."""
     site: Registration | None = None
@@ -50,7 +52,12 @@ class TakenIncarnation:
 
 
 def take_incarnation(
-    settings: AttachSettings, *, job: str, world_size: int, hosts: Sequence[str] = ()
+    settings: AttachSettings,
+    *,
+    job: str,
+    world_size: int,
+    hosts: Sequence[str] = (),
+    above: int = 0,
 ) -> TakenIncarnation:
     """Take the next incarnation, above any this host knows of; rank 0 only.
 
@@ -59,6 +66,7 @@ def take_incarnation(
     Args:
         hosts: Name or address of each rank, for ranks on several hosts, which then get
             certificates.
+        above: The last incarnation that other hosts know of.
 
     Raises:
         DeniedError, ConflictError, UsageError: the control plane refused the job.
@@ -66,6 +74,7 @@ def take_incarnation(
     """
     if settings.control:
         try:
+            places.last_incarnation(job, at_least=above)
             found = _registered(settings, job=job, world_size=world_size, hosts=hosts)
         except UnreachableError as error:
             log.warning(
@@ -79,10 +88,11 @@ def take_incarnation(
                 incarnation=found.incarnation,
                 public_key=found.public_key,
                 rank_tickets=found.rank_tickets,
+                copy_tickets=found.copy_tickets,
                 rank_pems=found.rank_pems,
                 site=found,
             )
-    return _own_incarnation(job, world_size, hosts)
+    return _own_incarnation(settings, job, world_size, hosts, above)
 
 
 def _registered(
@@ -110,19 +120,20 @@ def _registered(
             time.sleep(AGAIN_S)
 
 
-def _own_incarnation(job: str, world_size: int, hosts: Sequence[str]) -> TakenIncarnation:
-    incarnation, private_key = places.next_incarnation(job), new_private_key()
+def _own_incarnation(
+    settings: AttachSettings, job: str, world_size: int, hosts: Sequence[str], above: int
+) -> TakenIncarnation:
+    incarnation, private_key = places.next_incarnation(job, above=above), new_private_key()
     signer = Signer(private_key)
-    tickets = [
-        signer.mint(
-            job=job, incarnation=incarnation, role=Role.SIDECAR, rank=rank, ttl_s=RANK_TICKET_TTL_S
-        )
-        for rank in range(world_size)
-    ]
+
+    def minted(role: Role) -> list[str]:
+        return mint_of_ranks(signer, role, job=job, incarnation=incarnation, world_size=world_size)
+
     return TakenIncarnation(
         incarnation=incarnation,
         public_key=signer.public_key,
-        rank_tickets=tickets,
+        rank_tickets=minted(Role.SIDECAR),
+        copy_tickets=minted(Role.COPIER) if settings.replicas else [],
         private_key=private_key,
         rank_pems=_certificates(private_key, job, incarnation, hosts),
     )

@@ -54,6 +54,7 @@ from paramd.trainer.helpers.site_link import Registration
 from paramd.trainer.home.mirrored import MirroredHome, home_of
 from paramd.trainer.home.owned import ParameterStorage
 from paramd.trainer.resume.choice import RankOffer
+from paramd.trainer.resume.copies import buddies
 from paramd.trainer.resume.keeper import Keeper, check_keep
 from paramd.trainer.resume.optimizer_home import OptimizerHome
 from paramd.trainer.resume.succession import Succession, agreed_choice, new_lineage
@@ -89,6 +90,10 @@ class Stages:
         self._keep = keep
         self._succession: Succession | None = None
         self._lineage = (0, 0)
+        self._known_incarnation = 0
+        """The last one that a rank's sidecar served: the host that counted them may be lost."""
+        self._buddies: list[int] = []
+        """By rank, who keeps copies of its standing snapshots; empty: nobody."""
         # `discover` refuses a missing one, on all ranks, before it is used.
         self._job: str = job  # type: ignore[assignment]
         self._sidecar: SidecarLink | None = None
@@ -116,8 +121,7 @@ class Stages:
             check_attachable(module, optimizers, self._job)
             home = home_of(module, self._settings.arena)
             homes.append(home)
-            if self._resumes:
-                _check_resumable(home, self._keep)
+            _check_resumable(self._settings, home, self._keep)
             local = encode_local(home.local_layout(self._exchange.rank))
             return {
                 "job": self._job,
@@ -129,6 +133,7 @@ class Stages:
                 "resume": self._settings.resume,
                 "keep_every": self._settings.keep_every,
                 "standing_every": self._settings.standing_every,
+                "replicas": self._settings.replicas,
             }
 
         answers = self._together(stage)
@@ -138,7 +143,7 @@ class Stages:
                     f"rank {rank} runs paramd {answer.get('version', 'of an older version')}, rank "
                     f"{self._exchange.rank} {__version__}; install the same version on all hosts"
                 )
-        for name in ("job", "resume", "keep_every", "standing_every"):
+        for name in ("job", "resume", "keep_every", "standing_every", "replicas"):
             for rank, answer in enumerate(answers):
                 if answer[name] != answers[0][name]:
                     raise UsageError(
@@ -148,6 +153,7 @@ class Stages:
         hosts = [str(answer["host_id"]) for answer in answers]
         if not all(same_network(host, hosts[0]) for host in hosts):
             self._meeting = meet(self._together, self._exchange.rank, self._settings)
+        self._buddies = self._found_buddies(hosts)
         layouts = [decode_local(base64.b64decode(answer["layout"])) for answer in answers]
         mirrored = any(answer["mirrored"] for answer in answers)
         if mirrored and self._exchange.rank == 0:
@@ -163,6 +169,15 @@ class Stages:
             layout=layout,
             first_step=max(answer["step"] for answer in answers),
         )
+
+    def _found_buddies(self, hosts: list[str]) -> list[int]:
+        found = buddies(hosts) if self._settings.replicas else []
+        if self._settings.replicas and not found and self._exchange.rank == 0:
+            log.warning(
+                "paramd: replicas=1, but all ranks are on one host: no copies of standing "
+                "snapshots are kept elsewhere, and what this host holds is lost with it"
+            )
+        return found
 
     @property
     def _resumes(self) -> bool:
@@ -191,7 +206,8 @@ class Stages:
         succession = self._succession
         assert succession is not None
         offers = [RankOffer.from_message(answer["offer"]) for answer in answers]
-        choice = agreed_choice(succession, offers, self._together)
+        self._known_incarnation = max(offer.incarnation for offer in offers)
+        choice = agreed_choice(succession, offers, self._together, exchange.group)
         # History branches where steps were lost; a fresh start has none.
         new = choice.mark.lineage if choice.how == "live" else answers[0]["lineage"]
         self._lineage = (choice.mark.lineage, new)
@@ -217,6 +233,7 @@ class Stages:
                 job=self._job,
                 world_size=exchange.world_size,
                 hosts=[one.name for one in meeting.addresses] if meeting is not None else (),
+                above=self._known_incarnation,
             )
             taken.append(mine)
             self._site = mine.site
@@ -232,6 +249,7 @@ class Stages:
             world_size=exchange.world_size,
             public_key=bytes.fromhex(first["public_key"]),
             rank_ticket=mine["ticket"],
+            copy_ticket=mine.get("copy_ticket", ""),
             private_key=taken[0].private_key if taken else None,
             own_tls=self._own_tls(mine.get("tls")),
         )
@@ -294,6 +312,7 @@ class Stages:
             "peers": [answer["peer"] for answer in answers],
             "control_address": answers[0]["control_address"],
             "layout_digest": layout_digest(found.layout),
+            "buddies": self._buddies,
         }
 
     def _take_over(self, sidecar: SidecarLink, identity: Identity, found: Found) -> None:
@@ -433,6 +452,7 @@ class Stages:
             every=int(self._settings.keep_every),
             standing_every=int(standing) if standing is not None else None,
             pace=agreement.pace,
+            copies=agreement.copies if self._buddies else None,
         )
 
     def _go_on(self, attachment: Attachment, first_step: int) -> None:
@@ -554,6 +574,8 @@ class Stages:
 def _secrets(taken: TakenIncarnation) -> list[str]:
     """Each rank's ticket and certificate, as JSON."""
     told: list[dict[str, Any]] = [{"ticket": ticket} for ticket in taken.rank_tickets]
+    for one, ticket in zip(told, taken.copy_tickets, strict=False):
+        one["copy_ticket"] = ticket
     for one, pems in zip(told, taken.rank_pems, strict=False):
         one["tls"] = pems.to_json()
     return [json.dumps(one) for one in told]
@@ -572,8 +594,14 @@ def _fail_open(start: Callable[[], None]) -> None:
         log.warning("paramd: %s; training continues, paramd retries", error)
 
 
-def _check_resumable(home: ParameterStorage, keep: Mapping[str, Any]) -> None:
-    """Raise UsageError if `resume` cannot work here."""
+def _check_resumable(
+    settings: AttachSettings, home: ParameterStorage, keep: Mapping[str, Any]
+) -> None:
+    """Raise UsageError if `resume` is wanted and cannot work here."""
+    if settings.resume == "never":
+        if settings.replicas:
+            raise UsageError("replicas=1 needs resume='auto', which makes what is copied")
+        return
     if home.mirrored:
         raise UsageError(
             "resume='auto' needs the parameters to live in the arena, which those on devices or "

@@ -114,7 +114,7 @@ class Agreement:
         self._group = group
         self._timeout_s = timeout_s
         self._edit_timeout_s = max(timeout_s, edit_timeout_s if edit_timeout_s is not None else 0.0)
-        buffer = bytearray(9 * 8)
+        buffer = bytearray(12 * 8)
         self._message = memoryview(buffer).cast("q")
         self._tensor = torch.frombuffer(buffer, dtype=torch.int64)
         self._options = dist.AllreduceOptions()
@@ -129,6 +129,7 @@ class Agreement:
         self._last_agreed = 0
         self._eager_until = 0
         self._pace = self._agreed_pace = 0
+        self._copies = self._agreed_copies = (0, 0)
         exit.register_at_exit(self)
 
     @property
@@ -148,6 +149,21 @@ class Agreement:
         """
         self._pace = wanted_steps
         return wanted_steps if self._group is None else self._agreed_pace
+
+    def copies(self, settled: int, copied: int) -> tuple[int, int]:
+        """Tell how far this rank's copies are; return how far those of all ranks are.
+
+        The same on all ranks between two boundaries.
+
+        Args:
+            settled: step of the last standing snapshot that was sent, or is not going to be.
+            copied: step of the last one that is whole on another host.
+
+        Returns:
+            the lowest of the first, and the second if it is the same on all ranks, else 0.
+        """
+        self._copies = settled, copied
+        return self._copies if self._group is None else self._agreed_copies
 
     def passes(self, *, wanted: bool) -> bool:
         """Count a boundary with nothing to do; False if there is, and nothing is counted.
@@ -241,6 +257,8 @@ class Agreement:
         message[5] = int(stay)
         message[6], message[7] = iteration, -iteration
         message[8] = -self._pace
+        settled, copied = self._copies
+        message[9], message[10], message[11] = settled, copied, -copied
         self._iteration = iteration
         self._request = request
         self._launched_at = self._boundary
@@ -260,10 +278,12 @@ class Agreement:
                 raise AgreementLost(
                     f"a round did not end within {timeout_s:g} s: {error}"
                 ) from error
-        number, minus_number, token, minus_token, interval, stay, lowest, minus_highest, slowest = (
-            self._message
+        number, minus_number, token, minus_token, interval, stay, lowest, minus_highest = (
+            self._message[:8]
         )
+        slowest, settled, copied, minus_copied = self._message[8:]
         self._agreed_pace = -slowest
+        self._agreed_copies = settled, copied if copied == -minus_copied else 0
         self._next_launch = self._launched_at + max(1, interval)
         apart = (lowest, -minus_highest)
         # MIN over x and -x gives opposite numbers only if every rank sent the same x.

@@ -60,6 +60,8 @@ class Identity:
     """Verifies the job's tickets."""
     rank_ticket: str = field(repr=False)
     """Lets this rank's sidecar join the control plane as this rank."""
+    copy_ticket: str = field(default="", repr=False)
+    """Lets this rank's sidecar send copies to another host; empty: it sends none."""
     private_key: bytes | None = field(default=None, repr=False)
     """Signs the job's tickets; only on rank 0, which starts the control plane."""
     own_tls: OwnTls | None = None
@@ -233,6 +235,7 @@ class SidecarLink:
             "arena_bytes": self._arena_bytes,
             "public_key": identity.public_key.hex(),
             "rank_ticket": identity.rank_ticket,
+            "copy_ticket": identity.copy_ticket,
             "version": __version__,
             "continues": list(self.continues),
         }

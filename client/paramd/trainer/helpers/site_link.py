@@ -37,6 +37,8 @@ class Registration:
     """gRPC target that sidecars join."""
     public_key: bytes
     rank_tickets: list[str] = field(repr=False)
+    copy_tickets: list[str] = field(default_factory=list, repr=False)
+    """By rank; empty if the control plane is older than copies are."""
     rank_pems: list[Pems] = field(default_factory=list, repr=False)
     """By rank; empty unless `hosts` were given."""
 
@@ -119,8 +121,9 @@ def _registration(
     url: str, world_size: int, found: Mapping[str, Any], *, certified: bool
 ) -> Registration:
     tickets = [str(ticket) for ticket in found["rank_tickets"]]
+    copy_tickets = [str(ticket) for ticket in found.get("copy_tickets", [])]
     incarnation = int(found["incarnation"])
-    if len(tickets) != world_size or incarnation < 1:
+    if len(tickets) != world_size or len(copy_tickets) not in (0, world_size) or incarnation < 1:
         raise ValueError(f"{len(tickets)} tickets, incarnation {incarnation}")
     pems = [Pems.of_json(one) for one in found["rank_tls"]] if certified else []
     if certified and len(pems) != world_size:
@@ -131,6 +134,7 @@ def _registration(
         control_address=str(found["control_address"]),
         public_key=key_from_hex(found, "public_key"),
         rank_tickets=tickets,
+        copy_tickets=copy_tickets,
         rank_pems=pems,
     )
 

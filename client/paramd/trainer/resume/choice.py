@@ -20,6 +20,16 @@ class Mark:
     edits: int
 
 
+@dataclass(frozen=True, slots=True)
+class HeldCopy:
+    """A copy of a standing snapshot on another host than its rank's."""
+
+    rank: int
+    """Whose it is."""
+    mark: Mark
+    size_bytes: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankOffer:
     """What one rank's sidecar holds for its successor."""
@@ -35,6 +45,10 @@ class RankOffer:
     live: Mark | None = None
     why_not_live: str = ""
     snapshots: tuple[Mark, ...] = field(default=())
+    copies: tuple[HeldCopy, ...] = field(default=())
+    """Snapshots of other ranks that its sidecar keeps."""
+    incarnation: int = 0
+    """The last one that its sidecar served."""
 
     def to_message(self) -> dict[str, Any]:
         """As JSON."""
@@ -49,6 +63,10 @@ class RankOffer:
                 **message,
                 "live": Mark(**live) if live is not None else None,
                 "snapshots": tuple(Mark(**mark) for mark in message["snapshots"]),
+                "copies": tuple(
+                    HeldCopy(one["rank"], Mark(**one["mark"]), one["size_bytes"])
+                    for one in message["copies"]
+                ),
             }
         )
 

@@ -61,6 +61,8 @@ class Keeping:
     last_bytes: int
     standing_step: int
     """Step of the last whole standing snapshot of this rank; 0 if there is none."""
+    copies_step: int = 0
+    """Step of the last one of which all ranks have copies on other hosts; 0 if there is none."""
 
 
 def check_keep(keep: Mapping[str, Any]) -> None:
@@ -98,6 +100,7 @@ class Keeper:
         every: int = 1,
         standing_every: int | None = None,
         pace: Callable[[int], int],
+        copies: Callable[[int, int], tuple[int, int]] | None = None,
     ) -> None:
         """
         Args:
@@ -105,6 +108,8 @@ class Keeper:
             standing_every: the same for a standing snapshot; 0 makes none, None keeps their cost
                 below a hundredth of the training's time.
             pace: the highest of the numbers of steps that ranks ask for.
+            copies: how far all ranks' copies on other hosts are (Agreement.copies); None
+                without copies.
         """
         self._memory = memory
         self._words = page.words
@@ -118,6 +123,7 @@ class Keeper:
         self._every = every
         self._standing_every = standing_every
         self._pace = pace
+        self._copies = copies
         self._stood_at: int = page[Word.STEP]
         self._settled_count = 0
         self._record = KeptSlots(memory, RECORD)
@@ -209,6 +215,7 @@ class Keeper:
             self._longest_ns / 1e9,
             self._last_bytes,
             self._words[Word.STANDING_MADE],
+            self._words[Word.COPIES_STEP],
         )
 
     def close(self) -> None:
@@ -264,6 +271,8 @@ class Keeper:
             wanted = self._pace(wanted_pace(self._words))
             every = wanted if wanted else LEAST_PACE
         self._settled_count += 1
+        if self._copying():
+            return False
         # Soon after the start already: the first one only has memory made for the others.
         soon = self._settled_count < every and self._settled_count.bit_count() == 1
         if not every or not (soon or step // every > self._stood_at // every):
@@ -272,6 +281,22 @@ class Keeper:
         self._words[Word.STANDING_STEP] = step
         self._words[Word.STANDING] += 1
         return True
+
+    def _copying(self) -> bool:
+        """Whether the last standing snapshot is still on its way to other hosts; on all ranks.
+
+        Until then no other one is made: it would have to take the place of the one before, which
+        is all that survives if a host is lost now.
+        """
+        if self._copies is None:
+            return False
+        words = self._words
+        # In this order: what is settled does not change any more.
+        settled = words[Word.COPY_SETTLED]
+        all_settled, all_copied = self._copies(settled, words[Word.COPIED])
+        if all_copied:
+            words[Word.COPIES_STEP] = all_copied
+        return all_settled < words[Word.STANDING_STEP]
 
     def _note_cost(self, begin_ns: int) -> None:
         took_ns = time.monotonic_ns() - begin_ns

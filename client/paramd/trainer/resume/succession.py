@@ -2,6 +2,7 @@
 
 look       ask this rank's surviving sidecar what it holds
 decide     compare all ranks' answers (choice.py)
+fetched    a copy of this rank's snapshot, if its own was lost with its host (copies.py)
 survived   live: the memory itself, which the new attachment takes over as it is
 fill       snapshot: its bytes are copied into new memory
 restore    optimizer state, hyper-parameters and kept objects
@@ -11,6 +12,7 @@ go_on      random states, last of all
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import logging
 import mmap
 import os
@@ -22,16 +24,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from xxhash import xxh3_64
+import torch.distributed as dist
 
-from paramd.errors import ParamdError, UnreachableError
+from paramd.errors import ConflictError, ParamdError, UnreachableError
 from paramd.memory import handover
 from paramd.memory.arena import HostArena
 from paramd.memory.continuation import read_pair
 from paramd.memory.descriptors import SparseMemory, pages
 from paramd.memory.handover import Survived, continuation_bytes
-from paramd.trainer.resume.choice import Choice, How, Mark, RankOffer, choose
+from paramd.trainer.resume.choice import (
+    OVER_AN_EXPORT,
+    Choice,
+    How,
+    Mark,
+    RankOffer,
+    choose,
+)
 from paramd.trainer.resume.codec import decode
+from paramd.trainer.resume.copies import OWN, Copies, Damaged, digest_of, ways, with_copies
 from paramd.trainer.resume.keeper import Keeper, read_record
 from paramd.trainer.resume.optimizer_home import OptimizerHome, signature, signature_difference
 from paramd.trainer.resume.random_state import set_random_state
@@ -40,7 +50,6 @@ log = logging.getLogger("paramd")
 
 NO_SIDECAR = "no sidecar of an earlier incarnation is here"
 OFFER_TIMEOUT_S = 30.0
-_DIGEST_CHUNK_BYTES = 16 << 20
 
 MOST_LIVE_BYTES = 8 << 30
 """A larger live state is taken over without a digest of all its bytes, which would take seconds;
@@ -100,6 +109,8 @@ class Succession:
         self._choice: Choice | None = None
         self._chosen: _State | None = None
         self._incarnation = 0
+        self._copies = Copies(job=job, rank=rank, socket_path=socket_path)
+        self._ways: dict[int, int] = {}
 
     def look(self) -> RankOffer:
         """Ask the sidecar what it holds. Changes nothing."""
@@ -132,6 +143,8 @@ class Succession:
             live=self._live.mark if self._live is not None else None,
             why_not_live=why_not,
             snapshots=tuple(state.mark for state in self._snapshots),
+            copies=self._copies.look(),
+            incarnation=self._incarnation,
         )
 
     def decide(self, offers: Sequence[RankOffer], damaged: Sequence[tuple[How, Mark]]) -> Choice:
@@ -142,6 +155,35 @@ class Succession:
         self._chosen = next((s for s in states if s is not None and s.mark == choice.mark), None)
         return choice
 
+    def ready(self, found: dict[int, int], offers: Sequence[RankOffer]) -> list[Damaged]:
+        """Make ready to give and get copies; what it would have to give and found damaged."""
+        assert self._choice is not None, "decide comes first"
+        self._ways = found
+        return self._copies.prepare(self._choice.mark, found, offers)
+
+    def fetch(self, group: dist.ProcessGroup | None) -> list[Damaged]:
+        """Get this rank's copy, and give others theirs; what arrived and cannot be used.
+
+        Raises:
+            ConflictError: this script is not the one that the copy is of.
+        """
+        got = self._copies.exchange(self._ways, group)
+        if got is None:
+            return []
+        label, memory = got
+        damaged = Damaged(self._rank, self._ways[self._rank], _mark_of(label))
+        try:
+            state = _snapshot_in(memory, label)
+        except (ParamdError, ValueError):
+            return [damaged]
+        if digest_of(state.parts) != state.digest:
+            return [damaged]
+        if refusal := self._difference(state, label):
+            raise ConflictError(f"resume: on rank {self._rank} {refusal}; {OVER_AN_EXPORT}")
+        self._snapshots.append(state)
+        self._chosen = state
+        return []
+
     def damage(self) -> str:
         """What is wrong with the chosen state's bytes; empty if nothing is known to be."""
         state, choice = self._chosen, self._choice
@@ -150,11 +192,7 @@ class Succession:
         size = sum(part.nbytes for part in state.parts)
         if choice.how == "live" and size > MOST_LIVE_BYTES:
             return ""
-        summed = xxh3_64()
-        for part in state.parts:
-            for begin in range(0, part.nbytes, _DIGEST_CHUNK_BYTES):
-                summed.update(part[begin : begin + _DIGEST_CHUNK_BYTES])
-        if (summed.intdigest() or 1) == state.digest:
+        if digest_of(state.parts) == state.digest:
             return ""
         return f"the {choice.how} state of step {state.mark.step} is damaged on rank {self._rank}"
 
@@ -197,10 +235,16 @@ class Succession:
             return (
                 f"resumes at step {choice.mark.step} from a standing snapshot; "
                 f"{choice.lost_steps} steps are made again, because {choice.reason}"
+                f"{self._from_copies()}"
             )
         if not choice.lost_steps:
             return f"starts afresh: {choice.reason}"
         return f"starts afresh and loses {choice.lost_steps} steps: {choice.reason}"
+
+    def _from_copies(self) -> str:
+        told = [f"that of rank {rank} was kept by rank {h}" for rank, h in self._ways.items()]
+        more = f" and {len(told) - 8} more" if len(told) > 8 else ""
+        return f"; {', '.join(told[:8])}{more}" if told else ""
 
     def fill(self, arena: HostArena, optimizer: SparseMemory) -> None:
         """Copy a snapshot's bytes into new memory."""
@@ -243,6 +287,7 @@ class Succession:
         """Release what the offer came with. Idempotent."""
         self._live = self._chosen = None
         self._snapshots = []
+        self._copies.close()
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors = []
@@ -286,13 +331,14 @@ class Succession:
 
     def _refusal(self, offer: dict[str, Any]) -> str:
         states = [*([self._live] if self._live is not None else []), *self._snapshots]
-        if not states:
-            return ""
-        if offer["world_size"] != self._world_size:
-            return f"the world size was {offer['world_size']} and is {self._world_size}"
-        if offer["layout_digest"] != self._layout_digest:
+        return self._difference(states[0], offer) if states else ""
+
+    def _difference(self, state: _State, told: Mapping[str, Any]) -> str:
+        """How this script differs from the one that a state is of; empty if it does not."""
+        if told["world_size"] != self._world_size:
+            return f"the world size was {told['world_size']} and is {self._world_size}"
+        if told["layout_digest"] != self._layout_digest:
             return "the model's parameters, or how they are sharded, are not those in memory"
-        state = states[0]
         if found := signature_difference(state.table["optimizers"], signature(self._optimizers)):
             return found
         kept = set(_kept(state.record))
@@ -305,23 +351,60 @@ def agreed_choice(
     succession: Succession,
     offers: Sequence[RankOffer],
     together: Callable[[Callable[[], dict[str, Any]]], list[dict[str, Any]]],
+    group: dist.ProcessGroup | None,
 ) -> Choice:
     """The newest state that all ranks have and that none found damaged.
 
     Args:
         together: runs a stage on all ranks and returns their messages.
+        group: all ranks, for copies that come back.
 
     Raises:
         ConflictError: on all ranks; see choice.py.
     """
-    damaged: list[tuple[How, Mark]] = []
+    live: list[tuple[How, Mark]] = []
+    damaged: set[Damaged] = set()
     while True:
-        choice = succession.decide(offers, damaged)
-        found = [one["damage"] for one in together(lambda: {"damage": succession.damage()})]
-        if not any(found):
+        choice = succession.decide(with_copies(offers, damaged), live)
+        found = ways(offers, choice.mark, damaged) if choice.how == "snapshot" else {}
+
+        def look(found: dict[int, int] = found) -> dict[str, Any]:
+            own = succession.damage()
+            copies = succession.ready(found, offers)
+            return {"damage": own, "copies": [dataclasses.astuple(one) for one in copies]}
+
+        answers = together(look)
+        texts = [answer["damage"] for answer in answers]
+        bad = _damaged(answers)
+        for rank, text in enumerate(texts):
+            if text and choice.how == "live":
+                live.append((choice.how, choice.mark))
+            elif text:
+                bad.append(Damaged(rank, OWN, choice.mark))
+        if found and not bad and not any(texts):
+            # Its own stage: what is given has been checked on all ranks.
+            bad = _damaged(
+                together(
+                    lambda: {"copies": [dataclasses.astuple(d) for d in succession.fetch(group)]}
+                )
+            )
+        if not bad and not any(texts):
             return choice
-        log.warning("paramd: %s", next(filter(None, found)))
-        damaged.append((choice.how, choice.mark))
+        for one in bad:
+            if one.holder != OWN:
+                texts.append(
+                    f"rank {one.holder}'s copy of rank {one.rank}'s step {one.mark.step} is damaged"
+                )
+        log.warning("paramd: %s", next(filter(None, texts)))
+        damaged.update(bad)
+
+
+def _damaged(answers: Sequence[dict[str, Any]]) -> list[Damaged]:
+    return [
+        Damaged(rank, holder, Mark(*mark))
+        for answer in answers
+        for rank, holder, mark in answer["copies"]
+    ]
 
 
 def new_lineage() -> int:
@@ -330,15 +413,24 @@ def new_lineage() -> int:
 
 
 def _read_snapshot(label: dict[str, Any], descriptor: int) -> _State:
-    sizes = [
-        int(label[name])
-        for name in ("arena_bytes", "optimizer_bytes", "record_bytes", "table_bytes")
-    ]
-    memory = _mapped(descriptor, sum(sizes))
+    return _snapshot_in(_mapped(descriptor, sum(_sizes(label))), label)
+
+
+def _sizes(label: Mapping[str, Any]) -> list[int]:
+    names = ("arena_bytes", "optimizer_bytes", "record_bytes", "table_bytes")
+    return [int(label[name]) for name in names]
+
+
+def _mark_of(label: Mapping[str, Any]) -> Mark:
+    return Mark(int(label["step"]), int(label["lineage"]), int(label["edits"]))
+
+
+def _snapshot_in(memory: memoryview, label: Mapping[str, Any]) -> _State:
+    sizes = _sizes(label)
     begin = sizes[0] + sizes[1]
     record = read_record(bytes(memory[begin : begin + sizes[2]]))
     return _State(
-        Mark(int(label["step"]), int(label["lineage"]), int(label["edits"])),
+        _mark_of(label),
         record,
         decode(bytes(memory[begin + sizes[2] : sum(sizes)])),
         parts=(memory,),

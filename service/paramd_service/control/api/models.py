@@ -554,6 +554,10 @@ class RegisteredJob(BaseModel):
     control_address: str = Field(description='gRPC target "host:port" that sidecars join')
     public_key: str = Field(description="Verifies the incarnation's tickets; hexadecimal")
     rank_tickets: list[str] = Field(description="By rank; lets a sidecar join as that rank")
+    copy_tickets: list[str] = Field(
+        default_factory=list,
+        description="By rank; lets a sidecar send copies of its standing snapshots to another host",
+    )
     rank_tls: list[TlsDocument] = Field(
         default_factory=list, description="By rank; empty unless rank_hosts were given"
     )

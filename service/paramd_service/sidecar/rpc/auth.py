@@ -177,6 +177,7 @@ ROLES: dict[str, frozenset[Role]] = {
     f"/{SERVICE}/InspectTrainer": _READERS,
     f"/{SERVICE}/GetLogged": _READERS,
     f"/{SERVICE}/StreamGradients": _READERS,
+    f"/{SERVICE}/PutCopy": frozenset({Role.COPIER}),
     f"/{SERVICE}/BeginExport": _CONTROL,
     f"/{SERVICE}/WriteExportFile": _CONTROL,
     f"/{SERVICE}/StoreExportFile": _CONTROL,

@@ -156,6 +156,8 @@ class _Connection:
         self._handlers: dict[str, Callable[[dict[str, Any], list[int]], Coroutine[Any, Any, None]]]
         self._handlers = {
             "offer": self._offer,
+            "copies": self._copies,
+            "copy": self._copy,
             "attach": self._attach,
             "mesh": self._mesh,
             "insight": self._insight,
@@ -251,6 +253,16 @@ class _Connection:
         offer, found = await self._rank.offer(message.get("rank"), message.get("job"))
         descriptors += found  # closed once this message is served
         handover.send(self._socket, offer, found)
+
+    async def _copies(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        answer = self._rank.offer_copies(message.get("rank"), message.get("job"))
+        handover.send(self._socket, answer)
+
+    async def _copy(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        wanted = (_whole(message, name) for name in ("of", "lineage", "step"))
+        found = self._rank.open_copy(message.get("rank"), message.get("job"), *wanted)
+        descriptors.append(found)  # closed once this message is served
+        handover.send(self._socket, {"op": "copy"}, [found])
 
     def _check_pid(self, request: AttachRequest) -> None:
         # 0: the kernel could not name the peer in our pid namespace.

@@ -61,6 +61,8 @@ class StandingLabel:
 class _Buffer:
     block: Block | None = None
     label: StandingLabel | None = None
+    held: bool = False
+    """It is being read by this process: its memory stays as it is."""
 
 
 class Standing:
@@ -77,6 +79,11 @@ class Standing:
         self._lock = threading.Lock()
         self._making = False
         self._ended: tuple[AttachedMemory, int] | None = None
+        self._kept_step = 0
+        self.on_digested: Callable[[], None] | None = None
+        """Called on a thread when a snapshot is whole and has its digest."""
+        self.wanted_bytes = 0
+        """Memory of all buffers, once it is made."""
         self.missed_count = 0
         """Snapshots that were asked for and not made."""
 
@@ -85,6 +92,28 @@ class Standing:
         with self._lock:
             found = [(b.label, b.block) for b in self._buffers if b.label and b.block]
         return sorted(found, key=lambda one: one[0].step, reverse=True)
+
+    def hold(self) -> tuple[StandingLabel, Block] | None:
+        """The newest whole snapshot that has its digest; it stays as it is until `release`."""
+        with self._lock:
+            whole = [b for b in self._buffers if b.block and b.label and b.label.digest]
+            newest = max(whole, key=lambda b: b.label.step if b.label else -1, default=None)
+            if newest is None or newest.label is None or newest.block is None:
+                return None
+            newest.held = True
+            return newest.label, newest.block
+
+    def release(self) -> None:
+        """Let go of the snapshot that is held. Idempotent."""
+        with self._lock:
+            for buffer in self._buffers:
+                buffer.held = False
+
+    def settle(self, attached: AttachedMemory, step: int) -> None:
+        """Tell the trainer that this step's copy was sent, or is not going to be."""
+        with self._lock:
+            settled = attached.page[Word.COPY_SETTLED]
+            attached.page[Word.COPY_SETTLED] = max(settled, step)
 
     def rebase(self, lineage: int, new_lineage: int, step: int) -> None:
         """Keep what `new_lineage` continues: snapshots of `lineage` up to `step`, no others."""
@@ -120,13 +149,17 @@ class Standing:
         memory = SparseMemory(attached.shared.optimizer)
         continuation = SparseMemory(attached.shared.continuation)
         seen = attached.page[Word.STANDING]
+        # What a predecessor was asked for and did not make is not going to be sent.
+        self.settle(attached, attached.page[Word.STANDING_STEP])
 
         def serve() -> None:
             nonlocal seen
             asked = attached.page[Word.STANDING]
             if asked != seen:
                 seen = asked
-                self._make(attached, memory, continuation, layout_digest())
+                made_step = attached.page[Word.STANDING_STEP]
+                if not self._make(attached, memory, continuation, layout_digest()):
+                    self.settle(attached, made_step)
 
         return serve
 
@@ -145,13 +178,12 @@ class Standing:
         optimizer: SparseMemory,
         continuation: SparseMemory,
         layout_digest: str,
-    ) -> None:
+    ) -> bool:
         page = attached.page
         step, seq = page[Word.STANDING_STEP], page[Word.SEQ]
         kept = read_pair(continuation.buffer)
         if seq & 1 or page[Word.STEP] != step or kept is None:
-            self._missed(step, "training was past its boundary")
-            return
+            return self._missed(step, "training was past its boundary")
         record, table = kept
         label = StandingLabel(
             lineage=page[Word.LINEAGE],
@@ -164,10 +196,13 @@ class Standing:
             world_size=attached.request.world_size,
             layout_digest=layout_digest,
         )
+        # What all ranks have elsewhere stays until they have a newer one (docs/resume.md).
+        self._kept_step = page[Word.COPIES_STEP] or self._kept_step
         buffer = self._room(label.size_bytes)
         if buffer is None or buffer.block is None:
-            self._missed(step, "its memory is being made")
-            return
+            sending = any(one.held for one in self._buffers)
+            why = "the one before is still sent to another host" if sending else ""
+            return self._missed(step, why if why else "its memory is being made")
         target = buffer.block.address
         spans = [
             CopySpan(attached.arena.address, target, label.arena_bytes),
@@ -177,20 +212,24 @@ class Standing:
         end, state = copy_at_one_step(page, spans)
         page[Word.STANDING_NS] = time.monotonic_ns() - begin_ns
         if end is not CopyEnd.DONE or state.proof != seq:
-            self._missed(step, "the next update began before it was copied")
-            return
+            return self._missed(step, "the next update began before it was copied")
         rest = record + table
         ctypes.memmove(target + label.size_bytes - len(rest), rest, len(rest))
         with self._lock:
             buffer.label = label
         page[Word.STANDING_MADE] = step
         self._executor.submit(self._digest, buffer, label)
+        return True
 
     def _room(self, size_bytes: int) -> _Buffer | None:
         """The buffer to write next, emptied; None until there is memory for it."""
+        self.wanted_bytes = max(self.wanted_bytes, BUFFERS * size_bytes)
         with self._lock:
+            fitting = [
+                b for b in self._buffers if b.block is not None and _fits(b.block, size_bytes)
+            ]
             oldest = min(
-                (b for b in self._buffers if b.block is not None and _fits(b.block, size_bytes)),
+                (b for b in fitting if self._may_go(b, only=len(fitting) == 1)),
                 key=lambda b: b.label.step if b.label is not None else -1,
                 default=None,
             )
@@ -204,6 +243,11 @@ class Standing:
             oldest.label = None
             return oldest
 
+    def _may_go(self, buffer: _Buffer, *, only: bool) -> bool:
+        """Whether it may be overwritten. `only`: there is memory for no other."""
+        kept = buffer.label is not None and buffer.label.step == self._kept_step
+        return not buffer.held and (only or not kept)
+
     def _more_possible(self, size_bytes: int) -> bool:
         count = sum(b.block is not None and _fits(b.block, size_bytes) for b in self._buffers)
         budget = self._budget_bytes
@@ -216,8 +260,14 @@ class Standing:
                 block = self._blocks.make(size_bytes + size_bytes // 64 + (64 << 10))
                 with self._lock:
                     # An empty one first: what is whole stays as long as possible.
-                    taken = min(self._unfit(size_bytes), key=lambda b: b.label is not None)
-                    old, taken.block, taken.label = taken.block, block, None
+                    free = [b for b in self._unfit(size_bytes) if not b.held]
+                    taken = min(free, key=lambda b: b.label is not None, default=None)
+                    if taken is not None:
+                        old, taken.block, taken.label = taken.block, block, None
+                if taken is None:
+                    # It is being sent: the next snapshot asks again.
+                    self._blocks.dispose(block)
+                    return
                 if old is not None:
                     self._blocks.dispose(old)
         except ExhaustedError as error:
@@ -237,12 +287,16 @@ class Standing:
             return
         digest = digest_of(block.buffer[: label.size_bytes])
         with self._lock:
-            if buffer.label is label:
-                buffer.label = replace(label, digest=digest)
+            if buffer.label is not label:
+                return
+            buffer.label = replace(label, digest=digest)
+        if self.on_digested is not None:
+            self.on_digested()
 
-    def _missed(self, step: int, reason: str) -> None:
+    def _missed(self, step: int, reason: str) -> bool:
         self.missed_count += 1
         self._log("standing-missed", wanted_step=step, reason=reason)
+        return False
 
 
 def digest_of(*parts: memoryview) -> int:

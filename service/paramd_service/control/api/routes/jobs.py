@@ -11,7 +11,7 @@ from starlette.responses import Response, StreamingResponse
 
 from paramd import clock
 from paramd.errors import UsageError
-from paramd.security.tickets import RANK_TICKET_TTL_S, Role, Signer
+from paramd.security.tickets import Role, Signer, mint_of_ranks
 from paramd.security.tls import is_of_job
 from paramd_service.control.access.authority import Principal
 from paramd_service.control.access.doorway import principal_of
@@ -116,7 +116,8 @@ async def _yielded(chunks: Iterator[str]) -> AsyncIterator[str]:
 async def _registered(services: Services, mesh: Incarnation, hosts: Sequence[str]) -> RegisteredJob:
     mine = mesh.bootstrap
     # A signature takes 50 us; thousands of them would block the event loop.
-    tickets = await asyncio.to_thread(_rank_tickets, mine)
+    tickets = await asyncio.to_thread(_rank_tickets, mine, Role.SIDECAR)
+    copy_tickets = await asyncio.to_thread(_rank_tickets, mine, Role.COPIER)
     pems = []
     if hosts:
         pems = await asyncio.to_thread(mine.certificates.authority.issue_ranks, hosts)
@@ -126,22 +127,19 @@ async def _registered(services: Services, mesh: Incarnation, hosts: Sequence[str
         control_address=services.grpc_address,
         public_key=mine.signer.public_key.hex(),
         rank_tickets=tickets,
+        copy_tickets=copy_tickets,
         rank_tls=[TlsDocument(**one.to_json()) for one in pems],
     )
 
 
-def _rank_tickets(mine: Bootstrap) -> list[str]:
-    signer = Signer(mine.private_key)
-    return [
-        signer.mint(
-            job=mine.job,
-            incarnation=mine.incarnation,
-            role=Role.SIDECAR,
-            rank=rank,
-            ttl_s=RANK_TICKET_TTL_S,
-        )
-        for rank in range(mine.world_size)
-    ]
+def _rank_tickets(mine: Bootstrap, role: Role) -> list[str]:
+    return mint_of_ranks(
+        Signer(mine.private_key),
+        role,
+        job=mine.job,
+        incarnation=mine.incarnation,
+        world_size=mine.world_size,
+    )
 
 
 def _summary(services: Services, mesh: Incarnation, view: MeshView) -> JobSummary:

@@ -1,0 +1,233 @@
+"""Copies of standing snapshots on other hosts: who keeps whose, and how they come back.
+
+    buddies      who keeps whose copies, from where the ranks are (pure)
+    with_copies  what each rank has when copies of others count as its own (pure)
+    ways         which ranks need one, and who has it (pure)
+    Copies       this rank's part: copies its sidecar keeps are looked at, checked and given to
+                 the ranks that lost theirs
+
+They come back over the process group, into memory of the trainer that needs them: at that time
+there is no incarnation yet, so no sidecar could be asked with a ticket, and the group is what an
+incarnation's keys come over as well.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from xxhash import xxh3_64
+
+from paramd.errors import ParamdError, error_of_grpc
+from paramd.memory import handover
+from paramd.state_files import kernel_of
+from paramd.trainer.resume.choice import HeldCopy, Mark, RankOffer
+
+OWN = -1
+"""Instead of a rank that keeps a copy: the rank's own sidecar has it."""
+
+ASK_TIMEOUT_S = 30.0
+CHUNK_BYTES = 16 << 20
+_MAX_LABEL_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Damaged:
+    """A snapshot that was found damaged, and where."""
+
+    rank: int
+    holder: int
+    """The rank whose sidecar keeps it; OWN: its own."""
+    mark: Mark
+
+
+def buddies(hosts: Sequence[str]) -> list[int]:
+    """By rank, the rank whose sidecar keeps copies of its standing snapshots.
+
+    The hosts form a ring in the order of their lowest ranks; the ranks of each keep the copies of
+    the one before, in turn. Containers on one kernel are one host: they are lost together.
+
+    Args:
+        hosts: by rank, its `host_id`.
+
+    Returns:
+        an empty list if all ranks are on one host.
+    """
+    ranks_of: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        ranks_of.setdefault(kernel_of(host), []).append(rank)
+    ring = list(ranks_of.values())
+    if len(ring) < 2:
+        return []
+    found = [OWN] * len(hosts)
+    for place, ranks in enumerate(ring):
+        keepers = ring[(place + 1) % len(ring)]
+        for number, rank in enumerate(ranks):
+            found[rank] = keepers[number % len(keepers)]
+    return found
+
+
+def with_copies(offers: Sequence[RankOffer], damaged: Collection[Damaged]) -> list[RankOffer]:
+    """The offers as they are when every rank has what is kept of it elsewhere, too."""
+    return [
+        replace(
+            offer,
+            snapshots=tuple(dict.fromkeys(mark for _, mark in _sources(rank, offers, damaged))),
+        )
+        for rank, offer in enumerate(offers)
+    ]
+
+
+def ways(offers: Sequence[RankOffer], mark: Mark, damaged: Collection[Damaged]) -> dict[int, int]:
+    """Who gives whom a copy of `mark`: holder by rank, for those who have none of their own."""
+    found = {}
+    for rank in range(len(offers)):
+        holder = next((h for h, m in _sources(rank, offers, damaged) if m == mark), OWN)
+        if holder != OWN:
+            found[rank] = holder
+    return found
+
+
+def _sources(
+    rank: int, offers: Sequence[RankOffer], damaged: Collection[Damaged]
+) -> Iterator[tuple[int, Mark]]:
+    """Where a rank's snapshots are, its own first."""
+    for mark in offers[rank].snapshots:
+        if Damaged(rank, OWN, mark) not in damaged:
+            yield OWN, mark
+    for holder, offer in enumerate(offers):
+        for copy in offer.copies:
+            if copy.rank == rank and Damaged(rank, holder, copy.mark) not in damaged:
+                yield holder, copy.mark
+
+
+class Copies:
+    """The copies that this rank's sidecar keeps, and the one that this rank needs."""
+
+    def __init__(self, *, job: str, rank: int, socket_path: Path) -> None:
+        self._job, self._rank = job, rank
+        self._socket_path = socket_path
+        self._labels: dict[tuple[int, Mark], dict[str, Any]] = {}
+        self._given: dict[int, tuple[dict[str, Any], memoryview]] = {}
+        self._room = memoryview(b"")
+
+    def look(self) -> tuple[HeldCopy, ...]:
+        """What the sidecar keeps of other ranks; nothing if it cannot say."""
+        with suppress(ParamdError, OSError, EOFError):
+            answer, _ = self._asked({"op": "copies"})
+            for told in answer["copies"]:
+                label = told["label"]
+                mark = Mark(int(label["step"]), int(label["lineage"]), int(label["edits"]))
+                self._labels[int(told["rank"]), mark] = label
+        return tuple(
+            HeldCopy(rank, mark, _size_bytes(label)) for (rank, mark), label in self._labels.items()
+        )
+
+    def prepare(
+        self, mark: Mark, found: Mapping[int, int], offers: Sequence[RankOffer]
+    ) -> list[Damaged]:
+        """Map and check what this rank is to give, and make room for what it is to get.
+
+        Returns:
+            what it would have to give and found damaged.
+        """
+        damaged = []
+        for rank, holder in found.items():
+            if holder == self._rank:
+                label = self._labels[rank, mark]
+                memory = self._mapped(rank, mark, label)
+                if memory is None or digest_of([memory]) != label["digest"]:
+                    damaged.append(Damaged(rank, holder, mark))
+                else:
+                    self._given[rank] = label, memory
+            if rank == self._rank:
+                held = next(c for c in offers[holder].copies if (c.rank, c.mark) == (rank, mark))
+                self._room = memoryview(mmap.mmap(-1, max(held.size_bytes, 1)))[: held.size_bytes]
+        return damaged
+
+    def exchange(
+        self, found: Mapping[int, int], group: dist.ProcessGroup | None
+    ) -> tuple[dict[str, Any], memoryview] | None:
+        """Give and get: all ranks of `found` call it. What this rank got, if it needed one.
+
+        Raises:
+            DataLossError: it did not arrive as it was given.
+        """
+        got = None
+        # In the same order on all ranks, so that none waits for one that waits for it.
+        for rank, holder in sorted(found.items()):
+            if holder == self._rank:
+                label, memory = self._given[rank]
+                head = json.dumps(label).encode().ljust(_MAX_LABEL_BYTES)
+                for part in (memoryview(bytearray(head)), *_parts(memory)):
+                    dist.send(_tensor(part), dst=rank, group=group)
+            elif rank == self._rank:
+                told = bytearray(_MAX_LABEL_BYTES)
+                for part in (memoryview(told), *_parts(self._room)):
+                    dist.recv(_tensor(part), src=holder, group=group)
+                got = json.loads(told), self._room
+        return got
+
+    def close(self) -> None:
+        """Let go of all memory. Idempotent."""
+        self._given.clear()
+        self._room = memoryview(b"")
+
+    def _mapped(self, rank: int, mark: Mark, label: dict[str, Any]) -> memoryview | None:
+        wanted = {"op": "copy", "of": rank, "lineage": mark.lineage, "step": mark.step}
+        try:
+            _, descriptors = self._asked(wanted)
+        except (ParamdError, OSError, EOFError):
+            return None
+        size_bytes = _size_bytes(label)
+        try:
+            # Copy-on-write, since torch takes no read-only memory.
+            mapped = mmap.mmap(descriptors[0], size_bytes, flags=mmap.MAP_PRIVATE)
+        except (OSError, ValueError):
+            return None
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        return memoryview(mapped)[:size_bytes]
+
+    def _asked(self, message: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+        with handover.connect(self._socket_path) as connection:
+            connection.settimeout(ASK_TIMEOUT_S)
+            handover.send(connection, {**message, "job": self._job, "rank": self._rank})
+            answer, descriptors = handover.receive(connection)
+        if answer["op"] != message["op"]:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise error_of_grpc(str(answer.get("code")))(str(answer.get("message")))
+        return answer, descriptors
+
+
+def digest_of(parts: Sequence[memoryview]) -> int:
+    """XXH3 of bytes; never 0."""
+    summed = xxh3_64()
+    for memory in parts:
+        for part in _parts(memory):
+            summed.update(part)
+    return summed.intdigest() or 1
+
+
+def _size_bytes(label: Mapping[str, Any]) -> int:
+    names = ("arena_bytes", "optimizer_bytes", "record_bytes", "table_bytes")
+    return sum(int(label[name]) for name in names)
+
+
+def _parts(memory: memoryview) -> Iterator[memoryview]:
+    for begin in range(0, memory.nbytes, CHUNK_BYTES):
+        yield memory[begin : begin + CHUNK_BYTES]
+
+
+def _tensor(part: memoryview) -> torch.Tensor:
+    return torch.frombuffer(part, dtype=torch.uint8)

@@ -1,0 +1,263 @@
+"""Standing snapshots on their way to another host: those sent there, and those taken from others.
+
+With replicas each rank has a buddy: a rank on another host, whose sidecar keeps copies of its
+standing snapshots (snapshots/copies.py). `Sending` gives it the newest whole one, part after part
+and never faster than the configured rate. Sending holds the snapshot's buffer; the trainer never
+waits for it. A part names where it belongs, so a sender goes on where the receiver says, also after
+either was interrupted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+from paramd.errors import (
+    ConflictError,
+    DataLossError,
+    DeadlineError,
+    DeniedError,
+    ParamdError,
+    UnreachableError,
+    UsageError,
+)
+from paramd.memory.continuation import MAX_PAYLOAD_BYTES
+from paramd.memory.control_page import Word
+from paramd.memory.handover import optimizer_bytes
+from paramd.mesh.peers.grpc import Asked, Channels, check_way
+from paramd.v1 import layout_pb2
+from paramd.v1 import sidecar_pb2 as pb
+from paramd.wire import CHUNK_BYTES
+from paramd_service.sidecar.owner import Mesh
+from paramd_service.sidecar.rank import RankSidecar
+from paramd_service.sidecar.rpc import messages
+from paramd_service.sidecar.rpc.auth import CALLER, Call, CallTable
+from paramd_service.sidecar.snapshots.standing import StandingLabel
+
+if TYPE_CHECKING:
+    from paramd_service.sidecar.snapshots.store import Block
+
+CALL_S = 30.0
+"""Longest time for one part."""
+
+PAUSES_S = (0.5, 1.0, 2.0, 4.0)
+"""Before each further attempt: a buddy that was killed is back within seconds. Afterwards the
+next standing snapshot is sent instead."""
+
+MAX_RESTARTS = 3
+"""How often a receiver may have lost what it had."""
+
+
+def calls(rank: RankSidecar) -> CallTable:
+    """Methods of this subject."""
+    return {"PutCopy": Call(request=pb.PutCopyRequest, unary=partial(_put, rank), heavy=True)}
+
+
+async def _put(
+    rank: RankSidecar, request: pb.PutCopyRequest, _timeout_s: float
+) -> pb.PutCopyResponse:
+    mesh, of = rank.ready_mesh(), CALLER.get().rank
+    if of is None or mesh.buddy_of(of) != rank.config.rank:
+        error = DeniedError(f"rank {rank.config.rank} keeps no copies of rank {of}")
+        rank.refusals.saw("PutCopy", str(error))
+        raise error
+    if len(request.data) > CHUNK_BYTES:
+        raise UsageError(f"data: {len(request.data):,} bytes; expected at most {CHUNK_BYTES:,}")
+    label = _label(request.copy)
+    if not request.offset_bytes:
+        _check(rank, mesh, of, label)
+    received = await rank.copies.put(
+        of, label, request.keep_step, request.offset_bytes, request.data
+    )
+    rank.faults.at("copy-received")
+    return pb.PutCopyResponse(header=messages.header(rank), received_bytes=received)
+
+
+def _label(copy: pb.StandingCopy) -> StandingLabel:
+    return StandingLabel(
+        lineage=copy.lineage,
+        step=copy.step,
+        edits=copy.edits,
+        arena_bytes=copy.arena_bytes,
+        optimizer_bytes=copy.optimizer_bytes,
+        record_bytes=copy.record_bytes,
+        table_bytes=copy.table_bytes,
+        world_size=copy.world_size,
+        layout_digest=copy.layout_digest,
+        digest=copy.digest,
+    )
+
+
+def _message(label: StandingLabel) -> pb.StandingCopy:
+    return pb.StandingCopy(
+        lineage=label.lineage,
+        step=label.step,
+        edits=label.edits,
+        arena_bytes=label.arena_bytes,
+        optimizer_bytes=label.optimizer_bytes,
+        record_bytes=label.record_bytes,
+        table_bytes=label.table_bytes,
+        world_size=label.world_size,
+        layout_digest=label.layout_digest,
+        digest=label.digest,
+    )
+
+
+def _check(rank: RankSidecar, mesh: Mesh, of: int, label: StandingLabel) -> None:
+    """Raise unless it can be a state of that rank in this incarnation.
+
+    Before memory is made for it: nobody makes a sidecar keep more than a rank can have.
+    """
+    arena_bytes = layout_pb2.Layout.FromString(mesh.layout).arena_bytes[of]
+    limits = {
+        "step": (0, (1 << 63) - 1),
+        "arena_bytes": (arena_bytes, arena_bytes),
+        "optimizer_bytes": (0, optimizer_bytes(arena_bytes)),
+        "record_bytes": (1, MAX_PAYLOAD_BYTES),
+        "table_bytes": (1, MAX_PAYLOAD_BYTES),
+        "digest": (1, (1 << 64) - 1),
+    }
+    for name, (least, most) in limits.items():
+        if not least <= getattr(label, name) <= most:
+            raise UsageError(
+                f"copy.{name}: {getattr(label, name):,}; expected {least:,} to {most:,}"
+            )
+    attached = rank.attached
+    own = attached.page[Word.LINEAGE] if attached is not None else 0
+    if (label.lineage, label.layout_digest) != (own, mesh.layout_digest):
+        raise ConflictError("the copy is of another history or layout than this rank's")
+
+
+class Sending:
+    """Sends this rank's standing snapshots to its buddy, while there is one."""
+
+    def __init__(self, rank: RankSidecar) -> None:
+        self._rank = rank
+        self._news = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._sent: tuple[Mesh, StandingLabel] | None = None
+        self._told = ""
+        loop = asyncio.get_running_loop()
+        rank.on_change.append(self._news.set)
+
+        def digested() -> None:
+            with suppress(RuntimeError):  # the loop has ended, and the process with it
+                loop.call_soon_threadsafe(self._news.set)
+
+        rank.standing.on_digested = digested
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="paramd-copies")
+
+    async def stop(self) -> None:
+        """Stop, and let go of the snapshot. Idempotent."""
+        self._rank.standing.on_digested = None
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+            self._task = None
+
+    async def _run(self) -> None:
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            mesh = self._rank.mesh
+            if mesh is None or mesh.buddy_of(self._rank.config.rank) < 0:
+                continue
+            held = self._rank.standing.hold()
+            if held is None:
+                continue
+            try:
+                if self._sent != (mesh, held[0]):
+                    await self._send(mesh, *held)
+            except Exception as error:  # the next snapshot may get through
+                self._tell(f"{error}" if isinstance(error, ParamdError) else repr(error))
+            finally:
+                self._rank.standing.release()
+            self._settle(mesh, held[0].step)
+
+    def _settle(self, mesh: Mesh, step: int) -> None:
+        """Let the trainers ask for the next one (see trainer/resume/keeper.py)."""
+        attached = self._rank.attached
+        if attached is not None and self._rank.mesh is mesh:
+            self._rank.standing.settle(attached, step)
+
+    async def _send(self, mesh: Mesh, label: StandingLabel, block: Block) -> None:
+        rank = self._rank
+        attached = rank.attached
+        if attached is None or label.lineage != attached.page[Word.LINEAGE]:
+            return
+        ticket = attached.request.copy_ticket
+        if not ticket:
+            raise UnreachableError("the control plane gave no tickets for copies")
+        channels = Channels(lambda: ticket, job_tls=rank.job_tls)
+        try:
+            for pause_s in (*PAUSES_S, None):
+                try:
+                    await self._send_parts(mesh, channels, label, block)
+                    break
+                except (UnreachableError, DeadlineError):
+                    if pause_s is None:
+                        raise
+                await asyncio.sleep(pause_s)
+        finally:
+            await channels.close()
+        if rank.mesh is not mesh or rank.attached is not attached:
+            return
+        attached.page[Word.COPIED] = label.step
+        self._sent = mesh, label
+        self._tell("")
+
+    async def _send_parts(
+        self, mesh: Mesh, channels: Channels, label: StandingLabel, block: Block
+    ) -> None:
+        rank = self._rank
+        buddy = mesh.buddy_of(rank.config.rank)
+        peer = next(peer for peer in mesh.peers if peer.rank == buddy)
+        check_way(buddy, peer.address, peer.host_id)
+        asked = Asked(
+            job=rank.config.job, incarnation=rank.incarnation, rank=buddy, address=peer.address
+        )
+        copy, size_bytes = _message(label), label.size_bytes
+        received = expected = restarts = 0
+        data = b""
+        while True:
+            begun_s = time.monotonic()
+            attached = rank.attached
+            if rank.mesh is not mesh or attached is None:
+                raise ConflictError("the incarnation has ended")
+            request = pb.PutCopyRequest(
+                copy=copy,
+                keep_step=attached.page[Word.COPIES_STEP],
+                offset_bytes=received,
+                data=data,
+            )
+            answer = await channels.ask(asked, "PutCopy", request, timeout_s=CALL_S)
+            received = answer.received_bytes
+            if not 0 <= received <= size_bytes:
+                raise DataLossError(f"{asked.who} says that it has {received:,} bytes")
+            restarts += received < expected
+            if restarts > MAX_RESTARTS:
+                raise DataLossError(f"{asked.who} loses what it has received")
+            if received == size_bytes:
+                return
+            rank.faults.at("copy-sent")
+            pause_s = len(data) / rank.config.copy_rate_bytes - (time.monotonic() - begun_s)
+            await asyncio.sleep(max(pause_s, 0.0))
+            expected = min(received + CHUNK_BYTES, size_bytes)
+            data = bytes(block.buffer[received:expected])
+
+    def _tell(self, reason: str) -> None:
+        """Log a failure once, and the first success after it."""
+        sent = self._sent
+        if reason:
+            if reason != self._told:
+                self._rank.log("copy-failed", reason=reason)
+        elif sent is not None and self._told != "sent":
+            mesh, label = sent
+            buddy = mesh.buddy_of(self._rank.config.rank)
+            self._rank.log("copied", to_rank=buddy, size_bytes=label.size_bytes)
+        self._told = reason if reason else "sent"

@@ -250,10 +250,9 @@ def train(
                 attachment.kept()
                 strike(args.folder, rank, "kept", step)
             at.write_text(str(attachment.step))
-            if attachment.keeping().copies_step:
-                Path(args.folder, f"copies-{rank}").write_text(
-                    str(attachment.keeping().copies_step)
-                )
+            cost = attachment.keeping()
+            if cost is not None and cost.copies_step:
+                Path(args.folder, f"copies-{rank}").write_text(str(cost.copies_step))
             time.sleep(args.pause_s)
             if attachment.step >= args.steps:
                 return

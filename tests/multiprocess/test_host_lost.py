@@ -19,6 +19,7 @@ from tests.launch import ROOT
 from tests.multiprocess.test_resume import undisturbed
 
 DEADLINE_S = 120.0
+STEPS = 200
 
 
 @dataclass
@@ -115,7 +116,7 @@ def job_on_hosts(count: int, folder: Path, steps: int) -> Iterator[tuple[Job, li
 def test_hosts_that_are_lost_one_after_the_other_cost_the_steps_since_the_last_copy(
     tmp_path: Path,
 ) -> None:
-    with job_on_hosts(4, tmp_path, 90) as (job, (one, two, three, four)):
+    with job_on_hosts(4, tmp_path, STEPS) as (job, (one, two, three, four)):
         job.start([one, two], pause_s=0.05)
         copied = job.await_copies(3)
         # With it goes the control plane, and the only count of incarnations.
@@ -136,4 +137,4 @@ def test_hosts_that_are_lost_one_after_the_other_cost_the_steps_since_the_last_c
         assert (again["how"], copied <= again["step"] <= at) == ("snapshot", True), (copied, again)
         assert "that of rank 1 was kept by rank 0" in job.told()
         assert [rank[1:] for rank in map(job.starts, range(2))] == [[resumed, again]] * 2
-        assert job.final() == undisturbed(tmp_path, "ddp", steps=90)
+        assert job.final() == undisturbed(tmp_path, "ddp", steps=STEPS)

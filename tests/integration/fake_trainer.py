@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -98,7 +98,10 @@ class FakeTrainer:
         }
 
     def send_mesh(
-        self, layout: Layout | None = None, peers: list[dict[str, object]] | None = None
+        self,
+        layout: Layout | None = None,
+        peers: list[dict[str, object]] | None = None,
+        buddies: Sequence[int] = (),
     ) -> None:
         """Tells the sidecar who is there and what they hold, and waits until it serves."""
         layout = layout if layout is not None else layout_of(self.settings.arena_bytes)
@@ -110,6 +113,7 @@ class FakeTrainer:
             "peers": peers if peers is not None else [self.peer()],
             "control_address": self.settings.control_address,
             "layout_digest": layout_digest(layout),
+            "buddies": list(buddies),
         }
         handover.send(self.connection, message, [memory])
         os.close(memory)
@@ -262,12 +266,15 @@ def attach_message(settings: TrainerSettings, **changes: object) -> handover.Mes
 
 
 def attach(
-    path: Path, settings: TrainerSettings, handed_back: list[int] | None = None
+    path: Path,
+    settings: TrainerSettings,
+    handed_back: list[int] | None = None,
+    **changes: object,
 ) -> FakeTrainer:
     """Attaches this process to the sidecar at `path`."""
     connection = handover.connect(path, timeout_s=10)
     try:
-        handover.send(connection, attach_message(settings), handed_back or [])
+        handover.send(connection, attach_message(settings, **changes), handed_back or [])
         message, fds = expect(connection, "attached")
     except BaseException:
         connection.close()

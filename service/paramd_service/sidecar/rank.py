@@ -387,14 +387,10 @@ class RankSidecar:
     def offer_copies(self, rank: object, job: object) -> dict[str, Any]:
         """The copies of other ranks' standing snapshots that this sidecar keeps.
 
-        None while a trainer is attached: its job goes on without them.
-
         Raises:
             UsageError: it serves another rank or job.
         """
         self._check_predecessor(rank, job)
-        if self.ownership is Ownership.OWNED:
-            return {"op": "copies", "copies": []}
         return copies_message(self.copies)
 
     def open_copy(self, rank: object, job: object, of: int, lineage: int, step: int) -> int:

@@ -197,3 +197,59 @@ def test_only_a_whole_state_is_offered(trainer: Trainer, standing: Standing) -> 
     page[Word.LINEAGE] = 0
     never = offered(trainer, standing, Ownership.ORPHANED)
     assert "resume='auto'" in never["why_not_live"]
+
+
+def test_what_is_being_sent_is_not_overwritten(trainer: Trainer, standing: Standing) -> None:
+    serve = standing.serving(trainer.attached, lambda: "")
+    made_at(standing, trainer, serve, 1)
+    made_at(standing, trainer, serve, 2)
+    settled(lambda: all(label.digest for label, _ in standing.labels()))
+    held = standing.hold()
+    assert held is not None
+    label, block = held
+    before = bytes(block.buffer[: label.size_bytes])
+    for step in (3, 4, 5):
+        made_at(standing, trainer, serve, step)
+    assert steps(standing) == [5, 2]
+    assert bytes(block.buffer[: label.size_bytes]) == before
+    standing.release()
+    made_at(standing, trainer, serve, 6)
+    assert steps(standing) == [6, 5]
+
+
+def test_what_all_ranks_have_elsewhere_stays_until_they_have_another(
+    trainer: Trainer, standing: Standing
+) -> None:
+    serve = standing.serving(trainer.attached, lambda: "")
+    made_at(standing, trainer, serve, 1)
+    trainer.page[Word.COPIES_STEP] = 1
+    for step in (2, 3):
+        made_at(standing, trainer, serve, step)
+        assert steps(standing) == [step, 1]
+    trainer.page[Word.COPIES_STEP] = 3
+    made_at(standing, trainer, serve, 4)
+    assert steps(standing) == [4, 3]
+    # A successor's page knows of none yet.
+    trainer.page[Word.COPIES_STEP] = 0
+    made_at(standing, trainer, serve, 5)
+    assert steps(standing) == [5, 3]
+
+
+def test_a_snapshot_that_is_not_made_is_not_waited_for(
+    trainer: Trainer, standing: Standing
+) -> None:
+    """Trainers ask for the next one only once the last has been sent, or never will be."""
+    serve = standing.serving(trainer.attached, lambda: "")
+    for step in (1, 2, 3):
+        made_at(standing, trainer, serve, step)
+    trainer.ask(4)
+    serve()
+    assert (trainer.page[Word.STANDING_MADE], trainer.page[Word.COPY_SETTLED] < 4) == (4, True)
+    trainer.ask(5)
+    trainer.page[Word.SEQ] |= 1
+    serve()
+    assert trainer.page[Word.COPY_SETTLED] == 5
+    # Nor is what a sidecar that died was asked for.
+    trainer.page[Word.STANDING_STEP] = 6
+    standing.serving(trainer.attached, lambda: "")
+    assert trainer.page[Word.COPY_SETTLED] == 6

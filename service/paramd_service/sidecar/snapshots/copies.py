@@ -136,24 +136,23 @@ class Copies:
 
     async def _begin(self, kept: _Kept, rank: int, label: StandingLabel) -> _Copy:
         """Memory for another copy, over the one that is missed least."""
-        size_bytes = label.size_bytes
+        # Somewhat larger: the record's size changes from step to step.
+        size_bytes = label.size_bytes + label.size_bytes // 64 + (64 << 10)
         copy = min(kept.copies, key=lambda one: _worth(one, kept.keep_step))
         if copy.block is None and not self._has_room(size_bytes, instead_of=copy):
             with_memory = [one for one in kept.copies if one.block is not None]
             copy = min(with_memory, key=lambda one: _worth(one, kept.keep_step), default=copy)
-        fits = copy.size_bytes >= size_bytes
+        fits = copy.size_bytes >= label.size_bytes
         if not fits and not self._has_room(size_bytes, instead_of=copy):
             raise ExhaustedError(
-                f"no room for a copy of {size_bytes:,} bytes of rank {rank}; raise "
+                f"no room for a copy of {label.size_bytes:,} bytes of rank {rank}; raise "
                 "--standing-budget-bytes (PARAMD_STANDING_BUDGET_BYTES)"
             )
         copy.label = None
         if not fits:
             self._free(copy)
-            # Somewhat larger: the record's size changes from step to step.
-            wanted = size_bytes + size_bytes // 64 + (64 << 10)
             loop = asyncio.get_running_loop()
-            copy.block = await loop.run_in_executor(self._executor, self._blocks.make, wanted)
+            copy.block = await loop.run_in_executor(self._executor, self._blocks.make, size_bytes)
         copy.label, copy.received_bytes, copy.summed = label, 0, xxh3_64()
         return copy
 

@@ -263,7 +263,7 @@ class Doors:
             # The first has the manifest alone, or nothing would ever be staged.
             messages[0] = sidecar_pb2.StageEditRequest(manifest=messages[0].manifest)
         path = f"/{found.full_name}/{method.name}"
-        role = Role.SIDECAR if method.name == "Join" else role
+        role = {"Join": Role.SIDECAR, "PutCopy": Role.COPIER}.get(method.name, role)
         code, _ = self.call(channel, path, role, messages, CALL_S)
         assert code not in BROKEN, f"{path}: {code} for {messages}"
         if method.name == "ReleaseSnapshot":

@@ -23,7 +23,8 @@ from tests.integration.fake_trainer import SIGNER, TrainerSettings, attach
 from tests.integration.sidecar_process import sidecar, ticket
 
 V, R, E, C, S = Role.VIEWER, Role.READER, Role.EDITOR, Role.CONTROL, Role.SIDECAR
-ALL = {V, R, E, C, S}
+K = Role.COPIER
+ALL = {V, R, E, C, S, K}
 OK_TO_ASK = {V, R, E, C}
 READS = {R, E, C}
 EDITS = {E, C}
@@ -57,6 +58,7 @@ SIDECAR: dict[str, set[Role]] = {
     "ReachBoundary": {C},
     "WithdrawBoundary": {C},
     "RenewHold": {C},
+    "PutCopy": {K},
     **{method: {C} for method in EXPORTS},
 }
 CONTROL: dict[str, set[Role]] = {"Join": {S}, "ScheduleBoundary": READS}
@@ -70,7 +72,8 @@ PERMISSION_DENIED = grpc.StatusCode.PERMISSION_DENIED
 def sidecar_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with sidecar(tmp_path_factory.mktemp("s") / "s") as process:
         trainer = attach(process.socket_path, TrainerSettings())
-        trainer.send_mesh()
+        # The buddy of rank 0, so that its tickets are good for PutCopy.
+        trainer.send_mesh(buddies=[0])
         try:
             yield trainer.address
         finally:

@@ -19,6 +19,8 @@ from paramd.memory.continuation import RECORD, TABLE, KeptSlots
 from paramd.memory.control_page import Word
 from paramd.memory.descriptors import SparseMemory
 from paramd.security.tickets import Role
+from paramd.trainer.resume.choice import RankOffer
+from paramd.trainer.resume.copies import Copies, Damaged
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.v1 import sidecar_pb2_grpc
 from tests.integration.fake_trainer import SIGNER, FakeTrainer, TrainerSettings, attach
@@ -167,6 +169,7 @@ def test_snapshots_go_to_the_buddy_and_nobody_else_may_put_any(
     label = pb.StandingCopy(
         lineage=77, step=9, arena_bytes=ARENA_BYTES, record_bytes=1, table_bytes=1, digest=1
     )
+    label.world_size = 2
     for claimed, of, changes, code in (
         # Rank 1 keeps rank 0's copies, not its own; and not for a reader, or of before.
         (Role.COPIER, 1, {}, grpc.StatusCode.PERMISSION_DENIED),
@@ -197,6 +200,30 @@ def test_snapshots_go_to_the_buddy_and_nobody_else_may_put_any(
                 )
         assert refused.value.code() is code, (claimed, of, changes, refused.value.details())
     assert ranks[1].kept() == [(0, 2), (0, 3)]
+    check_damage(ranks[1])
+
+
+def check_damage(keeper: Rank) -> None:
+    """A copy that is damaged where it is kept is found before it is given to anybody."""
+    socket_path = keeper.process.socket_path
+    copies = Copies(job="job", rank=1, socket_path=socket_path)
+    held = copies.look()
+    assert [(copy.rank, copy.mark.step) for copy in held if copy.mark.step == 3] == [(0, 3)]
+    mark = next(copy.mark for copy in held if copy.mark.step == 3)
+    offers = [RankOffer(), RankOffer(copies=held)]
+    assert copies.prepare(mark, {0: 1}, offers) == []
+    pid = keeper.process.process.pid
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        if "memfd:paramd-snapshot" in os.readlink(link):
+            with link.open("r+b", buffering=0) as memory:
+                memory.seek(ARENA_BYTES // 2)
+                if memory.read(1) == b"\x03":
+                    memory.seek(ARENA_BYTES // 2)
+                    memory.write(b"\x07")
+    assert copies.prepare(mark, {0: 1}, offers) == [Damaged(0, 1, mark)]
+    other = next(copy.mark for copy in held if copy.mark.step == 2)
+    assert copies.prepare(other, {0: 1}, offers) == []
+    copies.close()
 
 
 def test_a_buddy_that_dies_while_it_receives_gets_the_copy_again(

@@ -105,6 +105,7 @@ def test_a_site_that_refuses_is_an_error_and_one_that_is_away_is_not() -> None:
         taken = take_incarnation(settings(control.url, site_token()), job="run", world_size=2)
         assert taken.site is not None
         assert (taken.incarnation, len(taken.rank_tickets), taken.private_key) == (1, 2, None)
+        assert len(taken.copy_tickets) == 2
     with pytest.raises(UsageError, match="control"):
         take_incarnation(settings("nowhere", "t"), job="run", world_size=2)
     # Nobody listens there any more: the training gets an incarnation of its own, above the last.

@@ -2974,6 +2974,11 @@ export interface components {
              */
             control_address: string;
             /**
+             * Copy Tickets
+             * @description By rank; lets a sidecar send copies of its standing snapshots to another host
+             */
+            copy_tickets?: string[];
+            /**
              * Incarnation
              * @description Number of the new incarnation
              */

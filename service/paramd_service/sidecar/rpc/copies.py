@@ -111,8 +111,13 @@ def _check(rank: RankSidecar, mesh: Mesh, of: int, label: StandingLabel) -> None
 
     Before memory is made for it: nobody makes a sidecar keep more than a rank can have.
     """
+    attached = rank.attached
+    if attached is None:
+        raise UnreachableError("no trainer is attached; try again in a moment")
     arena_bytes = layout_pb2.Layout.FromString(mesh.layout).arena_bytes[of]
+    world_size = attached.request.world_size
     limits = {
+        "world_size": (world_size, world_size),
         "step": (0, (1 << 63) - 1),
         "arena_bytes": (arena_bytes, arena_bytes),
         "optimizer_bytes": (0, optimizer_bytes(arena_bytes)),
@@ -125,9 +130,8 @@ def _check(rank: RankSidecar, mesh: Mesh, of: int, label: StandingLabel) -> None
             raise UsageError(
                 f"copy.{name}: {getattr(label, name):,}; expected {least:,} to {most:,}"
             )
-    attached = rank.attached
-    own = attached.page[Word.LINEAGE] if attached is not None else 0
-    if (label.lineage, label.layout_digest) != (own, mesh.layout_digest):
+    own = attached.page[Word.LINEAGE], mesh.layout_digest
+    if (label.lineage, label.layout_digest) != own:
         raise ConflictError("the copy is of another history or layout than this rank's")
 
 

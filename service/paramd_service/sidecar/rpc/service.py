@@ -31,6 +31,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
 from paramd.errors import RANK_KEY, DeadlineError, ParamdError, UsageError
+from paramd.memory.control_page import Word
 from paramd.state_files import resident_bytes
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import CHUNK_BYTES, data_chunk
@@ -137,6 +138,16 @@ def _rank_samples(rank: RankSidecar) -> list[Sample]:
             "paramd_sidecar_refused_calls_total",
             "Calls without a ticket that permits them",
             rank.refusals.count,
+        ),
+        Sample(
+            "paramd_sidecar_copied_step",
+            "Step of the last standing snapshot that is whole on another host, 0 if none is",
+            rank.attached.page[Word.COPIED] if rank.attached is not None else 0,
+        ),
+        Sample(
+            "paramd_sidecar_copies_bytes",
+            "Memory of other ranks' standing snapshots",
+            rank.copies.size_bytes,
         ),
         *_edit_samples(rank),
         *_tls_samples(rank),

@@ -114,6 +114,8 @@ class Rank:
         found = []
         for told in self._asked({"op": "copies"})[0]["copies"]:
             label = told["label"]
+            if told["rank"] == self.rank:
+                continue
             wanted = {"lineage": label["lineage"], "step": label["step"]}
             _, (descriptor,) = self._asked({"op": "copy", "of": told["rank"], **wanted})
             data = os.pread(descriptor, ARENA_BYTES + 20, 0)
@@ -206,8 +208,8 @@ def test_snapshots_go_to_the_buddy_and_nobody_else_may_put_any(
 def check_damage(keeper: Rank) -> None:
     """A copy that is damaged where it is kept is found before it is given to anybody."""
     socket_path = keeper.process.socket_path
-    copies = Copies(job="job", rank=1, socket_path=socket_path)
-    held = copies.look()
+    copies = Copies(job="job", rank=1, sockets={1: socket_path})
+    held = copies.look().copies
     assert [(copy.rank, copy.mark.step) for copy in held if copy.mark.step == 3] == [(0, 3)]
     mark = next(copy.mark for copy in held if copy.mark.step == 3)
     offers = [RankOffer(), RankOffer(copies=held)]

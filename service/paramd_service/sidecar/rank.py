@@ -17,7 +17,13 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from paramd.errors import ConflictError, ExhaustedError, UnreachableError, UsageError
+from paramd.errors import (
+    ConflictError,
+    ExhaustedError,
+    NotFoundError,
+    UnreachableError,
+    UsageError,
+)
 from paramd.memory.control_page import Word, sample_digest
 from paramd.memory.gate import State, resting_state, state_of
 from paramd.security.tickets import Claims, Verifier
@@ -44,7 +50,7 @@ from paramd_service.sidecar.owner import (
 )
 from paramd_service.sidecar.pins import Pins
 from paramd_service.sidecar.revocations import Refusals, Revocations
-from paramd_service.sidecar.snapshots.copies import Copies, copies_message
+from paramd_service.sidecar.snapshots.copies import Copies, copies_message, opened
 from paramd_service.sidecar.snapshots.offer import offer_of
 from paramd_service.sidecar.snapshots.standing import Standing
 from paramd_service.sidecar.snapshots.store import BlockMaker, SnapshotStore
@@ -375,28 +381,47 @@ class RankSidecar:
             UsageError: it serves another rank or job.
         """
         self._check_predecessor(rank, job)
-        if self.ownership is Ownership.OWNED:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(ENDING_S):
-                    await self._ended.wait()
+        await self._ending()
         async with self._attaching:
             if self._attached is None:
                 return {"op": "offered", "ownership": self.ownership.name, "snapshots": []}, []
             return offer_of(self._attached, self.ownership, self._layout_digest(), self.standing)
 
-    def offer_copies(self, rank: object, job: object) -> dict[str, Any]:
-        """The copies of other ranks' standing snapshots that this sidecar keeps.
+    async def offer_copies(self, rank: object, job: object) -> dict[str, Any]:
+        """Whose standing snapshots are here: copies of other ranks', and this rank's own.
+
+        Waits a moment for a trainer that is just ending.
 
         Raises:
             UsageError: it serves another rank or job.
         """
         self._check_predecessor(rank, job)
-        return copies_message(self.copies)
+        await self._ending()
+        attached = self._attached
+        return {
+            "op": "copies",
+            "ownership": self.ownership.name,
+            "pid": attached.request.pid if attached is not None else 0,
+            "incarnation": self.incarnation,
+            "step": self.step,
+            "copies": copies_message(self.config.rank, self.standing, self.copies),
+        }
 
     def open_copy(self, rank: object, job: object, of: int, lineage: int, step: int) -> int:
-        """A new descriptor of such a copy, read-only. Raises UsageError, NotFoundError."""
+        """A new descriptor of one of them, read-only. Raises UsageError, NotFoundError."""
         self._check_predecessor(rank, job)
-        return self.copies.opened(of, lineage, step)
+        if of != self.config.rank:
+            return self.copies.opened(of, lineage, step)
+        for label, block in self.standing.labels():
+            if (label.lineage, label.step) == (lineage, step):
+                return opened(block)
+        raise NotFoundError(f"no standing snapshot of step {step} is here")
+
+    async def _ending(self) -> None:
+        if self.ownership is Ownership.OWNED:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ENDING_S):
+                    await self._ended.wait()
 
     def _check_predecessor(self, rank: object, job: object) -> None:
         if (rank, job) != (self.config.rank, self.config.job):

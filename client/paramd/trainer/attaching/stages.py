@@ -92,6 +92,8 @@ class Stages:
         self._lineage = (0, 0)
         self._known_incarnation = 0
         """The last one that a rank's sidecar served: the host that counted them may be lost."""
+        self._hosts: list[str] = []
+        """By rank, its `host_id`."""
         self._buddies: list[int] = []
         """By rank, who keeps copies of its standing snapshots; empty: nobody."""
         # `discover` refuses a missing one, on all ranks, before it is used.
@@ -150,7 +152,7 @@ class Stages:
                         f"{name} must be the same on every rank: rank 0 says "
                         f"{answers[0][name]!r}, rank {rank} says {answer[name]!r}"
                     )
-        hosts = [str(answer["host_id"]) for answer in answers]
+        self._hosts = hosts = [str(answer["host_id"]) for answer in answers]
         if not all(same_network(host, hosts[0]) for host in hosts):
             self._meeting = meet(self._together, self._exchange.rank, self._settings)
         self._buddies = self._found_buddies(hosts)
@@ -198,6 +200,7 @@ class Stages:
                 keep=self._keep,
                 layout_digest=layout_digest(found.layout),
                 socket_path=places.socket_path(self._job, exchange.rank),
+                hosts=self._hosts,
             )
             self._undo.callback(self._succession.close)
             return {"offer": self._succession.look().to_message(), "lineage": new_lineage()}

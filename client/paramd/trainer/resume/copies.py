@@ -3,8 +3,9 @@
     buddies      who keeps whose copies, from where the ranks are (pure)
     with_copies  what each rank has when copies of others count as its own (pure)
     ways         which ranks need one, and who has it (pure)
-    Copies       this rank's part: copies its sidecar keeps are looked at, checked and given to
-                 the ranks that lost theirs
+    left_behind  sidecars of ranks that are on other hosts now, which a new rank takes care of
+    Copies       this rank's part: what its sidecar and those left behind keep is looked at, checked
+                 and given to the ranks that need it
 
 They come back over the process group, into memory of the trainer that needs them: at that time
 there is no incarnation yet, so no sidecar could be asked with a ticket, and the group is what an
@@ -109,26 +110,68 @@ def _sources(
                 yield holder, copy.mark
 
 
-class Copies:
-    """The copies that this rank's sidecar keeps, and the one that this rank needs."""
+def left_behind(socket_path: Path, rank: int, hosts: Sequence[str]) -> dict[int, Path]:
+    """Sockets of sidecars here whose ranks are on other hosts now, by rank.
 
-    def __init__(self, *, job: str, rank: int, socket_path: Path) -> None:
+    Only the first rank of a host looks after them.
+    """
+    here = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    found = {}
+    if rank == here[0]:
+        for path in socket_path.parent.glob("rank-*.sock"):
+            number = path.stem.removeprefix("rank-")
+            if number.isdecimal() and int(number) not in here:
+                found[int(number)] = path
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """What sidecars here keep of other ranks."""
+
+    copies: tuple[HeldCopy, ...] = ()
+    living_pid: int = 0
+    """A former trainer that still lives."""
+    incarnation: int = 0
+    """The last one that they served."""
+    step: int = -1
+    """The last step that one of them is at."""
+
+
+class Copies:
+    """The copies that sidecars here keep, and the one that this rank needs."""
+
+    def __init__(self, *, job: str, rank: int, sockets: Mapping[int, Path]) -> None:
+        """`sockets`: of this rank's sidecar and of those left behind, by rank."""
         self._job, self._rank = job, rank
-        self._socket_path = socket_path
-        self._labels: dict[tuple[int, Mark], dict[str, Any]] = {}
+        self._sockets = dict(sockets)
+        self._labels: dict[tuple[int, Mark], tuple[int, dict[str, Any]]] = {}
         self._given: dict[int, tuple[dict[str, Any], memoryview]] = {}
         self._room = memoryview(b"")
 
-    def look(self) -> tuple[HeldCopy, ...]:
-        """What the sidecar keeps of other ranks; nothing if it cannot say."""
-        with suppress(ParamdError, OSError, EOFError):
-            answer, _ = self._asked({"op": "copies"})
-            for told in answer["copies"]:
-                label = told["label"]
-                mark = Mark(int(label["step"]), int(label["lineage"]), int(label["edits"]))
-                self._labels[int(told["rank"]), mark] = label
-        return tuple(
-            HeldCopy(rank, mark, _size_bytes(label)) for (rank, mark), label in self._labels.items()
+    def look(self) -> Looked:
+        """What is kept of other ranks; a sidecar that cannot say keeps nothing."""
+        looked = Looked()
+        for number in sorted(self._sockets):
+            with suppress(ParamdError, OSError, EOFError):
+                answer, _ = self._asked(number, {"op": "copies"})
+                looked = self._heard(number, answer, looked)
+        copies = tuple(
+            HeldCopy(rank, mark, _size_bytes(label))
+            for (rank, mark), (_, label) in self._labels.items()
+        )
+        return replace(looked, copies=copies)
+
+    def _heard(self, number: int, answer: dict[str, Any], looked: Looked) -> Looked:
+        for told in answer["copies"]:
+            rank, label = int(told["rank"]), told["label"]
+            mark = Mark(int(label["step"]), int(label["lineage"]), int(label["edits"]))
+            if (number, rank) != (self._rank, self._rank):
+                self._labels[rank, mark] = number, label
+        return Looked(
+            living_pid=int(answer["pid"]) if answer["ownership"] == "OWNED" else looked.living_pid,
+            incarnation=max(looked.incarnation, int(answer["incarnation"])),
+            step=max(looked.step, int(answer["step"])),
         )
 
     def prepare(
@@ -142,13 +185,13 @@ class Copies:
         damaged = []
         for rank, holder in found.items():
             if holder == self._rank:
-                label = self._labels[rank, mark]
-                memory = self._mapped(rank, mark, label)
+                number, label = self._labels[rank, mark]
+                memory = self._mapped(number, rank, mark, label)
                 if memory is None or digest_of([memory]) != label["digest"]:
                     damaged.append(Damaged(rank, holder, mark))
                 else:
                     self._given[rank] = label, memory
-            if rank == self._rank:
+            if rank == self._rank != holder:
                 held = next(c for c in offers[holder].copies if (c.rank, c.mark) == (rank, mark))
                 self._room = memoryview(mmap.mmap(-1, max(held.size_bytes, 1)))[: held.size_bytes]
         return damaged
@@ -164,7 +207,9 @@ class Copies:
         got = None
         # In the same order on all ranks, so that none waits for one that waits for it.
         for rank, holder in sorted(found.items()):
-            if holder == self._rank:
+            if holder == rank == self._rank:
+                got = self._given[rank]
+            elif holder == self._rank:
                 label, memory = self._given[rank]
                 head = json.dumps(label).encode().ljust(_MAX_LABEL_BYTES)
                 for part in (memoryview(bytearray(head)), *_parts(memory)):
@@ -181,10 +226,12 @@ class Copies:
         self._given.clear()
         self._room = memoryview(b"")
 
-    def _mapped(self, rank: int, mark: Mark, label: dict[str, Any]) -> memoryview | None:
+    def _mapped(
+        self, number: int, rank: int, mark: Mark, label: dict[str, Any]
+    ) -> memoryview | None:
         wanted = {"op": "copy", "of": rank, "lineage": mark.lineage, "step": mark.step}
         try:
-            _, descriptors = self._asked(wanted)
+            _, descriptors = self._asked(number, wanted)
         except (ParamdError, OSError, EOFError):
             return None
         size_bytes = _size_bytes(label)
@@ -198,10 +245,10 @@ class Copies:
                 os.close(descriptor)
         return memoryview(mapped)[:size_bytes]
 
-    def _asked(self, message: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
-        with handover.connect(self._socket_path) as connection:
+    def _asked(self, number: int, message: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+        with handover.connect(self._sockets[number]) as connection:
             connection.settimeout(ASK_TIMEOUT_S)
-            handover.send(connection, {**message, "job": self._job, "rank": self._rank})
+            handover.send(connection, {**message, "job": self._job, "rank": number})
             answer, descriptors = handover.receive(connection)
         if answer["op"] != message["op"]:
             for descriptor in descriptors:

@@ -41,7 +41,15 @@ from paramd.trainer.resume.choice import (
     choose,
 )
 from paramd.trainer.resume.codec import decode
-from paramd.trainer.resume.copies import OWN, Copies, Damaged, digest_of, ways, with_copies
+from paramd.trainer.resume.copies import (
+    OWN,
+    Copies,
+    Damaged,
+    digest_of,
+    left_behind,
+    ways,
+    with_copies,
+)
 from paramd.trainer.resume.keeper import Keeper, read_record
 from paramd.trainer.resume.optimizer_home import OptimizerHome, signature, signature_difference
 from paramd.trainer.resume.random_state import set_random_state
@@ -97,7 +105,9 @@ class Succession:
         keep: Mapping[str, Any],
         layout_digest: str,
         socket_path: Path,
+        hosts: Sequence[str],
     ) -> None:
+        """`hosts`: by rank, its `host_id`."""
         self._job, self._rank, self._world_size = job, rank, world_size
         self._optimizers = list(optimizers)
         self._keep = dict(keep)
@@ -109,11 +119,23 @@ class Succession:
         self._choice: Choice | None = None
         self._chosen: _State | None = None
         self._incarnation = 0
-        self._copies = Copies(job=job, rank=rank, socket_path=socket_path)
+        sockets = left_behind(socket_path, rank, hosts) | {rank: socket_path}
+        self._copies = Copies(job=job, rank=rank, sockets=sockets)
         self._ways: dict[int, int] = {}
 
     def look(self) -> RankOffer:
-        """Ask the sidecar what it holds. Changes nothing."""
+        """Ask the sidecars here what they hold. Changes nothing."""
+        offer, looked = self._looked(), self._copies.look()
+        if looked.living_pid and not offer.living_pid:
+            return RankOffer(living_pid=looked.living_pid)
+        return dataclasses.replace(
+            offer,
+            step=max(offer.step, looked.step),
+            copies=looked.copies,
+            incarnation=looked.incarnation,
+        )
+
+    def _looked(self) -> RankOffer:
         try:
             offer, self._descriptors = self._asked()
         except UnreachableError:
@@ -143,8 +165,6 @@ class Succession:
             live=self._live.mark if self._live is not None else None,
             why_not_live=why_not,
             snapshots=tuple(state.mark for state in self._snapshots),
-            copies=self._copies.look(),
-            incarnation=self._incarnation,
         )
 
     def decide(self, offers: Sequence[RankOffer], damaged: Sequence[tuple[How, Mark]]) -> Choice:

@@ -255,7 +255,7 @@ class _Connection:
         handover.send(self._socket, offer, found)
 
     async def _copies(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        answer = self._rank.offer_copies(message.get("rank"), message.get("job"))
+        answer = await self._rank.offer_copies(message.get("rank"), message.get("job"))
         handover.send(self._socket, answer)
 
     async def _copy(self, message: dict[str, Any], descriptors: list[int]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from xxhash import xxh3_64
 
 from paramd.errors import DataLossError, ExhaustedError, NotFoundError, UsageError
-from paramd_service.sidecar.snapshots.standing import BUFFERS, StandingLabel
+from paramd_service.sidecar.snapshots.standing import BUFFERS, Standing, StandingLabel
 from paramd_service.sidecar.snapshots.store import Block, BlockMaker
 
 
@@ -78,7 +78,7 @@ class Copies:
             label, block = copy.label, copy.block
             found = label is not None and (label.lineage, label.step) == (lineage, step)
             if found and copy.whole and block is not None:
-                return os.open(f"/proc/self/fd/{block.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+                return opened(block)
         raise NotFoundError(f"no copy of rank {rank}'s step {step} is kept here")
 
     async def put(
@@ -166,12 +166,15 @@ class Copies:
             self._blocks.dispose(block)
 
 
-def copies_message(copies: Copies) -> dict[str, Any]:
-    """What a successor is told of the copies here."""
-    return {
-        "op": "copies",
-        "copies": [{"rank": rank, "label": asdict(label)} for rank, label in copies.labels()],
-    }
+def copies_message(own: int, standing: Standing, copies: Copies) -> list[dict[str, Any]]:
+    """What a successor is told of the snapshots here: whose, and what they hold."""
+    mine = [(own, label) for label, _ in standing.labels() if label.digest]
+    return [{"rank": rank, "label": asdict(label)} for rank, label in (*mine, *copies.labels())]
+
+
+def opened(block: Block) -> int:
+    """A new descriptor of a block's memory, read-only."""
+    return os.open(f"/proc/self/fd/{block.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _worth(copy: _Copy, keep_step: int) -> tuple[bool, bool, int]:

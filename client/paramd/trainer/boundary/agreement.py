@@ -114,7 +114,7 @@ class Agreement:
         self._group = group
         self._timeout_s = timeout_s
         self._edit_timeout_s = max(timeout_s, edit_timeout_s if edit_timeout_s is not None else 0.0)
-        buffer = bytearray(9 * 8)
+        buffer = bytearray(10 * 8)
         self._message = memoryview(buffer).cast("q")
         self._tensor = torch.frombuffer(buffer, dtype=torch.int64)
         self._options = dist.AllreduceOptions()
@@ -129,6 +129,7 @@ class Agreement:
         self._last_agreed = 0
         self._eager_until = 0
         self._pace = self._agreed_pace = 0
+        self._made = self._agreed_made = 0
         exit.register_at_exit(self)
 
     @property
@@ -141,13 +142,22 @@ class Agreement:
         """Whether to launch a round at this boundary; the same on all ranks."""
         return self._boundary >= self._next_launch
 
-    def pace(self, wanted_steps: int) -> int:
-        """Ask for a number of steps; return the highest that ranks asked for in the last round.
+    def standing(self, pace: int, made: int) -> tuple[int, int]:
+        """Tell the others about standing snapshots; return what all ranks told in the last round.
 
-        The same on all ranks between two boundaries; 0 before the first round.
+        The same on all ranks between two boundaries; zeros before the first round.
+
+        Args:
+            pace: wanted number of steps between two.
+            made: step of the last one made.
+
+        Returns:
+            The highest pace that a rank wants, and the lowest of the last steps made.
         """
-        self._pace = wanted_steps
-        return wanted_steps if self._group is None else self._agreed_pace
+        self._pace, self._made = pace, made
+        if self._group is None:
+            return pace, made
+        return self._agreed_pace, self._agreed_made
 
     def passes(self, *, wanted: bool) -> bool:
         """Count a boundary with nothing to do; False if there is, and nothing is counted.
@@ -202,6 +212,9 @@ class Agreement:
             interval = idle_interval(step_time_ns, EXPECTED_ROUND_NS)
         else:
             interval = quiet_interval(step_time_ns) if quiet else idle_interval(step_time_ns)
+        if self._pace:
+            # About one for each standing snapshot: which one all ranks have shows only in rounds.
+            interval = min(interval, self._pace)
         self._fill(request, pending=pending, stay=stay, interval=interval, iteration=iteration)
         try:
             # The group's own method: `dist.all_reduce` doubles the cost of a round.
@@ -240,7 +253,7 @@ class Agreement:
         message[4] = 1 if eager else interval
         message[5] = int(stay)
         message[6], message[7] = iteration, -iteration
-        message[8] = -self._pace
+        message[8], message[9] = -self._pace, self._made
         self._iteration = iteration
         self._request = request
         self._launched_at = self._boundary
@@ -260,10 +273,10 @@ class Agreement:
                 raise AgreementLost(
                     f"a round did not end within {timeout_s:g} s: {error}"
                 ) from error
-        number, minus_number, token, minus_token, interval, stay, lowest, minus_highest, slowest = (
-            self._message
+        number, minus_number, token, minus_token, interval, stay, lowest, minus_highest = (
+            self._message[:8]
         )
-        self._agreed_pace = -slowest
+        self._agreed_pace, self._agreed_made = -self._message[8], self._message[9]
         self._next_launch = self._launched_at + max(1, interval)
         apart = (lowest, -minus_highest)
         # MIN over x and -x gives opposite numbers only if every rank sent the same x.

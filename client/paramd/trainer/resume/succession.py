@@ -25,7 +25,7 @@ import torch
 from xxhash import xxh3_64
 
 from paramd.errors import ParamdError, UnreachableError
-from paramd.memory import handover
+from paramd.memory import handover, left
 from paramd.memory.arena import HostArena
 from paramd.memory.continuation import read_pair
 from paramd.memory.descriptors import SparseMemory, pages
@@ -41,10 +41,6 @@ log = logging.getLogger("paramd")
 NO_SIDECAR = "no sidecar of an earlier incarnation is here"
 OFFER_TIMEOUT_S = 30.0
 _DIGEST_CHUNK_BYTES = 16 << 20
-
-MOST_LIVE_BYTES = 8 << 30
-"""A larger live state is taken over without a digest of all its bytes, which would take seconds;
-samples of its parameters and the record's checksum are looked at in any case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +68,9 @@ class _State:
     arena_bytes: int
     optimizer_bytes: int
     digest: int = 0
-    """XXH3 of the parts; 0 unknown."""
+    """Of a snapshot: XXH3 of its bytes; 0 unknown."""
+    digests: tuple[int, ...] = ()
+    """Of a live state: those of its pieces (memory/left.py); none if they are not known."""
 
 
 class Succession:
@@ -111,7 +109,7 @@ class Succession:
             return RankOffer(absent=f"its sidecar gave no answer ({error})")
         if offer["ownership"] == "OWNED":
             return RankOffer(living_pid=int(offer["pid"]))
-        if offer["ownership"] == "WAITING":
+        if offer["ownership"] == "WAITING" and not offer["snapshots"]:
             return RankOffer(absent=NO_SIDECAR)
         self._incarnation = int(offer["incarnation"])
         why_not = str(offer["why_not_live"])
@@ -125,10 +123,10 @@ class Succession:
                 why_not = str(error)
         for label, descriptor in zip(offer["snapshots"], fds, strict=True):
             with suppress(ParamdError, ValueError, OSError):
-                self._snapshots.append(_read_snapshot(label, descriptor))
+                self._snapshots += _read_snapshot(label, descriptor)
         return RankOffer(
             refusal=self._refusal(offer),
-            step=int(offer["step"]),
+            step=max(int(offer["step"]), int(offer["reached"])),
             live=self._live.mark if self._live is not None else None,
             why_not_live=why_not,
             snapshots=tuple(state.mark for state in self._snapshots),
@@ -145,18 +143,36 @@ class Succession:
     def damage(self) -> str:
         """What is wrong with the chosen state's bytes; empty if nothing is known to be."""
         state, choice = self._chosen, self._choice
-        if state is None or choice is None or not state.digest:
+        if state is None or choice is None:
             return ""
-        size = sum(part.nbytes for part in state.parts)
-        if choice.how == "live" and size > MOST_LIVE_BYTES:
-            return ""
-        summed = xxh3_64()
-        for part in state.parts:
-            for begin in range(0, part.nbytes, _DIGEST_CHUNK_BYTES):
-                summed.update(part[begin : begin + _DIGEST_CHUNK_BYTES])
-        if (summed.intdigest() or 1) == state.digest:
+        if choice.how == "live":
+            damaged = self._left_damaged(state)
+        else:
+            damaged = bool(state.digest) and _digest_of(state.parts) != state.digest
+        if not damaged:
             return ""
         return f"the {choice.how} state of step {state.mark.step} is damaged on rank {self._rank}"
+
+    def _left_damaged(self, state: _State) -> bool:
+        if not state.digests:
+            log.warning(
+                "paramd: rank %d: its sidecar has no digests of step %d yet; only samples and the "
+                "record are checked",
+                self._rank,
+                state.mark.step,
+            )
+            return False
+        found = left.check(state.parts, state.digests)
+        if found.piece_count < found.of_count:
+            log.info(
+                "paramd: rank %d: %d of %d pieces of step %d were checked in %.0f s",
+                self._rank,
+                found.piece_count,
+                found.of_count,
+                state.mark.step,
+                left.CHECK_S,
+            )
+        return found.damaged
 
     @property
     def survived(self) -> Survived | None:
@@ -178,6 +194,11 @@ class Succession:
     def edits_before(self) -> int:
         """Edits applied in this history so far."""
         return self._chosen.mark.edits if self._chosen is not None else 0
+
+    @property
+    def common_step(self) -> int:
+        """Step of the newest standing snapshot that all ranks have; 0 none."""
+        return self._choice.common_step if self._choice is not None else 0
 
     @property
     def optimizer_bytes(self) -> int:
@@ -280,7 +301,7 @@ class Succession:
             ),
             arena_bytes=sizes[0],
             optimizer_bytes=sizes[1],
-            digest=int(offer["digest"]),
+            digests=tuple(map(int, offer["digests"])),
         )
         return ""
 
@@ -329,7 +350,8 @@ def new_lineage() -> int:
     return secrets.randbits(62) | 1
 
 
-def _read_snapshot(label: dict[str, Any], descriptor: int) -> _State:
+def _read_snapshot(label: dict[str, Any], descriptor: int) -> list[_State]:
+    """A snapshot, as a state of each history that it belongs to."""
     sizes = [
         int(label[name])
         for name in ("arena_bytes", "optimizer_bytes", "record_bytes", "table_bytes")
@@ -337,15 +359,27 @@ def _read_snapshot(label: dict[str, Any], descriptor: int) -> _State:
     memory = _mapped(descriptor, sum(sizes))
     begin = sizes[0] + sizes[1]
     record = read_record(bytes(memory[begin : begin + sizes[2]]))
-    return _State(
-        Mark(int(label["step"]), int(label["lineage"]), int(label["edits"])),
-        record,
-        decode(bytes(memory[begin + sizes[2] : sum(sizes)])),
-        parts=(memory,),
-        arena_bytes=sizes[0],
-        optimizer_bytes=sizes[1],
-        digest=int(label["digest"]),
-    )
+    table = decode(bytes(memory[begin + sizes[2] : sum(sizes)]))
+    return [
+        _State(
+            Mark(int(label["step"]), int(lineage), int(label["edits"])),
+            record,
+            table,
+            parts=(memory,),
+            arena_bytes=sizes[0],
+            optimizer_bytes=sizes[1],
+            digest=int(label["digest"]),
+        )
+        for lineage in (label["lineage"], *label["before"])
+    ]
+
+
+def _digest_of(parts: Sequence[memoryview]) -> int:
+    summed = xxh3_64()
+    for part in parts:
+        for begin in range(0, part.nbytes, _DIGEST_CHUNK_BYTES):
+            summed.update(part[begin : begin + _DIGEST_CHUNK_BYTES])
+    return summed.intdigest() or 1
 
 
 def _mapped(descriptor: int, size_bytes: int) -> memoryview:

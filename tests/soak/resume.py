@@ -33,10 +33,12 @@ import psutil
 
 from tests import leaks
 from tests.launch import Ranks, end_warm_start, run_ranks, start_ranks, warm_start
+from tests.soak.watchdog import Watchdog
 
 WORKER = "tests.multiprocess.workers.resuming"
 STEPS = 90
 DEADLINE_S = 90.0
+STRIKE_S = 240.0
 PAUSE_S = 0.015
 FIRST_STANDING = 4
 """Steps of a start after which a standing snapshot is there."""
@@ -147,7 +149,10 @@ class Life:
 class Campaign:
     """Draws strikes and carries them out."""
 
-    def __init__(self, seed: int, folder: Path, tally: Tally, only: str, say: bool) -> None:
+    def __init__(
+        self, seed: int, folder: Path, tally: Tally, watchdog: Watchdog, *, only: str, say: bool
+    ) -> None:
+        self._watchdog = watchdog
         self._draw = random.Random(seed)
         self._folder = folder
         self._tally = tally
@@ -198,6 +203,7 @@ class Campaign:
     def _strike(self, life: Life) -> None:
         """Start, strike, see that all have ended."""
         what, rank = self._next_strike(), self._draw.randrange(life.world_size)
+        self._watchdog.expect(f"{what} at rank {rank} of {life.kind}", STRIKE_S)
         if what == "restore" and not any(self._state_left(life)):
             what = "looked"
         known = [len(one) for one in life.starts()]
@@ -311,6 +317,7 @@ class Campaign:
         wait_for(lambda: _ended(ranks, all_of_them=True), ranks)
 
     def _finish(self, life: Life) -> None:
+        self._watchdog.expect(f"the end of {life.kind}", STRIKE_S)
         known = [len(one) for one in life.starts()]
         ranks = life.start()
         results = ranks.wait(timeout_s=DEADLINE_S)
@@ -350,6 +357,7 @@ class Campaign:
 
     def _undisturbed(self, kind: str) -> list[dict[str, str]]:
         if kind not in self._calm:
+            self._watchdog.expect(f"{kind} without kills", STRIKE_S)
             world_size, options = KINDS[kind]
             folder = self._folder / f"calm-{kind}"
             folder.mkdir()
@@ -411,9 +419,13 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     warm_start()
     tally, begin_s, failure = Tally(), time.monotonic(), ""
+    again = f"make soak-resume KILLS={given.kills} SEED={seed}"
     folder = Path(tempfile.mkdtemp(prefix="paramd-resume-"))
     try:
-        Campaign(seed, folder, tally, given.kind, given.verbose).run(given.kills)
+        with Watchdog(again) as watchdog:
+            Campaign(
+                seed, folder, tally, watchdog, only=given.kind, say=given.verbose
+            ).run(given.kills)
     except FailedError as error:
         failure = str(error)
     finally:
@@ -430,7 +442,7 @@ def main() -> int:
         f"took        {time.monotonic() - begin_s:.0f} s, {tally.lives} jobs"
     )
     if failure:
-        print(f"FAILED: {failure}\nrepeat it with: --kills {given.kills} --seed {seed}")
+        print(f"FAILED: {failure}\nrepeat it with: {again}")
         return 1
     print("bits        all right: each job ended as one that nobody killed")
     return 0

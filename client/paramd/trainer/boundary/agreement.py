@@ -130,6 +130,7 @@ class Agreement:
         self._eager_until = 0
         self._pace = self._agreed_pace = 0
         self._made = self._agreed_made = 0
+        self._longest = MAX_INTERVAL
         exit.register_at_exit(self)
 
     @property
@@ -142,7 +143,7 @@ class Agreement:
         """Whether to launch a round at this boundary; the same on all ranks."""
         return self._boundary >= self._next_launch
 
-    def standing(self, pace: int, made: int) -> tuple[int, int]:
+    def standing(self, pace: int, made: int, *, interval: int) -> tuple[int, int]:
         """Tell the others about standing snapshots; return what all ranks told in the last round.
 
         The same on all ranks between two boundaries; zeros before the first round.
@@ -150,11 +151,12 @@ class Agreement:
         Args:
             pace: wanted number of steps between two.
             made: step of the last one made.
+            interval: most boundaries between rounds from now on.
 
         Returns:
             The highest pace that a rank wants, and the lowest of the last steps made.
         """
-        self._pace, self._made = pace, made
+        self._pace, self._made, self._longest = pace, made, interval
         if self._group is None:
             return pace, made
         return self._agreed_pace, self._agreed_made
@@ -212,9 +214,7 @@ class Agreement:
             interval = idle_interval(step_time_ns, EXPECTED_ROUND_NS)
         else:
             interval = quiet_interval(step_time_ns) if quiet else idle_interval(step_time_ns)
-        if self._pace:
-            # About one for each standing snapshot: which one all ranks have shows only in rounds.
-            interval = min(interval, self._pace)
+        interval = min(interval, self._longest)
         self._fill(request, pending=pending, stay=stay, interval=interval, iteration=iteration)
         try:
             # The group's own method: `dist.all_reduce` doubles the cost of a round.

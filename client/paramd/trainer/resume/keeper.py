@@ -54,6 +54,12 @@ class Keepable(Protocol):
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
 
 
+class Agreed(Protocol):
+    """See `Agreement.standing`."""
+
+    def __call__(self, pace: int, made: int, *, interval: int) -> tuple[int, int]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Keeping:
     """What keeping a record costs the training thread."""
@@ -100,7 +106,7 @@ class Keeper:
         keep: Mapping[str, Any],
         every: int = 1,
         standing_every: int | None = None,
-        agreed: Callable[[int, int], tuple[int, int]],
+        agreed: Agreed,
     ) -> None:
         """
         Args:
@@ -264,12 +270,14 @@ class Keeper:
     def _stands(self, step: int) -> bool:
         """Whether a standing snapshot is due; the same on all ranks, which keep the same steps."""
         words, every = self._words, self._standing_every
-        pace, words[Word.STANDING_COMMON] = self._agreed(
-            wanted_pace(words), words[Word.STANDING_MADE]
-        )
+        self._settled_count += 1
+        wanted = wanted_pace(words)
+        # Which one all ranks have shows only in rounds, so there is one for each.
+        interval = wanted if self._settled_count > 2 * SOON_COUNT else 1
+        pace, common = self._agreed(wanted, words[Word.STANDING_MADE], interval=interval)
+        words[Word.STANDING_COMMON] = max(words[Word.STANDING_COMMON], common)
         if every is None:
             every = pace if pace else LEAST_PACE
-        self._settled_count += 1
         # Soon after the start already, where there is least to go back to. For a large state the
         # first only has memory made, so several in a row.
         count = self._settled_count

@@ -286,17 +286,16 @@ class Standing:
 
 
 def expendable(steps: Sequence[int], common_step: int) -> int:
-    """Which of the snapshots to overwrite: never the newest that all ranks have, if there is another.
+    """Which of the snapshots to overwrite: not the newest that all ranks have, if there is another.
 
     Args:
         steps: of the snapshots; -1: empty.
-        common_step: every rank has made a snapshot of this step or a later one; 0: not known.
+        common_step: every rank has made a snapshot of this step or a later one.
     """
     order = sorted(range(len(steps)), key=lambda at: steps[at])
-    # The older one may be all that the ranks have in common.
-    older, newer = steps[order[0]], steps[order[-1]]
-    needed = common_step > 0 and 0 <= older <= common_step < newer
-    return order[1] if needed else order[0]
+    # Of these the older one may be all that the ranks have in common.
+    needed = steps[order[0]] >= 0 and steps[order[-1]] > common_step
+    return order[-1] if needed else order[0]
 
 
 def digest_of(*parts: memoryview) -> int:

@@ -14,12 +14,13 @@ SECURITY_TESTS := tests/unit/test_tickets.py tests/unit/test_places.py tests/uni
 	tests/integration/test_auth_grpc.py tests/integration/test_revocation.py \
 	tests/integration/test_sidecar_admission.py tests/integration/test_tls.py
 MINUTES ?= 10
+KILLS ?= 40
 FUZZ_SECONDS ?= 60
 SCHEMATHESIS_EXAMPLES ?= 50
 
 .DEFAULT_GOAL := help
 .PHONY: help system setup web page manual packages web-test web-types screenshot demo fast test test-gpu test-long verify fix \
-	security bench soak campaigns fuzz mutants mutation-score protos surface clean
+	security bench soak soak-resume campaigns fuzz mutants mutation-score protos surface clean
 
 WEB := client/web
 MODULES := $(WEB)/node_modules/.installed
@@ -134,6 +135,9 @@ bench: setup ## the benchmarks behind docs/speed.md
 
 soak: system setup ## everything at once under faults: make soak MINUTES=60 [SEED=n [EPISODE=n]]
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(EPISODE),--episode $(EPISODE))
+
+soak-resume: setup ## kills trainings that resume: make soak-resume KILLS=500 [SEED=n] [KIND=fsdp2]
+	$(BIN)/python -m tests.soak.resume --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(if $(KIND),--kind $(KIND))
 
 DOORS := tests/integration/test_doors.py
 LONGER := tests/multiprocess/test_stamp.py \

@@ -26,6 +26,7 @@ NAMES = (
     "tp_ddp",
     "edits",
     "export",
+    "resume",
     "gradients",
     "store",
     "control_scale",

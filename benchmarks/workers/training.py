@@ -29,7 +29,9 @@ from tests.ending import end
 class Trained:
     """A model, its optimizer, its input, and the time that its optimizer's hooks take."""
 
-    def __init__(self, width: int, layers: int, batch: int, *, sharded: bool) -> None:
+    def __init__(
+        self, width: int, layers: int, batch: int, *, sharded: bool, moments: bool = False
+    ) -> None:
         torch.manual_seed(0)
         self.model: nn.Module = nn.Sequential(
             *(
@@ -41,7 +43,8 @@ class Trained:
             for layer in self.model.children():
                 fully_shard(layer)
             fully_shard(self.model)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
+        kind = torch.optim.AdamW if moments else torch.optim.SGD
+        self.optimizer: torch.optim.Optimizer = kind(self.model.parameters(), lr=1e-4)
         self.attachment: Attachment | None = None
         self._input = torch.randn(batch, width)
         self._marks: list[int] = []
@@ -94,9 +97,11 @@ class Training:
         self._inside: list[InsideSidecar] = []
         self._saver: Saver | None = None
 
-    def build(self, width: int, layers: int, batch: int, sharded: bool) -> int:
+    def build(
+        self, width: int, layers: int, batch: int, sharded: bool, moments: bool = False
+    ) -> int:
         """One more copy of the same model; returns the bytes of its parameters."""
-        trained = Trained(width, layers, batch, sharded=sharded)
+        trained = Trained(width, layers, batch, sharded=sharded, moments=moments)
         self._trained.append(trained)
         return 4 * sum(parameter.numel() for parameter in trained.model.parameters())
 

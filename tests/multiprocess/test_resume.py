@@ -45,7 +45,9 @@ class Life:
         self._stack = stack
         self._options = options
 
-    def start(self, *options: str, world_size: int | None = None) -> Ranks:
+    def start(
+        self, *options: str, world_size: int | None = None, env: dict[str, str] | None = None
+    ) -> Ranks:
         args = [str(self.folder), "--kind", self.kind, "--optimizer", self.optimizer]
         world = world_size if world_size is not None else self.world_size
         return self._stack.enter_context(
@@ -54,6 +56,7 @@ class Life:
                 world,
                 args=[*args, "--steps", str(STEPS), *self._options, *options],
                 state_dir=self._state,
+                env=env,
             )
         )
 
@@ -171,6 +174,24 @@ def test_a_kill_while_it_resumes_changes_nothing(tmp_path: Path, stack: ExitStac
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize("point", ["opened", "moved"])
+def test_a_kill_while_it_takes_a_snapshot_over_leaves_the_snapshot(
+    tmp_path: Path, stack: ExitStack, point: str
+) -> None:
+    life = Life(tmp_path, "ddp", stack)
+    life.struck(0, "inside-end", 3)
+    # One rank's sidecar is given to the new start, the other's perhaps not yet: all goes on from
+    # the same snapshot nevertheless.
+    ranks = life.start(env={"PARAMD_TRAINER_FAULTS": f"{point}:kill"})
+    wait_for(lambda: ranks[1].process.poll() == -signal.SIGKILL, ranks)
+    kill(ranks)
+    again = life.ended()
+    for started in life.starts():
+        assert started == [None, {"step": started[1]["step"], "how": "snapshot", "lost": 1}]
+    assert life.final() == undisturbed(tmp_path, "ddp")
+
+
+@pytest.mark.timeout(400)
 def test_memory_that_was_damaged_after_the_end_is_not_gone_on_in(
     tmp_path: Path, stack: ExitStack
 ) -> None:
@@ -178,7 +199,7 @@ def test_memory_that_was_damaged_after_the_end_is_not_gone_on_in(
     life.struck(0, "forward", 12)
     socket_path = tmp_path / "state" / "resuming" / "rank-0.sock"
     deadline_s = time.monotonic() + DEADLINE_S
-    while not offered(socket_path)["digest"]:
+    while not offered(socket_path)["digests"]:
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
     damage(socket_path, "memfd:paramd-optimizer")

@@ -223,7 +223,8 @@ class Word(IntEnum):
     OPTIMIZER_BYTES = 98  # bytes of the optimizer memory in use
     STANDING = 99  # counts standing snapshots asked for; each with an announced boundary
     STANDING_STEP = 100  # step of the last of them
-    COPIES_STEP = 101  # step of the last one of which all ranks have copies elsewhere; 0 none
+    STANDING_COMMON = 101  # lowest STANDING_MADE of all ranks, as they last agreed
+    COPIES_STEP = 102  # step of the last one of which all ranks have copies elsewhere; 0 none
 
     # Words 128 to 191 are the trainer's: the last requests agreed.
     # Words 192 to 511 are the trainer's: its text and its sample places.

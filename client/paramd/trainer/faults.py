@@ -5,8 +5,9 @@ first) that the point is passed, the process kills (`kill`) or stops (`stop`) it
 PARAMD_TRAINER_FAULTS_DIR names a directory where rules for one running rank can be placed, in
 `<dir>/rank-<r>`; the file is removed once read, and replaces rules from an earlier one.
 
-Points: agreed (an edit is agreed, nothing is changed yet), applying (after its first record,
-SEQ is odd), applied (fully, and the page says so).
+Points of edits: agreed (nothing is changed yet), applying (after the first record, SEQ is odd),
+applied (fully, and the page says so). Points of attach: looked (what can be resumed is chosen), opened
+(the sidecar is this trainer's), moved (parameters are in the arena).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from paramd.errors import UsageError
 
-POINTS = frozenset({"agreed", "applying", "applied"})
+POINTS = frozenset({"agreed", "applying", "applied", "looked", "opened", "moved"})
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 _RULE = re.compile(r"(?P<point>[a-z-]+):(?P<action>kill|stop)(?:@(?P<count>[1-9][0-9]{0,8}))?")
 

@@ -12,7 +12,8 @@ one clears them.
 
 Points: pin-prepared, copy-begun, copy-chunk, copy-moved, pin-answered, capture-ready,
 boundary-copied, read-chunk, stats-item, pool, mapped, live, stream-granted, stream-open,
-stream-window, gradients-copied, gradients-reduced, copy-sent, copy-received; of
+stream-window, gradients-copied, gradients-reduced, standing-copied (all but its label), copy-sent,
+copy-received; of
 edits edit-staging, edit-staged, edit-ready, edit-applied; of
 exports export-begun, export-file-begun, export-chunk, export-file-written, export-file-done,
 export-stored, export-verify, export-finish, export-marker, export-renamed, export-dropped.
@@ -66,6 +67,7 @@ POINTS = frozenset(
         "edit-applied",
         "gradients-copied",
         "gradients-reduced",
+        "standing-copied",
     }
 )
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}

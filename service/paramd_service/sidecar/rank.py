@@ -51,7 +51,7 @@ from paramd_service.sidecar.owner import (
 from paramd_service.sidecar.pins import Pins
 from paramd_service.sidecar.revocations import Refusals, Revocations
 from paramd_service.sidecar.snapshots.copies import Copies, copies_message, opened
-from paramd_service.sidecar.snapshots.offer import offer_of
+from paramd_service.sidecar.snapshots.offer import offer_of, offer_of_snapshots
 from paramd_service.sidecar.snapshots.standing import Standing
 from paramd_service.sidecar.snapshots.store import BlockMaker, SnapshotStore
 
@@ -65,6 +65,9 @@ CLOSE_S = 5.0
 
 ENDING_S = 1.0
 """How long an offer waits for a trainer that is just ending."""
+
+DIGEST_S = 5.0
+"""How long it waits for the digests of what the trainer left. Later than that it goes without."""
 
 CLIENT_NS = 10_000_000_000
 """How long a caller counts as a client that may soon ask for a boundary."""
@@ -172,7 +175,9 @@ class RankSidecar:
         self.own_pems: JobPems | None = None
         """The job's certificate of this rank; None without TLS of the job's own."""
         self._blocks = blocks
-        self.standing = Standing(blocks, self.log, budget_bytes=config.standing_budget_bytes)
+        self.standing = Standing(
+            blocks, self.log, budget_bytes=config.standing_budget_bytes, at_point=faults.at
+        )
         self.copies = Copies(blocks, executor, budget_bytes=self._copies_budget_bytes)
         """Standing snapshots of other ranks."""
         self._attached: AttachedMemory | None = None
@@ -351,16 +356,14 @@ class RankSidecar:
                     os.close(descriptor)
                 raise
             self._stop_waiting()
+            reached = self.step
             try:
-                await self._drop_attached()
-                attached = await asyncio.get_running_loop().run_in_executor(
-                    self.executor, attach_memory, request, handed_back
-                )
+                attached = await self._successive(request, handed_back)
             except BaseException:
-                # The previous trainer's memory is gone, so the sidecar has no owner now.
+                # The trainer died, for example. What the one before left stays, or its snapshots.
                 self.wait_for_trainer()
                 raise
-            self.standing.rebase(*request.continues)
+            self.standing.rebase(*request.continues, reached=reached)
             self.copies.rebase(*request.continues)
             self._own(attached)
             await self._start_edits(attached)
@@ -372,19 +375,44 @@ class RankSidecar:
             )
             return attached
 
+    async def _successive(
+        self, request: AttachRequest, handed_back: Sequence[int]
+    ) -> AttachedMemory:
+        """The new trainer's memory, in place of the former's."""
+
+        def make() -> asyncio.Future[AttachedMemory]:
+            return asyncio.get_running_loop().run_in_executor(
+                self.executor, attach_memory, request, handed_back
+            )
+
+        if handed_back:
+            # First: it may be the former's, which nobody else has if this one has just died.
+            attached = await make()
+            try:
+                await self._drop_attached()
+            except BaseException:
+                attached.close()
+                raise
+            return attached
+        await self._drop_attached()
+        return await make()
+
     async def offer(self, rank: object, job: object) -> tuple[dict[str, Any], list[int]]:
         """What this sidecar has for a successor; the caller closes the descriptors.
 
-        Waits a moment for a trainer that is just ending.
+        Waits a moment for a trainer that is just ending, and for digests of what it left.
 
         Raises:
             UsageError: it serves another rank or job.
         """
         self._check_predecessor(rank, job)
         await self._ending()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DIGEST_S):
+                await asyncio.wrap_future(self.standing.digested())
         async with self._attaching:
             if self._attached is None:
-                return {"op": "offered", "ownership": self.ownership.name, "snapshots": []}, []
+                return offer_of_snapshots(self.ownership, self.standing)
             return offer_of(self._attached, self.ownership, self._layout_digest(), self.standing)
 
     async def offer_copies(self, rank: object, job: object) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,31 +54,57 @@ class Net(nn.Module):
         return self.head(self.drop(self.down(torch.relu(self.norm(self.up(x))))))
 
 
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def drawn(seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    tokens, targets = (torch.randint(29, (8,), generator=generator) for _ in range(2))
+    return tokens, targets
+
+
+class Drawn(torch.utils.data.Dataset[Batch]):
+    """Batches by their seeds."""
+
+    def __init__(self, seeds: list[int]) -> None:
+        self._seeds = seeds
+
+    def __len__(self) -> int:
+        return len(self._seeds)
+
+    def __getitem__(self, index: int) -> Batch:
+        return drawn(self._seeds[index])
+
+
 class Loader:
     """Batches in an order drawn anew each epoch; goes on where its state says."""
 
     def __init__(
-        self, rank: int, data_rank: int, folder: str, *, draws: bool, batches: int = 7
+        self, rank: int, data_rank: int, folder: str, *, draws: bool, workers: int = 0
     ) -> None:
         self._rank, self._data_rank, self._folder = rank, data_rank, folder
-        self._batches, self._draws = batches, draws
+        self._batches, self._draws, self._workers = 7 if not workers else 20, draws, workers
         self._epoch = self._next = 0
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def __iter__(self) -> Iterator[Batch]:
         if self._draws:
             # As torch's DataLoader does without a generator of its own.
             torch.empty((), dtype=torch.int64).random_()
         order = np.random.RandomState(self._epoch).permutation(self._batches)
-        while self._next < self._batches:
-            generator = torch.Generator().manual_seed(
-                10_000 * self._epoch + 100 * self._data_rank + int(order[self._next])
-            )
+        seeds = [10_000 * self._epoch + 100 * self._data_rank + int(one) for one in order]
+        for batch in self._read(seeds[self._next :]):
             self._next += 1
-            yield (
-                torch.randint(29, (8,), generator=generator),
-                torch.randint(29, (8,), generator=generator),
-            )
+            yield batch
         self._epoch, self._next = self._epoch + 1, 0
+
+    def _read(self, seeds: list[int]) -> Iterable[Batch]:
+        if not self._workers:
+            return map(drawn, seeds)
+        # Processes that read ahead: what counts is what was given out.
+        own = torch.Generator().manual_seed(self._epoch)
+        return torch.utils.data.DataLoader(
+            Drawn(seeds), batch_size=None, num_workers=self._workers, generator=own
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self._epoch, "next": self._next}
@@ -138,7 +164,11 @@ OPTIMIZERS = {
 
 
 def digests(
-    model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, loader: Loader
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    loader: Loader,
+    scaler: torch.amp.GradScaler,
 ) -> dict[str, str]:
     found: dict[str, str] = {}
 
@@ -157,6 +187,7 @@ def digests(
     note("groups", [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups])
     note("scheduler", scheduler.state_dict())
     note("loader", loader.state_dict())
+    note("scaler", scaler.state_dict())
     note("torch", torch.get_rng_state())
     note("python", random.getstate())
     note("numpy", [repr(part) for part in np.random.get_state()])
@@ -179,7 +210,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--pause-s", type=float, default=0.0)
     parser.add_argument("--resume", default="auto")
-    for option in ("--explicit", "--wider", "--without-loader", "--bad-keep"):
+    parser.add_argument("--workers", type=int, default=0, help="of the data loader")
+    for option in ("--explicit", "--wider", "--without-loader", "--bad-keep", "--scaler"):
         parser.add_argument(option, action="store_true")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
@@ -194,11 +226,21 @@ def main() -> int:
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = OPTIMIZERS[args.optimizer](parameters)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
-    loader = Loader(rank, data_rank, args.folder, draws=not args.explicit)
-    keep = {"scheduler": scheduler, "loader": loader, "bad": Bad()}
-    for name, left_out in (("loader", args.without_loader), ("bad", not args.bad_keep)):
+    loader = Loader(rank, data_rank, args.folder, draws=not args.explicit, workers=args.workers)
+    # Grows every few steps, so that a lost or repeated one shows.
+    scaler = torch.amp.GradScaler("cpu", 16.0, growth_interval=9, enabled=args.scaler)
+    keep = {"scheduler": scheduler, "loader": loader, "scaler": scaler, "bad": Bad()}
+    for name, left_out in (
+        ("loader", args.without_loader),
+        ("scaler", not args.scaler),
+        ("bad", not args.bad_keep),
+    ):
         if left_out:
             del keep[name]
+    # After the update's last byte, and before paramd's own hook: still inside.
+    optimizer.register_step_post_hook(
+        lambda *_: strike(args.folder, rank, "inside-end", attachment.step)
+    )
     attachment = paramd.attach(
         model,
         optimizer,
@@ -206,10 +248,13 @@ def main() -> int:
         resume=args.resume,
         keep=keep,
     )
+    optimizer.register_step_pre_hook(
+        lambda *_: strike(args.folder, rank, "inside-begin", attachment.step)
+    )
     with Path(args.folder, f"starts-{rank}").open("a") as starts:
         starts.write(f"{json.dumps(told(attachment))}\n")
-    train(args, rank, attachment, model, optimizer, scheduler, loader)
-    found = digests(model, optimizer, scheduler, loader)
+    train(args, rank, attachment, model, optimizer, scheduler, loader, scaler)
+    found = digests(model, optimizer, scheduler, loader, scaler)
     Path(args.folder, f"final-{rank}").write_text(json.dumps(found, indent=1))
     attachment.detach()
     dist.destroy_process_group()
@@ -231,6 +276,7 @@ def train(
     optimizer: torch.optim.Optimizer,
     scheduler: Any,
     loader: Loader,
+    scaler: torch.amp.GradScaler,
 ) -> None:
     at = Path(args.folder, f"at-{rank}")
     while attachment.step < args.steps:
@@ -241,9 +287,10 @@ def train(
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(tokens), targets)
             strike(args.folder, rank, "forward", step)
-            loss.backward()
+            scaler.scale(loss).backward()
             strike(args.folder, rank, "backward", step)
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
             strike(args.folder, rank, "update", step)
             scheduler.step()
             if args.explicit:

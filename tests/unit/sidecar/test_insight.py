@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from paramd_service.sidecar.insight.activity import Frame, activity_of, parse_faulthandler
+from paramd_service.sidecar.insight.line import TrainerLine
 from paramd_service.sidecar.insight.numbers import MAX_KEPT, LoggedNumbers
 from paramd_service.sidecar.insight.process import catches, facts_of, last_lines
 
@@ -145,3 +148,24 @@ def test_last_lines_come_from_a_file_and_else_the_reason_is_told(tmp_path: Path)
             process.communicate()
         assert found == lines
         assert bool(why) is not bool(lines)
+
+
+def test_who_is_cancelled_while_the_line_closes_ends() -> None:
+    async def both_at_once() -> None:
+        ours, trainers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        dump = os.memfd_create("dump")
+        line = TrainerLine(os.getpid(), 1, LoggedNumbers())
+        line.open({"thread": 1, "signal": 0}, [ours.fileno(), dump])
+        asking = asyncio.create_task(line.stacks(collectives=False))
+        question = await asyncio.to_thread(trainers.recv, 4096)
+        assert b"stacks" in question
+        # As when a trainer ends: its socket is closed, and its sidecar stops looking at it.
+        line.close()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        ours.close()
+        trainers.close()
+        os.close(dump)
+
+    asyncio.run(both_at_once())

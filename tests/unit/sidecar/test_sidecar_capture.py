@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
+from paramd.memory import descriptors
 from paramd.memory.control_page import PAGE_BYTES, ControlPage, Word
 from paramd.memory.gate import CopyEnd, CopySpan, State, state_of, worth_starting
 from paramd_service.sidecar.copying.capture import (
@@ -15,9 +17,11 @@ from paramd_service.sidecar.copying.capture import (
     REST_NS,
     RETRY_NS,
     Capture,
+    Copier,
     CopyJob,
 )
 from paramd_service.sidecar.copying.page_requests import Boundary, Outcome
+from paramd_service.sidecar.log import Log
 
 MS = 1_000_000
 
@@ -392,3 +396,23 @@ def test_of_a_stopped_trainer_its_last_look_at_this_rest_counts(bench: Bench) ->
     bench.page[Word.REST_SEEN_NS] = bench.page[Word.REST_NS] + 1
     bench.capture.serve()
     assert bench.steps == [8]
+
+
+def test_a_request_that_fails_does_not_keep_the_thread_from_ending(bench: Bench) -> None:
+    wake = descriptors.wake_event()
+    copier = Copier(bench.capture, wake, Log(fields={}))
+    copier.start()
+
+    def fail() -> None:
+        raise RuntimeError("the event loop is closed")
+
+    # Taken in one go with the end's own request, whose wake is then spent.
+    copier._inbox.append(fail)
+    ending = threading.Thread(target=copier.stop, daemon=True)
+    ending.start()
+    ending.join(10)
+    ended = not ending.is_alive()
+    descriptors.wake(wake)
+    ending.join(10)
+    os.close(wake)
+    assert ended

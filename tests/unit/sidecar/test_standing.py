@@ -12,13 +12,14 @@ import pytest
 
 from paramd import places
 from paramd.errors import ExhaustedError
+from paramd.memory import left
 from paramd.memory.continuation import RECORD, TABLE, KeptSlots
 from paramd.memory.control_page import Word
 from paramd.memory.descriptors import SparseMemory
 from paramd_service.sidecar.log import Log
 from paramd_service.sidecar.owner import AttachedMemory, AttachRequest, Ownership, attach_memory
 from paramd_service.sidecar.snapshots.offer import offer_of
-from paramd_service.sidecar.snapshots.standing import Standing, digest_of
+from paramd_service.sidecar.snapshots.standing import Standing, digest_of, expendable
 from paramd_service.sidecar.snapshots.store import Block, BlockMaker
 
 ARENA_BYTES, STATE_BYTES = 10_000, 5_000
@@ -86,8 +87,21 @@ def standing(blocks: BlockMaker) -> Iterator[Standing]:
     made.close()
 
 
-def made_at(standing: Standing, trainer: Trainer, serve: Callable[[], None], step: int) -> None:
-    """Ask until memory is there and the snapshot is made."""
+def made_at(
+    standing: Standing,
+    trainer: Trainer,
+    serve: Callable[[], None],
+    step: int,
+    *,
+    others: bool = True,
+) -> None:
+    """Ask until memory is there and the snapshot is made.
+
+    Args:
+        others: the other ranks have made those before, too.
+    """
+    if others:
+        trainer.page[Word.STANDING_COMMON] = trainer.page[Word.STANDING_MADE]
     deadline_s = time.monotonic() + 10
     while trainer.page[Word.STANDING_MADE] != step:
         assert time.monotonic() < deadline_s
@@ -161,19 +175,80 @@ def test_a_successor_keeps_what_it_descends_from(trainer: Trainer, standing: Sta
     serve = standing.serving(trainer.attached, lambda: "")
     for step in (1, 2):
         made_at(standing, trainer, serve, step)
-    standing.rebase(77, 88, 1)
+    standing.rebase(77, 88, 1, reached=2)
     assert [(label.lineage, label.step) for label, _ in standing.labels()] == [(88, 1)]
-    standing.rebase(0, 0, -1)
+    assert standing.reached == 2
+    standing.rebase(0, 0, -1, reached=2)
     assert standing.labels() == []
+    assert standing.reached == 0
+
+
+def test_a_rank_whose_successor_died_and_one_that_never_had_it_still_match(
+    trainer: Trainer, standing: Standing
+) -> None:
+    made_at(standing, trainer, standing.serving(trainer.attached, lambda: ""), 1)
+    # This rank's sidecar was given to a start that died; another's is still of the history before.
+    standing.rebase(77, 88, 1, reached=3)
+    standing.rebase(77, 99, 1, reached=3)
+    ((label, _),) = standing.labels()
+    assert (label.lineage, label.before) == (99, (88, 77))
+    standing.rebase(88, 88, 1, reached=3)
+    ((label, _),) = standing.labels()
+    assert label.lineage == 88
+    standing.rebase(55, 66, 1, reached=3)
+    assert standing.labels() == []
+
+
+def test_the_first_one_asked_for_is_made(trainer: Trainer, standing: Standing) -> None:
+    serve = standing.serving(trainer.attached, lambda: "")
+    trainer.ask(1)
+    serve()
+    assert steps(standing) == [1]
+
+
+@pytest.mark.parametrize(
+    ("held", "common", "given_up"),
+    [
+        ([-1, -1], 0, 0),
+        ([4, -1], 4, 1),
+        ([4, 6], 0, 1),
+        ([4, 6], 3, 1),
+        ([4, 6], 4, 1),
+        ([6, 4], 5, 0),
+        ([4, 6], 6, 0),
+        ([4, 6], 9, 0),
+        ([4], 4, 0),
+    ],
+)
+def test_what_all_ranks_have_is_given_up_last(held: list[int], common: int, given_up: int) -> None:
+    assert expendable(held, common) == given_up
+
+
+def test_ranks_whose_copies_fail_at_different_times_keep_one_in_common(
+    trainer: Trainer, standing: Standing
+) -> None:
+    serve = standing.serving(trainer.attached, lambda: "")
+    for step in (1, 2):
+        made_at(standing, trainer, serve, step)
+    # Another rank has made none since step 2.
+    trainer.page[Word.STANDING_COMMON] = 2
+    for step in (3, 4, 5):
+        made_at(standing, trainer, serve, step, others=False)
+    assert steps(standing) == [5, 2]
 
 
 def test_what_a_dead_trainer_left_is_digested(trainer: Trainer, standing: Standing) -> None:
     trainer.ask(7)
-    assert standing.end_digest(trainer.attached) == 0
+    assert standing.left_digests(trainer.attached) == []
     standing.trainer_ended(trainer.attached)
-    settled(lambda: standing.end_digest(trainer.attached) != 0)
-    whole = memoryview(bytes([7]) * (ARENA_BYTES + STATE_BYTES))
-    assert offered(trainer, standing, Ownership.ORPHANED)["digest"] == digest_of(whole)
+    standing.digested().result(timeout=10)
+    digests = standing.left_digests(trainer.attached)
+    assert offered(trainer, standing, Ownership.ORPHANED)["digests"] == digests
+    parts = [memoryview(bytearray([7] * size)) for size in (ARENA_BYTES, STATE_BYTES)]
+    assert left.check(parts, digests) == left.Checked(False, 2, 2)
+    parts[1][STATE_BYTES - 1] = 8
+    assert left.check(parts, digests).damaged
+    assert left.check(parts[:1], digests).damaged
 
 
 def offered(trainer: Trainer, standing: Standing, ownership: Ownership) -> dict[str, Any]:

@@ -104,6 +104,7 @@ class Stages:
         self._url = ""
         self._meeting: Meeting | None = None
         """The ranks' addresses if they are on several hosts and paramd makes certificates."""
+        self._at_point = faults.from_environment(exchange.rank)
         self._undo = ExitStack()
         """Undoes everything begun so far, last first."""
         self._undo.callback(exchange.close)
@@ -211,6 +212,7 @@ class Stages:
         offers = [RankOffer.from_message(answer["offer"]) for answer in answers]
         self._known_incarnation = max(offer.incarnation for offer in offers)
         choice = agreed_choice(succession, offers, self._together, exchange.group)
+        self._pass("looked")
         # History branches where steps were lost; a fresh start has none.
         new = choice.mark.lineage if choice.how == "live" else answers[0]["lineage"]
         self._lineage = (choice.mark.lineage, new)
@@ -288,6 +290,7 @@ class Stages:
             if self._control is not None:
                 _fail_open(self._control.open)
             _fail_open(self._sidecar.open)
+            self._pass("opened")
             self._sidecar.own_descriptors()
             return {
                 "peer": {
@@ -353,6 +356,7 @@ class Stages:
         if succession is not None:
             words[Word.EDITS_BEFORE] = succession.edits_before
             words[Word.OPTIMIZER_BYTES] = succession.optimizer_bytes
+            words[Word.STANDING_MADE] = words[Word.STANDING_COMMON] = succession.common_step
             # Last: from now on the memory can be resumed.
             words[Word.LINEAGE] = self._lineage[1]
 
@@ -395,6 +399,7 @@ class Stages:
                     arena.populate()
                     succession.fill(arena, optimizer_memory)
                 found.home.adopt(arena.buffer)
+            self._pass("moved")
             return {}
 
         made: list[Attachment] = []
@@ -454,7 +459,7 @@ class Stages:
             keep=self._keep,
             every=int(self._settings.keep_every),
             standing_every=int(standing) if standing is not None else None,
-            pace=agreement.pace,
+            agreed=agreement.standing,
             copies=agreement.copies if self._buddies else None,
         )
 
@@ -482,8 +487,8 @@ class Stages:
         assert self._sidecar is not None
         mirror = home if isinstance(home, MirroredHome) else None
         page[Word.MIRRORED] = int(mirror is not None)
-        at_point = faults.from_environment(identity.rank)
-        editor = Editor(page, arena, SparseMemory(shared.edits), at_point=at_point, mirror=mirror)
+        edits = SparseMemory(shared.edits)
+        editor = Editor(page, arena, edits, at_point=self._at_point, mirror=mirror)
         moments = Moments(page, arena, SparseMemory(shared.moments), mirror=mirror)
         boundary = Boundary(
             page,
@@ -547,6 +552,10 @@ class Stages:
         """Let the sidecar serve, now that all trainers are ready."""
         assert self._sidecar is not None
         self._sidecar.serve(mesh, layout)
+
+    def _pass(self, point: str) -> None:
+        if self._at_point is not None:
+            self._at_point(point)
 
     def close(self) -> None:
         """Undo the stages after a failure; the caller re-raises that failure."""

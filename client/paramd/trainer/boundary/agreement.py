@@ -114,7 +114,7 @@ class Agreement:
         self._group = group
         self._timeout_s = timeout_s
         self._edit_timeout_s = max(timeout_s, edit_timeout_s if edit_timeout_s is not None else 0.0)
-        buffer = bytearray(12 * 8)
+        buffer = bytearray(13 * 8)
         self._message = memoryview(buffer).cast("q")
         self._tensor = torch.frombuffer(buffer, dtype=torch.int64)
         self._options = dist.AllreduceOptions()
@@ -130,6 +130,8 @@ class Agreement:
         self._eager_until = 0
         self._pace = self._agreed_pace = 0
         self._copies = self._agreed_copies = (0, 0)
+        self._made = self._agreed_made = 0
+        self._longest = MAX_INTERVAL
         exit.register_at_exit(self)
 
     @property
@@ -142,13 +144,23 @@ class Agreement:
         """Whether to launch a round at this boundary; the same on all ranks."""
         return self._boundary >= self._next_launch
 
-    def pace(self, wanted_steps: int) -> int:
-        """Ask for a number of steps; return the highest that ranks asked for in the last round.
+    def standing(self, pace: int, made: int, *, interval: int) -> tuple[int, int]:
+        """Tell the others about standing snapshots; return what all ranks told in the last round.
 
-        The same on all ranks between two boundaries; 0 before the first round.
+        The same on all ranks between two boundaries; zeros before the first round.
+
+        Args:
+            pace: wanted number of steps between two.
+            made: step of the last one made.
+            interval: most boundaries between rounds from now on.
+
+        Returns:
+            The highest pace that a rank wants, and the lowest of the last steps made.
         """
-        self._pace = wanted_steps
-        return wanted_steps if self._group is None else self._agreed_pace
+        self._pace, self._made, self._longest = pace, made, interval
+        if self._group is None:
+            return pace, made
+        return self._agreed_pace, self._agreed_made
 
     def copies(self, settled: int, copied: int) -> tuple[int, int]:
         """Tell how far this rank's copies are; return how far those of all ranks are.
@@ -218,6 +230,7 @@ class Agreement:
             interval = idle_interval(step_time_ns, EXPECTED_ROUND_NS)
         else:
             interval = quiet_interval(step_time_ns) if quiet else idle_interval(step_time_ns)
+        interval = min(interval, self._longest)
         self._fill(request, pending=pending, stay=stay, interval=interval, iteration=iteration)
         try:
             # The group's own method: `dist.all_reduce` doubles the cost of a round.
@@ -256,9 +269,9 @@ class Agreement:
         message[4] = 1 if eager else interval
         message[5] = int(stay)
         message[6], message[7] = iteration, -iteration
-        message[8] = -self._pace
         settled, copied = self._copies
-        message[9], message[10], message[11] = settled, copied, -copied
+        message[8], message[9] = -self._pace, self._made
+        message[10], message[11], message[12] = settled, copied, -copied
         self._iteration = iteration
         self._request = request
         self._launched_at = self._boundary
@@ -281,7 +294,7 @@ class Agreement:
         number, minus_number, token, minus_token, interval, stay, lowest, minus_highest = (
             self._message[:8]
         )
-        slowest, settled, copied, minus_copied = self._message[8:]
+        slowest, self._agreed_made, settled, copied, minus_copied = self._message[8:]
         self._agreed_pace = -slowest
         self._agreed_copies = settled, copied if copied == -minus_copied else 0
         self._next_launch = self._launched_at + max(1, interval)

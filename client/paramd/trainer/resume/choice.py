@@ -81,6 +81,8 @@ class Choice:
     lost_steps: int
     """Steps that some rank had made and that are made again."""
     reason: str
+    common_step: int = 0
+    """Step of the newest standing snapshot that all ranks have; 0 none."""
 
 
 FRESH = Mark(-1, 0, 0)
@@ -111,18 +113,20 @@ def choose(offers: Sequence[RankOffer], damaged: Collection[tuple[How, Mark]] = 
             raise ConflictError(f"resume: on rank {rank} {offer.refusal}; {OVER_AN_EXPORT}")
     newest = max((offer.step for offer in offers), default=-1)
     why_not = _why_not_live(offers)
-    live = offers[0].live
-    if not why_not and live is not None and ("live", live) not in damaged:
-        return Choice(
-            how="live", mark=live, lost_steps=0, reason="all ranks stand at the same step"
-        )
-    why_not = why_not or "the memory of a rank is damaged"
     common = set.intersection(*(set(offer.snapshots) for offer in offers))
     usable = sorted(mark for mark in common if ("snapshot", mark) not in damaged)
+    common_step = usable[-1].step if usable else 0
+    live = offers[0].live
+    if not why_not and live is not None and ("live", live) not in damaged:
+        reason = "all ranks stand at the same step"
+        return Choice(how="live", mark=live, lost_steps=0, reason=reason, common_step=common_step)
+    why_not = why_not or "the memory of a rank is damaged"
     if usable:
         mark = usable[-1]
         lost = max(newest - mark.step, 0)
-        return Choice(how="snapshot", mark=mark, lost_steps=lost, reason=why_not)
+        return Choice(
+            how="snapshot", mark=mark, lost_steps=lost, reason=why_not, common_step=mark.step
+        )
     if all(offer.absent for offer in offers):
         return Choice(how="fresh", mark=FRESH, lost_steps=0, reason=offers[0].absent)
     reason = f"{why_not}, and no standing snapshot is whole on all ranks"

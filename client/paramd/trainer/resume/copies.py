@@ -165,9 +165,8 @@ class Copies:
     def _heard(self, number: int, answer: dict[str, Any], looked: Looked) -> Looked:
         for told in answer["copies"]:
             rank, label = int(told["rank"]), told["label"]
-            mark = Mark(int(label["step"]), int(label["lineage"]), int(label["edits"]))
             if (number, rank) != (self._rank, self._rank):
-                self._labels[rank, mark] = number, label
+                self._labels |= {(rank, mark): (number, label) for mark in marks_of(label)}
         return Looked(
             living_pid=int(answer["pid"]) if answer["ownership"] == "OWNED" else looked.living_pid,
             incarnation=max(looked.incarnation, int(answer["incarnation"])),
@@ -229,7 +228,7 @@ class Copies:
     def _mapped(
         self, number: int, rank: int, mark: Mark, label: dict[str, Any]
     ) -> memoryview | None:
-        wanted = {"op": "copy", "of": rank, "lineage": mark.lineage, "step": mark.step}
+        wanted = {"op": "copy", "of": rank, "lineage": label["lineage"], "step": mark.step}
         try:
             _, descriptors = self._asked(number, wanted)
         except (ParamdError, OSError, EOFError):
@@ -264,6 +263,14 @@ def digest_of(parts: Sequence[memoryview]) -> int:
         for part in _parts(memory):
             summed.update(part)
     return summed.intdigest() or 1
+
+
+def marks_of(label: Mapping[str, Any]) -> list[Mark]:
+    """A snapshot's names: one in each history that it belongs to, the present one first."""
+    return [
+        Mark(int(label["step"]), int(lineage), int(label["edits"]))
+        for lineage in (label["lineage"], *label["before"])
+    ]
 
 
 def _size_bytes(label: Mapping[str, Any]) -> int:

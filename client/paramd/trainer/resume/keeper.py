@@ -42,6 +42,9 @@ log = logging.getLogger("paramd")
 LEAST_PACE, MOST_PACE = 10, 10_000
 """Fewest and most steps between standing snapshots when their cost decides."""
 
+SOON_COUNT = 8
+"""So many steps of each start all have a standing snapshot; then those of powers of two."""
+
 
 @runtime_checkable
 class Keepable(Protocol):
@@ -49,6 +52,12 @@ class Keepable(Protocol):
 
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+class Agreed(Protocol):
+    """See `Agreement.standing`."""
+
+    def __call__(self, pace: int, made: int, *, interval: int) -> tuple[int, int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +108,7 @@ class Keeper:
         keep: Mapping[str, Any],
         every: int = 1,
         standing_every: int | None = None,
-        pace: Callable[[int], int],
+        agreed: Agreed,
         copies: Callable[[int, int], tuple[int, int]] | None = None,
     ) -> None:
         """
@@ -107,7 +116,8 @@ class Keeper:
             every: keep a record at steps that are a multiple of it.
             standing_every: the same for a standing snapshot; 0 makes none, None keeps their cost
                 below a hundredth of the training's time.
-            pace: the highest of the numbers of steps that ranks ask for.
+            agreed: tells the other ranks how many steps this one wants between standing snapshots,
+                and the last one it has; returns the highest and the lowest that ranks told.
             copies: how far all ranks' copies on other hosts are (Agreement.copies); None
                 without copies.
         """
@@ -122,7 +132,7 @@ class Keeper:
         self._loaders = {n: o for n, o in keep.items() if _is_iterated(o)}
         self._every = every
         self._standing_every = standing_every
-        self._pace = pace
+        self._agreed = agreed
         self._copies = copies
         self._stood_at: int = page[Word.STEP]
         self._settled_count = 0
@@ -266,20 +276,26 @@ class Keeper:
 
     def _stands(self, step: int) -> bool:
         """Whether a standing snapshot is due; the same on all ranks, which keep the same steps."""
-        every = self._standing_every
-        if every is None:
-            wanted = self._pace(wanted_pace(self._words))
-            every = wanted if wanted else LEAST_PACE
+        words, every = self._words, self._standing_every
         self._settled_count += 1
+        wanted = wanted_pace(words)
+        # Which one all ranks have shows only in rounds, so there is one for each.
+        interval = wanted if self._settled_count > 2 * SOON_COUNT else 1
+        pace, common = self._agreed(wanted, words[Word.STANDING_MADE], interval=interval)
+        words[Word.STANDING_COMMON] = max(words[Word.STANDING_COMMON], common)
         if self._copying():
             return False
-        # Soon after the start already: the first one only has memory made for the others.
-        soon = self._settled_count < every and self._settled_count.bit_count() == 1
+        if every is None:
+            every = pace if pace else LEAST_PACE
+        # Soon after the start already, where there is least to go back to. For a large state the
+        # first only has memory made, so several in a row.
+        count = self._settled_count
+        soon = count < every and (count <= SOON_COUNT or count.bit_count() == 1)
         if not every or not (soon or step // every > self._stood_at // every):
             return False
         self._stood_at = step
-        self._words[Word.STANDING_STEP] = step
-        self._words[Word.STANDING] += 1
+        words[Word.STANDING_STEP] = step
+        words[Word.STANDING] += 1
         return True
 
     def _copying(self) -> bool:

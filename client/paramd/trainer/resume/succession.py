@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from paramd.errors import ConflictError, ParamdError, UnreachableError
-from paramd.memory import handover
+from paramd.memory import handover, left
 from paramd.memory.arena import HostArena
 from paramd.memory.continuation import read_pair
 from paramd.memory.descriptors import SparseMemory, pages
@@ -47,6 +47,7 @@ from paramd.trainer.resume.copies import (
     Damaged,
     digest_of,
     left_behind,
+    marks_of,
     ways,
     with_copies,
 )
@@ -58,10 +59,6 @@ log = logging.getLogger("paramd")
 
 NO_SIDECAR = "no sidecar of an earlier incarnation is here"
 OFFER_TIMEOUT_S = 30.0
-
-MOST_LIVE_BYTES = 8 << 30
-"""A larger live state is taken over without a digest of all its bytes, which would take seconds;
-samples of its parameters and the record's checksum are looked at in any case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +86,9 @@ class _State:
     arena_bytes: int
     optimizer_bytes: int
     digest: int = 0
-    """XXH3 of the parts; 0 unknown."""
+    """Of a snapshot: XXH3 of its bytes; 0 unknown."""
+    digests: tuple[int, ...] = ()
+    """Of a live state: those of its pieces (memory/left.py); none if they are not known."""
 
 
 class Succession:
@@ -144,7 +143,7 @@ class Succession:
             return RankOffer(absent=f"its sidecar gave no answer ({error})")
         if offer["ownership"] == "OWNED":
             return RankOffer(living_pid=int(offer["pid"]))
-        if offer["ownership"] == "WAITING":
+        if offer["ownership"] == "WAITING" and not offer["snapshots"]:
             return RankOffer(absent=NO_SIDECAR)
         self._incarnation = int(offer["incarnation"])
         why_not = str(offer["why_not_live"])
@@ -158,10 +157,10 @@ class Succession:
                 why_not = str(error)
         for label, descriptor in zip(offer["snapshots"], fds, strict=True):
             with suppress(ParamdError, ValueError, OSError):
-                self._snapshots.append(_read_snapshot(label, descriptor))
+                self._snapshots += _read_snapshot(label, descriptor)
         return RankOffer(
             refusal=self._refusal(offer),
-            step=int(offer["step"]),
+            step=max(int(offer["step"]), int(offer["reached"])),
             live=self._live.mark if self._live is not None else None,
             why_not_live=why_not,
             snapshots=tuple(state.mark for state in self._snapshots),
@@ -190,11 +189,13 @@ class Succession:
         got = self._copies.exchange(self._ways, group)
         if got is None:
             return []
+        assert self._choice is not None, "decide comes first"
         label, memory = got
-        damaged = Damaged(self._rank, self._ways[self._rank], _mark_of(label))
+        mark = self._choice.mark
+        damaged = Damaged(self._rank, self._ways[self._rank], mark)
         try:
-            state = _snapshot_in(memory, label)
-        except (ParamdError, ValueError):
+            state = next(one for one in _snapshots_in(memory, label) if one.mark == mark)
+        except (ParamdError, ValueError, StopIteration):
             return [damaged]
         if digest_of(state.parts) != state.digest:
             return [damaged]
@@ -207,14 +208,36 @@ class Succession:
     def damage(self) -> str:
         """What is wrong with the chosen state's bytes; empty if nothing is known to be."""
         state, choice = self._chosen, self._choice
-        if state is None or choice is None or not state.digest:
+        if state is None or choice is None:
             return ""
-        size = sum(part.nbytes for part in state.parts)
-        if choice.how == "live" and size > MOST_LIVE_BYTES:
-            return ""
-        if digest_of(state.parts) == state.digest:
+        if choice.how == "live":
+            damaged = self._left_damaged(state)
+        else:
+            damaged = bool(state.digest) and digest_of(state.parts) != state.digest
+        if not damaged:
             return ""
         return f"the {choice.how} state of step {state.mark.step} is damaged on rank {self._rank}"
+
+    def _left_damaged(self, state: _State) -> bool:
+        if not state.digests:
+            log.warning(
+                "paramd: rank %d: its sidecar has no digests of step %d yet; only samples and the "
+                "record are checked",
+                self._rank,
+                state.mark.step,
+            )
+            return False
+        found = left.check(state.parts, state.digests)
+        if found.piece_count < found.of_count:
+            log.info(
+                "paramd: rank %d: %d of %d pieces of step %d were checked in %.0f s",
+                self._rank,
+                found.piece_count,
+                found.of_count,
+                state.mark.step,
+                left.CHECK_S,
+            )
+        return found.damaged
 
     @property
     def survived(self) -> Survived | None:
@@ -236,6 +259,11 @@ class Succession:
     def edits_before(self) -> int:
         """Edits applied in this history so far."""
         return self._chosen.mark.edits if self._chosen is not None else 0
+
+    @property
+    def common_step(self) -> int:
+        """Step of the newest standing snapshot that all ranks have; 0 none."""
+        return self._choice.common_step if self._choice is not None else 0
 
     @property
     def optimizer_bytes(self) -> int:
@@ -345,7 +373,7 @@ class Succession:
             ),
             arena_bytes=sizes[0],
             optimizer_bytes=sizes[1],
-            digest=int(offer["digest"]),
+            digests=tuple(map(int, offer["digests"])),
         )
         return ""
 
@@ -432,8 +460,8 @@ def new_lineage() -> int:
     return secrets.randbits(62) | 1
 
 
-def _read_snapshot(label: dict[str, Any], descriptor: int) -> _State:
-    return _snapshot_in(_mapped(descriptor, sum(_sizes(label))), label)
+def _read_snapshot(label: dict[str, Any], descriptor: int) -> list[_State]:
+    return _snapshots_in(_mapped(descriptor, sum(_sizes(label))), label)
 
 
 def _sizes(label: Mapping[str, Any]) -> list[int]:
@@ -441,23 +469,24 @@ def _sizes(label: Mapping[str, Any]) -> list[int]:
     return [int(label[name]) for name in names]
 
 
-def _mark_of(label: Mapping[str, Any]) -> Mark:
-    return Mark(int(label["step"]), int(label["lineage"]), int(label["edits"]))
-
-
-def _snapshot_in(memory: memoryview, label: Mapping[str, Any]) -> _State:
+def _snapshots_in(memory: memoryview, label: Mapping[str, Any]) -> list[_State]:
+    """A snapshot, as a state of each history that it belongs to."""
     sizes = _sizes(label)
     begin = sizes[0] + sizes[1]
     record = read_record(bytes(memory[begin : begin + sizes[2]]))
-    return _State(
-        _mark_of(label),
-        record,
-        decode(bytes(memory[begin + sizes[2] : sum(sizes)])),
-        parts=(memory,),
-        arena_bytes=sizes[0],
-        optimizer_bytes=sizes[1],
-        digest=int(label["digest"]),
-    )
+    table = decode(bytes(memory[begin + sizes[2] : sum(sizes)]))
+    return [
+        _State(
+            mark,
+            record,
+            table,
+            parts=(memory,),
+            arena_bytes=sizes[0],
+            optimizer_bytes=sizes[1],
+            digest=int(label["digest"]),
+        )
+        for mark in marks_of(label)
+    ]
 
 
 def _mapped(descriptor: int, size_bytes: int) -> memoryview:

@@ -483,5 +483,9 @@ class Copier:
 
     def _serve_once(self) -> None:
         while self._inbox:
-            self._inbox.popleft()()
+            try:
+                self._inbox.popleft()()
+            except Exception as error:
+                # The others' wake is spent, and the one that ends this thread may be among them.
+                self._log("copier-failed", error=repr(error))
         self.capture.serve()

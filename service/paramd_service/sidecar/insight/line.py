@@ -151,7 +151,9 @@ class TrainerLine:
         except (TimeoutError, OSError):
             return await self._by_signal(now_s)
         except asyncio.CancelledError:
-            if not answer.cancelled():
+            # Both at once when a trainer ends: its line closes, and whoever asks is cancelled.
+            asking = asyncio.current_task()
+            if not answer.cancelled() or (asking is not None and asking.cancelling()):
                 raise
             return Stacks(at_s=now_s, missing="the trainer has ended")
         finally:

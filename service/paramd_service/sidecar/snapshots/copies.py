@@ -19,7 +19,7 @@ from typing import Any
 from xxhash import xxh3_64
 
 from paramd.errors import DataLossError, ExhaustedError, NotFoundError, UsageError
-from paramd_service.sidecar.snapshots.standing import BUFFERS, Standing, StandingLabel
+from paramd_service.sidecar.snapshots.standing import BUFFERS, Standing, StandingLabel, rebased
 from paramd_service.sidecar.snapshots.store import Block, BlockMaker
 
 
@@ -96,7 +96,7 @@ class Copies:
         kept = self._ranks.setdefault(rank, _Kept())
         async with kept.lock:
             kept.keep_step = keep_step if keep_step else kept.keep_step
-            copy = next((one for one in kept.copies if one.label == label), None)
+            copy = next((one for one in kept.copies if _is_of(one, label)), None)
             if copy is None:
                 if offset:
                     return 0
@@ -122,11 +122,8 @@ class Copies:
     def rebase(self, lineage: int, new_lineage: int, step: int) -> None:
         """As `Standing.rebase`; what has not arrived whole is dropped."""
         for copy in (copy for kept in self._ranks.values() for copy in kept.copies):
-            label = copy.label
-            if label is None or label.lineage != lineage or label.step > step or not copy.whole:
-                copy.label = None
-            else:
-                copy.label = replace(label, lineage=new_lineage)
+            label = copy.label if copy.whole else None
+            copy.label = rebased(label, lineage, new_lineage, step) if label is not None else None
 
     def keep_only(self, ranks: Collection[int]) -> None:
         """Give back the memory of all other ranks' copies."""
@@ -175,6 +172,11 @@ def copies_message(own: int, standing: Standing, copies: Copies) -> list[dict[st
 def opened(block: Block) -> int:
     """A new descriptor of a block's memory, read-only."""
     return os.open(f"/proc/self/fd/{block.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _is_of(copy: _Copy, label: StandingLabel) -> bool:
+    """Whether it is a copy of that snapshot. Senders do not tell the histories before."""
+    return copy.label is not None and replace(copy.label, before=()) == label
 
 
 def _worth(copy: _Copy, keep_step: int) -> tuple[bool, bool, int]:

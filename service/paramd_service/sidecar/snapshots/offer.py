@@ -37,10 +37,7 @@ def offer_of(
     if not why_not:
         shared = attached.shared
         descriptors += map(os.dup, (shared.arena, shared.optimizer, shared.continuation))
-    snapshots = []
-    for label, block in standing.labels():
-        snapshots.append(dataclasses.asdict(label))
-        descriptors.append(os.open(f"/proc/self/fd/{block.descriptor}", os.O_RDONLY | os.O_CLOEXEC))
+    snapshots = _snapshots(standing, descriptors)
     offer = {
         "op": "offered",
         "ownership": ownership.name,
@@ -54,10 +51,41 @@ def offer_of(
         "edits": page[Word.EDITS] + page[Word.EDITS_BEFORE],
         "why_not_live": why_not,
         "optimizer_bytes": page[Word.OPTIMIZER_BYTES],
-        "digest": standing.end_digest(attached),
+        "digests": standing.left_digests(attached),
+        "reached": standing.reached,
         "snapshots": snapshots,
     }
     return offer, descriptors
+
+
+def offer_of_snapshots(
+    ownership: Ownership, standing: Standing
+) -> tuple[dict[str, Any], list[int]]:
+    """As `offer_of`, when a trainer that was to take the memory over died meanwhile."""
+    descriptors: list[int] = []
+    snapshots = _snapshots(standing, descriptors)
+    newest = snapshots[0] if snapshots else {}
+    offer = {
+        "op": "offered",
+        "ownership": ownership.name,
+        "incarnation": 0,
+        "world_size": newest.get("world_size", 0),
+        "layout_digest": newest.get("layout_digest", ""),
+        "step": -1,
+        "reached": standing.reached,
+        "why_not_live": "a trainer that was to go on in it died while it attached",
+        "snapshots": snapshots,
+    }
+    return offer, descriptors
+
+
+def _snapshots(standing: Standing, descriptors: list[int]) -> list[dict[str, Any]]:
+    """The labels of whole snapshots; adds their descriptors."""
+    found = []
+    for label, block in standing.labels():
+        found.append(dataclasses.asdict(label))
+        descriptors.append(os.open(f"/proc/self/fd/{block.descriptor}", os.O_RDONLY | os.O_CLOEXEC))
+    return found
 
 
 def _why_not_live(attached: AttachedMemory, ownership: Ownership) -> str:

@@ -3,8 +3,9 @@
 The trainer asks for one at a boundary (words STANDING and STANDING_STEP), which it announces, so
 the bytes are copied while the next forward and backward run: arena, optimizer memory and
 continuation record. SEQ proves each copy; one that the next update overtakes is dropped. There
-are two buffers, written in turn, so that a whole one is left at any moment; with memory for only
-one, a trainer that dies while it is written leaves none.
+are two buffers. The one with the newest snapshot that all ranks have (word STANDING_COMMON) is not
+written while the other can be, so that such a one is left at any moment, however many copies fail on
+however many ranks; with memory for only one, a trainer that dies while it is written leaves none.
 
 `serve` runs on the copying thread; memory is made and digests are computed on a thread of
 their own. A lock guards what is told of the buffers.
@@ -15,8 +16,8 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from xxhash import xxh3_64
@@ -26,11 +27,18 @@ from paramd.memory.continuation import read_pair
 from paramd.memory.control_page import Word
 from paramd.memory.descriptors import SparseMemory
 from paramd.memory.gate import CopyEnd, CopySpan, copy_at_one_step
+from paramd.memory.left import digests_of
 from paramd_service.sidecar.log import Log
 from paramd_service.sidecar.owner import AttachedMemory
 from paramd_service.sidecar.snapshots.store import Block, BlockMaker
 
 BUFFERS = 2
+
+SMALL_BYTES = 8 << 20
+"""Memory for states up to this size is made at once, by the copying thread: milliseconds. For larger
+ones it is made beside, and the snapshots asked for meanwhile are missed."""
+
+MOST_HISTORIES = 16
 DIGEST_CHUNK_BYTES = 16 << 20
 
 
@@ -51,6 +59,9 @@ class StandingLabel:
     layout_digest: str
     digest: int = 0
     """XXH3 of the bytes; 0 while it is being computed."""
+    before: tuple[int, ...] = ()
+    """Histories that it belonged to, newest first: those that were continued from it. A start that
+    dies while it resumes may leave ranks of which only some have a new history."""
 
     @property
     def size_bytes(self) -> int:
@@ -68,9 +79,21 @@ class _Buffer:
 class Standing:
     """One rank's standing snapshots. They outlive an attachment."""
 
-    def __init__(self, blocks: BlockMaker, log: Log, *, budget_bytes: int | None) -> None:
-        """`budget_bytes`: most bytes of all buffers; None: what the machine has."""
+    def __init__(
+        self,
+        blocks: BlockMaker,
+        log: Log,
+        *,
+        budget_bytes: int | None,
+        at_point: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """
+        Args:
+            budget_bytes: most bytes of all buffers; None: what the machine has.
+            at_point: called at the point "standing-copied" (fault injection).
+        """
         self._blocks = blocks
+        self._at_point = at_point
         # Its own thread: a digest takes long, and callers wait for the sidecar's others.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="paramd-standing")
         self._log = log
@@ -78,12 +101,14 @@ class Standing:
         self._buffers = [_Buffer() for _ in range(BUFFERS)]
         self._lock = threading.Lock()
         self._making = False
-        self._ended: tuple[AttachedMemory, int] | None = None
+        self._ended: tuple[AttachedMemory, Future[list[int]]] | None = None
         self._kept_step = 0
         self.on_digested: Callable[[], None] | None = None
         """Called on a thread when a snapshot is whole and has its digest."""
         self.wanted_bytes = 0
         """Memory of all buffers, once it is made."""
+        self.reached = 0
+        """Highest step that was made in these histories and may have to be made again."""
         self.missed_count = 0
         """Snapshots that were asked for and not made."""
 
@@ -115,15 +140,18 @@ class Standing:
             settled = attached.page[Word.COPY_SETTLED]
             attached.page[Word.COPY_SETTLED] = max(settled, step)
 
-    def rebase(self, lineage: int, new_lineage: int, step: int) -> None:
-        """Keep what `new_lineage` continues: snapshots of `lineage` up to `step`, no others."""
+    def rebase(self, lineage: int, new_lineage: int, step: int, *, reached: int) -> None:
+        """Keep what `new_lineage` continues: snapshots of `lineage` up to `step`, no others.
+
+        Args:
+            reached: step that the trainer before was at.
+        """
+        self.reached = max(self.reached, reached) if lineage else 0
         with self._lock:
             for buffer in self._buffers:
                 label = buffer.label
-                if label is not None and (label.lineage != lineage or label.step > step):
-                    buffer.label = None
-                elif label is not None:
-                    buffer.label = replace(label, lineage=new_lineage)
+                if label is not None:
+                    buffer.label = rebased(label, lineage, new_lineage, step)
 
     def trainer_ended(self, attached: AttachedMemory) -> None:
         """Begin to digest the memory that a trainer left, so that its successor finds damage."""
@@ -131,16 +159,17 @@ class Standing:
             attached.arena.buffer,
             SparseMemory(attached.shared.optimizer).buffer[: attached.page[Word.OPTIMIZER_BYTES]],
         )
+        self._ended = attached, self._executor.submit(digests_of, parts)
 
-        def note() -> None:
-            self._ended = attached, digest_of(*parts)
-
-        self._executor.submit(note)
-
-    def end_digest(self, attached: AttachedMemory) -> int:
-        """The digest of what this trainer left: arena, then state; 0 while it is not known."""
+    def left_digests(self, attached: AttachedMemory) -> list[int]:
+        """Digests of what this trainer left: arena, then state; none while they are not known."""
         ended = self._ended
-        return ended[1] if ended is not None and ended[0] is attached else 0
+        known = ended is not None and ended[0] is attached and ended[1].done()
+        return ended[1].result() if ended is not None and known else []
+
+    def digested(self) -> Future[None]:
+        """Done when all digests asked for so far are known."""
+        return self._executor.submit(lambda: None)
 
     def serving(
         self, attached: AttachedMemory, layout_digest: Callable[[], str]
@@ -198,7 +227,7 @@ class Standing:
         )
         # What all ranks have elsewhere stays until they have a newer one (docs/resume.md).
         self._kept_step = page[Word.COPIES_STEP] or self._kept_step
-        buffer = self._room(label.size_bytes)
+        buffer = self._room(label.size_bytes, page[Word.STANDING_COMMON])
         if buffer is None or buffer.block is None:
             sending = any(one.held for one in self._buffers)
             why = "the one before is still sent to another host" if sending else ""
@@ -215,38 +244,42 @@ class Standing:
             return self._missed(step, "the next update began before it was copied")
         rest = record + table
         ctypes.memmove(target + label.size_bytes - len(rest), rest, len(rest))
+        self._at_point("standing-copied")
         with self._lock:
             buffer.label = label
         page[Word.STANDING_MADE] = step
         self._executor.submit(self._digest, buffer, label)
         return True
 
-    def _room(self, size_bytes: int) -> _Buffer | None:
+    def _room(self, size_bytes: int, common_step: int) -> _Buffer | None:
         """The buffer to write next, emptied; None until there is memory for it."""
         self.wanted_bytes = max(self.wanted_bytes, BUFFERS * size_bytes)
+        if size_bytes <= SMALL_BYTES and not self._making and self._wants_more(size_bytes):
+            self._making = True
+            self._grow(size_bytes)
         with self._lock:
-            fitting = [
-                b for b in self._buffers if b.block is not None and _fits(b.block, size_bytes)
-            ]
-            oldest = min(
-                (b for b in fitting if self._may_go(b, only=len(fitting) == 1)),
-                key=lambda b: b.label.step if b.label is not None else -1,
-                default=None,
-            )
+            chosen = self._expendable(size_bytes, common_step)
             # The last whole one is only given up if no other memory is to be had.
-            wanted = self._unfit(size_bytes) and self._more_possible(size_bytes)
-            if wanted and not self._making:
+            if not self._making and self._wants_more(size_bytes):
                 self._making = True
                 self._executor.submit(self._grow, size_bytes)
-            if oldest is None or (oldest.label is not None and self._making):
+            if chosen is None or (chosen.label is not None and self._making):
                 return None
-            oldest.label = None
-            return oldest
+            chosen.label = None
+            return chosen
 
-    def _may_go(self, buffer: _Buffer, *, only: bool) -> bool:
-        """Whether it may be overwritten. `only`: there is memory for no other."""
-        kept = buffer.label is not None and buffer.label.step == self._kept_step
-        return not buffer.held and (only or not kept)
+    def _wants_more(self, size_bytes: int) -> bool:
+        return bool(self._unfit(size_bytes)) and self._more_possible(size_bytes)
+
+    def _expendable(self, size_bytes: int, common_step: int) -> _Buffer | None:
+        """The buffer to write next, of those with memory for it; the lock is held."""
+        there = [b for b in self._buffers if b.block is not None and _fits(b.block, size_bytes)]
+        kept = [b for b in there if b.label is not None and b.label.step == self._kept_step]
+        free = [b for b in there if not b.held and (b not in kept or len(there) == 1)]
+        if not free:
+            return None
+        steps = [b.label.step if b.label is not None else -1 for b in free]
+        return free[expendable(steps, common_step)]
 
     def _more_possible(self, size_bytes: int) -> bool:
         count = sum(b.block is not None and _fits(b.block, size_bytes) for b in self._buffers)
@@ -297,6 +330,31 @@ class Standing:
         self.missed_count += 1
         self._log("standing-missed", wanted_step=step, reason=reason)
         return False
+
+
+def rebased(
+    label: StandingLabel, lineage: int, new_lineage: int, step: int
+) -> StandingLabel | None:
+    """What a snapshot is in `new_lineage`, which continues `lineage` from `step` on; None: no part."""
+    histories = (label.lineage, *label.before)
+    if lineage not in histories or label.step > step:
+        return None
+    if new_lineage == label.lineage:
+        return label
+    return replace(label, lineage=new_lineage, before=histories[: MOST_HISTORIES - 1])
+
+
+def expendable(steps: Sequence[int], common_step: int) -> int:
+    """Which of the snapshots to overwrite: not the newest that all ranks have, if there is another.
+
+    Args:
+        steps: of the snapshots; -1: empty.
+        common_step: every rank has made a snapshot of this step or a later one.
+    """
+    order = sorted(range(len(steps)), key=lambda at: steps[at])
+    # Of these the older one may be all that the ranks have in common.
+    needed = steps[order[0]] >= 0 and steps[order[-1]] > common_step
+    return order[-1] if needed else order[0]
 
 
 def digest_of(*parts: memoryview) -> int:

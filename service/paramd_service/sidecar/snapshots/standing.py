@@ -335,7 +335,7 @@ class Standing:
 def rebased(
     label: StandingLabel, lineage: int, new_lineage: int, step: int
 ) -> StandingLabel | None:
-    """What a snapshot is in `new_lineage`, which continues `lineage` from `step` on; None: no part."""
+    """A snapshot in `new_lineage`, which continues `lineage` from `step` on; None: it has no part."""
     histories = (label.lineage, *label.before)
     if lineage not in histories or label.step > step:
         return None

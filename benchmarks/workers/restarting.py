@@ -2,9 +2,9 @@
 
     python -m benchmarks.workers.restarting FOLDER LAYERS {train|resume|load}
 
-`train` makes three steps, saves a checkpoint with torch.distributed.checkpoint, and waits to be killed.
-`resume` goes on from memory, `load` from that checkpoint; both print seconds by stage as JSON when the
-first step is about to begin, and end.
+`train` makes a few steps, saves a checkpoint with torch.distributed.checkpoint, and waits to be
+killed. `resume` goes on from memory, `load` from that checkpoint; both write the seconds of each
+stage to a file when the first step is about to begin, and end.
 """
 
 from __future__ import annotations

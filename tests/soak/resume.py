@@ -2,12 +2,12 @@
 
     python -m tests.soak.resume --kills 500 [--seed n] [--kind fsdp2]
 
-A job of each kind is started, killed at a moment or point that the seed draws, started again, and so
-on to its end; then parameters, optimizer state, random states, schedulers, scalers and loaders of
-every rank must be those of a training that nobody killed. A start may lose what it made since the
-last standing snapshot. It may begin afresh only if a sidecar was killed with its trainer, or before
-a standing snapshot can have been there. A sidecar that leaves a successor without an answer fails
-the campaign, even where all bits are right.
+A job of each kind is started, killed at a moment or point that the seed draws, started again, and
+so on to its end; then parameters, optimizer state, random states, schedulers, scalers and loaders
+of every rank must be those of a training that nobody killed. A start may lose what it made since
+the last standing snapshot. It may begin afresh only if a sidecar was killed with its trainer, or
+before a standing snapshot can have been there. A sidecar that leaves a successor without an answer
+fails the campaign, even where all bits are right.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Digests of the memory that a trainer left, by pieces, for who takes it over.
 
-They are made when it has ended, and checked right before its successor goes on in it. Pieces are digested on several threads, 7 to 17 GB/s on two cores. Up to `MOST_WHOLE_BYTES` all of them
-are checked; of more memory as many as `CHECK_S` allows, in random order, so that a successor of a
-hundred gigabytes waits no longer than that and every byte has a chance.
+They are made when it has ended, and checked right before its successor goes on in it, on several
+threads: 7 to 17 GB/s on two cores. Up to `MOST_WHOLE_BYTES` all pieces are checked; of more memory
+as many as `CHECK_S` allows, in random order, so that a successor in a hundred gigabytes waits no
+longer than that and every byte has a chance.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ PARAMD_TRAINER_FAULTS_DIR names a directory where rules for one running rank can
 `<dir>/rank-<r>`; the file is removed once read, and replaces rules from an earlier one.
 
 Points of edits: agreed (nothing is changed yet), applying (after the first record, SEQ is odd),
-applied (fully, and the page says so). Points of attach: looked (what can be resumed is chosen), opened
-(the sidecar is this trainer's), moved (parameters are in the arena).
+applied (fully, and the page says so). Points of attach: looked (what can be resumed is chosen),
+opened (the sidecar is this trainer's), moved (parameters are in the arena).
 """
 
 from __future__ import annotations

@@ -158,7 +158,15 @@ class ControlPlane:
             grpc_address=grpc_address,
             listen=str(http_address),
             grpc_listen=str(grpc_listen),
+            newest_export=await self._newest_export(self._exports),
         )
+
+    async def _newest_export(self, exports: ExportService) -> str:
+        """In words; empty if there is none, or if this one is for several jobs."""
+        if self._bootstrap is None:
+            return ""
+        done = await exports.store.page(self._bootstrap.job, limit=1, state="DONE")
+        return "".join(f"step {row.step} as {row.format} at {row.destination}" for row in done)
 
     async def wait_until_done(self) -> str:
         """Run until there is nothing left to do; return why."""

@@ -114,6 +114,16 @@ class Loader:
         self._epoch, self._next = state["epoch"], state["next"]
 
 
+class Other:
+    """Something else under a name that was kept."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"decay": 0.9}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        state["decay"]
+
+
 class Bad:
     """Something whose state nothing but pickle could keep."""
 
@@ -211,7 +221,14 @@ def main() -> int:
     parser.add_argument("--pause-s", type=float, default=0.0)
     parser.add_argument("--resume", default="auto")
     parser.add_argument("--workers", type=int, default=0, help="of the data loader")
-    for option in ("--explicit", "--wider", "--without-loader", "--bad-keep", "--scaler"):
+    for option in (
+        "--explicit",
+        "--wider",
+        "--without-loader",
+        "--bad-keep",
+        "--other-keep",
+        "--scaler",
+    ):
         parser.add_argument(option, action="store_true")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
@@ -241,6 +258,8 @@ def main() -> int:
     optimizer.register_step_post_hook(
         lambda *_: strike(args.folder, rank, "inside-end", attachment.step)
     )
+    if args.other_keep:
+        keep["scheduler"] = Other()
     attachment = paramd.attach(
         model,
         optimizer,

@@ -289,6 +289,7 @@ class Stages:
             self._take_over(self._sidecar, identity, found)
             if self._control is not None:
                 _fail_open(self._control.open)
+                self._tell_of_export(self._control.newest_export)
             _fail_open(self._sidecar.open)
             self._pass("opened")
             self._sidecar.own_descriptors()
@@ -320,6 +321,16 @@ class Stages:
             "layout_digest": layout_digest(found.layout),
             "buddies": self._buddies,
         }
+
+    def _tell_of_export(self, newest: str) -> None:
+        """What is left to go on from when nothing is in memory any more."""
+        if newest and self._succession is not None and self._succession.resumed is None:
+            log.warning(
+                "paramd: job %r: its newest export is %s; to go on from there, end this training, "
+                "load that before attach, and start it again",
+                self._job,
+                newest,
+            )
 
     def _take_over(self, sidecar: SidecarLink, identity: Identity, found: Found) -> None:
         """Hand the sidecar the memory that a predecessor left, if training goes on in it."""

@@ -323,6 +323,8 @@ class ControlLink:
         self._grpc_listen = ""
         self.url = ""
         self.grpc_address = ""
+        self.newest_export = ""
+        """The last whole export of this job, in words; empty if there is none."""
 
     def open(self) -> None:
         """Start it, and keep it up from now on even if this first start fails.
@@ -381,6 +383,7 @@ class ControlLink:
             raise UnreachableError(f"the control plane did not start; see {log_path}")
         self.url, self.grpc_address = ready["url"], ready["grpc_address"]
         self._listen, self._grpc_listen = ready["listen"], ready["grpc_listen"]
+        self.newest_export = ready["newest_export"]
         return descriptors.pidfd(self._process.pid)
 
     def _wanted_listen(self) -> str:

@@ -32,14 +32,7 @@ from paramd.memory.arena import HostArena
 from paramd.memory.continuation import read_pair
 from paramd.memory.descriptors import SparseMemory, pages
 from paramd.memory.handover import Survived, continuation_bytes
-from paramd.trainer.resume.choice import (
-    OVER_AN_EXPORT,
-    Choice,
-    How,
-    Mark,
-    RankOffer,
-    choose,
-)
+from paramd.trainer.resume.choice import OVER_AN_EXPORT, Choice, How, Mark, RankOffer, choose
 from paramd.trainer.resume.codec import decode
 from paramd.trainer.resume.copies import (
     OWN,
@@ -316,7 +309,14 @@ class Succession:
         home.adopt(state.table, state.record["others"])
         kept = _kept(state.record)
         for name, thing in self._keep.items():
-            thing.load_state_dict(kept[name])
+            try:
+                thing.load_state_dict(kept[name])
+            except Exception as error:
+                raise ConflictError(
+                    f"resume: keep[{name!r}], an object of class {type(thing).__name__}, did not "
+                    f"take the state that was kept under this name ({type(error).__name__}: "
+                    f"{error}); {OVER_AN_EXPORT}"
+                ) from error
         # After the kept objects: a scheduler may set hyper-parameters while it is loaded.
         for optimizer, groups in zip(self._optimizers, state.record["groups"], strict=True):
             for group, values in zip(optimizer.param_groups, groups, strict=True):

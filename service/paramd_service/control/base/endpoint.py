@@ -42,6 +42,8 @@ class Whereabouts:
     listen: str
     """Where REST listens, for a successor to reuse."""
     grpc_listen: str
+    newest_export: str = ""
+    """Of the one job that it is for: step, format and place of its last whole export."""
 
 
 def parse_listen(text: str, *, option: str, tls: bool = False) -> Address:

@@ -4,8 +4,8 @@ The trainer asks for one at a boundary (words STANDING and STANDING_STEP), which
 the bytes are copied while the next forward and backward run: arena, optimizer memory and
 continuation record. SEQ proves each copy; one that the next update overtakes is dropped. There
 are two buffers. The one with the newest snapshot that all ranks have (word STANDING_COMMON) is not
-written while the other can be, so that such a one is left at any moment, however many copies fail on
-however many ranks; with memory for only one, a trainer that dies while it is written leaves none.
+written while the other can be, so that such a one is left at any moment, whichever copies fail on
+whichever ranks; with memory for only one, a trainer that dies while it is written leaves none.
 
 `serve` runs on the copying thread; memory is made and digests are computed on a thread of
 their own. A lock guards what is told of the buffers.
@@ -35,10 +35,15 @@ from paramd_service.sidecar.snapshots.store import Block, BlockMaker
 BUFFERS = 2
 
 SMALL_BYTES = 8 << 20
-"""Memory for states up to this size is made at once, by the copying thread: milliseconds. For larger
-ones it is made beside, and the snapshots asked for meanwhile are missed."""
+"""Memory for states up to this size is made at once, by the copying thread: milliseconds. For
+larger ones it is made beside, and the snapshots asked for meanwhile are missed."""
 
 MOST_HISTORIES = 16
+
+_MEANING = (
+    "no standing snapshots: a trainer that dies inside an update starts afresh",
+    "one standing snapshot: a trainer that dies while it is written has none to go back to",
+)
 DIGEST_CHUNK_BYTES = 16 << 20
 
 
@@ -305,7 +310,8 @@ class Standing:
                     self._blocks.dispose(old)
         except ExhaustedError as error:
             count = BUFFERS - len(self._unfit(size_bytes))
-            self._log("standing-exhausted", buffers=count, reason=str(error))
+            meaning = _MEANING[min(count, len(_MEANING) - 1)]
+            self._log("standing-exhausted", buffers=count, meaning=meaning, reason=str(error))
             # Never tried again: what there is has to do.
             self._budget_bytes = count * size_bytes
         finally:

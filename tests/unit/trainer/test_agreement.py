@@ -649,3 +649,29 @@ def test_the_schedules_have_quiet_times_and_requests_and_show_a_rank_that_plans_
     assert max(gaps) >= idle_interval(10 * MS) + 5
     selfish = [Schedule(random.Random(seed), 2, Selfish) for seed in range(10)]
     assert any("rounds do not match" in schedule.run(1500) for schedule in selfish)
+
+
+def test_ranks_learn_the_slowest_pace_and_the_lowest_snapshot(
+    make: Callable[..., Ranks],
+) -> None:
+    ranks = make(2)
+    wanted = [(10, 30), (40, 20)]
+
+    def tell(interval: int) -> list[tuple[int, int]]:
+        return [
+            agreement.standing(pace, made, interval=interval)
+            for agreement, (pace, made) in zip(ranks.agreements, wanted, strict=True)
+        ]
+
+    assert tell(1) == [(0, 0)] * 2
+    for _ in range(2):
+        ranks.boundary(NOTHING, NOTHING)
+    assert tell(3) == [(40, 20)] * 2
+    # With steps of 200 ms and no clients, five boundaries would lie between rounds.
+    launched = []
+    for _ in range(7):
+        ranks.boundary(NOTHING, NOTHING, clients=(False, False, False))
+        launched.append(all(one._work is not None for one in ranks.agreements))
+    assert launched.count(True) >= 2
+    alone = Agreement(None, timeout_s=1)
+    assert alone.standing(10, 7, interval=1) == (10, 7)

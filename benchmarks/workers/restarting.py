@@ -35,6 +35,8 @@ class Clock:
 
     def __init__(self) -> None:
         self.stages: dict[str, float] = {}
+        self.of_that: dict[str, float] = {}
+        """Parts of stages."""
         self._last_s = BEGIN_S
 
     def stage(self, name: str) -> None:
@@ -66,17 +68,36 @@ def main() -> None:
         _load(model, optimizer, folder)
         clock.stage("torch.distributed.checkpoint")
     else:
-        import paramd
-
-        attachment = paramd.attach(model, optimizer, job="restarting", resume="auto")
-        clock.stage("paramd.attach")
+        attachment = _attach(model, optimizer, clock)
         resumed = attachment.resumed
         assert how == "train" or (resumed is not None and resumed.how == "live"), resumed
     if how != "train":
-        Path(folder, f"told-{dist.get_rank()}").write_text(json.dumps(clock.stages))
+        Path(folder, f"told-{dist.get_rank()}").write_text(
+            json.dumps({"stages": clock.stages, "of that": clock.of_that})
+        )
         # No step and no detach: the memory stays for the next start.
         os._exit(0)
     _train(model, optimizer, folder)
+
+
+def _attach(model: nn.Module, optimizer: torch.optim.Optimizer, clock: Clock) -> Any:
+    import paramd
+    from paramd.trainer.helpers.sidecar_link import ControlLink
+
+    opened, started_s = ControlLink.open, [0.0]
+
+    def timed(link: ControlLink) -> None:
+        begin_s = time.perf_counter()
+        try:
+            opened(link)
+        finally:
+            started_s[0] = time.perf_counter() - begin_s
+
+    ControlLink.open = timed  # type: ignore[method-assign]
+    attachment = paramd.attach(model, optimizer, job="restarting", resume="auto")
+    clock.stage("paramd.attach")
+    clock.of_that["control plane"] = started_s[0]
+    return attachment
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:

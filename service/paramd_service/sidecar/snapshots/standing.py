@@ -341,7 +341,7 @@ class Standing:
 def rebased(
     label: StandingLabel, lineage: int, new_lineage: int, step: int
 ) -> StandingLabel | None:
-    """A snapshot in `new_lineage`, which continues `lineage` from `step` on; None: it has no part."""
+    """A snapshot in `new_lineage`, which goes on from `lineage` at `step`; None: it has no part."""
     histories = (label.lineage, *label.before)
     if lineage not in histories or label.step > step:
         return None

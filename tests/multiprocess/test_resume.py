@@ -335,8 +335,7 @@ def served(endpoint: Path) -> bool:
     try:
         with paramd.connect(told["url"], told["token"]) as mesh:
             return bool(mesh.params())
-    except ParamdError as error:
-        print(repr(error))
+    except ParamdError:
         return False
 
 

@@ -221,6 +221,9 @@ class Word(IntEnum):
     OPTIMIZER_BYTES = 98  # bytes of the optimizer memory in use
     STANDING = 99  # counts standing snapshots asked for; each with an announced boundary
     STANDING_STEP = 100  # step of the last of them
+    REWINDABLE = 101  # 1: the script can be put back to an earlier state (trainer/resume)
+    RECORD_STEP = 103  # step of the last whole continuation record
+    REWOUND = 102  # counts how often it was; steps come again after that
 
     # Words 128 to 191 are the trainer's: the last requests agreed.
     # Words 192 to 511 are the trainer's: its text and its sample places.

@@ -26,6 +26,7 @@ LIMITS = (
     "undo_budget_bytes",
     "edit_expiry_s",
     "standing_budget_bytes",
+    "marks_budget_bytes",
 )
 """Limits passed on to the sidecar."""
 
@@ -111,6 +112,8 @@ class AttachSettings:
     standing_budget_bytes: float | None = None
     """Most bytes of standing snapshots on a rank, above 0. Two of the whole state are kept at
     most; with room for one, a trainer that dies while it is written leaves none."""
+    marks_budget_bytes: float | None = None
+    """Most bytes of marks (`mesh.mark`) on a rank, above 0."""
 
     def __post_init__(self) -> None:
         for name in ("stall_budget_ms", "lossless_budget_ms", "linger_s", "control_timeout_s"):

@@ -13,7 +13,7 @@ one clears them.
 Points: pin-prepared, copy-begun, copy-chunk, copy-moved, pin-answered, capture-ready,
 boundary-copied, read-chunk, stats-item, pool, mapped, live, stream-granted, stream-open,
 stream-window, gradients-copied, gradients-reduced; of
-edits edit-staging, edit-staged, edit-ready, edit-applied; of
+edits edit-staging, edit-staged, edit-ready, edit-applied; mark-made; of
 exports export-begun, export-file-begun, export-chunk, export-file-written, export-file-done,
 export-stored, export-verify, export-finish, export-marker, export-renamed, export-dropped.
 """
@@ -62,6 +62,7 @@ POINTS = frozenset(
         "edit-staged",
         "edit-ready",
         "edit-applied",
+        "mark-made",
         "gradients-copied",
         "gradients-reduced",
     }

@@ -121,6 +121,7 @@ def parse(argv: Sequence[str] | None) -> SidecarConfig:
         "edit_pool_bytes",
         "undo_budget_bytes",
         "standing_budget_bytes",
+        "marks_budget_bytes",
     ):
         option = "--" + name.replace("_", "-")
         parser.add_argument(option, type=int, default=getattr(defaults, name), metavar="BYTES")

@@ -24,6 +24,7 @@ from paramd.trainer.helpers.sidecar_link import ControlLink, Identity, SidecarLi
 from paramd.trainer.home.owned import ParameterStorage
 from paramd.trainer.resume.keeper import Keeper, Keeping
 from paramd.trainer.resume.optimizer_home import OptimizerHome
+from paramd.trainer.resume.rewinding import Rewinder
 from paramd.trainer.resume.succession import Resumed
 
 log = logging.getLogger("paramd")
@@ -94,6 +95,7 @@ class Attachment:
         self._last_edits = 0
         self.keeper: Keeper | None = None
         self._state: OptimizerHome | None = None
+        self._rewinder: Rewinder | None = None
         self.resumed: Resumed | None = None
         """From which state this training goes on (`step`, `how`, `lost_steps`, `reason`); None
         after a fresh start."""
@@ -183,6 +185,34 @@ class Attachment:
         """Keep what a successor needs from now on, if anything."""
         self.keeper = self._boundary.keeper = keeper
         self._state, self.resumed = state, resumed
+
+    def rewind_with(self, rewinder: Rewinder) -> None:
+        """Have rollbacks done by `rewinder`, and edits find the optimizers given to attach."""
+        self._rewinder = self._boundary.rewinder = rewinder
+        self._editor.rollback = rewinder.deed
+        self._editor.given = rewinder.state.alive
+        self._editor.groups_changed = rewinder.keeper.groups_changed
+
+    @contextmanager
+    def rewindable(self) -> Iterator[None]:
+        """A block that `mesh.rollback` leaves, so that the loop over batches begins anew.
+
+            while attachment.step < steps:
+                with attachment.rewindable():
+                    for batch in loader:
+                        ...
+
+        A rollback puts parameters, optimizers and everything in `keep` back to an earlier step, at
+        the beginning of a forward; the batch in hand belongs to a later one. So the block ends
+        there as if it were over, on every rank, and `attachment.step` is that step. Outside of
+        such a block a rollback is refused. Blocks may be nested; the innermost is left. Without
+        resume="auto" it does nothing.
+        """
+        if self._rewinder is None or self._detached or self._is_childs:
+            yield
+            return
+        with self._rewinder.block():
+            yield
 
     def kept(self) -> None:
         """Say that the loop's body is over, so that a successor can go on exactly here.

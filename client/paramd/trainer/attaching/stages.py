@@ -56,6 +56,7 @@ from paramd.trainer.home.owned import ParameterStorage
 from paramd.trainer.resume.choice import RankOffer
 from paramd.trainer.resume.keeper import Keeper, check_keep
 from paramd.trainer.resume.optimizer_home import OptimizerHome
+from paramd.trainer.resume.rewinding import Rewinder
 from paramd.trainer.resume.succession import Succession, agreed_choice, new_lineage
 from paramd.trainer.settings import AttachSettings
 from paramd.version import __version__
@@ -390,6 +391,8 @@ class Stages:
                 # Before that: a failed resume must not end the sidecar that has the state.
                 self._undo.callback(self._let_go_of_sidecar)
             made[0].keep_with(keeper, state, succession.resumed if succession else None)
+            if keeper is not None and state is not None:
+                made[0].rewind_with(self._rewinder(found, page, arena, state, keeper))
             made[0].follow(found.optimizers)
             self.serve(mesh, layout)
             return {}
@@ -433,6 +436,24 @@ class Stages:
             every=int(self._settings.keep_every),
             standing_every=int(standing) if standing is not None else None,
             pace=agreement.pace,
+        )
+
+    def _rewinder(
+        self,
+        found: Found,
+        page: ControlPage,
+        arena: HostArena,
+        state: OptimizerHome,
+        keeper: Keeper,
+    ) -> Rewinder:
+        return Rewinder(
+            page,
+            arena,
+            home=found.home,
+            state=state,
+            keeper=keeper,
+            keep=self._keep,
+            at_point=faults.from_environment(self._exchange.rank),
         )
 
     def _go_on(self, attachment: Attachment, first_step: int) -> None:

@@ -127,6 +127,7 @@ class Keeper:
         self._early_step = -1
         self._complete_step = -1
         self._parts: dict[str, Any] = {}
+        self._written: dict[str, Any] = {}
         self._forward: dict[str, Any] | None = None
         self._why = ""
         self._count, self._total_ns, self._longest_ns, self._last_bytes = 0, 0, 0, 0
@@ -201,6 +202,36 @@ class Keeper:
             self._give_up(error)
         self._note_cost(begin_ns)
 
+    @property
+    def memory(self) -> SparseMemory:
+        """Where records and tables are."""
+        return self._memory
+
+    def groups_changed(self) -> None:
+        """An edit has set hyper-parameters: the record of this step has to have them."""
+        if self._why or self._written.get("step") != self._words[Word.STEP]:
+            return
+        try:
+            self._parts["groups"] = [_groups(optimizer) for optimizer in self._state.alive()]
+            self._write(self._written | {"groups": self._parts["groups"]})
+        except Exception as error:
+            self._give_up(error)
+
+    def rewound(self, step: int, record: dict[str, Any], data: bytes, table: bytes) -> None:
+        """The training was put back to a state: go on from its record, given in both forms.
+
+        Asks for a standing snapshot, since the ones there are of what was left.
+        """
+        self._table_number = self._table.write(table)
+        self._record.write(data, beside=self._table_number)
+        self._words[Word.RECORD_STEP] = step
+        self._early, self._early_step = record["early"], step
+        self._forward = record["random_forward"]
+        self._parts, self._written, self._complete_step = {}, {}, -1
+        self._settled_count = 0
+        if self._standing_every != 0:
+            self._ask_for_standing(step)
+
     def cost(self) -> Keeping:
         """What keeping records has cost since attach."""
         return Keeping(
@@ -253,9 +284,11 @@ class Keeper:
         self._complete_step = step
 
     def _write(self, parts: dict[str, Any]) -> None:
+        self._written = parts
         data = encode(parts)
         self._last_bytes = len(data)
         self._record.write(data, beside=self._table_number)
+        self._words[Word.RECORD_STEP] = parts["step"]
 
     def _stands(self, step: int) -> bool:
         """Whether a standing snapshot is due; the same on all ranks, which keep the same steps."""
@@ -268,10 +301,13 @@ class Keeper:
         soon = self._settled_count < every and self._settled_count.bit_count() == 1
         if not every or not (soon or step // every > self._stood_at // every):
             return False
+        self._ask_for_standing(step)
+        return True
+
+    def _ask_for_standing(self, step: int) -> None:
         self._stood_at = step
         self._words[Word.STANDING_STEP] = step
         self._words[Word.STANDING] += 1
-        return True
 
     def _note_cost(self, begin_ns: int) -> None:
         took_ns = time.monotonic_ns() - begin_ns

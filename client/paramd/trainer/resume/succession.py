@@ -222,13 +222,7 @@ class Succession:
         if state is None:
             return
         home.adopt(state.table, state.record["others"])
-        kept = _kept(state.record)
-        for name, thing in self._keep.items():
-            thing.load_state_dict(kept[name])
-        # After the kept objects: a scheduler may set hyper-parameters while it is loaded.
-        for optimizer, groups in zip(self._optimizers, state.record["groups"], strict=True):
-            for group, values in zip(optimizer.param_groups, groups, strict=True):
-                _set_group(group, values)
+        give_back(state.record, self._optimizers, self._keep)
 
     def go_on(self, keeper: Keeper) -> None:
         """Continue the random states, and let the keeper begin. Last of all."""
@@ -295,10 +289,7 @@ class Succession:
         state = states[0]
         if found := signature_difference(state.table["optimizers"], signature(self._optimizers)):
             return found
-        kept = set(_kept(state.record))
-        if kept != set(self._keep):
-            return f"keep had {_names(kept)} and has {_names(set(self._keep))}"
-        return ""
+        return keep_difference(state.record, self._keep)
 
 
 def agreed_choice(
@@ -322,6 +313,25 @@ def agreed_choice(
             return choice
         log.warning("paramd: %s", next(filter(None, found)))
         damaged.append((choice.how, choice.mark))
+
+
+def give_back(
+    record: dict[str, Any], optimizers: Sequence[torch.optim.Optimizer], keep: Mapping[str, Any]
+) -> None:
+    """Give kept objects and parameter groups what a record has of them."""
+    kept = _kept(record)
+    for name, thing in keep.items():
+        thing.load_state_dict(kept[name])
+    # After the kept objects: a scheduler may set hyper-parameters while it is loaded.
+    for optimizer, groups in zip(optimizers, record["groups"], strict=True):
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
+            _set_group(group, values)
+
+
+def keep_difference(record: dict[str, Any], keep: Mapping[str, Any]) -> str:
+    """How the names in `keep` differ from a record's; empty if they do not."""
+    kept = set(_kept(record))
+    return f"keep had {_names(kept)} and has {_names(set(keep))}" if kept != set(keep) else ""
 
 
 def new_lineage() -> int:

@@ -7,10 +7,12 @@ training held.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -32,6 +34,8 @@ from paramd_service.control.records.records import Records
 
 MAX_STEPS = 1_000_000
 END_NOW_MS = 1
+OWN_LEASE_S = 15.0
+"""Lease of a hold that the control plane begins for a request."""
 
 log = logging.getLogger("paramd.control.holds")
 
@@ -213,6 +217,35 @@ class Hold:
         await self._records.happened(by, "hold.end", {"holder": self._holder}, self._mesh)
         self._forget()
         return await self._told_now()
+
+    @asynccontextmanager
+    async def during(self, by: Principal) -> AsyncIterator[None]:
+        """Held while the block runs: by a hold of its own, or within the caller's.
+
+        Raises:
+            ConflictError: somebody else holds training, or it is stepping.
+        """
+        present = await self.view()
+        if present.state is HoldState.HELD:
+            await self._check_holder(by, "")
+            yield
+            return
+        begun = await self.begin(by, OWN_LEASE_S, "")
+        renewing = asyncio.create_task(self._keep(), name="paramd-hold")
+        try:
+            yield
+        finally:
+            renewing.cancel()
+            await asyncio.wait({renewing})
+            # If it fails, the hold ends with its lease.
+            with suppress(ParamdError):
+                await asyncio.shield(self.end(by, begun.holder))
+
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(OWN_LEASE_S / 3)
+            with suppress(ParamdError):
+                await self._renew(round(1000 * OWN_LEASE_S))
 
     async def _check_holder(self, by: Principal, holder: str) -> HoldView:
         """The current hold. Raises ConflictError unless the caller may change it."""

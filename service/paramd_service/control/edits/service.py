@@ -19,15 +19,20 @@ from paramd_service.control.access.authority import Principal
 from paramd_service.control.access.roles import Action, UserRole
 from paramd_service.control.edits.holds import Hold, HoldView
 from paramd_service.control.edits.incarnation import IncarnationEdits, audit_detail
+from paramd_service.control.edits.kept import KeptState
 from paramd_service.control.edits.machine import CallOff, no_data
+from paramd_service.control.edits.marks import Marks
 from paramd_service.control.edits.runner import EditRun, preview_all, verify_staged
 from paramd_service.control.edits.spec import (
+    ChangeSpec,
     EditConfig,
     EditSpec,
     Pace,
     Planned,
     ops_of,
+    plan_change,
     plan_edit,
+    plan_rollback,
     plan_undo,
     same_data,
 )
@@ -53,7 +58,9 @@ class EditService:
         records: Records,
         config: EditConfig,
         pace: Pace,
+        marks: Marks,
     ) -> None:
+        self.marks = marks
         self._mesh = mesh
         self._records = records
         self._store = records.edits
@@ -108,6 +115,53 @@ class EditService:
             driver.start(self.work.stage_and_commit(driver, by, planned, index))
         return row
 
+    async def change(self, by: Principal, spec: ChangeSpec, edit_id: str) -> EditRow:
+        """Create an edit that sets hyper-parameters. Idempotent as `create`.
+
+        Raises: as `create`.
+        """
+        self._mesh.check()
+        index, digest = await self._layout()
+        planned = plan_change(
+            index, spec, edit_id=edit_id, incarnation=self._mesh.number, layout_digest=digest
+        )
+        values = {
+            name: list(v) if not isinstance(v, float | int) else v
+            for name, v in spec.values.items()
+        }
+        detail = {
+            "hyperparameters": {"optimizer": spec.optimizer, "group": spec.group, "values": values}
+        }
+        return await self._begun(by, planned, index, spec.note, detail)
+
+    async def roll_back(self, by: Principal, to: str | int, note: str, edit_id: str) -> EditRow:
+        """Create an edit that puts training back to a mark, or to a step. Idempotent as `create`.
+
+        Raises:
+            NotFoundError: there is no such state. ConflictError: not all ranks have it.
+        """
+        self._mesh.check()
+        index, digest = await self._layout()
+        state = await self.marks.find(to)
+        planned = plan_rollback(
+            index, state, edit_id=edit_id, incarnation=self._mesh.number, layout_digest=digest
+        )
+        detail = {"rollback": {"mark": state.mark, "step": state.step}}
+        return await self._begun(by, planned, index, note, detail)
+
+    async def _begun(
+        self,
+        by: Principal,
+        planned: Planned,
+        index: NameIndex,
+        note: str,
+        detail: Mapping[str, object],
+    ) -> EditRow:
+        row, driver = await self._opened(by, planned, index, note, detail)
+        if driver is not None:
+            driver.start(self.work.stage_and_commit(driver, by, planned, index))
+        return row
+
     async def undo(self, by: Principal, done: EditRow, *, force: bool, edit_id: str) -> EditRow:
         """Create an edit that undoes an applied one.
 
@@ -133,7 +187,8 @@ class EditService:
                 f"edit {other.id} by {other.actor} later changed some of the same elements; undo "
                 "that one first, or pass force=true to discard its changes to them"
             )
-        detail = {"force": force, "allow_nonfinite": nonfinite}
+        detail: dict[str, object] = {"force": force, "allow_nonfinite": nonfinite}
+        detail |= {n: done.detail[n] for n in ("hyperparameters", "rollback") if n in done.detail}
         zeroed = bool(done.detail.get("reset_moments"))
         note = f"optimizer state that edit {done.id[:8]} zeroed stays zero" if zeroed else ""
         row, driver = await self._opened(by, planned, index, note, detail, undo_of=done.id)
@@ -304,13 +359,15 @@ class EditRegistry:
         job = mesh.job
         work = IncarnationEdits(mesh, self._records, self.config, on_change=self._edit_changed)
         pace = self._paces.setdefault(job, Pace(self.config.max_per_minute))
-        service = EditService(mesh, work, self._records, self.config, pace)
+        hold = self._holds[job] = Hold(
+            mesh, work.calls, self._records, agree_s=work.agree_s, on_change=self._hold_changed
+        )
+        work.held = hold.during
+        marks = Marks(mesh, work.calls, hold, self._records, on_change=self._mark_changed)
+        service = EditService(mesh, work, self._records, self.config, pace, marks)
         if job in self._services:
             self._older.append(self._services[job][1])
         self._services[job] = (mesh.number, service)
-        self._holds[job] = Hold(
-            mesh, work.calls, self._records, agree_s=work.agree_s, on_change=self._hold_changed
-        )
         work.begin()
 
     def is_over(self, mesh: Incarnation) -> None:
@@ -405,8 +462,14 @@ class EditRegistry:
             "step": row.step,
             "actor": row.actor,
             "undo_of": row.undo_of,
+            "rollback": row.detail.get("rollback"),
         }
         self._publish(Kind.EDIT, data, job=row.job)
+
+    def _mark_changed(self, job: str, name: str, mark: KeptState | None) -> None:
+        log.info("job %s: mark %r is %s", job, name, "made" if mark is not None else "dropped")
+        step = mark.step if mark is not None else -1
+        self._publish(Kind.MARK, {"mark": name, "step": step, "kept": mark is not None}, job=job)
 
     def _hold_changed(self, job: str, view: HoldView) -> None:
         log.info("job %s is %s, held by %s", job, view.state, view.holder or "nobody")

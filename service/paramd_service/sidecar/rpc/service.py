@@ -37,7 +37,7 @@ from paramd.wire import CHUNK_BYTES, data_chunk
 from paramd_service import admission
 from paramd_service.admission import Shares, TokenRevokedError
 from paramd_service.sidecar.rank import RankSidecar
-from paramd_service.sidecar.rpc import auth, edits, exports, gateway, insight, messages, pins
+from paramd_service.sidecar.rpc import auth, edits, exports, gateway, insight, marks, messages, pins
 from paramd_service.sidecar.rpc.auth import (
     CALLER,
     SERVICE,
@@ -223,6 +223,7 @@ class SidecarServicer:
             **gateway.calls(self._gateway),
             **exports.calls(rank),
             **insight.calls(rank),
+            **marks.calls(rank),
             **self._streams.calls(),
         }
         return grpc.method_handlers_generic_handler(

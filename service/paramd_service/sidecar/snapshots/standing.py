@@ -164,7 +164,7 @@ class Standing:
             world_size=attached.request.world_size,
             layout_digest=layout_digest,
         )
-        buffer = self._room(label.size_bytes)
+        buffer = self._room(label.size_bytes, label.lineage)
         if buffer is None or buffer.block is None:
             self._missed(step, "its memory is being made")
             return
@@ -186,12 +186,19 @@ class Standing:
         page[Word.STANDING_MADE] = step
         self._executor.submit(self._digest, buffer, label)
 
-    def _room(self, size_bytes: int) -> _Buffer | None:
-        """The buffer to write next, emptied; None until there is memory for it."""
+    def _room(self, size_bytes: int, lineage: int) -> _Buffer | None:
+        """The buffer to write next, emptied; None until there is memory for it.
+
+        Of another history than `lineage`, which a rollback has left, the oldest goes first.
+        """
         with self._lock:
             oldest = min(
                 (b for b in self._buffers if b.block is not None and _fits(b.block, size_bytes)),
-                key=lambda b: b.label.step if b.label is not None else -1,
+                key=lambda b: (
+                    (b.label.lineage == lineage, b.label.step)
+                    if b.label is not None
+                    else (False, -1)
+                ),
                 default=None,
             )
             # The last whole one is only given up if no other memory is to be had.

@@ -1,44 +1,54 @@
-"""A running training is put back to an earlier state and computes the same bits from there again."""
+"""A running training is put back to an earlier state and computes the same bits from there."""
 
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
+from paramd.errors import ConflictError, ExistsError, NotFoundError, ParamdError, UsageError
 from paramd.mesh.mesh import Mesh
 from tests.launch import Ranks, run_ranks, start_ranks
 from tests.longer import sample
-from tests.multiprocess.test_resume import KINDS
+from tests.multiprocess.test_resume import KINDS, kill
 from tests.multiprocess.truth import connect_to
 
 WORKER = "tests.multiprocess.workers.rewinding"
 DEADLINE_S = 90.0
 
 
-@contextmanager
-def rewinding(folder: Path, kind: str, *options: str) -> Iterator[tuple[Ranks, Mesh]]:
-    """A training that can be put back, and a client of it."""
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as opened:
+        yield opened
+
+
+def begun(stack: ExitStack, folder: Path, kind: str, *options: str) -> tuple[Ranks, Mesh]:
+    """A training that can be put back, and a client of it. Sidecars live until the test ends."""
     life, faults = folder / "life", folder / "faults"
     for made in (life, faults):
         made.mkdir(exist_ok=True)
     world_size, optimizer = KINDS[kind]
     args = [str(life), "--kind", kind, "--optimizer", optimizer, "--pause-s", "0.005", *options]
-    environment = {"PARAMD_FAULTS_DIR": str(faults), "PARAMD_TRAINER_FAULTS_DIR": str(faults)}
-    with start_ranks(
-        WORKER, world_size, args=args, env=environment, state_dir=folder / "state"
-    ) as ranks:
-        try:
-            ranks.wait_for_text("attached", rank=0)
-            with connect_to(ranks.state_dir, "rewinding") as mesh:
-                yield ranks, mesh
-        except BaseException:
-            print(ranks.outputs())
-            raise
+    environment = {
+        "PARAMD_FAULTS_DIR": str(faults),
+        "PARAMD_TRAINER_FAULTS_DIR": str(faults),
+        "PARAMD_ALERTS": '{"numbers": ["loss > 1000"], "hold": ["logged-number"]}',
+    }
+    state_dir = folder / "state"
+    ranks = stack.enter_context(
+        start_ranks(WORKER, world_size, args=args, env=environment, state_dir=state_dir)
+    )
+    for rank in range(world_size):
+        ranks.wait_for_text("attached", rank=rank)
+    return ranks, stack.enter_context(connect_to(state_dir, "rewinding"))
 
 
 def wait_for(condition: Callable[[], bool], ranks: Ranks) -> None:
@@ -63,6 +73,17 @@ def ended(folder: Path, ranks: Ranks, steps: int = 60) -> int:
     return last
 
 
+def reached(folder: Path, step: int) -> bool:
+    return at(folder) >= step
+
+
+def left(folder: Path, rank: int) -> list[tuple[int, int]]:
+    """From which step to which a rank was put back, in order."""
+    path = folder / "life" / f"steps-{rank}"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [(int(line.split()[1]), int(line.split()[3])) for line in lines]
+
+
 def final(folder: Path, world_size: int) -> list[dict[str, str]]:
     return [json.loads((folder / f"final-{rank}").read_text()) for rank in range(world_size)]
 
@@ -79,20 +100,128 @@ def undisturbed(folder: Path, kind: str, last: int) -> list[dict[str, str]]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", sample(list(KINDS), {"ddp", "fsdp2"}))
-def test_from_a_mark_on_training_computes_the_same_bits_again(tmp_path: Path, kind: str) -> None:
-    with rewinding(tmp_path, kind) as (ranks, mesh):
-        wait_for(lambda: at(tmp_path) >= 3, ranks)
-        mark = mesh.mark("before-lr-bump")
-        bumped = mesh.set_hyperparameters("group 0", lr=0.5, weight_decay=0.25)
-        assert "scheduler" in bumped.warning
-        mesh.edit("*", mul=0.5)
-        wait_for(lambda: at(tmp_path) >= mark.step + 12, ranks)
-        edit = mesh.rollback("before-lr-bump", note="it diverged")
-        assert edit.rollback == {"mark": "before-lr-bump", "step": mark.step}
-        assert edit.step >= mark.step + 12
-        last = ended(tmp_path, ranks)
+@pytest.mark.parametrize("kind", sample(list(KINDS), {"fsdp2"}))
+def test_from_a_mark_on_training_computes_the_same_bits_again(
+    tmp_path: Path, kind: str, stack: ExitStack
+) -> None:
+    ranks, mesh = begun(stack, tmp_path, kind)
+    wait_for(lambda: at(tmp_path) >= 3, ranks)
+    mark = mesh.mark("before-lr-bump")
+    bumped = mesh.set_hyperparameters("group 0", lr=0.5, weight_decay=0.25)
+    assert "scheduler" in bumped.warning
+    mesh.edit("*", mul=0.5)
+    wait_for(lambda: at(tmp_path) >= mark.step + 12, ranks)
+    edit = mesh.rollback("before-lr-bump", note="it diverged")
+    assert edit.rollback == {"mark": "before-lr-bump", "step": mark.step}
+    assert edit.step >= mark.step + 12
+    last = ended(tmp_path, ranks)
     for rank in range(KINDS[kind][0]):
-        (told,) = (tmp_path / "life" / f"steps-{rank}").read_text().splitlines()
-        assert told.endswith(f"to {mark.step}")
+        assert left(tmp_path, rank) == [(edit.step, mark.step)]
     assert final(tmp_path / "life", KINDS[kind][0]) == undisturbed(tmp_path, kind, last)
+
+
+@pytest.mark.timeout(300)
+def test_a_rollback_is_undone_to_the_state_that_was_left(tmp_path: Path, stack: ExitStack) -> None:
+    """And what cannot be done is refused with its cure, on all ranks."""
+    ranks, mesh = begun(stack, tmp_path, "ddp")
+    wait_for(lambda: at(tmp_path) >= 3, ranks)
+    first = mesh.mark("first")
+    assert [(one.name, one.whole) for one in mesh.marks() if one.name] == [("first", True)]
+    with pytest.raises(ExistsError, match="'first' exists already"):
+        mesh.mark("first")
+    for name in ("a/b", ".hidden", "12", " "):
+        with pytest.raises(UsageError, match="mark: "):
+            mesh.mark(name)
+    with pytest.raises(NotFoundError, match=r"mark 'second' is not kept; there is .*'first'"):
+        mesh.rollback("second")
+    check_hyperparameters(mesh)
+    # What they did to the steps since goes with these.
+    mesh.rollback("first")
+    wait_for(lambda: at(tmp_path) >= first.step + 20, ranks)
+    with mesh_held(mesh):
+        before = mesh.summon("*", buffers=False)
+        there = mesh.rollback(first.step)
+        back = mesh.summon("*")
+        assert (back.step, there.step) == (first.step, before.step)
+        mesh.undo(there.id)
+        again = mesh.summon("*")
+        assert again.step == before.step
+        for name, tensor in before.items():
+            assert torch.equal(tensor, again[name])
+            assert not torch.equal(tensor, back[name]) or name.startswith("frozen")
+    # What came after it would be lost, so its undo has to be wanted.
+    second = mesh.rollback("first")
+    mesh.edit("*", mul=1.0)
+    with pytest.raises(ConflictError, match="later changed some of the same"):
+        mesh.undo(second.id)
+    mesh.undo(second.id, force=True)
+    (tmp_path / "life" / "diverges").touch()
+    wait_for(lambda: mesh.hold_state().holder.startswith("alert logged-number/"), ranks)
+    (tmp_path / "life" / "diverges").unlink()
+    wait_for(lambda: mesh.hold_state().held, ranks)
+    third = mesh.rollback("first")
+    assert mesh.hold_state().held
+    mesh.resume()
+    mesh.unmark("first")
+    assert [one.name for one in mesh.marks() if one.name] == []
+    last = ended(tmp_path, ranks)
+    steps = left(tmp_path, 0)
+    assert steps == left(tmp_path, 1)
+    assert (second.step, first.step) in steps
+    assert steps[-2:] == [(steps[-2][0], second.step), (third.step, first.step)]
+    assert final(tmp_path / "life", 2) == undisturbed(tmp_path, "ddp", last)
+
+
+def check_hyperparameters(mesh: Mesh) -> None:
+    for group, values, said in (
+        ("group 0", {"learning_rate": 1.0}, "has no 'learning_rate'; it has lr, betas, eps"),
+        ("group 3", {"lr": 1.0}, "there is no group 3; optimizer 0 \\(AdamW\\) has groups 0 to 0"),
+        ("optimizer 1 group 0", {"lr": 1.0}, "there is no optimizer 1; this training has 0"),
+        ("group 0", {"lr": -1.0}, "lr: -1.0; expected 0 or more"),
+        ("group 0", {"betas": (0.9, 1.0)}, "betas: 1.0; expected 0 or more, and below 1"),
+        ("group 0", {"betas": 0.9}, "expected 2 numbers, as in"),
+        ("group 0", {"amsgrad": 1.0}, "amsgrad is False, a switch"),
+    ):
+        with pytest.raises(ConflictError, match=said):
+            mesh.set_hyperparameters(group, **values)
+    with pytest.raises(UsageError, match="expected 'group N'"):
+        mesh.set_hyperparameters("all", lr=1.0)
+    changed = mesh.set_hyperparameters("group 0", betas=(0.5, 0.75), weight_decay=0.5)
+    assert not changed.warning
+    mesh.undo(changed.id)
+
+
+@contextmanager
+def mesh_held(mesh: Mesh) -> Iterator[None]:
+    mesh.pause()
+    try:
+        yield
+    finally:
+        mesh.resume()
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_killed_within_a_rollback_leaves_no_mixture(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    """Trainers killed at each point of it; each time all ranks resume at one state."""
+    last = 0
+    for number, point in enumerate(("agreed", "applying", "applied", "")):
+        ranks, mesh = begun(stack, tmp_path, "fsdp2")
+        wait_for(lambda: at(tmp_path) >= 3, ranks)
+        if not number:
+            step = mesh.mark("safe").step
+            wait_for(partial(reached, tmp_path, step + 12), ranks)
+        assert [one.step for one in mesh.marks() if one.name == "safe"] == [step]
+        if not point:
+            mesh.rollback("safe")
+            last = ended(tmp_path, ranks)
+            break
+        (tmp_path / "faults" / "rank-1").write_text(f"{point}:kill")
+        with suppress(ParamdError):
+            edit = mesh.rollback("safe", timeout=20)
+            assert point == "applied", edit
+        assert ranks[1].process.wait(DEADLINE_S) == -signal.SIGKILL
+        kill(ranks)
+        print(ranks.outputs())
+    assert final(tmp_path / "life", 2) == undisturbed(tmp_path, "fsdp2", last)

@@ -67,6 +67,8 @@ def main() -> int:
     attachment = paramd.attach(model, optimizer, job="rewinding", resume=args.resume, keep=keep)
     print("attached", attachment.resumed, flush=True)
 
+    at = folder / f"at-{rank}"
+
     def over() -> bool:
         path = folder / "end"
         return path.exists() and attachment.step >= int(path.read_text() or 1 << 60)
@@ -79,22 +81,21 @@ def main() -> int:
             nn.functional.cross_entropy(model(tokens), targets).backward()
             optimizer.step()
             scheduler.step()
-            Path(folder, f"at-{rank}").write_text(str(attachment.step))
+            attachment.log(loss=1e6 if (folder / "diverges").exists() else 1.0)
+            at.write_text(str(attachment.step))
             time.sleep(args.pause_s)
             if over():
                 return
 
     while not over():
-        before = attachment.step
         if args.no_block:
             epoch()
             continue
         with attachment.rewindable():
             epoch()
-            before = attachment.step
             continue
         with Path(folder, f"steps-{rank}").open("a") as steps:
-            steps.write(f"from {before} to {attachment.step}\n")
+            steps.write(f"from {at.read_text()} to {attachment.step}\n")
     found = digests(model, optimizer, scheduler, loader)
     Path(folder, f"final-{rank}").write_text(json.dumps(found, indent=1))
     attachment.detach()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -187,10 +188,9 @@ class Attachment:
         self._state, self.resumed = state, resumed
 
     def rewind_with(self, rewinder: Rewinder) -> None:
-        """Have rollbacks done by `rewinder`, and edits find the optimizers given to attach."""
+        """Have rollbacks done by `rewinder`."""
         self._rewinder = self._boundary.rewinder = rewinder
         self._editor.rollback = rewinder.deed
-        self._editor.given = rewinder.state.alive
         self._editor.groups_changed = rewinder.keeper.groups_changed
 
     @contextmanager
@@ -258,6 +258,8 @@ class Attachment:
             followed.add(optimizer)
         # Held weakly: an optimizer the script dropped must not keep old parameters alive.
         self._editor.optimizers = self._moments.optimizers = followed
+        given = [weakref.ref(optimizer) for optimizer in optimizers]
+        self._editor.given = lambda: [one for ref in given if (one := ref()) is not None]
         if self.keeper is not None:
             self.keeper.followed = followed
 

@@ -129,6 +129,7 @@ class Succession:
         return RankOffer(
             refusal=self._refusal(offer),
             step=int(offer["step"]),
+            lineage=int(offer["lineage"]),
             live=self._live.mark if self._live is not None else None,
             why_not_live=why_not,
             snapshots=tuple(state.mark for state in self._snapshots),

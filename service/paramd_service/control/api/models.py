@@ -165,6 +165,12 @@ class MarkDocument(BaseModel):
     reason: str = Field(description="Why not; empty if whole")
 
 
+class DroppedMark(BaseModel):
+    """Whether there was a mark to forget."""
+
+    dropped: bool
+
+
 class MarkList(BaseModel):
     """States that training can be put back to, lowest step first."""
 

@@ -15,6 +15,7 @@ from paramd.errors import ConflictError, DeniedError, ExistsError, NotFoundError
 from paramd.layout.edits.ops import EditState
 from paramd.layout.select import NameIndex
 from paramd.v1 import sidecar_pb2 as pb
+from paramd.wire import MAX_LEASE_S
 from paramd_service.control.access.authority import Principal
 from paramd_service.control.access.roles import Action, UserRole
 from paramd_service.control.edits.holds import Hold, HoldView
@@ -92,11 +93,7 @@ class EditService:
             incarnation=self._mesh.number,
             layout_digest=digest,
         )
-        if planned.share > self._config.max_share:
-            raise ConflictError(
-                f"the edit changes {planned.share:.1%} of the model; the limit of this control "
-                f"plane is {self._config.max_share:.1%} ([edits] max_share)"
-            )
+        self._check_share(planned.share)
         detail = {
             "if_step": spec.if_step,
             "dry_run": spec.dry_run,
@@ -114,6 +111,13 @@ class EditService:
             _check_own(by, row)
             driver.start(self.work.stage_and_commit(driver, by, planned, index))
         return row
+
+    def _check_share(self, share: float) -> None:
+        if share > self._config.max_share:
+            raise ConflictError(
+                f"the edit changes {share:.1%} of the model; the limit of this control "
+                f"plane is {self._config.max_share:.1%} ([edits] max_share)"
+            )
 
     async def change(self, by: Principal, spec: ChangeSpec, edit_id: str) -> EditRow:
         """Create an edit that sets hyper-parameters. Idempotent as `create`.
@@ -142,6 +146,7 @@ class EditService:
         """
         self._mesh.check()
         index, digest = await self._layout()
+        self._check_share(1.0)
         state = await self.marks.find(to)
         planned = plan_rollback(
             index, state, edit_id=edit_id, incarnation=self._mesh.number, layout_digest=digest
@@ -397,6 +402,11 @@ class EditRegistry:
         self.service(job)
         return self._holds[job]
 
+    async def pause_for(self, job: str, name: str) -> None:
+        """Hold training on nobody's request; who may hold may end it. Raises as `Hold.begin`."""
+        by = Principal(name, UserRole.VIEWER)
+        await self.hold(job).begin(by, MAX_LEASE_S, "", for_all=True)
+
     def hold_counts(self) -> dict[str, int]:
         """Holds begun in the job's last incarnation, by job."""
         return {job: hold.begun_count for job, hold in self._holds.items()}
@@ -427,12 +437,14 @@ class EditRegistry:
         """Wait up to `wait_s` seconds for the edit to end; return its row."""
         found = self._services.get(row.job)
         driver = found[1].work.open.get(row.id) if found is not None else None
-        if driver is None:
-            return await self.get(row.job, row.id)
-        if wait_s > 0:
+        if driver is not None and wait_s > 0:
             with suppress(TimeoutError):
                 await asyncio.wait_for(driver.until(), wait_s)
-        return driver.row
+        row = driver.row if driver is not None else await self.get(row.job, row.id)
+        if row.ended_s is not None and row.detail.get("rollback"):
+            # Told when training goes on again: its caller may want to hold it next.
+            await self.hold(row.job).over(min(ABORT_WAIT_S, wait_s))
+        return row
 
     async def page(
         self, job: str, *, limit: int, before: int | None, state: str | None
@@ -469,7 +481,7 @@ class EditRegistry:
     def _mark_changed(self, job: str, name: str, mark: KeptState | None) -> None:
         log.info("job %s: mark %r is %s", job, name, "made" if mark is not None else "dropped")
         step = mark.step if mark is not None else -1
-        self._publish(Kind.MARK, {"mark": name, "step": step, "kept": mark is not None}, job=job)
+        self._publish(Kind.MARK, {"mark": name, "at_step": step, "kept": mark is not None}, job=job)
 
     def _hold_changed(self, job: str, view: HoldView) -> None:
         log.info("job %s is %s, held by %s", job, view.state, view.holder or "nobody")

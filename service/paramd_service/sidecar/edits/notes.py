@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
 from paramd.errors import ConflictError, UsageError
 from paramd.layout.edits.plan import RankEdit
@@ -23,8 +24,7 @@ from paramd.memory.edit_note import Kept, NoteKind, note_bytes, write_note
 from paramd.memory.edit_program import HEADER_BYTES, write_program
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.edits.entry import Body
-from paramd_service.sidecar.snapshots.marks import NO_BLOCK, Found, check_keeps_states, check_whole
-from paramd_service.sidecar.snapshots.standing import StandingLabel
+from paramd_service.sidecar.owner import check_keeps_states
 
 VALUES_BYTES = 8 << 10
 """Room for the values of hyper-parameters, old or new."""
@@ -33,6 +33,40 @@ RECORD_SPARE_BYTES = 1 << 20
 """A record may grow by this from the time a rollback is staged until it is applied."""
 
 PROGRAM_ROOM = -(-HEADER_BYTES // 64) * 64
+
+NO_BLOCK = (
+    "the training's script cannot be put back: it is in no block of attachment.rewindable(); put "
+    "one around its loop over batches, as docs/rollback.md shows"
+)
+
+
+class Label(Protocol):
+    """Sizes of a kept state's parts, which lie one after the other."""
+
+    @property
+    def arena_bytes(self) -> int: ...
+    @property
+    def optimizer_bytes(self) -> int: ...
+    @property
+    def record_bytes(self) -> int: ...
+    @property
+    def table_bytes(self) -> int: ...
+
+
+class Found(Protocol):
+    """A kept state's bytes (snapshots/marks.py)."""
+
+    @property
+    def label(self) -> Label: ...
+    @property
+    def buffer(self) -> memoryview: ...
+
+    def read_into(self, target: memoryview, begin: int) -> None:
+        """Fill `target` with the bytes from `begin` on."""
+
+    def check(self) -> None:
+        """Raise DataLossError unless the bytes are those that were kept."""
+
 
 Finder = Callable[[str, int, int, int], AbstractContextManager[Found]]
 
@@ -86,7 +120,7 @@ class StateSizes:
     """Record and table."""
 
     @classmethod
-    def of(cls, label: StandingLabel, page: ControlPage, beside_bytes: int) -> StateSizes:
+    def of(cls, label: Label, page: ControlPage, beside_bytes: int) -> StateSizes:
         """`beside_bytes`: of the present record and table."""
         return cls(
             arena=label.arena_bytes,
@@ -162,10 +196,10 @@ def write_rollback(memory: memoryview, body: Body, found: Found, sizes: StateSiz
         lineage=0,
         optimizer_bytes=label.optimizer_bytes,
         record=bytes(found.buffer[state_end:record_end]),
-        table=bytes(found.buffer[record_end : label.size_bytes]),
+        table=bytes(found.buffer[record_end : record_end + label.table_bytes]),
     )
     # After the copy: what was replaced or damaged meanwhile shows, too.
-    check_whole(found)
+    found.check()
     write_note(
         memory,
         body.data_begin,

@@ -26,9 +26,9 @@ from paramd.errors import (
     UsageError,
 )
 from paramd.memory.continuation import read_pair
-from paramd.memory.control_page import ControlPage, Word
+from paramd.memory.control_page import Word
 from paramd.memory.descriptors import SparseMemory
-from paramd_service.sidecar.owner import AttachedMemory
+from paramd_service.sidecar.owner import AttachedMemory, check_keeps_states
 from paramd_service.sidecar.snapshots.standing import Standing, StandingLabel, digest_of
 from paramd_service.sidecar.snapshots.store import Block, BlockMaker
 
@@ -36,15 +36,6 @@ MAX_MARKS = 64
 MAX_NAME = 64
 SPARE_BYTES = 1 << 20
 """Room beyond the present size: the record may grow until training is held."""
-
-NO_STATES = (
-    "this training keeps no states that could be gone back to; attach it with resume='auto', and "
-    "with what has a state in keep"
-)
-NO_BLOCK = (
-    "the training's script cannot be put back: it is in no block of attachment.rewindable(); put "
-    "one around its loop over batches, as docs/rollback.md shows"
-)
 
 
 @dataclass(eq=False, slots=True)
@@ -65,6 +56,11 @@ class Found:
     label: StandingLabel
     buffer: memoryview
     descriptor: int
+
+    def check(self) -> None:
+        """Raise DataLossError unless the bytes are those that were kept. Slow."""
+        if digest_of(self.buffer) != self.label.digest:
+            raise DataLossError(f"the kept state of step {self.label.step} is damaged on this rank")
 
     def read_into(self, target: memoryview, begin: int) -> None:
         """Fill `target` with the bytes from `begin` on, without keeping the interpreter."""
@@ -200,12 +196,6 @@ def check_name(name: str) -> None:
         )
 
 
-def check_keeps_states(page: ControlPage) -> None:
-    """Raise ConflictError unless the training keeps what belongs to a state."""
-    if not page[Word.LINEAGE]:
-        raise ConflictError(NO_STATES)
-
-
 def state_bytes(attached: AttachedMemory) -> int:
     """Size of the present state of everything; its record is that of the last boundary."""
     state = attached.request.arena_bytes + attached.page[Word.OPTIMIZER_BYTES]
@@ -265,12 +255,6 @@ def copied(attached: AttachedMemory, block: Block, layout_digest: str) -> Standi
     if page[Word.SEQ] != seq:
         raise ConflictError("training went on while the mark was made; try again")
     return label
-
-
-def check_whole(found: Found) -> None:
-    """Raise DataLossError unless the bytes are those that were kept. Slow."""
-    if digest_of(found.buffer) != found.label.digest:
-        raise DataLossError(f"the kept state of step {found.label.step} is damaged on this rank")
 
 
 def _taken(name: str) -> str:

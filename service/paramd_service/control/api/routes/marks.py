@@ -5,10 +5,11 @@ from __future__ import annotations
 import secrets
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Request, Response
+from fastapi import APIRouter, Path, Request
 
 from paramd_service.control.access.doorway import principal_of
 from paramd_service.control.api.models import (
+    DroppedMark,
     EditDocument,
     HyperparametersRequest,
     MarkDocument,
@@ -44,12 +45,12 @@ def router(services: Services) -> APIRouter:
         by = principal_of(request)
         return _document(await edits.service(job).marks.make(by, wanted.name))
 
-    @routes.delete("/jobs/{job}/marks/{mark}", status_code=204)
-    async def delete_mark(job: str, mark: Name, request: Request) -> Response:
+    @routes.delete("/jobs/{job}/marks/{mark}")
+    async def delete_mark(job: str, mark: Name, request: Request) -> DroppedMark:
         """Forget a mark and give its memory back. Idempotent."""
         services.jobs.get(job)
-        await edits.service(job).marks.drop(principal_of(request), mark)
-        return Response(status_code=204)
+        dropped = await edits.service(job).marks.drop(principal_of(request), mark)
+        return DroppedMark(dropped=dropped)
 
     @routes.post("/jobs/{job}/rollback", status_code=201)
     async def create_rollback(job: str, wanted: RollbackRequest, request: Request) -> EditDocument:

@@ -10,13 +10,16 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from paramd.errors import ConflictError, ExistsError, NotFoundError, ParamdError, UsageError
+from paramd.layout.edits.ops import EditState
 from paramd.mesh.mesh import Mesh
 from tests.launch import Ranks, run_ranks, start_ranks
 from tests.longer import sample
+from tests.multiprocess.striking import arm, helper, is_down
 from tests.multiprocess.test_resume import KINDS, kill
 from tests.multiprocess.truth import connect_to
 
@@ -208,6 +211,8 @@ def test_a_rank_killed_within_a_rollback_leaves_no_mixture(
     last = 0
     for number, point in enumerate(("agreed", "applying", "applied", "")):
         ranks, mesh = begun(stack, tmp_path, "fsdp2")
+        for rank in ranks:
+            assert ("attached None" in rank.stdout) == (number == 0), "steps were lost"
         wait_for(lambda: at(tmp_path) >= 3, ranks)
         if not number:
             step = mesh.mark("safe").step
@@ -225,3 +230,80 @@ def test_a_rank_killed_within_a_rollback_leaves_no_mixture(
         kill(ranks)
         print(ranks.outputs())
     assert final(tmp_path / "life", 2) == undisturbed(tmp_path, "fsdp2", last)
+
+
+@pytest.mark.timeout(300)
+def test_helpers_killed_within_a_rollback_leave_it_everywhere_or_nowhere(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    ranks, mesh = begun(stack, tmp_path, "ddp")
+    wait_for(lambda: at(tmp_path) >= 3, ranks)
+    for point in ("edit-ready", "edit-applied"):
+        known = len(left(tmp_path, 0))
+        mark = mesh.mark(point)
+        wait_for(partial(reached, tmp_path, mark.step + 5), ranks)
+        sidecar = helper(ranks, "sidecar", 1)
+        arm(tmp_path / "faults", 1, f"{point}:kill")
+        with suppress(ParamdError):
+            mesh.rollback(point, timeout=30)
+        wait_for(lambda: is_down(sidecar), ranks)  # noqa: B023
+        wait_for(lambda: both_answer(mesh), ranks)
+        (edit,) = mesh.edits(limit=1)
+        assert edit.ended, edit
+        # Nothing but the first boundary after it shows whether the script was put back.
+        before = at(tmp_path)
+        wait_for(partial(moved_on, tmp_path, before), ranks)
+        put_back = [(edit.step, mark.step)] if edit.state is EditState.APPLIED else []
+        assert left(tmp_path, 0)[known:] == left(tmp_path, 1)[known:] == put_back
+        (lost,) = [one for one in mesh.marks() if one.name == point]
+        assert lost.reason == "ranks 1 do not have it (their sidecars were restarted)"
+        with pytest.raises(ConflictError, match="do not have it"):
+            mesh.rollback(point)
+        mesh.unmark(point)
+    step = mesh.mark("third").step
+    wait_for(partial(reached, tmp_path, step + 5), ranks)
+    (tmp_path / "faults" / "rank-1").write_text("agreed:stop")
+    edit = mesh.rollback("third", wait=False)
+    stopped = psutil.Process(ranks[1].process.pid)
+    wait_for(lambda: stopped.status() == psutil.STATUS_STOPPED, ranks)
+    helper(ranks, "control").kill()
+    stopped.resume()
+    wait_for(lambda: applied(tmp_path, edit.id), ranks)
+    wait_for(
+        lambda: (
+            left(tmp_path, 0)[-1:]
+            == left(tmp_path, 1)[-1:]
+            == [(edit_step(tmp_path, edit.id), step)]
+        ),
+        ranks,
+    )
+    last = ended(tmp_path, ranks)
+    assert final(tmp_path / "life", 2) == undisturbed(tmp_path, "ddp", last)
+
+
+def both_answer(mesh: Mesh) -> bool:
+    try:
+        return all(
+            rank.phase not in ("STALE", "WAITING", "ABSENT") for rank in mesh.status()
+        ) and bool(mesh.summon("*"))
+    except ParamdError:
+        return False
+
+
+def moved_on(folder: Path, step: int) -> bool:
+    return at(folder) != step
+
+
+def applied(folder: Path, edit_id: str) -> bool:
+    """Whether the control plane, or its successor, says so."""
+    return edit_step(folder, edit_id) >= 0
+
+
+def edit_step(folder: Path, edit_id: str) -> int:
+    try:
+        with connect_to(folder / "state", "rewinding") as mesh:
+            edit = mesh.get_edit(edit_id)
+    except ParamdError:
+        return -1
+    assert edit.state in (EditState.COMMITTED, EditState.APPLIED), edit
+    return edit.step if edit.state is EditState.APPLIED else -1

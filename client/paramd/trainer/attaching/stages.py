@@ -88,6 +88,7 @@ class Stages:
         self._exchange = exchange
         self._settings = settings
         self._keep = keep
+        self._at_point = faults.from_environment(exchange.rank)
         self._succession: Succession | None = None
         self._lineage = (0, 0)
         # `discover` refuses a missing one, on all ranks, before it is used.
@@ -453,7 +454,7 @@ class Stages:
             state=state,
             keeper=keeper,
             keep=self._keep,
-            at_point=faults.from_environment(self._exchange.rank),
+            at_point=self._at_point,
         )
 
     def _go_on(self, attachment: Attachment, first_step: int) -> None:
@@ -480,8 +481,8 @@ class Stages:
         assert self._sidecar is not None
         mirror = home if isinstance(home, MirroredHome) else None
         page[Word.MIRRORED] = int(mirror is not None)
-        at_point = faults.from_environment(identity.rank)
-        editor = Editor(page, arena, SparseMemory(shared.edits), at_point=at_point, mirror=mirror)
+        edits = SparseMemory(shared.edits)
+        editor = Editor(page, arena, edits, at_point=self._at_point, mirror=mirror)
         moments = Moments(page, arena, SparseMemory(shared.moments), mirror=mirror)
         boundary = Boundary(
             page,

@@ -228,7 +228,9 @@ class Keeper:
         self._early, self._early_step = record["early"], step
         self._forward = record["random_forward"]
         self._parts, self._written, self._complete_step = {}, {}, -1
-        self._settled_count = 0
+        # The next one after an update: until then another rank may lack the rollback, and what
+        # all ranks have in common is what was left.
+        self._settled_count = -1
         if self._standing_every != 0:
             self._ask_for_standing(step)
 

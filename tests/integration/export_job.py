@@ -27,7 +27,7 @@ from paramd.v1 import export_pb2, sidecar_pb2, sidecar_pb2_grpc
 from tests.integration.client_job import JOB, Job, running_job
 from tests.integration.test_client import layout, write_arenas
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 MANIFEST = "paramd-export.json"
 
 

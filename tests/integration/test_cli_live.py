@@ -165,16 +165,18 @@ def test_ctrl_c_while_waiting_for_an_export_says_that_it_goes_on() -> None:
 
 
 def test_ctrl_c_while_waiting_for_an_edit_says_what_may_have_happened() -> None:
-    sidecar = the_sidecar()
+    # The edit waits for the trainer to go on. A sidecar that stands still would not do: after
+    # some seconds its rank is taken for lost, and no edit begins.
+    trainer = psutil.Process(the_sidecar().ppid())
     with paramd.connect(job=JOB) as mesh:
         known = len(mesh.edits(limit=1000))
-        sidecar.suspend()
+        trainer.suspend()
         try:
             process = begun("edit", "layers.0.up.bias", "--add", "0.25", "--timeout", "60")
             wait_for(lambda: len(mesh.edits(limit=1000)) > known, "the edit's begin")
             err = interrupted(process)
         finally:
-            sidecar.resume()
+            trainer.resume()
     assert "if the edit was committed already it is applied all the same" in err
     assert "paramd edits" in err
 

@@ -33,7 +33,7 @@ from paramd_service.control.exports.sidecars import ExportCalls
 from paramd_service.control.mesh.coordinator import BoundaryRequest
 from paramd_service.control.mesh.sidecars import SidecarCalls
 from paramd_service.sidecar.rpc.auth import ROLES, SERVICE
-from tests.integration.client_job import JOB, Job, running_job
+from tests.integration.client_job import JOB, Job, running_job, wait_for
 from tests.launch import ROOT
 from tests.needs import program
 
@@ -58,6 +58,9 @@ def fill(job: Job) -> None:
 def job() -> Iterator[Job]:
     with running_job(layout()) as job:
         fill(job)
+        with paramd.connect(job=JOB) as mesh:
+            # A rank that has not joined has no place that could be another's.
+            wait_for(lambda: not any(row.reason for row in mesh.status()), "both ranks")
         yield job
 
 

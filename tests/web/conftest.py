@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -48,12 +49,9 @@ def browser() -> Iterator[playwright_api.Browser]:
         launched.close()
 
 
-@pytest.fixture(scope="package")
-def door(
-    browser: playwright_api.Browser, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Door]:
+@contextmanager
+def watched(folder: Path) -> Iterator[Door]:
     """A training of two ranks that is watched, may export, and can be told to break."""
-    folder = tmp_path_factory.mktemp("web")
     exports = folder / "exports"
     exports.mkdir()
     env = {
@@ -67,6 +65,15 @@ def door(
         found.wait_until_well()
         yield found
         stop.touch()
+
+
+@pytest.fixture(scope="package")
+def door(
+    browser: playwright_api.Browser, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Door]:
+    """The training of all tests that leave it whole."""
+    with watched(tmp_path_factory.mktemp("web")) as found:
+        yield found
 
 
 @pytest.fixture

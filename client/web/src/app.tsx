@@ -41,6 +41,19 @@ export function App(): ReactNode {
   const [asked, setAsked] = useState(!sessionKey() && !code);
   const [problem, setProblem] = useState("");
   const [dark, toggle] = useTheme();
+  const [leaving, setLeaving] = useState(false);
+  const leave = useCallback(() => setLeaving(true), []);
+  useEffect(() => {
+    if (!leaving) return;
+    // The views are gone by now, and with them their questions: none is refused for want of a session.
+    void del("/api/v1/session")
+      .catch(() => undefined)
+      .finally(() => {
+        keepSessionKey("");
+        setSession(null);
+        setLeaving(false);
+      });
+  }, [leaving]);
   useEffect(
     () =>
       onSignedOut(() => {
@@ -59,18 +72,18 @@ export function App(): ReactNode {
       })
       .finally(() => setAsked(true));
   }, [asked, code]);
-  if (!asked) return null;
+  if (!asked || leaving) return null;
   if (!session) return <SignIn problem={problem} onSignedIn={setSession} />;
-  return <SignedIn session={session} dark={dark} toggle={toggle} onSignOut={() => setSession(null)} />;
+  return <SignedIn session={session} dark={dark} toggle={toggle} signOut={leave} />;
 }
 
 function SignedIn(props: {
   session: SessionDocument;
   dark: boolean;
   toggle: () => void;
-  onSignOut: () => void;
+  signOut: () => void;
 }): ReactNode {
-  const { session, dark, toggle, onSignOut } = props;
+  const { session, dark, toggle, signOut } = props;
   const place = usePlace();
   const jobs = usePoll("jobs", (signal) => get("/api/v1/jobs", { signal, patienceS: JOBS_PATIENCE_S }), JOBS_EVERY_MS);
   const all = jobs.data?.jobs ?? [];
@@ -88,14 +101,6 @@ function SignedIn(props: {
     [job, toggle],
   );
   useKeys(keys);
-  const signOut = useCallback(() => {
-    void del("/api/v1/session")
-      .catch(() => undefined)
-      .finally(() => {
-        keepSessionKey("");
-        onSignOut();
-      });
-  }, [onSignOut]);
   const Screen = SCREENS[place.view];
   const known = all.some((one) => one.job === job);
   return (

@@ -209,7 +209,7 @@ def test_a_rank_killed_within_a_rollback_leaves_no_mixture(
 ) -> None:
     """Trainers killed at each point of it; each time all ranks resume at one state."""
     last = 0
-    for number, point in enumerate(("agreed", "applying", "applied", "")):
+    for number, point in enumerate(("agreed", "applying", "applied", "fragile", "")):
         ranks, mesh = begun(stack, tmp_path, "fsdp2")
         for rank in ranks:
             assert ("attached None" in rank.stdout) == (number == 0), "steps were lost"
@@ -222,6 +222,16 @@ def test_a_rank_killed_within_a_rollback_leaves_no_mixture(
             mesh.rollback("safe")
             last = ended(tmp_path, ranks)
             break
+        if point == "fragile":
+            broken = tmp_path / "life" / "break-1"
+            broken.touch()
+            with pytest.raises(ConflictError):
+                mesh.rollback("safe", timeout=30)
+            assert ranks[1].process.wait(DEADLINE_S) == 1
+            assert "a rollback failed half way on this rank" in ranks[1].stderr
+            kill(ranks)
+            broken.unlink()
+            continue
         (tmp_path / "faults" / "rank-1").write_text(f"{point}:kill")
         with suppress(ParamdError):
             edit = mesh.rollback("safe", timeout=20)
@@ -307,3 +317,25 @@ def edit_step(folder: Path, edit_id: str) -> int:
         return -1
     assert edit.state in (EditState.COMMITTED, EditState.APPLIED), edit
     return edit.step if edit.state is EditState.APPLIED else -1
+
+
+@pytest.mark.timeout(300)
+def test_a_training_that_cannot_be_put_back_says_why_up_front(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    ranks, mesh = begun(stack, tmp_path, "plain", "--no-block")
+    wait_for(lambda: at(tmp_path) >= 3, ranks)
+    mesh.mark("safe")
+    with pytest.raises(ConflictError, match=r"no block of attachment.rewindable\(\)"):
+        mesh.rollback("safe")
+    assert mesh.hold_state().state == "running"
+    kill(ranks)
+    ranks.kill()
+    ranks, mesh = begun(stack, tmp_path, "plain", "--resume", "never")
+    with pytest.raises(ConflictError, match="attach it with resume='auto'"):
+        mesh.mark("safe")
+    with pytest.raises(NotFoundError, match="step 3 is not kept; nothing is"):
+        mesh.rollback(3)
+    changed = mesh.set_hyperparameters(lr=0.25)
+    assert changed.hyperparameters == {"optimizer": 0, "group": 0, "values": {"lr": 0.25}}
+    ended(tmp_path, ranks, 10)

@@ -98,7 +98,9 @@ def main() -> int:
             steps.write(f"from {at.read_text()} to {attachment.step}\n")
     found = digests(model, optimizer, scheduler, loader)
     Path(folder, f"final-{rank}").write_text(json.dumps(found, indent=1))
-    attachment.detach()
+    with attachment.rewindable():
+        # A script may end anywhere.
+        attachment.detach()
     dist.destroy_process_group()
     return 0
 

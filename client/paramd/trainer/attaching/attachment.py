@@ -324,6 +324,8 @@ class Attachment:
         self._gradients.close()
         self._editor.close()
         self._moments.close()
+        if self._rewinder is not None:
+            self._rewinder.close()
         if self.keeper is not None and self._state is not None:
             self.keeper.close()
             self._state.move_out()

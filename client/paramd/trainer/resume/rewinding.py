@@ -9,6 +9,7 @@ forward ends with `Rewound`, which leaves the block of `attachment.rewindable()`
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -66,6 +67,7 @@ class Rewinder:
         self.at_forward = False
         """Whether this boundary is right before a forward."""
         self._blocks: list[int] = []
+        self._pid = os.getpid()
         self._step: int | None = None
         self._leaving: BaseException | None = None
 
@@ -74,14 +76,23 @@ class Rewinder:
         """The script can be put back from anywhere in this block."""
         thread = threading.get_ident()
         self._blocks.append(thread)
-        self.page[Word.REWINDABLE] = 1
+        self._tell()
         try:
             yield
         except Rewound:
             pass
         finally:
             self._blocks.remove(thread)
+            self._tell()
+
+    def _tell(self) -> None:
+        # Not once detached, nor in a forked child: the page is not ours then.
+        if self._pid == os.getpid():
             self.page[Word.REWINDABLE] = int(bool(self._blocks))
+
+    def close(self) -> None:
+        """Nothing is put back any more; the page may be closed."""
+        self._pid = 0
 
     @property
     def in_block(self) -> bool:

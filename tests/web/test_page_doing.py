@@ -58,6 +58,38 @@ def test_an_edit_is_tried_confirmed_applied_and_undone(tab: Tab, door: Door) -> 
     page.locator(f"tr[data-edit='{undo}']").get_by_text(f"undoes {told['id'][:8]}").wait_for()
 
 
+def test_training_is_marked_and_put_back_after_a_question(tab: Tab, door: Door) -> None:
+    tab.open("edits")
+    panel = tab.page.locator(
+        "section.panel", has=tab.page.get_by_role("heading", name="States to go back to")
+    )
+    panel.get_by_label("Name of the mark").fill("safe")
+    panel.get_by_role("button", name="Mark the present state").click()
+    row = panel.locator('tr[data-mark="safe"]')
+    row.get_by_role("button", name="Roll back …").wait_for()
+    mark = next(one for one in door.get("marks")["marks"] if one["name"] == "safe")
+    wait_for("some steps", lambda: door.get("")["step"] > mark["step"] + 20)
+    row.get_by_role("button", name="Roll back …").click()
+    tab.page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
+    assert not any(one["rollback"] for one in door.get("edits")["edits"])
+    row.get_by_role("button", name="Roll back …").click()
+    dialog = tab.page.get_by_role("dialog")
+    dialog.get_by_text("updates since").wait_for()
+    dialog.get_by_label("Note").fill("loss jumped")
+    dialog.get_by_role("button", name="Roll back to step").click()
+    dialog.wait_for(state="detached")
+    edit = next(one for one in door.get("edits")["edits"] if one["rollback"])
+    assert (edit["state"], edit["note"]) == ("APPLIED", "loss jumped")
+    assert edit["rollback"] == {"mark": "safe", "step": mark["step"]}
+    tab.page.get_by_role("table", name="Edits").get_by_text("rolls back to mark safe").wait_for()
+    tab.open("overview")
+    tab.page.locator('li[data-kind="mark"]').get_by_text("safe").wait_for()
+    tab.open("edits")
+    row.get_by_role("button", name="Forget …").click()
+    tab.page.get_by_role("dialog").get_by_role("button", name="Forget it").click()
+    wait_for("the mark is gone", lambda: not any(m["name"] for m in door.get("marks")["marks"]))
+
+
 def test_training_is_paused_stepped_and_resumed_with_the_lease_in_sight(
     tab: Tab, door: Door
 ) -> None:

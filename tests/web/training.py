@@ -60,10 +60,11 @@ def main() -> None:
     fully_shard(model)
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trainable, lr=1e-4)
-    attachment = paramd.attach(model, optimizer, job=JOB)
+    attachment = paramd.attach(model, optimizer, job=JOB, resume="auto")
     print("attached", flush=True)
     told = arguments.stop.with_name("nan")
-    while not _all(arguments.stop):
+
+    def train() -> None:
         optimizer.zero_grad()
         loss = model(torch.randn(4, 32)).square().mean()
         loss.backward()
@@ -73,6 +74,12 @@ def main() -> None:
             with attachment.update():
                 _put_nan(model, arguments.nan_name)
         time.sleep(0.02)
+
+    over = False
+    while not over:
+        with attachment.rewindable():
+            while not (over := _all(arguments.stop)):
+                train()
     attachment.detach()
     dist.destroy_process_group()
 

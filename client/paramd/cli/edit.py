@@ -185,6 +185,11 @@ def emit_edit(edit: Edit, form: Format) -> None:
             "undone_by": edit.undone_by,
         }
         row |= {"undoable": edit.undoable, "undo_refusal": edit.undo_refusal}
+        row |= {
+            "rollback": edit.rollback,
+            "hyperparameters": edit.hyperparameters,
+            "warning": edit.warning,
+        }
     emit(_listing([row], {"job": edit.job}), form)
     if form.is_table and edit.before is not None and edit.after is not None:
         for moment, found in (("before", edit.before), ("after", edit.after)):

@@ -30,6 +30,7 @@ from paramd.cli.exports import schedule as schedule_group
 from paramd.cli.grads import grads
 from paramd.cli.hold import pause, resume, step
 from paramd.cli.log import log
+from paramd.cli.marks import mark, marks, rollback, set_hyperparameters, unmark
 from paramd.cli.mcp import mcp
 from paramd.cli.options import ContextName, Debug, Job, Token, Url, examples
 from paramd.cli.params import params
@@ -124,6 +125,21 @@ _add(
     CHANGE,
     "paramd restore checkpoints/step-1000",
     "paramd restore checkpoints/step-1000 --reset-moments --note 'before the spike'",
+)
+_add(mark, CHANGE, "paramd mark before-lr-bump")
+_add(marks, LOOK, "paramd marks", "paramd marks -o json")
+_add(unmark, CHANGE, "paramd unmark before-lr-bump")
+_add(
+    rollback,
+    CHANGE,
+    "paramd rollback before-lr-bump",
+    "paramd rollback 1200 --yes --note 'loss jumped'",
+)
+_add(
+    set_hyperparameters,
+    CHANGE,
+    "paramd set-hyperparameters 0 lr=1e-4",
+    "paramd set-hyperparameters 'optimizer 1 group 0' betas=0.9,0.98 weight_decay=0.1",
 )
 _add(pause, CHANGE, "paramd pause", "paramd pause --lease 120", "paramd pause --keep")
 _add(step, CHANGE, "paramd step", "paramd step 10")

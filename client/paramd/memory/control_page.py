@@ -212,7 +212,7 @@ class Word(IntEnum):
     LOOK_WANTED = 87  # counts copies at rest, each waiting for a check by the trainer
     EDIT_HOLES = 86  # counts ranges of edit memory whose pages were given back
     STANDING_NS = 89  # how long the last standing snapshot took to copy
-    STANDING_MADE = 90  # step of the last whole standing snapshot; 0 none
+    STANDING_MADE = 90  # when the last whole standing snapshot is of (`in_time`); 0 none
     COPIED = 91  # step of the last one that is whole on another host too; 0 none
     COPY_SETTLED = 92  # step of the last one that was sent, or is not going to be
     CLIENTS_UNTIL_NS = 88  # until when the last caller counts as a client that may ask again
@@ -225,6 +225,9 @@ class Word(IntEnum):
     STANDING_STEP = 100  # step of the last of them
     STANDING_COMMON = 101  # lowest STANDING_MADE of all ranks, as they last agreed
     COPIES_STEP = 102  # step of the last one of which all ranks have copies elsewhere; 0 none
+    RECORD_STEP = 103  # step of the last whole continuation record
+    REWINDABLE = 104  # whether a rollback may come (trainer/resume): 0 no, 1 yes, 2 never: copies
+    REWOUND = 105  # counts how often there was one; steps come again after that
 
     # Words 128 to 191 are the trainer's: the last requests agreed.
     # Words 192 to 511 are the trainer's: its text and its sample places.
@@ -235,6 +238,21 @@ class Words(Protocol):
 
     def __getitem__(self, word: int, /) -> int: ...
     def __setitem__(self, word: int, value: int, /) -> None: ...
+
+
+_STEP_BITS = 40
+NEVER_REWINDABLE = 2
+"""In word REWINDABLE: not in a block either."""
+
+
+def in_time(step: int, *, rewound: int) -> int:
+    """A number that rises where steps come again; `rewound`: rollbacks so far (word REWOUND)."""
+    return (rewound << _STEP_BITS) + step
+
+
+def step_of(moment: int) -> int:
+    """The step of what `in_time` gave."""
+    return moment & ((1 << _STEP_BITS) - 1)
 
 
 class ControlPage:

@@ -3,7 +3,7 @@
 A program lies in the edit memory, at a multiple of 8 bytes given by the request's ARGUMENT.
 It consists of native 8-byte words: a header, then one record per strided view.
 
-    header   MAGIC, record count, wanted step + 1 (0: any), 0                      int64
+    header   MAGIC, record count, wanted step + 1 (0: any), note (edit_note.py; 0: none)  int64
     record   kind, dtype, dim count, flags, arena_begin, data_begin, preimage_begin  int64
              value, weight, min, max                                               float64
              8 sizes, 8 strides (unused ones 0)                                      int64
@@ -121,12 +121,18 @@ def program_bytes(record_count: int) -> int:
 
 
 def write_program(
-    memory: memoryview, begin: int, records: Iterable[Record], *, if_step: int = ANY_STEP
+    memory: memoryview,
+    begin: int,
+    records: Iterable[Record],
+    *,
+    if_step: int = ANY_STEP,
+    note: int = 0,
 ) -> int:
     """Write a program at byte `begin` of `memory` and return its end.
 
     Args:
         if_step: the only step at whose boundary it may be applied.
+        note: where its note begins; 0: it has none.
 
     Raises:
         UsageError: more than MAX_DIMS dims, or a dtype without a code.
@@ -137,7 +143,7 @@ def write_program(
         _write_record(memory, end, record)
         end += RECORD_BYTES
         count += 1
-    _HEADER.pack_into(memory, begin, MAGIC, count, if_step + 1, 0)
+    _HEADER.pack_into(memory, begin, MAGIC, count, if_step + 1, note)
     return end
 
 
@@ -180,6 +186,11 @@ def record_count(memory: memoryview, begin: int) -> int:
 def wanted_step(memory: memoryview, begin: int) -> int:
     """The `if_step` of the program at byte `begin`, or ANY_STEP."""
     return int(_HEADER.unpack_from(memory, begin)[2]) - 1
+
+
+def note_of(memory: memoryview, begin: int) -> int:
+    """Where the note of the program at byte `begin` is; 0: it has none."""
+    return int(_HEADER.unpack_from(memory, begin)[3])
 
 
 def parse_program(memory: memoryview, begin: int, *, arena_bytes: int) -> list[Record]:

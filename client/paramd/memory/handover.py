@@ -52,8 +52,9 @@ def slot_bytes(arena_bytes: int) -> int:
 
 
 def edits_bytes(arena_bytes: int) -> int:
-    """Size of the edit memory."""
-    return EDIT_ARENAS * pages(arena_bytes) + EDITS_EXTRA_BYTES
+    """Size of the edit memory: for edits, and for one whole state that is put back."""
+    state = pages(arena_bytes) + optimizer_bytes(arena_bytes) + continuation_bytes()
+    return EDIT_ARENAS * pages(arena_bytes) + EDITS_EXTRA_BYTES + state
 
 
 def gradients_bytes(arena_bytes: int) -> int:

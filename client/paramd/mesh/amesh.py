@@ -29,6 +29,7 @@ from paramd.mesh.edits.editing import (
     selected,
 )
 from paramd.mesh.edits.lending import Lender
+from paramd.mesh.edits.marks import Mark, MarkCalls, Marks
 from paramd.mesh.edits.upload import Progress
 from paramd.mesh.exports.calls import AsyncExport, ExportCalls, ExportInfo, export_body
 from paramd.mesh.exports.calls import Progress as ExportProgress
@@ -100,6 +101,7 @@ class AsyncMesh:
         self._lender = Lender()
         self._edits = EditCalls(self._rest, self._reach)
         self._holder = Holder(self._edits)
+        self._marks = MarkCalls(self._edits)
         self._exports = ExportCalls(self._rest, self._reach)
         self._alerts = AlertCalls(self._rest, self._reach)
         self._views: set[AsyncExitStack] = set()
@@ -559,6 +561,94 @@ class AsyncMesh:
         """
         deadline_s = self._deadline(timeout)
         edit = await self._edits.undo(edit_id, force=force, deadline_s=deadline_s)
+        return check_applied(await self._edits.ended(edit, deadline_s)) if wait else edit
+
+    async def set_hyperparameters(
+        self,
+        /,
+        group: str = "group 0",
+        *,
+        note: str = "",
+        wait: bool = True,
+        timeout: Timeout = UNSET,
+        **values: float | Sequence[float],
+    ) -> Edit:
+        """Set hyper-parameters of a parameter group on all ranks at one step, or on none.
+
+            mesh.set_hyperparameters("group 0", lr=1e-4, betas=(0.9, 0.98))
+
+        A scheduler overwrites `lr` at its next step; the result's `warning` says so. `undo` brings
+        the values back that there were.
+
+        Args:
+            group: "group N", or "optimizer M group N" of several optimizers given to attach.
+            note: Reason, for the log.
+            wait, timeout: As in `edit`.
+            values: By name, as in `param_groups`: numbers, or tuples of numbers. Switches such as
+                `amsgrad` cannot be set.
+
+        Raises:
+            UsageError: no group or no value.
+            ConflictError: there is no such group or name, or it cannot have that value; applied on
+                no rank.
+        """
+        deadline_s = self._deadline(timeout)
+        if not values:
+            raise UsageError("set_hyperparameters: expected at least one value, such as lr=1e-4")
+        edit = await self._marks.change(group, values, note, deadline_s)
+        return check_applied(await self._edits.ended(edit, deadline_s)) if wait else edit
+
+    async def mark(self, name: str, *, timeout: Timeout = UNSET) -> Mark:
+        """Keep the complete state of the next common boundary of all ranks under a name.
+
+        Parameters, buffers, optimizer state and everything in `keep`, to go back to with
+        `rollback`. It lies in the memory of the sidecars and ends with them; it is no checkpoint.
+        Training is held while it is copied. Needs `attach(..., resume="auto")`.
+
+        Args:
+            name: 1 to 64 printable characters, not only digits, without "/" and without a dot at
+                the beginning.
+            timeout: Seconds to wait for the boundary and the copies.
+
+        Raises:
+            ExistsError: the name is taken. ExhaustedError: no memory for it on a rank.
+            ConflictError: the training keeps no states, or somebody else holds it.
+        """
+        return await self._marks.make(name, self._deadline(timeout))
+
+    async def marks(self) -> Marks:
+        """The states that training can be put back to: marks and standing snapshots."""
+        return await self._marks.all(self._deadline(UNSET))
+
+    async def unmark(self, name: str) -> None:
+        """Forget a mark and give its memory back. Idempotent."""
+        await self._marks.drop(name, self._deadline(UNSET))
+
+    async def rollback(
+        self, to: str | int, *, note: str = "", wait: bool = True, timeout: Timeout = UNSET
+    ) -> Edit:
+        """Put training back to a mark or to a step that is kept, on all ranks or on none.
+
+        Parameters, buffers, optimizer state, hyper-parameters, random states and everything in
+        `keep` are what they were, and training computes the bits it computed from there. The steps
+        made since are gone, until `undo` of the result goes forward to them again. The script has
+        to be in a block of `attachment.rewindable()`.
+
+        Args:
+            to: Name of a mark, or a step of `marks`.
+            note: Reason, for the log.
+            wait, timeout: As in `edit`.
+
+        Returns:
+            The edit that did it; its `step` is the one that was left.
+
+        Raises:
+            NotFoundError: there is no such state.
+            ConflictError: not all ranks have it, or the training cannot be put back; applied on no
+                rank.
+        """
+        deadline_s = self._deadline(timeout)
+        edit = await self._marks.roll_back(to, note, deadline_s)
         return check_applied(await self._edits.ended(edit, deadline_s)) if wait else edit
 
     async def hold_state(self) -> Hold:

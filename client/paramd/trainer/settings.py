@@ -27,6 +27,7 @@ LIMITS = (
     "edit_expiry_s",
     "standing_budget_bytes",
     "copy_rate_bytes",
+    "marks_budget_bytes",
 )
 """Limits passed on to the sidecar."""
 
@@ -118,6 +119,8 @@ class AttachSettings:
     kept for ranks of other hosts have what is left."""
     copy_rate_bytes: float | None = None
     """Most bytes a second at which a rank sends copies to another host, above 0."""
+    marks_budget_bytes: float | None = None
+    """Most bytes of marks (`mesh.mark`) on a rank, above 0."""
 
     def __post_init__(self) -> None:
         for name in ("stall_budget_ms", "lossless_budget_ms", "linger_s", "control_timeout_s"):

@@ -891,6 +891,8 @@ class EditManifest(google.protobuf.message.Message):
     UNDOABLE_FIELD_NUMBER: builtins.int
     UNDO_OF_FIELD_NUMBER: builtins.int
     IF_STEP_FIELD_NUMBER: builtins.int
+    HYPERPARAMETERS_FIELD_NUMBER: builtins.int
+    ROLLBACK_FIELD_NUMBER: builtins.int
     edit_id: builtins.str
     """32 hexadecimal digits."""
     incarnation: builtins.int
@@ -915,6 +917,14 @@ class EditManifest(google.protobuf.message.Message):
     def ops(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___EditOp]:
         """What is changed; at most 100,000."""
 
+    @property
+    def hyperparameters(self) -> global___HyperparameterChange:
+        """It changes hyper-parameters instead; then there are no ops."""
+
+    @property
+    def rollback(self) -> global___Rollback:
+        """It puts everything back to a kept state instead; then there are no ops."""
+
     def __init__(
         self,
         *,
@@ -927,12 +937,70 @@ class EditManifest(google.protobuf.message.Message):
         undoable: builtins.bool = ...,
         undo_of: builtins.str = ...,
         if_step: builtins.int | None = ...,
+        hyperparameters: global___HyperparameterChange | None = ...,
+        rollback: global___Rollback | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_if_step", b"_if_step", "if_step", b"if_step"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_if_step", b"_if_step", "allow_nonfinite", b"allow_nonfinite", "edit_id", b"edit_id", "if_step", b"if_step", "incarnation", b"incarnation", "layout_digest", b"layout_digest", "ops", b"ops", "reset_moments", b"reset_moments", "undo_of", b"undo_of", "undoable", b"undoable"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_if_step", b"_if_step", "hyperparameters", b"hyperparameters", "if_step", b"if_step", "rollback", b"rollback"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_if_step", b"_if_step", "allow_nonfinite", b"allow_nonfinite", "edit_id", b"edit_id", "hyperparameters", b"hyperparameters", "if_step", b"if_step", "incarnation", b"incarnation", "layout_digest", b"layout_digest", "ops", b"ops", "reset_moments", b"reset_moments", "rollback", b"rollback", "undo_of", b"undo_of", "undoable", b"undoable"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_if_step", b"_if_step"]) -> typing.Literal["if_step"] | None: ...
 
 global___EditManifest = EditManifest
+
+@typing.final
+class HyperparameterChange(google.protobuf.message.Message):
+    """HyperparameterChange sets values of one parameter group of one optimizer."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OPTIMIZER_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    VALUES_JSON_FIELD_NUMBER: builtins.int
+    optimizer: builtins.int
+    """Index among the optimizers given to attach."""
+    group: builtins.int
+    """Index among its param_groups."""
+    values_json: builtins.str
+    """The values by name, a JSON object: numbers, or lists of numbers for tuples."""
+    def __init__(
+        self,
+        *,
+        optimizer: builtins.int = ...,
+        group: builtins.int = ...,
+        values_json: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["group", b"group", "optimizer", b"optimizer", "values_json", b"values_json"]) -> None: ...
+
+global___HyperparameterChange = HyperparameterChange
+
+@typing.final
+class Rollback(google.protobuf.message.Message):
+    """Rollback names a state that every rank keeps: a mark, or a standing snapshot."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MARK_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    LINEAGE_FIELD_NUMBER: builtins.int
+    EDITS_FIELD_NUMBER: builtins.int
+    mark: builtins.str
+    """Name of the mark; empty: a standing snapshot."""
+    step: builtins.int
+    """Its step."""
+    lineage: builtins.int
+    """Its history."""
+    edits: builtins.int
+    """Edits applied in that history by then."""
+    def __init__(
+        self,
+        *,
+        mark: builtins.str = ...,
+        step: builtins.int = ...,
+        lineage: builtins.int = ...,
+        edits: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["edits", b"edits", "lineage", b"lineage", "mark", b"mark", "step", b"step"]) -> None: ...
+
+global___Rollback = Rollback
 
 @typing.final
 class StageEditRequest(google.protobuf.message.Message):
@@ -1019,6 +1087,7 @@ class EditProgress(google.protobuf.message.Message):
     STOP_NS_FIELD_NUMBER: builtins.int
     UNDO_REFUSAL_FIELD_NUMBER: builtins.int
     AUTHOR_FIELD_NUMBER: builtins.int
+    TOLD_FIELD_NUMBER: builtins.int
     phase: global___EditPhase.ValueType
     """Where it stands."""
     staged_bytes: builtins.int
@@ -1039,6 +1108,8 @@ class EditProgress(google.protobuf.message.Message):
     """Id of the token that stages it, which alone adds data to it. Empty: the owner's, or the control
     plane.
     """
+    told: builtins.str
+    """Applied: what the trainer has to say about it, in words for the user; empty if nothing."""
     @property
     def data_digests(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """XXH3 (128 bit, canonical) of each op's data here, in order; replicas must be equal.
@@ -1058,10 +1129,200 @@ class EditProgress(google.protobuf.message.Message):
         stop_ns: builtins.int = ...,
         undo_refusal: builtins.str = ...,
         author: builtins.str = ...,
+        told: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["author", b"author", "boundary", b"boundary", "data_digests", b"data_digests", "manifest_digest", b"manifest_digest", "phase", b"phase", "size_bytes", b"size_bytes", "staged_bytes", b"staged_bytes", "stop_ns", b"stop_ns", "token", b"token", "undo_refusal", b"undo_refusal"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["author", b"author", "boundary", b"boundary", "data_digests", b"data_digests", "manifest_digest", b"manifest_digest", "phase", b"phase", "size_bytes", b"size_bytes", "staged_bytes", b"staged_bytes", "stop_ns", b"stop_ns", "token", b"token", "told", b"told", "undo_refusal", b"undo_refusal"]) -> None: ...
 
 global___EditProgress = EditProgress
+
+@typing.final
+class KeptState(google.protobuf.message.Message):
+    """KeptState is a complete state of this rank, kept in its sidecar's memory."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MARK_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    LINEAGE_FIELD_NUMBER: builtins.int
+    EDITS_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    WHOLE_FIELD_NUMBER: builtins.int
+    MADE_S_FIELD_NUMBER: builtins.int
+    BY_FIELD_NUMBER: builtins.int
+    mark: builtins.str
+    """Name of the mark; empty: a standing snapshot."""
+    step: builtins.int
+    """Its step."""
+    lineage: builtins.int
+    """Its history; the same number on all ranks."""
+    edits: builtins.int
+    """Edits applied in that history by then."""
+    size_bytes: builtins.int
+    """Bytes of this rank's part."""
+    whole: builtins.bool
+    """Whether all of it is there, with a digest to check it against."""
+    made_s: builtins.float
+    """Seconds since the Unix epoch."""
+    by: builtins.str
+    """Who made it: the name of a token; empty for standing snapshots."""
+    def __init__(
+        self,
+        *,
+        mark: builtins.str = ...,
+        step: builtins.int = ...,
+        lineage: builtins.int = ...,
+        edits: builtins.int = ...,
+        size_bytes: builtins.int = ...,
+        whole: builtins.bool = ...,
+        made_s: builtins.float = ...,
+        by: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["by", b"by", "edits", b"edits", "lineage", b"lineage", "made_s", b"made_s", "mark", b"mark", "size_bytes", b"size_bytes", "step", b"step", "whole", b"whole"]) -> None: ...
+
+global___KeptState = KeptState
+
+@typing.final
+class MakeMarkRequest(google.protobuf.message.Message):
+    """Request of MakeMark."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MARK_FIELD_NUMBER: builtins.int
+    BY_FIELD_NUMBER: builtins.int
+    FILL_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
+    mark: builtins.str
+    """Name: 1 to 64 characters, no "/", no leading dot."""
+    by: builtins.str
+    """Who makes it: the name of a token."""
+    fill: builtins.bool
+    """False: only have memory made for it. True: copy the state at which training is held."""
+    generation: builtins.int
+    """As in ReachBoundaryRequest."""
+    def __init__(
+        self,
+        *,
+        mark: builtins.str = ...,
+        by: builtins.str = ...,
+        fill: builtins.bool = ...,
+        generation: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["by", b"by", "fill", b"fill", "generation", b"generation", "mark", b"mark"]) -> None: ...
+
+global___MakeMarkRequest = MakeMarkRequest
+
+@typing.final
+class MakeMarkResponse(google.protobuf.message.Message):
+    """Answer of MakeMark."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    @property
+    def header(self) -> paramd.v1.common_pb2.Header:
+        """Who answers; the step is the mark's."""
+
+    @property
+    def state(self) -> global___KeptState:
+        """The mark as it is now."""
+
+    def __init__(
+        self,
+        *,
+        header: paramd.v1.common_pb2.Header | None = ...,
+        state: global___KeptState | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header", "state", b"state"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["header", b"header", "state", b"state"]) -> None: ...
+
+global___MakeMarkResponse = MakeMarkResponse
+
+@typing.final
+class DropMarkRequest(google.protobuf.message.Message):
+    """Request of DropMark."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MARK_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
+    mark: builtins.str
+    """Which mark."""
+    generation: builtins.int
+    """As in ReachBoundaryRequest."""
+    def __init__(
+        self,
+        *,
+        mark: builtins.str = ...,
+        generation: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["generation", b"generation", "mark", b"mark"]) -> None: ...
+
+global___DropMarkRequest = DropMarkRequest
+
+@typing.final
+class DropMarkResponse(google.protobuf.message.Message):
+    """Answer of DropMark."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    DROPPED_FIELD_NUMBER: builtins.int
+    dropped: builtins.bool
+    """Whether there was one."""
+    @property
+    def header(self) -> paramd.v1.common_pb2.Header:
+        """Who answers."""
+
+    def __init__(
+        self,
+        *,
+        header: paramd.v1.common_pb2.Header | None = ...,
+        dropped: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["dropped", b"dropped", "header", b"header"]) -> None: ...
+
+global___DropMarkResponse = DropMarkResponse
+
+@typing.final
+class ListKeptStatesRequest(google.protobuf.message.Message):
+    """Request of ListKeptStates."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___ListKeptStatesRequest = ListKeptStatesRequest
+
+@typing.final
+class ListKeptStatesResponse(google.protobuf.message.Message):
+    """Answer of ListKeptStates."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    STATES_FIELD_NUMBER: builtins.int
+    @property
+    def header(self) -> paramd.v1.common_pb2.Header:
+        """Who answers."""
+
+    @property
+    def states(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___KeptState]:
+        """Marks and standing snapshots."""
+
+    def __init__(
+        self,
+        *,
+        header: paramd.v1.common_pb2.Header | None = ...,
+        states: collections.abc.Iterable[global___KeptState] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["header", b"header", "states", b"states"]) -> None: ...
+
+global___ListKeptStatesResponse = ListKeptStatesResponse
 
 @typing.final
 class StandingCopy(google.protobuf.message.Message):

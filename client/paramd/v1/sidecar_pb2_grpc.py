@@ -92,6 +92,21 @@ class SidecarServiceStub(object):
                 request_serializer=paramd_dot_v1_dot_sidecar__pb2.DropEditRequest.SerializeToString,
                 response_deserializer=paramd_dot_v1_dot_sidecar__pb2.DropEditResponse.FromString,
                 _registered_method=True)
+        self.MakeMark = channel.unary_unary(
+                '/paramd.v1.SidecarService/MakeMark',
+                request_serializer=paramd_dot_v1_dot_sidecar__pb2.MakeMarkRequest.SerializeToString,
+                response_deserializer=paramd_dot_v1_dot_sidecar__pb2.MakeMarkResponse.FromString,
+                _registered_method=True)
+        self.DropMark = channel.unary_unary(
+                '/paramd.v1.SidecarService/DropMark',
+                request_serializer=paramd_dot_v1_dot_sidecar__pb2.DropMarkRequest.SerializeToString,
+                response_deserializer=paramd_dot_v1_dot_sidecar__pb2.DropMarkResponse.FromString,
+                _registered_method=True)
+        self.ListKeptStates = channel.unary_unary(
+                '/paramd.v1.SidecarService/ListKeptStates',
+                request_serializer=paramd_dot_v1_dot_sidecar__pb2.ListKeptStatesRequest.SerializeToString,
+                response_deserializer=paramd_dot_v1_dot_sidecar__pb2.ListKeptStatesResponse.FromString,
+                _registered_method=True)
         self.StreamGradients = channel.unary_stream(
                 '/paramd.v1.SidecarService/StreamGradients',
                 request_serializer=paramd_dot_v1_dot_sidecar__pb2.StreamGradientsRequest.SerializeToString,
@@ -292,6 +307,29 @@ class SidecarServiceServicer(object):
     def DropEdit(self, request, context):
         """Forgets a staged edit, or what would undo an applied one. Control plane only.
         Idempotent. FAILED_PRECONDITION: the trainers may have agreed on it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def MakeMark(self, request, context):
+        """Keeps the present state of everything under a name, while training is held. Control plane only.
+        ALREADY_EXISTS: the name is taken. FAILED_PRECONDITION: training is not held, or does not keep
+        what belongs to a state. RESOURCE_EXHAUSTED: no memory for it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DropMark(self, request, context):
+        """Forgets a mark. Control plane only. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListKeptStates(self, request, context):
+        """The states that this rank could be put back to. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -523,6 +561,21 @@ def add_SidecarServiceServicer_to_server(servicer, server):
                     servicer.DropEdit,
                     request_deserializer=paramd_dot_v1_dot_sidecar__pb2.DropEditRequest.FromString,
                     response_serializer=paramd_dot_v1_dot_sidecar__pb2.DropEditResponse.SerializeToString,
+            ),
+            'MakeMark': grpc.unary_unary_rpc_method_handler(
+                    servicer.MakeMark,
+                    request_deserializer=paramd_dot_v1_dot_sidecar__pb2.MakeMarkRequest.FromString,
+                    response_serializer=paramd_dot_v1_dot_sidecar__pb2.MakeMarkResponse.SerializeToString,
+            ),
+            'DropMark': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropMark,
+                    request_deserializer=paramd_dot_v1_dot_sidecar__pb2.DropMarkRequest.FromString,
+                    response_serializer=paramd_dot_v1_dot_sidecar__pb2.DropMarkResponse.SerializeToString,
+            ),
+            'ListKeptStates': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListKeptStates,
+                    request_deserializer=paramd_dot_v1_dot_sidecar__pb2.ListKeptStatesRequest.FromString,
+                    response_serializer=paramd_dot_v1_dot_sidecar__pb2.ListKeptStatesResponse.SerializeToString,
             ),
             'StreamGradients': grpc.unary_stream_rpc_method_handler(
                     servicer.StreamGradients,
@@ -934,6 +987,87 @@ class SidecarService(object):
             '/paramd.v1.SidecarService/DropEdit',
             paramd_dot_v1_dot_sidecar__pb2.DropEditRequest.SerializeToString,
             paramd_dot_v1_dot_sidecar__pb2.DropEditResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MakeMark(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramd.v1.SidecarService/MakeMark',
+            paramd_dot_v1_dot_sidecar__pb2.MakeMarkRequest.SerializeToString,
+            paramd_dot_v1_dot_sidecar__pb2.MakeMarkResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropMark(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramd.v1.SidecarService/DropMark',
+            paramd_dot_v1_dot_sidecar__pb2.DropMarkRequest.SerializeToString,
+            paramd_dot_v1_dot_sidecar__pb2.DropMarkResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListKeptStates(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramd.v1.SidecarService/ListKeptStates',
+            paramd_dot_v1_dot_sidecar__pb2.ListKeptStatesRequest.SerializeToString,
+            paramd_dot_v1_dot_sidecar__pb2.ListKeptStatesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -107,6 +107,27 @@ class SidecarServiceStub:
     Idempotent. FAILED_PRECONDITION: the trainers may have agreed on it.
     """
 
+    MakeMark: grpc.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.MakeMarkRequest,
+        paramd.v1.sidecar_pb2.MakeMarkResponse,
+    ]
+    """Keeps the present state of everything under a name, while training is held. Control plane only.
+    ALREADY_EXISTS: the name is taken. FAILED_PRECONDITION: training is not held, or does not keep
+    what belongs to a state. RESOURCE_EXHAUSTED: no memory for it.
+    """
+
+    DropMark: grpc.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.DropMarkRequest,
+        paramd.v1.sidecar_pb2.DropMarkResponse,
+    ]
+    """Forgets a mark. Control plane only. Idempotent."""
+
+    ListKeptStates: grpc.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.ListKeptStatesRequest,
+        paramd.v1.sidecar_pb2.ListKeptStatesResponse,
+    ]
+    """The states that this rank could be put back to. Idempotent."""
+
     StreamGradients: grpc.UnaryStreamMultiCallable[
         paramd.v1.sidecar_pb2.StreamGradientsRequest,
         paramd.v1.sidecar_pb2.StreamGradientsResponse,
@@ -351,6 +372,27 @@ class SidecarServiceAsyncStub:
     """Forgets a staged edit, or what would undo an applied one. Control plane only.
     Idempotent. FAILED_PRECONDITION: the trainers may have agreed on it.
     """
+
+    MakeMark: grpc.aio.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.MakeMarkRequest,
+        paramd.v1.sidecar_pb2.MakeMarkResponse,
+    ]
+    """Keeps the present state of everything under a name, while training is held. Control plane only.
+    ALREADY_EXISTS: the name is taken. FAILED_PRECONDITION: training is not held, or does not keep
+    what belongs to a state. RESOURCE_EXHAUSTED: no memory for it.
+    """
+
+    DropMark: grpc.aio.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.DropMarkRequest,
+        paramd.v1.sidecar_pb2.DropMarkResponse,
+    ]
+    """Forgets a mark. Control plane only. Idempotent."""
+
+    ListKeptStates: grpc.aio.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.ListKeptStatesRequest,
+        paramd.v1.sidecar_pb2.ListKeptStatesResponse,
+    ]
+    """The states that this rank could be put back to. Idempotent."""
 
     StreamGradients: grpc.aio.UnaryStreamMultiCallable[
         paramd.v1.sidecar_pb2.StreamGradientsRequest,
@@ -618,6 +660,33 @@ class SidecarServiceServicer(metaclass=abc.ABCMeta):
         """Forgets a staged edit, or what would undo an applied one. Control plane only.
         Idempotent. FAILED_PRECONDITION: the trainers may have agreed on it.
         """
+
+    @abc.abstractmethod
+    def MakeMark(
+        self,
+        request: paramd.v1.sidecar_pb2.MakeMarkRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[paramd.v1.sidecar_pb2.MakeMarkResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.MakeMarkResponse]]:
+        """Keeps the present state of everything under a name, while training is held. Control plane only.
+        ALREADY_EXISTS: the name is taken. FAILED_PRECONDITION: training is not held, or does not keep
+        what belongs to a state. RESOURCE_EXHAUSTED: no memory for it.
+        """
+
+    @abc.abstractmethod
+    def DropMark(
+        self,
+        request: paramd.v1.sidecar_pb2.DropMarkRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[paramd.v1.sidecar_pb2.DropMarkResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.DropMarkResponse]]:
+        """Forgets a mark. Control plane only. Idempotent."""
+
+    @abc.abstractmethod
+    def ListKeptStates(
+        self,
+        request: paramd.v1.sidecar_pb2.ListKeptStatesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[paramd.v1.sidecar_pb2.ListKeptStatesResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.ListKeptStatesResponse]]:
+        """The states that this rank could be put back to. Idempotent."""
 
     @abc.abstractmethod
     def StreamGradients(

@@ -1,8 +1,9 @@
 import { describe, expect, it } from "vitest";
 
-import type { AlertDocument, EditDocument, IncarnationDocument, JobSummary } from "../src/api/schema";
+import type { AlertDocument, EditDocument, IncarnationDocument, JobSummary, MarkDocument } from "../src/api/schema";
 import { causesOf, WINDOW_S } from "../src/lib/causes";
 import { csvOf, rangeBegin, withGaps, zoomed } from "../src/lib/chart";
+import { count } from "../src/lib/format";
 import { healthOf, type Known, STALE_MS } from "../src/lib/health";
 import { alongSteps, meanOf, parseRun } from "../src/lib/runs";
 import { indexTicks, roundStep, valueTicks } from "../src/lib/ticks";
@@ -88,8 +89,25 @@ const edit = (id: string, at: number, more: object = {}): EditDocument =>
   ({ id, incarnation: 1, state: "APPLIED", actor: "ann", note: "", dry_run: false, created_s: at, step: 7, ops: [OP], undo_of: null, undone_by: null, ...more }) as unknown as EditDocument;
 const run = (incarnation: number, began_s: number, ended_s: number | null): IncarnationDocument => ({ incarnation, world_size: 2, began_s, ended_s, reason: "", step: -1 });
 
+describe("the timeline of marks and rollbacks", () => {
+  const none = { exports: [], incarnations: [], causes: [], recent: [] };
+  const mark = (name: string, made_s: number | null): MarkDocument => ({ name, step: 5, size_bytes: 10, made_s, by: "ann", whole: true, reason: "" });
+
+  it("has the marks that there are, and no standing snapshots", () => {
+    const found = timelineOf({ ...none, edits: [], marks: [mark("safe", 12), mark("", null)] });
+    expect(found.map((one) => `${one.kind} ${one.what} ${one.step} ${one.who}`)).toEqual(["mark safe 5 ann"]);
+  });
+
+  it("says what a rollback goes back to, and what is set", () => {
+    const back = edit("a", 20, { ops: [], rollback: { mark: "safe", step: 1500 } });
+    const set = edit("b", 21, { ops: [], hyperparameters: { optimizer: 0, group: 1, values: { lr: 0.5, betas: [0.5, 0.75] } } });
+    expect(editText(back)).toBe(`rolls back to mark safe, step ${count(1500)}`);
+    expect(editText(set)).toBe("sets lr = 0.5; betas = 0.5, 0.75 in group 1 of optimizer 0");
+  });
+});
+
 describe("the timeline", () => {
-  const sources = { edits: [edit("a", 20), edit("b", 21, { dry_run: true })], exports: [], incarnations: [run(1, 10, 30), run(2, 31, null)], causes: causesOf([alert(1, "non-finite", 25)]), recent: [] };
+  const sources = { edits: [edit("a", 20), edit("b", 21, { dry_run: true })], marks: [], exports: [], incarnations: [run(1, 10, 30), run(2, 31, null)], causes: causesOf([alert(1, "non-finite", 25)]), recent: [] };
 
   it("has who changed what, newest first, and no dry runs", () => {
     expect(timelineOf(sources).map((one) => `${one.kind} ${one.state} ${one.who}`)).toEqual([

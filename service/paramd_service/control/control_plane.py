@@ -147,6 +147,7 @@ class ControlPlane:
             listener.close()
             raise
         # 6. Start watching; resume exports.
+        self._watchers.hold = self._edits.pause_for if self._edits is not None else None
         self._watchers.start(jobs)
         self._exports.start(jobs)
         # 7. Announce the address to the job's programs, now that all of it works.

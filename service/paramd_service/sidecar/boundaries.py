@@ -237,6 +237,8 @@ class Boundaries:
             snapshot.step, snapshot.edits = outcome.step, outcome.edits
             self._store.drop(snapshot)
         if asked.reach.action == EDIT and self.edits is not None:
+            if not outcome.captured and (why := self.edits.why_refused(asked.reach.edit_id)):
+                outcome = Outcome(-1, why)
             self.edits.request_ended(asked.reach.number)
         asked.done.set_result(outcome)
 

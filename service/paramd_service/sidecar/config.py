@@ -64,6 +64,8 @@ class SidecarConfig:
     to two of the whole state of this rank and of each rank whose copies it keeps."""
     copy_rate_bytes: int = 64 << 20
     """Most bytes a second at which standing snapshots are sent to another host; above 0."""
+    marks_budget_bytes: int | None = None
+    """Budget of marks; None: what the machine has."""
     edit_expiry_s: float = 600.0
     """How long an untouched staged edit is kept; above 0."""
     report_s: float = 2.0
@@ -94,7 +96,12 @@ class SidecarConfig:
                 f"max_lease_s: {self.max_lease_s}; expected at least default_lease_s "
                 f"({self.default_lease_s})"
             )
-        for name in ("budget_bytes", "edit_budget_bytes", "standing_budget_bytes"):
+        for name in (
+            "budget_bytes",
+            "edit_budget_bytes",
+            "standing_budget_bytes",
+            "marks_budget_bytes",
+        ):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise UsageError(f"{name}: {value}; expected a number above 0")

@@ -14,7 +14,7 @@ Points: pin-prepared, copy-begun, copy-chunk, copy-moved, pin-answered, capture-
 boundary-copied, read-chunk, stats-item, pool, mapped, live, stream-granted, stream-open,
 stream-window, gradients-copied, gradients-reduced, standing-copied (all but its label), copy-sent,
 copy-received; of
-edits edit-staging, edit-staged, edit-ready, edit-applied; of
+edits edit-staging, edit-staged, edit-ready, edit-applied; mark-made; of
 exports export-begun, export-file-begun, export-chunk, export-file-written, export-file-done,
 export-stored, export-verify, export-finish, export-marker, export-renamed, export-dropped.
 """
@@ -65,6 +65,7 @@ POINTS = frozenset(
         "edit-staged",
         "edit-ready",
         "edit-applied",
+        "mark-made",
         "gradients-copied",
         "gradients-reduced",
         "standing-copied",

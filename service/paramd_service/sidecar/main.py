@@ -123,6 +123,7 @@ def parse(argv: Sequence[str] | None) -> SidecarConfig:
         "undo_budget_bytes",
         "standing_budget_bytes",
         "copy_rate_bytes",
+        "marks_budget_bytes",
     ):
         option = "--" + name.replace("_", "-")
         parser.add_argument(option, type=int, default=getattr(defaults, name), metavar="BYTES")

@@ -80,6 +80,18 @@ class Mesh:
         return self.buddies[rank] if 0 <= rank < len(self.buddies) else -1
 
 
+NO_STATES = (
+    "this training keeps no states that could be gone back to; attach it with resume='auto', and "
+    "with what has a state in keep"
+)
+
+
+def check_keeps_states(page: ControlPage) -> None:
+    """Raise ConflictError unless the training keeps what belongs to a state."""
+    if not page[Word.LINEAGE]:
+        raise ConflictError(NO_STATES)
+
+
 def parse_mesh(message: dict[str, Any], layout: bytes) -> Mesh:
     """Parse a "mesh" message. Raises UsageError."""
     try:

@@ -31,7 +31,7 @@ from paramd.security.tls import Pems
 from paramd_service.sidecar.config import SidecarConfig
 from paramd_service.sidecar.copying.capture import Capture, Copier
 from paramd_service.sidecar.edits.entry import EditLimits
-from paramd_service.sidecar.edits.manager import Edits
+from paramd_service.sidecar.edits.manager import Edits, States
 from paramd_service.sidecar.edits.memory import EditMemory
 from paramd_service.sidecar.faults import Faults
 from paramd_service.sidecar.gradients.slots import EndedError
@@ -51,6 +51,7 @@ from paramd_service.sidecar.owner import (
 from paramd_service.sidecar.pins import Pins
 from paramd_service.sidecar.revocations import Refusals, Revocations
 from paramd_service.sidecar.snapshots.copies import Copies, copies_message, opened
+from paramd_service.sidecar.snapshots.marks import Marks, beside_bytes
 from paramd_service.sidecar.snapshots.offer import offer_of, offer_of_snapshots
 from paramd_service.sidecar.snapshots.standing import Standing
 from paramd_service.sidecar.snapshots.store import BlockMaker, SnapshotStore
@@ -112,6 +113,7 @@ def make_edits(
     config: SidecarConfig,
     *,
     layout: Callable[[], bytes],
+    marks: Marks,
     executor: Executor,
     faults: Faults,
 ) -> Edits:
@@ -136,6 +138,7 @@ def make_edits(
             expiry_s=config.edit_expiry_s,
         ),
         layout=layout,
+        states=States(attached.page, marks.found, lambda: beside_bytes(attached)),
         faults=faults,
     )
 
@@ -180,6 +183,9 @@ class RankSidecar:
         )
         self.copies = Copies(blocks, executor, budget_bytes=self._copies_budget_bytes)
         """Standing snapshots of other ranks."""
+        self.marks = Marks(blocks, self.standing, budget_bytes=config.marks_budget_bytes)
+        self.using_memory = asyncio.Lock()
+        """Held while a mark is copied: the attachment's memory stays mapped."""
         self._attached: AttachedMemory | None = None
         self._verifier: Verifier | None = None
         self._pins: Pins | None = None
@@ -466,6 +472,22 @@ class RankSidecar:
     def _layout_digest(self) -> str:
         return self._last_layout_digest
 
+    async def stands(self, timeout_s: float) -> None:
+        """Wait for a standing snapshot of the training's present history; at most `timeout_s`."""
+        attached, until_s = self._attached, time.monotonic() + timeout_s
+        while attached is not None and attached is self._attached and self.trainer_lives:
+            lineage, held = attached.page[Word.LINEAGE], attached.page[Word.HELD]
+            known = any(label.lineage == lineage for label, _ in self.standing.labels())
+            # Nothing is copied once it goes on, nor without memory for it.
+            if known or not held or not self.standing.labels() or time.monotonic() > until_s:
+                return
+            await asyncio.sleep(0.01)
+
+    @property
+    def layout_digest(self) -> str:
+        """Of the last mesh."""
+        return self._last_layout_digest
+
     def set_mesh(self, mesh: Mesh) -> None:
         """Set the mesh that the trainers agreed on; from now on everything is served."""
         self.mesh = mesh
@@ -515,6 +537,7 @@ class RankSidecar:
         await self._drop_attached()
         self.standing.close()
         self.copies.keep_only(())
+        self.marks.close()
         if self._tasks:
             await asyncio.wait(self._tasks)
 
@@ -550,6 +573,7 @@ class RankSidecar:
             attached,
             self.config,
             layout=lambda: self.ready_mesh().layout,
+            marks=self.marks,
             executor=self.executor,
             faults=self.faults,
         )
@@ -623,10 +647,11 @@ class RankSidecar:
             await edits.close()
         if attached is not None:
             asyncio.get_running_loop().remove_reader(attached.pidfd)
-            # Last: the copying thread and the edits use its memory until here.
-            self._attached = None
-            self.ownership = Ownership.WAITING
-            attached.close()
+            async with self.using_memory:
+                # Last: the copying thread and the edits use its memory until here.
+                self._attached = None
+                self.ownership = Ownership.WAITING
+                attached.close()
 
     def _changed(self) -> None:
         for callback in self.on_change:

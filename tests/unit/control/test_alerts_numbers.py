@@ -7,6 +7,7 @@ import pytest
 from paramd.errors import UsageError
 from paramd_service.control.alerts.config import AlertConfig, parse_number
 from paramd_service.control.alerts.numbers import MAX_NAMES, NumberHistory
+from paramd_service.control.alerts.service import parse_alerts
 
 
 @pytest.mark.parametrize(
@@ -61,3 +62,13 @@ def test_names_of_a_rank_are_bounded() -> None:
     assert not history.knows(0, "one more")
     assert history.knows(0, "n3")
     assert history.knows(1, "one more")
+
+
+def test_only_rules_about_the_state_may_pause_training_and_only_on_its_users_word() -> None:
+    assert AlertConfig(hold=("logged-number", "norm-jump")).hold == ("logged-number", "norm-jump")
+    with pytest.raises(UsageError, match="hold: 'straggler' cannot pause training"):
+        AlertConfig(hold=("straggler",))
+    table = {"hold": ["logged-number"]}
+    assert parse_alerts(table, place="own") == {"hold": ("logged-number",)}
+    with pytest.raises(UsageError, match="hold in the working directory is not trusted"):
+        parse_alerts(table, place="here", trusted=False)

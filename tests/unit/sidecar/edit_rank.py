@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 
 import torch
 
+from paramd.errors import NotFoundError
 from paramd.layout.codec import encode_layout
 from paramd.layout.edits.ops import EditOp, encode_op
 from paramd.layout.edits.plan import plan_edit
@@ -21,10 +22,17 @@ from paramd.tensors.edit_ops import Views, run
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import Chunk, checksum_of
 from paramd_service.sidecar.edits.entry import EditLimits, Entry
-from paramd_service.sidecar.edits.manager import Edits
+from paramd_service.sidecar.edits.manager import Edits, States
 from paramd_service.sidecar.edits.memory import EditMemory
+from paramd_service.sidecar.edits.notes import Found
 from paramd_service.sidecar.edits.receive import Fill, copy_of
 from paramd_service.sidecar.faults import Faults
+
+
+@contextmanager
+def no_states(_name: str, step: int, _lineage: int, _edits: int) -> Iterator[Found]:
+    raise NotFoundError(f"there is no state of step {step}")
+    yield
 
 
 class Rank:
@@ -64,6 +72,7 @@ class Rank:
                     expiry_s=expiry_s,
                 ),
                 layout=encode_layout(self.layout).SerializeToString,
+                states=States(self.page, no_states, lambda: 0),
                 faults=Faults(),
             )
             try:

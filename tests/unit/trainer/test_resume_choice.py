@@ -46,6 +46,21 @@ def test_a_damaged_state_is_passed_over() -> None:
     assert (choice.how, choice.mark, choice.lost_steps) == ("snapshot", OLDER, 5)
 
 
+def after_rollback(lineage: int, *snapshots: Mark) -> RankOffer:
+    return RankOffer(step=6, lineage=lineage, why_not_live="torn", snapshots=snapshots)
+
+
+def test_after_a_rollback_what_was_left_is_taken_only_if_there_is_nothing_else() -> None:
+    left, back = Mark(20, 1, 0), Mark(5, 2, 1)
+    choice = choose([after_rollback(2, left, back), after_rollback(2, back, left)])
+    assert (choice.mark, choice.lost_steps) == (back, 1)
+    choice = choose([after_rollback(2, left, back), after_rollback(2, left)])
+    assert choice.mark == left
+    assert "nothing was kept since the rollback" in choice.reason
+    # One rank never heard of it: it did not happen.
+    assert choose([after_rollback(2, left, back), after_rollback(1, left)]).mark == left
+
+
 def test_nothing_in_common_is_a_fresh_start_that_says_what_it_loses() -> None:
     choice = choose([held(AT_7), RankOffer(absent="no sidecar is here")])
     assert (choice.how, choice.lost_steps) == ("fresh", 7)

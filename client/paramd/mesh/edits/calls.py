@@ -66,6 +66,12 @@ class Edit:
     """Why it cannot be undone; empty when it can."""
     undo_of: str
     undone_by: str
+    rollback: Mapping[str, Any] | None
+    """The state it puts back, `{"mark", "step"}`; of an undo, the one it leaves. Else None."""
+    hyperparameters: Mapping[str, Any] | None
+    """What it sets instead of parameters, `{"optimizer", "group", "values"}`; else None."""
+    warning: str
+    """What a trainer had to say about it; else empty."""
 
     @property
     def ended(self) -> bool:
@@ -125,6 +131,9 @@ def parse_edit(found: Mapping[str, Any]) -> Edit:
         undo_refusal=str(undo.get("reason") or ""),
         undo_of=str(found.get("undo_of") or ""),
         undone_by=str(found.get("undone_by") or ""),
+        rollback=found.get("rollback"),
+        hyperparameters=found.get("hyperparameters"),
+        warning=str(found.get("warning") or ""),
     )
 
 
@@ -162,6 +171,13 @@ def what_text(edit: Edit) -> str:
     """The first operations, as text."""
     if edit.undo_of:
         return f"undo {edit.undo_of[:8]}"
+    if edit.rollback is not None:
+        mark, step = edit.rollback["mark"], edit.rollback["step"]
+        return f"rollback to {mark} (step {step})" if mark else f"rollback to step {step}"
+    if edit.hyperparameters is not None:
+        change = edit.hyperparameters
+        values = ", ".join(f"{name}={value}" for name, value in change["values"].items())
+        return f"optimizer {change['optimizer']} group {change['group']}: {values}"
     texts = [op_text(op) for op in edit.ops[:3]]
     return ", ".join(texts) + (" ..." if len(edit.ops) > 3 else "")
 
@@ -348,6 +364,24 @@ class EditCalls:
             if not token:
                 break
         return Edits(rows)
+
+    @property
+    def url(self) -> str:
+        """The control plane's."""
+        return self._rest.url
+
+    async def begin(self, path: str, body: Mapping[str, Any], deadline_s: float) -> Edit:
+        """Create an edit of another kind; `body` has its id."""
+        body = {**body, "wait_s": _wait_s(deadline_s)}
+        return self._edit(await self._idempotent("POST", path, body, deadline_s))
+
+    async def send(
+        self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float
+    ) -> Mapping[str, Any]:
+        """Send a request about the job that may take until the deadline."""
+        timeout_s = max(1.0, deadline_s - time.monotonic())
+        found = await self._rest.send(method, self._path + path, body, timeout_s=timeout_s)
+        return dict(found) if found else {}
 
     async def hold(
         self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from paramd.trainer.helpers.sidecar_link import ControlLink, Identity, SidecarLi
 from paramd.trainer.home.owned import ParameterStorage
 from paramd.trainer.resume.keeper import Keeper, Keeping
 from paramd.trainer.resume.optimizer_home import OptimizerHome
+from paramd.trainer.resume.rewinding import Rewinder
 from paramd.trainer.resume.succession import Resumed
 
 log = logging.getLogger("paramd")
@@ -94,6 +96,7 @@ class Attachment:
         self._last_edits = 0
         self.keeper: Keeper | None = None
         self._state: OptimizerHome | None = None
+        self._rewinder: Rewinder | None = None
         self.resumed: Resumed | None = None
         """From which state this training goes on (`step`, `how`, `lost_steps`, `reason`); None
         after a fresh start."""
@@ -184,6 +187,33 @@ class Attachment:
         self.keeper = self._boundary.keeper = keeper
         self._state, self.resumed = state, resumed
 
+    def rewind_with(self, rewinder: Rewinder) -> None:
+        """Have rollbacks done by `rewinder`."""
+        self._rewinder = self._boundary.rewinder = rewinder
+        self._editor.rollback = rewinder.deed
+        self._editor.groups_changed = rewinder.keeper.groups_changed
+
+    @contextmanager
+    def rewindable(self) -> Iterator[None]:
+        """A block that `mesh.rollback` leaves, so that the loop over batches begins anew.
+
+            while attachment.step < steps:
+                with attachment.rewindable():
+                    for batch in loader:
+                        ...
+
+        A rollback puts parameters, optimizers and everything in `keep` back to an earlier step, at
+        the beginning of a forward; the batch in hand belongs to a later one. So the block ends
+        there as if it were over, on every rank, and `attachment.step` is that step. Outside of
+        such a block a rollback is refused. Blocks may be nested; the innermost is left. Without
+        resume="auto" it does nothing.
+        """
+        if self._rewinder is None or self._detached or self._is_childs:
+            yield
+            return
+        with self._rewinder.block():
+            yield
+
     def kept(self) -> None:
         """Say that the loop's body is over, so that a successor can go on exactly here.
 
@@ -228,6 +258,8 @@ class Attachment:
             followed.add(optimizer)
         # Held weakly: an optimizer the script dropped must not keep old parameters alive.
         self._editor.optimizers = self._moments.optimizers = followed
+        given = [weakref.ref(optimizer) for optimizer in optimizers]
+        self._editor.given = lambda: [one for ref in given if (one := ref()) is not None]
         if self.keeper is not None:
             self.keeper.followed = followed
 
@@ -292,6 +324,8 @@ class Attachment:
         self._gradients.close()
         self._editor.close()
         self._moments.close()
+        if self._rewinder is not None:
+            self._rewinder.close()
         if self.keeper is not None and self._state is not None:
             self.keeper.close()
             self._state.move_out()

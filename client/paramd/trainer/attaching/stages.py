@@ -57,6 +57,7 @@ from paramd.trainer.resume.choice import RankOffer
 from paramd.trainer.resume.copies import buddies
 from paramd.trainer.resume.keeper import Keeper, check_keep
 from paramd.trainer.resume.optimizer_home import OptimizerHome
+from paramd.trainer.resume.rewinding import Rewinder
 from paramd.trainer.resume.succession import Succession, agreed_choice, new_lineage
 from paramd.trainer.settings import AttachSettings
 from paramd.version import __version__
@@ -88,6 +89,7 @@ class Stages:
         self._exchange = exchange
         self._settings = settings
         self._keep = keep
+        self._at_point = faults.from_environment(exchange.rank)
         self._succession: Succession | None = None
         self._lineage = (0, 0)
         self._known_incarnation = 0
@@ -431,6 +433,8 @@ class Stages:
                 # Before that: a failed resume must not end the sidecar that has the state.
                 self._undo.callback(self._let_go_of_sidecar)
             made[0].keep_with(keeper, state, succession.resumed if succession else None)
+            if keeper is not None and state is not None:
+                made[0].rewind_with(self._rewinder(found, page, arena, state, keeper))
             made[0].follow(found.optimizers)
             self.serve(mesh, layout)
             return {}
@@ -475,6 +479,25 @@ class Stages:
             standing_every=int(standing) if standing is not None else None,
             agreed=agreement.standing,
             copies=agreement.copies if self._buddies else None,
+        )
+
+    def _rewinder(
+        self,
+        found: Found,
+        page: ControlPage,
+        arena: HostArena,
+        state: OptimizerHome,
+        keeper: Keeper,
+    ) -> Rewinder:
+        return Rewinder(
+            page,
+            arena,
+            home=found.home,
+            state=state,
+            keeper=keeper,
+            keep=self._keep,
+            copied=bool(self._buddies),
+            at_point=self._at_point,
         )
 
     def _go_on(self, attachment: Attachment, first_step: int) -> None:

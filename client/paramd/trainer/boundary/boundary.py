@@ -102,6 +102,19 @@ class KeeperLike(Protocol):
         """The script's loop begins anew at `step`."""
 
 
+class RewinderLike(Protocol):
+    """Puts the training back to an earlier state (see trainer/resume/rewinding.py)."""
+
+    at_forward: bool
+    """Whether this boundary is right before a forward."""
+
+    def taken(self) -> int | None:
+        """The step that training was put back to at this boundary; None if it was not."""
+
+    def leave(self) -> None:
+        """Leave the forward under way if training was put back."""
+
+
 @dataclass(slots=True)
 class _Entry:
     """A step in progress on one thread."""
@@ -176,6 +189,7 @@ class Boundary:
         self._forgotten = False
         self.keeper: KeeperLike | None = None
         self._keeper_announces = False
+        self.rewinder: RewinderLike | None = None
         self.before_update: Callable[[object], None] = _nothing
         """Called with the owner just before an update window opens; must not raise."""
         if home.contents is not None:
@@ -254,6 +268,9 @@ class Boundary:
         self._eval_forward = not trains
         if trains or self._trains_in_eval:
             self._go_on()
+            if self.rewinder is not None:
+                # Out of the lock: it may raise.
+                self.rewinder.leave()
 
     def backward(self) -> None:
         """Note the start of a backward: proof of training, even in eval mode.
@@ -483,11 +500,26 @@ class Boundary:
                 self._keeper_announces = self.keeper.settling(self._done, trusted=self._trusted())
             self._gate.settle(self._done, self._iteration, proven=proven)
             self._note_time(time.monotonic_ns())
-            self._acting.at_boundary(proven, self._backwards)
+            self._act(proven, at_forward=keeps)
             if proven:
                 self._trust()
         except Exception:
             log.exception("paramd: a boundary failed; the service degrades, training goes on")
+
+    def _act(self, proven: bool, *, at_forward: bool) -> None:
+        rewinder = self.rewinder
+        if rewinder is None:
+            self._acting.at_boundary(proven, self._backwards)
+            return
+        rewinder.at_forward = at_forward
+        try:
+            self._acting.at_boundary(proven, self._backwards)
+        finally:
+            rewinder.at_forward = False
+            step = rewinder.taken()
+            if step is not None:
+                # Settled once more when training goes on from there.
+                self._done, self._pending, self._armed_seen = step, True, 0
 
     def _trusted(self) -> bool:
         """Whether nothing changes the parameters outside of updates, as far as is known."""

@@ -19,17 +19,20 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
-from paramd.errors import ExhaustedError, ParamdError
+from paramd.errors import ExhaustedError, ParamdError, UsageError
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import ControlPage, Word
 from paramd.memory.descriptors import SparseMemory
+from paramd.memory.edit_note import Note, NoteKind, read_note, write_answer
 from paramd.memory.edit_program import (
     ANY_STEP,
     NO_DATA,
     Record,
+    note_of,
     parse_program,
     record_count,
     wanted_step,
@@ -37,6 +40,7 @@ from paramd.memory.edit_program import (
 from paramd.memory.gate import TrainerGate
 from paramd.tensors.edit_ops import Views, run
 from paramd.trainer.boundary.agreement import Request
+from paramd.trainer.boundary.hyperparameters import HyperparameterChange
 from paramd.trainer.boundary.moments import Owned, find_owned, owner_of, zero_moments
 from paramd.trainer.home.mirrored import MirroredHome
 
@@ -47,6 +51,8 @@ AT_ONCE_BYTES = 2 << 20
 """Programs up to these sizes are prepared inline at the boundary: some 0.5 ms."""
 
 _MADV_POPULATE_WRITE = 23
+
+NO_STATES = "this training keeps no states; attach it with resume='auto'"
 
 
 @dataclass(slots=True)
@@ -60,6 +66,23 @@ class _Step:
     owner: Owned | None = None
 
 
+class Deed(Protocol):
+    """What an edit's note asks for. Training thread only."""
+
+    exact: bool
+    """Whether it is promised only in a round that ends at the boundary where it is done."""
+
+    @property
+    def spans(self) -> Sequence[tuple[int, int]]:
+        """What it touches of the edit memory."""
+
+    def refusal(self) -> str:
+        """Why it cannot be done at this boundary; empty if it can."""
+
+    def apply(self, token: int) -> str:
+        """Do it, and leave in the note what undoes it; return what its user has to know."""
+
+
 @dataclass(slots=True)
 class _Preparation:
     """A program being prepared; ends with `steps` or `refusal`."""
@@ -67,6 +90,8 @@ class _Preparation:
     request: Request
     steps: list[_Step] | None = None
     owners_found: bool = False
+    deed: Deed | None = None
+    note: int = 0
     refusal: str = ""
     if_step: int = ANY_STEP
     done: threading.Event = field(default_factory=threading.Event)
@@ -95,6 +120,12 @@ class Editor:
         self._at_point = at_point if at_point is not None else lambda _: None
         self._preparation: _Preparation | None = None
         self.optimizers: Collection[torch.optim.Optimizer] = ()
+        self.given: Callable[[], Sequence[torch.optim.Optimizer]] = lambda: list(self.optimizers)
+        """The optimizers in the order they were given to attach."""
+        self.groups_changed: Callable[[], None] = lambda: None
+        """Called when an edit has changed hyper-parameters, before it ends."""
+        self.rollback: Callable[[Note, SparseMemory], Deed] | None = None
+        """Makes a rollback of its note; None: this training keeps no states."""
         self.failed = False
         """Whether an edit failed half way: the arena must no longer be served."""
 
@@ -118,14 +149,25 @@ class Editor:
             return False
         if not preparation.owners_found:
             self._find_owners(preparation)
-        return not self.failed
+        return not self.failed and self._may_do(preparation, now=now)
+
+    def _may_do(self, preparation: _Preparation, *, now: bool) -> bool:
+        deed = preparation.deed
+        if deed is None:
+            return True
+        if deed.exact and not now:
+            return False
+        preparation.refusal = deed.refusal()
+        if preparation.refusal:
+            self._refuse(preparation, -1)
+        return not preparation.refusal
 
     def apply(self, request: Request, gate: TrainerGate) -> None:
         """Change the parameters. EDIT_AGREED and AGREED have been written already."""
         words = self._words
         preparation, self._preparation = self._preparation, None
         self._at_point("agreed")
-        begin_ns = time.monotonic_ns()
+        begin_ns, step = time.monotonic_ns(), words[Word.STEP]
         if preparation is not None and preparation.if_step not in (ANY_STEP, words[Word.STEP]):
             words[Word.EDIT_FAILED] = request.number
             raise AssertionError("an edit was promised for another step than that of its boundary")
@@ -136,6 +178,9 @@ class Editor:
             if self._mirror is not None:
                 gate.begin_mirror()
             self._run(preparation.steps)
+            if preparation.deed is not None:
+                told = preparation.deed.apply(request.token)
+                write_answer(self._edits.buffer, preparation.note, told)
         except BaseException:
             # SEQ stays odd: the parameters mix two states.
             self.failed = True
@@ -143,7 +188,7 @@ class Editor:
             raise
         gate.end_edit()
         words[Word.EDIT_NS] = time.monotonic_ns() - begin_ns
-        words[Word.EDIT_STEP] = words[Word.STEP]
+        words[Word.EDIT_STEP] = step
         words[Word.EDIT_TOKEN] = request.token
         # Last: it publishes the words above and ends the span in which a death means torn.
         words[Word.EDIT_APPLIED] = request.number
@@ -172,7 +217,10 @@ class Editor:
         try:
             program = preparation.request.argument
             records = parse_program(self._edits.buffer, program, arena_bytes=self._arena.size_bytes)
+            preparation.deed = self._deed(preparation, note_of(self._edits.buffer, program))
             spans = _spans(records)
+            if preparation.deed is not None:
+                spans = _joined([*spans, *preparation.deed.spans])
             if most_bytes is not None and sum(end - begin for begin, end in spans) > most_bytes:
                 return
             self._fault_in(spans)
@@ -185,6 +233,17 @@ class Editor:
             preparation.refusal = repr(error)
         # Last: the training thread reads the outcome only once this is set.
         preparation.done.set()
+
+    def _deed(self, preparation: _Preparation, begin: int) -> Deed | None:
+        if not begin:
+            return None
+        note = read_note(self._edits.buffer, begin)
+        preparation.note = begin
+        if note.kind is NoteKind.HYPERPARAMETERS:
+            return HyperparameterChange(note, self._edits.buffer, self.given, self.groups_changed)
+        if self.rollback is None:
+            raise UsageError(NO_STATES)
+        return self.rollback(note, self._edits)
 
     def _fault_in(self, spans: Sequence[tuple[int, int]]) -> None:
         """Fault in what will be touched, skipping ranges known to be present."""
@@ -240,6 +299,8 @@ class Editor:
         words, number = self._words, preparation.request.number
         if words[Word.REFUSED] == number:
             return
+        if preparation.refusal and preparation.note:
+            write_answer(self._edits.buffer, preparation.note, preparation.refusal)
         words[Word.REFUSED_STEP] = -1 if preparation.refusal else step
         words[Word.REFUSED_IF_STEP] = preparation.if_step
         # Last: a reader of this number must find the reason already written.

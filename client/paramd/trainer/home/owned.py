@@ -391,6 +391,11 @@ class ParameterStorage:
         """
         return fsdp2.has_gathered(self._model.modules())
 
+    def restore_buffers(self) -> None:
+        """Give all persistent buffers what the arena has of them. Raises as `copy_buffers`."""
+        assert self._buffers is not None, "move_in comes first"
+        self._buffers.restore()
+
     def copy_buffers(self) -> None:
         """Copy all persistent buffers into the arena, as they are now.
 

@@ -42,6 +42,8 @@ class RankOffer:
     """How this script differs from what the memory was made by; empty if it fits."""
     step: int = -1
     """Step its parameters are at, whole or not."""
+    lineage: int = 0
+    """History that its trainer was in; a rollback leaves one for another."""
     live: Mark | None = None
     why_not_live: str = ""
     snapshots: tuple[Mark, ...] = field(default=())
@@ -115,14 +117,19 @@ def choose(offers: Sequence[RankOffer], damaged: Collection[tuple[How, Mark]] = 
     why_not = _why_not_live(offers)
     common = set.intersection(*(set(offer.snapshots) for offer in offers))
     usable = sorted(mark for mark in common if ("snapshot", mark) not in damaged)
-    common_step = usable[-1].step if usable else 0
+    # What a rollback has left comes back only if there is nothing else.
+    lineages = {offer.lineage for offer in offers if offer.lineage}
+    usable.sort(key=lambda mark: lineages == {mark.lineage})
     live = offers[0].live
     if not why_not and live is not None and ("live", live) not in damaged:
         reason = "all ranks stand at the same step"
+        common_step = max((m.step for m in usable if m.lineage == live.lineage), default=0)
         return Choice(how="live", mark=live, lost_steps=0, reason=reason, common_step=common_step)
     why_not = why_not or "the memory of a rank is damaged"
     if usable:
         mark = usable[-1]
+        if len(lineages) == 1 and mark.lineage not in lineages:
+            why_not = f"{why_not}; nothing was kept since the rollback, which is undone by that"
         lost = max(newest - mark.step, 0)
         return Choice(
             how="snapshot", mark=mark, lost_steps=lost, reason=why_not, common_step=mark.step

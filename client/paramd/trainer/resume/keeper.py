@@ -29,7 +29,7 @@ import torch
 
 from paramd.errors import ConflictError, UsageError
 from paramd.memory.continuation import MAX_PAYLOAD_BYTES, RECORD, TABLE, KeptSlots
-from paramd.memory.control_page import ControlPage, Word, Words
+from paramd.memory.control_page import ControlPage, Word, Words, step_of
 from paramd.memory.descriptors import SparseMemory
 from paramd.trainer.home.owned import ParameterStorage
 from paramd.trainer.resume.codec import decode, encode
@@ -143,6 +143,7 @@ class Keeper:
         self._early_step = -1
         self._complete_step = -1
         self._parts: dict[str, Any] = {}
+        self._written: dict[str, Any] = {}
         self._forward: dict[str, Any] | None = None
         self._why = ""
         self._count, self._total_ns, self._longest_ns, self._last_bytes = 0, 0, 0, 0
@@ -217,6 +218,38 @@ class Keeper:
             self._give_up(error)
         self._note_cost(begin_ns)
 
+    @property
+    def memory(self) -> SparseMemory:
+        """Where records and tables are."""
+        return self._memory
+
+    def groups_changed(self) -> None:
+        """An edit has set hyper-parameters: the record of this step has to have them."""
+        if self._why or self._written.get("step") != self._words[Word.STEP]:
+            return
+        try:
+            self._parts["groups"] = [_groups(optimizer) for optimizer in self._state.alive()]
+            self._write(self._written | {"groups": self._parts["groups"]})
+        except Exception as error:
+            self._give_up(error)
+
+    def rewound(self, step: int, record: dict[str, Any], data: bytes, table: bytes) -> None:
+        """The training was put back to a state: go on from its record, given in both forms.
+
+        Asks for a standing snapshot, since the ones there are of what was left.
+        """
+        self._table_number = self._table.write(table)
+        self._record.write(data, beside=self._table_number)
+        self._words[Word.RECORD_STEP] = step
+        self._early, self._early_step = record["early"], step
+        self._forward = record["random_forward"]
+        self._parts, self._written, self._complete_step = {}, {}, -1
+        # The next one after an update: until then another rank may lack the rollback, and what
+        # all ranks have in common is what was left.
+        self._settled_count = -1
+        if self._standing_every != 0:
+            self._ask_for_standing(step)
+
     def cost(self) -> Keeping:
         """What keeping records has cost since attach."""
         return Keeping(
@@ -224,7 +257,7 @@ class Keeper:
             self._total_ns / 1e9,
             self._longest_ns / 1e9,
             self._last_bytes,
-            self._words[Word.STANDING_MADE],
+            step_of(self._words[Word.STANDING_MADE]),
             self._words[Word.COPIES_STEP],
         )
 
@@ -270,9 +303,11 @@ class Keeper:
         self._complete_step = step
 
     def _write(self, parts: dict[str, Any]) -> None:
+        self._written = parts
         data = encode(parts)
         self._last_bytes = len(data)
         self._record.write(data, beside=self._table_number)
+        self._words[Word.RECORD_STEP] = parts["step"]
 
     def _stands(self, step: int) -> bool:
         """Whether a standing snapshot is due; the same on all ranks, which keep the same steps."""
@@ -290,13 +325,16 @@ class Keeper:
         # Soon after the start already, where there is least to go back to. For a large state the
         # first only has memory made, so several in a row.
         count = self._settled_count
-        soon = count < every and (count <= SOON_COUNT or count.bit_count() == 1)
+        soon = 0 < count < every and (count <= SOON_COUNT or count.bit_count() == 1)
         if not every or not (soon or step // every > self._stood_at // every):
             return False
-        self._stood_at = step
-        words[Word.STANDING_STEP] = step
-        words[Word.STANDING] += 1
+        self._ask_for_standing(step)
         return True
+
+    def _ask_for_standing(self, step: int) -> None:
+        self._stood_at = step
+        self._words[Word.STANDING_STEP] = step
+        self._words[Word.STANDING] += 1
 
     def _copying(self) -> bool:
         """Whether the last standing snapshot is still on its way to other hosts; on all ranks.

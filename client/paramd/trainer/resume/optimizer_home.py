@@ -154,6 +154,12 @@ class OptimizerHome:
         self._advance(max(ends, default=0))
         self._remember()
 
+    def adopt_again(self, table: dict[str, Any], others: Sequence[Any]) -> None:
+        """As `adopt`, when the bytes of this memory were replaced while training runs."""
+        self._lodged.clear()
+        self._free.clear()
+        self.adopt(table, others)
+
     def move_out(self) -> None:
         """Give every tensor private memory again. Idempotent."""
         targets = []
@@ -167,6 +173,11 @@ class OptimizerHome:
         repoint(targets)
         self._lodged, self._placed = {}, []
         self._entries, self._expected, self._others = [], [], []
+
+    @property
+    def memory(self) -> SparseMemory:
+        """Where the state lives."""
+        return self._memory
 
     @property
     def used_bytes(self) -> int:

@@ -154,6 +154,7 @@ class Succession:
         return RankOffer(
             refusal=self._refusal(offer),
             step=max(int(offer["step"]), int(offer["reached"])),
+            lineage=int(offer["lineage"]),
             live=self._live.mark if self._live is not None else None,
             why_not_live=why_not,
             snapshots=tuple(state.mark for state in self._snapshots),
@@ -307,20 +308,7 @@ class Succession:
         if state is None:
             return
         home.adopt(state.table, state.record["others"])
-        kept = _kept(state.record)
-        for name, thing in self._keep.items():
-            try:
-                thing.load_state_dict(kept[name])
-            except Exception as error:
-                raise ConflictError(
-                    f"resume: keep[{name!r}], an object of class {type(thing).__name__}, did not "
-                    f"take the state that was kept under this name ({type(error).__name__}: "
-                    f"{error}); {OVER_AN_EXPORT}"
-                ) from error
-        # After the kept objects: a scheduler may set hyper-parameters while it is loaded.
-        for optimizer, groups in zip(self._optimizers, state.record["groups"], strict=True):
-            for group, values in zip(optimizer.param_groups, groups, strict=True):
-                _set_group(group, values)
+        give_back(state.record, self._optimizers, self._keep)
 
     def go_on(self, keeper: Keeper) -> None:
         """Continue the random states, and let the keeper begin. Last of all."""
@@ -389,10 +377,7 @@ class Succession:
             return "the model's parameters, or how they are sharded, are not those in memory"
         if found := signature_difference(state.table["optimizers"], signature(self._optimizers)):
             return found
-        kept = set(_kept(state.record))
-        if kept != set(self._keep):
-            return f"keep had {_names(kept)} and has {_names(set(self._keep))}"
-        return ""
+        return keep_difference(state.record, self._keep)
 
 
 def agreed_choice(
@@ -453,6 +438,36 @@ def _damaged(answers: Sequence[dict[str, Any]]) -> list[Damaged]:
         for answer in answers
         for rank, holder, mark in answer["copies"]
     ]
+
+
+def give_back(
+    record: dict[str, Any], optimizers: Sequence[torch.optim.Optimizer], keep: Mapping[str, Any]
+) -> None:
+    """Give kept objects and parameter groups what a record has of them.
+
+    Raises:
+        ConflictError: a kept object does not take its state.
+    """
+    kept = _kept(record)
+    for name, thing in keep.items():
+        try:
+            thing.load_state_dict(kept[name])
+        except Exception as error:
+            raise ConflictError(
+                f"resume: keep[{name!r}], an object of class {type(thing).__name__}, did not "
+                f"take the state that was kept under this name ({type(error).__name__}: "
+                f"{error}); {OVER_AN_EXPORT}"
+            ) from error
+    # After the kept objects: a scheduler may set hyper-parameters while it is loaded.
+    for optimizer, groups in zip(optimizers, record["groups"], strict=True):
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
+            _set_group(group, values)
+
+
+def keep_difference(record: dict[str, Any], keep: Mapping[str, Any]) -> str:
+    """How the names in `keep` differ from a record's; empty if they do not."""
+    kept = set(_kept(record))
+    return f"keep had {_names(kept)} and has {_names(set(keep))}" if kept != set(keep) else ""
 
 
 def new_lineage() -> int:

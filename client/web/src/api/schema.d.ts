@@ -625,6 +625,27 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/jobs/{job}/hyperparameters": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Set Hyperparameters
+         * @description Set hyper-parameters of a parameter group, on all ranks at one step or on none. An edit,
+         *     which undo_edit undoes. Idempotent by id.
+         */
+        post: operations["set_hyperparameters"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/jobs/{job}/incarnations": {
         parameters: {
             query?: never;
@@ -640,6 +661,52 @@ export interface paths {
         put?: never;
         post?: never;
         delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/jobs/{job}/marks": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Marks
+         * @description States that training can be put back to: marks, and the standing snapshots that all
+         *     ranks have.
+         */
+        get: operations["list_marks"];
+        put?: never;
+        /**
+         * Create Mark
+         * @description Keep the complete state of the next common boundary under a name, in the sidecars'
+         *     memory. Training is held while it is copied.
+         */
+        post: operations["create_mark"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/jobs/{job}/marks/{mark}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        post?: never;
+        /**
+         * Delete Mark
+         * @description Forget a mark and give its memory back. Idempotent.
+         */
+        delete: operations["delete_mark"];
         options?: never;
         head?: never;
         patch?: never;
@@ -829,6 +896,28 @@ export interface paths {
         get: operations["open_tunnel"];
         put?: never;
         post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/jobs/{job}/rollback": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Create Rollback
+         * @description Put training back to a mark, or to a step that is kept: parameters, optimizer state and
+         *     everything in keep, on all ranks or on none. An edit: undo_edit goes forward again.
+         *     Idempotent by id.
+         */
+        post: operations["create_rollback"];
         delete?: never;
         options?: never;
         head?: never;
@@ -1418,6 +1507,14 @@ export interface components {
             destinations: components["schemas"]["DestinationDocument"][];
         };
         /**
+         * DroppedMark
+         * @description Whether there was a mark to forget.
+         */
+        DroppedMark: {
+            /** Dropped */
+            dropped: boolean;
+        };
+        /**
          * EditDocument
          * @description An edit and its state.
          */
@@ -1455,6 +1552,8 @@ export interface components {
              * @description null until it ends
              */
             ended_s: number | null;
+            /** @description What it sets instead of parameters; else null */
+            hyperparameters: components["schemas"]["HyperparametersDocument"] | null;
             /** Id */
             id: string;
             /** Incarnation */
@@ -1470,6 +1569,8 @@ export interface components {
              * @description Why it is ABORTED or LOST; else empty
              */
             reason: string;
+            /** @description The state it puts back, or as an undo leaves again; else null */
+            rollback: components["schemas"]["RollbackDocument"] | null;
             /**
              * Size Bytes
              * @description Size of the elements it names, replicas counted once
@@ -1502,6 +1603,11 @@ export interface components {
              * @description Edit that undid this one
              */
             undone_by: string | null;
+            /**
+             * Warning
+             * @description What a trainer had to say about it; else empty
+             */
+            warning: string;
         };
         /**
          * EditList
@@ -1999,6 +2105,62 @@ export interface components {
             lease_s: number;
         };
         /**
+         * HyperparametersDocument
+         * @description Hyper-parameters that an edit sets.
+         */
+        HyperparametersDocument: {
+            /** Group */
+            group: number;
+            /** Optimizer */
+            optimizer: number;
+            /** Values */
+            values: {
+                [key: string]: unknown;
+            };
+        };
+        /**
+         * HyperparametersRequest
+         * @description Values of one parameter group, set on all ranks at one step or on none.
+         */
+        HyperparametersRequest: {
+            /**
+             * Group
+             * @description Index among its param_groups
+             * @default 0
+             */
+            group?: number;
+            /**
+             * Id
+             * @description Id of the edit; as in create_edit
+             */
+            id?: string | null;
+            /**
+             * Note
+             * @description Reason, for the audit
+             * @default
+             */
+            note?: string;
+            /**
+             * Optimizer
+             * @description Index among the optimizers given to attach
+             * @default 0
+             */
+            optimizer?: number;
+            /**
+             * Values
+             * @description By name, such as lr, betas or weight_decay; a list where it has a tuple
+             */
+            values: {
+                [key: string]: number | number[];
+            };
+            /**
+             * Wait S
+             * @description Seconds to wait for it to end
+             * @default 30
+             */
+            wait_s?: number;
+        };
+        /**
          * IncarnationDocument
          * @description One incarnation of a job.
          */
@@ -2253,6 +2415,63 @@ export interface components {
              * @default 30
              */
             lease_s: number;
+        };
+        /**
+         * MarkDocument
+         * @description A complete state that the sidecars keep in memory.
+         */
+        MarkDocument: {
+            /**
+             * By
+             * @description Name of the token that made it; empty of a standing snapshot
+             */
+            by: string;
+            /**
+             * Made S
+             * @description Seconds since the Unix epoch; null when unknown
+             */
+            made_s: number | null;
+            /**
+             * Name
+             * @description Empty: a standing snapshot, which the next ones replace
+             */
+            name: string;
+            /**
+             * Reason
+             * @description Why not; empty if whole
+             */
+            reason: string;
+            /**
+             * Size Bytes
+             * @description Of all ranks
+             */
+            size_bytes: number;
+            /** Step */
+            step: number;
+            /**
+             * Whole
+             * @description Whether all ranks have it
+             */
+            whole: boolean;
+        };
+        /**
+         * MarkList
+         * @description States that training can be put back to, lowest step first.
+         */
+        MarkList: {
+            /** Marks */
+            marks: components["schemas"]["MarkDocument"][];
+        };
+        /**
+         * MarkRequest
+         * @description Under which name to keep a state.
+         */
+        MarkRequest: {
+            /**
+             * Name
+             * @description Printable, not only digits, without '/' and without a dot at the beginning
+             */
+            name: string;
         };
         /**
          * MissingDocument
@@ -3002,6 +3221,52 @@ export interface components {
             rank_tls?: components["schemas"]["TlsDocument"][];
         };
         /**
+         * RollbackDocument
+         * @description The state that an edit puts back.
+         */
+        RollbackDocument: {
+            /**
+             * Mark
+             * @description Empty: a standing snapshot
+             */
+            mark: string;
+            /** Step */
+            step: number;
+        };
+        /**
+         * RollbackRequest
+         * @description Which state to put training back to; exactly one of mark and step.
+         */
+        RollbackRequest: {
+            /**
+             * Id
+             * @description Id of the edit; as in create_edit
+             */
+            id?: string | null;
+            /**
+             * Mark
+             * @description Name of a mark
+             */
+            mark?: string | null;
+            /**
+             * Note
+             * @description Reason, for the audit
+             * @default
+             */
+            note: string;
+            /**
+             * Step
+             * @description Step of a mark or of a standing snapshot
+             */
+            step?: number | null;
+            /**
+             * Wait S
+             * @description Seconds to wait for it to end
+             * @default 30
+             */
+            wait_s: number;
+        };
+        /**
          * Rule
          * @description Kinds of problems, named as in REST documents and in `disabled`.
          * @enum {string}
@@ -3722,6 +3987,7 @@ export type AuditRecord = components['schemas']['AuditRecord'];
 export type CollectiveDocument = components['schemas']['CollectiveDocument'];
 export type DestinationDocument = components['schemas']['DestinationDocument'];
 export type DestinationList = components['schemas']['DestinationList'];
+export type DroppedMark = components['schemas']['DroppedMark'];
 export type EditDocument = components['schemas']['EditDocument'];
 export type EditList = components['schemas']['EditList'];
 export type EditRequest = components['schemas']['EditRequest'];
@@ -3737,6 +4003,8 @@ export type HistogramDocument = components['schemas']['HistogramDocument'];
 export type HistoryDocument = components['schemas']['HistoryDocument'];
 export type HoldDocument = components['schemas']['HoldDocument'];
 export type HoldRequest = components['schemas']['HoldRequest'];
+export type HyperparametersDocument = components['schemas']['HyperparametersDocument'];
+export type HyperparametersRequest = components['schemas']['HyperparametersRequest'];
 export type IncarnationDocument = components['schemas']['IncarnationDocument'];
 export type IncarnationList = components['schemas']['IncarnationList'];
 export type JobDocument = components['schemas']['JobDocument'];
@@ -3745,6 +4013,9 @@ export type JobRegistration = components['schemas']['JobRegistration'];
 export type JobSummary = components['schemas']['JobSummary'];
 export type LeaseDocument = components['schemas']['LeaseDocument'];
 export type LeaseRequest = components['schemas']['LeaseRequest'];
+export type MarkDocument = components['schemas']['MarkDocument'];
+export type MarkList = components['schemas']['MarkList'];
+export type MarkRequest = components['schemas']['MarkRequest'];
 export type MissingDocument = components['schemas']['MissingDocument'];
 export type Mode = components['schemas']['Mode'];
 export type NewSession = components['schemas']['NewSession'];
@@ -3765,6 +4036,8 @@ export type RankPinDocument = components['schemas']['RankPinDocument'];
 export type RankSnapshots = components['schemas']['RankSnapshots'];
 export type RankWhy = components['schemas']['RankWhy'];
 export type RegisteredJob = components['schemas']['RegisteredJob'];
+export type RollbackDocument = components['schemas']['RollbackDocument'];
+export type RollbackRequest = components['schemas']['RollbackRequest'];
 export type Rule = components['schemas']['Rule'];
 export type ScheduleDocument = components['schemas']['ScheduleDocument'];
 export type ScheduleList = components['schemas']['ScheduleList'];
@@ -4778,6 +5051,33 @@ export interface operations {
             };
         };
     };
+    set_hyperparameters: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["HyperparametersRequest"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            201: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["EditDocument"];
+                };
+            };
+        };
+    };
     list_incarnations: {
         parameters: {
             query?: never;
@@ -4797,6 +5097,81 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["IncarnationList"];
+                };
+            };
+        };
+    };
+    list_marks: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["MarkList"];
+                };
+            };
+        };
+    };
+    create_mark: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["MarkRequest"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            201: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["MarkDocument"];
+                };
+            };
+        };
+    };
+    delete_mark: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+                /** @description Its name */
+                mark: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["DroppedMark"];
                 };
             };
         };
@@ -5044,6 +5419,33 @@ export interface operations {
         };
         requestBody?: never;
         responses: never;
+    };
+    create_rollback: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["RollbackRequest"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            201: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["EditDocument"];
+                };
+            };
+        };
     };
     list_snapshots: {
         parameters: {

@@ -1,12 +1,12 @@
-/** One list of what happened to a job: edits, exports, restarts, alerts, holds. Pure. */
+/** One list of what happened to a job: edits, marks, exports, restarts, alerts, holds. Pure. */
 
-import type { EditDocument, ExportDocument, IncarnationDocument } from "../api/schema";
+import type { EditDocument, ExportDocument, IncarnationDocument, MarkDocument } from "../api/schema";
 import { type Cause } from "./causes";
 import { opText } from "./edits";
 import { count } from "./format";
 import type { Live } from "./live";
 
-export const KINDS = ["edit", "export", "restart", "alert", "hold"] as const;
+export const KINDS = ["edit", "mark", "export", "restart", "alert", "hold"] as const;
 export type Kind = (typeof KINDS)[number];
 
 export interface Happening {
@@ -27,6 +27,7 @@ export interface Happening {
 
 export interface Sources {
   edits: readonly EditDocument[];
+  marks: readonly MarkDocument[];
   exports: readonly ExportDocument[];
   incarnations: readonly IncarnationDocument[];
   causes: readonly Cause[];
@@ -37,6 +38,7 @@ export interface Sources {
 export function timelineOf(sources: Sources): Happening[] {
   return [
     ...sources.edits.filter((edit) => !edit.dry_run).map(ofEdit),
+    ...sources.marks.flatMap(ofMark),
     ...sources.exports.map(ofExport),
     ...sources.incarnations.flatMap(ofIncarnation),
     ...sources.causes.map(ofCause),
@@ -61,6 +63,14 @@ function ofEdit(edit: EditDocument): Happening {
 
 /** An edit on one line: its operations with the patterns as they were asked for. */
 export function editText(edit: EditDocument): string {
+  if (edit.rollback) {
+    return `rolls back to ${edit.rollback.mark ? `mark ${edit.rollback.mark}, ` : ""}step ${count(edit.rollback.step)}`;
+  }
+  if (edit.hyperparameters) {
+    const { optimizer, group, values } = edit.hyperparameters;
+    const set = Object.entries(values).map(([name, value]) => `${name} = ${Array.isArray(value) ? value.join(", ") : String(value)}`);
+    return `sets ${set.join("; ")} in group ${group} of optimizer ${optimizer}`;
+  }
   const parts = new Map<string, Set<string>>();
   for (const op of edit.ops) {
     const text = opText(op);
@@ -80,6 +90,12 @@ export function sizeOf(edit: EditDocument): { tensors: number; elements: number 
     tensors: edit.ops.reduce((sum, op) => sum + op.name_count, 0),
     elements: edit.ops.reduce((sum, op) => sum + op.numel, 0),
   };
+}
+
+function ofMark(mark: MarkDocument): Happening[] {
+  if (!mark.name || mark.made_s === null) return [];
+  const place = { incarnation: -1, view: "edits" as const, query: {} };
+  return [{ ...place, key: `mark ${mark.name}`, kind: "mark", time_s: mark.made_s, step: mark.step, who: mark.by, what: mark.name, state: mark.whole ? "kept" : "not whole" }];
 }
 
 function ofExport(one: ExportDocument): Happening {

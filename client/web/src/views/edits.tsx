@@ -13,6 +13,7 @@ import { usePoll, useQuery } from "../ui/hooks";
 import { textOf } from "../ui/problems";
 import { BeforeAfter, EditForm } from "./edit_form";
 import { Hold } from "./hold";
+import { Marks } from "./marks";
 
 export default function Edits(): ReactNode {
   const mayEdit = useMay("edit");
@@ -28,6 +29,7 @@ export default function Edits(): ReactNode {
         )}
       </div>
       <Hold mayEdit={mayEdit} />
+      <Marks mayEdit={mayEdit} />
       {mayEdit && <EditForm />}
       <Log mayEdit={mayEdit} />
     </>
@@ -151,6 +153,7 @@ function One(props: { edit: EditDocument; mayEdit: boolean; onClose: () => void;
       />
       {edit.note && <p className="wrap">{edit.note}</p>}
       {edit.reason && <p className="wrap">{edit.reason}</p>}
+      {edit.warning && <p className="wrap">{edit.warning}</p>}
       <Names edit={edit} />
       <BeforeAfter before={edit.before} after={edit.after} />
       <div className="foot">
@@ -203,6 +206,13 @@ function Undo(props: { edit: EditDocument; later: readonly EditDocument[]; onClo
   return (
     <Dialog title={`Undo edit ${edit.id.slice(0, 8)} by ${edit.actor}?`} onClose={onClose}>
       <Names edit={edit} />
+      {edit.rollback ? (
+        <p>
+          Training goes forward again to step {count(edit.step)}, which was left. <strong>All updates made since the rollback are lost.</strong>
+        </p>
+      ) : edit.hyperparameters ? (
+        <p>The values that there were before step {count(edit.step)} come back: {editText(edit)}.</p>
+      ) : (
       <p>
         These elements get the values back that they had before step {count(edit.step)}.{" "}
         <strong>
@@ -210,6 +220,7 @@ function Undo(props: { edit: EditDocument; later: readonly EditDocument[]; onClo
         </strong>{" "}
         All other elements stay as they are. Optimizer state that the edit reset stays reset.
       </p>
+      )}
       {later.length > 0 && (
         <p className="wrap">
           Later edits of the same tensors: {later.map((other) => `${other.id.slice(0, 8)} by ${other.actor} (${editText(other)})`).join("; ")}. If they overlap, undo those first.
@@ -221,7 +232,7 @@ function Undo(props: { edit: EditDocument; later: readonly EditDocument[]; onClo
           Cancel
         </button>
         <button type="button" className="danger" disabled={busy} onClick={undo}>
-          Undo: restore {count(sizeOf(edit).elements)} elements
+          {edit.rollback ? `Undo: go forward to step ${count(edit.step)}` : edit.hyperparameters ? "Undo: restore the values" : `Undo: restore ${count(sizeOf(edit).elements)} elements`}
         </button>
       </div>
     </Dialog>

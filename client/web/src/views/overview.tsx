@@ -53,7 +53,8 @@ export default function Overview(): ReactNode {
 
 function Firing(props: { history: History }): ReactNode {
   const { history } = props;
-  const { job } = useShared();
+  const { job, summary } = useShared();
+  const held = summary?.hold !== undefined && summary.hold !== "running" && summary.hold !== "";
   const firing = history.causes.filter((cause) => cause.firing > 0);
   if (firing.length === 0) return null;
   return (
@@ -61,6 +62,11 @@ function Firing(props: { history: History }): ReactNode {
       title={`What is wrong: ${count(firing.length)} cause${firing.length === 1 ? "" : "s"}, the first one first`}
       actions={<a href={placeHash({ job, view: "alerts", query: { state: "firing" } })}>all alerts</a>}
     >
+      {held && (
+        <p>
+          Training is {summary?.hold}: <a href={placeHash({ job, view: "edits", query: {} })}>roll back to a mark, or resume it</a>
+        </p>
+      )}
       <ul className="bare" aria-label="Causes">
         {firing.slice(0, CAUSES_SHOWN).map((cause) => {
           const change = changeBefore(history.timeline, cause.first.first_seen_s, SUSPECT_S);

@@ -1,4 +1,4 @@
-/** What happened to the job, newest first: edits, exports, restarts, alerts, holds. */
+/** What happened to the job, newest first: edits, marks, exports, restarts, alerts, holds. */
 
 import { type ReactNode, useMemo } from "react";
 
@@ -25,9 +25,9 @@ export interface History {
 
 /** Everything the timeline is made of, asked for again when an event says that it has changed. */
 export function useHistory(): History {
-  const { job, live } = useShared();
+  const { job, live, summary } = useShared();
   const path = { job };
-  const { edit = 0, export: exported = 0, incarnation = 0, alert = 0 } = live.changes;
+  const { edit = 0, mark = 0, export: exported = 0, incarnation = 0, alert = 0 } = live.changes;
   const alerts = usePoll(
     `${job} alerts`,
     (signal) => get("/api/v1/jobs/{job}/alerts", { path, query: { state: "all", limit: 1000 }, signal }),
@@ -47,17 +47,24 @@ export function useHistory(): History {
     60_000,
     incarnation,
   );
+  const marks = usePoll(
+    summary && summary.state !== "ended" ? `${job} marks` : null,
+    (signal) => get("/api/v1/jobs/{job}/marks", { path, signal }),
+    60_000,
+    mark,
+  );
   const causes = useMemo(() => causesOf(alerts.data?.alerts ?? []), [alerts.data]);
   const timeline = useMemo(
     () =>
       timelineOf({
         edits: edits.data?.edits ?? [],
+        marks: marks.data?.marks ?? [],
         exports: exports.data?.exports ?? [],
         incarnations: starts.data?.incarnations ?? [],
         causes,
         recent: live.recent,
       }),
-    [edits.data, exports.data, starts.data, causes, live.recent],
+    [edits.data, marks.data, exports.data, starts.data, causes, live.recent],
   );
   const parts: readonly Polled<unknown>[] = [alerts, edits, exports, starts];
   return {
@@ -83,7 +90,7 @@ export function Timeline(props: { history: History }): ReactNode {
     <Panel
       title="What changed"
       actions={<Choice label="Kinds" value={show as Kind | "all"} options={SHOW.map((kind) => [kind, kind === "all" ? "All" : `${kind}s`] as const)} onChange={setShow} />}
-      source={<Source what="edits, exports, incarnations, alerts" at={history.at} error={history.error} busy={history.busy} refresh={history.refresh} />}
+      source={<Source what="edits, marks, exports, incarnations, alerts" at={history.at} error={history.error} busy={history.busy} refresh={history.refresh} />}
     >
       {history.error && <Trouble>{history.error}</Trouble>}
       {history.at > 0 && shown.length === 0 && (

@@ -40,6 +40,9 @@ class Rule(StrEnum):
     """A number that the script logs is NaN or infinite, or violates a rule of `numbers`."""
 
 
+HOLDING = frozenset({Rule.NON_FINITE, Rule.NORM_JUMP, Rule.REPLICA_DRIFT, Rule.LOGGED_NUMBER})
+"""Rules that may pause training: what they find is in its state."""
+
 LOGGED = "log:"
 """Prefix of the metrics of logged numbers in the history."""
 
@@ -91,6 +94,9 @@ class AlertConfig:
     parameters, whose copies stop the trainer, only with `watch`."""
     disabled: tuple[str, ...] = ()
     """Names of rules that are turned off."""
+    hold: tuple[str, ...] = ()
+    """Names of rules that pause training when they fire, once until it goes on again: for at most
+    five minutes, in which somebody may look, roll back, or resume it."""
     stats_every_s: float = 60.0
     """Seconds between two rounds of statistics, above 0."""
     digests_every_s: float = 60.0
@@ -151,6 +157,12 @@ class AlertConfig:
         if unknown:
             raise UsageError(
                 f"disabled: {sorted(unknown)[0]!r} is not a rule; expected {', '.join(Rule)}"
+            )
+        strange = set(self.hold) - HOLDING
+        if strange:
+            raise UsageError(
+                f"hold: {sorted(strange)[0]!r} cannot pause training; expected "
+                f"{', '.join(rule for rule in Rule if rule in HOLDING)}"
             )
         if len(self.webhooks) > MAX_WEBHOOKS:
             raise UsageError(f"webhooks: {len(self.webhooks)}; expected at most {MAX_WEBHOOKS}")

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from paramd.errors import UsageError
+from paramd.errors import ParamdError, UsageError
 from paramd.state_files import file_places
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.control.alerts.book import Alert, KeptAlerts, document
+from paramd_service.control.alerts.book import Alert, KeptAlerts, State, document
 from paramd_service.control.alerts.config import AlertConfig
 from paramd_service.control.alerts.numbers import ASK_TIMEOUT_S, Ask
 from paramd_service.control.alerts.sampling import MeshSampler, Sampler
@@ -25,6 +25,7 @@ from paramd_service.control.mesh.registry import MeshView, Report
 from paramd_service.control.mesh.watch import Publish
 
 MakeSampler = Callable[[Incarnation], Sampler]
+Hold = Callable[[str, str], Awaitable[None]]
 
 log = logging.getLogger("paramd.control.alerts")
 
@@ -69,6 +70,9 @@ class Watchers:
         self._make_sampler = make_sampler
         self._watchers: dict[str, Watcher] = {}
         self._ending: set[asyncio.Task[None]] = set()
+        self._held: set[str] = set()
+        self.hold: Hold | None = None
+        """Pauses the training of a job, and says whom for; None: nothing can."""
 
     def start(self, jobs: Jobs) -> None:
         """Watch the open jobs and every later one."""
@@ -128,7 +132,26 @@ class Watchers:
     def _tell(self, alert: Alert) -> None:
         watcher = self._watchers.get(alert.job)
         silenced = watcher is not None and watcher.silenced(alert)
+        self._hold_for(alert)
         self._publish("alert", document(alert, silenced=silenced).model_dump(), job=alert.job)
+
+    def _hold_for(self, alert: Alert) -> None:
+        """Pause training for an alert that begins, if its rule asks for that."""
+        if alert.state is not State.FIRING:
+            self._held.discard(alert.id)
+        elif alert.finding.rule in self.config.hold and alert.id not in self._held and self.hold:
+            # Once: who resumes it has seen the alert, which may go on firing.
+            self._held.add(alert.id)
+            task = asyncio.create_task(self._paused(alert, self.hold), name="paramd-alert-hold")
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
+    @staticmethod
+    async def _paused(alert: Alert, hold: Hold) -> None:
+        try:
+            await hold(alert.job, f"alert {alert.finding.rule}")
+        except ParamdError as error:
+            log.warning("job %s is not paused for an alert: %s", alert.job, error)
 
 
 def open_watchers(
@@ -177,9 +200,9 @@ def parse_alerts(table: Mapping[str, Any], *, place: str, trusted: bool = True) 
     for key, value in table.items():
         if key not in kinds:
             raise UsageError(f"{place}: unknown key {key!r}; expected one of {', '.join(kinds)}")
-        if key == "webhooks" and not trusted:
+        if key in ("webhooks", "hold") and not trusted:
             raise UsageError(
-                f"{place}: webhooks in the working directory are not trusted; set them in the "
+                f"{place}: {key} in the working directory is not trusted; set it in the "
                 f"user's own paramd.toml or in {ENVIRONMENT}"
             )
         found[key] = _value(place, key, value, kinds[key].default)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
 from paramd.layout.edits.kinds import BY_WORD
@@ -18,6 +18,14 @@ from paramd_service.control.edits.holds import MAX_STEPS
 
 MAX_OPS = 10_000
 EDIT_ID = "^[0-9a-f]{32}$"
+
+HyperparameterName = Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
+HyperparameterValue = (
+    Annotated[float, Field(allow_inf_nan=False)]
+    | Annotated[
+        list[Annotated[float, Field(allow_inf_nan=False)]], Field(min_length=1, max_length=16)
+    ]
+)
 
 EditStateName = Literal["STAGING", "STAGED", "COMMITTED", "APPLIED", "ABORTED", "LOST"]
 
@@ -100,6 +108,90 @@ class UndoRequest(WaitRequest):
     force: bool = Field(False, description="Undo even if later edits changed the same elements")
 
 
+class HyperparametersRequest(WaitRequest):
+    """Values of one parameter group, set on all ranks at one step or on none."""
+
+    id: str | None = Field(None, pattern=EDIT_ID, description="Id of the edit; as in create_edit")
+    optimizer: int = Field(
+        0, ge=0, le=1000, description="Index among the optimizers given to attach"
+    )
+    group: int = Field(0, ge=0, le=1_000_000, description="Index among its param_groups")
+    values: dict[HyperparameterName, HyperparameterValue] = Field(
+        min_length=1,
+        max_length=64,
+        description="By name, such as lr, betas or weight_decay; a list where it has a tuple",
+    )
+    note: str = Field("", max_length=1000, description="Reason, for the audit")
+
+
+class RollbackRequest(WaitRequest):
+    """Which state to put training back to; exactly one of mark and step."""
+
+    id: str | None = Field(None, pattern=EDIT_ID, description="Id of the edit; as in create_edit")
+    mark: str | None = Field(None, min_length=1, max_length=64, description="Name of a mark")
+    step: int | None = Field(
+        None, ge=0, le=1 << 62, description="Step of a mark or of a standing snapshot"
+    )
+    note: str = Field("", max_length=1000, description="Reason, for the audit")
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> RollbackRequest:
+        if (self.mark is None) == (self.step is None):
+            raise ValueError("give exactly one of mark and step")
+        return self
+
+
+class MarkRequest(BaseModel):
+    """Under which name to keep a state."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(
+        min_length=1,
+        max_length=64,
+        description="Printable, not only digits, without '/' and without a dot at the beginning",
+    )
+
+
+class MarkDocument(BaseModel):
+    """A complete state that the sidecars keep in memory."""
+
+    name: str = Field(description="Empty: a standing snapshot, which the next ones replace")
+    step: int
+    size_bytes: int = Field(description="Of all ranks")
+    made_s: float | None = Field(description="Seconds since the Unix epoch; null when unknown")
+    by: str = Field(description="Name of the token that made it; empty of a standing snapshot")
+    whole: bool = Field(description="Whether all ranks have it")
+    reason: str = Field(description="Why not; empty if whole")
+
+
+class DroppedMark(BaseModel):
+    """Whether there was a mark to forget."""
+
+    dropped: bool
+
+
+class MarkList(BaseModel):
+    """States that training can be put back to, lowest step first."""
+
+    marks: list[MarkDocument]
+
+
+class HyperparametersDocument(BaseModel):
+    """Hyper-parameters that an edit sets."""
+
+    optimizer: int
+    group: int
+    values: dict[str, Any]
+
+
+class RollbackDocument(BaseModel):
+    """The state that an edit puts back."""
+
+    mark: str = Field(description="Empty: a standing snapshot")
+    step: int
+
+
 class OpDocument(BaseModel):
     """One operation and the parameters it matched. Operands are null when absent, or when the
     token's role may not see them."""
@@ -162,6 +254,13 @@ class EditDocument(BaseModel):
     undo: UndoDocument
     undo_of: str | None = Field(description="Edit that this one undoes")
     undone_by: str | None = Field(description="Edit that undid this one")
+    hyperparameters: HyperparametersDocument | None = Field(
+        description="What it sets instead of parameters; else null"
+    )
+    rollback: RollbackDocument | None = Field(
+        description="The state it puts back, or as an undo leaves again; else null"
+    )
+    warning: str = Field(description="What a trainer had to say about it; else empty")
 
 
 class EditList(BaseModel):

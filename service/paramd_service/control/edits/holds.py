@@ -7,10 +7,12 @@ training held.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -32,6 +34,8 @@ from paramd_service.control.records.records import Records
 
 MAX_STEPS = 1_000_000
 END_NOW_MS = 1
+OWN_LEASE_S = 15.0
+"""Lease of a hold that the control plane begins for a request."""
 
 log = logging.getLogger("paramd.control.holds")
 
@@ -84,6 +88,7 @@ class Hold:
         self._owner = ""
         self._since_s: float | None = None
         self._pausing = False
+        self._acting = asyncio.Lock()
         self._step_to = 0
         self.begun_count = 0
         """Holds begun in this process."""
@@ -132,16 +137,26 @@ class Hold:
         left = self._step_to - step
         return replace(first, state=HoldState.STEPPING, step=step, steps_left=left)
 
-    async def begin(self, by: Principal, lease_s: float, holder: str) -> HoldView:
+    async def begin(
+        self, by: Principal, lease_s: float, holder: str, *, for_all: bool = False
+    ) -> HoldView:
         """Hold all ranks at one boundary; return once they wait there.
 
         Args:
             holder: The holder returned by an earlier call, which makes a retry idempotent.
+            for_all: Whoever may hold training may end this hold, and act within it.
 
         Raises:
             ConflictError: another holder holds training, or the ranks did not agree in time.
             UnreachableError: not all ranks are joined.
         """
+        # What holds training for a request of its own is over in a moment: its caller may go on.
+        async with self._acting:
+            return await self._begin(by, lease_s, holder, for_all=for_all)
+
+    async def _begin(
+        self, by: Principal, lease_s: float, holder: str, *, for_all: bool = False
+    ) -> HoldView:
         self._mesh.check()
         present = await self.view()
         if present.state is not HoldState.RUNNING:
@@ -152,7 +167,7 @@ class Hold:
                 f"another {present.lease_left_s:.0f} s unless renewed; wait, or ask the holder"
             )
         self._holder = f"{by.name}/{secrets.token_hex(4)}"
-        self._owner = by.name
+        self._owner = by.name if not for_all else ""
         self._pausing = True
         self._tell(HoldView(state=HoldState.PAUSING, holder=self._holder))
         try:
@@ -214,12 +229,51 @@ class Hold:
         self._forget()
         return await self._told_now()
 
+    @asynccontextmanager
+    async def during(self, by: Principal) -> AsyncIterator[None]:
+        """Held while the block runs: by a hold of its own, or within the caller's.
+
+        Raises:
+            ConflictError: somebody else holds training, or it is stepping.
+        """
+        async with self._acting, self._within(by):
+            yield
+
+    @asynccontextmanager
+    async def _within(self, by: Principal) -> AsyncIterator[None]:
+        if (await self.view()).state is HoldState.HELD:
+            await self._check_holder(by, "")
+            yield
+            return
+        begun = await self._begin(by, OWN_LEASE_S, "")
+        renewing = asyncio.create_task(self._keep(), name="paramd-hold")
+        try:
+            yield
+        finally:
+            renewing.cancel()
+            await asyncio.wait({renewing})
+            # If it fails, the hold ends with its lease.
+            with suppress(ParamdError):
+                await asyncio.shield(self.end(by, begun.holder))
+
+    async def over(self, timeout_s: float) -> None:
+        """Wait until no request of the control plane's own holds training, at most `timeout_s`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s), self._acting:
+                pass
+
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(OWN_LEASE_S / 3)
+            with suppress(ParamdError):
+                await self._renew(round(1000 * OWN_LEASE_S))
+
     async def _check_holder(self, by: Principal, holder: str) -> HoldView:
         """The current hold. Raises ConflictError unless the caller may change it."""
         present = await self.view()
         if present.state is HoldState.RUNNING:
             raise ConflictError("training is not held: it was not paused, or the lease has ended")
-        mine = holder == self._holder if holder else by.name == self._owner
+        mine = not self._owner or (holder == self._holder if holder else by.name == self._owner)
         # The holder is not persisted: after a restart anyone allowed to hold may end it.
         if self._holder and not mine and not by.may(Action.EDIT_ANY):
             raise ConflictError(f"training is held by {self._holder}; only its holder may do that")

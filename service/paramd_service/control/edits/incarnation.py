@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Any
 
-from paramd.errors import ParamdError
+from paramd.errors import ConflictError, ParamdError
 from paramd.layout.edits.ops import EditState
 from paramd.layout.edits.plan import PlannedOp, overlap
 from paramd.layout.select import NameIndex
@@ -52,6 +53,8 @@ class IncarnationEdits:
         *,
         on_change: Callable[[EditRow], None],
     ) -> None:
+        self.held: Callable[[Principal], AbstractAsyncContextManager[None]] = _not_held
+        """Holds training while its block runs (holds.py)."""
         self._mesh = mesh
         self._records = records
         self._config = config
@@ -115,7 +118,18 @@ class IncarnationEdits:
                 return
             raise
         await driver.until(EditState.STAGED, EditState.COMMITTED)
-        await self.commit(driver, by, index, planned.ops)
+        if planned.manifest.HasField("rollback"):
+            await self._commit_held(driver, by, index)
+        else:
+            await self.commit(driver, by, index, planned.ops)
+
+    async def _commit_held(self, driver: EditRun, by: Principal, index: NameIndex) -> None:
+        """Commit a rollback, which trainers promise only while they are held."""
+        try:
+            async with self.held(by):
+                await self.commit(driver, by, index, ())
+        except ParamdError as error:
+            driver.feed(CallOff(str(error)))
 
     async def commit(
         self, driver: EditRun, by: Principal, index: NameIndex, ops: tuple[PlannedOp, ...]
@@ -182,9 +196,10 @@ class IncarnationEdits:
         )
         later = [row for row in since if row.edits > done.edits]
         numbers = {row.id for row in later}
+        own = pb.EditManifest.FromString(done.manifest)
         for row in sorted(later, key=lambda row: -row.edits):
             undone = row.undone_by in numbers or row.undo_of in numbers
-            if not undone and overlap(ops, ops_of(index, pb.EditManifest.FromString(row.manifest))):
+            if not undone and touches(index, own, ops, pb.EditManifest.FromString(row.manifest)):
                 return row
         return None
 
@@ -230,7 +245,12 @@ class IncarnationEdits:
     async def _ranges(self, driver: EditRun, index: NameIndex, ops: tuple[PlannedOp, ...]) -> None:
         """Add statistics before and after for the audit if they arrive within range_s."""
         row, config = driver.row, self._config
-        if row.detail.get("before") or not config.range_s or row.size_bytes > config.range_bytes:
+        if (
+            not ops
+            or row.detail.get("before")
+            or not config.range_s
+            or row.size_bytes > config.range_bytes
+        ):
             return
         view = self._mesh.registry.view()
         asking = preview_all(self.calls, view, row.id, index, ops, timeout_s=config.range_s)
@@ -283,6 +303,27 @@ class IncarnationEdits:
         )
 
 
+def touches(
+    index: NameIndex, one: pb.EditManifest, ops: Sequence[PlannedOp], other: pb.EditManifest
+) -> bool:
+    """Whether an edit and a later one change some of the same. `ops` are the first one's."""
+    if one.HasField("rollback") or other.HasField("rollback"):
+        return True
+    if one.HasField("hyperparameters") or other.HasField("hyperparameters"):
+        mine, its = one.hyperparameters, other.hyperparameters
+        if not (mine.values_json and its.values_json):
+            return False
+        same = (mine.optimizer, mine.group) == (its.optimizer, its.group)
+        return same and bool(json.loads(mine.values_json).keys() & json.loads(its.values_json))
+    return bool(overlap(ops, ops_of(index, other)))
+
+
+@asynccontextmanager
+async def _not_held(_by: Principal) -> AsyncIterator[None]:
+    raise ConflictError("training cannot be held here")
+    yield
+
+
 def audit_detail(row: EditRow) -> dict[str, Any]:
     """The detail of an edit's audit record."""
     ops = [
@@ -291,6 +332,7 @@ def audit_detail(row: EditRow) -> dict[str, Any]:
     ]
     detail: dict[str, Any] = {"job": row.job, "id": row.id, "staged_by": row.actor}
     detail |= {"ops": ops, "note": row.note}
+    detail |= {n: row.detail[n] for n in ("hyperparameters", "rollback") if row.detail.get(n)}
     detail |= {name: True for name in ("allow_nonfinite", "force") if row.detail.get(name)}
     return {**detail, "undo_of": row.undo_of} if row.undo_of else detail
 

@@ -130,6 +130,28 @@ class EditCalls:
         answer: pb.RenewHoldResponse = await self._ask(rank, address, "RenewHold", request)
         return answer.lease_ms
 
+    async def make_mark(
+        self, rank: int, address: str, mark: str, by: str, *, fill: bool
+    ) -> pb.KeptState:
+        """Have memory made for a mark, or with `fill` copy the state at which training is held."""
+        request = pb.MakeMarkRequest(mark=mark, by=by, fill=fill, generation=self._generation)
+        answer: pb.MakeMarkResponse = await self._ask(rank, address, "MakeMark", request, STAGE_S)
+        return answer.state
+
+    async def drop_mark(self, rank: int, address: str, mark: str) -> bool:
+        """Forget a mark; False if there was none."""
+        request = pb.DropMarkRequest(mark=mark, generation=self._generation)
+        answer: pb.DropMarkResponse = await self._ask(rank, address, "DropMark", request)
+        return answer.dropped
+
+    async def kept_states(self, rank: int, address: str) -> list[pb.KeptState]:
+        """Marks and standing snapshots of a rank."""
+        request = pb.ListKeptStatesRequest()
+        answer: pb.ListKeptStatesResponse = await self._ask(
+            rank, address, "ListKeptStates", request
+        )
+        return list(answer.states)
+
     async def state(self, rank: int, address: str) -> pb.GetStateResponse:
         """The rank's current state and step."""
         request = pb.GetStateRequest()
@@ -349,6 +371,8 @@ class EditRun:
             return Unreported(rank)
         if answer.progress.undo_refusal and not self.row.detail.get("undo_refusal"):
             self.describe(undo_refusal=f"rank {rank}: {answer.progress.undo_refusal}")
+        if answer.progress.told and not self.row.detail.get("warning"):
+            self.describe(warning=answer.progress.told)
         return Shown(rank, applied_of(answer))
 
     async def _forget(self, rank: int) -> None:

@@ -15,19 +15,25 @@ from paramd.errors import ConflictError, DeniedError, ExistsError, NotFoundError
 from paramd.layout.edits.ops import EditState
 from paramd.layout.select import NameIndex
 from paramd.v1 import sidecar_pb2 as pb
+from paramd.wire import MAX_LEASE_S
 from paramd_service.control.access.authority import Principal
 from paramd_service.control.access.roles import Action, UserRole
 from paramd_service.control.edits.holds import Hold, HoldView
 from paramd_service.control.edits.incarnation import IncarnationEdits, audit_detail
+from paramd_service.control.edits.kept import KeptState
 from paramd_service.control.edits.machine import CallOff, no_data
+from paramd_service.control.edits.marks import Marks
 from paramd_service.control.edits.runner import EditRun, preview_all, verify_staged
 from paramd_service.control.edits.spec import (
+    ChangeSpec,
     EditConfig,
     EditSpec,
     Pace,
     Planned,
     ops_of,
+    plan_change,
     plan_edit,
+    plan_rollback,
     plan_undo,
     same_data,
 )
@@ -53,7 +59,9 @@ class EditService:
         records: Records,
         config: EditConfig,
         pace: Pace,
+        marks: Marks,
     ) -> None:
+        self.marks = marks
         self._mesh = mesh
         self._records = records
         self._store = records.edits
@@ -85,11 +93,7 @@ class EditService:
             incarnation=self._mesh.number,
             layout_digest=digest,
         )
-        if planned.share > self._config.max_share:
-            raise ConflictError(
-                f"the edit changes {planned.share:.1%} of the model; the limit of this control "
-                f"plane is {self._config.max_share:.1%} ([edits] max_share)"
-            )
+        self._check_share(planned.share)
         detail = {
             "if_step": spec.if_step,
             "dry_run": spec.dry_run,
@@ -105,6 +109,61 @@ class EditService:
             driver = waiting if waiting is not None and waiting.is_idle else None
         if driver is not None and not spec.with_data:
             _check_own(by, row)
+            driver.start(self.work.stage_and_commit(driver, by, planned, index))
+        return row
+
+    def _check_share(self, share: float) -> None:
+        if share > self._config.max_share:
+            raise ConflictError(
+                f"the edit changes {share:.1%} of the model; the limit of this control "
+                f"plane is {self._config.max_share:.1%} ([edits] max_share)"
+            )
+
+    async def change(self, by: Principal, spec: ChangeSpec, edit_id: str) -> EditRow:
+        """Create an edit that sets hyper-parameters. Idempotent as `create`.
+
+        Raises: as `create`.
+        """
+        self._mesh.check()
+        index, digest = await self._layout()
+        planned = plan_change(
+            index, spec, edit_id=edit_id, incarnation=self._mesh.number, layout_digest=digest
+        )
+        values = {
+            name: list(v) if not isinstance(v, float | int) else v
+            for name, v in spec.values.items()
+        }
+        detail = {
+            "hyperparameters": {"optimizer": spec.optimizer, "group": spec.group, "values": values}
+        }
+        return await self._begun(by, planned, index, spec.note, detail)
+
+    async def roll_back(self, by: Principal, to: str | int, note: str, edit_id: str) -> EditRow:
+        """Create an edit that puts training back to a mark, or to a step. Idempotent as `create`.
+
+        Raises:
+            NotFoundError: there is no such state. ConflictError: not all ranks have it.
+        """
+        self._mesh.check()
+        index, digest = await self._layout()
+        self._check_share(1.0)
+        state = await self.marks.find(to)
+        planned = plan_rollback(
+            index, state, edit_id=edit_id, incarnation=self._mesh.number, layout_digest=digest
+        )
+        detail = {"rollback": {"mark": state.mark, "step": state.step}}
+        return await self._begun(by, planned, index, note, detail)
+
+    async def _begun(
+        self,
+        by: Principal,
+        planned: Planned,
+        index: NameIndex,
+        note: str,
+        detail: Mapping[str, object],
+    ) -> EditRow:
+        row, driver = await self._opened(by, planned, index, note, detail)
+        if driver is not None:
             driver.start(self.work.stage_and_commit(driver, by, planned, index))
         return row
 
@@ -133,7 +192,8 @@ class EditService:
                 f"edit {other.id} by {other.actor} later changed some of the same elements; undo "
                 "that one first, or pass force=true to discard its changes to them"
             )
-        detail = {"force": force, "allow_nonfinite": nonfinite}
+        detail: dict[str, object] = {"force": force, "allow_nonfinite": nonfinite}
+        detail |= {n: done.detail[n] for n in ("hyperparameters", "rollback") if n in done.detail}
         zeroed = bool(done.detail.get("reset_moments"))
         note = f"optimizer state that edit {done.id[:8]} zeroed stays zero" if zeroed else ""
         row, driver = await self._opened(by, planned, index, note, detail, undo_of=done.id)
@@ -304,13 +364,15 @@ class EditRegistry:
         job = mesh.job
         work = IncarnationEdits(mesh, self._records, self.config, on_change=self._edit_changed)
         pace = self._paces.setdefault(job, Pace(self.config.max_per_minute))
-        service = EditService(mesh, work, self._records, self.config, pace)
+        hold = self._holds[job] = Hold(
+            mesh, work.calls, self._records, agree_s=work.agree_s, on_change=self._hold_changed
+        )
+        work.held = hold.during
+        marks = Marks(mesh, work.calls, hold, self._records, on_change=self._mark_changed)
+        service = EditService(mesh, work, self._records, self.config, pace, marks)
         if job in self._services:
             self._older.append(self._services[job][1])
         self._services[job] = (mesh.number, service)
-        self._holds[job] = Hold(
-            mesh, work.calls, self._records, agree_s=work.agree_s, on_change=self._hold_changed
-        )
         work.begin()
 
     def is_over(self, mesh: Incarnation) -> None:
@@ -339,6 +401,11 @@ class EditRegistry:
         """The hold of the job's last incarnation. Raises NotFoundError."""
         self.service(job)
         return self._holds[job]
+
+    async def pause_for(self, job: str, name: str) -> None:
+        """Hold training on nobody's request; who may hold may end it. Raises as `Hold.begin`."""
+        by = Principal(name, UserRole.VIEWER)
+        await self.hold(job).begin(by, MAX_LEASE_S, "", for_all=True)
 
     def hold_counts(self) -> dict[str, int]:
         """Holds begun in the job's last incarnation, by job."""
@@ -370,12 +437,14 @@ class EditRegistry:
         """Wait up to `wait_s` seconds for the edit to end; return its row."""
         found = self._services.get(row.job)
         driver = found[1].work.open.get(row.id) if found is not None else None
-        if driver is None:
-            return await self.get(row.job, row.id)
-        if wait_s > 0:
+        if driver is not None and wait_s > 0:
             with suppress(TimeoutError):
                 await asyncio.wait_for(driver.until(), wait_s)
-        return driver.row
+        row = driver.row if driver is not None else await self.get(row.job, row.id)
+        if row.ended_s is not None and row.detail.get("rollback"):
+            # Told when training goes on again: its caller may want to hold it next.
+            await self.hold(row.job).over(min(ABORT_WAIT_S, wait_s))
+        return row
 
     async def page(
         self, job: str, *, limit: int, before: int | None, state: str | None
@@ -405,8 +474,14 @@ class EditRegistry:
             "step": row.step,
             "actor": row.actor,
             "undo_of": row.undo_of,
+            "rollback": row.detail.get("rollback"),
         }
         self._publish(Kind.EDIT, data, job=row.job)
+
+    def _mark_changed(self, job: str, name: str, mark: KeptState | None) -> None:
+        log.info("job %s: mark %r is %s", job, name, "made" if mark is not None else "dropped")
+        step = mark.step if mark is not None else -1
+        self._publish(Kind.MARK, {"mark": name, "at_step": step, "kept": mark is not None}, job=job)
 
     def _hold_changed(self, job: str, view: HoldView) -> None:
         log.info("job %s is %s, held by %s", job, view.state, view.holder or "nobody")

@@ -5,10 +5,11 @@ Limits come from [edits] in paramd.toml, overridden by PARAMD_EDITS (JSON).
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from paramd.layout.stats import Stats, merge_all, summarize
 from paramd.layout.types import TensorKind
 from paramd.v1 import sidecar_pb2
 from paramd_service.control.base.config import table_of_file, table_of_text
+from paramd_service.control.edits.kept import KeptState
 from paramd_service.control.edits.machine import SameData, no_data
 from paramd_service.control.mesh.registry import listed
 
@@ -140,6 +142,16 @@ class EditSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ChangeSpec:
+    """A request to change hyper-parameters."""
+
+    optimizer: int
+    group: int
+    values: Mapping[str, float | Sequence[float]]
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
     """An edit checked against the layout."""
 
@@ -199,11 +211,56 @@ def plan_undo(
         undoable=True,
         undo_of=done.edit_id,
     )
+    if done.HasField("rollback"):
+        manifest.rollback.CopyFrom(done.rollback)
+    if done.HasField("hyperparameters"):
+        manifest.hyperparameters.CopyFrom(done.hyperparameters)
     return _planned(index, manifest, ops_of(index, done), [dict(one) for one in documents])
+
+
+def plan_change(
+    index: NameIndex,
+    spec: ChangeSpec,
+    *,
+    edit_id: str,
+    incarnation: int,
+    layout_digest: str,
+) -> Planned:
+    """Plan a change of hyper-parameters. Raises UsageError."""
+    manifest = sidecar_pb2.EditManifest(
+        edit_id=edit_id,
+        incarnation=incarnation,
+        layout_digest=layout_digest,
+        undoable=True,
+        hyperparameters=sidecar_pb2.HyperparameterChange(
+            optimizer=spec.optimizer,
+            group=spec.group,
+            values_json=json.dumps(dict(spec.values), sort_keys=True, allow_nan=False),
+        ),
+    )
+    return _planned(index, manifest, (), [])
+
+
+def plan_rollback(
+    index: NameIndex, state: KeptState, *, edit_id: str, incarnation: int, layout_digest: str
+) -> Planned:
+    """Plan to put training back to a state."""
+    manifest = sidecar_pb2.EditManifest(
+        edit_id=edit_id,
+        incarnation=incarnation,
+        layout_digest=layout_digest,
+        undoable=True,
+        rollback=sidecar_pb2.Rollback(
+            mark=state.mark, step=state.step, lineage=state.lineage, edits=state.edits
+        ),
+    )
+    return replace(_planned(index, manifest, (), []), size_bytes=state.size_bytes)
 
 
 def ops_of(index: NameIndex, manifest: sidecar_pb2.EditManifest) -> tuple[PlannedOp, ...]:
     """The ops of a manifest that was planned on this layout."""
+    if not manifest.ops:
+        return ()
     return check_ops(finder(index.layout), decode_ops(manifest.ops), allow_nonfinite=True)
 
 

@@ -59,6 +59,8 @@ class Kind(StrEnum):
     """An edit changed state."""
     HOLD = "hold"
     """Training was held, stepped or resumed."""
+    MARK = "mark"
+    """A state was kept under a name, or dropped."""
     SNAPSHOT = "snapshot"
     """A snapshot was pinned or released through the control plane."""
     EXPORT = "export"

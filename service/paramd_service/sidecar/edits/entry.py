@@ -25,6 +25,7 @@ from paramd.memory.edit_program import (
     DTYPE_CODES,
     NO_DATA,
     Record,
+    note_of,
     parse_program,
     program_bytes,
     write_program,
@@ -129,7 +130,8 @@ def write_undo(
     program at `done`.
     """
     records = parse_program(memory, done, arena_bytes=arena_bytes)
-    write_program(memory, undo, (_undoing(one, reset_moments) for one in records))
+    undoing = (_undoing(one, reset_moments) for one in records)
+    write_program(memory, undo, undoing, note=note_of(memory, done))
 
 
 def _undoing(record: Record, reset_moments: bool) -> Record:
@@ -261,6 +263,8 @@ class Entry:
     step: int = -1
     edits: int = -1
     stop_ns: int = 0
+    told: str = ""
+    """What the trainer has to say about it."""
     order: int = 0
     refusal: UndoRefusal = UndoRefusal.NONE
     undoes: Entry | None = None
@@ -273,6 +277,10 @@ class Entry:
     @property
     def edit_id(self) -> str:
         return str(self.manifest.edit_id)
+
+    @property
+    def is_rollback(self) -> bool:
+        return bool(self.manifest.HasField("rollback"))
 
     @property
     def undo_refusal(self) -> str:
@@ -310,6 +318,7 @@ class Entry:
             stop_ns=self.stop_ns,
             undo_refusal=self.undo_refusal,
             author=self.who or "",
+            told=self.told,
         )
 
     def as_slot(self) -> Slot:

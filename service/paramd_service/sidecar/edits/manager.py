@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,11 +22,13 @@ from paramd.layout.edits.ops import decode_ops, manifest_digest
 from paramd.layout.edits.plan import PlannedOp, RankEdit, check_ops, rank_edits
 from paramd.layout.types import TensorLayout
 from paramd.memory.control_page import ControlPage, Word, Words
-from paramd.memory.edit_program import ANY_STEP, write_program
+from paramd.memory.edit_note import read_answer
+from paramd.memory.edit_program import ANY_STEP, note_of, write_program
 from paramd.v1 import layout_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.admission import CALLER
 from paramd_service.aio import uncancelled
+from paramd_service.sidecar.edits import notes
 from paramd_service.sidecar.edits.entry import (
     WITHDRAWN_NS,
     EditLimits,
@@ -46,6 +48,16 @@ from paramd_service.sidecar.faults import Faults
 from paramd_service.sidecar.owner import Ownership
 
 Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """The states that a rollback can put back."""
+
+    page: ControlPage
+    found: notes.Finder
+    beside_bytes: Callable[[], int]
+    """Size of the present record and its table."""
 
 
 class RankLayout:
@@ -83,8 +95,10 @@ class Opener:
         arena_bytes: int,
         limits: EditLimits,
         layout: Callable[[], bytes],
+        states: States,
     ) -> None:
         self._memory = memory
+        self._states = states
         self._undo = undo
         self._rank = rank
         self._arena_bytes = arena_bytes
@@ -105,6 +119,9 @@ class Opener:
     async def plan(self, entry: Entry) -> None:
         """Set `ops` and `edit`. Raises UsageError, NotFoundError: does not fit the layout."""
         if entry.edit is not None:
+            return
+        if notes.has_note(entry.manifest):
+            entry.edit = notes.nothing_of(self._rank)
             return
         serialized, manifest = self._layout_bytes(), entry.manifest
 
@@ -151,11 +168,39 @@ class Opener:
             allow_nonfinite=manifest.allow_nonfinite,
         )
 
+    async def open_note(self, entry: Entry) -> None:
+        """Open an edit that changes no elements by itself; see notes.py."""
+        manifest = entry.manifest
+        notes.check(manifest, self._states.page)
+        await self.plan(entry)
+        if notes.is_rollback(manifest):
+            await self._open_rollback(entry)
+        else:
+            body = notes.change_body()
+            entry.body = body = notes.placed(body, *await self.reserve(body.size_bytes))
+            notes.write_change(self._memory.buffer, body, manifest)
+        entry.program_begin = entry.body.programs[0] if entry.body is not None else 0
+        if not manifest.undoable:
+            entry.refusal = UndoRefusal.NOT_ASKED
+        entry.intake = Intake(memoryview(b""), 0, [], op_count=0, allow_nonfinite=True)
+
+    async def _open_rollback(self, entry: Entry) -> None:
+        wanted, states = entry.manifest.rollback, self._states
+        with states.found(wanted.mark, wanted.step, wanted.lineage, wanted.edits) as found:
+            sizes = notes.StateSizes.of(found.label, states.page, states.beside_bytes())
+            body = notes.rollback_body(sizes)
+            entry.body = body = notes.placed(body, *await self.reserve(body.size_bytes))
+            await self.on_thread(
+                partial(notes.write_rollback, self._memory.buffer, body, found, sizes)
+            )
+
     async def open_undo(self, entry: Entry, original: Entry) -> None:
         """Write the program that undoes `original` next to the one that was applied."""
         manifest = entry.manifest
+        if notes.has_note(manifest):
+            notes.check(manifest, self._states.page)
         body = self._undo.claim(original, entry)
-        if list(manifest.ops) != list(original.manifest.ops):
+        if what_of(manifest) != what_of(original.manifest):
             raise UsageError(
                 f"ops: an undo must have the ops of the edit it undoes, {manifest.undo_of}"
             )
@@ -187,6 +232,11 @@ class Opener:
             except ExhaustedError:
                 if not self._undo.drop_oldest():
                     raise
+
+
+def what_of(manifest: pb.EditManifest) -> tuple[object, ...]:
+    """What an edit changes; the same for its undo."""
+    return list(manifest.ops), manifest.hyperparameters, manifest.rollback
 
 
 def _data_ranges(edit: RankEdit, ops: Sequence[PlannedOp]) -> list[DataRange]:
@@ -232,6 +282,7 @@ class Edits:
         arena_bytes: int,
         limits: EditLimits,
         layout: Callable[[], bytes],
+        states: States,
         faults: Faults,
     ) -> None:
         """`layout` returns the serialized layout; raises UnreachableError while there is none."""
@@ -251,6 +302,7 @@ class Edits:
             arena_bytes=arena_bytes,
             limits=limits,
             layout=layout,
+            states=states,
         )
         self._ended: Ownership | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -469,6 +521,9 @@ class Edits:
             async with entry.lock:
                 if entry.manifest.undo_of:
                     await self._opener.open_undo(entry, self.get(entry.manifest.undo_of))
+                elif notes.has_note(entry.manifest):
+                    self._book.check_rollback(entry)
+                    await self._opener.open_note(entry)
                 else:
                     await self._opener.open_new(entry, self._book.check_bytes)
                 self._faults.at("edit-staging")
@@ -501,9 +556,20 @@ class Edits:
         page = self._page
         entry.step, entry.edits = page[Word.EDIT_STEP], page[Word.EDITS]
         entry.stop_ns = page[Word.EDIT_NS]
+        entry.told = self._told(entry)
         entry.phase = Phase.APPLIED
         self.applied_count += 1
         self._book.applied(entry)
+
+    def why_refused(self, edit_id: str) -> str:
+        """What the trainer said when it refused an edit that has a note; else empty."""
+        entry = self._book.entries.get(edit_id)
+        return self._told(entry) if entry is not None else ""
+
+    def _told(self, entry: Entry) -> str:
+        if not notes.has_note(entry.manifest) or not entry.program_begin:
+            return ""
+        return read_answer(self.memory.buffer, note_of(self.memory.buffer, entry.program_begin))
 
     def sweep(self) -> None:
         """Forget staged edits that have been untouched for too long."""

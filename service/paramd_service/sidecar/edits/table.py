@@ -88,7 +88,12 @@ class UndoBook:
 
     @property
     def kept_bytes(self) -> int:
-        return sum(one.body.size_bytes for one in self._kept if one.body is not None)
+        # Rollbacks count on their own: one is kept, whatever its size.
+        return sum(
+            one.body.size_bytes
+            for one in self._kept
+            if one.body is not None and not one.is_rollback
+        )
 
     def keep(self, entry: Entry) -> None:
         """Add an applied edit that still has its body."""
@@ -107,8 +112,12 @@ class UndoBook:
         self.keep(entry)
         if entry.refusal is not UndoRefusal.NONE:
             self.release(entry, entry.refusal)
-        while self.kept_bytes > self._budget_bytes and self.drop_oldest():
+        while self.kept_bytes > self._budget_bytes and self.drop_oldest(but_rollbacks=True):
             pass
+        if entry.is_rollback:
+            for other in [one for one in self._kept if one.is_rollback and one is not entry]:
+                if other.undone_by is None:
+                    self.release(other, UndoRefusal.CROWDED_OUT)
 
     def claim(self, original: Entry, undo: Entry) -> Body:
         """Claim an applied edit's body, which is kept until its undo is applied or forgotten.
@@ -133,9 +142,10 @@ class UndoBook:
         self._persist(entry)
         self._memory.free(body.begin, body.end)
 
-    def drop_oldest(self) -> bool:
+    def drop_oldest(self, *, but_rollbacks: bool = False) -> bool:
         """Free the oldest body that no staged undo needs; False if there is none."""
-        oldest = next((one for one in self._kept if one.undone_by is None), None)
+        free = (one for one in self._kept if one.undone_by is None)
+        oldest = next((one for one in free if not (but_rollbacks and one.is_rollback)), None)
         if oldest is not None:
             self.release(oldest, UndoRefusal.CROWDED_OUT)
         return oldest is not None
@@ -191,11 +201,19 @@ class EditBook:
         if self._index.free_count <= staged.taken + 1 and not self._forget_oldest():
             raise ExhaustedError("too many edits on this rank; apply or drop staged ones")
 
+    def check_rollback(self, entry: Entry) -> None:
+        """Raise ExhaustedError if another rollback is staged; each takes a whole state."""
+        for one in self.entries.values():
+            if one is not entry and one.is_rollback and _takes(one) and one.body is not None:
+                raise ExhaustedError(
+                    f"rollback {one.edit_id} is staged and not applied yet; wait for it or abort it"
+                )
+
     def check_bytes(self, entry: Entry, size_bytes: int) -> None:
         """Raise ExhaustedError if an edit of that size does not fit the budget."""
         staged = Shares(self._limits.budget_bytes, "bytes of staged edits")
         for one in self.entries.values():
-            if _takes(one) and one.body is not None:
+            if _takes(one) and one.body is not None and not one.is_rollback:
                 staged.count(one.who, one.body.size_bytes)
         staged.check(entry.who, size_bytes)
 

@@ -44,6 +44,8 @@ from paramd_service.sidecar.snapshots.store import Key
 
 BLOCK_BYTES = 2 << 20
 _ANSWER_S = 5.0
+STANDING_S = 2.0
+"""How long training put back stays held for a standing snapshot of where it is now."""
 
 
 async def copy_from_peer(rank: RankSidecar, entry: Entry, peer_rank: int, ticket: str) -> None:
@@ -279,8 +281,11 @@ class _EditCalls:
             raise UsageError(f"manifest: the stream was empty; {_FIRST}")
         return pb.StageEditResponse(header=self._header(entry), progress=entry.progress())
 
-    async def get(self, request: pb.GetEditRequest, _timeout_s: float) -> Message:
+    async def get(self, request: pb.GetEditRequest, timeout_s: float) -> Message:
         entry = self._rank.edits.get(request.edit_id)
+        if entry.is_rollback and entry.phase is Phase.APPLIED:
+            # The control plane lets training go on after this answer.
+            await self._rank.stands(min(STANDING_S, timeout_s / 2))
         return pb.GetEditResponse(header=self._header(entry), progress=entry.progress())
 
     async def preview(self, request: pb.PreviewEditRequest, timeout_s: float) -> Message:

@@ -45,6 +45,7 @@ from paramd_service.sidecar.rpc import (
     exports,
     gateway,
     insight,
+    marks,
     messages,
     pins,
 )
@@ -244,6 +245,7 @@ class SidecarServicer:
             **exports.calls(rank),
             **insight.calls(rank),
             **copies.calls(rank),
+            **marks.calls(rank),
             **self._streams.calls(),
         }
         return grpc.method_handlers_generic_handler(

@@ -24,7 +24,7 @@ from xxhash import xxh3_64
 
 from paramd.errors import ExhaustedError
 from paramd.memory.continuation import read_pair
-from paramd.memory.control_page import Word
+from paramd.memory.control_page import Word, in_time
 from paramd.memory.descriptors import SparseMemory
 from paramd.memory.gate import CopyEnd, CopySpan, copy_at_one_step
 from paramd.memory.left import digests_of
@@ -77,6 +77,8 @@ class StandingLabel:
 class _Buffer:
     block: Block | None = None
     label: StandingLabel | None = None
+    made: int = -1
+    """When its state is of, in `in_time`'s order; -1: there is none."""
     held: bool = False
     """It is being read by this process: its memory stays as it is."""
 
@@ -157,6 +159,8 @@ class Standing:
                 label = buffer.label
                 if label is not None:
                     buffer.label = rebased(label, lineage, new_lineage, step)
+                    # A new page counts rollbacks from 0.
+                    buffer.made = label.step
 
     def trainer_ended(self, attached: AttachedMemory) -> None:
         """Begin to digest the memory that a trainer left, so that its successor finds damage."""
@@ -232,6 +236,7 @@ class Standing:
         )
         # What all ranks have elsewhere stays until they have a newer one (docs/resume.md).
         self._kept_step = page[Word.COPIES_STEP] or self._kept_step
+        made = in_time(step, rewound=page[Word.REWOUND])
         buffer = self._room(label.size_bytes, page[Word.STANDING_COMMON])
         if buffer is None or buffer.block is None:
             sending = any(one.held for one in self._buffers)
@@ -251,19 +256,19 @@ class Standing:
         ctypes.memmove(target + label.size_bytes - len(rest), rest, len(rest))
         self._at_point("standing-copied")
         with self._lock:
-            buffer.label = label
-        page[Word.STANDING_MADE] = step
+            buffer.label, buffer.made = label, made
+        page[Word.STANDING_MADE] = made
         self._executor.submit(self._digest, buffer, label)
         return True
 
-    def _room(self, size_bytes: int, common_step: int) -> _Buffer | None:
+    def _room(self, size_bytes: int, common: int) -> _Buffer | None:
         """The buffer to write next, emptied; None until there is memory for it."""
         self.wanted_bytes = max(self.wanted_bytes, BUFFERS * size_bytes)
         if size_bytes <= SMALL_BYTES and not self._making and self._wants_more(size_bytes):
             self._making = True
             self._grow(size_bytes)
         with self._lock:
-            chosen = self._expendable(size_bytes, common_step)
+            chosen = self._expendable(size_bytes, common)
             # The last whole one is only given up if no other memory is to be had.
             if not self._making and self._wants_more(size_bytes):
                 self._making = True
@@ -276,15 +281,14 @@ class Standing:
     def _wants_more(self, size_bytes: int) -> bool:
         return bool(self._unfit(size_bytes)) and self._more_possible(size_bytes)
 
-    def _expendable(self, size_bytes: int, common_step: int) -> _Buffer | None:
+    def _expendable(self, size_bytes: int, common: int) -> _Buffer | None:
         """The buffer to write next, of those with memory for it; the lock is held."""
         there = [b for b in self._buffers if b.block is not None and _fits(b.block, size_bytes)]
         kept = [b for b in there if b.label is not None and b.label.step == self._kept_step]
         free = [b for b in there if not b.held and (b not in kept or len(there) == 1)]
         if not free:
             return None
-        steps = [b.label.step if b.label is not None else -1 for b in free]
-        return free[expendable(steps, common_step)]
+        return free[expendable([b.made if b.label is not None else -1 for b in free], common)]
 
     def _more_possible(self, size_bytes: int) -> bool:
         count = sum(b.block is not None and _fits(b.block, size_bytes) for b in self._buffers)
@@ -350,16 +354,16 @@ def rebased(
     return replace(label, lineage=new_lineage, before=histories[: MOST_HISTORIES - 1])
 
 
-def expendable(steps: Sequence[int], common_step: int) -> int:
+def expendable(made: Sequence[int], common: int) -> int:
     """Which of the snapshots to overwrite: not the newest that all ranks have, if there is another.
 
     Args:
-        steps: of the snapshots; -1: empty.
-        common_step: every rank has made a snapshot of this step or a later one.
+        made: when they are of (`in_time`); -1: empty.
+        common: every rank has made a snapshot of then or later.
     """
-    order = sorted(range(len(steps)), key=lambda at: steps[at])
+    order = sorted(range(len(made)), key=lambda at: made[at])
     # Of these the older one may be all that the ranks have in common.
-    needed = steps[order[0]] >= 0 and steps[order[-1]] > common_step
+    needed = made[order[0]] >= 0 and made[order[-1]] > common
     return order[-1] if needed else order[0]
 
 

@@ -67,7 +67,7 @@ def _add_making(routes: APIRouter, services: Services) -> None:
         )
         row = await edits.service(job).create(principal_of(request), spec, wanted.id)
         wait_s = wanted.wait_s if not spec.with_data else 0.0
-        return _stored(edits, await edits.wait(row, wait_s))
+        return stored_document(edits, await edits.wait(row, wait_s))
 
     @routes.post("/jobs/{job}/edits/{edit}/commit")
     async def commit_edit(
@@ -78,13 +78,13 @@ def _add_making(routes: APIRouter, services: Services) -> None:
         services.jobs.get(job)
         row = await edits.get(job, edit)
         await edits.service(job).commit(principal_of(request), row)
-        return _stored(edits, await edits.wait(row, wanted.wait_s))
+        return stored_document(edits, await edits.wait(row, wanted.wait_s))
 
     @routes.post("/jobs/{job}/edits/{edit}/preview")
     async def preview_edit(job: str, edit: EditId) -> EditDocument:
         """Compute the statistics before and after a staged edit, without applying it."""
         services.jobs.get(job)
-        return _stored(edits, await edits.service(job).preview(await edits.get(job, edit)))
+        return stored_document(edits, await edits.service(job).preview(await edits.get(job, edit)))
 
     @routes.post("/jobs/{job}/edits/{edit}/undo", status_code=201)
     async def undo_edit(
@@ -96,7 +96,7 @@ def _add_making(routes: APIRouter, services: Services) -> None:
         service, row = edits.service(job), await edits.get(job, edit)
         edit_id = wanted.id if wanted.id is not None else secrets.token_hex(16)
         made = await service.undo(principal_of(request), row, force=wanted.force, edit_id=edit_id)
-        return _stored(edits, await edits.wait(made, wanted.wait_s))
+        return stored_document(edits, await edits.wait(made, wanted.wait_s))
 
     @routes.delete("/jobs/{job}/edits/{edit}")
     async def abort_edit(job: str, edit: EditId, request: Request) -> EditDocument:
@@ -104,7 +104,7 @@ def _add_making(routes: APIRouter, services: Services) -> None:
         Needs its author's token, or an admin's. Idempotent."""
         services.jobs.get(job)
         row = await edits.get(job, edit)
-        return _stored(edits, await edits.service(job).abort(principal_of(request), row))
+        return stored_document(edits, await edits.service(job).abort(principal_of(request), row))
 
 
 def _add_reading(routes: APIRouter, services: Services) -> None:
@@ -123,7 +123,7 @@ def _add_reading(routes: APIRouter, services: Services) -> None:
         before = begin_of(page_token, _PAGE)
         rows = await edits.page(job, limit=limit, before=before, state=state)
         return EditList(
-            edits=[_visible(_stored(edits, row), request) for row in rows],
+            edits=[_visible(stored_document(edits, row), request) for row in rows],
             next_page_token=make_token(rows[-1].number, _PAGE) if len(rows) == limit else "",
         )
 
@@ -136,7 +136,7 @@ def _add_reading(routes: APIRouter, services: Services) -> None:
         services.jobs.get(job)
         row = await edits.wait(await edits.get(job, edit), wait_s)
         if row.state != EditState.APPLIED:
-            return _visible(_stored(edits, row), request)
+            return _visible(stored_document(edits, row), request)
         return _visible(document_of(row, await edits.service(job).undo_refusal(row)), request)
 
 
@@ -150,7 +150,7 @@ def _visible(document: EditDocument, request: Request) -> EditDocument:
     return document.model_copy(update={"before": None, "after": None, "ops": ops})
 
 
-def _stored(edits: EditRegistry, row: EditRow) -> EditDocument:
+def stored_document(edits: EditRegistry, row: EditRow) -> EditDocument:
     """The edit's document from the store alone, without asking the sidecars about undo."""
     refusal = f"it is {row.state}"
     if row.state == EditState.APPLIED:
@@ -183,6 +183,9 @@ def document_of(row: EditRow, undo_refusal: str) -> EditDocument:
         undo=UndoDocument(possible=not undo_refusal, reason=undo_refusal),
         undo_of=row.undo_of or None,
         undone_by=row.undone_by or None,
+        hyperparameters=row.detail.get("hyperparameters"),
+        rollback=row.detail.get("rollback"),
+        warning=str(row.detail.get("warning", "")),
     )
 
 

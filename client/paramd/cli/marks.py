@@ -1,0 +1,166 @@
+"""`paramd mark`, `marks`, `unmark`, `rollback`, `set-hyperparameters`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paramd.cli.edit import Note, Wait, emit_edit
+from paramd.cli.options import Output, Target, with_target
+from paramd.cli.output import Column, Listing, count, emit, size, when
+from paramd.cli.shell import say
+from paramd.errors import UsageError
+
+if TYPE_CHECKING:
+    from paramd.mesh.edits.marks import Mark
+
+COLUMNS = (
+    Column("name", "NAME", lambda found: found if found else "(standing)"),
+    Column("step", "STEP", count, right=True),
+    Column("size_bytes", "SIZE", size, right=True),
+    Column("made_s", "WHEN", when, drop=2),
+    Column("by", "WHO", drop=1),
+    Column("why_not_whole", "NOT WHOLE", cut="end"),
+)
+
+Timeout = Annotated[float, typer.Option("--timeout", metavar="S", help="Seconds to wait.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The mark's name.")]
+
+
+@with_target
+def mark(target: Target, name: Name, timeout: Timeout = 60.0, output: Output = None) -> None:
+    """Keep the complete present state of a training under a name, to roll back to.
+
+    It lies in the sidecars' memory and ends with them: no checkpoint. Training
+    pauses while it is copied. Needs attach(..., resume="auto").
+    """
+    with target.connect() as mesh:
+        made = mesh.mark(name, timeout=timeout)
+        emit(_listing([_row(made)], mesh.job), target.format)
+
+
+@with_target
+def marks(target: Target, output: Output = None) -> None:
+    """List the states that a training can be rolled back to."""
+    with target.connect() as mesh:
+        rows = [_row(one) for one in mesh.marks()]
+        emit(_listing(rows, mesh.job), target.format)
+
+
+@with_target
+def unmark(target: Target, name: Name) -> None:
+    """Forget a mark and give its memory back."""
+    with target.connect() as mesh:
+        mesh.unmark(name)
+    say(f"mark {name} is forgotten")
+
+
+@with_target
+def rollback(
+    target: Target,
+    to: Annotated[
+        str, typer.Argument(metavar="NAME|STEP", help="A mark's name, or a step of `paramd marks`.")
+    ],
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Do not ask. Needed where nobody can answer.")
+    ] = False,
+    note: Note = "",
+    wait: Wait = True,
+    timeout: Timeout = 60.0,
+    output: Output = None,
+) -> None:
+    """Put a training back to a mark or a step, on all ranks or on none.
+
+    Parameters, optimizer state, hyper-parameters and everything in keep are what
+    they were. `paramd undo` goes forward again to what is left.
+    """
+    wanted: str | int = int(to) if to.isdigit() else to
+    with target.connect() as mesh:
+        if not yes:
+            _confirm(wanted, mesh.status().step)
+        found = mesh.rollback(wanted, note=note, wait=wait, timeout=timeout)
+    emit_edit(found, target.format)
+
+
+def _confirm(to: str | int, step: int) -> None:
+    if not sys.stdin.isatty():
+        raise UsageError("rollback: give --yes, since nobody can be asked here")
+    what = f"step {to}" if isinstance(to, int) else f"mark {to!r}"
+    typer.confirm(
+        f"Training is at step {step}. Put it back to {what}? The steps since are made again",
+        abort=True,
+        err=True,
+    )
+
+
+@with_target
+def set_hyperparameters(
+    target: Target,
+    group: Annotated[
+        str, typer.Argument(metavar="GROUP", help="'group N', N, or 'optimizer M group N'.")
+    ],
+    values: Annotated[
+        list[str],
+        typer.Argument(metavar="NAME=VALUE...", help="Such as lr=1e-4 or betas=0.9,0.98."),
+    ],
+    note: Note = "",
+    wait: Wait = True,
+    timeout: Timeout = 60.0,
+    output: Output = None,
+) -> None:
+    """Set hyper-parameters of a parameter group, on all ranks at one step or on none.
+
+    A scheduler overwrites lr at its next step. `paramd undo` brings back the
+    values there were.
+    """
+    chosen = f"group {group}" if group.isdigit() else group
+    with target.connect() as mesh:
+        found = mesh.set_hyperparameters(
+            chosen, note=note, wait=wait, timeout=timeout, **_values(values)
+        )
+    emit_edit(found, target.format)
+    if found.warning:
+        say(f"note: {found.warning}")
+
+
+def _values(texts: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier() or name in ("note", "wait", "timeout"):
+            raise UsageError(f"{text[:80]!r}; expected NAME=VALUE, such as lr=1e-4")
+        numbers = [_number(name, part) for part in value.strip("()").split(",") if part.strip()]
+        if not numbers:
+            raise UsageError(f"{text[:80]!r}; expected a number, or several with commas")
+        found[name] = numbers if len(numbers) > 1 or "," in value else numbers[0]
+    return found
+
+
+def _number(name: str, text: str) -> int | float:
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"{name}: {text[:40]!r} is no number") from None
+
+
+def _listing(rows: list[dict[str, Any]], job: str) -> Listing:
+    return Listing(name="marks", rows=rows, columns=COLUMNS, about={"job": job}, id_key="name")
+
+
+def _row(found: Mark) -> dict[str, Any]:
+    return {
+        "name": found.name,
+        "step": found.step,
+        "size_bytes": found.size_bytes,
+        "made_s": found.made_s,
+        "by": found.by,
+        "whole": found.whole,
+        "why_not_whole": found.reason,
+    }

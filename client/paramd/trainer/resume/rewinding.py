@@ -1,0 +1,246 @@
+"""Put a running training back to a state that its sidecars keep: one rank's part of a rollback.
+
+The bytes have been staged in the edit memory. At the agreed boundary, where training is held right
+before a forward, they change places with the arena's and the optimizer memory's, so that the same
+note undoes it; optimizers, hyper-parameters, kept objects and random states follow, as when a
+training is resumed. The batch that the script has fetched belongs to the state that is left, so the
+forward ends with `Rewound`, which leaves the block of `attachment.rewindable()`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from paramd.errors import ConflictError, ParamdError, UsageError
+from paramd.memory.arena import HostArena
+from paramd.memory.continuation import read_pair
+from paramd.memory.control_page import NEVER_REWINDABLE, ControlPage, Word
+from paramd.memory.descriptors import SparseMemory, pages
+from paramd.memory.edit_note import Kept, Note, branch_of, write_payload
+from paramd.trainer.home.moving import bytes_at
+from paramd.trainer.home.owned import ParameterStorage
+from paramd.trainer.resume.codec import decode
+from paramd.trainer.resume.keeper import Keeper, read_record
+from paramd.trainer.resume.optimizer_home import OptimizerHome, signature, signature_difference
+from paramd.trainer.resume.random_state import set_random_state
+from paramd.trainer.resume.succession import give_back, keep_difference
+
+SWAP_BYTES = 4 << 20
+
+NO_BLOCK = (
+    "the script is not in a block of attachment.rewindable(), so it would go on with the batch of "
+    "another step; put one around its loop over batches (docs/rollback.md)"
+)
+
+
+class Rewound(BaseException):
+    """Leaves the block of `attachment.rewindable()`. No `except Exception` holds it up."""
+
+
+class Rewinder:
+    """One rank's rollbacks. Training thread only."""
+
+    def __init__(
+        self,
+        page: ControlPage,
+        arena: HostArena,
+        *,
+        home: ParameterStorage,
+        state: OptimizerHome,
+        keeper: Keeper,
+        keep: Mapping[str, Any],
+        copied: bool = False,
+        at_point: Callable[[str], None] | None = None,
+    ) -> None:
+        """`copied`: standing snapshots go to other hosts, in the order of steps."""
+        self.page = page
+        self._copied = copied
+        self.arena = arena
+        self.home = home
+        self.state = state
+        self.keeper = keeper
+        self.keep = dict(keep)
+        self.at_point = at_point if at_point is not None else lambda _: None
+        self.at_forward = False
+        """Whether this boundary is right before a forward."""
+        self._blocks: list[int] = []
+        self._pid = os.getpid()
+        self._step: int | None = None
+        self._leaving: BaseException | None = None
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """The script can be put back from anywhere in this block."""
+        thread = threading.get_ident()
+        self._blocks.append(thread)
+        self._tell()
+        try:
+            yield
+        except Rewound:
+            pass
+        finally:
+            self._blocks.remove(thread)
+            self._tell()
+
+    def _tell(self) -> None:
+        # Not once detached, nor in a forked child: the page is not ours then.
+        if self._pid == os.getpid():
+            able = NEVER_REWINDABLE if self._copied else int(bool(self._blocks))
+            self.page[Word.REWINDABLE] = able
+
+    def close(self) -> None:
+        """Nothing is put back any more; the page may be closed."""
+        self._pid = 0
+
+    @property
+    def in_block(self) -> bool:
+        """Whether this thread is in a block."""
+        return threading.get_ident() in self._blocks
+
+    def deed(self, note: Note, edits: SparseMemory) -> Rollback:
+        """What a note in the edit memory asks for."""
+        return Rollback(self, note, edits)
+
+    def moved(self, step: int) -> None:
+        """The state is that of `step` now; the forward under way must not go on."""
+        self._step, self._leaving = step, Rewound()
+
+    def broke(self, error: BaseException) -> None:
+        """It failed half way: the script must not train on with this."""
+        self._leaving = ConflictError(
+            f"paramd: a rollback failed half way on this rank, whose state is a mixture now "
+            f"({error}); start the training again"
+        )
+
+    def taken(self) -> int | None:
+        """The step that the training was put back to at this boundary; None if it was not."""
+        step, self._step = self._step, None
+        return step
+
+    def leave(self) -> None:
+        """Leave the forward if the training was put back."""
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None:
+            raise leaving
+
+
+class Rollback:
+    """One rollback, from its note."""
+
+    exact = True
+
+    def __init__(self, owner: Rewinder, note: Note, edits: SparseMemory) -> None:
+        self._owner = owner
+        self._edits = edits
+        self._note = note
+        self._arena_begin, self._optimizer_begin, self._room, _ = note.numbers
+        ends = (self._arena_begin + owner.arena.size_bytes, self._optimizer_begin + self._room)
+        if min(note.numbers) < 0 or max(ends) > edits.size_bytes:
+            raise UsageError(f"a rollback names bytes up to {max(ends):,} of {edits.size_bytes:,}")
+        self._kept = Kept.unpacked(note.payload)
+        self._record = read_record(self._kept.record)
+        self._table = decode(self._kept.table)
+        if self._room > owner.state.memory.size_bytes:
+            raise UsageError(f"a rollback has {self._room:,} bytes of optimizer state")
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """What it touches of the edit memory."""
+        arena, optimizer = self._arena_begin, self._optimizer_begin
+        parts = [
+            (self._note.begin, self._note.begin + self._note.capacity),
+            (arena, arena + self._owner.arena.size_bytes),
+            (optimizer, optimizer + self._room),
+        ]
+        return [(begin, end) for begin, end in parts if end > begin]
+
+    def refusal(self) -> str:
+        """Why it cannot be done at this boundary; empty if it can."""
+        owner = self._owner
+        if not owner.in_block:
+            return NO_BLOCK
+        if not owner.at_forward:
+            return "training is not held before a forward; let it pass a step (paramd step)"
+        present = self._present()
+        if isinstance(present, str):
+            return present
+        if len(present.packed()) > self._note.capacity or self._room < max(
+            present.optimizer_bytes, self._kept.optimizer_bytes
+        ):
+            return "the state has grown since the rollback was staged; try again"
+        try:
+            optimizers = owner.state.alive()
+        except ParamdError as error:
+            return str(error)
+        found = signature_difference(self._table["optimizers"], signature(optimizers))
+        return found or keep_difference(self._record, owner.keep)
+
+    def apply(self, token: int) -> str:
+        """Change places. SEQ is odd meanwhile."""
+        try:
+            self._apply(token)
+        except BaseException as error:
+            self._owner.broke(error)
+            raise
+        return ""
+
+    def _apply(self, token: int) -> None:
+        owner, kept, record = self._owner, self._kept, self._record
+        present = self._present()
+        if isinstance(present, str):
+            raise ConflictError(present)
+        page, step = owner.page, int(record["step"])
+        if self._room:
+            owner.state.memory.reserve(0, pages(self._room))
+        edits = self._edits.buffer
+        _swap(edits, self._arena_begin, owner.arena.buffer, owner.arena.size_bytes)
+        owner.at_point("applying")
+        _swap(edits, self._optimizer_begin, owner.state.memory.buffer, self._room)
+        write_payload(edits, self._note.begin, present.packed())
+        owner.home.restore_buffers()
+        owner.state.adopt_again(self._table, record["others"])
+        give_back(record, owner.state.alive(), owner.keep)
+        owner.keeper.rewound(step, record, kept.record, kept.table)
+        set_random_state(decode(record["early"])["random"])
+        # What readers wait for by step: a later one comes again, an earlier one has been.
+        page[Word.GRADIENTS_STEP] = min(page[Word.GRADIENTS_STEP], step)
+        page[Word.MOMENTS_STEP] = -1
+        page[Word.BUFFERS_STEP] = step
+        page[Word.STEP] = step
+        page[Word.REWOUND] += 1
+        page[Word.LINEAGE] = kept.lineage or branch_of(token)
+        owner.moved(step)
+
+    def _present(self) -> Kept | str:
+        """What belongs to the present state, or why it is not known."""
+        page = self._owner.page
+        pair = read_pair(self._owner.keeper.memory.buffer)
+        if pair is None or read_record(pair[0])["step"] != page[Word.STEP]:
+            return (
+                f"what belongs to step {page[Word.STEP]} was not kept (PARAMD_KEEP_EVERY, or "
+                "attachment.kept() is missing); let training pass a step and try again"
+            )
+        return Kept(
+            lineage=page[Word.LINEAGE],
+            optimizer_bytes=page[Word.OPTIMIZER_BYTES],
+            record=pair[0],
+            table=pair[1],
+        )
+
+
+def _swap(one: memoryview, begin: int, other: memoryview, size_bytes: int) -> None:
+    """Swap `size_bytes` of `one` from `begin` on with the first of `other`."""
+    spare = torch.empty(min(SWAP_BYTES, size_bytes), dtype=torch.uint8, device="cpu")
+    for at in range(0, size_bytes, SWAP_BYTES):
+        size = min(SWAP_BYTES, size_bytes - at)
+        left, right = bytes_at(one, begin + at, size), bytes_at(other, at, size)
+        part = spare[:size]
+        part.copy_(left)
+        left.copy_(right)
+        right.copy_(part)

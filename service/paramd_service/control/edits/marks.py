@@ -1,0 +1,145 @@
+"""Marks of one job, and the standing snapshots beside them: states that training can go back to.
+
+A mark is made of one boundary of all ranks: memory for it is made on all of them, training is held,
+every sidecar copies its rank's state, and the copies count if all are of the same step, history and
+number of edits. Whatever fails, the mark is dropped everywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+
+from paramd.errors import ConflictError, ExistsError, NotFoundError, ParamdError, UnreachableError
+from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.control.access.authority import Principal
+from paramd_service.control.edits.holds import Hold
+from paramd_service.control.edits.kept import KeptState, merged
+from paramd_service.control.edits.runner import EditCalls, on_all
+from paramd_service.control.mesh.jobs import Incarnation
+from paramd_service.control.records.records import Records
+
+
+class Marks:
+    """The marks of one incarnation's ranks. Use on one event loop."""
+
+    def __init__(
+        self,
+        mesh: Incarnation,
+        calls: EditCalls,
+        hold: Hold,
+        records: Records,
+        *,
+        on_change: Callable[[str, str, KeptState | None], None],
+    ) -> None:
+        """`on_change(job, name, mark)` is told of each mark made, and with None of each dropped."""
+        self._mesh = mesh
+        self._calls = calls
+        self._hold = hold
+        self._records = records
+        self._on_change = on_change
+        self._making = asyncio.Lock()
+
+    async def all(self) -> list[KeptState]:
+        """Every state that some rank keeps, by step. Raises UnreachableError: no rank answers."""
+        view = self._mesh.registry.view()
+        found: dict[int, list[pb.KeptState]] = {}
+        failure: ParamdError | None = None
+
+        async def ask(rank: int, address: str) -> None:
+            nonlocal failure
+            try:
+                found[rank] = await self._calls.kept_states(rank, address)
+            except ParamdError as error:
+                failure = error
+
+        await asyncio.gather(*(ask(report.rank, report.address) for report in view.joined))
+        if not found:
+            raise failure if failure is not None else UnreachableError("no rank is joined")
+        return merged(found, self._mesh.bootstrap.world_size)
+
+    async def find(self, to: str | int) -> KeptState:
+        """The state named by a mark, or the newest of a step.
+
+        Raises:
+            NotFoundError: there is none. ConflictError: not all ranks have it.
+        """
+        states = await self.all()
+        named = [
+            one for one in states if (one.mark == to if isinstance(to, str) else one.step == to)
+        ]
+        whole = [one for one in named if not one.why_not_whole]
+        if whole:
+            # A mark rather than a standing snapshot, which the next one may replace.
+            return max(whole, key=lambda one: (bool(one.mark), one.edits))
+        if named:
+            raise ConflictError(f"{_called(to)}: {named[0].why_not_whole}")
+        there = [_named(one) for one in states if not one.why_not_whole]
+        raise NotFoundError(
+            f"{_called(to)} is not kept; "
+            + (f"there is {', '.join(there)}" if there else "nothing is")
+        )
+
+    async def make(self, by: Principal, name: str) -> KeptState:
+        """Keep the state of the next common boundary under a name.
+
+        Raises:
+            ExistsError: the name is taken. ExhaustedError: no memory for it.
+            ConflictError: this training keeps no states, or is held by somebody else.
+            UnreachableError: not all ranks are joined.
+        """
+        self._mesh.check()
+        async with self._making:
+            if any(one.mark == name for one in await self.all()):
+                raise ExistsError(
+                    f"mark {name!r} exists already; choose another name, or drop it (paramd unmark)"
+                )
+            async with self._records.recorded(
+                by, "mark.create", {"mark": name}, self._mesh
+            ) as entry:
+                made = await self._made(by, name)
+                entry.outcome(step=made.step, size_bytes=made.size_bytes)
+        self._on_change(self._mesh.job, name, made)
+        return made
+
+    async def drop(self, by: Principal, name: str) -> bool:
+        """Forget a mark on all ranks; False if there was none. Idempotent."""
+        async with self._records.recorded(by, "mark.delete", {"mark": name}, self._mesh):
+            view = self._mesh.coordinator.joined()
+            dropped = await on_all(view, lambda rank, at: self._calls.drop_mark(rank, at, name))
+        if any(dropped.values()):
+            self._on_change(self._mesh.job, name, None)
+        return any(dropped.values())
+
+    async def _made(self, by: Principal, name: str) -> KeptState:
+        view = self._mesh.coordinator.joined()
+
+        async def make(rank: int, address: str, *, fill: bool) -> pb.KeptState:
+            return await self._calls.make_mark(rank, address, name, by.name, fill=fill)
+
+        try:
+            # Before training is held: making memory takes longer than the copy.
+            await on_all(view, lambda rank, at: make(rank, at, fill=False))
+            async with self._hold.during(by):
+                found = await on_all(view, lambda rank, at: make(rank, at, fill=True))
+            (made,) = merged({rank: [one] for rank, one in found.items()}, len(view.ranks))[:1]
+            if made.why_not_whole:
+                raise ConflictError(
+                    f"the ranks' copies do not belong together: {made.why_not_whole}"
+                )
+        except BaseException:
+            with suppress(Exception):
+                await asyncio.shield(
+                    on_all(view, lambda rank, at: self._calls.drop_mark(rank, at, name))
+                )
+            raise
+        return made
+
+
+def _called(to: str | int) -> str:
+    return f"mark {to!r}" if isinstance(to, str) else f"step {to}"
+
+
+def _named(one: KeptState) -> str:
+    return f"{one.mark!r} (step {one.step})" if one.mark else f"step {one.step}"

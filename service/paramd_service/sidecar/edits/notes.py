@@ -1,0 +1,217 @@
+"""Open edits that change no elements by themselves: hyper-parameters, and rollbacks.
+
+    [program][program of its undo][note]                                        hyper-parameters
+    [program][program of its undo][note][arena's bytes][optimizer memory's]      rollback
+
+What undoes such an edit comes to lie where its own data was (memory/edit_note.py), so both programs
+name the same note. A rollback's body is as large as the rank's whole state; only the last one that
+was applied is kept for its undo, beside the undo budget.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from paramd.errors import ConflictError, UsageError
+from paramd.layout.edits.plan import RankEdit
+from paramd.memory.control_page import NEVER_REWINDABLE, ControlPage, Word
+from paramd.memory.descriptors import pages
+from paramd.memory.edit_note import Kept, NoteKind, note_bytes, write_note
+from paramd.memory.edit_program import HEADER_BYTES, write_program
+from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.sidecar.edits.entry import Body
+from paramd_service.sidecar.owner import check_keeps_states
+
+VALUES_BYTES = 8 << 10
+"""Room for the values of hyper-parameters, old or new."""
+
+RECORD_SPARE_BYTES = 1 << 20
+"""A record may grow by this from the time a rollback is staged until it is applied."""
+
+PROGRAM_ROOM = -(-HEADER_BYTES // 64) * 64
+
+NO_BLOCK = (
+    "the training's script cannot be put back: it is in no block of attachment.rewindable(); put "
+    "one around its loop over batches, as docs/rollback.md shows"
+)
+COPIED = (
+    "this training keeps copies of its standing snapshots on another host (replicas=1), in the "
+    "order of its steps, which a rollback would break; only one without replicas can be put back"
+)
+
+
+class Label(Protocol):
+    """Sizes of a kept state's parts, which lie one after the other."""
+
+    @property
+    def arena_bytes(self) -> int: ...
+    @property
+    def optimizer_bytes(self) -> int: ...
+    @property
+    def record_bytes(self) -> int: ...
+    @property
+    def table_bytes(self) -> int: ...
+
+
+class Found(Protocol):
+    """A kept state's bytes (snapshots/marks.py)."""
+
+    @property
+    def label(self) -> Label: ...
+    @property
+    def buffer(self) -> memoryview: ...
+
+    def read_into(self, target: memoryview, begin: int) -> None:
+        """Fill `target` with the bytes from `begin` on."""
+
+    def check(self) -> None:
+        """Raise DataLossError unless the bytes are those that were kept."""
+
+
+Finder = Callable[[str, int, int, int], AbstractContextManager[Found]]
+
+
+def has_note(manifest: pb.EditManifest) -> bool:
+    """Whether an edit is one of these."""
+    return is_rollback(manifest) or manifest.HasField("hyperparameters")
+
+
+def is_rollback(manifest: pb.EditManifest) -> bool:
+    """Whether an edit puts back a state."""
+    return bool(manifest.HasField("rollback"))
+
+
+def nothing_of(rank: int) -> RankEdit:
+    """The elements that such an edit changes by itself: none."""
+    return RankEdit(rank=rank, items=(), data_bytes=0)
+
+
+def check(manifest: pb.EditManifest, page: ControlPage) -> None:
+    """Refuse what this rank's training cannot do, before anything is staged.
+
+    Raises:
+        UsageError: malformed. ConflictError: the training keeps no states, or takes none back.
+    """
+    if manifest.ops or manifest.HasField("if_step") or manifest.reset_moments:
+        raise UsageError("hyperparameters, rollback: expected no ops, if_step or reset_moments")
+    if manifest.HasField("rollback") and manifest.HasField("hyperparameters"):
+        raise UsageError("hyperparameters, rollback: expected one of them")
+    if manifest.HasField("rollback"):
+        check_keeps_states(page)
+        if page[Word.REWINDABLE] == NEVER_REWINDABLE:
+            raise ConflictError(COPIED)
+        if not page[Word.REWINDABLE]:
+            raise ConflictError(NO_BLOCK)
+        return
+    change = manifest.hyperparameters
+    try:
+        values = json.loads(change.values_json)
+    except ValueError:
+        values = None
+    if not isinstance(values, dict) or not values or len(change.values_json) > VALUES_BYTES // 2:
+        raise UsageError("hyperparameters: expected a JSON object with at least one value")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateSizes:
+    """Room for a state, and for the one that it takes the place of."""
+
+    arena: int
+    optimizer: int
+    beside: int
+    """Record and table."""
+
+    @classmethod
+    def of(cls, label: Label, page: ControlPage, beside_bytes: int) -> StateSizes:
+        """`beside_bytes`: of the present record and table."""
+        return cls(
+            arena=label.arena_bytes,
+            optimizer=max(label.optimizer_bytes, page[Word.OPTIMIZER_BYTES]),
+            beside=max(label.record_bytes + label.table_bytes, beside_bytes) + RECORD_SPARE_BYTES,
+        )
+
+
+def change_body() -> Body:
+    """Where the parts of a change of hyper-parameters lie, from byte 0 on."""
+    note_begin = 2 * PROGRAM_ROOM
+    return _body(note_begin, note_begin + note_bytes(VALUES_BYTES), 0)
+
+
+def rollback_body(sizes: StateSizes) -> Body:
+    """The same of a rollback; the state's bytes begin at `preimage_begin`."""
+    note_begin = 2 * PROGRAM_ROOM
+    state_begin = pages(note_begin + note_bytes(sizes.beside))
+    return _body(note_begin, state_begin, pages(sizes.arena) + pages(sizes.optimizer))
+
+
+def placed(body: Body, begin: int, end: int) -> Body:
+    """A body that lies in [begin, end)."""
+    first, second = body.programs
+    return Body(
+        begin=begin,
+        end=end,
+        programs=(begin + first, begin + second),
+        data_begin=begin + body.data_begin,
+        preimage_begin=begin + body.preimage_begin,
+    )
+
+
+def _body(note_begin: int, state_begin: int, state_bytes: int) -> Body:
+    return Body(
+        begin=0,
+        end=state_begin + state_bytes,
+        programs=(0, PROGRAM_ROOM),
+        data_begin=note_begin,
+        preimage_begin=state_begin,
+    )
+
+
+def write_change(memory: memoryview, body: Body, manifest: pb.EditManifest) -> None:
+    """Write the program and the note of a change of hyper-parameters."""
+    change = manifest.hyperparameters
+    write_note(
+        memory,
+        body.data_begin,
+        NoteKind.HYPERPARAMETERS,
+        change.values_json.encode(),
+        capacity=VALUES_BYTES,
+        numbers=(change.optimizer, change.group, 0, 0),
+    )
+    write_program(memory, body.programs[0], (), note=body.data_begin)
+
+
+def write_rollback(memory: memoryview, body: Body, found: Found, sizes: StateSizes) -> None:
+    """Copy a kept state into the body, and write program and note.
+
+    Raises:
+        DataLossError: the kept bytes are damaged.
+    """
+    label = found.label
+    arena_begin = body.preimage_begin
+    optimizer_begin = arena_begin + pages(label.arena_bytes)
+    state_end = label.arena_bytes + label.optimizer_bytes
+    found.read_into(memory[arena_begin : arena_begin + label.arena_bytes], 0)
+    state = memory[optimizer_begin : optimizer_begin + label.optimizer_bytes]
+    found.read_into(state, label.arena_bytes)
+    record_end = state_end + label.record_bytes
+    kept = Kept(
+        lineage=0,
+        optimizer_bytes=label.optimizer_bytes,
+        record=bytes(found.buffer[state_end:record_end]),
+        table=bytes(found.buffer[record_end : record_end + label.table_bytes]),
+    )
+    # After the copy: what was replaced or damaged meanwhile shows, too.
+    found.check()
+    write_note(
+        memory,
+        body.data_begin,
+        NoteKind.ROLLBACK,
+        kept.packed(),
+        capacity=sizes.beside,
+        numbers=(arena_begin, optimizer_begin, sizes.optimizer, 0),
+    )
+    write_program(memory, body.programs[0], (), note=body.data_begin)

@@ -1,0 +1,261 @@
+"""Marks: complete states of this rank that its user keeps by name, to go back to.
+
+A mark is what a standing snapshot is (arena, optimizer memory, record and table, one after the
+other), made on request while training is held, and kept until it is dropped or this sidecar ends;
+like standing snapshots, marks outlive a trainer. Memory is made first, so that training is held
+only for the copy. Everything that copies or computes runs on a thread; a lock guards the names.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from paramd.errors import (
+    ConflictError,
+    DataLossError,
+    ExhaustedError,
+    ExistsError,
+    NotFoundError,
+    UsageError,
+)
+from paramd.memory.continuation import read_pair
+from paramd.memory.control_page import Word
+from paramd.memory.descriptors import SparseMemory
+from paramd_service.sidecar.owner import AttachedMemory, check_keeps_states
+from paramd_service.sidecar.snapshots.standing import Standing, StandingLabel, digest_of
+from paramd_service.sidecar.snapshots.store import Block, BlockMaker
+
+MAX_MARKS = 64
+MAX_NAME = 64
+SPARE_BYTES = 1 << 20
+"""Room beyond the present size: the record may grow until training is held."""
+
+
+@dataclass(eq=False, slots=True)
+class Mark:
+    """A mark; without a label it has only memory yet."""
+
+    name: str
+    by: str
+    block: Block
+    label: StandingLabel | None = None
+    made_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A state's bytes, mapped for as long as they are needed."""
+
+    label: StandingLabel
+    buffer: memoryview
+    descriptor: int
+
+    def check(self) -> None:
+        """Raise DataLossError unless the bytes are those that were kept. Slow."""
+        if digest_of(self.buffer) != self.label.digest:
+            raise DataLossError(f"the kept state of step {self.label.step} is damaged on this rank")
+
+    def read_into(self, target: memoryview, begin: int) -> None:
+        """Fill `target` with the bytes from `begin` on, without keeping the interpreter."""
+        done = 0
+        while done < target.nbytes:
+            moved = os.preadv(self.descriptor, [target[done:]], begin + done)
+            if not moved:
+                raise DataLossError("a kept state is shorter than its label says")
+            done += moved
+
+
+class Marks:
+    """One rank's marks. Thread-safe."""
+
+    def __init__(self, blocks: BlockMaker, standing: Standing, *, budget_bytes: int | None) -> None:
+        """`budget_bytes`: most bytes of all marks; None: what the machine has."""
+        self._blocks = blocks
+        self._standing = standing
+        self._budget_bytes = budget_bytes
+        self._marks: dict[str, Mark] = {}
+        self._lock = threading.Lock()
+
+    def all(self) -> list[Mark]:
+        """Marks, oldest first."""
+        with self._lock:
+            return list(self._marks.values())
+
+    def reserve(self, name: str, by: str, attached: AttachedMemory) -> Mark:
+        """Have memory made for a mark. Slow.
+
+        Raises:
+            UsageError: no name. ExistsError: it is taken. ConflictError: training keeps no states.
+            ExhaustedError: over the budget, or the machine has not got it.
+        """
+        check_name(name)
+        check_keeps_states(attached.page)
+        size = state_bytes(attached) + SPARE_BYTES
+        self._check_room(name, size)
+        block = self._blocks.make(size)
+        with self._lock:
+            if name in self._marks:
+                self._blocks.dispose(block)
+                raise ExistsError(_taken(name))
+            mark = self._marks[name] = Mark(name, by, block)
+        return mark
+
+    def fill(self, name: str, attached: AttachedMemory, layout_digest: str) -> Mark:
+        """Copy the state at which training is held. Slow.
+
+        Raises:
+            NotFoundError: `reserve` comes first. ExistsError: it is filled.
+            ConflictError: training is not held, or its record is not that of this step.
+        """
+        with self._lock:
+            mark = self._marks.get(name)
+        if mark is None:
+            raise NotFoundError(f"mark {name!r}: no memory was made for it")
+        if mark.label is not None:
+            raise ExistsError(_taken(name))
+        label = copied(attached, mark.block, layout_digest)
+        digest = digest_of(mark.block.buffer[: label.size_bytes])
+        with self._lock:
+            if self._marks.get(name) is not mark:
+                raise NotFoundError(f"mark {name!r} was dropped while it was made")
+            mark.label, mark.made_s = replace(label, digest=digest), time.time()
+        return mark
+
+    def drop(self, name: str) -> bool:
+        """Forget a mark; False if there is none."""
+        with self._lock:
+            mark = self._marks.pop(name, None)
+        if mark is not None:
+            self._blocks.dispose(mark.block)
+        return mark is not None
+
+    @contextmanager
+    def found(self, name: str, step: int, lineage: int, edits: int) -> Iterator[Found]:
+        """A mark, or with an empty name a standing snapshot, that has these numbers.
+
+        Raises:
+            NotFoundError: there is none.
+        """
+        wanted = (step, lineage, edits)
+        with self._lock:
+            mark = self._marks.get(name)
+            candidates = [(mark.label, mark.block)] if mark is not None and mark.label else []
+            if not name:
+                candidates = list(self._standing.labels())
+            for label, block in candidates:
+                if (label.step, label.lineage, label.edits) == wanted and label.digest:
+                    # Its own: the block may be dropped meanwhile.
+                    descriptor = os.dup(block.descriptor)
+                    break
+            else:
+                what = f"mark {name!r}" if name else f"standing snapshot of step {step}"
+                raise NotFoundError(f"this rank has no {what} as it was listed; list them again")
+        try:
+            with (
+                mmap.mmap(descriptor, label.size_bytes, prot=mmap.PROT_READ) as mapped,
+                memoryview(mapped) as buffer,
+            ):
+                yield Found(label, buffer, descriptor)
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        """Give all memory back."""
+        for mark in self.all():
+            self.drop(mark.name)
+
+    def _check_room(self, name: str, size_bytes: int) -> None:
+        marks = self.all()
+        if any(mark.name == name for mark in marks):
+            raise ExistsError(_taken(name))
+        if len(marks) >= MAX_MARKS:
+            raise ExhaustedError(f"{MAX_MARKS} marks are kept; drop some first (paramd unmark)")
+        used = sum(mark.block.size_bytes for mark in marks)
+        if self._budget_bytes is not None and used + size_bytes > self._budget_bytes:
+            raise ExhaustedError(
+                f"a mark of this rank takes {size_bytes:,} bytes and the others take {used:,}; all "
+                f"together may take {self._budget_bytes:,} (PARAMD_MARKS_BUDGET_BYTES). Drop some "
+                "first (paramd unmark)"
+            )
+
+
+def check_name(name: str) -> None:
+    """Raise UsageError unless `name` can be a mark's."""
+    bad = not 0 < len(name) <= MAX_NAME or not name.isprintable() or "/" in name
+    if bad or name.startswith(".") or name != name.strip() or name.isdigit():
+        raise UsageError(
+            f"mark: {name[:MAX_NAME]!r}; expected 1 to {MAX_NAME} printable characters, not "
+            "only digits, without '/' and without a dot or a space at the beginning"
+        )
+
+
+def state_bytes(attached: AttachedMemory) -> int:
+    """Size of the present state of everything; its record is that of the last boundary."""
+    state = attached.request.arena_bytes + attached.page[Word.OPTIMIZER_BYTES]
+    return state + beside_bytes(attached)
+
+
+def beside_bytes(attached: AttachedMemory) -> int:
+    """Size of the newest record and its table."""
+    kept = kept_pair(attached)
+    return len(kept[0]) + len(kept[1]) if kept is not None else 0
+
+
+def kept_pair(attached: AttachedMemory) -> tuple[bytes, bytes] | None:
+    """The newest record and its table."""
+    continuation = SparseMemory(attached.shared.continuation)
+    try:
+        return read_pair(continuation.buffer)
+    finally:
+        continuation.close()
+
+
+def copied(attached: AttachedMemory, block: Block, layout_digest: str) -> StandingLabel:
+    """Copy the state at which training is held. Raises ConflictError, ExhaustedError."""
+    page = attached.page
+    seq, step = page[Word.SEQ], page[Word.STEP]
+    if not page[Word.HELD] or seq & 1:
+        raise ConflictError("training is not held at a boundary")
+    kept = kept_pair(attached)
+    if kept is None or page[Word.RECORD_STEP] != step:
+        raise ConflictError(
+            f"what belongs to step {step} was not kept (PARAMD_KEEP_EVERY, or attachment.kept() is "
+            "missing); let training pass a step and try again"
+        )
+    record, table = kept
+    label = StandingLabel(
+        lineage=page[Word.LINEAGE],
+        step=step,
+        edits=page[Word.EDITS] + page[Word.EDITS_BEFORE],
+        arena_bytes=attached.request.arena_bytes,
+        optimizer_bytes=page[Word.OPTIMIZER_BYTES],
+        record_bytes=len(record),
+        table_bytes=len(table),
+        world_size=attached.request.world_size,
+        layout_digest=layout_digest,
+    )
+    if label.size_bytes > block.size_bytes:
+        raise ExhaustedError("the state has grown since memory was made for it; try again")
+    optimizer = SparseMemory(attached.shared.optimizer)
+    try:
+        ctypes.memmove(block.address, attached.arena.address, label.arena_bytes)
+        ctypes.memmove(block.address + label.arena_bytes, optimizer.address, label.optimizer_bytes)
+    finally:
+        optimizer.close()
+    rest = record + table
+    ctypes.memmove(block.address + label.size_bytes - len(rest), rest, len(rest))
+    # SEQ is odd whenever anything of this changes, and never takes an even value twice.
+    if page[Word.SEQ] != seq:
+        raise ConflictError("training went on while the mark was made; try again")
+    return label
+
+
+def _taken(name: str) -> str:
+    return f"mark {name!r} exists already; choose another name, or drop it (paramd unmark)"

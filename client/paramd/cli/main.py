@@ -35,6 +35,7 @@ from paramd.cli.options import ContextName, Debug, Job, Token, Url, examples
 from paramd.cli.params import params
 from paramd.cli.serve import control, sidecar
 from paramd.cli.settings import Flags
+from paramd.cli.spectrum import spectrum
 from paramd.cli.stats import stats
 from paramd.cli.status import status
 from paramd.cli.summon import summon
@@ -89,6 +90,12 @@ _add(
     "paramd grads head.weight --histogram -n 1 -o json",
 )
 _add(updates, LOOK, "paramd updates", "paramd updates 'layers.*' -o json")
+_add(
+    spectrum,
+    LOOK,
+    "paramd spectrum layers.0.up.weight",
+    "paramd spectrum 'layers.0.up.weight[0:512]' -k 16 -o json",
+)
 _add(
     diff,
     LOOK,

@@ -39,6 +39,7 @@ from paramd.mesh.frames.frames import GradFrame, Kind, ParamFrame
 from paramd.mesh.frames.grads import GradRequest, open_stream
 from paramd.mesh.frames.stepping import StepStream, frames_of
 from paramd.mesh.insight.diff import compute_diff
+from paramd.mesh.insight.spectrum import Spectrum, compute_spectrum
 from paramd.mesh.insight.states import Now
 from paramd.mesh.insight.updates import Updates, compute_updates
 from paramd.mesh.insight.why import Why, ask_why
@@ -325,6 +326,25 @@ class AsyncMesh:
             ParamdError: as `summon`.
         """
         return await compute_updates(self._reach, patterns or ("*",), self._deadline(timeout))
+
+    async def spectrum(self, name: str, k: int = 8, *, timeout: Timeout = UNSET) -> Spectrum:
+        """The largest singular values of one weight, and its dead and equal rows.
+
+        The sidecars multiply their shards with narrow matrices, so the weight never travels. Work
+        is bounded: at most 256 products with a column. A weight with a side of at most 128 is
+        exact, with all its singular values; of larger ones the condition number is a lower bound.
+
+        Args:
+            name: A parameter of 2 dims or more (those beyond the second count as columns) and
+                floating-point numbers, or a slice of it.
+            k: How many singular values, 1 to 32.
+            timeout: Seconds; None means no limit.
+
+        Raises:
+            UsageError: not exactly one matrix, k is out of range, or numpy is not installed.
+            ParamdError: as `summon`.
+        """
+        return await compute_spectrum(self._reach, name, k, self._deadline(timeout))
 
     async def lanes(self) -> list[Lane]:
         """How this process would read each rank with `transport="auto"`, and why not faster.

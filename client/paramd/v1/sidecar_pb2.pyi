@@ -2001,6 +2001,192 @@ class PoolSnapshotResponse(google.protobuf.message.Message):
 global___PoolSnapshotResponse = PoolSnapshotResponse
 
 @typing.final
+class ProfileSnapshotRequest(google.protobuf.message.Message):
+    """Request of ProfileSnapshot."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SNAPSHOT_ID_FIELD_NUMBER: builtins.int
+    DTYPE_FIELD_NUMBER: builtins.int
+    ROW_COUNT_FIELD_NUMBER: builtins.int
+    COL_COUNT_FIELD_NUMBER: builtins.int
+    ITEMS_FIELD_NUMBER: builtins.int
+    snapshot_id: builtins.str
+    """Which snapshot."""
+    dtype: builtins.str
+    """torch dtype of all items, without its prefix."""
+    row_count: builtins.int
+    """Rows of the whole matrix, 1 or more."""
+    col_count: builtins.int
+    """Columns of the whole matrix, 1 or more."""
+    @property
+    def items(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PoolItem]:
+        """What to look at, with `row_dims` 1; at most 4,096. Every element is named once."""
+
+    def __init__(
+        self,
+        *,
+        snapshot_id: builtins.str = ...,
+        dtype: builtins.str = ...,
+        row_count: builtins.int = ...,
+        col_count: builtins.int = ...,
+        items: collections.abc.Iterable[global___PoolItem] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["col_count", b"col_count", "dtype", b"dtype", "items", b"items", "row_count", b"row_count", "snapshot_id", b"snapshot_id"]) -> None: ...
+
+global___ProfileSnapshotRequest = ProfileSnapshotRequest
+
+@typing.final
+class ProfileSnapshotResponse(google.protobuf.message.Message):
+    """Answer of ProfileSnapshot. Vectors have one entry for each row or column of the rectangle that the
+    items touch, as little-endian bytes.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    ROW_BEGIN_FIELD_NUMBER: builtins.int
+    COL_BEGIN_FIELD_NUMBER: builtins.int
+    ROW_MAX_FIELD_NUMBER: builtins.int
+    COL_MAX_FIELD_NUMBER: builtins.int
+    ROW_SUMS_FIELD_NUMBER: builtins.int
+    COUNT_FIELD_NUMBER: builtins.int
+    SUM_SQUARES_FIELD_NUMBER: builtins.int
+    NONFINITE_COUNT_FIELD_NUMBER: builtins.int
+    SATURATED_COUNT_FIELD_NUMBER: builtins.int
+    DENORMAL_COUNT_FIELD_NUMBER: builtins.int
+    ZERO_COUNT_FIELD_NUMBER: builtins.int
+    row_begin: builtins.int
+    """First row."""
+    col_begin: builtins.int
+    """First column."""
+    row_max: builtins.bytes
+    """Largest absolute value of each row, float64; NaN where there is one."""
+    col_max: builtins.bytes
+    """Largest absolute value of each column, float64."""
+    row_sums: builtins.bytes
+    """Two sums for each row, uint64 modulo 2^64: its elements' bits, each times a random number of
+    its column. Those of all ranks added, equal rows have equal sums.
+    """
+    count: builtins.int
+    """Elements looked at."""
+    sum_squares: builtins.float
+    """Sum of the squares of finite elements."""
+    nonfinite_count: builtins.int
+    """NaN and infinite elements."""
+    saturated_count: builtins.int
+    """Elements at the largest finite value of the dtype, or infinite."""
+    denormal_count: builtins.int
+    """Elements that are not zero and below the smallest normal value of the dtype."""
+    zero_count: builtins.int
+    """Elements that are zero."""
+    @property
+    def header(self) -> paramd.v1.common_pb2.Header:
+        """Incarnation and step of the numbers."""
+
+    def __init__(
+        self,
+        *,
+        header: paramd.v1.common_pb2.Header | None = ...,
+        row_begin: builtins.int = ...,
+        col_begin: builtins.int = ...,
+        row_max: builtins.bytes = ...,
+        col_max: builtins.bytes = ...,
+        row_sums: builtins.bytes = ...,
+        count: builtins.int = ...,
+        sum_squares: builtins.float = ...,
+        nonfinite_count: builtins.int = ...,
+        saturated_count: builtins.int = ...,
+        denormal_count: builtins.int = ...,
+        zero_count: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["col_begin", b"col_begin", "col_max", b"col_max", "count", b"count", "denormal_count", b"denormal_count", "header", b"header", "nonfinite_count", b"nonfinite_count", "row_begin", b"row_begin", "row_max", b"row_max", "row_sums", b"row_sums", "saturated_count", b"saturated_count", "sum_squares", b"sum_squares", "zero_count", b"zero_count"]) -> None: ...
+
+global___ProfileSnapshotResponse = ProfileSnapshotResponse
+
+@typing.final
+class MultiplySnapshotRequest(google.protobuf.message.Message):
+    """Request of MultiplySnapshot."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SNAPSHOT_ID_FIELD_NUMBER: builtins.int
+    DTYPE_FIELD_NUMBER: builtins.int
+    ROW_COUNT_FIELD_NUMBER: builtins.int
+    COL_COUNT_FIELD_NUMBER: builtins.int
+    ITEMS_FIELD_NUMBER: builtins.int
+    TRANSPOSED_FIELD_NUMBER: builtins.int
+    FACTOR_BEGIN_FIELD_NUMBER: builtins.int
+    FACTOR_WIDTH_FIELD_NUMBER: builtins.int
+    FACTOR_FIELD_NUMBER: builtins.int
+    snapshot_id: builtins.str
+    """Which snapshot."""
+    dtype: builtins.str
+    """torch dtype of all items, without its prefix."""
+    row_count: builtins.int
+    """Rows of the whole matrix, 1 or more."""
+    col_count: builtins.int
+    """Columns of the whole matrix, 1 or more."""
+    transposed: builtins.bool
+    """Multiply the transposed matrix."""
+    factor_begin: builtins.int
+    """First column of the matrix (row, when transposed) that `factor` has a row for."""
+    factor_width: builtins.int
+    """Columns of `factor`, 1 to 64."""
+    factor: builtins.bytes
+    """The factor, row-major, float64 in little-endian bytes; at most 3 MiB."""
+    @property
+    def items(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PoolItem]:
+        """Parts of the matrix, with `row_dims` 1; at most 4,096."""
+
+    def __init__(
+        self,
+        *,
+        snapshot_id: builtins.str = ...,
+        dtype: builtins.str = ...,
+        row_count: builtins.int = ...,
+        col_count: builtins.int = ...,
+        items: collections.abc.Iterable[global___PoolItem] | None = ...,
+        transposed: builtins.bool = ...,
+        factor_begin: builtins.int = ...,
+        factor_width: builtins.int = ...,
+        factor: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["col_count", b"col_count", "dtype", b"dtype", "factor", b"factor", "factor_begin", b"factor_begin", "factor_width", b"factor_width", "items", b"items", "row_count", b"row_count", "snapshot_id", b"snapshot_id", "transposed", b"transposed"]) -> None: ...
+
+global___MultiplySnapshotRequest = MultiplySnapshotRequest
+
+@typing.final
+class MultiplySnapshotResponse(google.protobuf.message.Message):
+    """Answer of MultiplySnapshot: the rows of the product that the items touch."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    BEGIN_FIELD_NUMBER: builtins.int
+    PRODUCT_FIELD_NUMBER: builtins.int
+    begin: builtins.int
+    """First row of the product."""
+    product: builtins.bytes
+    """The product, row-major, as wide as the factor, float64 in little-endian bytes."""
+    @property
+    def header(self) -> paramd.v1.common_pb2.Header:
+        """Incarnation and step of the numbers."""
+
+    def __init__(
+        self,
+        *,
+        header: paramd.v1.common_pb2.Header | None = ...,
+        begin: builtins.int = ...,
+        product: builtins.bytes = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["begin", b"begin", "header", b"header", "product", b"product"]) -> None: ...
+
+global___MultiplySnapshotResponse = MultiplySnapshotResponse
+
+@typing.final
 class ListSnapshotsRequest(google.protobuf.message.Message):
     """Request of ListSnapshots."""
 

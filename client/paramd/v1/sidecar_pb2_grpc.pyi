@@ -155,6 +155,22 @@ class SidecarServiceStub:
     ]
     """Shrinks parts of a pinned snapshot to the cells of a picture. Idempotent."""
 
+    ProfileSnapshot: grpc.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.ProfileSnapshotRequest,
+        paramd.v1.sidecar_pb2.ProfileSnapshotResponse,
+    ]
+    """Rows and columns of a pinned matrix, for dead and equal ones. Idempotent. NOT_FOUND: the lease
+    ended.
+    """
+
+    MultiplySnapshot: grpc.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.MultiplySnapshotRequest,
+        paramd.v1.sidecar_pb2.MultiplySnapshotResponse,
+    ]
+    """A pinned matrix times a narrow one, so that spectra are found without moving it. Idempotent.
+    NOT_FOUND: the lease ended.
+    """
+
     ListSnapshots: grpc.UnaryUnaryMultiCallable[
         paramd.v1.sidecar_pb2.ListSnapshotsRequest,
         paramd.v1.sidecar_pb2.ListSnapshotsResponse,
@@ -399,6 +415,22 @@ class SidecarServiceAsyncStub:
         paramd.v1.sidecar_pb2.PoolSnapshotResponse,
     ]
     """Shrinks parts of a pinned snapshot to the cells of a picture. Idempotent."""
+
+    ProfileSnapshot: grpc.aio.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.ProfileSnapshotRequest,
+        paramd.v1.sidecar_pb2.ProfileSnapshotResponse,
+    ]
+    """Rows and columns of a pinned matrix, for dead and equal ones. Idempotent. NOT_FOUND: the lease
+    ended.
+    """
+
+    MultiplySnapshot: grpc.aio.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.MultiplySnapshotRequest,
+        paramd.v1.sidecar_pb2.MultiplySnapshotResponse,
+    ]
+    """A pinned matrix times a narrow one, so that spectra are found without moving it. Idempotent.
+    NOT_FOUND: the lease ended.
+    """
 
     ListSnapshots: grpc.aio.UnaryUnaryMultiCallable[
         paramd.v1.sidecar_pb2.ListSnapshotsRequest,
@@ -680,6 +712,26 @@ class SidecarServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[paramd.v1.sidecar_pb2.PoolSnapshotResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.PoolSnapshotResponse]]:
         """Shrinks parts of a pinned snapshot to the cells of a picture. Idempotent."""
+
+    @abc.abstractmethod
+    def ProfileSnapshot(
+        self,
+        request: paramd.v1.sidecar_pb2.ProfileSnapshotRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[paramd.v1.sidecar_pb2.ProfileSnapshotResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.ProfileSnapshotResponse]]:
+        """Rows and columns of a pinned matrix, for dead and equal ones. Idempotent. NOT_FOUND: the lease
+        ended.
+        """
+
+    @abc.abstractmethod
+    def MultiplySnapshot(
+        self,
+        request: paramd.v1.sidecar_pb2.MultiplySnapshotRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[paramd.v1.sidecar_pb2.MultiplySnapshotResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.MultiplySnapshotResponse]]:
+        """A pinned matrix times a narrow one, so that spectra are found without moving it. Idempotent.
+        NOT_FOUND: the lease ended.
+        """
 
     @abc.abstractmethod
     def ListSnapshots(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -15,6 +16,7 @@ from paramd_service.control.mesh.held import HeldSnapshots, LeasedSnapshot
 if TYPE_CHECKING:
     from paramd.layout.plan import ReadPlan
     from paramd.mesh.frames.frames import GradFrame, Kind
+    from paramd.mesh.insight.spectrum import Spectrum
     from paramd.mesh.insight.updates import Updates
     from paramd.mesh.peers.discovery import SidecarFinder
     from paramd.mesh.peers.sidecars import Pinned, Sidecars
@@ -40,6 +42,7 @@ class StatsSource:
         """No I/O."""
         self._reaching = reaching
         self._queries = Shares(MAX_CONCURRENT, "concurrent queries")
+        self._spectra = asyncio.Lock()
         self._streams = Shares(MAX_STREAMS, "gradient streams")
         self.held = HeldSnapshots()
         """Snapshots leased by REST callers."""
@@ -145,6 +148,22 @@ class StatsSource:
             reach = await self._reaching()
             asked_by.set(CALLER.get() or "")
             return await compute_updates(reach, patterns, time.monotonic() + TIMEOUT_S)
+
+    async def spectrum(self, pattern: str, k: int) -> Spectrum:
+        """The spectrum of the one matching parameter.
+
+        Raises: as `get`, and as `spectrum_of`.
+        """
+        from paramd.mesh.insight.spectrum import spectrum_of
+
+        def work(
+            sidecars: Sidecars, plan: ReadPlan, pinned: Pinned, deadline_s: float
+        ) -> Awaitable[Spectrum]:
+            return spectrum_of(sidecars, plan, pinned, k, deadline_s)
+
+        # Its matrices lie in this process; one at a time bounds them.
+        async with self._spectra:
+            return await self._reading([pattern], work, buffers=False)
 
     async def pin(
         self, patterns: Sequence[str], *, with_buffers: bool, filter_text: str, lease_s: float

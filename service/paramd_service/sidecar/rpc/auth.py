@@ -170,6 +170,8 @@ ROLES: dict[str, frozenset[Role]] = {
     f"/{SERVICE}/ReleaseSnapshot": _READERS,
     f"/{SERVICE}/ComputeStats": _READERS,
     f"/{SERVICE}/PoolSnapshot": _READERS,
+    f"/{SERVICE}/ProfileSnapshot": _READERS,
+    f"/{SERVICE}/MultiplySnapshot": _READERS,
     f"/{SERVICE}/ListSnapshots": _READERS,
     f"/{SERVICE}/DigestSnapshot": _READERS,
     f"/{SERVICE}/GetMetrics": _VIEWERS,

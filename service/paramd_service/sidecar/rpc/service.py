@@ -59,7 +59,13 @@ from paramd_service.sidecar.rpc.auth import (
 )
 from paramd_service.sidecar.rpc.gateway import Gateway
 from paramd_service.sidecar.rpc.messages import abort_internal, abort_with
-from paramd_service.sidecar.rpc.statistics import compute_stats, digest_snapshot, pool_snapshot
+from paramd_service.sidecar.rpc.statistics import (
+    compute_stats,
+    digest_snapshot,
+    multiply_snapshot,
+    pool_snapshot,
+    profile_snapshot,
+)
 from paramd_service.sidecar.rpc.streams import StreamServer
 from paramd_service.sidecar.snapshots.store import Snapshot
 
@@ -260,6 +266,12 @@ class SidecarServicer:
             "ReleaseSnapshot": Call(request=pb.ReleaseSnapshotRequest, unary=self._release),
             "ComputeStats": Call(request=pb.ComputeStatsRequest, unary=self._stats, heavy=True),
             "PoolSnapshot": Call(request=pb.PoolSnapshotRequest, unary=self._pool, heavy=True),
+            "ProfileSnapshot": Call(
+                request=pb.ProfileSnapshotRequest, unary=self._profile, heavy=True
+            ),
+            "MultiplySnapshot": Call(
+                request=pb.MultiplySnapshotRequest, unary=self._multiply, heavy=True
+            ),
             "ListSnapshots": Call(request=pb.ListSnapshotsRequest, unary=self._list),
             "DigestSnapshot": Call(
                 request=pb.DigestSnapshotRequest, unary=self._digest, heavy=True
@@ -436,6 +448,18 @@ class SidecarServicer:
     async def _pool(self, request: pb.PoolSnapshotRequest, timeout_s: float) -> Message:
         async with self._held(request.snapshot_id, timeout_s) as snapshot:
             answer = await pool_snapshot(self._rank, snapshot, request)
+        answer.header.CopyFrom(messages.header_of(self._rank, snapshot))
+        return answer
+
+    async def _profile(self, request: pb.ProfileSnapshotRequest, timeout_s: float) -> Message:
+        async with self._held(request.snapshot_id, timeout_s) as snapshot:
+            answer = await profile_snapshot(self._rank, snapshot, request)
+        answer.header.CopyFrom(messages.header_of(self._rank, snapshot))
+        return answer
+
+    async def _multiply(self, request: pb.MultiplySnapshotRequest, timeout_s: float) -> Message:
+        async with self._held(request.snapshot_id, timeout_s) as snapshot:
+            answer = await multiply_snapshot(self._rank, snapshot, request)
         answer.header.CopyFrom(messages.header_of(self._rank, snapshot))
         return answer
 

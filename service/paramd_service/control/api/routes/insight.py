@@ -12,6 +12,8 @@ from pydantic import BaseModel, Field
 from paramd.errors import ParamdError
 from paramd.v1 import common_pb2
 from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.control.api.choice import choose_one, pattern_of
+from paramd_service.control.api.routes.params import Name
 from paramd_service.control.api.services import Services
 from paramd_service.control.insight.verdict import verdict_of
 from paramd_service.control.insight.why import Found, chosen, evidence_of, inspect
@@ -26,6 +28,7 @@ Ranks = Annotated[
 ]
 LogLines = Annotated[int, Query(ge=0, le=100, description="Last lines of each trainer's output")]
 
+Values = Annotated[int, Query(ge=1, le=32, description="How many singular values")]
 
 Patterns = Annotated[
     list[str] | None, Query(max_length=64, description="Globs over names; default: all")
@@ -116,6 +119,39 @@ class UpdateList(BaseModel):
     updates: list[UpdateDocument] = Field(description="The largest ratio first")
 
 
+class SpectrumDocument(BaseModel):
+    """Singular values of one weight; null where a number is not finite."""
+
+    name: str
+    job: str
+    incarnation: int
+    step: int
+    shape: list[int] = Field(description="Dims beyond the second count as columns")
+    dtype: str
+    singular_values: list[float] = Field(
+        description="The largest, falling; empty when elements are NaN or infinite"
+    )
+    error: float | None = Field(
+        description="Largest relative change of these in the last round; 0 when they are exact"
+    )
+    norm: float | None = Field(description="Frobenius norm of the finite elements")
+    stable_rank: float | None
+    condition: float | None = Field(
+        description="Largest / smallest singular value; null when that is 0"
+    )
+    condition_exact: bool = Field(description="Whether it is exact; else it is at least this")
+    dead_rows: list[int] = Field(description="The first 100 without a normal number above 0")
+    dead_row_count: int
+    dead_columns: list[int]
+    dead_column_count: int
+    duplicate_rows: list[list[int]] = Field(description="Groups of equal rows; the first 100")
+    duplicate_row_count: int = Field(description="Rows that equal an earlier one")
+    saturated: float = Field(description="Share of elements at the dtype's largest value, or above")
+    denormal: float = Field(description="Share of elements that are subnormal")
+    zero: float = Field(description="Share of elements that are zero")
+    nonfinite: int = Field(description="Elements that are NaN or infinite")
+
+
 class WhyDocument(BaseModel):
     """What is wrong with a run."""
 
@@ -127,7 +163,7 @@ class WhyDocument(BaseModel):
 
 
 def router(services: Services) -> APIRouter:
-    """/jobs/{job}/why, /jobs/{job}/updates."""
+    """/jobs/{job}/why, /jobs/{job}/updates, /jobs/{job}/params/spectrum."""
     routes = APIRouter(tags=["insight"])
 
     @routes.get("/jobs/{job}/why")
@@ -160,6 +196,17 @@ def router(services: Services) -> APIRouter:
             incarnation=found.incarnation,
             updates=[UpdateDocument(**_finite(asdict(row))) for row in found],
         )
+
+    @routes.get("/jobs/{job}/params/spectrum")
+    async def get_spectrum(job: str, name: Name, k: Values = 8) -> SpectrumDocument:
+        """The largest singular values of one weight or a slice of it, its condition number, and
+        its dead and equal rows. The sidecars multiply their shards with narrow matrices.
+        """
+        mesh = services.jobs.get(job)
+        _, index = await mesh.layouts.get(mesh.registry.view())
+        item = choose_one(index, name)
+        found = await mesh.statistics.spectrum(pattern_of(item), k)
+        return SpectrumDocument(**_finite(asdict(found)))
 
     return routes
 

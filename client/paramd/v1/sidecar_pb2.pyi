@@ -457,8 +457,10 @@ class PinSnapshotRequest(google.protobuf.message.Message):
     consumes. 0: any. ABORTED "passed": it has begun. Not with `at_boundary`.
     """
     state_key: builtins.str
-    """Which optimizer state, for SOURCE_MOMENTS, such as "exp_avg", with `at_step`, the step
-    that it was mirrored at; once for the same bytes. Empty, with `at_boundary` and no
+    """Which optimizer state, for SOURCE_MOMENTS, such as "exp_avg". With `at_step`, the step that it
+    was mirrored at: from the mirror, once for the same bytes. Else from the optimizer memory of a
+    trainer that keeps it there, as parameters are pinned; `spans` are the parameters'.
+    FAILED_PRECONDITION: it does not. NOT_FOUND: no such state. Empty, with `at_boundary` and no
     spans: has it mirrored, and pins the table that says which keys there are; the mirror
     lives as long as the table's lease. ABORTED "passed": it has gone. FAILED_PRECONDITION
     of the boundary: another reader has a mirror.
@@ -597,6 +599,7 @@ class PinSnapshotResponse(google.protobuf.message.Message):
     GRADIENTS_FIELD_NUMBER: builtins.int
     STATS_FIELD_NUMBER: builtins.int
     ENDED_FIELD_NUMBER: builtins.int
+    OPTIMIZER_FIELD_NUMBER: builtins.int
     snapshot_id: builtins.str
     """Names the snapshot and its lease."""
     size_bytes: builtins.int
@@ -605,6 +608,12 @@ class PinSnapshotResponse(google.protobuf.message.Message):
     """Lease granted, in milliseconds."""
     ended: builtins.bool
     """The training has detached: no step comes any more. Then nothing is pinned."""
+    optimizer: builtins.bytes
+    """Set for SOURCE_MOMENTS with a `state_key` that was read from the optimizer memory: JSON,
+    zlib-compressed: {step, threads, classes: [name], groups: [[{lr, ...}]], keys: [name], params:
+    [{begin, end, dtype, shape, strides, optimizer, group, keys, scalars: {name: number},
+    left_out: {name: reason}}]}. Numbers that JSON lacks are strings.
+    """
     @property
     def header(self) -> paramd.v1.common_pb2.Header:
         """Incarnation and step of the bytes; step -1 while `at_boundary` has not been filled."""
@@ -627,9 +636,10 @@ class PinSnapshotResponse(google.protobuf.message.Message):
         gradients: global___GradientFacts | None = ...,
         stats: collections.abc.Iterable[global___Stats] | None = ...,
         ended: builtins.bool = ...,
+        optimizer: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["gradients", b"gradients", "header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ended", b"ended", "gradients", b"gradients", "header", b"header", "lease_ms", b"lease_ms", "size_bytes", b"size_bytes", "snapshot_id", b"snapshot_id", "stats", b"stats"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ended", b"ended", "gradients", b"gradients", "header", b"header", "lease_ms", b"lease_ms", "optimizer", b"optimizer", "size_bytes", b"size_bytes", "snapshot_id", b"snapshot_id", "stats", b"stats"]) -> None: ...
 
 global___PinSnapshotResponse = PinSnapshotResponse
 

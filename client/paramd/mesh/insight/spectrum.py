@@ -99,9 +99,7 @@ class Spectrum:
     def summary(self) -> str:
         """In one line."""
         if not self.singular_values:
-            return (
-                f"{self.name} at step {self.step}: {self.nonfinite:,} NaN or infinite"
-            )
+            return f"{self.name} at step {self.step}: {self.nonfinite:,} NaN or infinite"
         at_least = "" if self.condition_exact else "at least "
         return (
             f"{self.name} at step {self.step}: norm {self.norm:.4g}, largest singular value "

@@ -85,6 +85,11 @@ class Moments:
             snapshot.block.buffer[:TABLE_BYTES] = memory
         self._source, self._taken = snapshot, {}
 
+    def has(self, step: int) -> bool:
+        """Whether the trainer mirrored its state of that step, and a reader holds its table."""
+        source = self._source
+        return source is not None and source.holders > 0 and source.step == step
+
     def sweep(self) -> None:
         """Release the mirror's memory once its table has no holder."""
         if self._source is not None and self._source.holders <= 0 and not self._moving:

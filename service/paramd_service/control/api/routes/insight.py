@@ -109,6 +109,10 @@ class UpdateDocument(BaseModel):
     changed: int = Field(description="Elements that the update changed")
     numel: int
     nonfinite: int = Field(description="Elements whose change is NaN or infinite")
+    moment_rms: float | None = Field(description="Root mean square of Adam's second moment")
+    effective_lr: float | None = Field(
+        description="lr / (sqrt(v) + eps) at the parameter's mean second moment v, bias-corrected"
+    )
 
 
 class UpdateList(BaseModel):
@@ -117,6 +121,7 @@ class UpdateList(BaseModel):
     job: str
     incarnation: int
     updates: list[UpdateDocument] = Field(description="The largest ratio first")
+    moments_missing: str = Field(description="Why there are no second moments, if there are none")
 
 
 class SpectrumDocument(BaseModel):
@@ -195,6 +200,7 @@ def router(services: Services) -> APIRouter:
             job=found.job,
             incarnation=found.incarnation,
             updates=[UpdateDocument(**_finite(asdict(row))) for row in found],
+            moments_missing=found.moments_missing,
         )
 
     @routes.get("/jobs/{job}/params/spectrum")

@@ -1,0 +1,116 @@
+"""Trains until told to end, and writes what its optimizer's state is at each step.
+
+<folder>/moments-<rank>    one line a step: {"step", "lr", name: [sum of v, of v * v, numel]}
+<folder>/flip-<rank>       order: {"name", "key", "element", "bit"}; key "" is the parameter
+                           itself. Done within the next update, then renamed to flipped-<rank>
+<folder>/end               training ends
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import paramd
+from tests.ending import end
+
+JOB = "insight"
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01, weight_decay=0.1),
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9),
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(19, 31)
+        self.norm = nn.LayerNorm(31)
+        self.head = nn.Linear(31, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(torch.relu(self.up(x))))
+
+
+def built(kind: str) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    net = Net()
+    if kind == "fsdp2":
+        fully_shard(net.up)
+        fully_shard(net)
+        return net
+    return nn.parallel.DistributedDataParallel(net) if kind == "ddp" else net
+
+
+def local_of(value: Any) -> torch.Tensor:
+    found: torch.Tensor = getattr(value, "_local_tensor", value).detach()
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--kind", default="ddp")
+    parser.add_argument("--optimizer", default="adamw")
+    parser.add_argument("--resume", default="auto")
+    parser.add_argument("--pause-s", type=float, default=0.01)
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model = built(args.kind)
+    names = {name.removeprefix("module."): p for name, p in model.named_parameters()}
+    optimizer = OPTIMIZERS[args.optimizer](list(names.values()))
+
+    def flip(*_: object) -> None:
+        path = args.folder / f"flip-{rank}"
+        if not path.exists():
+            return
+        order = json.loads(path.read_text())
+        param = names[order["name"]]
+        tensor = param if not order["key"] else optimizer.state[param][order["key"]]
+        words = local_of(tensor).view(-1).view(torch.int32)
+        words[order["element"]] ^= 1 << order["bit"]
+        path.rename(args.folder / f"flipped-{rank}")
+
+    optimizer.register_step_post_hook(flip)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9999)
+    attachment = paramd.attach(
+        model, optimizer, job=JOB, resume=args.resume, keep={"scheduler": scheduler}
+    )
+    data_rank = rank if args.kind != "plain" else 0
+    over = torch.zeros(1)
+    with (args.folder / f"moments-{rank}").open("a", buffering=1) as lines:
+        while not over.item():
+            generator = torch.Generator().manual_seed(1000 * attachment.step + data_rank)
+            x = torch.randn(16, 19, generator=generator)
+            optimizer.zero_grad()
+            lr = optimizer.param_groups[0]["lr"]
+            nn.functional.cross_entropy(model(x), x[:, :5].argmax(1)).backward()
+            optimizer.step()
+            scheduler.step()
+            line: dict[str, Any] = {"step": attachment.step, "lr": lr}
+            for name, param in names.items():
+                state = optimizer.state[param]
+                if "exp_avg_sq" in state:
+                    v = local_of(state["exp_avg_sq"]).double()
+                    line[name] = [float(v.sum()), float(v.square().sum()), v.numel()]
+            lines.write(json.dumps(line) + "\n")
+            over.fill_((args.folder / "end").exists())
+            dist.all_reduce(over)
+            time.sleep(args.pause_s)
+    attachment.detach()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    end(main)

@@ -459,7 +459,7 @@ class PinSnapshotRequest(google.protobuf.message.Message):
     state_key: builtins.str
     """Which optimizer state, for SOURCE_MOMENTS, such as "exp_avg". With `at_step`, the step that it
     was mirrored at: from the mirror, once for the same bytes. Else from the optimizer memory of a
-    trainer that keeps it there, as parameters are pinned; `spans` are the parameters'.
+    trainer that keeps it there, as parameters are pinned; `spans` are the parameters'; without any, nothing is copied, and the answer tells what there is.
     FAILED_PRECONDITION: it does not. NOT_FOUND: no such state. Empty, with `at_boundary` and no
     spans: has it mirrored, and pins the table that says which keys there are; the mirror
     lives as long as the table's lease. ABORTED "passed": it has gone. FAILED_PRECONDITION

@@ -1,6 +1,6 @@
 """Trains until told to end, and writes what its optimizer's state is at each step.
 
-<folder>/moments-<rank>    one line a step: {"step", "lr", name: [sum of v, of v * v, numel]}
+<folder>/moments-<rank>    one line a step: {"step", "lr", name: [sum of v, of v * v, numel], ...}
 <folder>/flip-<rank>       order: {"name", "key", "element", "bit"}; key "" is the parameter
                            itself. Done within the next update, then renamed to flipped-<rank>
 <folder>/end               training ends
@@ -79,7 +79,8 @@ def main() -> int:
         tensor = param if not order["key"] else optimizer.state[param][order["key"]]
         words = local_of(tensor).view(-1).view(torch.int32)
         words[order["element"]] ^= 1 << order["bit"]
-        path.rename(args.folder / f"flipped-{rank}")
+        path.unlink()
+        (args.folder / f"flipped-{rank}").write_text(str(attachment.step + 1))
 
     optimizer.register_step_post_hook(flip)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9999)
@@ -97,7 +98,7 @@ def main() -> int:
             nn.functional.cross_entropy(model(x), x[:, :5].argmax(1)).backward()
             optimizer.step()
             scheduler.step()
-            line: dict[str, Any] = {"step": attachment.step, "lr": lr}
+            line: dict[str, Any] = {"step": attachment.step, "time_s": time.time(), "lr": lr}
             for name, param in names.items():
                 state = optimizer.state[param]
                 if "exp_avg_sq" in state:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paramd.errors import DataLossError
-from paramd.mesh.frames.stepping import CAPTURE_LEASE_S, hold_step
+from paramd.mesh.frames.stepping import CAPTURE_LEASE_S, PinnedStep, hold_step
 from paramd.mesh.insight.states import MAX_WAIT_S
 from paramd.mesh.peers.sidecars import Pinned, Sidecars
 from paramd.v1 import sidecar_pb2 as pb
@@ -61,6 +61,19 @@ class Facts:
         return self.classes[param["optimizer"]]
 
 
+async def pin_at(
+    stack: AsyncExitStack, sidecars: Sidecars, spans: Spans, key: str, step: int, deadline_s: float
+) -> Pinned:
+    """Pin spans of parameters, or with a `key` their optimizer state, at a step to come.
+
+    Raises: as `pin_moments_at`.
+    """
+    if key:
+        return (await pin_moments_at(stack, sidecars, spans, key, step, deadline_s)).pinned
+    held = await _hold(stack, sidecars, spans, pb.PinSnapshotRequest(), step, deadline_s)
+    return Pinned(held.incarnation, step, held.pins, held.edits)
+
+
 @dataclass(frozen=True, slots=True)
 class HeldMoments:
     """One kind of state at one step."""
@@ -87,20 +100,31 @@ async def pin_moments_at(
         NotFoundError: its optimizer has no such state.
         ParamdError: as `hold_step`.
     """
+    template = pb.PinSnapshotRequest(source=pb.SOURCE_MOMENTS, state_key=key)
+    held = await _hold(stack, sidecars, spans, template, step, deadline_s)
+    facts = {rank: Facts.parse(answer.optimizer) for rank, answer in held.answers.items()}
+    return HeldMoments(Pinned(held.incarnation, step, held.pins, held.edits), facts)
+
+
+async def _hold(
+    stack: AsyncExitStack,
+    sidecars: Sidecars,
+    spans: Spans,
+    template: pb.PinSnapshotRequest,
+    step: int,
+    deadline_s: float,
+) -> PinnedStep:
     document = sidecars.document
-    templates = {
-        rank: pb.PinSnapshotRequest(
+    templates = {}
+    for rank, of in spans.items():
+        templates[rank] = request = pb.PinSnapshotRequest(
             incarnation=document.incarnation,
             layout_digest=document.layout_digest,
             spans=[pb.Span(begin=begin, end=end) for begin, end in of],
             lease_ms=int(1000 * CAPTURE_LEASE_S),
-            source=pb.SOURCE_MOMENTS,
-            state_key=key,
         )
-        for rank, of in spans.items()
-    }
+        request.MergeFrom(template)
     left_s = min(deadline_s - time.monotonic(), MAX_WAIT_S)
     held = await hold_step(sidecars, templates, step, left_s, hold_s=left_s)
     stack.callback(held.release)
-    facts = {rank: Facts.parse(answer.optimizer) for rank, answer in held.answers.items()}
-    return HeldMoments(Pinned(held.incarnation, step, held.pins, held.edits), facts)
+    return held

@@ -169,7 +169,7 @@ class _PinCalls:
         elif pins.moments.has(request.at_step):
             lease = await pins.moments.pin(key, request.at_step, lease_s)
         else:
-            pins.live_moments.check(key.state_key)
+            pins.live_moments.check(key.state_key if key.spans else "")
             lease = await pins.pin(
                 key, lease_s=lease_s, timeout_s=timeout_s, at_step=request.at_step
             )

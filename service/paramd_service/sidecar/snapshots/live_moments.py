@@ -48,7 +48,7 @@ class LiveMoments:
         self._continuation.close()
 
     def check(self, key: str) -> None:
-        """Check that there is such state, as far as is known now.
+        """Check that there is such state, as far as is known now; "" stands for none in particular.
 
         Raises:
             ConflictError: the trainer does not keep it here.
@@ -58,7 +58,7 @@ class LiveMoments:
         if found is None:
             raise ConflictError(NOT_KEPT)
         state, _ = found
-        if key not in state.keys:
+        if key and key not in state.keys:
             reasons = {why for one in state.params for k, why in one.left_out.items() if k == key}
             known = ", ".join(state.keys) or "none"
             why = f" ({', '.join(sorted(reasons))})" if reasons else ""

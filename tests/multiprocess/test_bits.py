@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from paramd.errors import NotFoundError
 from paramd.mesh.alerts import Alert
 from paramd.mesh.mesh import Mesh
 from tests.launch import Ranks, start_ranks
@@ -89,3 +90,46 @@ def test_a_flipped_bit_is_found_within_n_steps_wherever_it_is(tmp_path: Path) ->
         found = drifts(mesh)["head.bias"]
         assert 1 in found.ranks
         assert step <= step_at(tmp_path, found.first_seen_s) <= step + EVERY + SLACK
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("kind", "optimizer"), [("fsdp2", "adamw"), ("ddp", "sgd")])
+def test_an_update_made_again_is_the_same_and_a_flipped_bit_is_named(
+    kind: str, optimizer: str, tmp_path: Path
+) -> None:
+    options = ["--kind", kind, "--optimizer", optimizer, "--pause-s", "0.03"]
+    with training(tmp_path, 2, *options) as (mesh, _):
+        for rank in (0, 1):
+            found = mesh.replay(rank=rank)
+            assert found.clean, found
+            assert {row.name for row in found} >= {"up.weight", "head.bias"}
+            keys = {"adamw": {"", "exp_avg", "exp_avg_sq"}, "sgd": {"", "momentum_buffer"}}
+            assert {row.key for row in found} == keys[optimizer]
+            assert "bit for bit the same" in found.summary()
+        only = mesh.replay("head.*")
+        assert {row.name for row in only} == {"head.weight", "head.bias"}
+        with pytest.raises(NotFoundError, match="ranks 0 to 1"):
+            mesh.replay(rank=5)
+        planted(mesh, tmp_path, optimizer)
+
+
+def planted(mesh: Mesh, folder: Path, optimizer: str) -> None:
+    """A bit is flipped in one update after the other, so that the captured one has it."""
+    key = {"adamw": "exp_avg", "sgd": "momentum_buffer"}[optimizer]
+    for flipped in ("", key):
+        (folder / "flip-each-1").write_text(
+            json.dumps({"name": "up.weight", "key": flipped, "element": 7, "bit": 2})
+        )
+        wait_until((folder / "flipped-1").exists, "the flip")
+        found = mesh.replay(rank=1)
+        (folder / "flip-each-1").unlink()
+        (folder / "flipped-1").unlink()
+        (row,) = found.differing
+        assert (row.name, row.key, row.differing, row.element, row.bits) == (
+            "up.weight", flipped, 1, 7, (2,)
+        )  # fmt: skip
+        assert not found.clean
+        assert "is wrong: " in found.summary()
+        assert mesh.replay(rank=0).clean
+        after(mesh, 3)
+        assert mesh.replay(rank=1).clean

@@ -17,6 +17,7 @@ from paramd.cli import shell
 from paramd.cli.alerts import alerts
 from paramd.cli.audit import audit
 from paramd.cli.certs import certs
+from paramd.cli.check import check
 from paramd.cli.connect import connect
 from paramd.cli.context_command import context as context_group
 from paramd.cli.dashboard import dashboard
@@ -96,6 +97,7 @@ _add(
     "paramd spectrum layers.0.up.weight",
     "paramd spectrum 'layers.0.up.weight[0:512]' -k 16 -o json",
 )
+_add(check, LOOK, "paramd check", "paramd check 'layers.*' --rank 3", "paramd check -n 100")
 _add(
     diff,
     LOOK,

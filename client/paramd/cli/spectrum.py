@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,7 +12,9 @@ from paramd.cli.options import Output, Target, with_target
 from paramd.cli.output import Column, Listing, emit, number
 from paramd.cli.shell import say
 from paramd.extras import need
-from paramd.mesh.insight.spectrum import MAX_K, Spectrum, listed
+
+if TYPE_CHECKING:
+    from paramd.mesh.insight.spectrum import Spectrum
 
 COLUMNS = (
     Column("number", "NUMBER", right=True),
@@ -28,7 +30,7 @@ def spectrum(
         str,
         typer.Argument(metavar="NAME", help="A weight.", autocompletion=completion.names),
     ],
-    k: Annotated[int, typer.Option("-k", min=1, max=MAX_K, help="How many singular values.")] = 8,
+    k: Annotated[int, typer.Option("-k", min=1, max=32, help="How many singular values.")] = 8,
     output: Output = None,
 ) -> None:
     """Show the largest singular values of a weight, and its dead and equal rows.
@@ -52,6 +54,8 @@ def spectrum(
 
 def _remarks(found: Spectrum) -> list[str]:
     """What is unusual about it."""
+    from paramd.mesh.insight.spectrum import listed
+
     lines = []
     if found.dead_row_count:
         lines.append(f"dead rows: {listed(found.dead_rows, found.dead_row_count)}")

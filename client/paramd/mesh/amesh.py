@@ -39,6 +39,7 @@ from paramd.mesh.frames.frames import GradFrame, Kind, ParamFrame
 from paramd.mesh.frames.grads import GradRequest, open_stream
 from paramd.mesh.frames.stepping import StepStream, frames_of
 from paramd.mesh.insight.diff import compute_diff
+from paramd.mesh.insight.replay import Replay, compute_replay
 from paramd.mesh.insight.spectrum import Spectrum, compute_spectrum
 from paramd.mesh.insight.states import Now
 from paramd.mesh.insight.updates import Updates, compute_updates
@@ -345,6 +346,31 @@ class AsyncMesh:
             ParamdError: as `summon`.
         """
         return await compute_spectrum(self._reach, name, k, self._deadline(timeout))
+
+    async def replay(self, *patterns: str, rank: int = 0, timeout: Timeout = UNSET) -> Replay:
+        """Make the next update of one rank again, and compare it bit by bit.
+
+        Its sidecar recomputes it on copies, with torch's own optimizer, from the parameters, the
+        optimizer's state and the gradients that it consumed; training goes on. So a flipped bit is
+        found without replicas. Needs `resume="auto"`, and Adam, AdamW or SGD of torch.optim.
+
+        Args:
+            patterns: Globs over names; none means all parameters.
+            rank: Whose update.
+            timeout: Seconds; None means no limit.
+
+        Returns:
+            A row per parameter and kind of state, those that differ first; `clean` and `summary()`
+            tell the verdict.
+
+        Raises:
+            ConflictError: the rank's optimizer state is not in memory that its sidecar shares.
+            UsageError: no optimizer of the rank has a part of what matches.
+            NotFoundError: the job has no such rank, or a pattern matches nothing.
+            DeadlineError: training is too quick or has stopped, so no update was captured.
+            ParamdError: as `summon`.
+        """
+        return await compute_replay(self._reach, rank, patterns or ("*",), self._deadline(timeout))
 
     async def lanes(self) -> list[Lane]:
         """How this process would read each rank with `transport="auto"`, and why not faster.

@@ -2197,6 +2197,129 @@ class MultiplySnapshotResponse(google.protobuf.message.Message):
 global___MultiplySnapshotResponse = MultiplySnapshotResponse
 
 @typing.final
+class ReplayPair(google.protobuf.message.Message):
+    """ReplayPair is one kind of state before and after an update."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STATE_KEY_FIELD_NUMBER: builtins.int
+    BEFORE_SNAPSHOT_ID_FIELD_NUMBER: builtins.int
+    AFTER_SNAPSHOT_ID_FIELD_NUMBER: builtins.int
+    state_key: builtins.str
+    """Which optimizer state; empty: the parameters."""
+    before_snapshot_id: builtins.str
+    """Snapshot of the step before."""
+    after_snapshot_id: builtins.str
+    """Snapshot of the step after, of the same spans."""
+    def __init__(
+        self,
+        *,
+        state_key: builtins.str = ...,
+        before_snapshot_id: builtins.str = ...,
+        after_snapshot_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after_snapshot_id", b"after_snapshot_id", "before_snapshot_id", b"before_snapshot_id", "state_key", b"state_key"]) -> None: ...
+
+global___ReplayPair = ReplayPair
+
+@typing.final
+class ReplayUpdateRequest(google.protobuf.message.Message):
+    """Request of ReplayUpdate. All snapshots but `facts_snapshot_id` are of the same spans."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PAIRS_FIELD_NUMBER: builtins.int
+    GRADIENTS_SNAPSHOT_ID_FIELD_NUMBER: builtins.int
+    FACTS_SNAPSHOT_ID_FIELD_NUMBER: builtins.int
+    gradients_snapshot_id: builtins.str
+    """Snapshot of the gradients that the update consumed."""
+    facts_snapshot_id: builtins.str
+    """Snapshot of optimizer state at the step before, of any spans: its facts are used."""
+    @property
+    def pairs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ReplayPair]:
+        """The parameters, and every kind of state that they have."""
+
+    def __init__(
+        self,
+        *,
+        pairs: collections.abc.Iterable[global___ReplayPair] | None = ...,
+        gradients_snapshot_id: builtins.str = ...,
+        facts_snapshot_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["facts_snapshot_id", b"facts_snapshot_id", "gradients_snapshot_id", b"gradients_snapshot_id", "pairs", b"pairs"]) -> None: ...
+
+global___ReplayUpdateRequest = ReplayUpdateRequest
+
+@typing.final
+class ReplayedTensor(google.protobuf.message.Message):
+    """ReplayedTensor is one tensor made again."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ARENA_BEGIN_FIELD_NUMBER: builtins.int
+    STATE_KEY_FIELD_NUMBER: builtins.int
+    NUMEL_FIELD_NUMBER: builtins.int
+    DIFFERING_COUNT_FIELD_NUMBER: builtins.int
+    ELEMENT_FIELD_NUMBER: builtins.int
+    BITS_FIELD_NUMBER: builtins.int
+    REFUSED_FIELD_NUMBER: builtins.int
+    arena_begin: builtins.int
+    """First byte of its parameter in the arena."""
+    state_key: builtins.str
+    """Which optimizer state; empty: the parameter."""
+    numel: builtins.int
+    """Its elements."""
+    differing_count: builtins.int
+    """Elements that differ from what the update left."""
+    element: builtins.int
+    """The first of them, counted in memory."""
+    bits: builtins.int
+    """The bits in which that one differs."""
+    refused: builtins.str
+    """Why it was not made again; empty: it was."""
+    def __init__(
+        self,
+        *,
+        arena_begin: builtins.int = ...,
+        state_key: builtins.str = ...,
+        numel: builtins.int = ...,
+        differing_count: builtins.int = ...,
+        element: builtins.int = ...,
+        bits: builtins.int = ...,
+        refused: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena_begin", b"arena_begin", "bits", b"bits", "differing_count", b"differing_count", "element", b"element", "numel", b"numel", "refused", b"refused", "state_key", b"state_key"]) -> None: ...
+
+global___ReplayedTensor = ReplayedTensor
+
+@typing.final
+class ReplayUpdateResponse(google.protobuf.message.Message):
+    """Answer of ReplayUpdate."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    TENSORS_FIELD_NUMBER: builtins.int
+    @property
+    def header(self) -> paramd.v1.common_pb2.Header:
+        """Incarnation and step after the update."""
+
+    @property
+    def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ReplayedTensor]:
+        """Tensors within the spans."""
+
+    def __init__(
+        self,
+        *,
+        header: paramd.v1.common_pb2.Header | None = ...,
+        tensors: collections.abc.Iterable[global___ReplayedTensor] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["header", b"header", "tensors", b"tensors"]) -> None: ...
+
+global___ReplayUpdateResponse = ReplayUpdateResponse
+
+@typing.final
 class ListSnapshotsRequest(google.protobuf.message.Message):
     """Request of ListSnapshots."""
 

@@ -137,6 +137,11 @@ class SidecarServiceStub(object):
                 request_serializer=paramd_dot_v1_dot_sidecar__pb2.MultiplySnapshotRequest.SerializeToString,
                 response_deserializer=paramd_dot_v1_dot_sidecar__pb2.MultiplySnapshotResponse.FromString,
                 _registered_method=True)
+        self.ReplayUpdate = channel.unary_unary(
+                '/paramd.v1.SidecarService/ReplayUpdate',
+                request_serializer=paramd_dot_v1_dot_sidecar__pb2.ReplayUpdateRequest.SerializeToString,
+                response_deserializer=paramd_dot_v1_dot_sidecar__pb2.ReplayUpdateResponse.FromString,
+                _registered_method=True)
         self.ListSnapshots = channel.unary_unary(
                 '/paramd.v1.SidecarService/ListSnapshots',
                 request_serializer=paramd_dot_v1_dot_sidecar__pb2.ListSnapshotsRequest.SerializeToString,
@@ -375,6 +380,14 @@ class SidecarServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReplayUpdate(self, request, context):
+        """Makes an update again on copies, with the optimizer's own code, and compares bit by bit.
+        Idempotent. NOT_FOUND: a lease ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListSnapshots(self, request, context):
         """Snapshots under lease here. Idempotent.
         """
@@ -594,6 +607,11 @@ def add_SidecarServiceServicer_to_server(servicer, server):
                     servicer.MultiplySnapshot,
                     request_deserializer=paramd_dot_v1_dot_sidecar__pb2.MultiplySnapshotRequest.FromString,
                     response_serializer=paramd_dot_v1_dot_sidecar__pb2.MultiplySnapshotResponse.SerializeToString,
+            ),
+            'ReplayUpdate': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReplayUpdate,
+                    request_deserializer=paramd_dot_v1_dot_sidecar__pb2.ReplayUpdateRequest.FromString,
+                    response_serializer=paramd_dot_v1_dot_sidecar__pb2.ReplayUpdateResponse.SerializeToString,
             ),
             'ListSnapshots': grpc.unary_unary_rpc_method_handler(
                     servicer.ListSnapshots,
@@ -1213,6 +1231,33 @@ class SidecarService(object):
             '/paramd.v1.SidecarService/MultiplySnapshot',
             paramd_dot_v1_dot_sidecar__pb2.MultiplySnapshotRequest.SerializeToString,
             paramd_dot_v1_dot_sidecar__pb2.MultiplySnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReplayUpdate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramd.v1.SidecarService/ReplayUpdate',
+            paramd_dot_v1_dot_sidecar__pb2.ReplayUpdateRequest.SerializeToString,
+            paramd_dot_v1_dot_sidecar__pb2.ReplayUpdateResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -171,6 +171,14 @@ class SidecarServiceStub:
     NOT_FOUND: the lease ended.
     """
 
+    ReplayUpdate: grpc.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.ReplayUpdateRequest,
+        paramd.v1.sidecar_pb2.ReplayUpdateResponse,
+    ]
+    """Makes an update again on copies, with the optimizer's own code, and compares bit by bit.
+    Idempotent. NOT_FOUND: a lease ended.
+    """
+
     ListSnapshots: grpc.UnaryUnaryMultiCallable[
         paramd.v1.sidecar_pb2.ListSnapshotsRequest,
         paramd.v1.sidecar_pb2.ListSnapshotsResponse,
@@ -430,6 +438,14 @@ class SidecarServiceAsyncStub:
     ]
     """A pinned matrix times a narrow one, so that spectra are found without moving it. Idempotent.
     NOT_FOUND: the lease ended.
+    """
+
+    ReplayUpdate: grpc.aio.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.ReplayUpdateRequest,
+        paramd.v1.sidecar_pb2.ReplayUpdateResponse,
+    ]
+    """Makes an update again on copies, with the optimizer's own code, and compares bit by bit.
+    Idempotent. NOT_FOUND: a lease ended.
     """
 
     ListSnapshots: grpc.aio.UnaryUnaryMultiCallable[
@@ -731,6 +747,16 @@ class SidecarServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[paramd.v1.sidecar_pb2.MultiplySnapshotResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.MultiplySnapshotResponse]]:
         """A pinned matrix times a narrow one, so that spectra are found without moving it. Idempotent.
         NOT_FOUND: the lease ended.
+        """
+
+    @abc.abstractmethod
+    def ReplayUpdate(
+        self,
+        request: paramd.v1.sidecar_pb2.ReplayUpdateRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[paramd.v1.sidecar_pb2.ReplayUpdateResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.ReplayUpdateResponse]]:
+        """Makes an update again on copies, with the optimizer's own code, and compares bit by bit.
+        Idempotent. NOT_FOUND: a lease ended.
         """
 
     @abc.abstractmethod

@@ -71,15 +71,17 @@ def main() -> int:
     optimizer = OPTIMIZERS[args.optimizer](list(names.values()))
 
     def flip(*_: object) -> None:
-        path = args.folder / f"flip-{rank}"
-        if not path.exists():
+        once, each = args.folder / f"flip-{rank}", args.folder / f"flip-each-{rank}"
+        path = once if once.exists() else each
+        try:
+            order = json.loads(path.read_text())
+        except (FileNotFoundError, json.JSONDecodeError):
             return
-        order = json.loads(path.read_text())
         param = names[order["name"]]
         tensor = param if not order["key"] else optimizer.state[param][order["key"]]
         words = local_of(tensor).view(-1).view(torch.int32)
         words[order["element"]] ^= 1 << order["bit"]
-        path.unlink()
+        once.unlink(missing_ok=True)
         (args.folder / f"flipped-{rank}").write_text(str(attachment.step + 1))
 
     optimizer.register_step_post_hook(flip)

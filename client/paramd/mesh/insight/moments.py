@@ -54,11 +54,13 @@ class Facts:
 
     def group_of(self, param: Mapping[str, Any]) -> Mapping[str, Any]:
         """Its hyper-parameters."""
-        return self.groups[param["optimizer"]][param["group"]]
+        found: Mapping[str, Any] = self.groups[param["optimizer"]][param["group"]]
+        return found
 
     def class_of(self, param: Mapping[str, Any]) -> str:
         """Its optimizer's class, with the module."""
-        return self.classes[param["optimizer"]]
+        found: str = self.classes[param["optimizer"]]
+        return found
 
 
 async def pin_at(
@@ -70,7 +72,7 @@ async def pin_at(
     """
     if key:
         return (await pin_moments_at(stack, sidecars, spans, key, step, deadline_s)).pinned
-    held = await _hold(stack, sidecars, spans, pb.PinSnapshotRequest(), step, deadline_s)
+    held = await hold(stack, sidecars, spans, pb.PinSnapshotRequest(), step, deadline_s)
     return Pinned(held.incarnation, step, held.pins, held.edits)
 
 
@@ -101,12 +103,12 @@ async def pin_moments_at(
         ParamdError: as `hold_step`.
     """
     template = pb.PinSnapshotRequest(source=pb.SOURCE_MOMENTS, state_key=key)
-    held = await _hold(stack, sidecars, spans, template, step, deadline_s)
+    held = await hold(stack, sidecars, spans, template, step, deadline_s)
     facts = {rank: Facts.parse(answer.optimizer) for rank, answer in held.answers.items()}
     return HeldMoments(Pinned(held.incarnation, step, held.pins, held.edits), facts)
 
 
-async def _hold(
+async def hold(
     stack: AsyncExitStack,
     sidecars: Sidecars,
     spans: Spans,
@@ -114,6 +116,10 @@ async def _hold(
     step: int,
     deadline_s: float,
 ) -> PinnedStep:
+    """Pin what `template` says at a step to come, by the ranks of `spans`; `stack` releases it.
+
+    Raises: as `hold_step`.
+    """
     document = sidecars.document
     templates = {}
     for rank, of in spans.items():

@@ -437,6 +437,14 @@ class Sidecars:
         assert isinstance(found, sidecar_pb2.MultiplySnapshotResponse)
         return found
 
+    async def replay(
+        self, rank: int, request: sidecar_pb2.ReplayUpdateRequest, timeout_s: float
+    ) -> sidecar_pb2.ReplayUpdateResponse:
+        """Make a pinned update again."""
+        found = await self._watched(rank, "ReplayUpdate", request, timeout_s)
+        assert isinstance(found, sidecar_pb2.ReplayUpdateResponse)
+        return found
+
     async def layout_batches(self, rank: int) -> list[layout_pb2.Layout]:
         """The current layout, from one rank's sidecar."""
         asked = self.document.asked(rank)

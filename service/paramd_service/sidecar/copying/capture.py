@@ -182,7 +182,7 @@ class Capture:
         for job in list(self._stepped):
             step = self._words[Word.STEP]
             if step == job.at_step:
-                end, copied = self._copy_settled(job)
+                end, copied = self._copy_for(job)
                 if end is CopyEnd.DONE and copied.step == job.at_step:
                     self._stepped.remove(job)
                     job.done(copied)
@@ -258,18 +258,24 @@ class Capture:
             return False
         return self.trainer_ended or self._clock_ns() - words[Word.REST_NS] >= REST_NS
 
-    def _copy_settled(self, job: CopyJob) -> tuple[CopyEnd, State]:
-        """Copy a settled state; CHANGED if its samples were changed without an update."""
+    def _copy_for(self, job: CopyJob) -> tuple[CopyEnd, State]:
+        """As `_copy_settled`; what a job's spans are found by is of the same state."""
+        if job.prepare is None:
+            return self._copy_settled(job.spans)
         seq = self._words[Word.SEQ]
-        if job.prepare is not None:
-            spans = job.prepare() if not seq & 1 else None
-            if spans is None:
-                return CopyEnd.UPDATING, state_of(self._page)
-            job.spans = spans
-        before = self._digest()
-        end, state = self._copy(self._page, job.spans, at_point=self._at_point)
-        if job.prepare is not None and end is CopyEnd.DONE and state.proof != seq:
+        spans = job.prepare() if not seq & 1 else None
+        if spans is None:
+            return CopyEnd.UPDATING, state_of(self._page)
+        job.spans = spans
+        end, state = self._copy_settled(spans)
+        if end is CopyEnd.DONE and state.proof != seq:
             return CopyEnd.OVERTAKEN, state
+        return end, state
+
+    def _copy_settled(self, spans: Sequence[CopySpan]) -> tuple[CopyEnd, State]:
+        """Copy a settled state; CHANGED if its samples were changed without an update."""
+        before = self._digest()
+        end, state = self._copy(self._page, spans, at_point=self._at_point)
         if end is CopyEnd.DONE and any(
             is_changed(self._page, state, digest) for digest in (before, self._digest())
         ):
@@ -278,7 +284,7 @@ class Capture:
 
     def _copy_job(self, job: CopyJob) -> CopyEnd:
         begin_ns = self._clock_ns()
-        end, state = self._copy_settled(job)
+        end, state = self._copy_for(job)
         if end is CopyEnd.UPDATING and self.rests() and job.prepare is None:
             end, state = self._copy_at_rest(job)
         else:

@@ -172,6 +172,7 @@ ROLES: dict[str, frozenset[Role]] = {
     f"/{SERVICE}/PoolSnapshot": _READERS,
     f"/{SERVICE}/ProfileSnapshot": _READERS,
     f"/{SERVICE}/MultiplySnapshot": _READERS,
+    f"/{SERVICE}/ReplayUpdate": _READERS,
     f"/{SERVICE}/ListSnapshots": _READERS,
     f"/{SERVICE}/DigestSnapshot": _READERS,
     f"/{SERVICE}/GetMetrics": _VIEWERS,

@@ -29,21 +29,27 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int, layers: int) -> None:
         super().__init__()
-        self.up = nn.Linear(19, 31)
-        self.norm = nn.LayerNorm(31)
-        self.head = nn.Linear(31, 5)
+        self.up = nn.Linear(19, width)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width)) for _ in range(layers)
+        )
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(torch.relu(self.up(x))))
+        x = torch.relu(self.up(x))
+        for layer in self.layers:
+            x = x + torch.relu(layer(x))
+        return self.head(self.norm(x))
 
 
-def built(kind: str) -> nn.Module:
+def built(kind: str, width: int, layers: int) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
-    net = Net()
+    net = Net(width, layers)
     if kind == "fsdp2":
         fully_shard(net.up)
         fully_shard(net)
@@ -63,10 +69,14 @@ def main() -> int:
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--resume", default="auto")
     parser.add_argument("--pause-s", type=float, default=0.01)
+    parser.add_argument("--width", type=int, default=31)
+    parser.add_argument("--layers", type=int, default=0)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--quiet", action="store_true", help="write times, no moments")
     args = parser.parse_args()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    model = built(args.kind)
+    model = built(args.kind, args.width, args.layers)
     names = {name.removeprefix("module."): p for name, p in model.named_parameters()}
     optimizer = OPTIMIZERS[args.optimizer](list(names.values()))
 
@@ -94,7 +104,7 @@ def main() -> int:
     with (args.folder / f"moments-{rank}").open("a", buffering=1) as lines:
         while not over.item():
             generator = torch.Generator().manual_seed(1000 * attachment.step + data_rank)
-            x = torch.randn(16, 19, generator=generator)
+            x = torch.randn(args.batch, 19, generator=generator)
             optimizer.zero_grad()
             lr = optimizer.param_groups[0]["lr"]
             nn.functional.cross_entropy(model(x), x[:, :5].argmax(1)).backward()
@@ -103,7 +113,7 @@ def main() -> int:
             line: dict[str, Any] = {"step": attachment.step, "time_s": time.time(), "lr": lr}
             for name, param in names.items():
                 state = optimizer.state[param]
-                if "exp_avg_sq" in state:
+                if "exp_avg_sq" in state and not args.quiet:
                     v = local_of(state["exp_avg_sq"]).double()
                     line[name] = [float(v.sum()), float(v.square().sum()), v.numel()]
             lines.write(json.dumps(line) + "\n")

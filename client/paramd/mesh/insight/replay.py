@@ -158,6 +158,7 @@ async def _one(
         step += ahead
         keys = ["", *facts.keys]
         # (spans, key, step): parameters and state before and after, gradients, hyper-parameters.
+        wanted: list[tuple[list[tuple[int, int]], str | None, int]]
         wanted = [(spans, key, at) for at in (step, step + 1) for key in keys]
         wanted += [(spans, None, step + 1), ([], "any", step)]
         tasks = [

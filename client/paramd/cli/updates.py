@@ -37,6 +37,7 @@ def updates(
             metavar="GLOB", help="Name patterns. Default: all.", autocompletion=completion.names
         ),
     ] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="So many updates together.")] = 1,
     output: Output = None,
 ) -> None:
     """Show what the next update does: its norm, and its ratio to the weight.
@@ -45,7 +46,7 @@ def updates(
     that rises, or an effective learning rate, announces a jump of the loss.
     """
     with target.connect() as mesh:
-        found = mesh.updates(*(glob or ()))
+        found = mesh.updates(*(glob or ()), steps=steps)
     rows = [asdict(row) for row in found]
     about = {
         "job": found.job,

@@ -311,22 +311,26 @@ class AsyncMesh:
             lambda source: source._reach if isinstance(source, AsyncMesh) else None,
         )
 
-    async def updates(self, *patterns: str, timeout: Timeout = UNSET) -> Updates:
-        """What the next update does to each parameter: its norm, and its ratio to the weight.
+    async def updates(self, *patterns: str, steps: int = 1, timeout: Timeout = UNSET) -> Updates:
+        """What the next updates do to each parameter: their norm, and its ratio to the weight.
 
-        The sidecars compute it from snapshots of two steps in a row, so no weights travel. Large
-        selections are taken in groups, each with its own `step`.
+        The sidecars compute it from snapshots of two steps, so no weights travel. Large selections
+        are taken in groups, each with its own `step`. With `resume="auto"` also Adam's second
+        moment and the effective learning rate, from memory that trainer and sidecar share.
 
         Args:
             patterns: Globs over names; none means all parameters.
+            steps: How many updates together.
             timeout: Seconds; None means no limit.
 
         Raises:
-            ConflictError: the parameters are mirrored.
+            UsageError: `steps` is out of range. ConflictError: the parameters are mirrored.
             DeadlineError: training is too quick or has stopped, so no two steps could be pinned.
             ParamdError: as `summon`.
         """
-        return await compute_updates(self._reach, patterns or ("*",), self._deadline(timeout))
+        return await compute_updates(
+            self._reach, patterns or ("*",), self._deadline(timeout), steps
+        )
 
     async def spectrum(self, name: str, k: int = 8, *, timeout: Timeout = UNSET) -> Spectrum:
         """The largest singular values of one weight, and its dead and equal rows.

@@ -20,6 +20,7 @@ from paramd.errors import (
     DeadlineError,
     ExhaustedError,
     NotFoundError,
+    UsageError,
 )
 from paramd.layout.dtypes import item_bytes
 from paramd.layout.plan import ReadPlan, plan_read
@@ -36,6 +37,7 @@ AHEAD = 3
 
 MOST_AHEAD = 100
 STATUS_S = 5.0
+MAX_STEPS = 100_000
 
 KEY = "exp_avg_sq"
 """Adam's second moment."""
@@ -53,7 +55,7 @@ class UpdateRow:
 
     name: str
     step: int
-    """The update: it led from step - 1 to step."""
+    """The last update: together they led from step - `steps` to step."""
     norm: float
     """Of the update."""
     rms: float
@@ -113,9 +115,11 @@ def _order(row: UpdateRow) -> tuple[bool, float, str]:
 
 
 async def compute_updates(
-    reach: SidecarFinder, patterns: Sequence[str], deadline_s: float
+    reach: SidecarFinder, patterns: Sequence[str], deadline_s: float, steps: int = 1
 ) -> Updates:
     """Raises as `AsyncMesh.updates`."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= MAX_STEPS:
+        raise UsageError(f"steps: {steps!r}; expected 1 to {MAX_STEPS:,}")
 
     async def attempt(sidecars: Sidecars) -> Updates:
         index = await reach.index(sidecars)
@@ -129,7 +133,7 @@ async def compute_updates(
         missing = ""
         for group in groups(selection, max(index.layout.arena_bytes, default=0) // 3):
             plan = plan_read(index.layout, group, prefer=reach.costs())
-            found, why = await _next_update(sidecars, plan, group, deadline_s)
+            found, why = await _next_update(sidecars, plan, group, deadline_s, steps)
             rows, missing = rows + found, missing or why
         document = sidecars.document
         return Updates(
@@ -158,7 +162,11 @@ def _bytes(item: SelectedTensor) -> int:
 
 
 async def _next_update(
-    sidecars: Sidecars, plan: ReadPlan, group: Sequence[SelectedTensor], deadline_s: float
+    sidecars: Sidecars,
+    plan: ReadPlan,
+    group: Sequence[SelectedTensor],
+    deadline_s: float,
+    steps: int,
 ) -> tuple[list[UpdateRow], str]:
     """The rows, and why they have no moments."""
     ahead = AHEAD
@@ -167,7 +175,9 @@ async def _next_update(
         step = max(row.step for row in status) + ahead
         try:
             async with AsyncExitStack() as stack:
-                before, after, moments = await _two_steps(stack, sidecars, plan, step, deadline_s)
+                before, after, moments = await _two_steps(
+                    stack, sidecars, plan, (step, step + steps), deadline_s
+                )
                 rows = await _rows(sidecars, plan, before, after, deadline_s)
                 if isinstance(moments, str):
                     return rows, moments
@@ -181,17 +191,20 @@ async def _next_update(
 
 
 async def _two_steps(
-    stack: AsyncExitStack, sidecars: Sidecars, plan: ReadPlan, step: int, deadline_s: float
+    stack: AsyncExitStack,
+    sidecars: Sidecars,
+    plan: ReadPlan,
+    steps: tuple[int, int],
+    deadline_s: float,
 ) -> tuple[Pinned, Pinned, Moments | str]:
     spans = {read.rank: read.spans for read in plan.ranks}
     tasks: list[asyncio.Task[Any]] = [
-        asyncio.create_task(pin_step(stack, sidecars, plan, at, deadline_s))
-        for at in (step, step + 1)
+        asyncio.create_task(pin_step(stack, sidecars, plan, at, deadline_s)) for at in steps
     ]
-    # The hyper-parameters that the update used are those of the step before it.
+    # The hyper-parameters that the last update used are those of the step before it.
     tasks += [
         asyncio.create_task(_moments(stack, sidecars, of, at, deadline_s))
-        for of, at in ((dict.fromkeys(spans, ()), step), (spans, step + 1))
+        for of, at in ((dict.fromkeys(spans, ()), steps[1] - 1), (spans, steps[1]))
     ]
     try:
         before, after, used, moments = await asyncio.gather(*tasks)

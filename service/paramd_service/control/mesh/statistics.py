@@ -140,14 +140,14 @@ class StatsSource:
 
         return await self._reading([pattern], work)
 
-    async def updates(self, patterns: Sequence[str]) -> Updates:
-        """What the next update does to each matching parameter. Raises: as `get`."""
+    async def updates(self, patterns: Sequence[str], steps: int) -> Updates:
+        """What the next updates do to each matching parameter. Raises: as `get`."""
         from paramd.mesh.insight.updates import compute_updates
 
         with self._queries.one(CALLER.get()):
             reach = await self._reaching()
             asked_by.set(CALLER.get() or "")
-            return await compute_updates(reach, patterns, time.monotonic() + TIMEOUT_S)
+            return await compute_updates(reach, patterns, time.monotonic() + TIMEOUT_S, steps)
 
     async def spectrum(self, pattern: str, k: int) -> Spectrum:
         """The spectrum of the one matching parameter.

@@ -28,6 +28,7 @@ Ranks = Annotated[
 ]
 LogLines = Annotated[int, Query(ge=0, le=100, description="Last lines of each trainer's output")]
 
+Steps = Annotated[int, Query(ge=1, le=100_000, description="So many updates together")]
 Values = Annotated[int, Query(ge=1, le=32, description="How many singular values")]
 
 Patterns = Annotated[
@@ -97,10 +98,10 @@ class RankWhy(BaseModel):
 
 
 class UpdateDocument(BaseModel):
-    """What one update did to one parameter; null where a number is not finite."""
+    """What updates did to one parameter; null where a number is not finite."""
 
     name: str
-    step: int = Field(description="The update: it led from step - 1 to step")
+    step: int = Field(description="The last of these updates led to it")
     norm: float | None
     rms: float | None
     max_abs: float | None
@@ -190,12 +191,13 @@ def router(services: Services) -> APIRouter:
         )
 
     @routes.get("/jobs/{job}/updates")
-    async def get_updates(job: str, filter: Patterns = None) -> UpdateList:
-        """What the next update does to each parameter that matches: its norm, and its ratio to
-        the weight. The sidecars compute it from two steps in a row; training goes on.
+    async def get_updates(job: str, filter: Patterns = None, steps: Steps = 1) -> UpdateList:
+        """What the next updates do to each parameter that matches: their norm, and its ratio to
+        the weight. The sidecars compute it from two steps; training goes on. They must come within
+        30 s.
         """
         mesh = services.jobs.get(job)
-        found = await mesh.statistics.updates(filter or ["*"])
+        found = await mesh.statistics.updates(filter or ["*"], steps)
         return UpdateList(
             job=found.job,
             incarnation=found.incarnation,

@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ import torch
 from paramd.errors import UsageError
 from paramd.layout.heatmaps import Matrix, matrix_of
 from paramd.mesh.insight import spectrum
+from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.sidecar.rpc import statistics
 from paramd_service.sidecar.statistics import pooling, spectra
 
 Views = list[tuple[memoryview, pooling.View]]
@@ -180,3 +183,39 @@ def test_a_factor_that_lacks_rows_is_refused() -> None:
     factor = torch.ones(4, 2, dtype=torch.float64)
     with pytest.raises(UsageError, match="items need 0 to 5"):
         spectra.multiply(data, "float32", [view], factor, 0, lambda: False, transposed=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"row_count": 0}, "row_count, col_count: 0, 5"),
+        ({"dtype": "int32"}, "floating-point"),
+        ({"dtype": "complex64"}, "no statistics"),
+        ({"row_dims": 0}, "with row_dims 1"),
+        ({"begin_bytes": 8}, "leaves the snapshot"),
+        ({"row_begin": 3}, "leaves the matrix"),
+        ({"factor": bytes(7)}, "whole rows"),
+        ({"factor": b""}, "whole rows"),
+        ({"factor_width": 65}, "1 to 64"),
+        ({"factor_begin": -1}, "whole rows"),
+        ({"factor_begin": 2}, "items need 0 to 5"),
+    ],
+)
+def test_a_request_that_does_not_fit_is_refused(change: dict[str, Any], said: str) -> None:
+    item = {"begin_bytes": 0, "row_dims": 1, "row_begin": 0}
+    item |= {key: change[key] for key in change if key in item}
+    request = pb.MultiplySnapshotRequest(
+        dtype="float32",
+        row_count=3,
+        col_count=5,
+        items=[pb.PoolItem(sizes=[3, 5], strides=[5, 1], steps=[1, 1], col_begin=0, **item)],
+        factor_width=2,
+        factor=np.ones((5, 2)).tobytes(),
+    )
+    for key, value in change.items():
+        if key not in item:
+            setattr(request, key, value)
+    rank: Any = SimpleNamespace(faults=SimpleNamespace(at=lambda _: None))
+    data = memoryview(torch.ones(3, 5).numpy().tobytes())
+    with pytest.raises(UsageError, match=said):
+        statistics._multiply(rank, data, request, [])

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, closing
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from paramd.errors import UsageError, asked_by
+from paramd.errors import ConflictError, DeadlineError, UsageError, asked_by
 from paramd_service.admission import CALLER, Shares
 from paramd_service.control.mesh.held import HeldSnapshots, LeasedSnapshot
 
@@ -141,13 +141,25 @@ class StatsSource:
         return await self._reading([pattern], work)
 
     async def updates(self, patterns: Sequence[str], steps: int) -> Updates:
-        """What the next updates do to each matching parameter. Raises: as `get`."""
+        """What the next updates do to each matching parameter.
+
+        Raises:
+            ConflictError: they do not come within `TIMEOUT_S`.
+            ParamdError: as `get`.
+        """
         from paramd.mesh.insight.updates import compute_updates
 
         with self._queries.one(CALLER.get()):
             reach = await self._reaching()
             asked_by.set(CALLER.get() or "")
-            return await compute_updates(reach, patterns, time.monotonic() + TIMEOUT_S, steps)
+            deadline_s = time.monotonic() + TIMEOUT_S
+            try:
+                return await compute_updates(reach, patterns, deadline_s, steps)
+            except DeadlineError as error:
+                raise ConflictError(
+                    f"steps: {steps:,} updates did not come within {TIMEOUT_S:.0f} s: training is "
+                    "slow, paused or over; ask for fewer, or use mesh.updates with a longer timeout"
+                ) from error
 
     async def spectrum(self, pattern: str, k: int) -> Spectrum:
         """The spectrum of the one matching parameter.

@@ -166,7 +166,11 @@ class _PinCalls:
         if request.at_boundary:
             table = table_key(request.incarnation)
             lease = await pins.prepare(table, with_buffers=False, lease_s=lease_s)
-        elif pins.moments.has(request.at_step):
+        elif pins.moments.has(request.at_step) or (
+            # A reader of the mirror that comes too late is told so.
+            not pins.live_moments.kept
+            and (pins.moments.is_held or 0 < request.at_step <= self._rank.step)
+        ):
             lease = await pins.moments.pin(key, request.at_step, lease_s)
         else:
             pins.live_moments.check(key.state_key if key.spans else "")

@@ -47,6 +47,11 @@ class LiveMoments:
         self._memory.close()
         self._continuation.close()
 
+    @property
+    def kept(self) -> bool:
+        """Whether the trainer keeps what a successor needs, and so its state here."""
+        return self._page[Word.LINEAGE] != 0
+
     def check(self, key: str) -> None:
         """Check that there is such state, as far as is known now; "" stands for none in particular.
 
@@ -54,7 +59,7 @@ class LiveMoments:
             ConflictError: the trainer does not keep it here.
             NotFoundError: the optimizer has no such state.
         """
-        found = self._read() if self._page[Word.LINEAGE] else None
+        found = self._read() if self.kept else None
         if found is None:
             raise ConflictError(NOT_KEPT)
         state, _ = found

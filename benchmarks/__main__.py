@@ -18,6 +18,7 @@ NAMES = (
     "summon",
     "wait",
     "idle",
+    "insight",
     "serving",
     "stats",
     "select",

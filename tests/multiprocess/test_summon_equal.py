@@ -19,6 +19,7 @@ from tests.multiprocess.truth import (
     Tensors,
     assert_same_bytes,
     assert_slices_equal,
+    assert_spectra_equal,
     assert_stats_equal,
     connect_to,
     read_truth,
@@ -61,6 +62,7 @@ def compare(mesh: Mesh, step: int, truth: Tensors) -> None:
     assert_views_equal(mesh, truth)
     assert_tied(mesh, truth)
     assert_stats_equal(mesh, truth, step)
+    assert_spectra_equal(mesh, some_of_each_kind(truth))
     compared = assert_slices_equal(mesh, some_of_each_kind(truth))
     print(f"{len(truth)} tensors, {compared} slices, step {step}")
 

@@ -92,3 +92,27 @@ def assert_stats_equal(mesh: Mesh, truth: Tensors, step: int) -> None:
             )
         seen += found.count
     assert table.total.summary.count == seen
+
+
+def assert_spectra_equal(mesh: Mesh, truth: Tensors) -> None:
+    """Of every matrix, what torch finds in the gathered one; these are small, so all is exact."""
+    compared = 0
+    for name, whole in sorted(truth.items()):
+        if whole.ndim < 2 or not whole.numel():
+            continue
+        matrix = whole.double().flatten(1)
+        wanted = torch.linalg.svdvals(matrix)
+        found = mesh.spectrum(name, k=3)
+        assert found.condition_exact
+        assert found.error == 0.0
+        close = torch.tensor(found.singular_values, dtype=torch.float64)
+        torch.testing.assert_close(close, wanted[:3], rtol=1e-9, atol=1e-12, msg=name)
+        assert math.isclose(found.norm, float(matrix.norm()), rel_tol=1e-9), name
+        if wanted[-1] > 1e-6 * wanted[0]:
+            assert math.isclose(found.condition, float(wanted[0] / wanted[-1]), rel_tol=1e-6), name
+        assert found.dead_row_count == int((matrix == 0).all(1).sum()), name
+        assert found.dead_column_count == int((matrix == 0).all(0).sum()), name
+        alive = matrix[~(matrix == 0).all(1)]
+        assert found.duplicate_row_count == len(alive) - len(alive.unique(dim=0)), name
+        compared += 1
+    assert compared

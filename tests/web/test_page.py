@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import httpx2
 import pytest
+import torch
 
 from tests.web.door import Door, Tab, wait_for
 from tests.web.training import HOSTILE, JOB
@@ -132,6 +133,33 @@ def test_numbers_and_values_are_those_of_the_api(tab: Tab, door: Door) -> None:
     assert box is not None
     tab.page.mouse.move(box["x"] + box["width"] / 16, box["y"] + box["height"] / 16)
     tab.see(f"columns 0\u20130 of what is shown: {part[0]:.5g}")
+
+
+def test_changes_are_sorted_and_a_spectrum_is_that_of_the_weight(tab: Tab, door: Door) -> None:
+    page = tab.page
+    tab.open("params", **{"as": "changes"})
+    page.get_by_role("button", name="Compare", exact=True).click()
+    table = page.get_by_role("table", name="Changes")
+    table.wait_for()
+    names = [row.split("\t")[0] for row in table.locator("tbody tr").all_inner_texts()]
+    # What learns comes before what stands still.
+    assert {one.split(".")[0] for one in names[:6]} == {"layers"}
+    assert "still.weight" in names
+    table.get_by_role("button", name="name").click()
+    table.get_by_role("button", name="name").click()
+    page.wait_for_selector("th[aria-sort=ascending]")
+    again = [row.split("\t")[0] for row in table.locator("tbody tr").all_inner_texts()]
+    assert again == sorted(names)
+    assert page.get_by_text("attach with resume='auto'").is_visible()
+    tab.open("params", name="still.weight", part="spectrum")
+    page.get_by_role("button", name="Compute").click()
+    page.get_by_text("condition number").wait_for()
+    weight = torch.arange(40 * 48, dtype=torch.float64).view(40, 48) / 1000
+    largest = float(torch.linalg.svdvals(weight)[0])
+    assert page.get_by_text(f"{largest:.5g}"[:6]).first.is_visible()
+    found = door.get("params/spectrum", name="still.weight", k=2)
+    assert found["singular_values"][0] == pytest.approx(largest, rel=1e-6)
+    assert found["condition_exact"]
 
 
 def test_the_overview_says_that_all_is_well_and_what_changed(tab: Tab, door: Door) -> None:

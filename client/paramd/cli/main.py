@@ -17,6 +17,7 @@ from paramd.cli import shell
 from paramd.cli.alerts import alerts
 from paramd.cli.audit import audit
 from paramd.cli.certs import certs
+from paramd.cli.check import check
 from paramd.cli.connect import connect
 from paramd.cli.context_command import context as context_group
 from paramd.cli.dashboard import dashboard
@@ -36,6 +37,7 @@ from paramd.cli.options import ContextName, Debug, Job, Token, Url, examples
 from paramd.cli.params import params
 from paramd.cli.serve import control, sidecar
 from paramd.cli.settings import Flags
+from paramd.cli.spectrum import spectrum
 from paramd.cli.stats import stats
 from paramd.cli.status import status
 from paramd.cli.summon import summon
@@ -90,6 +92,13 @@ _add(
     "paramd grads head.weight --histogram -n 1 -o json",
 )
 _add(updates, LOOK, "paramd updates", "paramd updates 'layers.*' -o json")
+_add(
+    spectrum,
+    LOOK,
+    "paramd spectrum layers.0.up.weight",
+    "paramd spectrum 'layers.0.up.weight[0:512]' -k 16 -o json",
+)
+_add(check, LOOK, "paramd check", "paramd check 'layers.*' --rank 3", "paramd check -n 100")
 _add(
     diff,
     LOOK,

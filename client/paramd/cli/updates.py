@@ -22,6 +22,8 @@ COLUMNS = (
     Column("max_abs", "MAX", number, right=True, drop=3),
     Column("changed", "CHANGED", count, right=True, drop=4),
     Column("numel", "ELEMENTS", count, right=True, drop=5),
+    Column("moment_rms", "V RMS", number, right=True, drop=2),
+    Column("effective_lr", "EFFECTIVE LR", number, right=True, drop=1),
     Column("nonfinite", "NAN/INF", count, right=True, drop=6),
 )
 
@@ -35,16 +37,23 @@ def updates(
             metavar="GLOB", help="Name patterns. Default: all.", autocompletion=completion.names
         ),
     ] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="So many updates together.")] = 1,
     output: Output = None,
 ) -> None:
     """Show what the next update does: its norm, and its ratio to the weight.
 
     Computed by the sidecars from snapshots of two steps; training goes on. A ratio
-    that rises announces a jump of the loss.
+    that rises, or an effective learning rate, announces a jump of the loss.
     """
     with target.connect() as mesh:
-        found = mesh.updates(*(glob or ()))
+        found = mesh.updates(*(glob or ()), steps=steps)
     rows = [asdict(row) for row in found]
-    about = {"job": found.job, "incarnation": found.incarnation}
+    about = {
+        "job": found.job,
+        "incarnation": found.incarnation,
+        "moments_missing": found.moments_missing,
+    }
     emit(Listing(name="updates", rows=rows, columns=COLUMNS, about=about), target.format)
     say(found.summary())
+    if found.moments_missing:
+        say(f"no second moments: {found.moments_missing}")

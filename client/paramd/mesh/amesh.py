@@ -40,6 +40,8 @@ from paramd.mesh.frames.frames import GradFrame, Kind, ParamFrame
 from paramd.mesh.frames.grads import GradRequest, open_stream
 from paramd.mesh.frames.stepping import StepStream, frames_of
 from paramd.mesh.insight.diff import compute_diff
+from paramd.mesh.insight.replay import Replay, compute_replay
+from paramd.mesh.insight.spectrum import Spectrum, compute_spectrum
 from paramd.mesh.insight.states import Now
 from paramd.mesh.insight.updates import Updates, compute_updates
 from paramd.mesh.insight.why import Why, ask_why
@@ -311,22 +313,70 @@ class AsyncMesh:
             lambda source: source._reach if isinstance(source, AsyncMesh) else None,
         )
 
-    async def updates(self, *patterns: str, timeout: Timeout = UNSET) -> Updates:
-        """What the next update does to each parameter: its norm, and its ratio to the weight.
+    async def updates(self, *patterns: str, steps: int = 1, timeout: Timeout = UNSET) -> Updates:
+        """What the next updates do to each parameter: their norm, and its ratio to the weight.
 
-        The sidecars compute it from snapshots of two steps in a row, so no weights travel. Large
-        selections are taken in groups, each with its own `step`.
+        The sidecars compute it from snapshots of two steps, so no weights travel. Large selections
+        are taken in groups, each with its own `step`. With `resume="auto"` also Adam's second
+        moment and the effective learning rate, from memory that trainer and sidecar share.
 
         Args:
             patterns: Globs over names; none means all parameters.
+            steps: How many updates together.
             timeout: Seconds; None means no limit.
 
         Raises:
-            ConflictError: the parameters are mirrored.
+            UsageError: `steps` is out of range. ConflictError: the parameters are mirrored.
             DeadlineError: training is too quick or has stopped, so no two steps could be pinned.
             ParamdError: as `summon`.
         """
-        return await compute_updates(self._reach, patterns or ("*",), self._deadline(timeout))
+        return await compute_updates(
+            self._reach, patterns or ("*",), self._deadline(timeout), steps
+        )
+
+    async def spectrum(self, name: str, k: int = 8, *, timeout: Timeout = UNSET) -> Spectrum:
+        """The largest singular values of one weight, and its dead and equal rows.
+
+        The sidecars multiply their shards with narrow matrices, so the weight never travels. Work
+        is bounded: at most 256 products with a column. A weight with a side of at most 128 is
+        exact, with all its singular values; of larger ones the condition number is a lower bound.
+
+        Args:
+            name: A parameter of 2 dims or more (those beyond the second count as columns) and
+                floating-point numbers, or a slice of it.
+            k: How many singular values, 1 to 32.
+            timeout: Seconds; None means no limit.
+
+        Raises:
+            UsageError: not exactly one matrix, k is out of range, or numpy is not installed.
+            ParamdError: as `summon`.
+        """
+        return await compute_spectrum(self._reach, name, k, self._deadline(timeout))
+
+    async def replay(self, *patterns: str, rank: int = 0, timeout: Timeout = UNSET) -> Replay:
+        """Make the next update of one rank again, and compare it bit by bit.
+
+        Its sidecar recomputes it on copies, with torch's own optimizer, from the parameters, the
+        optimizer's state and the gradients that it consumed; training goes on. So a flipped bit is
+        found without replicas. Needs `resume="auto"`, and Adam, AdamW or SGD of torch.optim.
+
+        Args:
+            patterns: Globs over names; none means all parameters.
+            rank: Whose update.
+            timeout: Seconds; None means no limit.
+
+        Returns:
+            A row per parameter and kind of state, those that differ first; `clean` and `summary()`
+            tell the verdict.
+
+        Raises:
+            ConflictError: the rank's optimizer state is not in memory that its sidecar shares.
+            UsageError: no optimizer of the rank has a part of what matches.
+            NotFoundError: the job has no such rank, or a pattern matches nothing.
+            DeadlineError: training is too quick or has stopped, so no update was captured.
+            ParamdError: as `summon`.
+        """
+        return await compute_replay(self._reach, rank, patterns or ("*",), self._deadline(timeout))
 
     async def lanes(self) -> list[Lane]:
         """How this process would read each rank with `transport="auto"`, and why not faster.

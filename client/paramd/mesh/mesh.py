@@ -182,6 +182,8 @@ class Mesh:
     alerts = _blocking(AsyncMesh.alerts)
     why = _blocking(AsyncMesh.why)
     updates = _blocking(AsyncMesh.updates)
+    spectrum = _blocking(AsyncMesh.spectrum)
+    replay = _blocking(AsyncMesh.replay)
     lanes = _blocking(AsyncMesh.lanes)
     params = _blocking(AsyncMesh.params)
     stats = _blocking(AsyncMesh.stats)

@@ -457,8 +457,10 @@ class PinSnapshotRequest(google.protobuf.message.Message):
     consumes. 0: any. ABORTED "passed": it has begun. Not with `at_boundary`.
     """
     state_key: builtins.str
-    """Which optimizer state, for SOURCE_MOMENTS, such as "exp_avg", with `at_step`, the step
-    that it was mirrored at; once for the same bytes. Empty, with `at_boundary` and no
+    """Which optimizer state, for SOURCE_MOMENTS, such as "exp_avg". With `at_step`, the step that it
+    was mirrored at: from the mirror, once for the same bytes. Else from the optimizer memory of a
+    trainer that keeps it there, as parameters are pinned; `spans` are the parameters'; without any, nothing is copied, and the answer tells what there is.
+    FAILED_PRECONDITION: it does not. NOT_FOUND: no such state. Empty, with `at_boundary` and no
     spans: has it mirrored, and pins the table that says which keys there are; the mirror
     lives as long as the table's lease. ABORTED "passed": it has gone. FAILED_PRECONDITION
     of the boundary: another reader has a mirror.
@@ -597,6 +599,7 @@ class PinSnapshotResponse(google.protobuf.message.Message):
     GRADIENTS_FIELD_NUMBER: builtins.int
     STATS_FIELD_NUMBER: builtins.int
     ENDED_FIELD_NUMBER: builtins.int
+    OPTIMIZER_FIELD_NUMBER: builtins.int
     snapshot_id: builtins.str
     """Names the snapshot and its lease."""
     size_bytes: builtins.int
@@ -605,6 +608,12 @@ class PinSnapshotResponse(google.protobuf.message.Message):
     """Lease granted, in milliseconds."""
     ended: builtins.bool
     """The training has detached: no step comes any more. Then nothing is pinned."""
+    optimizer: builtins.bytes
+    """Set for SOURCE_MOMENTS with a `state_key` that was read from the optimizer memory: JSON,
+    zlib-compressed: {step, threads, classes: [name], groups: [[{lr, ...}]], keys: [name], params:
+    [{begin, end, dtype, shape, strides, optimizer, group, keys, scalars: {name: number},
+    left_out: {name: reason}}]}. Numbers that JSON lacks are strings.
+    """
     @property
     def header(self) -> paramd.v1.common_pb2.Header:
         """Incarnation and step of the bytes; step -1 while `at_boundary` has not been filled."""
@@ -627,9 +636,10 @@ class PinSnapshotResponse(google.protobuf.message.Message):
         gradients: global___GradientFacts | None = ...,
         stats: collections.abc.Iterable[global___Stats] | None = ...,
         ended: builtins.bool = ...,
+        optimizer: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["gradients", b"gradients", "header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ended", b"ended", "gradients", b"gradients", "header", b"header", "lease_ms", b"lease_ms", "size_bytes", b"size_bytes", "snapshot_id", b"snapshot_id", "stats", b"stats"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ended", b"ended", "gradients", b"gradients", "header", b"header", "lease_ms", b"lease_ms", "optimizer", b"optimizer", "size_bytes", b"size_bytes", "snapshot_id", b"snapshot_id", "stats", b"stats"]) -> None: ...
 
 global___PinSnapshotResponse = PinSnapshotResponse
 
@@ -2260,6 +2270,315 @@ class PoolSnapshotResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["cell_col_begin", b"cell_col_begin", "cell_col_count", b"cell_col_count", "cell_row_begin", b"cell_row_begin", "cell_row_count", b"cell_row_count", "counts", b"counts", "header", b"header", "nonfinite_counts", b"nonfinite_counts", "values", b"values"]) -> None: ...
 
 global___PoolSnapshotResponse = PoolSnapshotResponse
+
+@typing.final
+class ProfileSnapshotRequest(google.protobuf.message.Message):
+    """Request of ProfileSnapshot."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SNAPSHOT_ID_FIELD_NUMBER: builtins.int
+    DTYPE_FIELD_NUMBER: builtins.int
+    ROW_COUNT_FIELD_NUMBER: builtins.int
+    COL_COUNT_FIELD_NUMBER: builtins.int
+    ITEMS_FIELD_NUMBER: builtins.int
+    snapshot_id: builtins.str
+    """Which snapshot."""
+    dtype: builtins.str
+    """torch dtype of all items, without its prefix."""
+    row_count: builtins.int
+    """Rows of the whole matrix, 1 or more."""
+    col_count: builtins.int
+    """Columns of the whole matrix, 1 or more."""
+    @property
+    def items(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PoolItem]:
+        """What to look at, with `row_dims` 1; at most 4,096. Every element is named once."""
+
+    def __init__(
+        self,
+        *,
+        snapshot_id: builtins.str = ...,
+        dtype: builtins.str = ...,
+        row_count: builtins.int = ...,
+        col_count: builtins.int = ...,
+        items: collections.abc.Iterable[global___PoolItem] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["col_count", b"col_count", "dtype", b"dtype", "items", b"items", "row_count", b"row_count", "snapshot_id", b"snapshot_id"]) -> None: ...
+
+global___ProfileSnapshotRequest = ProfileSnapshotRequest
+
+@typing.final
+class ProfileSnapshotResponse(google.protobuf.message.Message):
+    """Answer of ProfileSnapshot. Vectors have one entry for each row or column of the rectangle that the
+    items touch, as little-endian bytes.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    ROW_BEGIN_FIELD_NUMBER: builtins.int
+    COL_BEGIN_FIELD_NUMBER: builtins.int
+    ROW_MAX_FIELD_NUMBER: builtins.int
+    COL_MAX_FIELD_NUMBER: builtins.int
+    ROW_SUMS_FIELD_NUMBER: builtins.int
+    COUNT_FIELD_NUMBER: builtins.int
+    SUM_SQUARES_FIELD_NUMBER: builtins.int
+    NONFINITE_COUNT_FIELD_NUMBER: builtins.int
+    SATURATED_COUNT_FIELD_NUMBER: builtins.int
+    DENORMAL_COUNT_FIELD_NUMBER: builtins.int
+    ZERO_COUNT_FIELD_NUMBER: builtins.int
+    row_begin: builtins.int
+    """First row."""
+    col_begin: builtins.int
+    """First column."""
+    row_max: builtins.bytes
+    """Largest absolute value of each row, float64; NaN where there is one."""
+    col_max: builtins.bytes
+    """Largest absolute value of each column, float64."""
+    row_sums: builtins.bytes
+    """Two sums for each row, uint64 modulo 2^64: its elements' bits, each times a random number of
+    its column. Those of all ranks added, equal rows have equal sums.
+    """
+    count: builtins.int
+    """Elements looked at."""
+    sum_squares: builtins.float
+    """Sum of the squares of finite elements."""
+    nonfinite_count: builtins.int
+    """NaN and infinite elements."""
+    saturated_count: builtins.int
+    """Elements at the largest finite value of the dtype, or infinite."""
+    denormal_count: builtins.int
+    """Elements that are not zero and below the smallest normal value of the dtype."""
+    zero_count: builtins.int
+    """Elements that are zero."""
+    @property
+    def header(self) -> paramd.v1.common_pb2.Header:
+        """Incarnation and step of the numbers."""
+
+    def __init__(
+        self,
+        *,
+        header: paramd.v1.common_pb2.Header | None = ...,
+        row_begin: builtins.int = ...,
+        col_begin: builtins.int = ...,
+        row_max: builtins.bytes = ...,
+        col_max: builtins.bytes = ...,
+        row_sums: builtins.bytes = ...,
+        count: builtins.int = ...,
+        sum_squares: builtins.float = ...,
+        nonfinite_count: builtins.int = ...,
+        saturated_count: builtins.int = ...,
+        denormal_count: builtins.int = ...,
+        zero_count: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["col_begin", b"col_begin", "col_max", b"col_max", "count", b"count", "denormal_count", b"denormal_count", "header", b"header", "nonfinite_count", b"nonfinite_count", "row_begin", b"row_begin", "row_max", b"row_max", "row_sums", b"row_sums", "saturated_count", b"saturated_count", "sum_squares", b"sum_squares", "zero_count", b"zero_count"]) -> None: ...
+
+global___ProfileSnapshotResponse = ProfileSnapshotResponse
+
+@typing.final
+class MultiplySnapshotRequest(google.protobuf.message.Message):
+    """Request of MultiplySnapshot."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SNAPSHOT_ID_FIELD_NUMBER: builtins.int
+    DTYPE_FIELD_NUMBER: builtins.int
+    ROW_COUNT_FIELD_NUMBER: builtins.int
+    COL_COUNT_FIELD_NUMBER: builtins.int
+    ITEMS_FIELD_NUMBER: builtins.int
+    TRANSPOSED_FIELD_NUMBER: builtins.int
+    FACTOR_BEGIN_FIELD_NUMBER: builtins.int
+    FACTOR_WIDTH_FIELD_NUMBER: builtins.int
+    FACTOR_FIELD_NUMBER: builtins.int
+    snapshot_id: builtins.str
+    """Which snapshot."""
+    dtype: builtins.str
+    """torch dtype of all items, without its prefix."""
+    row_count: builtins.int
+    """Rows of the whole matrix, 1 or more."""
+    col_count: builtins.int
+    """Columns of the whole matrix, 1 or more."""
+    transposed: builtins.bool
+    """Multiply the transposed matrix."""
+    factor_begin: builtins.int
+    """First column of the matrix (row, when transposed) that `factor` has a row for."""
+    factor_width: builtins.int
+    """Columns of `factor`, 1 to 64."""
+    factor: builtins.bytes
+    """The factor, row-major, float64 in little-endian bytes; at most 3 MiB."""
+    @property
+    def items(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PoolItem]:
+        """Parts of the matrix, with `row_dims` 1; at most 4,096."""
+
+    def __init__(
+        self,
+        *,
+        snapshot_id: builtins.str = ...,
+        dtype: builtins.str = ...,
+        row_count: builtins.int = ...,
+        col_count: builtins.int = ...,
+        items: collections.abc.Iterable[global___PoolItem] | None = ...,
+        transposed: builtins.bool = ...,
+        factor_begin: builtins.int = ...,
+        factor_width: builtins.int = ...,
+        factor: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["col_count", b"col_count", "dtype", b"dtype", "factor", b"factor", "factor_begin", b"factor_begin", "factor_width", b"factor_width", "items", b"items", "row_count", b"row_count", "snapshot_id", b"snapshot_id", "transposed", b"transposed"]) -> None: ...
+
+global___MultiplySnapshotRequest = MultiplySnapshotRequest
+
+@typing.final
+class MultiplySnapshotResponse(google.protobuf.message.Message):
+    """Answer of MultiplySnapshot: the rows of the product that the items touch."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    BEGIN_FIELD_NUMBER: builtins.int
+    PRODUCT_FIELD_NUMBER: builtins.int
+    begin: builtins.int
+    """First row of the product."""
+    product: builtins.bytes
+    """The product, row-major, as wide as the factor, float64 in little-endian bytes."""
+    @property
+    def header(self) -> paramd.v1.common_pb2.Header:
+        """Incarnation and step of the numbers."""
+
+    def __init__(
+        self,
+        *,
+        header: paramd.v1.common_pb2.Header | None = ...,
+        begin: builtins.int = ...,
+        product: builtins.bytes = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["begin", b"begin", "header", b"header", "product", b"product"]) -> None: ...
+
+global___MultiplySnapshotResponse = MultiplySnapshotResponse
+
+@typing.final
+class ReplayPair(google.protobuf.message.Message):
+    """ReplayPair is one kind of state before and after an update."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STATE_KEY_FIELD_NUMBER: builtins.int
+    BEFORE_SNAPSHOT_ID_FIELD_NUMBER: builtins.int
+    AFTER_SNAPSHOT_ID_FIELD_NUMBER: builtins.int
+    state_key: builtins.str
+    """Which optimizer state; empty: the parameters."""
+    before_snapshot_id: builtins.str
+    """Snapshot of the step before."""
+    after_snapshot_id: builtins.str
+    """Snapshot of the step after, of the same spans."""
+    def __init__(
+        self,
+        *,
+        state_key: builtins.str = ...,
+        before_snapshot_id: builtins.str = ...,
+        after_snapshot_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after_snapshot_id", b"after_snapshot_id", "before_snapshot_id", b"before_snapshot_id", "state_key", b"state_key"]) -> None: ...
+
+global___ReplayPair = ReplayPair
+
+@typing.final
+class ReplayUpdateRequest(google.protobuf.message.Message):
+    """Request of ReplayUpdate. All snapshots but `facts_snapshot_id` are of the same spans."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PAIRS_FIELD_NUMBER: builtins.int
+    GRADIENTS_SNAPSHOT_ID_FIELD_NUMBER: builtins.int
+    FACTS_SNAPSHOT_ID_FIELD_NUMBER: builtins.int
+    gradients_snapshot_id: builtins.str
+    """Snapshot of the gradients that the update consumed."""
+    facts_snapshot_id: builtins.str
+    """Snapshot of optimizer state at the step before, of any spans: its facts are used."""
+    @property
+    def pairs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ReplayPair]:
+        """The parameters, and every kind of state that they have."""
+
+    def __init__(
+        self,
+        *,
+        pairs: collections.abc.Iterable[global___ReplayPair] | None = ...,
+        gradients_snapshot_id: builtins.str = ...,
+        facts_snapshot_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["facts_snapshot_id", b"facts_snapshot_id", "gradients_snapshot_id", b"gradients_snapshot_id", "pairs", b"pairs"]) -> None: ...
+
+global___ReplayUpdateRequest = ReplayUpdateRequest
+
+@typing.final
+class ReplayedTensor(google.protobuf.message.Message):
+    """ReplayedTensor is one tensor made again."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ARENA_BEGIN_FIELD_NUMBER: builtins.int
+    STATE_KEY_FIELD_NUMBER: builtins.int
+    NUMEL_FIELD_NUMBER: builtins.int
+    DIFFERING_COUNT_FIELD_NUMBER: builtins.int
+    ELEMENT_FIELD_NUMBER: builtins.int
+    BITS_FIELD_NUMBER: builtins.int
+    REFUSED_FIELD_NUMBER: builtins.int
+    arena_begin: builtins.int
+    """First byte of its parameter in the arena."""
+    state_key: builtins.str
+    """Which optimizer state; empty: the parameter."""
+    numel: builtins.int
+    """Its elements."""
+    differing_count: builtins.int
+    """Elements that differ from what the update left."""
+    element: builtins.int
+    """The first of them, counted in memory."""
+    bits: builtins.int
+    """The bits in which that one differs."""
+    refused: builtins.str
+    """Why it was not made again; empty: it was."""
+    def __init__(
+        self,
+        *,
+        arena_begin: builtins.int = ...,
+        state_key: builtins.str = ...,
+        numel: builtins.int = ...,
+        differing_count: builtins.int = ...,
+        element: builtins.int = ...,
+        bits: builtins.int = ...,
+        refused: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena_begin", b"arena_begin", "bits", b"bits", "differing_count", b"differing_count", "element", b"element", "numel", b"numel", "refused", b"refused", "state_key", b"state_key"]) -> None: ...
+
+global___ReplayedTensor = ReplayedTensor
+
+@typing.final
+class ReplayUpdateResponse(google.protobuf.message.Message):
+    """Answer of ReplayUpdate."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    TENSORS_FIELD_NUMBER: builtins.int
+    @property
+    def header(self) -> paramd.v1.common_pb2.Header:
+        """Incarnation and step after the update."""
+
+    @property
+    def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ReplayedTensor]:
+        """Tensors within the spans."""
+
+    def __init__(
+        self,
+        *,
+        header: paramd.v1.common_pb2.Header | None = ...,
+        tensors: collections.abc.Iterable[global___ReplayedTensor] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["header", b"header", "tensors", b"tensors"]) -> None: ...
+
+global___ReplayUpdateResponse = ReplayUpdateResponse
 
 @typing.final
 class ListSnapshotsRequest(google.protobuf.message.Message):

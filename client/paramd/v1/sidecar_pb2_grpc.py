@@ -142,6 +142,21 @@ class SidecarServiceStub(object):
                 request_serializer=paramd_dot_v1_dot_sidecar__pb2.PoolSnapshotRequest.SerializeToString,
                 response_deserializer=paramd_dot_v1_dot_sidecar__pb2.PoolSnapshotResponse.FromString,
                 _registered_method=True)
+        self.ProfileSnapshot = channel.unary_unary(
+                '/paramd.v1.SidecarService/ProfileSnapshot',
+                request_serializer=paramd_dot_v1_dot_sidecar__pb2.ProfileSnapshotRequest.SerializeToString,
+                response_deserializer=paramd_dot_v1_dot_sidecar__pb2.ProfileSnapshotResponse.FromString,
+                _registered_method=True)
+        self.MultiplySnapshot = channel.unary_unary(
+                '/paramd.v1.SidecarService/MultiplySnapshot',
+                request_serializer=paramd_dot_v1_dot_sidecar__pb2.MultiplySnapshotRequest.SerializeToString,
+                response_deserializer=paramd_dot_v1_dot_sidecar__pb2.MultiplySnapshotResponse.FromString,
+                _registered_method=True)
+        self.ReplayUpdate = channel.unary_unary(
+                '/paramd.v1.SidecarService/ReplayUpdate',
+                request_serializer=paramd_dot_v1_dot_sidecar__pb2.ReplayUpdateRequest.SerializeToString,
+                response_deserializer=paramd_dot_v1_dot_sidecar__pb2.ReplayUpdateResponse.FromString,
+                _registered_method=True)
         self.ListSnapshots = channel.unary_unary(
                 '/paramd.v1.SidecarService/ListSnapshots',
                 request_serializer=paramd_dot_v1_dot_sidecar__pb2.ListSnapshotsRequest.SerializeToString,
@@ -387,6 +402,30 @@ class SidecarServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ProfileSnapshot(self, request, context):
+        """Rows and columns of a pinned matrix, for dead and equal ones. Idempotent. NOT_FOUND: the lease
+        ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def MultiplySnapshot(self, request, context):
+        """A pinned matrix times a narrow one, so that spectra are found without moving it. Idempotent.
+        NOT_FOUND: the lease ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReplayUpdate(self, request, context):
+        """Makes an update again on copies, with the optimizer's own code, and compares bit by bit.
+        Idempotent. NOT_FOUND: a lease ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListSnapshots(self, request, context):
         """Snapshots under lease here. Idempotent.
         """
@@ -611,6 +650,21 @@ def add_SidecarServiceServicer_to_server(servicer, server):
                     servicer.PoolSnapshot,
                     request_deserializer=paramd_dot_v1_dot_sidecar__pb2.PoolSnapshotRequest.FromString,
                     response_serializer=paramd_dot_v1_dot_sidecar__pb2.PoolSnapshotResponse.SerializeToString,
+            ),
+            'ProfileSnapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.ProfileSnapshot,
+                    request_deserializer=paramd_dot_v1_dot_sidecar__pb2.ProfileSnapshotRequest.FromString,
+                    response_serializer=paramd_dot_v1_dot_sidecar__pb2.ProfileSnapshotResponse.SerializeToString,
+            ),
+            'MultiplySnapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.MultiplySnapshot,
+                    request_deserializer=paramd_dot_v1_dot_sidecar__pb2.MultiplySnapshotRequest.FromString,
+                    response_serializer=paramd_dot_v1_dot_sidecar__pb2.MultiplySnapshotResponse.SerializeToString,
+            ),
+            'ReplayUpdate': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReplayUpdate,
+                    request_deserializer=paramd_dot_v1_dot_sidecar__pb2.ReplayUpdateRequest.FromString,
+                    response_serializer=paramd_dot_v1_dot_sidecar__pb2.ReplayUpdateResponse.SerializeToString,
             ),
             'ListSnapshots': grpc.unary_unary_rpc_method_handler(
                     servicer.ListSnapshots,
@@ -1257,6 +1311,87 @@ class SidecarService(object):
             '/paramd.v1.SidecarService/PoolSnapshot',
             paramd_dot_v1_dot_sidecar__pb2.PoolSnapshotRequest.SerializeToString,
             paramd_dot_v1_dot_sidecar__pb2.PoolSnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ProfileSnapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramd.v1.SidecarService/ProfileSnapshot',
+            paramd_dot_v1_dot_sidecar__pb2.ProfileSnapshotRequest.SerializeToString,
+            paramd_dot_v1_dot_sidecar__pb2.ProfileSnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MultiplySnapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramd.v1.SidecarService/MultiplySnapshot',
+            paramd_dot_v1_dot_sidecar__pb2.MultiplySnapshotRequest.SerializeToString,
+            paramd_dot_v1_dot_sidecar__pb2.MultiplySnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReplayUpdate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramd.v1.SidecarService/ReplayUpdate',
+            paramd_dot_v1_dot_sidecar__pb2.ReplayUpdateRequest.SerializeToString,
+            paramd_dot_v1_dot_sidecar__pb2.ReplayUpdateResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -176,6 +176,30 @@ class SidecarServiceStub:
     ]
     """Shrinks parts of a pinned snapshot to the cells of a picture. Idempotent."""
 
+    ProfileSnapshot: grpc.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.ProfileSnapshotRequest,
+        paramd.v1.sidecar_pb2.ProfileSnapshotResponse,
+    ]
+    """Rows and columns of a pinned matrix, for dead and equal ones. Idempotent. NOT_FOUND: the lease
+    ended.
+    """
+
+    MultiplySnapshot: grpc.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.MultiplySnapshotRequest,
+        paramd.v1.sidecar_pb2.MultiplySnapshotResponse,
+    ]
+    """A pinned matrix times a narrow one, so that spectra are found without moving it. Idempotent.
+    NOT_FOUND: the lease ended.
+    """
+
+    ReplayUpdate: grpc.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.ReplayUpdateRequest,
+        paramd.v1.sidecar_pb2.ReplayUpdateResponse,
+    ]
+    """Makes an update again on copies, with the optimizer's own code, and compares bit by bit.
+    Idempotent. NOT_FOUND: a lease ended.
+    """
+
     ListSnapshots: grpc.UnaryUnaryMultiCallable[
         paramd.v1.sidecar_pb2.ListSnapshotsRequest,
         paramd.v1.sidecar_pb2.ListSnapshotsResponse,
@@ -441,6 +465,30 @@ class SidecarServiceAsyncStub:
         paramd.v1.sidecar_pb2.PoolSnapshotResponse,
     ]
     """Shrinks parts of a pinned snapshot to the cells of a picture. Idempotent."""
+
+    ProfileSnapshot: grpc.aio.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.ProfileSnapshotRequest,
+        paramd.v1.sidecar_pb2.ProfileSnapshotResponse,
+    ]
+    """Rows and columns of a pinned matrix, for dead and equal ones. Idempotent. NOT_FOUND: the lease
+    ended.
+    """
+
+    MultiplySnapshot: grpc.aio.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.MultiplySnapshotRequest,
+        paramd.v1.sidecar_pb2.MultiplySnapshotResponse,
+    ]
+    """A pinned matrix times a narrow one, so that spectra are found without moving it. Idempotent.
+    NOT_FOUND: the lease ended.
+    """
+
+    ReplayUpdate: grpc.aio.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.ReplayUpdateRequest,
+        paramd.v1.sidecar_pb2.ReplayUpdateResponse,
+    ]
+    """Makes an update again on copies, with the optimizer's own code, and compares bit by bit.
+    Idempotent. NOT_FOUND: a lease ended.
+    """
 
     ListSnapshots: grpc.aio.UnaryUnaryMultiCallable[
         paramd.v1.sidecar_pb2.ListSnapshotsRequest,
@@ -749,6 +797,36 @@ class SidecarServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[paramd.v1.sidecar_pb2.PoolSnapshotResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.PoolSnapshotResponse]]:
         """Shrinks parts of a pinned snapshot to the cells of a picture. Idempotent."""
+
+    @abc.abstractmethod
+    def ProfileSnapshot(
+        self,
+        request: paramd.v1.sidecar_pb2.ProfileSnapshotRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[paramd.v1.sidecar_pb2.ProfileSnapshotResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.ProfileSnapshotResponse]]:
+        """Rows and columns of a pinned matrix, for dead and equal ones. Idempotent. NOT_FOUND: the lease
+        ended.
+        """
+
+    @abc.abstractmethod
+    def MultiplySnapshot(
+        self,
+        request: paramd.v1.sidecar_pb2.MultiplySnapshotRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[paramd.v1.sidecar_pb2.MultiplySnapshotResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.MultiplySnapshotResponse]]:
+        """A pinned matrix times a narrow one, so that spectra are found without moving it. Idempotent.
+        NOT_FOUND: the lease ended.
+        """
+
+    @abc.abstractmethod
+    def ReplayUpdate(
+        self,
+        request: paramd.v1.sidecar_pb2.ReplayUpdateRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[paramd.v1.sidecar_pb2.ReplayUpdateResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.ReplayUpdateResponse]]:
+        """Makes an update again on copies, with the optimizer's own code, and compares bit by bit.
+        Idempotent. NOT_FOUND: a lease ended.
+        """
 
     @abc.abstractmethod
     def ListSnapshots(

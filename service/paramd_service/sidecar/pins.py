@@ -26,6 +26,7 @@ from paramd_service.sidecar.faults import Faults
 from paramd_service.sidecar.gradients.pins import GradientPins
 from paramd_service.sidecar.gradients.slots import Gradients
 from paramd_service.sidecar.owner import AttachedMemory, Ownership
+from paramd_service.sidecar.snapshots.live_moments import LiveMoments, is_moments
 from paramd_service.sidecar.snapshots.moments import Moments
 from paramd_service.sidecar.snapshots.store import (
     BlockMaker,
@@ -92,6 +93,7 @@ class Pins:
             attached, store=store, blocks=blocks, executor=executor, lease=self._lease
         )
         self.boundaries.moments = self.moments
+        self.live_moments = LiveMoments(attached)
         gradients = Gradients(attached, executor=executor, idle_memory_s=store.idle_memory_s)
         copier.on_wake = gradients.woken
         store.check = self.check_true
@@ -222,6 +224,7 @@ class Pins:
         self.store.close()
         self.sweep()
         self.moments.close()
+        self.live_moments.close()
 
     def _lease(self, snapshot: Snapshot, lease_s: float) -> Lease:
         try:
@@ -282,6 +285,8 @@ class Pins:
             snapshot.label = state.label
             # 0: never share a state that may have been changed at rest.
             snapshot.proof = state.proof if not filling.unsettled else 0
+            if filling.job is not None and is_moments(snapshot.key):
+                snapshot.optimizer = self.live_moments.facts_of(snapshot)
             snapshot.fill = Fill.FILLED
             filling.done.set_result(None)
         except Exception as error:
@@ -289,6 +294,7 @@ class Pins:
             filling.done.exception()  # retrieved, or asyncio logs it if all waiters have left
         finally:
             self._forget(filling)
+            self.live_moments.forget(snapshot)
             self.store.uncharge(snapshot, filling.who)
             self.store.drop(snapshot)
 
@@ -297,11 +303,14 @@ class Pins:
             raise AbortedError("the copy was cancelled before it began; try again")
         copied: asyncio.Future[State | None] = self._loop.create_future()
         filling.snapshot.fill = Fill.PENDING
+        snapshot = filling.snapshot
+        live = self.live_moments.filling(snapshot) if is_moments(snapshot.key) else None
         filling.job = CopyJob(
-            copy_spans(filling.snapshot, self._attached.arena.address),
+            copy_spans(snapshot, self._attached.arena.address) if live is None else (),
             lambda state: self._post(copied.set_result, state),
             at_step=filling.at_step,
             unsettled=filling.unsettled,
+            prepare=live,
         )
         self.copier.submit(filling.job)
         state = await copied
@@ -310,6 +319,8 @@ class Pins:
                 raise TornError(self.ownership.value)
             if filling.job.refused:
                 raise self._unserved(filling.job.refused)
+            if is_moments(filling.snapshot.key) and self.live_moments.missed(filling.at_step):
+                raise ConflictError(self.live_moments.missed(filling.at_step))
             if filling.at_step and self._attached.page[Word.STEP] >= filling.at_step:
                 raise AbortedError(
                     f"step {filling.at_step} passed before it was copied; the rank has finished "

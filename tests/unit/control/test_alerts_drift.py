@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, TensorLayout
+from paramd_service.control.alerts.bits import due_step, parts_of
 from paramd_service.control.alerts.drift import (
     Difference,
     ReplicaGroup,
@@ -198,3 +199,27 @@ async def test_several_bits_are_counted() -> None:
     memory.arenas[1][10:14] = b"\xff\x01\x00\x80"
     said = await ask_where(memory, Difference(group=group(8), ranks=(0, 1), majority=0))
     assert "is 10 bits of element 0" in said
+
+
+def test_every_group_and_kind_of_state_has_its_turn_within_the_steps() -> None:
+    groups = [
+        ReplicaGroup(
+            fqn=f"w{number}",
+            region=Interval(0, 10),
+            size_bytes=size,
+            item_bytes=4,
+            begins={0: 100 * number, 1: 100 * number},
+        )
+        for number, size in enumerate((40, 40, 400, 40))
+    ]
+    parts = parts_of(groups, ["exp_avg"], most_bytes=100)
+    assert [(part.key, sorted(part.names)) for part in parts] == [
+        ("", ["w0", "w1"]),
+        ("", ["w2"]),
+        ("", ["w3"]),
+        ("exp_avg", ["exp_avg of w0", "exp_avg of w1"]),
+        ("exp_avg", ["exp_avg of w2"]),
+        ("exp_avg", ["exp_avg of w3"]),
+    ]
+    turns = [due_step(1000, number, len(parts), 20) for number in range(len(parts))]
+    assert turns == [1000, 1003, 1006, 1010, 1013, 1016]

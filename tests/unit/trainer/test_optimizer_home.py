@@ -91,7 +91,7 @@ def test_training_computes_the_same_and_a_successor_goes_on(name: str, memory: M
     base = memory.optimizer.address
     for tensor in tensors:
         assert base <= tensor.data_ptr() < base + memory.page[Word.OPTIMIZER_BYTES]
-    table, others = decode(encode(home.table())), decode(encode(home.others()))
+    table, others = decode(encode(home.table(0))), decode(encode(home.others()))
     heir = copy.deepcopy(moved)
     heirs = OPTIMIZERS[name](heir.parameters())
     successor = OptimizerHome(memory.optimizer, memory.page, [heirs])

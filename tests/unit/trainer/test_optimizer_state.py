@@ -1,54 +1,83 @@
-"""Which optimizer state belongs to which bytes of the arena."""
+"""What the sidecar reads of a trainer's record and table, without torch."""
 
 from __future__ import annotations
 
+import struct
+from typing import Any
+
+import pytest
 import torch
-from torch import nn
 
-from paramd.layout.edits.kinds import EditKind
-from paramd.memory.edit_program import Record
-from paramd.trainer.boundary.moments import find_owned, owner_of, zero_moments
-from paramd.trainer.home.moving import address
+from paramd.errors import UsageError
+from paramd.memory.optimizer_state import OptimizerState, parse_state, read_plain, read_record
+from paramd.trainer.resume.codec import encode
 
 
-def stepped(*params: nn.Parameter) -> torch.optim.Adam:
-    """An optimizer whose moments are zero nowhere."""
-    optimizer = torch.optim.Adam(params, lr=0.01)
-    for param in params:
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    return optimizer
+def table(*params: list[Any], entries: list[Any]) -> OptimizerState:
+    kept = {
+        "optimizers": [],
+        "entries": entries,
+        "params": [list(params)],
+        "classes": ["torch.optim.adam.Adam"],
+    }
+    return parse_state(encode(kept))
 
 
-def test_columns_of_one_tensor_are_told_apart() -> None:
-    both = torch.randn(4, 7)
-    first, second = nn.Parameter(both[:, :3]), nn.Parameter(both[:, 3:])
-    optimizer = stepped(first, second)
-    owned = find_owned([optimizer], address(both), both.nbytes)
-    # Rows 1 and 2, columns 1 and 2 of `first`: behind the first byte of `second`.
-    record = Record(EditKind.FILL, "float32", (7 + 1) * 4, (2, 2), (7, 1), reset_moments=True)
-    owner = owner_of(owned, record)
-    assert owner is not None
-    assert owner.param is first
-    zero_moments(owner, record)
-    for key in ("exp_avg", "exp_avg_sq"):
-        assert optimizer.state[second][key].count_nonzero() == second.numel()
-        zero = optimizer.state[first][key] == 0
-        assert zero[1:3, 1:].all()
-        assert zero.sum() == 4
+def test_plain_values_are_what_was_kept_and_arrays_are_left_out() -> None:
+    kept = {
+        "step": 7,
+        "groups": [[{"lr": torch.tensor(0.25), "betas": (0.9, float("nan")), "foreach": None}]],
+        "threads": 3,
+        "early": b"x" * 9,
+        "late": torch.ones(4),
+        3: float("inf"),
+    }
+    found = read_plain(encode(kept))
+    assert found["groups"] == [[{"lr": 0.25, "betas": [0.9, "nan"], "foreach": None}]]
+    assert (found["early"], found["late"], found["3"]) == (None, None, "inf")
+    assert read_record(encode(kept)) == {"step": 7, "groups": found["groups"], "threads": 3}
 
 
-def test_the_count_of_steps_is_no_moment() -> None:
-    scale = nn.Parameter(torch.tensor(1.5))
-    optimizer = stepped(scale)
-    (owner,) = find_owned([optimizer], address(scale), 4)
-    assert sorted(key for key, _ in owner.moments()) == ["exp_avg", "exp_avg_sq"]
-    zero_moments(owner, Record(EditKind.FILL, "float32", 0, (), (), reset_moments=True))
-    assert float(optimizer.state[scale]["step"]) == 1.0
-    assert float(optimizer.state[scale]["exp_avg"]) == 0.0
+def test_state_is_found_by_the_bytes_of_its_parameter() -> None:
+    first = [64, 0, "float32", [4, 3], [3, 1]]
+    second = [112, 1, "bfloat16", [5], [1]]
+    state = table(
+        first,
+        second,
+        entries=[
+            [0, 0, "step", [0, 4, "float32", [], [], False]],
+            [0, 0, "exp_avg", [1000, 48, "float32", [4, 3], [3, 1], True]],
+            [0, 0, "factor", [2000, 16, "float32", [4], [1], False]],
+            [0, 1, "exp_avg", [3000, 20, "float32", [5], [1], False]],
+            [0, 1, "count", None],
+        ],
+    )
+    assert state.keys == ["exp_avg"]
+    # From the middle of the first to beyond its end; the second has no state of its own dtype.
+    assert state.pieces("exp_avg", 76, 120) == [(76, 1012, 36)]
+    assert state.pieces("exp_avg", 0, 64) == []
+    assert "shape" in state.params[0].left_out["factor"]
+    assert "float32" in state.params[1].left_out["exp_avg"]
+    assert state.params[1].left_out["count"] == "it is no tensor"
+    memory = memoryview(struct.pack("=f", 9.0))
+    facts = state.facts({"step": 9, "groups": [], "threads": 1}, memory)
+    assert facts["params"][0]["scalars"] == {"step": 9.0}
 
 
-def test_what_no_optimizer_has_is_nobodys() -> None:
-    both = torch.randn(4, 7)
-    owned = find_owned([stepped(nn.Parameter(both[:, :3]))], address(both), both.nbytes)
-    assert owner_of(owned, Record(EditKind.FILL, "float32", 3 * 4, (2, 1), (7, 1))) is None
+def test_parameters_that_interleave_have_no_state_of_their_own() -> None:
+    columns = [[0, 0, "float32", [3, 2], [5, 1]], [8, 0, "float32", [3, 3], [5, 1]]]
+    entries = [
+        [0, 0, "exp_avg", [0, 48, "float32", [3, 2], [5, 1], False]],
+        [0, 1, "exp_avg", [64, 52, "float32", [3, 3], [5, 1], False]],
+    ]
+    state = table(*columns, entries=entries)
+    assert state.pieces("exp_avg", 0, 60) == []
+    assert state.params[0].left_out == {"exp_avg": "parameters share its bytes"}
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff" * 8, encode([1]), encode({"step": "x"})])
+def test_what_is_no_record_is_refused(data: bytes) -> None:
+    with pytest.raises(UsageError):
+        read_record(data)
+    with pytest.raises(UsageError):
+        parse_state(data)

@@ -9,14 +9,23 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
-from paramd.errors import ConflictError, DeadlineError
+from paramd.errors import (
+    AbortedError,
+    ConflictError,
+    DeadlineError,
+    ExhaustedError,
+    NotFoundError,
+    UsageError,
+)
 from paramd.layout.dtypes import item_bytes
 from paramd.layout.plan import ReadPlan, plan_read
 from paramd.layout.select import SelectedTensor, select
+from paramd.mesh.insight.moments import Facts, HeldMoments, Spans, pin_moments_at
 from paramd.mesh.insight.states import pin_step
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.sidecars import Pinned, Sidecars
@@ -28,6 +37,16 @@ AHEAD = 3
 
 MOST_AHEAD = 100
 STATUS_S = 5.0
+MAX_STEPS = 100_000
+
+KEY = "exp_avg_sq"
+"""Adam's second moment."""
+
+ADAMS = ("torch.optim.adam.Adam", "torch.optim.adamw.AdamW")
+"""Optimizers whose rule gives the effective learning rate."""
+
+Moments: TypeAlias = tuple[HeldMoments, Mapping[int, Facts]]
+"""The moments after an update, and what the update used, by rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +55,7 @@ class UpdateRow:
 
     name: str
     step: int
-    """The update: it led from step - 1 to step."""
+    """The last update: together they led from step - `steps` to step."""
     norm: float
     """Of the update."""
     rms: float
@@ -51,6 +70,11 @@ class UpdateRow:
     numel: int
     nonfinite: int
     """Elements whose change is NaN or infinite."""
+    moment_rms: float = math.nan
+    """Root mean square of Adam's second moment after the update; NaN where it is not known."""
+    effective_lr: float = math.nan
+    """lr / (sqrt(v) + eps) of an element whose bias-corrected second moment v is the parameter's
+    mean, with the update's own lr. Of Adam and AdamW; NaN for others, and where it is not known."""
 
 
 class Updates(Table[UpdateRow]):
@@ -64,15 +88,21 @@ class Updates(Table[UpdateRow]):
         ("rms", lambda row: f"{row.rms:.3g}"),
         ("max", lambda row: f"{row.max_abs:.3g}"),
         ("changed", lambda row: f"{row.changed:,} of {row.numel:,}"),
+        ("v rms", lambda row: f"{row.moment_rms:.3g}"),
+        ("effective lr", lambda row: f"{row.effective_lr:.3g}"),
     )
     row_type = UpdateRow
     about = ("job", "incarnation")
     job: str
     incarnation: int
+    moments_missing: str
+    """Why there are no second moments; empty when there are."""
 
-    def __new__(cls, rows: Iterable[UpdateRow], *, job: str, incarnation: int) -> Updates:
+    def __new__(
+        cls, rows: Iterable[UpdateRow], *, job: str, incarnation: int, moments_missing: str = ""
+    ) -> Updates:
         self = super().__new__(cls, sorted(rows, key=_order))
-        self.job, self.incarnation = job, incarnation
+        self.job, self.incarnation, self.moments_missing = job, incarnation, moments_missing
         return self
 
     def summary(self) -> str:
@@ -85,9 +115,11 @@ def _order(row: UpdateRow) -> tuple[bool, float, str]:
 
 
 async def compute_updates(
-    reach: SidecarFinder, patterns: Sequence[str], deadline_s: float
+    reach: SidecarFinder, patterns: Sequence[str], deadline_s: float, steps: int = 1
 ) -> Updates:
     """Raises as `AsyncMesh.updates`."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= MAX_STEPS:
+        raise UsageError(f"steps: {steps!r}; expected 1 to {MAX_STEPS:,}")
 
     async def attempt(sidecars: Sidecars) -> Updates:
         index = await reach.index(sidecars)
@@ -98,11 +130,15 @@ async def compute_updates(
             )
         selection = list(select(index, patterns, with_buffers=False))
         rows: list[UpdateRow] = []
+        missing = ""
         for group in groups(selection, max(index.layout.arena_bytes, default=0) // 3):
             plan = plan_read(index.layout, group, prefer=reach.costs())
-            rows += await _next_update(sidecars, plan, deadline_s)
+            found, why = await _next_update(sidecars, plan, group, deadline_s, steps)
+            rows, missing = rows + found, missing or why
         document = sidecars.document
-        return Updates(rows, job=document.job, incarnation=document.incarnation)
+        return Updates(
+            rows, job=document.job, incarnation=document.incarnation, moments_missing=missing
+        )
 
     return await reach.attempts(attempt, deadline_s)
 
@@ -125,15 +161,27 @@ def _bytes(item: SelectedTensor) -> int:
     return item.tensor.numel * item_bytes(item.tensor.dtype)
 
 
-async def _next_update(sidecars: Sidecars, plan: ReadPlan, deadline_s: float) -> list[UpdateRow]:
+async def _next_update(
+    sidecars: Sidecars,
+    plan: ReadPlan,
+    group: Sequence[SelectedTensor],
+    deadline_s: float,
+    steps: int,
+) -> tuple[list[UpdateRow], str]:
+    """The rows, and why they have no moments."""
     ahead = AHEAD
     while True:
         status = await mesh_status(sidecars, time.monotonic() + STATUS_S)
         step = max(row.step for row in status) + ahead
         try:
             async with AsyncExitStack() as stack:
-                before, after = await _two_steps(stack, sidecars, plan, step, deadline_s)
-                return await _rows(sidecars, plan, before, after, deadline_s)
+                before, after, moments = await _two_steps(
+                    stack, sidecars, plan, (step, step + steps), deadline_s
+                )
+                rows = await _rows(sidecars, plan, before, after, deadline_s)
+                if isinstance(moments, str):
+                    return rows, moments
+                return await _with_moments(rows, sidecars, plan, group, moments, deadline_s), ""
         except ConflictError as error:
             # Training was quicker than the request, or than a copy: ask further ahead, but not
             # so far that few attempts are left.
@@ -143,20 +191,95 @@ async def _next_update(sidecars: Sidecars, plan: ReadPlan, deadline_s: float) ->
 
 
 async def _two_steps(
-    stack: AsyncExitStack, sidecars: Sidecars, plan: ReadPlan, step: int, deadline_s: float
-) -> tuple[Pinned, Pinned]:
-    tasks = [
-        asyncio.create_task(pin_step(stack, sidecars, plan, at, deadline_s))
-        for at in (step, step + 1)
+    stack: AsyncExitStack,
+    sidecars: Sidecars,
+    plan: ReadPlan,
+    steps: tuple[int, int],
+    deadline_s: float,
+) -> tuple[Pinned, Pinned, Moments | str]:
+    spans = {read.rank: read.spans for read in plan.ranks}
+    tasks: list[asyncio.Task[Any]] = [
+        asyncio.create_task(pin_step(stack, sidecars, plan, at, deadline_s)) for at in steps
+    ]
+    # The hyper-parameters that the last update used are those of the step before it.
+    tasks += [
+        asyncio.create_task(_moments(stack, sidecars, of, at, deadline_s))
+        for of, at in ((dict.fromkeys(spans, ()), steps[1] - 1), (spans, steps[1]))
     ]
     try:
-        before, after = await asyncio.gather(*tasks)
+        before, after, used, moments = await asyncio.gather(*tasks)
     finally:
         # If one fails, the other must not enter its lease into a closed stack.
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-    return before, after
+    if isinstance(used, str) or isinstance(moments, str):
+        return before, after, used if isinstance(used, str) else moments
+    return before, after, (moments, used.facts)
+
+
+async def _moments(
+    stack: AsyncExitStack, sidecars: Sidecars, spans: Spans, step: int, deadline_s: float
+) -> HeldMoments | str:
+    """The second moments at a step; why there are none."""
+    try:
+        return await pin_moments_at(stack, sidecars, spans, KEY, step, deadline_s)
+    except AbortedError as error:
+        raise ConflictError(str(error)) from error
+    except (ConflictError, NotFoundError, ExhaustedError) as error:
+        return str(error)
+
+
+async def _with_moments(
+    rows: Sequence[UpdateRow],
+    sidecars: Sidecars,
+    plan: ReadPlan,
+    group: Sequence[SelectedTensor],
+    moments: Moments,
+    deadline_s: float,
+) -> list[UpdateRow]:
+    held, used = moments
+    table = await compute_stats(sidecars, plan, held.pinned, deadline_s, with_exponents=False)
+    found = []
+    for row, stats, item in zip(rows, table, group, strict=True):
+        known = _where(item, held.facts)
+        if known is None or KEY not in known[1]["keys"] or not stats.summary.count:
+            found.append(row)
+            continue
+        rank, param = known
+        summary = stats.summary
+        found.append(
+            replace(
+                row,
+                moment_rms=summary.norm / math.sqrt(summary.count),
+                effective_lr=_effective_lr(used[rank], param, summary.mean),
+            )
+        )
+    return found
+
+
+def _where(
+    item: SelectedTensor, facts: Mapping[int, Facts]
+) -> tuple[int, Mapping[str, Any]] | None:
+    """A rank that has a piece of the tensor, and the optimizer's parameter that it belongs to."""
+    for piece in item.tensor.pieces:
+        if piece.rank in facts and piece.region.numel:
+            param = facts[piece.rank].param_at(piece.arena_begin)
+            if param is not None:
+                return piece.rank, param
+    return None
+
+
+def _effective_lr(used: Facts, param: Mapping[str, Any], mean: float) -> float:
+    """Of Adam's rule: v / (1 - beta2 ** t) is the bias-corrected second moment."""
+    group, count = used.group_of(param), param["scalars"].get("step")
+    try:
+        if used.class_of(param) not in ADAMS or group["amsgrad"]:
+            return math.nan
+        corrected = mean / (1 - group["betas"][1] ** count)
+        return float(group["lr"] / (math.sqrt(corrected) + group["eps"]))
+    except (KeyError, TypeError, ValueError, ArithmeticError):
+        return math.nan
 
 
 async def _rows(

@@ -421,6 +421,30 @@ class Sidecars:
         assert isinstance(found, sidecar_pb2.PoolSnapshotResponse)
         return found
 
+    async def profile(
+        self, rank: int, request: sidecar_pb2.ProfileSnapshotRequest, timeout_s: float
+    ) -> sidecar_pb2.ProfileSnapshotResponse:
+        """Rows and columns of a pinned matrix."""
+        found = await self._watched(rank, "ProfileSnapshot", request, timeout_s)
+        assert isinstance(found, sidecar_pb2.ProfileSnapshotResponse)
+        return found
+
+    async def multiply(
+        self, rank: int, request: sidecar_pb2.MultiplySnapshotRequest, timeout_s: float
+    ) -> sidecar_pb2.MultiplySnapshotResponse:
+        """A pinned matrix times a narrow one."""
+        found = await self._watched(rank, "MultiplySnapshot", request, timeout_s)
+        assert isinstance(found, sidecar_pb2.MultiplySnapshotResponse)
+        return found
+
+    async def replay(
+        self, rank: int, request: sidecar_pb2.ReplayUpdateRequest, timeout_s: float
+    ) -> sidecar_pb2.ReplayUpdateResponse:
+        """Make a pinned update again."""
+        found = await self._watched(rank, "ReplayUpdate", request, timeout_s)
+        assert isinstance(found, sidecar_pb2.ReplayUpdateResponse)
+        return found
+
     async def layout_batches(self, rank: int) -> list[layout_pb2.Layout]:
         """The current layout, from one rank's sidecar."""
         asked = self.document.asked(rank)

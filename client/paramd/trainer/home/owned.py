@@ -207,6 +207,11 @@ class ParameterStorage:
         return self._plan.arena_bytes
 
     @property
+    def arena_address(self) -> int:
+        """Where the arena is mapped; 0 when outside."""
+        return self._arena_address
+
+    @property
     def shards(self) -> list[LocalShard]:
         """What this rank holds, in module tree order."""
         return list(self._shards)

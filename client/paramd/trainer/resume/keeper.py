@@ -11,7 +11,9 @@ without loss; one that dies between its update and the record cannot. A script w
 optimizers settles in the middle of its loop, and one that has its updates in `update()` right
 after them, so there only `kept()` completes a record.
 
-    {"step", "incarnation", "groups", "others", "early", "late", "random_forward"}
+    {"step", "incarnation", "groups", "others", "threads", "early", "late", "random_forward"}
+
+The sidecar reads step, groups and threads (memory/optimizer_state.py).
 
 `random_forward` is the state at the first forward after the boundary, when it is known: what the
 script drew since, such as a seed for its loader, does not change what its layers draw.
@@ -286,7 +288,9 @@ class Keeper:
                 "an optimizer that was not given to attach updates the model; give it all of them"
             )
         if self._state.settle() or not self._table_number:
-            self._table_number = self._table.write(encode(self._state.table()))
+            self._table_number = self._table.write(
+                encode(self._state.table(self._home.arena_address))
+            )
         self._home.copy_buffers()
         late = {
             name: one.state_dict() for name, one in self._keep.items() if name not in self._loaders
@@ -296,6 +300,7 @@ class Keeper:
             "incarnation": self._words[Word.INCARNATION],
             "groups": [_groups(optimizer) for optimizer in self._state.alive()],
             "others": self._state.others(),
+            "threads": torch.get_num_threads(),
             "early": self._early,
             "late": encode(late, name="keep"),
             "random_forward": None,

@@ -117,13 +117,21 @@ class OptimizerHome:
         self._bring_home()
         return True
 
-    def table(self) -> dict[str, Any]:
-        """What lies where, for `adopt`."""
+    def table(self, arena_address: int) -> dict[str, Any]:
+        """What lies where, for `adopt`; and for the sidecar, whose elements it is the state of."""
         entries = []
         for place in self._entries:
             lodged = self._lodged.get(place)
             entries.append([*place, lodged.described() if lodged is not None else None])
-        return {"optimizers": signature(self.alive()), "entries": entries}
+        return {
+            "optimizers": signature(self.alive()),
+            "entries": entries,
+            "params": [_in_arena(optimizer, arena_address) for optimizer in self.alive()],
+            "classes": [
+                f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+                for optimizer in self.alive()
+            ],
+        }
 
     def others(self) -> list[Any]:
         """The values of entries without a place, in the table's order."""
@@ -342,6 +350,17 @@ class OptimizerHome:
             i for i, value in enumerate(self._expected) if not isinstance(value, torch.Tensor)
         ]
         self._no_tensors = frozenset(self._others)
+
+
+def _in_arena(optimizer: torch.optim.Optimizer, arena_address: int) -> list[list[Any]]:
+    """Of each parameter its first byte in the arena, group, dtype, shape and strides."""
+    found = []
+    for number, group in enumerate(optimizer.param_groups):
+        for local in _locals(group):
+            begin = extent(local).begin - arena_address
+            shape, strides = list(local.shape), list(local.stride())
+            found.append([begin, number, dtype_name(local.dtype), shape, strides])
+    return found
 
 
 def signature(optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:

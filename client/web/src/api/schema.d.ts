@@ -798,6 +798,27 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/jobs/{job}/params/spectrum": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Get Spectrum
+         * @description The largest singular values of one weight or a slice of it, its condition number, and
+         *     its dead and equal rows. The sidecars multiply their shards with narrow matrices.
+         */
+        get: operations["get_spectrum"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/jobs/{job}/params/stats": {
         parameters: {
             query?: never;
@@ -1025,8 +1046,9 @@ export interface paths {
         };
         /**
          * Get Updates
-         * @description What the next update does to each parameter that matches: its norm, and its ratio to
-         *     the weight. The sidecars compute it from two steps in a row; training goes on.
+         * @description What the next updates do to each parameter that matches: their norm, and its ratio to
+         *     the weight. The sidecars compute it from two steps; training goes on. They must come within
+         *     30 s.
          */
         get: operations["get_updates"];
         put?: never;
@@ -3613,6 +3635,95 @@ export interface components {
             lease_s: number;
         };
         /**
+         * SpectrumDocument
+         * @description Singular values of one weight; null where a number is not finite.
+         */
+        SpectrumDocument: {
+            /**
+             * Condition
+             * @description Largest / smallest singular value; null when that is 0
+             */
+            condition: number | null;
+            /**
+             * Condition Exact
+             * @description Whether it is exact; else it is at least this
+             */
+            condition_exact: boolean;
+            /** Dead Column Count */
+            dead_column_count: number;
+            /** Dead Columns */
+            dead_columns: number[];
+            /** Dead Row Count */
+            dead_row_count: number;
+            /**
+             * Dead Rows
+             * @description The first 100 without a normal number above 0
+             */
+            dead_rows: number[];
+            /**
+             * Denormal
+             * @description Share of elements that are subnormal
+             */
+            denormal: number;
+            /** Dtype */
+            dtype: string;
+            /**
+             * Duplicate Row Count
+             * @description Rows that equal an earlier one
+             */
+            duplicate_row_count: number;
+            /**
+             * Duplicate Rows
+             * @description Groups of equal rows; the first 100
+             */
+            duplicate_rows: number[][];
+            /**
+             * Error
+             * @description Largest relative change of these in the last round; 0 when they are exact
+             */
+            error: number | null;
+            /** Incarnation */
+            incarnation: number;
+            /** Job */
+            job: string;
+            /** Name */
+            name: string;
+            /**
+             * Nonfinite
+             * @description Elements that are NaN or infinite
+             */
+            nonfinite: number;
+            /**
+             * Norm
+             * @description Frobenius norm of the finite elements
+             */
+            norm: number | null;
+            /**
+             * Saturated
+             * @description Share of elements at the dtype's largest value, or above
+             */
+            saturated: number;
+            /**
+             * Shape
+             * @description Dims beyond the second count as columns
+             */
+            shape: number[];
+            /**
+             * Singular Values
+             * @description The largest, falling; empty when elements are NaN or infinite
+             */
+            singular_values: number[];
+            /** Stable Rank */
+            stable_rank: number | null;
+            /** Step */
+            step: number;
+            /**
+             * Zero
+             * @description Share of elements that are zero
+             */
+            zero: number;
+        };
+        /**
          * StatsDocument
          * @description Statistics of one full tensor; replicas count once. null: NaN or infinite.
          */
@@ -3837,7 +3948,7 @@ export interface components {
         };
         /**
          * UpdateDocument
-         * @description What one update did to one parameter; null where a number is not finite.
+         * @description What updates did to one parameter; null where a number is not finite.
          */
         UpdateDocument: {
             /**
@@ -3845,8 +3956,18 @@ export interface components {
              * @description Elements that the update changed
              */
             changed: number;
+            /**
+             * Effective Lr
+             * @description lr / (sqrt(v) + eps) at the parameter's mean second moment v, bias-corrected
+             */
+            effective_lr: number | null;
             /** Max Abs */
             max_abs: number | null;
+            /**
+             * Moment Rms
+             * @description Root mean square of Adam's second moment
+             */
+            moment_rms: number | null;
             /** Name */
             name: string;
             /**
@@ -3867,7 +3988,7 @@ export interface components {
             rms: number | null;
             /**
              * Step
-             * @description The update: it led from step - 1 to step
+             * @description The last of these updates led to it
              */
             step: number;
             /**
@@ -3885,6 +4006,11 @@ export interface components {
             incarnation: number;
             /** Job */
             job: string;
+            /**
+             * Moments Missing
+             * @description Why there are no second moments, if there are none
+             */
+            moments_missing: string;
             /**
              * Updates
              * @description The largest ratio first
@@ -4051,6 +4177,7 @@ export type SilenceList = components['schemas']['SilenceList'];
 export type SilenceRequest = components['schemas']['SilenceRequest'];
 export type SnapshotList = components['schemas']['SnapshotList'];
 export type SnapshotRequest = components['schemas']['SnapshotRequest'];
+export type SpectrumDocument = components['schemas']['SpectrumDocument'];
 export type StatsDocument = components['schemas']['StatsDocument'];
 export type StatsList = components['schemas']['StatsList'];
 export type StepRequest = components['schemas']['StepRequest'];
@@ -5303,6 +5430,34 @@ export interface operations {
             };
         };
     };
+    get_spectrum: {
+        parameters: {
+            query: {
+                /** @description One tensor; may end in a slice: "w[0:4, 8:16]" */
+                name: string;
+                /** @description How many singular values */
+                k?: number;
+            };
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["SpectrumDocument"];
+                };
+            };
+        };
+    };
     get_stats: {
         parameters: {
             query: {
@@ -5597,6 +5752,8 @@ export interface operations {
             query?: {
                 /** @description Globs over names; default: all */
                 filter?: string[] | null;
+                /** @description So many updates together */
+                steps?: number;
             };
             header?: never;
             path: {

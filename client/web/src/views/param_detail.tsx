@@ -15,11 +15,13 @@ import { HistogramPanel } from "./param_histogram";
 import { NormPanel } from "./param_norm";
 import { Pieces } from "./param_pieces";
 import { useSamples } from "./param_samples";
+import { SpectrumPanel } from "./param_spectrum";
 import { Values } from "./param_values";
 
 const PARTS = [
   ["numbers", "Numbers"],
   ["heat", "Heat map"],
+  ["spectrum", "Spectrum"],
   ["where", "Placement"],
   ["values", "Values"],
   ["compare", "Compare"],
@@ -44,7 +46,7 @@ export function ParamDetail(props: { name: string }): ReactNode {
   );
   const found = useSamples(name, collecting === "on");
   const last = found.samples.at(-1);
-  const offered = PARTS.filter(([each]) => mayRead || (each !== "heat" && each !== "values"));
+  const offered = PARTS.filter(([each]) => mayRead || (each !== "heat" && each !== "values" && each !== "spectrum"));
   const facts = detail.data;
   return (
     <div className="detail" ref={box}>
@@ -100,6 +102,7 @@ export function ParamDetail(props: { name: string }): ReactNode {
         </Panel>
       )}
       {part === "heat" && facts && mayRead && <HeatPanel name={name} shape={facts.shape} />}
+      {part === "spectrum" && facts && mayRead && <SpectrumPanel name={literal(name)} shape={facts.shape} />}
       {part === "where" && facts && <Pieces detail={facts} at={detail.at} />}
       {part === "values" && facts && mayRead && <Values name={name} shape={facts.shape} />}
       {part === "compare" && facts && <Compare samples={found.samples} keep={found.keep} mayRead={mayRead} />}

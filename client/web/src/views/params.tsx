@@ -10,6 +10,7 @@ import { Choice, Empty, Name, Source, Trouble } from "../ui/bits";
 import { useShared } from "../ui/context";
 import { patchQuery, useQuery, useSettled } from "../ui/hooks";
 import { type Column, Rows } from "../ui/rows";
+import { Changes } from "./param_changes";
 import { ParamDetail } from "./param_detail";
 import { MAX_WHOLE, useNumbers, useParams } from "./params_load";
 
@@ -96,7 +97,7 @@ export default function Params(): ReactNode {
                 onChange={(event) => setFilter(event.target.value)}
               />
             </div>
-            <Choice label="Show as" value={as === "tree" ? "tree" : "list"} options={[["list", "List"], ["tree", "Tree"]] as const} onChange={setAs} />
+            <Choice label="Show as" value={as === "tree" || as === "changes" ? as : "list"} options={[["list", "List"], ["tree", "Tree"], ["changes", "Changes"]] as const} onChange={setAs} />
           </div>
           {listed.error && <Trouble>{listed.error}</Trouble>}
           {numbers.error && !listed.error && <Trouble>{numbers.error}</Trouble>}
@@ -118,7 +119,8 @@ export default function Params(): ReactNode {
             {asked.trim() && <button type="button" className="small" onClick={() => setFilter("")}>Clear the filter</button>}
           </Empty>
         )}
-        {(rows.length > 0 || !(listed.done || listed.error)) && <Rows
+        {as === "changes" && <Changes />}
+        {as !== "changes" && (rows.length > 0 || !(listed.done || listed.error)) && <Rows
           label="Parameters"
           columns={columns}
           items={rows}

@@ -76,6 +76,7 @@ OPERATIONS: Final[dict[str, Action]] = {
     "list_incarnations": Action.VIEW,
     "get_why": Action.READ,
     "get_updates": Action.READ,
+    "get_spectrum": Action.READ,
     "list_alerts": Action.VIEW,
     "acknowledge_alerts": Action.EDIT,
     "list_silences": Action.VIEW,

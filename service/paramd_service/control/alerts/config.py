@@ -92,6 +92,9 @@ class AlertConfig:
     compare: bool = True
     """Compare replicas, at the cost of copying a sample on each rank; needs no torch. Mirrored
     parameters, whose copies stop the trainer, only with `watch`."""
+    compare_steps: int = 0
+    """Compare every bit of all replicas, and of their optimizer state where sidecars have it
+    (resume="auto"), once in so many steps; 0: parameters alone, in samples by time."""
     disabled: tuple[str, ...] = ()
     """Names of rules that are turned off."""
     hold: tuple[str, ...] = ()
@@ -189,6 +192,7 @@ _ABOVE_ZERO = (
     "webhook_timeout_s",
 )
 _AT_LEAST = {
+    "compare_steps": 0,
     "sample_bytes": 1,
     "sample_ranks": 2,
     "norm_window": 3,

@@ -37,6 +37,13 @@ class ReplicaGroup:
     item_bytes: int
     begins: Mapping[int, int]
     """First byte in the arena, by rank; two ranks or more."""
+    state_key: str = ""
+    """The kind of optimizer state that is meant; empty: the parameter itself."""
+
+    @property
+    def name(self) -> str:
+        """What it is, in words."""
+        return f"{self.state_key} of {self.fqn}" if self.state_key else self.fqn
 
     def on(self, ranks: Iterable[int]) -> ReplicaGroup:
         """The group restricted to these ranks."""
@@ -46,6 +53,7 @@ class ReplicaGroup:
             size_bytes=self.size_bytes,
             item_bytes=self.item_bytes,
             begins={rank: self.begins[rank] for rank in sorted(ranks)},
+            state_key=self.state_key,
         )
 
 
@@ -176,10 +184,10 @@ def drift_findings(
     """
     by_tensor: dict[str, list[int]] = {}
     for index, difference in enumerate(differences):
-        by_tensor.setdefault(difference.group.fqn, []).append(index)
+        by_tensor.setdefault(difference.group.name, []).append(index)
     found = [
-        _finding(fqn, [differences[i] for i in indices], places.get(indices[0], ""), step)
-        for fqn, indices in list(by_tensor.items())[:most]
+        _finding(name, [differences[i] for i in indices], places.get(indices[0], ""), step)
+        for name, indices in list(by_tensor.items())[:most]
     ]
     if len(by_tensor) > most:
         found.append(
@@ -194,7 +202,7 @@ def drift_findings(
     return found
 
 
-def _finding(fqn: str, parts: Sequence[Difference], place: str, step: int) -> Finding:
+def _finding(name: str, parts: Sequence[Difference], place: str, step: int) -> Finding:
     first = parts[0]
     ranks = tuple(sorted({rank for part in parts for rank in part.ranks}))
     if all(part.majority for part in parts):
@@ -208,11 +216,11 @@ def _finding(fqn: str, parts: Sequence[Difference], place: str, step: int) -> Fi
     where = f"; {place}" if place else ""
     return Finding(
         rule=Rule.REPLICA_DRIFT,
-        subject=fqn,
+        subject=name,
         severity=Severity.CRITICAL,
-        reason=f"{fqn} at step {step}: {who}{where}{more}",
+        reason=f"{name} at step {step}: {who}{where}{more}",
         ranks=ranks[:64],
-        fqn=fqn,
+        fqn=first.group.fqn,
         step=step,
     )
 

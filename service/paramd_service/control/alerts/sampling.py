@@ -256,7 +256,7 @@ class MeshSampler:
             mirrored = (await reach.index(sidecars)).layout.mirrored
             pinner = Pinner(sidecars, backoff=reach.backoff)
             async with pinner.pinned(spans, deadline_s=deadline_s, with_buffers=mirrored) as pinned:
-                return await _compared(_Pinned(reach, sidecars, pinned, spans, deadline_s), groups)
+                return await digests_of(reach, sidecars, pinned, spans, groups, deadline_s)
 
         return await reach.attempts(attempt, deadline_s)
 
@@ -290,6 +290,18 @@ class _Pinned:
                 )
             found.extend(answer.digests)
         return found
+
+
+async def digests_of(
+    reach: SidecarFinder,
+    sidecars: Sidecars,
+    pinned: Pinned,
+    spans: Spans,
+    groups: Sequence[ReplicaGroup],
+    deadline_s: float,
+) -> DigestRound:
+    """Compare the groups' replicas, whose `spans` are pinned."""
+    return await _compared(_Pinned(reach, sidecars, pinned, spans, deadline_s), groups)
 
 
 async def _compared(pinned: _Pinned, groups: Sequence[ReplicaGroup]) -> DigestRound:

@@ -108,6 +108,7 @@ class Watchers:
             view=mesh.registry.view,
             sampler=self._make_sampler(mesh),
             ask_logged=_ask_logged(mesh),
+            reaching=mesh.reaching,
             webhooks=self.webhooks,
             store=self._store,
             tell=self._tell,

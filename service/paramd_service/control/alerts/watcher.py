@@ -12,10 +12,12 @@ import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from paramd.clock import now_s
 from paramd.errors import ExhaustedError, NotFoundError, ParamdError
 from paramd.layout.types import Layout
+from paramd_service.control.alerts.bits import BitRounds
 from paramd_service.control.alerts.book import (
     Alert,
     Book,
@@ -52,6 +54,9 @@ from paramd_service.control.alerts.webhook import Webhooks
 from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.store.silences import Silence
 
+if TYPE_CHECKING:
+    from paramd.mesh.peers.discovery import SidecarFinder
+
 _DRIFT = frozenset({Rule.REPLICA_DRIFT})
 
 log = logging.getLogger("paramd.control.alerts")
@@ -67,6 +72,8 @@ WINDOW_PARTS = 6
 """Past states kept per stall window."""
 
 KEEP_AGAIN_S = 5.0
+
+BETWEEN_PARTS_S = 0.01
 
 MAX_SILENCES = 100
 """In force at once for one job."""
@@ -191,6 +198,7 @@ class Watcher:
         webhooks: Webhooks,
         store: KeptAlerts,
         ask_logged: Ask | None = None,
+        reaching: Callable[[], Awaitable[SidecarFinder]] | None = None,
         tell: Tell = lambda alert: None,
         expires_s: Callable[[], float | None] = lambda: None,
         clock: Callable[[], float] = now_s,
@@ -200,6 +208,7 @@ class Watcher:
         Args:
             view: Returns the current mesh, for the rounds.
             webhooks: Started and closed by the caller; shared by all jobs.
+            reaching: Opens the connections to the sidecars; None compares samples alone.
             ask_logged: Calls GetLogged of a sidecar; None takes no logged numbers.
             tell: Called with every alert that starts firing or is resolved, for the event bus.
             expires_s: When the control plane's certificate expires; None without TLS.
@@ -232,6 +241,12 @@ class Watcher:
             self._logged = LoggedRounds(
                 config, job=job, incarnation=incarnation, view=view, ask=ask_logged, clock=clock,
                 book=self.book, on_change=self._on_change, offer=self._store.offer,
+            )  # fmt: skip
+        self._bits = None
+        if reaching is not None and config.compare and config.compare_steps:
+            self._bits = BitRounds(
+                config, reaching=reaching, joined=lambda: {one.rank for one in view().joined},
+                book=self.book, on_change=self._on_change, clock=clock,
             )  # fmt: skip
         self.round_counts = {"stats": 0, "digests": 0}
         """Rounds that succeeded, by kind."""
@@ -285,9 +300,13 @@ class Watcher:
     def start(self) -> None:
         """Resume the stored alerts and silences, then watch."""
         self._tasks = [asyncio.create_task(self._keep(), name="paramd-alerts-keep")]
+        digests: tuple[float, Callable[[], Awaitable[bool | None]]]
+        digests = (self.config.digests_every_s, self.rounds.digests)
+        if self._bits is not None:
+            digests = (BETWEEN_PARTS_S, self._bits.one)
         rounds = (
             ("stats", self.config.watch, self.config.stats_every_s, self.rounds.stats),
-            ("digests", self.config.compare, self.config.digests_every_s, self.rounds.digests),
+            ("digests", self.config.compare, *digests),
         )
         self._tasks += [
             asyncio.create_task(self._run(name, every_s, look), name=f"paramd-watch-{name}")
@@ -351,11 +370,14 @@ class Watcher:
                 points_of(now, job=self._job, incarnation=self._incarnation, time_s=now_s)
             )
 
-    async def _run(self, kind: str, every_s: float, one: Callable[[], Awaitable[None]]) -> None:
+    async def _run(
+        self, kind: str, every_s: float, one: Callable[[], Awaitable[bool | None]]
+    ) -> None:
         while True:
             await asyncio.sleep(every_s)
             try:
-                await one()
+                if await one() is False:
+                    continue
             except ParamdError as error:
                 self._failed(kind, f"{type(error).__name__}: {error}")
             except Exception as error:

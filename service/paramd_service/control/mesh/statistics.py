@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, closing
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from paramd.errors import UsageError, asked_by
+from paramd.errors import ConflictError, DeadlineError, UsageError, asked_by
 from paramd_service.admission import CALLER, Shares
 from paramd_service.control.mesh.held import HeldSnapshots, LeasedSnapshot
 
 if TYPE_CHECKING:
     from paramd.layout.plan import ReadPlan
     from paramd.mesh.frames.frames import GradFrame, Kind
+    from paramd.mesh.insight.spectrum import Spectrum
     from paramd.mesh.insight.updates import Updates
     from paramd.mesh.peers.discovery import SidecarFinder
     from paramd.mesh.peers.sidecars import Pinned, Sidecars
@@ -40,6 +42,7 @@ class StatsSource:
         """No I/O."""
         self._reaching = reaching
         self._queries = Shares(MAX_CONCURRENT, "concurrent queries")
+        self._spectra = asyncio.Lock()
         self._streams = Shares(MAX_STREAMS, "gradient streams")
         self.held = HeldSnapshots()
         """Snapshots leased by REST callers."""
@@ -137,14 +140,42 @@ class StatsSource:
 
         return await self._reading([pattern], work)
 
-    async def updates(self, patterns: Sequence[str]) -> Updates:
-        """What the next update does to each matching parameter. Raises: as `get`."""
+    async def updates(self, patterns: Sequence[str], steps: int) -> Updates:
+        """What the next updates do to each matching parameter.
+
+        Raises:
+            ConflictError: they do not come within `TIMEOUT_S`.
+            ParamdError: as `get`.
+        """
         from paramd.mesh.insight.updates import compute_updates
 
         with self._queries.one(CALLER.get()):
             reach = await self._reaching()
             asked_by.set(CALLER.get() or "")
-            return await compute_updates(reach, patterns, time.monotonic() + TIMEOUT_S)
+            deadline_s = time.monotonic() + TIMEOUT_S
+            try:
+                return await compute_updates(reach, patterns, deadline_s, steps)
+            except DeadlineError as error:
+                raise ConflictError(
+                    f"steps: {steps:,} updates did not come within {TIMEOUT_S:.0f} s: training is "
+                    "slow, paused or over; ask for fewer, or use mesh.updates with a longer timeout"
+                ) from error
+
+    async def spectrum(self, pattern: str, k: int) -> Spectrum:
+        """The spectrum of the one matching parameter.
+
+        Raises: as `get`, and as `spectrum_of`.
+        """
+        from paramd.mesh.insight.spectrum import spectrum_of
+
+        def work(
+            sidecars: Sidecars, plan: ReadPlan, pinned: Pinned, deadline_s: float
+        ) -> Awaitable[Spectrum]:
+            return spectrum_of(sidecars, plan, pinned, k, deadline_s)
+
+        # Its matrices lie in this process; one at a time bounds them.
+        async with self._spectra:
+            return await self._reading([pattern], work, buffers=False)
 
     async def pin(
         self, patterns: Sequence[str], *, with_buffers: bool, filter_text: str, lease_s: float

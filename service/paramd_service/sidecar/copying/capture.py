@@ -33,6 +33,7 @@ from paramd.memory.gate import (
     copy_at_rest,
     copy_of_request,
     is_changed,
+    state_of,
     worth_starting,
 )
 from paramd_service.sidecar.copying.page_requests import Boundary, Outcome, PageRequests
@@ -81,6 +82,8 @@ class CopyJob:
     """Why the trainer cannot serve the parameters, if the job was given up for that."""
     unserved_ns: int = 0
     """Since when the trainer has reported that; 0: it does not."""
+    prepare: Callable[[], Sequence[CopySpan] | None] | None = None
+    """Finds the spans right before each copy, while SEQ is even; None: this state has them not."""
 
     @property
     def size_bytes(self) -> int:
@@ -179,7 +182,7 @@ class Capture:
         for job in list(self._stepped):
             step = self._words[Word.STEP]
             if step == job.at_step:
-                end, copied = self._copy_settled(job.spans)
+                end, copied = self._copy_for(job)
                 if end is CopyEnd.DONE and copied.step == job.at_step:
                     self._stepped.remove(job)
                     job.done(copied)
@@ -255,6 +258,20 @@ class Capture:
             return False
         return self.trainer_ended or self._clock_ns() - words[Word.REST_NS] >= REST_NS
 
+    def _copy_for(self, job: CopyJob) -> tuple[CopyEnd, State]:
+        """As `_copy_settled`; what a job's spans are found by is of the same state."""
+        if job.prepare is None:
+            return self._copy_settled(job.spans)
+        seq = self._words[Word.SEQ]
+        spans = job.prepare() if not seq & 1 else None
+        if spans is None:
+            return CopyEnd.UPDATING, state_of(self._page)
+        job.spans = spans
+        end, state = self._copy_settled(spans)
+        if end is CopyEnd.DONE and state.proof != seq:
+            return CopyEnd.OVERTAKEN, state
+        return end, state
+
     def _copy_settled(self, spans: Sequence[CopySpan]) -> tuple[CopyEnd, State]:
         """Copy a settled state; CHANGED if its samples were changed without an update."""
         before = self._digest()
@@ -267,8 +284,8 @@ class Capture:
 
     def _copy_job(self, job: CopyJob) -> CopyEnd:
         begin_ns = self._clock_ns()
-        end, state = self._copy_settled(job.spans)
-        if end is CopyEnd.UPDATING and self.rests():
+        end, state = self._copy_for(job)
+        if end is CopyEnd.UPDATING and self.rests() and job.prepare is None:
             end, state = self._copy_at_rest(job)
         else:
             job.unseen = None

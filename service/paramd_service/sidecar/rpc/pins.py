@@ -145,7 +145,7 @@ class _PinCalls:
             return await self._gradients(request, key, lease_s, timeout_s)
         pins = rank.pins
         if request.source == pb.SOURCE_MOMENTS:
-            return await self._moments(request, key, lease_s)
+            return await self._moments(request, key, lease_s, timeout_s)
         if request.at_boundary:
             lease = await pins.prepare(key, with_buffers=request.with_buffers, lease_s=lease_s)
         else:
@@ -159,13 +159,24 @@ class _PinCalls:
         rank.faults.at("pin-answered")
         return self._answer(lease, lease_s)
 
-    async def _moments(self, request: pb.PinSnapshotRequest, key: Key, lease_s: float) -> Message:
+    async def _moments(
+        self, request: pb.PinSnapshotRequest, key: Key, lease_s: float, timeout_s: float
+    ) -> Message:
         pins = self._rank.pins
         if request.at_boundary:
             table = table_key(request.incarnation)
             lease = await pins.prepare(table, with_buffers=False, lease_s=lease_s)
-        else:
+        elif pins.moments.has(request.at_step) or (
+            # A reader of the mirror that comes too late is told so.
+            not pins.live_moments.kept
+            and (pins.moments.is_held or 0 < request.at_step <= self._rank.step)
+        ):
             lease = await pins.moments.pin(key, request.at_step, lease_s)
+        else:
+            pins.live_moments.check(key.state_key if key.spans else "")
+            lease = await pins.pin(
+                key, lease_s=lease_s, timeout_s=timeout_s, at_step=request.at_step
+            )
         self._rank.faults.at("pin-answered")
         return self._answer(lease, lease_s)
 
@@ -204,6 +215,7 @@ class _PinCalls:
             snapshot_id=lease.snapshot_id,
             size_bytes=lease.snapshot.size_bytes,
             lease_ms=int(lease_s * 1000),
+            optimizer=lease.snapshot.optimizer,
         )
 
 
@@ -220,8 +232,8 @@ def _check(request: pb.PinSnapshotRequest) -> None:
     if request.source == pb.SOURCE_GRADIENTS and not request.at_step:
         raise UsageError("at_step: gradients are those of one update; name it")
     moments = request.source == pb.SOURCE_MOMENTS
-    if moments and bool(request.state_key) != bool(request.at_step):
-        raise UsageError("source: optimizer state needs a state_key and the at_step of its table")
+    if moments and not request.state_key and not request.at_boundary:
+        raise UsageError("source: optimizer state needs a state_key, or at_boundary for its table")
     if moments and request.at_boundary and (request.state_key or request.spans):
         raise UsageError("source: the table of optimizer state needs no state_key and no spans")
     if request.source not in pb.Source.values():

@@ -60,7 +60,14 @@ from paramd_service.sidecar.rpc.auth import (
 )
 from paramd_service.sidecar.rpc.gateway import Gateway
 from paramd_service.sidecar.rpc.messages import abort_internal, abort_with
-from paramd_service.sidecar.rpc.statistics import compute_stats, digest_snapshot, pool_snapshot
+from paramd_service.sidecar.rpc.replay import ReplaySnapshots, replay_update
+from paramd_service.sidecar.rpc.statistics import (
+    compute_stats,
+    digest_snapshot,
+    multiply_snapshot,
+    pool_snapshot,
+    profile_snapshot,
+)
 from paramd_service.sidecar.rpc.streams import StreamServer
 from paramd_service.sidecar.snapshots.store import Snapshot
 
@@ -262,6 +269,13 @@ class SidecarServicer:
             "ReleaseSnapshot": Call(request=pb.ReleaseSnapshotRequest, unary=self._release),
             "ComputeStats": Call(request=pb.ComputeStatsRequest, unary=self._stats, heavy=True),
             "PoolSnapshot": Call(request=pb.PoolSnapshotRequest, unary=self._pool, heavy=True),
+            "ProfileSnapshot": Call(
+                request=pb.ProfileSnapshotRequest, unary=self._profile, heavy=True
+            ),
+            "MultiplySnapshot": Call(
+                request=pb.MultiplySnapshotRequest, unary=self._multiply, heavy=True
+            ),
+            "ReplayUpdate": Call(request=pb.ReplayUpdateRequest, unary=self._replay, heavy=True),
             "ListSnapshots": Call(request=pb.ListSnapshotsRequest, unary=self._list),
             "DigestSnapshot": Call(
                 request=pb.DigestSnapshotRequest, unary=self._digest, heavy=True
@@ -439,6 +453,33 @@ class SidecarServicer:
         async with self._held(request.snapshot_id, timeout_s) as snapshot:
             answer = await pool_snapshot(self._rank, snapshot, request)
         answer.header.CopyFrom(messages.header_of(self._rank, snapshot))
+        return answer
+
+    async def _profile(self, request: pb.ProfileSnapshotRequest, timeout_s: float) -> Message:
+        async with self._held(request.snapshot_id, timeout_s) as snapshot:
+            answer = await profile_snapshot(self._rank, snapshot, request)
+        answer.header.CopyFrom(messages.header_of(self._rank, snapshot))
+        return answer
+
+    async def _multiply(self, request: pb.MultiplySnapshotRequest, timeout_s: float) -> Message:
+        async with self._held(request.snapshot_id, timeout_s) as snapshot:
+            answer = await multiply_snapshot(self._rank, snapshot, request)
+        answer.header.CopyFrom(messages.header_of(self._rank, snapshot))
+        return answer
+
+    async def _replay(self, request: pb.ReplayUpdateRequest, timeout_s: float) -> Message:
+        async with AsyncExitStack() as stack:
+
+            async def held(snapshot_id: str) -> Snapshot:
+                return await stack.enter_async_context(self._held(snapshot_id, timeout_s))
+
+            snapshots = ReplaySnapshots(
+                before={one.state_key: await held(one.before_snapshot_id) for one in request.pairs},
+                after={one.state_key: await held(one.after_snapshot_id) for one in request.pairs},
+                gradients=await held(request.gradients_snapshot_id),
+                facts=await held(request.facts_snapshot_id),
+            )
+            answer = await replay_update(self._rank, snapshots)
         return answer
 
     async def _list(self, _request: pb.ListSnapshotsRequest, _timeout_s: float) -> Message:

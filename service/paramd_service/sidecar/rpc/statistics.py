@@ -1,4 +1,4 @@
-"""ComputeStats, PoolSnapshot and DigestSnapshot: check the items, then reduce them on a thread.
+"""ComputeStats, PoolSnapshot, DigestSnapshot, and what spectra need, reduced on a thread.
 
 Torch is loaded on first use. Digests compare replicas: XXH3 detects accidents (a flipped bit, a
 torn page, a stale shard), not deliberate forgery; only the trainer writes an arena.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import xxhash
 
@@ -18,6 +18,9 @@ from paramd_service.aio import uncancelled
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc.auth import SpanMessage
 from paramd_service.sidecar.snapshots.store import Snapshot
+
+if TYPE_CHECKING:
+    from paramd_service.sidecar.statistics import pooling
 
 MAX_RANGES = 100_000
 DIGEST_BYTES = 16
@@ -181,20 +184,7 @@ def _pool(
     grid = pooling.Grid(
         mode, request.row_count, request.col_count, request.cell_row_count, request.cell_col_count
     )
-    views = [
-        pooling.make_view(
-            item.begin_bytes,
-            item.sizes,
-            item.strides,
-            item.steps,
-            row_dims=item.row_dims,
-            origin=(item.row_begin, item.col_begin),
-            grid=grid,
-            data_bytes=len(data),
-            dtype=request.dtype,
-        )
-        for item in request.items
-    ]
+    views = _views(request.items, request.dtype, grid, len(data))
     rank.faults.at("pool")
     heatmap = pooling.pool(data, request.dtype, grid, views, lambda: bool(stop))
     height, width = heatmap.values.shape
@@ -207,6 +197,126 @@ def _pool(
         counts=heatmap.counts.flatten().tolist(),
         nonfinite_counts=heatmap.nonfinite.flatten().tolist() if heatmap.nonfinite.any() else (),
     )
+
+
+def _views(
+    items: Sequence[pb.PoolItem], dtype: str, grid: pooling.Grid, data_bytes: int
+) -> list[pooling.View]:
+    from paramd_service.sidecar.statistics import pooling
+
+    return [
+        pooling.make_view(
+            item.begin_bytes,
+            item.sizes,
+            item.strides,
+            item.steps,
+            row_dims=item.row_dims,
+            origin=(item.row_begin, item.col_begin),
+            grid=grid,
+            data_bytes=data_bytes,
+            dtype=dtype,
+        )
+        for item in items
+    ]
+
+
+async def profile_snapshot(
+    rank: RankSidecar, snapshot: Snapshot, request: pb.ProfileSnapshotRequest
+) -> pb.ProfileSnapshotResponse:
+    """Rows and columns of a matrix, with an empty header. The caller must hold the snapshot.
+
+    Raises:
+        UsageError: an item leaves the snapshot or the matrix, or the dtype is not of floats.
+    """
+    data = snapshot.view()
+    return await on_stats_thread(rank, lambda stop: _profile(rank, data, request, stop))
+
+
+async def multiply_snapshot(
+    rank: RankSidecar, snapshot: Snapshot, request: pb.MultiplySnapshotRequest
+) -> pb.MultiplySnapshotResponse:
+    """A matrix times a narrow one, with an empty header. The caller must hold the snapshot.
+
+    Raises:
+        UsageError: as `profile_snapshot`, or the factor does not fit.
+    """
+    data = snapshot.view()
+    return await on_stats_thread(rank, lambda stop: _multiply(rank, data, request, stop))
+
+
+def _matrix_views(
+    request: pb.ProfileSnapshotRequest | pb.MultiplySnapshotRequest, data_bytes: int
+) -> list[pooling.View]:
+    from paramd_service.sidecar.statistics import pooling, reduce, spectra
+
+    reduce.set_up()
+    if len(request.items) > MAX_POOL_ITEMS or any(item.row_dims != 1 for item in request.items):
+        raise UsageError(
+            f"items: {len(request.items)}; expected at most {MAX_POOL_ITEMS}, with row_dims 1"
+        )
+    if min(request.row_count, request.col_count) < 1:
+        raise UsageError(
+            f"row_count, col_count: {request.row_count}, {request.col_count}; expected 1 or more"
+        )
+    reduce.item_bytes(request.dtype)
+    spectra.check_float(request.dtype)
+    grid = pooling.Grid("sum", request.row_count, request.col_count, 1, 1)
+    return _views(request.items, request.dtype, grid, data_bytes)
+
+
+def _profile(
+    rank: RankSidecar, data: memoryview, request: pb.ProfileSnapshotRequest, stop: Sequence[bool]
+) -> pb.ProfileSnapshotResponse:
+    views = _matrix_views(request, len(data))
+    from paramd_service.sidecar.statistics import spectra
+
+    rank.faults.at("pool")
+    found = spectra.profile(data, request.dtype, views, lambda: bool(stop))
+    return pb.ProfileSnapshotResponse(
+        row_begin=found.row_begin,
+        col_begin=found.col_begin,
+        row_max=found.row_max.numpy().tobytes(),
+        col_max=found.col_max.numpy().tobytes(),
+        row_sums=found.row_sums.numpy().tobytes(),
+        count=found.count,
+        sum_squares=found.sum_squares,
+        nonfinite_count=found.nonfinite,
+        saturated_count=found.saturated,
+        denormal_count=found.denormal,
+        zero_count=found.zero,
+    )
+
+
+MAX_FACTOR_BYTES = 3 << 20
+
+
+def _multiply(
+    rank: RankSidecar, data: memoryview, request: pb.MultiplySnapshotRequest, stop: Sequence[bool]
+) -> pb.MultiplySnapshotResponse:
+    views = _matrix_views(request, len(data))
+    import numpy as np
+
+    from paramd_service.sidecar.statistics import spectra
+
+    width, size = request.factor_width, len(request.factor)
+    fits = 1 <= width <= spectra.MAX_WIDTH and size <= MAX_FACTOR_BYTES
+    if not fits or request.factor_begin < 0 or not size or size % (8 * width):
+        raise UsageError(
+            f"factor, factor_width: {size:,} bytes, {width} columns; expected whole rows of 1 to "
+            f"{spectra.MAX_WIDTH} float64 numbers, at most {MAX_FACTOR_BYTES:,} bytes"
+        )
+    factor = spectra.matrix(np.frombuffer(request.factor, dtype="<f8").reshape(-1, width))
+    rank.faults.at("pool")
+    begin, product = spectra.multiply(
+        data,
+        request.dtype,
+        views,
+        factor,
+        request.factor_begin,
+        lambda: bool(stop),
+        transposed=request.transposed,
+    )
+    return pb.MultiplySnapshotResponse(begin=begin, product=product.numpy().tobytes())
 
 
 def _run_of(data: memoryview, item: pb.StatsItem, itemsize: int) -> memoryview:

@@ -85,6 +85,15 @@ class Moments:
             snapshot.block.buffer[:TABLE_BYTES] = memory
         self._source, self._taken = snapshot, {}
 
+    @property
+    def is_held(self) -> bool:
+        """Whether there is a mirror whose table a reader holds."""
+        return self._source is not None and self._source.holders > 0
+
+    def has(self, step: int) -> bool:
+        """Whether that mirror is of this step."""
+        return self._source is not None and self.is_held and self._source.step == step
+
     def sweep(self) -> None:
         """Release the mirror's memory once its table has no holder."""
         if self._source is not None and self._source.holders <= 0 and not self._moving:

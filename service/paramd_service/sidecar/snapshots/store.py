@@ -140,6 +140,8 @@ class Snapshot:
     """A client left without an unmap: never reuse the memory."""
     notes: Notes | None = None
     """For gradients: facts that the bytes do not show."""
+    optimizer: bytes = b""
+    """As in `paramd.v1.PinSnapshotResponse`."""
 
     @property
     def size_bytes(self) -> int:

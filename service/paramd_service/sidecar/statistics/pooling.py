@@ -179,7 +179,7 @@ def pool(
     sides = ((grid.cell_rows, grid.rows), (grid.cell_columns, grid.columns))
     heatmap = _empty(grid, views, sides)
     for view in views:
-        for block, rows, columns in _blocks(data, dtype, view):
+        for block, rows, columns in blocks(data, dtype, view):
             if stopped():
                 return heatmap
             cells = [
@@ -208,7 +208,7 @@ def _empty(grid: Grid, views: Sequence[View], sides: Sequence[tuple[int, int]]) 
     )
 
 
-def _blocks(
+def blocks(
     data: memoryview, dtype: str, view: View
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """2-D blocks of at most `BLOCK_NUMEL` elements, with their rows and columns."""

@@ -12,6 +12,8 @@ from pydantic import BaseModel, Field
 from paramd.errors import ParamdError
 from paramd.v1 import common_pb2
 from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.control.api.choice import choose_one, pattern_of
+from paramd_service.control.api.routes.params import Name
 from paramd_service.control.api.services import Services
 from paramd_service.control.insight.verdict import verdict_of
 from paramd_service.control.insight.why import Found, chosen, evidence_of, inspect
@@ -26,6 +28,8 @@ Ranks = Annotated[
 ]
 LogLines = Annotated[int, Query(ge=0, le=100, description="Last lines of each trainer's output")]
 
+Steps = Annotated[int, Query(ge=1, le=100_000, description="So many updates together")]
+Values = Annotated[int, Query(ge=1, le=32, description="How many singular values")]
 
 Patterns = Annotated[
     list[str] | None, Query(max_length=64, description="Globs over names; default: all")
@@ -94,10 +98,10 @@ class RankWhy(BaseModel):
 
 
 class UpdateDocument(BaseModel):
-    """What one update did to one parameter; null where a number is not finite."""
+    """What updates did to one parameter; null where a number is not finite."""
 
     name: str
-    step: int = Field(description="The update: it led from step - 1 to step")
+    step: int = Field(description="The last of these updates led to it")
     norm: float | None
     rms: float | None
     max_abs: float | None
@@ -106,6 +110,10 @@ class UpdateDocument(BaseModel):
     changed: int = Field(description="Elements that the update changed")
     numel: int
     nonfinite: int = Field(description="Elements whose change is NaN or infinite")
+    moment_rms: float | None = Field(description="Root mean square of Adam's second moment")
+    effective_lr: float | None = Field(
+        description="lr / (sqrt(v) + eps) at the parameter's mean second moment v, bias-corrected"
+    )
 
 
 class UpdateList(BaseModel):
@@ -114,6 +122,40 @@ class UpdateList(BaseModel):
     job: str
     incarnation: int
     updates: list[UpdateDocument] = Field(description="The largest ratio first")
+    moments_missing: str = Field(description="Why there are no second moments, if there are none")
+
+
+class SpectrumDocument(BaseModel):
+    """Singular values of one weight; null where a number is not finite."""
+
+    name: str
+    job: str
+    incarnation: int
+    step: int
+    shape: list[int] = Field(description="Dims beyond the second count as columns")
+    dtype: str
+    singular_values: list[float] = Field(
+        description="The largest, falling; empty when elements are NaN or infinite"
+    )
+    error: float | None = Field(
+        description="Largest relative change of these in the last round; 0 when they are exact"
+    )
+    norm: float | None = Field(description="Frobenius norm of the finite elements")
+    stable_rank: float | None
+    condition: float | None = Field(
+        description="Largest / smallest singular value; null when that is 0"
+    )
+    condition_exact: bool = Field(description="Whether it is exact; else it is at least this")
+    dead_rows: list[int] = Field(description="The first 100 without a normal number above 0")
+    dead_row_count: int
+    dead_columns: list[int]
+    dead_column_count: int
+    duplicate_rows: list[list[int]] = Field(description="Groups of equal rows; the first 100")
+    duplicate_row_count: int = Field(description="Rows that equal an earlier one")
+    saturated: float = Field(description="Share of elements at the dtype's largest value, or above")
+    denormal: float = Field(description="Share of elements that are subnormal")
+    zero: float = Field(description="Share of elements that are zero")
+    nonfinite: int = Field(description="Elements that are NaN or infinite")
 
 
 class WhyDocument(BaseModel):
@@ -127,7 +169,7 @@ class WhyDocument(BaseModel):
 
 
 def router(services: Services) -> APIRouter:
-    """/jobs/{job}/why, /jobs/{job}/updates."""
+    """/jobs/{job}/why, /jobs/{job}/updates, /jobs/{job}/params/spectrum."""
     routes = APIRouter(tags=["insight"])
 
     @routes.get("/jobs/{job}/why")
@@ -149,17 +191,30 @@ def router(services: Services) -> APIRouter:
         )
 
     @routes.get("/jobs/{job}/updates")
-    async def get_updates(job: str, filter: Patterns = None) -> UpdateList:
-        """What the next update does to each parameter that matches: its norm, and its ratio to
-        the weight. The sidecars compute it from two steps in a row; training goes on.
+    async def get_updates(job: str, filter: Patterns = None, steps: Steps = 1) -> UpdateList:
+        """What the next updates do to each parameter that matches: their norm, and its ratio to
+        the weight. The sidecars compute it from two steps; training goes on. They must come within
+        30 s.
         """
         mesh = services.jobs.get(job)
-        found = await mesh.statistics.updates(filter or ["*"])
+        found = await mesh.statistics.updates(filter or ["*"], steps)
         return UpdateList(
             job=found.job,
             incarnation=found.incarnation,
             updates=[UpdateDocument(**_finite(asdict(row))) for row in found],
+            moments_missing=found.moments_missing,
         )
+
+    @routes.get("/jobs/{job}/params/spectrum")
+    async def get_spectrum(job: str, name: Name, k: Values = 8) -> SpectrumDocument:
+        """The largest singular values of one weight or a slice of it, its condition number, and
+        its dead and equal rows. The sidecars multiply their shards with narrow matrices.
+        """
+        mesh = services.jobs.get(job)
+        _, index = await mesh.layouts.get(mesh.registry.view())
+        item = choose_one(index, name)
+        found = await mesh.statistics.spectrum(pattern_of(item), k)
+        return SpectrumDocument(**_finite(asdict(found)))
 
     return routes
 

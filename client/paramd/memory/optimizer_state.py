@@ -1,0 +1,220 @@
+"""Optimizer state in the optimizer memory, as the sidecar finds it without torch.
+
+The trainer's record and its table (trainer/resume/keeper.py, optimizer_home.py) say where each
+state tensor lies and which parameter of the arena it belongs to. State with the dtype, shape and
+strides of its parameter corresponds to it byte by byte: the state of the element at arena byte
+x is at byte `place + x - begin`. Other state is left out, with the reason.
+
+Record and table are written inside updates, while SEQ is odd. So what is read while SEQ is even, by
+a record of the page's own step, is of that step if SEQ has not changed since.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from paramd.errors import UsageError
+from paramd.layout.dtypes import DTYPES
+
+_SIZE = struct.Struct("=Q")
+_SCALARS = {"float32": "=f", "float64": "=d", "int64": "=q", "int32": "=i"}
+_MOST_DEPTH = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Stated:
+    """One parameter of an optimizer, and where its state lies."""
+
+    begin: int
+    """First byte in the arena."""
+    size_bytes: int
+    optimizer: int
+    group: int
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    places: dict[str, int]
+    """First byte in the optimizer memory of each state tensor that corresponds to it."""
+    scalars: Mapping[str, tuple[int, str]]
+    """First byte and dtype of each state tensor of one number."""
+    left_out: dict[str, str]
+    """State that is neither, with the reason."""
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.size_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """What a table says; `record` has the hyper-parameters."""
+
+    params: Sequence[Stated]
+    """By first byte in the arena."""
+    classes: Sequence[str]
+    """Of each optimizer, with its module."""
+
+    @property
+    def keys(self) -> list[str]:
+        """Kinds of state that correspond to parameters."""
+        return list(dict.fromkeys(key for one in self.params for key in one.places))
+
+    def pieces(self, key: str, begin: int, end: int) -> list[tuple[int, int, int]]:
+        """Where the state of arena bytes [begin, end) lies: (arena byte, memory byte, size)."""
+        first = max(bisect_right(self.params, begin, key=lambda one: one.begin) - 1, 0)
+        found = []
+        for one in self.params[first:]:
+            if one.begin >= end:
+                break
+            low, high = max(begin, one.begin), min(end, one.end)
+            if low < high and key in one.places:
+                found.append((low, one.places[key] + low - one.begin, high - low))
+        return found
+
+    def facts(self, record: Mapping[str, Any], memory: memoryview) -> dict[str, Any]:
+        """What a reader of the state needs beside its bytes; the proto documents the form."""
+        params = [
+            {
+                "begin": one.begin,
+                "end": one.end,
+                "dtype": one.dtype,
+                "shape": one.shape,
+                "strides": one.strides,
+                "optimizer": one.optimizer,
+                "group": one.group,
+                "keys": list(one.places),
+                "scalars": {
+                    key: _plain(struct.unpack_from(_SCALARS[dtype], memory, at)[0])
+                    for key, (at, dtype) in one.scalars.items()
+                },
+                "left_out": dict(one.left_out),
+            }
+            for one in self.params
+        ]
+        return {
+            "step": record["step"],
+            "threads": record.get("threads", 0),
+            "classes": list(self.classes),
+            "groups": record["groups"],
+            "keys": self.keys,
+            "params": params,
+        }
+
+
+def parse_state(table: bytes) -> OptimizerState:
+    """Parse a table.
+
+    Raises:
+        UsageError: malformed, or written by a version that did not place parameters.
+    """
+    found = read_plain(table)
+    try:
+        params, classes = found["params"], found["classes"]
+        states: dict[tuple[int, int], list[tuple[str, Any]]] = {}
+        for number, index, key, described in found["entries"]:
+            states.setdefault((number, index), []).append((str(key), described))
+        stated = [
+            _stated(number, one, states.get((number, index), []))
+            for number, of in enumerate(params)
+            for index, one in enumerate(of)
+        ]
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise UsageError(f"the table of optimizer state cannot be read: {error!r}") from None
+    stated.sort(key=lambda one: one.begin)
+    for one, other in pairwise(stated):
+        if other.begin < one.end:
+            # Columns of one matrix: a span of the arena does not say whose element a byte is.
+            for each in (one, other):
+                each.left_out.update(dict.fromkeys(each.places, "parameters share its bytes"))
+                each.places.clear()
+    return OptimizerState(stated, classes)
+
+
+def _stated(optimizer: int, param: Sequence[Any], state: Sequence[tuple[str, Any]]) -> Stated:
+    begin, group, dtype, shape, strides = param
+    item_bytes = DTYPES[dtype].item_bytes
+    places: dict[str, int] = {}
+    scalars: dict[str, tuple[int, str]] = {}
+    left_out: dict[str, str] = {}
+    for key, described in state:
+        if described is None:
+            left_out[key] = "it is no tensor"
+            continue
+        place, _, its_dtype, its_shape, its_strides, _ = described
+        if its_shape == shape and (shape or key != "step"):
+            if its_strides != strides or DTYPES[its_dtype].item_bytes != item_bytes:
+                left_out[key] = f"it is {its_dtype} with other strides or another size"
+            elif its_dtype != dtype:
+                left_out[key] = f"it is {its_dtype}, its parameter {dtype}"
+            else:
+                places[key] = place
+        elif not its_shape and its_dtype in _SCALARS:
+            scalars[key] = (place, its_dtype)
+        else:
+            left_out[key] = "it does not have the parameter's local shape"
+    numel = 0
+    if 0 not in shape:
+        pairs = zip(shape, strides, strict=True)
+        numel = 1 + sum((size - 1) * stride for size, stride in pairs)
+    return Stated(
+        begin, numel * item_bytes, optimizer, group, dtype, tuple(shape), tuple(strides),
+        places, scalars, left_out,
+    )  # fmt: skip
+
+
+def read_record(data: bytes) -> dict[str, Any]:
+    """The plain part of a continuation record: step, groups, threads.
+
+    Raises:
+        UsageError: malformed.
+    """
+    found = read_plain(data)
+    if not isinstance(found, dict) or not isinstance(found.get("step"), int):
+        raise UsageError("the continuation record has no step")
+    groups = found.get("groups", [])
+    return {"step": found["step"], "groups": groups, "threads": found.get("threads", 0)}
+
+
+def read_plain(data: bytes) -> Any:
+    """What trainer/resume/codec.py encoded, with None for arrays and for longer tensors.
+
+    Numbers that JSON lacks are the strings "nan", "inf" and "-inf".
+
+    Raises:
+        UsageError: malformed.
+    """
+    try:
+        (size,) = _SIZE.unpack_from(data)
+        begin = _SIZE.size + size
+        return _decoded(json.loads(data[_SIZE.size : begin]), memoryview(data)[begin:], _MOST_DEPTH)
+    except (struct.error, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UsageError(f"the kept state cannot be read: {error!r}") from None
+
+
+def _decoded(found: Any, blobs: memoryview, depth: int) -> Any:
+    if not depth:
+        raise ValueError("nested too deeply")
+    if isinstance(found, list):
+        return [_decoded(item, blobs, depth - 1) for item in found]
+    if not isinstance(found, dict):
+        return _plain(found)
+    ((kind, value),) = found.items()
+    if kind == "tuple":
+        return [_decoded(item, blobs, depth - 1) for item in value]
+    if kind in ("dict", "ordered", "counter"):
+        pairs = (_decoded(pair, blobs, depth - 1) for pair in value)
+        return {str(key): item for key, item in pairs}
+    if kind == "tensor" and value[0] in _SCALARS and math.prod(value[1]) == 1:
+        return _plain(struct.unpack_from(_SCALARS[value[0]], blobs, value[2])[0])
+    return None
+
+
+def _plain(value: Any) -> Any:
+    return value if not isinstance(value, float) or math.isfinite(value) else str(value)

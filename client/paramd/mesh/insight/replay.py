@@ -1,0 +1,255 @@
+"""`mesh.replay`: one update of one rank made again by its sidecar, and compared bit by bit.
+
+Parameters and optimizer state before and after the update and the gradients it consumed are pinned
+on that rank; its sidecar makes the update on copies, with torch's own optimizer. It needs no
+replicas, and the training goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from paramd.errors import AbortedError, DeadlineError, NotFoundError, UsageError
+from paramd.layout.select import SelectedTensor, select
+from paramd.mesh.frames.stepping import PinnedStep
+from paramd.mesh.insight.moments import Facts, hold
+from paramd.mesh.peers.discovery import SidecarFinder
+from paramd.mesh.peers.sidecars import Sidecars
+from paramd.mesh.results import Table
+from paramd.v1 import sidecar_pb2 as pb
+
+AHEAD = 3
+MOST_AHEAD = 100
+STATE_TIMEOUT_S = 5.0
+
+FEW = 64
+"""Flipped bits damage few elements; arithmetic that cannot be repeated shows in many."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayRow:
+    """One tensor of an update that was made again."""
+
+    name: str
+    """Of the parameter; of several that share one flat parameter, all of them."""
+    key: str
+    """Kind of optimizer state; empty for the parameter itself."""
+    numel: int
+    """Elements on this rank."""
+    differing: int
+    """Elements that the update left other than the arithmetic makes them."""
+    element: int
+    """The first of them, counted in this rank's memory; -1 for none."""
+    bits: tuple[int, ...]
+    """Its bits that differ, 0 the lowest."""
+    refused: str
+    """Why it was not made again; empty: it was."""
+
+
+class Replay(Table[ReplayRow]):
+    """An update of one rank, made again: what differs first."""
+
+    columns = (
+        ("name", lambda row: row.name),
+        ("state", lambda row: row.key or "-"),
+        ("differing", lambda row: row.refused or f"{row.differing:,} of {row.numel:,}"),
+        ("element", lambda row: str(row.element) if row.differing else ""),
+        ("bits", lambda row: ", ".join(map(str, row.bits[:8]))),
+    )
+    row_type = ReplayRow
+    about = ("job", "incarnation", "rank", "step")
+    job: str
+    incarnation: int
+    rank: int
+    step: int
+    """The update: it led from step - 1 to step."""
+
+    def __new__(
+        cls, rows: Iterable[ReplayRow], *, job: str, incarnation: int, rank: int, step: int
+    ) -> Replay:
+        self = super().__new__(cls, sorted(rows, key=lambda row: (-row.differing, row.name)))
+        self.job, self.incarnation, self.rank, self.step = job, incarnation, rank, step
+        return self
+
+    @property
+    def differing(self) -> list[ReplayRow]:
+        """Rows of tensors that differ."""
+        return [row for row in self if row.differing]
+
+    @property
+    def clean(self) -> bool:
+        """Whether something was made again, and nothing of it differs."""
+        return not self.differing and any(not row.refused for row in self)
+
+    def summary(self) -> str:
+        """The verdict."""
+        made = [row for row in self if not row.refused]
+        what = f"update {self.step} of rank {self.rank}"
+        if not made:
+            why = self[0].refused if self else "the rank has no parameter that matches"
+            return f"{what} cannot be made again: {why}"
+        if not self.differing:
+            return f"{what} is right: {len(made)} tensors made again, bit for bit the same"
+        if sum(row.differing for row in self) > FEW:
+            return (
+                f"{what} cannot be repeated: {len(self.differing)} of {len(made)} tensors differ, "
+                "in many elements. A flipped bit damages few: were parameters, gradients or "
+                "hyper-parameters changed within the step, or does the rank compute otherwise "
+                "than its sidecar?"
+            )
+        first = self.differing[0]
+        which = f"{first.key} of {first.name}" if first.key else first.name
+        bits = ", ".join(map(str, first.bits[:8]))
+        return (
+            f"{what} is wrong: {which} differs in {first.differing} elements, first in element "
+            f"{first.element}, bits {bits}. Check another update: were the same elements wrong "
+            "again, the hardware is at fault, or the rank computes otherwise than its sidecar"
+        )
+
+
+async def compute_replay(
+    reach: SidecarFinder, rank: int, patterns: Sequence[str], deadline_s: float
+) -> Replay:
+    """Args, Returns, Raises: as `AsyncMesh.replay`."""
+
+    async def attempt(sidecars: Sidecars) -> Replay:
+        document = sidecars.document
+        if rank not in document.peers:
+            raise NotFoundError(
+                f"rank: {rank}; the job has ranks {min(document.peers)} to {max(document.peers)}"
+            )
+        index = await reach.index(sidecars)
+        chosen = list(select(index, patterns, with_buffers=False))
+        ahead = AHEAD
+        while True:
+            now = (await sidecars.state(rank, STATE_TIMEOUT_S)).header.step
+            try:
+                return await _one(sidecars, rank, chosen, now, ahead, deadline_s)
+            except AbortedError as error:
+                ahead = min(2 * ahead, MOST_AHEAD)
+                if time.monotonic() > deadline_s:
+                    raise DeadlineError(f"no update could be captured: {error}") from error
+
+    return await reach.attempts(attempt, deadline_s)
+
+
+async def _one(
+    sidecars: Sidecars,
+    rank: int,
+    chosen: Sequence[SelectedTensor],
+    now: int,
+    ahead: int,
+    deadline_s: float,
+) -> Replay:
+    """An update about two times `ahead` steps from `now`. Raises AbortedError: it was missed."""
+    step = now + ahead
+    async with AsyncExitStack() as stack:
+        known = await _pin(stack, sidecars, rank, [], "any", step, deadline_s)
+        facts = Facts.parse(known.answers[rank].optimizer)
+        spans = spans_of(facts, rank, chosen)
+        if not spans:
+            raise UsageError(
+                f"rank {rank}: no optimizer that was given to attach has a part of what matches"
+            )
+        step += ahead
+        keys = ["", *facts.keys]
+        # (spans, key, step): parameters and state before and after, gradients, hyper-parameters.
+        wanted: list[tuple[list[tuple[int, int]], str | None, int]]
+        wanted = [(spans, key, at) for at in (step, step + 1) for key in keys]
+        wanted += [(spans, None, step + 1), ([], "any", step)]
+        tasks = [
+            asyncio.create_task(_pin(stack, sidecars, rank, *one, deadline_s)) for one in wanted
+        ]
+        try:
+            pinned = await asyncio.gather(*tasks)
+        finally:
+            # If one fails, the others must not enter their leases into a closed stack.
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        ids = [one.answers[rank].snapshot_id for one in pinned]
+        before, after, (gradients, used) = ids[: len(keys)], ids[len(keys) : -2], ids[-2:]
+        request = pb.ReplayUpdateRequest(
+            pairs=[
+                pb.ReplayPair(state_key=key, before_snapshot_id=one, after_snapshot_id=other)
+                for key, one, other in zip(keys, before, after, strict=True)
+            ],
+            gradients_snapshot_id=gradients,
+            facts_snapshot_id=used,
+        )
+        answer = await sidecars.replay(rank, request, deadline_s - time.monotonic())
+    names = names_of(facts, rank, chosen)
+    document = sidecars.document
+    return Replay(
+        (_row(one, names) for one in answer.tensors),
+        job=document.job,
+        incarnation=document.incarnation,
+        rank=rank,
+        step=step + 1,
+    )
+
+
+async def _pin(
+    stack: AsyncExitStack,
+    sidecars: Sidecars,
+    rank: int,
+    spans: list[tuple[int, int]],
+    key: str | None,
+    step: int,
+    deadline_s: float,
+) -> PinnedStep:
+    """Parameters ("" as key), state, or gradients (None)."""
+    template = pb.PinSnapshotRequest()
+    if key is None:
+        template.source = pb.SOURCE_GRADIENTS
+    elif key:
+        template.source, template.state_key = pb.SOURCE_MOMENTS, key
+    return await hold(stack, sidecars, {rank: spans}, template, step, deadline_s)
+
+
+def spans_of(facts: Facts, rank: int, chosen: Sequence[SelectedTensor]) -> list[tuple[int, int]]:
+    """The bytes of all optimizers' parameters on a rank that have a piece of what is chosen."""
+    found = {
+        (param["begin"], param["end"])
+        for item in chosen
+        for piece in item.tensor.pieces
+        if piece.rank == rank and piece.region.numel
+        for param in [facts.param_at(piece.arena_begin)]
+        if param is not None
+    }
+    spans: list[tuple[int, int]] = []
+    for begin, end in sorted(found):
+        if spans and begin <= spans[-1][1]:
+            spans[-1] = (spans[-1][0], max(end, spans[-1][1]))
+        else:
+            spans.append((begin, end))
+    return spans
+
+
+def names_of(facts: Facts, rank: int, chosen: Sequence[SelectedTensor]) -> Mapping[int, str]:
+    """Names of the optimizers' parameters on a rank, by their first byte."""
+    found: dict[int, list[str]] = {}
+    for item in chosen:
+        for piece in item.tensor.pieces:
+            param = facts.param_at(piece.arena_begin)
+            if piece.rank == rank and piece.region.numel and param is not None:
+                names = found.setdefault(param["begin"], [])
+                if item.tensor.fqn not in names:
+                    names.append(item.tensor.fqn)
+    return {begin: ", ".join(names) for begin, names in found.items()}
+
+
+def _row(one: pb.ReplayedTensor, names: Mapping[int, str]) -> ReplayRow:
+    return ReplayRow(
+        name=names.get(one.arena_begin, f"arena byte {one.arena_begin}"),
+        key=one.state_key,
+        numel=one.numel,
+        differing=one.differing_count,
+        element=one.element if one.differing_count else -1,
+        bits=tuple(bit for bit in range(64) if one.bits >> bit & 1),
+        refused=one.refused,
+    )

@@ -1,0 +1,199 @@
+"""Every replica's every bit, once in n steps: parameters and optimizer state.
+
+What must be equal is cut into parts of `sample_bytes`, which take their turns evenly over the n
+steps. Each part is pinned at a step to come on all its ranks, so all digests are of one state and
+the bit is named as it was there. A step that was missed is asked for again further ahead.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from paramd.errors import AbortedError, ConflictError, DeadlineError
+from paramd.layout.types import Layout
+from paramd_service.control.alerts.book import Alert, Book, Finding
+from paramd_service.control.alerts.config import AlertConfig, Rule
+from paramd_service.control.alerts.drift import (
+    ReplicaGroup,
+    choose_holders,
+    drift_findings,
+    replica_groups,
+    spans_of,
+)
+from paramd_service.control.alerts.sampling import DigestRound, digests_of
+
+if TYPE_CHECKING:
+    from paramd.mesh.peers.discovery import SidecarFinder
+    from paramd.mesh.peers.sidecars import Sidecars
+
+log = logging.getLogger("paramd.control.alerts")
+
+AHEAD = 3
+"""Steps between asking and the step asked for, at least."""
+
+MOST_AHEAD = 100
+STATE_TIMEOUT_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What is compared at one step."""
+
+    groups: tuple[ReplicaGroup, ...]
+    """All of the same state key."""
+
+    @property
+    def key(self) -> str:
+        return self.groups[0].state_key
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(group.name for group in self.groups)
+
+
+def parts_of(groups: Sequence[ReplicaGroup], keys: Iterable[str], *, most_bytes: int) -> list[Part]:
+    """The groups, and their state of each key, in parts of at most `most_bytes` a rank; a larger
+    group is alone."""
+    parts = []
+    for key in ("", *keys):
+        taken: list[ReplicaGroup] = []
+        bytes_of: dict[int, int] = {}
+        for group in groups:
+            fullest = max(bytes_of.get(rank, 0) for rank in group.begins)
+            if taken and fullest + group.size_bytes > most_bytes:
+                parts.append(Part(tuple(taken)))
+                taken, bytes_of = [], {}
+            taken.append(replace(group, state_key=key))
+            for rank in group.begins:
+                bytes_of[rank] = bytes_of.get(rank, 0) + group.size_bytes
+        if taken:
+            parts.append(Part(tuple(taken)))
+    return parts
+
+
+def due_step(begun_step: int, number: int, count: int, every: int) -> int:
+    """When part `number` of `count` has its turn in a cycle of `every` steps."""
+    return begun_step + number * every // count
+
+
+class BitRounds:
+    """Compares all replicas of one incarnation, part by part. Event loop only."""
+
+    def __init__(
+        self,
+        config: AlertConfig,
+        *,
+        reaching: Callable[[], Awaitable[SidecarFinder]],
+        joined: Callable[[], set[int]],
+        book: Book,
+        on_change: Callable[[Sequence[Alert]], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """No I/O. `joined`: ranks whose sidecars report."""
+        self._config = config
+        self._reaching = reaching
+        self._joined = joined
+        self._book = book
+        self._on_change = on_change
+        self._clock = clock
+        self._parts: list[Part] = []
+        self._number = 0
+        self._begun_step = -1
+        self._ahead = AHEAD
+        self._turn = 0
+        self._said = ""
+
+    async def one(self) -> bool:
+        """Compare the next part at its step; return whether there was one. Raises ParamdError."""
+        if not self._config.looks_for(Rule.REPLICA_DRIFT):
+            return False
+        reach = await self._reaching()
+        deadline_s = time.monotonic() + self._config.sample_timeout_s
+
+        async def attempt(sidecars: Sidecars) -> bool:
+            return await self._one(reach, sidecars)
+
+        return await reach.attempts(attempt, deadline_s)
+
+    async def _one(self, reach: SidecarFinder, sidecars: Sidecars) -> bool:
+        layout = (await reach.index(sidecars)).layout
+        if layout.mirrored and not self._config.watch:
+            return False
+        ranks = sorted(self._joined())
+        if not ranks:
+            return False
+        now = (await sidecars.state(ranks[0], STATE_TIMEOUT_S)).header.step
+        every = self._config.compare_steps
+        if self._number >= len(self._parts):
+            self._parts = parts_of(
+                self._groups(layout, set(ranks)),
+                await self._keys(sidecars, ranks, now),
+                most_bytes=self._config.sample_bytes,
+            )
+            self._number, self._turn = 0, self._turn + 1
+            # A cycle that took longer than its steps begins the next one at once.
+            self._begun_step = max(self._begun_step + every, now)
+        if not self._parts:
+            return False
+        part = self._parts[self._number]
+        due = due_step(self._begun_step, self._number, len(self._parts), every)
+        try:
+            found = await self._compared(reach, sidecars, part, max(due, now + self._ahead))
+        except (AbortedError, DeadlineError):
+            # Training was quicker than the request, slower than its deadline, or stopped.
+            self._ahead = min(2 * self._ahead, MOST_AHEAD)
+            return False
+        self._ahead = AHEAD
+        self._number += 1
+        findings = drift_findings(found.differences, found.places, found.step)
+        self._on_change(
+            self._book.observe(findings, covered=_covers(part.names), now_s=self._clock())
+        )
+        return True
+
+    def _groups(self, layout: Layout, joined: set[int]) -> list[ReplicaGroup]:
+        groups = [
+            group.on(joined.intersection(group.begins))
+            for tensor in layout.tensors
+            for group in replica_groups(tensor)
+            if len(joined.intersection(group.begins)) > 1
+        ]
+        return choose_holders(groups, most_ranks=self._config.sample_ranks, turn=self._turn)
+
+    async def _keys(self, sidecars: Sidecars, ranks: Sequence[int], now: int) -> list[str]:
+        """Kinds of optimizer state that sidecars have in memory."""
+        from paramd.mesh.insight.moments import pin_moments_at
+
+        deadline_s = time.monotonic() + self._config.sample_timeout_s
+        step = now + self._ahead
+        try:
+            async with AsyncExitStack() as stack:
+                held = await pin_moments_at(
+                    stack, sidecars, {ranks[0]: ()}, "any", step, deadline_s
+                )
+                return list(held.facts[ranks[0]].keys)
+        except ConflictError as error:
+            if self._said != str(error):
+                self._said = str(error)
+                log.info("optimizer state is not compared: %s", error)
+            return []
+
+    async def _compared(
+        self, reach: SidecarFinder, sidecars: Sidecars, part: Part, step: int
+    ) -> DigestRound:
+        from paramd.mesh.insight.moments import pin_at
+
+        spans = spans_of(part.groups)
+        deadline_s = time.monotonic() + self._config.sample_timeout_s
+        async with AsyncExitStack() as stack:
+            pinned = await pin_at(stack, sidecars, spans, part.key, step, deadline_s)
+            return await digests_of(reach, sidecars, pinned, spans, part.groups, deadline_s)
+
+
+def _covers(names: frozenset[str]) -> Callable[[Finding], bool]:
+    return lambda finding: finding.rule is Rule.REPLICA_DRIFT and finding.subject in names

@@ -1,0 +1,136 @@
+"""Snapshots of optimizer state straight from the optimizer memory: no copy of the trainer's.
+
+A trainer that can be succeeded (resume="auto") has its state tensors in shared memory. They change
+only while SEQ is odd, as parameters do, so they are copied by the same thread under the same
+proof. Where they lie is found right before each copy, since tables change with the state.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from paramd.errors import ConflictError, NotFoundError, UsageError
+from paramd.memory.continuation import read_pair
+from paramd.memory.control_page import Word
+from paramd.memory.descriptors import SparseMemory
+from paramd.memory.gate import CopySpan
+from paramd.memory.optimizer_state import OptimizerState, parse_state, read_record
+from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.sidecar.owner import AttachedMemory
+from paramd_service.sidecar.snapshots.store import Key, Snapshot
+
+NOT_KEPT = (
+    "this rank's optimizer state lies in the trainer's own memory; attach with resume='auto' to "
+    "have it read"
+)
+
+Prepare = Callable[[], Sequence[CopySpan] | None]
+
+
+class LiveMoments:
+    """One attachment's optimizer state. Event loop, but for what `filling` returns: it runs on the
+    copying thread."""
+
+    def __init__(self, attached: AttachedMemory) -> None:
+        self._page = attached.page
+        self._memory = SparseMemory(attached.shared.optimizer)
+        self._continuation = SparseMemory(attached.shared.continuation)
+        self._parsed: tuple[bytes, OptimizerState] | None = None
+        self._facts: dict[Snapshot, dict[str, Any]] = {}
+
+    def close(self) -> None:
+        """Release the memory."""
+        self._memory.close()
+        self._continuation.close()
+
+    @property
+    def kept(self) -> bool:
+        """Whether the trainer keeps what a successor needs, and so its state here."""
+        return self._page[Word.LINEAGE] != 0
+
+    def check(self, key: str) -> None:
+        """Check that there is such state, as far as is known now; "" stands for none in particular.
+
+        Raises:
+            ConflictError: the trainer does not keep it here.
+            NotFoundError: the optimizer has no such state.
+        """
+        found = self._read() if self.kept else None
+        if found is None:
+            raise ConflictError(NOT_KEPT)
+        state, _ = found
+        if key and key not in state.keys:
+            reasons = {why for one in state.params for k, why in one.left_out.items() if k == key}
+            known = ", ".join(state.keys) or "none"
+            why = f" ({', '.join(sorted(reasons))})" if reasons else ""
+            raise NotFoundError(f"state_key: no {key!r}{why}; known: {known}")
+
+    def missed(self, step: int) -> str:
+        """Why the state of a step that has passed was not copied; empty: for no special reason."""
+        found = self._read()
+        if step and self._page[Word.STEP] >= step and (found is None or found[1]["step"] < step):
+            return (
+                f"the optimizer's state of step {step} was not recorded (PARAMD_KEEP_EVERY, or the "
+                "script changes parameters between forward and update)"
+            )
+        return ""
+
+    def filling(self, snapshot: Snapshot) -> Prepare:
+        """A function that finds what to copy into `snapshot` at the page's state."""
+
+        def prepare() -> Sequence[CopySpan] | None:
+            found = self._read()
+            if found is None or found[1]["step"] != self._page[Word.STEP]:
+                return None
+            state, record = found
+            self._facts[snapshot] = state.facts(record, self._memory.buffer)
+            return self._spans(snapshot, state)
+
+        return prepare
+
+    def facts_of(self, snapshot: Snapshot) -> bytes:
+        """Facts found with the last copy into `snapshot`, as in `PinSnapshotResponse`."""
+        return zlib.compress(json.dumps(self._facts.pop(snapshot)).encode(), 1)
+
+    def forget(self, snapshot: Snapshot) -> None:
+        """Drop the facts of a snapshot that was not filled."""
+        self._facts.pop(snapshot, None)
+
+    def _spans(self, snapshot: Snapshot, state: OptimizerState) -> list[CopySpan]:
+        block = snapshot.block
+        if block is None:
+            return []
+        spans, base, filled = [], block.address, 0
+        for begin, end in snapshot.key.spans:
+            for at, place, size in state.pieces(snapshot.key.state_key, begin, end):
+                target = base + at - begin
+                spans.append(CopySpan(self._memory.address + place, target, size))
+                filled += size
+            base += end - begin
+        if filled < snapshot.size_bytes:
+            # Between parameters, and where one has no such state.
+            ctypes.memset(block.address, 0, snapshot.size_bytes)
+        return spans
+
+    def _read(self) -> tuple[OptimizerState, dict[str, Any]] | None:
+        """The table's state, and the newest record of it."""
+        pair = read_pair(self._continuation.buffer)
+        if pair is None:
+            return None
+        record, table = pair
+        parsed = self._parsed
+        try:
+            if parsed is None or parsed[0] != table:
+                parsed = self._parsed = table, parse_state(table)
+            return parsed[1], read_record(record)
+        except UsageError:
+            return None
+
+
+def is_moments(key: Key) -> bool:
+    """Whether a key stands for state of one kind."""
+    return key.source == pb.SOURCE_MOMENTS and bool(key.state_key)

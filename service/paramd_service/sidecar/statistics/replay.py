@@ -1,0 +1,154 @@
+"""One update of one rank made again on copies, by torch's own optimizers, and compared bit by bit.
+
+Whatever an update read or wrote wrongly, a flipped bit for one, shows as elements that differ from
+what the same arithmetic makes of the same parameters, gradients and state. It is the same only
+with the same code, the same layout in memory and as many threads, so those are the trainer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "torch.optim.adam.Adam": torch.optim.Adam,
+    "torch.optim.adamw.AdamW": torch.optim.AdamW,
+    "torch.optim.sgd.SGD": torch.optim.SGD,
+}
+"""Those whose state is all in `facts`, element by element."""
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Place = Callable[[int, int], int | None]
+"""(arena byte, size) -> byte of the snapshots; None when it is not all there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """One tensor, recomputed; as `paramd.v1.ReplayedTensor`."""
+
+    arena_begin: int
+    key: str
+    numel: int
+    differing: int = 0
+    element: int = 0
+    """First that differs, counted in memory."""
+    bits: int = 0
+    """In which its two values differ."""
+    refused: str = ""
+    """Why it was not recomputed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """An update of one rank, in snapshots of the same spans."""
+
+    facts: Mapping[str, Any]
+    """Of the step before; see `PinSnapshotResponse.optimizer`."""
+    before: Mapping[str, memoryview]
+    """By state key; "" is the parameters."""
+    after: Mapping[str, memoryview]
+    gradients: memoryview
+    without_gradient: frozenset[int]
+    """First bytes, in the arena, of pieces that had none."""
+    partial: frozenset[int]
+    """Likewise, of those whose gradient is a summand."""
+    place: Place
+
+
+def replay(captured: Captured, stopped: Callable[[], bool]) -> list[Replayed]:
+    """Make the update again; one row for each tensor, useless once `stopped` says true."""
+    facts = captured.facts
+    torch.set_num_threads(max(int(facts["threads"]), 1))
+    found: list[Replayed] = []
+    try:
+        for number, name in enumerate(facts["classes"]):
+            mine = [param for param in facts["params"] if param["optimizer"] == number]
+            for param in mine:
+                if stopped():
+                    return found
+                group = facts["groups"][number][param["group"]]
+                found += _one(captured, param, group, name)
+    finally:
+        torch.set_num_threads(1)
+    return found
+
+
+def _one(
+    captured: Captured, param: Mapping[str, Any], group: Mapping[str, Any], name: str
+) -> list[Replayed]:
+    begin, size = param["begin"], param["end"] - param["begin"]
+    at = captured.place(begin, size)
+    if at is None or not size:
+        return []
+    why = _why_not(param, group, name, captured)
+    if why:
+        return [Replayed(begin, "", 0, refused=why)]
+    dtype = getattr(torch, param["dtype"])
+
+    def tensor(data: memoryview) -> torch.Tensor:
+        flat = torch.frombuffer(bytearray(data[at : at + size]), dtype=dtype)
+        return flat.as_strided(param["shape"], param["strides"])
+
+    weight = tensor(captured.before[""]).requires_grad_()
+    optimizer = OPTIMIZERS[name]([{**_arguments(group), "params": [weight]}])
+    state: dict[str, Any] = {key: tensor(captured.before[key]) for key in param["keys"]}
+    for key, value in param["scalars"].items():
+        state[key] = torch.tensor(float(value), dtype=torch.float32)
+    if state:
+        optimizer.state[weight] = state
+    if begin not in captured.without_gradient:
+        weight.grad = tensor(captured.gradients)
+        optimizer.step()
+    rows = [_compared(begin, "", weight.detach(), tensor(captured.after[""]))]
+    made = optimizer.state.get(weight, {})
+    for key, data in captured.after.items():
+        if key and isinstance(made.get(key), torch.Tensor):
+            rows.append(_compared(begin, key, made[key], tensor(data)))
+    return rows
+
+
+def _why_not(
+    param: Mapping[str, Any], group: Mapping[str, Any], name: str, captured: Captured
+) -> str:
+    if name not in OPTIMIZERS:
+        return f"{name} is not replayed; only torch's own Adam, AdamW and SGD are"
+    for option in ("capturable", "differentiable"):
+        if group.get(option):
+            return f"an optimizer with {option}=True is not replayed"
+    if param["left_out"]:
+        key, why = next(iter(param["left_out"].items()))
+        return f"its state {key!r} cannot be read: {why}"
+    if param["begin"] in captured.partial:
+        return "its gradient is a summand, which the optimizer did not consume as it is"
+    absent = [key for key in param["keys"] if key not in captured.before]
+    if absent:
+        return f"its state {absent[0]!r} was not captured"
+    return ""
+
+
+def _arguments(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A recorded group as torch had it."""
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in group.items()
+    }
+
+
+def _compared(begin: int, key: str, ours: torch.Tensor, theirs: torch.Tensor) -> Replayed:
+    words = _WORDS[ours.itemsize]
+    one, other = (_memory(tensor).view(words) for tensor in (ours, theirs))
+    differs = (one != other).nonzero().flatten()
+    if not len(differs):
+        return Replayed(begin, key, ours.numel())
+    element = int(differs[0])
+    bits = int(one[element] ^ other[element]) & ((1 << 8 * ours.itemsize) - 1)
+    return Replayed(begin, key, ours.numel(), len(differs), element, bits)
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in the order they lie in memory."""
+    order: Sequence[int] = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(*order).contiguous().flatten()

@@ -1,0 +1,135 @@
+"""One flipped bit, in a parameter or in optimizer state, is found within n steps and named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from paramd.errors import NotFoundError
+from paramd.mesh.alerts import Alert
+from paramd.mesh.mesh import Mesh
+from tests.launch import Ranks, start_ranks
+from tests.multiprocess.truth import connect_to, wait_until
+
+WORKER = "tests.multiprocess.workers.insight"
+JOB = "insight"
+EVERY = 20
+SLACK = 10
+"""Steps that pass while digests are made and compared; requests are made three ahead."""
+
+
+@contextmanager
+def training(folder: Path, world_size: int, *options: str) -> Iterator[tuple[Mesh, Ranks]]:
+    """Ranks that train, all of whose replicas are compared; they end when the block does."""
+    state_dir = folder / "state"
+    env = {
+        "PARAMD_ALERTS": json.dumps({"compare_steps": EVERY, "sample_bytes": 2000}),
+    }
+    args = [str(folder), *options]
+    with start_ranks(WORKER, world_size, args=args, env=env, state_dir=state_dir) as ranks:
+        try:
+            wait_until((folder / "moments-0").exists, "it trains")
+            with connect_to(state_dir, JOB) as mesh:
+                yield mesh, ranks
+            (folder / "end").touch()
+            assert {one.returncode for one in ranks.wait(timeout_s=60.0)} == {0}
+        except BaseException:
+            print(ranks.outputs())
+            raise
+
+
+def step_of(mesh: Mesh) -> int:
+    return min(row.step for row in mesh.status())
+
+
+def after(mesh: Mesh, steps: int) -> None:
+    begun = step_of(mesh)
+    wait_until(lambda: step_of(mesh) >= begun + steps, "it goes on")
+
+
+def flip(folder: Path, rank: int, name: str, key: str, element: int, bit: int) -> int:
+    """The step whose update the bit was flipped in."""
+    part = folder / f"part-{rank}"
+    part.write_text(json.dumps({"name": name, "key": key, "element": element, "bit": bit}))
+    part.rename(folder / f"flip-{rank}")
+    done = folder / f"flipped-{rank}"
+    wait_until(done.exists, "the flip")
+    wait_until(lambda: bool(done.read_text()), "the step")
+    return int(done.read_text())
+
+
+def step_at(folder: Path, time_s: float) -> int:
+    """The last step that was finished then."""
+    lines = [json.loads(line) for line in (folder / "moments-0").read_text().splitlines()[:-1]]
+    return max(int(line["step"]) for line in lines if line["time_s"] <= time_s)
+
+
+def drifts(mesh: Mesh) -> dict[str, Alert]:
+    return {one.subject: one for one in mesh.alerts(state="firing") if one.rule == "replica-drift"}
+
+
+@pytest.mark.timeout(180)
+def test_a_flipped_bit_is_found_within_n_steps_wherever_it_is(tmp_path: Path) -> None:
+    with training(tmp_path, 3, "--pause-s", "0.03") as (mesh, _):
+        after(mesh, 2 * EVERY)
+        assert drifts(mesh) == {}
+        # A mean of gradients never mends a state: the damage stays, and passes to the weight.
+        step = flip(tmp_path, 2, "up.weight", "exp_avg_sq", 40, 3)
+        wait_until(lambda: "exp_avg_sq of up.weight" in drifts(mesh), "the state is named")
+        found = drifts(mesh)["exp_avg_sq of up.weight"]
+        assert found.ranks == (2,)
+        assert "rank 2 differs from 2 equal replicas" in found.reason
+        assert "of element 40 of its piece" in found.reason
+        assert step <= step_at(tmp_path, found.first_seen_s) <= step + EVERY + SLACK
+        step = flip(tmp_path, 1, "head.bias", "", 2, 11)
+        wait_until(lambda: "head.bias" in drifts(mesh), "the parameter is named")
+        found = drifts(mesh)["head.bias"]
+        assert 1 in found.ranks
+        assert step <= step_at(tmp_path, found.first_seen_s) <= step + EVERY + SLACK
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("kind", "optimizer"), [("fsdp2", "adamw"), ("ddp", "sgd")])
+def test_an_update_made_again_is_the_same_and_a_flipped_bit_is_named(
+    kind: str, optimizer: str, tmp_path: Path
+) -> None:
+    options = ["--kind", kind, "--optimizer", optimizer, "--pause-s", "0.03"]
+    with training(tmp_path, 2, *options) as (mesh, _):
+        for rank in (0, 1):
+            found = mesh.replay(rank=rank)
+            assert found.clean, found
+            assert {row.name for row in found} >= {"up.weight", "head.bias"}
+            keys = {"adamw": {"", "exp_avg", "exp_avg_sq"}, "sgd": {"", "momentum_buffer"}}
+            assert {row.key for row in found} == keys[optimizer]
+            assert "bit for bit the same" in found.summary()
+        only = mesh.replay("head.*")
+        assert {row.name for row in only} == {"head.weight", "head.bias"}
+        with pytest.raises(NotFoundError, match="ranks 0 to 1"):
+            mesh.replay(rank=5)
+        planted(mesh, tmp_path, optimizer)
+
+
+def planted(mesh: Mesh, folder: Path, optimizer: str) -> None:
+    """A bit is flipped in one update after the other, so that the captured one has it."""
+    key = {"adamw": "exp_avg", "sgd": "momentum_buffer"}[optimizer]
+    for flipped in ("", key):
+        (folder / "flip-each-1").write_text(
+            json.dumps({"name": "up.weight", "key": flipped, "element": 7, "bit": 2})
+        )
+        wait_until((folder / "flipped-1").exists, "the flip")
+        found = mesh.replay(rank=1)
+        (folder / "flip-each-1").unlink()
+        (folder / "flipped-1").unlink()
+        (row,) = found.differing
+        assert (row.name, row.key, row.differing, row.element, row.bits) == (
+            "up.weight", flipped, 1, 7, (2,)
+        )  # fmt: skip
+        assert not found.clean
+        assert "is wrong: " in found.summary()
+        assert mesh.replay(rank=0).clean
+        after(mesh, 3)
+        assert mesh.replay(rank=1).clean

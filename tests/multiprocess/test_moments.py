@@ -1,0 +1,79 @@
+"""Second moments and effective learning rates, read by the sidecars from memory that they share."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from paramd.mesh.mesh import Mesh
+from tests.launch import start_ranks
+from tests.multiprocess.truth import connect_to, wait_until
+
+WORKER = "tests.multiprocess.workers.insight"
+JOB = "insight"
+
+
+@contextmanager
+def training(folder: Path, *options: str) -> Iterator[Mesh]:
+    """Two ranks that train; they end when the block does."""
+    state_dir = folder / "state"
+    with start_ranks(WORKER, 2, args=[str(folder), *options], state_dir=state_dir) as ranks:
+        try:
+            wait_until(lambda: len(lines(folder, 0)) > 3, "it trains")
+            with connect_to(state_dir, JOB) as mesh:
+                yield mesh
+            (folder / "end").touch()
+            assert [one.returncode for one in ranks.wait(timeout_s=60.0)] == [0, 0]
+        except BaseException:
+            print(ranks.outputs())
+            raise
+
+
+def lines(folder: Path, rank: int) -> list[dict[str, object]]:
+    path = folder / f"moments-{rank}"
+    if not path.exists():
+        return []
+    return [
+        json.loads(line) for line in path.read_text().splitlines(keepends=True) if line[-1:] == "\n"
+    ]
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_moments_and_effective_rates_are_those_of_the_trainer(kind: str, tmp_path: Path) -> None:
+    with training(tmp_path, "--kind", kind) as mesh:
+        found = mesh.updates()
+        assert found.moments_missing == ""
+        assert len(found) == 6
+        step = found[0].step
+        wait_until(
+            lambda: all(int(lines(tmp_path, r)[-1]["step"]) > step for r in (0, 1)), "they go on"
+        )
+        for row in found:
+            said = [at(tmp_path, rank, row.step) for rank in (0, 1)]
+            # Replicas are alike; shards add up.
+            parts = [one[row.name] for one in (said if kind == "fsdp2" else said[:1])]
+            total, squares, numel = (sum(one[i] for one in parts) for i in range(3))
+            assert row.numel == numel
+            assert row.moment_rms == pytest.approx(math.sqrt(squares / numel), rel=1e-6)
+            corrected = total / numel / (1 - 0.999**row.step)
+            expected = said[0]["lr"] / (math.sqrt(corrected) + 1e-8)
+            assert row.effective_lr == pytest.approx(expected, rel=1e-6)
+
+
+def at(folder: Path, rank: int, step: int) -> dict[str, object]:
+    return next(one for one in lines(folder, rank) if one["step"] == step)
+
+
+@pytest.mark.timeout(180)
+def test_without_shared_state_the_reason_is_told(tmp_path: Path) -> None:
+    with training(tmp_path, "--resume", "never") as mesh:
+        found = mesh.updates("up.*")
+        assert "attach with resume='auto'" in found.moments_missing
+        assert [row.name for row in found if math.isnan(row.moment_rms)] == [r.name for r in found]
+        assert all(row.norm > 0 for row in found)

@@ -49,6 +49,7 @@ SIDECAR: dict[str, set[Role]] = {
     "DigestSnapshot": READS,
     "InspectTrainer": READS,
     "GetLogged": READS,
+    "GetLog": {C},
     "Summon": READS,
     "StreamGradients": READS,
     "StageEdit": EDITS,

@@ -39,6 +39,7 @@ from paramd.mesh.frames.frames import GradFrame, Kind, ParamFrame
 from paramd.mesh.frames.grads import GradRequest, open_stream
 from paramd.mesh.frames.stepping import StepStream, frames_of
 from paramd.mesh.insight.diff import compute_diff
+from paramd.mesh.insight.logs import RankLog, ask_log
 from paramd.mesh.insight.states import Now
 from paramd.mesh.insight.updates import Updates, compute_updates
 from paramd.mesh.insight.why import Why, ask_why
@@ -196,7 +197,8 @@ class AsyncMesh:
 
         Args:
             ranks: Those to ask, at most 64; none means all, or the 64 that look worst.
-            log_lines: Last lines of each trainer's output, 0 to 100.
+            log_lines: Last lines of each trainer's output, 0 to 100; of tokens that may not see
+                logs, none.
 
         Raises:
             UsageError: an argument is wrong. NotFoundError: the job has no such rank.
@@ -204,6 +206,23 @@ class AsyncMesh:
             UnreachableError: the control plane does not respond.
         """
         return await ask_why(self._rest, self._reach, ranks, log_lines)
+
+    async def logs(self, rank: int, *, lines: int = 100) -> RankLog:
+        """The last lines of a rank's sidecar, and of its trainer where that writes to a file.
+
+        Also after the trainer has died, while its sidecar lingers: what it wrote last says why.
+        They may hold whatever the script prints, so it takes an editor's or an admin's token.
+
+        Args:
+            rank: Which one.
+            lines: Most last lines of each log, 1 to 1000.
+
+        Raises:
+            UsageError: an argument is wrong. NotFoundError: the job has no such rank.
+            DeniedError: the token may not see logs.
+            UnreachableError: the control plane does not respond.
+        """
+        return await ask_log(self._rest, self._reach, rank, lines)
 
     async def params(
         self,

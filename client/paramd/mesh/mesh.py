@@ -181,6 +181,7 @@ class Mesh:
     status = _blocking(AsyncMesh.status)
     alerts = _blocking(AsyncMesh.alerts)
     why = _blocking(AsyncMesh.why)
+    logs = _blocking(AsyncMesh.logs)
     updates = _blocking(AsyncMesh.updates)
     lanes = _blocking(AsyncMesh.lanes)
     params = _blocking(AsyncMesh.params)

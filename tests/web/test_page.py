@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import re
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -148,6 +149,9 @@ def test_the_overview_says_that_all_is_well_and_what_changed(tab: Tab, door: Doo
     wait_for("the verdict", lambda: verdict.inner_text().split("\n")[0] in ("ok", word))
     tab.see("incarnation 1 began with 2 ranks")
     wait_for("a gradient norm", lambda: "gradient norm\n0." in tab.page.inner_text("main"))
+    wait_for("the last loss", lambda: re.search(r"\bloss\n0\.", tab.page.inner_text("main")))
+    for label in ("Gradient norm since this page was opened", "loss over the last hour"):
+        tab.page.get_by_role("img", name=label).locator("canvas").wait_for()
     tab.page.get_by_role("group", name="Tools of the chart: loss over the last hour").wait_for()
 
 

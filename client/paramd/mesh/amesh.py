@@ -314,7 +314,8 @@ class AsyncMesh:
             the rows that differ most, the largest relative difference first.
 
         Raises:
-            UsageError: an argument is wrong. ConflictError: a step is past.
+            UsageError: an argument is wrong. ConflictError: a step is past, or the training has
+                ended before it. DeadlineError: it did not come in time.
             NotFoundError: a pattern matches nothing, a path does not exist.
             ParamdError: as `summon`.
         """

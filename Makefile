@@ -19,7 +19,7 @@ FUZZ_SECONDS ?= 60
 SCHEMATHESIS_EXAMPLES ?= 50
 
 .DEFAULT_GOAL := help
-.PHONY: help system setup web page manual packages web-test web-types screenshot demo fast test test-gpu test-long verify fix \
+.PHONY: help system setup web page manual links packages web-test web-types screenshot demo fast test test-gpu test-long verify fix \
 	security bench soak soak-resume campaigns fuzz mutants mutation-score protos surface clean
 
 WEB := client/web
@@ -79,6 +79,9 @@ endif
 
 manual: setup ## build the manual into the package, where the control plane serves it; links checked
 	$(BIN)/python -m docs.build
+
+links: setup ## ask for every page elsewhere that the manual links to; needs the internet, so not in CI
+	$(BIN)/python -m docs.build --links
 
 packages: manual page ## what a release is: built, installed in fresh environments, used
 	$(BIN)/python -m tests.packages

@@ -7,11 +7,13 @@ allows neither inline scripts nor inline styles.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from sphinx.cmd.build import build_main
@@ -24,8 +26,26 @@ _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 _STYLE = re.compile(r'(<[^<>]*?) style="([^"]*)"')
 
 
-def main() -> int:
-    """Build, clean, and put in place of what was there."""
+def main(arguments: Sequence[str]) -> int:
+    """Build, clean, and put in place of what was there; with `--links`, check instead."""
+    parser = argparse.ArgumentParser(prog="python -m docs.build")
+    parser.add_argument(
+        "--links",
+        action="store_true",
+        help="build nothing, but ask for every page elsewhere that the manual links to",
+    )
+    return _check_links() if parser.parse_args(arguments).links else _build()
+
+
+def _check_links() -> int:
+    """Print links that lead nowhere, or elsewhere for good; 1 if there are any. Needs a network."""
+    with tempfile.TemporaryDirectory() as folder:
+        failed = build_main(["-q", "-b", "linkcheck", "-d", f"{folder}/trees", str(HERE), folder])
+        print((Path(folder) / "output.txt").read_text(), end="")
+    return failed
+
+
+def _build() -> int:
     with tempfile.TemporaryDirectory() as folder:
         built = Path(folder) / "manual"
         trees = ["-d", str(Path(folder) / "trees")]
@@ -90,4 +110,4 @@ def _key(content: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

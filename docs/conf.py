@@ -32,6 +32,12 @@ html_show_sphinx = False
 html_use_index = True
 
 myst_enable_extensions = ["deflist"]
+# Addresses of examples, and of servers on the reader's own machine.
+linkcheck_ignore = [r"https?://(127\.0\.0\.1|localhost|10\.|[\w.-]*\.?example)"]
+linkcheck_timeout = 15
+# Forges draw the anchors of their pages by script.
+linkcheck_anchors_ignore_for_url = [r"https://github\.com/.*"]
+
 myst_heading_anchors = 4
 # A link that leads nowhere fails the build.
 suppress_warnings = ["myst.header"]

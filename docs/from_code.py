@@ -13,6 +13,7 @@ from typing import Any
 
 import typer
 
+from docs import notebook
 from paramd.cli.main import app
 from paramd.trainer.settings import AttachSettings
 from paramd_service.control.alerts.config import AlertConfig
@@ -202,5 +203,6 @@ MARKDOWN: dict[str, Callable[[], str]] = {
     "cli": cli,
     "rest": rest,
     "changelog": changelog,
+    "notebook": notebook.markdown,
 }
 """What a line `<!-- from the code: NAME -->` of a page stands for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -14,11 +15,17 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from paramd.errors import ConflictError, UsageError
+from paramd.errors import ConflictError, NotFoundError, UsageError
 
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 FILE_NAME = "paramd.toml"
+
+MAX_LOG_LINES = 1000
+"""Most last lines of a log that are told at once."""
+
+MAX_TAIL_BYTES = 256 << 10
+MAX_LINE_CHARS = 2000
 
 
 @cache
@@ -131,6 +138,54 @@ def socket_path(job: str, rank: int) -> Path:
     if rank < 0:
         raise UsageError(f"rank: {rank}; expected 0 or more")
     return state_dir() / check_job_name(job) / f"rank-{rank}.sock"
+
+
+def log_path(job: str, rank: int) -> Path:
+    """Path of the log of one rank's sidecars, of all incarnations. Raises as `socket_path`."""
+    return socket_path(job, rank).with_suffix(".log")
+
+
+def lines_of_log(job: str, rank: int, count: int) -> list[str]:
+    """The last lines that the sidecars of a rank have logged on this host.
+
+    Raises:
+        UsageError: not a job name, or `rank` is negative.
+        NotFoundError: there is no such file here, or it cannot be read.
+    """
+    path = log_path(job, rank)
+    try:
+        # Whatever has taken its place is not followed, and not waited for.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise OSError(errno.EINVAL, "it is no regular file")
+            return last_lines(descriptor, count)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise NotFoundError(
+            f"no log of rank {rank} of job {job!r} on this host ({path}: {error.strerror}); it is "
+            "in the state dir of the host that the rank ran on"
+        ) from None
+
+
+def last_lines(descriptor: int, count: int) -> list[str]:
+    """The last lines of an open regular file, the newest last.
+
+    At most `count`, of the last `MAX_TAIL_BYTES`, each cut to `MAX_LINE_CHARS`. The file's
+    position stays where it is.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    size = os.fstat(descriptor).st_size
+    begin = max(size - MAX_TAIL_BYTES, 0)
+    found = os.pread(descriptor, MAX_TAIL_BYTES, begin).decode(errors="replace").split("\n")
+    # Without the empty end of the last line, and without a first one that begins in its middle.
+    lines = found if found[-1] else found[:-1]
+    lines = lines[1:] if begin and len(lines) > 1 else lines
+    # A progress bar writes over its line again and again: what a terminal would show of it.
+    return [line.rstrip("\r").rpartition("\r")[2][:MAX_LINE_CHARS] for line in lines[-count:]]
 
 
 def replace(path: Path, text: str) -> None:

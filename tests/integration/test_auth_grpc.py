@@ -52,6 +52,7 @@ SIDECAR: dict[str, set[Role]] = {
     "ReplayUpdate": READS,
     "InspectTrainer": READS,
     "GetLogged": READS,
+    "GetLog": {C},
     "Summon": READS,
     "StreamGradients": READS,
     "StageEdit": EDITS,

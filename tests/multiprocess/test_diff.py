@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from paramd.errors import ConflictError, NotFoundError
+from paramd.errors import ConflictError, DeadlineError, NotFoundError
 from paramd.mesh.mesh import Mesh
 from tests.launch import start_ranks
 from tests.multiprocess.truth import connect_to, wait_until
@@ -49,6 +49,9 @@ def steps_to_come(mesh: Mesh) -> None:
     assert all(row.cosine > 0.99 for row in found)
     with pytest.raises(ConflictError, match=r"step 1 is past.*checkpoint"):
         mesh.diff(1)
+    for never in ((step_of(mesh) + 10**6, "now"), ("now", step_of(mesh) + 10**6)):
+        with pytest.raises(DeadlineError, match=r"did not come within .* the ranks are at step"):
+            mesh.diff(*never, timeout=3.0)
 
 
 def an_update(mesh: Mesh) -> None:

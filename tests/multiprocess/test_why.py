@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from paramd.errors import NotFoundError
+import paramd
+from paramd.cli.main import main
+from paramd.errors import DeniedError, NotFoundError, UsageError
 from paramd.mesh.insight.why import RankActivity, Why
 from paramd.mesh.mesh import Mesh
 from tests.launch import start_ranks
@@ -40,7 +42,9 @@ def functions(row: RankActivity) -> list[str]:
 
 
 @pytest.mark.timeout(180)
-def test_a_hanging_rank_is_named_with_its_stack_while_training_hangs(tmp_path: Path) -> None:
+def test_a_hanging_rank_is_named_with_its_stack_while_training_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     state_dir = tmp_path / "state"
     env = {"PARAMD_ALERTS": json.dumps({"numbers": ["lr > 0"]})}
     with start_ranks(WORKER, 3, args=[str(tmp_path)], env=env, state_dir=state_dir) as ranks:
@@ -55,6 +59,7 @@ def test_a_hanging_rank_is_named_with_its_stack_while_training_hangs(tmp_path: P
                 with pytest.raises(NotFoundError, match="world size"):
                     mesh.why(7)
                 numbers_are_kept(mesh)
+                logs_are_told(mesh, state_dir)
                 hung_in_data(mesh, tmp_path)
                 hung_with_the_gil(mesh, tmp_path)
                 stopped(mesh, ranks[0].process.send_signal)
@@ -62,6 +67,7 @@ def test_a_hanging_rank_is_named_with_its_stack_while_training_hangs(tmp_path: P
             (tmp_path / "end").touch()
             results = ranks.wait(timeout_s=40.0)
             assert [one.returncode for one in results] == [0, 0, 0]
+            logs_are_left(state_dir, monkeypatch, capsys)
         except BaseException:
             print(ranks.outputs())
             raise
@@ -84,6 +90,57 @@ def numbers_are_kept(mesh: Mesh) -> None:
 
     wait_until(lambda: len(fired()) == 3, "the rule fires for each rank")
     assert fired() == {f"lr of rank {rank}: lr > 0" for rank in range(3)}
+
+
+def logs_are_told(mesh: Mesh, state_dir: Path) -> None:
+    """The sidecar's lines and the trainer's, to those alone who may see what a script prints."""
+    found = mesh.logs(1, lines=5)
+    assert (found.rank, found.error) == (1, "")
+    sidecar, *trainer = found.logs
+    assert sidecar.source == "sidecar"
+    assert any('"event": "serving"' in line and '"rank": 1' in line for line in sidecar.lines)
+    assert any("rank 1 trains" in line for one in trainer for line in one.lines), trainer
+    assert all(len(one.lines) <= 5 for one in found.logs)
+    assert "==> rank 1, sidecar <==" in str(found)
+    with pytest.raises(NotFoundError, match="world size"):
+        mesh.logs(7)
+    with pytest.raises(UsageError, match="expected 1 to 1000"):
+        mesh.logs(1, lines=1001)
+    for role, sees in (("viewer", False), ("reader", False), ("editor", True)):
+        made = mesh._run(mesh._mesh._rest.send("POST", "/tokens", {"role": role}))
+        with paramd.connect(mesh.url, token=made["token"], job="stuck") as other:
+            if sees:
+                assert other.logs(0).logs[0].lines
+            else:
+                with pytest.raises(DeniedError):
+                    other.logs(0)
+            if role != "viewer":
+                rows = list(other.why())
+                assert all(bool(row.log_lines) is sees for row in rows)
+                assert all(bool("editors" in row.log_missing) is not sees for row in rows)
+
+
+def logs_are_left(
+    state_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a job that has ended, the shell tells what its sidecars have left."""
+    monkeypatch.setenv("PARAMD_STATE_DIR", str(state_dir))
+
+    def ended() -> bool:
+        capsys.readouterr()
+        return main(["logs", "2", "--job", "stuck", "-o", "json"]) == 0
+
+    wait_until(ended, "the job has ended")
+    capsys.readouterr()
+    assert main(["logs", "2", "-n", "3", "--job", "stuck", "-o", "json"]) == 0
+    shown = capsys.readouterr()
+    (tail,) = json.loads(shown.out)["logs"]
+    assert tail["source"] == "sidecar"
+    assert 0 < len(tail["lines"]) <= 3
+    assert '"event": "drain"' in tail["lines"][-1]
+    assert "ended" in shown.err
+    assert main(["logs", "9", "--job", "stuck"]) == 4
+    assert "no log of rank 9" in capsys.readouterr().err
 
 
 def hung_in_data(mesh: Mesh, folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import re
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,6 +70,12 @@ def test_the_mesh_shows_what_the_ranks_report(tab: Tab, door: Door) -> None:
     assert "axes shard 2" in tab.page.inner_text("main")
     shown = int(tiles.nth(0).locator(".line").first.inner_text().split()[1].replace(",", ""))
     assert 0 < shown <= door.get("ranks")["ranks"][0]["step"]
+    tab.page.get_by_role("button", name="Read the log").click()
+    log = tab.page.get_by_role("region", name="sidecar of rank 1")
+    log.wait_for()
+    assert '"event": "serving"' in log.inner_text()
+    assert tab.violations() == []
+    tab.page.get_by_role("button", name="Read again").click()
 
 
 def test_filter_and_keyboard_lead_through_the_page(tab: Tab, door: Door) -> None:
@@ -170,6 +177,9 @@ def test_the_overview_says_that_all_is_well_and_what_changed(tab: Tab, door: Doo
     wait_for("the verdict", lambda: verdict.inner_text().split("\n")[0] in ("ok", word))
     tab.see("incarnation 1 began with 2 ranks")
     wait_for("a gradient norm", lambda: "gradient norm\n0." in tab.page.inner_text("main"))
+    wait_for("the last loss", lambda: re.search(r"\bloss\n0\.", tab.page.inner_text("main")))
+    for label in ("Gradient norm since this page was opened", "loss over the last hour"):
+        tab.page.get_by_role("img", name=label).locator("canvas").wait_for()
     tab.page.get_by_role("group", name="Tools of the chart: loss over the last hour").wait_for()
 
 
@@ -314,6 +324,9 @@ def test_what_a_role_may_not_is_not_offered_and_refused(browser: Browser, door: 
             tab.open(view)
             tab.page.wait_for_selector(".source")
             assert tab.page.get_by_role("form", name=form).count() == 0
+        tab.open("mesh", rank="0")
+        tab.see("Needs an editor's token")
+        assert tab.page.get_by_role("button", name="Read the log").is_disabled()
         tab.check_quiet()
         asked = f"""fetch('/api/v1/jobs/{JOB}/params/values?name=still.weight', {{
             headers: {{'x-paramd-session': localStorage.getItem('paramd.session')}}

@@ -190,3 +190,31 @@ def test_a_killed_rank_shows_with_the_reason(browser: Browser, tmp_path: Path) -
         assert told["reason"] in tile.inner_text()
         assert tab.page.locator(".tile.ok", has_text="rank 1").count() == 0
         tab.check_quiet()
+
+
+def test_the_page_names_the_rank_that_the_others_wait_for(tab: Tab, door: Door) -> None:
+    slow = door.folder / "slow"
+    slow.touch()
+    try:
+        wait_for("the wait", lambda: any("1" in w for w in verdict_after_asking(tab)))
+        (said,) = verdict_after_asking(tab)
+        assert said.startswith("Rank 0 waits in "), said
+        assert "for rank 1, which is at training.py:" in said, said
+        assert "in _read_data since at least" in said, said
+    finally:
+        slow.unlink()
+    steps = [rank["step"] for rank in door.get("ranks")["ranks"]]
+    wait_for(
+        "training goes on", lambda: min(r["step"] for r in door.get("ranks")["ranks"]) > max(steps)
+    )
+
+
+def verdict_after_asking(tab: Tab) -> list[str]:
+    """What the Mesh view answers to "Ask every rank"; empty while nobody waits."""
+    tab.open("mesh")
+    with tab.page.expect_response(lambda answer: answer.url.endswith("/why")) as answered:
+        tab.page.get_by_role("button", name="Ask every rank").click()
+    assert answered.value.ok
+    said = tab.page.locator("section.panel", has_text="Stuck?").locator("p strong")
+    said.wait_for()
+    return [text for text in said.all_inner_texts() if " wait" in text]

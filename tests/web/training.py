@@ -1,6 +1,7 @@
 """A real training for the browser: two ranks, FSDP2, names like attacks, and NaN when told.
 
-Files beside `--stop` tell it: `nan` puts NaN into the first element of `--nan-name`.
+Files beside `--stop` tell it: `nan` puts NaN into the first element of `--nan-name`, `slow` makes
+rank 1 read its data for as long as the file is there.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def main() -> None:
 
     def train() -> None:
         optimizer.zero_grad()
-        loss = model(torch.randn(4, 32)).square().mean()
+        loss = model(_read_data(arguments.stop.with_name("slow"))).square().mean()
         loss.backward()
         optimizer.step()
         attachment.log(loss=loss)
@@ -82,6 +83,12 @@ def main() -> None:
                 train()
     attachment.detach()
     dist.destroy_process_group()
+
+
+def _read_data(slow: Path) -> torch.Tensor:
+    while dist.get_rank() == 1 and slow.exists():
+        time.sleep(0.1)
+    return torch.randn(4, 32)
 
 
 def _put_nan(model: nn.Module, name: str) -> None:

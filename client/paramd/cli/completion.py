@@ -38,7 +38,7 @@ SHORT_ID = 8
 ROLES = {
     "viewer": "names, state, statistics",
     "reader": "also values",
-    "editor": "also edits",
+    "editor": "also edits, logs",
     "exporter": "values and exports",
     "trainer": "registers jobs",
     "admin": "everything",
@@ -126,6 +126,10 @@ def _tokens(ask: Ask, incomplete: str) -> Iterator[Item]:
             yield one["name"], one["role"]
 
 
+def _ranks(ask: Ask, incomplete: str) -> Iterator[Item]:
+    yield from ((str(rank), "") for rank in range(min(ask("/jobs/{job}")["world_size"], 4096)))
+
+
 def _jobs(ctx: typer.Context, incomplete: str) -> Iterator[Item]:
     running = {endpoint.job for endpoint in places.running_jobs()}
     yield from ((job, "running") for job in sorted(running))
@@ -139,6 +143,7 @@ schedule_ids = _served(_schedules)
 destinations = _served(_destinations)
 finished_exports = _served(_finished)
 token_names = _served(_tokens)
+ranks = _served(_ranks)
 jobs = _completer(_jobs)
 contexts = _completer(
     lambda _, __: [(one.name, one.url) for one in settings.own_contexts().values()]

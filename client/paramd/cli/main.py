@@ -32,6 +32,7 @@ from paramd.cli.grads import grads
 from paramd.cli.hold import pause, resume, step
 from paramd.cli.log import log
 from paramd.cli.marks import mark, marks, rollback, set_hyperparameters, unmark
+from paramd.cli.logs import logs
 from paramd.cli.mcp import mcp
 from paramd.cli.options import ContextName, Debug, Job, Token, Url, examples
 from paramd.cli.params import params
@@ -69,6 +70,7 @@ _add(status, LOOK, "paramd status", "paramd status --job my-run -o json", "param
 _add(dashboard, LOOK, "paramd dashboard", "paramd dashboard --job my-run --no-browser")
 _add(top, LOOK, "paramd top", "paramd top --every 5")
 _add(why, LOOK, "paramd why", "paramd why --rank 3", "paramd why -o json")
+_add(logs, LOOK, "paramd logs 3", "paramd logs 3 -n 20 --job my-run", "paramd logs 0 -o json")
 _add(alerts, LOOK, "paramd alerts", "paramd alerts --all -o json", "paramd alerts -w")
 _add(
     params,

@@ -48,7 +48,7 @@ def why(
     ] = 10,
     output: Output = None,
 ) -> None:
-    """Tell why training does not go on: what each rank is doing, and a verdict.
+    """Show why training is stuck: what each rank is doing, and a verdict.
 
     Works while training hangs, and neither stops nor slows it. Stacks come from the
     trainers through their sidecars, without ptrace.

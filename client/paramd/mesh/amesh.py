@@ -42,6 +42,7 @@ from paramd.mesh.frames.stepping import StepStream, frames_of
 from paramd.mesh.insight.diff import compute_diff
 from paramd.mesh.insight.replay import Replay, compute_replay
 from paramd.mesh.insight.spectrum import Spectrum, compute_spectrum
+from paramd.mesh.insight.logs import RankLog, ask_log
 from paramd.mesh.insight.states import Now
 from paramd.mesh.insight.updates import Updates, compute_updates
 from paramd.mesh.insight.why import Why, ask_why
@@ -200,7 +201,8 @@ class AsyncMesh:
 
         Args:
             ranks: Those to ask, at most 64; none means all, or the 64 that look worst.
-            log_lines: Last lines of each trainer's output, 0 to 100.
+            log_lines: Last lines of each trainer's output, 0 to 100; of tokens that may not see
+                logs, none.
 
         Raises:
             UsageError: an argument is wrong. NotFoundError: the job has no such rank.
@@ -208,6 +210,23 @@ class AsyncMesh:
             UnreachableError: the control plane does not respond.
         """
         return await ask_why(self._rest, self._reach, ranks, log_lines)
+
+    async def logs(self, rank: int, *, lines: int = 100) -> RankLog:
+        """The last lines of a rank's sidecar, and of its trainer where that writes to a file.
+
+        Also after the trainer has died, while its sidecar lingers: what it wrote last says why.
+        They may hold whatever the script prints, so it takes an editor's or an admin's token.
+
+        Args:
+            rank: Which one.
+            lines: Most last lines of each log, 1 to 1000.
+
+        Raises:
+            UsageError: an argument is wrong. NotFoundError: the job has no such rank.
+            DeniedError: the token may not see logs.
+            UnreachableError: the control plane does not respond.
+        """
+        return await ask_log(self._rest, self._reach, rank, lines)
 
     async def params(
         self,
@@ -299,7 +318,8 @@ class AsyncMesh:
             the rows that differ most, the largest relative difference first.
 
         Raises:
-            UsageError: an argument is wrong. ConflictError: a step is past.
+            UsageError: an argument is wrong. ConflictError: a step is past, or the training has
+                ended before it. DeadlineError: it did not come in time.
             NotFoundError: a pattern matches nothing, a path does not exist.
             ParamdError: as `summon`.
         """

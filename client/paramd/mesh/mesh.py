@@ -181,6 +181,7 @@ class Mesh:
     status = _blocking(AsyncMesh.status)
     alerts = _blocking(AsyncMesh.alerts)
     why = _blocking(AsyncMesh.why)
+    logs = _blocking(AsyncMesh.logs)
     updates = _blocking(AsyncMesh.updates)
     spectrum = _blocking(AsyncMesh.spectrum)
     replay = _blocking(AsyncMesh.replay)

@@ -2987,6 +2987,79 @@ class InspectTrainerResponse(google.protobuf.message.Message):
 global___InspectTrainerResponse = InspectTrainerResponse
 
 @typing.final
+class GetLogRequest(google.protobuf.message.Message):
+    """Request of GetLog."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LINE_COUNT_FIELD_NUMBER: builtins.int
+    line_count: builtins.int
+    """Most last lines of each log to return, 1 to 1000."""
+    def __init__(
+        self,
+        *,
+        line_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["line_count", b"line_count"]) -> None: ...
+
+global___GetLogRequest = GetLogRequest
+
+@typing.final
+class LogTail(google.protobuf.message.Message):
+    """The end of one log."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: builtins.int
+    LINES_FIELD_NUMBER: builtins.int
+    MISSING_FIELD_NUMBER: builtins.int
+    source: builtins.str
+    """sidecar, stderr, stdout; trainer when its output goes to no file."""
+    missing: builtins.str
+    """Why there are none; empty when there are some."""
+    @property
+    def lines(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Last lines, the newest last, each at most 2000 characters, together at most 256 KiB."""
+
+    def __init__(
+        self,
+        *,
+        source: builtins.str = ...,
+        lines: collections.abc.Iterable[builtins.str] | None = ...,
+        missing: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["lines", b"lines", "missing", b"missing", "source", b"source"]) -> None: ...
+
+global___LogTail = LogTail
+
+@typing.final
+class GetLogResponse(google.protobuf.message.Message):
+    """Answer of GetLog."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    LOGS_FIELD_NUMBER: builtins.int
+    @property
+    def header(self) -> paramd.v1.common_pb2.Header:
+        """Who answers."""
+
+    @property
+    def logs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LogTail]:
+        """The sidecar's log first."""
+
+    def __init__(
+        self,
+        *,
+        header: paramd.v1.common_pb2.Header | None = ...,
+        logs: collections.abc.Iterable[global___LogTail] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["header", b"header", "logs", b"logs"]) -> None: ...
+
+global___GetLogResponse = GetLogResponse
+
+@typing.final
 class GetLoggedRequest(google.protobuf.message.Message):
     """Request of GetLogged."""
 

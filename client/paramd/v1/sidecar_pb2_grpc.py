@@ -192,6 +192,11 @@ class SidecarServiceStub(object):
                 request_serializer=paramd_dot_v1_dot_sidecar__pb2.PutCopyRequest.SerializeToString,
                 response_deserializer=paramd_dot_v1_dot_sidecar__pb2.PutCopyResponse.FromString,
                 _registered_method=True)
+        self.GetLog = channel.unary_unary(
+                '/paramd.v1.SidecarService/GetLog',
+                request_serializer=paramd_dot_v1_dot_sidecar__pb2.GetLogRequest.SerializeToString,
+                response_deserializer=paramd_dot_v1_dot_sidecar__pb2.GetLogResponse.FromString,
+                _registered_method=True)
         self.BeginExport = channel.unary_unary(
                 '/paramd.v1.SidecarService/BeginExport',
                 request_serializer=paramd_dot_v1_dot_export__pb2.BeginExportRequest.SerializeToString,
@@ -483,6 +488,14 @@ class SidecarServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetLog(self, request, context):
+        """The last lines of this sidecar's log and of its trainer's output, also after the trainer has
+        died. Control plane only. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def BeginExport(self, request, context):
         """Makes an export's place ready. Control plane only, as all that follow. Idempotent.
         FAILED_PRECONDITION: something stands at the key. PERMISSION_DENIED, NOT_FOUND: the
@@ -700,6 +713,11 @@ def add_SidecarServiceServicer_to_server(servicer, server):
                     servicer.PutCopy,
                     request_deserializer=paramd_dot_v1_dot_sidecar__pb2.PutCopyRequest.FromString,
                     response_serializer=paramd_dot_v1_dot_sidecar__pb2.PutCopyResponse.SerializeToString,
+            ),
+            'GetLog': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLog,
+                    request_deserializer=paramd_dot_v1_dot_sidecar__pb2.GetLogRequest.FromString,
+                    response_serializer=paramd_dot_v1_dot_sidecar__pb2.GetLogResponse.SerializeToString,
             ),
             'BeginExport': grpc.unary_unary_rpc_method_handler(
                     servicer.BeginExport,
@@ -1581,6 +1599,33 @@ class SidecarService(object):
             '/paramd.v1.SidecarService/PutCopy',
             paramd_dot_v1_dot_sidecar__pb2.PutCopyRequest.SerializeToString,
             paramd_dot_v1_dot_sidecar__pb2.PutCopyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLog(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramd.v1.SidecarService/GetLog',
+            paramd_dot_v1_dot_sidecar__pb2.GetLogRequest.SerializeToString,
+            paramd_dot_v1_dot_sidecar__pb2.GetLogResponse.FromString,
             options,
             channel_credentials,
             insecure,

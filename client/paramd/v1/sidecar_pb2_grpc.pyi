@@ -254,6 +254,14 @@ class SidecarServiceStub:
     was dropped. FAILED_PRECONDITION: it is of another history or layout.
     """
 
+    GetLog: grpc.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.GetLogRequest,
+        paramd.v1.sidecar_pb2.GetLogResponse,
+    ]
+    """The last lines of this sidecar's log and of its trainer's output, also after the trainer has
+    died. Control plane only. Idempotent.
+    """
+
     BeginExport: grpc.UnaryUnaryMultiCallable[
         paramd.v1.export_pb2.BeginExportRequest,
         paramd.v1.export_pb2.BeginExportResponse,
@@ -542,6 +550,14 @@ class SidecarServiceAsyncStub:
     already changes nothing. PERMISSION_DENIED: this rank keeps no copies of the caller's.
     RESOURCE_EXHAUSTED: no room. DATA_LOSS: what has arrived is not what the digest is of; it
     was dropped. FAILED_PRECONDITION: it is of another history or layout.
+    """
+
+    GetLog: grpc.aio.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.GetLogRequest,
+        paramd.v1.sidecar_pb2.GetLogResponse,
+    ]
+    """The last lines of this sidecar's log and of its trainer's output, also after the trainer has
+    died. Control plane only. Idempotent.
     """
 
     BeginExport: grpc.aio.UnaryUnaryMultiCallable[
@@ -894,6 +910,16 @@ class SidecarServiceServicer(metaclass=abc.ABCMeta):
         already changes nothing. PERMISSION_DENIED: this rank keeps no copies of the caller's.
         RESOURCE_EXHAUSTED: no room. DATA_LOSS: what has arrived is not what the digest is of; it
         was dropped. FAILED_PRECONDITION: it is of another history or layout.
+        """
+
+    @abc.abstractmethod
+    def GetLog(
+        self,
+        request: paramd.v1.sidecar_pb2.GetLogRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[paramd.v1.sidecar_pb2.GetLogResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.GetLogResponse]]:
+        """The last lines of this sidecar's log and of its trainer's output, also after the trainer has
+        died. Control plane only. Idempotent.
         """
 
     @abc.abstractmethod

@@ -7,7 +7,7 @@ import { count } from "../src/lib/format";
 import { healthOf, type Known, STALE_MS } from "../src/lib/health";
 import { alongSteps, meanOf, parseRun } from "../src/lib/runs";
 import { indexTicks, roundStep, valueTicks } from "../src/lib/ticks";
-import { changeBefore, editText, sizeOf, timelineOf } from "../src/lib/timeline";
+import { changeBefore, drawnOf, editText, type Happening, sizeOf, timelineOf } from "../src/lib/timeline";
 
 const JOB: JobSummary = {
   job: "run", incarnation: 1, world_size: 2, joined_count: 2, step: 9, state: "ok", reason: "", hold: "running",
@@ -177,5 +177,21 @@ describe("runs", () => {
     expect(alongSteps(series, 10)).toEqual([[1, 20], [2, "-"]]);
     expect(meanOf(series)).toBe(2);
     expect(meanOf({ points: [] })).toBeNull();
+  });
+});
+
+describe("what charts over time mark", () => {
+  const one = (kind: Happening["kind"], state: string, time_s: number): Happening => ({
+    key: `${kind} ${time_s}`, kind, state, time_s, step: -1, incarnation: 1, who: "", what: "", view: "edits", query: {},
+  });
+
+  it("is what changed the training, the newest of it", () => {
+    const timeline = [
+      one("edit", "APPLIED", 9), one("edit", "ABORTED", 8), one("export", "DONE", 7), one("export", "FAILED", 6),
+      one("alert", "critical", 5), one("hold", "held", 4), one("restart", "began", 3),
+    ];
+    expect(drawnOf(timeline).map((each) => each.time_s)).toEqual([9, 7, 3]);
+    const many = Array.from({ length: 40 }, (_, i) => one("edit", "APPLIED", 100 - i));
+    expect(drawnOf(many).map((each) => each.time_s)).toEqual(many.slice(0, 12).map((each) => each.time_s));
   });
 });

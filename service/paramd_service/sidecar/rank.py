@@ -594,7 +594,7 @@ class RankSidecar:
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._attached.pidfd)
         if self._insight is not None:
-            self.start_task(self._insight.close())
+            self.start_task(self._insight.stop())
         # The process has ended, so its words are final.
         self.ownership = ownership_after_end(self._attached.page.words)
         if self.ownership is Ownership.ORPHANED and self._attached.page[Word.LINEAGE]:

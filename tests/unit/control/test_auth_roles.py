@@ -59,6 +59,7 @@ EXPECTED: dict[tuple[str, str], set[UserRole]] = {
     ("GET", "/api/v1/jobs/{job}/incarnations"): EVERYBODY,
     ("GET", "/api/v1/jobs/{job}/alerts"): EVERYBODY,
     ("GET", "/api/v1/jobs/{job}/why"): READERS,
+    ("GET", "/api/v1/jobs/{job}/ranks/{rank}/log"): {E, A},
     ("GET", "/api/v1/jobs/{job}/updates"): READERS,
     ("POST", "/api/v1/jobs/{job}/alerts/acknowledge"): {E, A},
     ("GET", "/api/v1/jobs/{job}/alert-silences"): EVERYBODY,

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from paramd import state_files
 from paramd_service.sidecar.insight.activity import Frame, activity_of, parse_faulthandler
 from paramd_service.sidecar.insight.line import TrainerLine
 from paramd_service.sidecar.insight.numbers import MAX_KEPT, LoggedNumbers
-from paramd_service.sidecar.insight.process import catches, facts_of, last_lines
+from paramd_service.sidecar.insight.process import TrainerOutput, catches, facts_of, last_lines
 
 SITE = "/opt/env/lib/python3.11/site-packages"
 TORCH = f"{SITE}/torch"
@@ -169,3 +170,47 @@ def test_who_is_cancelled_while_the_line_closes_ends() -> None:
         os.close(dump)
 
     asyncio.run(both_at_once())
+
+
+def test_what_a_trainer_wrote_last_is_told_after_its_death(tmp_path: Path) -> None:
+    out, err = tmp_path / "out", tmp_path / "err"
+    program = "import sys; print('goes', flush=True); sys.stdin.read(); raise RuntimeError('why')"
+    output = TrainerOutput()
+    with out.open("w") as stdout, err.open("w") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=stdout, stderr=stderr
+        )
+        while "goes" not in out.read_text():
+            assert process.poll() is None
+        output.open(process.pid)
+        process.communicate()
+    # As log rotation does: the file goes on under another name.
+    err.rename(tmp_path / "err.1")
+    tails = output.tails(1)
+    assert tails == [("stderr", ["RuntimeError: why"], ""), ("stdout", ["goes"], "")]
+    output.close()
+    (nothing,) = output.tails(1)
+    assert nothing[:2] == ("trainer", [])
+    output.open(os.getpid())
+    assert output.tails(1) == [nothing], "closed is final"
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("", []),
+        ("a\nb\nc\n", ["b", "c"]),
+        ("a\nb\nunfinished", ["b", "unfinished"]),
+        ("10%\r20%\r30%\r\nend\r\n", ["30%", "end"]),
+        ("\n\n", ["", ""]),
+        ("x" * 3000 + "\n", ["x" * 2000]),
+        (("y" * 99 + "\n") * 5000, ["y" * 99] * 2),
+        ("z" * (1 << 19), ["z" * 2000]),
+    ],
+)
+def test_last_lines_are_bounded_and_whole(tmp_path: Path, text: str, lines: list[str]) -> None:
+    (tmp_path / "log").write_text(text, newline="")
+    with (tmp_path / "log").open("rb") as file:
+        assert state_files.last_lines(file.fileno(), 2) == lines
+        if len(text) > 100_000 and "\n" in text:
+            assert set(state_files.last_lines(file.fileno(), 10_000)) == {"y" * 99}

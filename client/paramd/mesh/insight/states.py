@@ -5,6 +5,7 @@ A state is read tensor by tensor, so that comparing two needs the memory of a fe
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -14,14 +15,23 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from paramd.errors import AbortedError, ConflictError, NotFoundError, UsageError
+from paramd.errors import (
+    AbortedError,
+    ConflictError,
+    DeadlineError,
+    NotFoundError,
+    ParamdError,
+    UsageError,
+)
 from paramd.layout.plan import ReadPlan
 from paramd.mesh.exports.restoring import MANIFEST, read_batch
-from paramd.mesh.frames.stepping import CAPTURE_LEASE_S, hold_step
+from paramd.mesh.frames.stepping import CAPTURE_LEASE_S, TrainingEndedError, hold_step
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.sidecars import Pinned, Sidecars
 from paramd.mesh.reading.pin import choose, pinned
 from paramd.mesh.reading.transfer import Chosen
+from paramd.mesh.results import STATE_TIMEOUT_S
+from paramd.v1 import common_pb2
 from paramd.v1 import sidecar_pb2 as pb
 
 if TYPE_CHECKING:
@@ -123,7 +133,8 @@ async def live_state(
     """A job's tensors, pinned now or at a step to come.
 
     Raises:
-        ConflictError: the step is past.
+        ConflictError: the step is past, or the training has ended before it.
+        DeadlineError: it did not come in time.
         ParamdError: as `AsyncMesh.summon`.
     """
     async with AsyncExitStack() as stack:
@@ -147,7 +158,8 @@ async def pin_step(
     """Pin a step to come on all ranks; `stack` releases it.
 
     Raises:
-        ConflictError: the step is past.
+        ConflictError: the step is past, or the training has ended before it.
+        DeadlineError: it did not come in time.
         ParamdError: as `hold_step`.
     """
     document = sidecars.document
@@ -163,13 +175,37 @@ async def pin_step(
     try:
         left_s = min(deadline_s - time.monotonic(), MAX_WAIT_S)
         held = await hold_step(sidecars, templates, step, left_s, hold_s=left_s)
-    except AbortedError as error:
-        raise ConflictError(
-            f"step {step} is past, and steps are not kept: give a step to come, or a checkpoint of "
-            f"that step on disk ({error})"
-        ) from error
+    except (AbortedError, DeadlineError, TrainingEndedError) as error:
+        raise await _why_not_pinned(sidecars, list(templates), step, left_s, error) from error
     stack.callback(held.release)
     return Pinned(held.incarnation, step, held.pins, held.edits)
+
+
+async def _why_not_pinned(
+    sidecars: Sidecars, ranks: Sequence[int], step: int, waited_s: float, error: ParamdError
+) -> ParamdError:
+    """What is true of a step that could not be pinned, by where the ranks are now."""
+    asked = (sidecars.state(rank, STATE_TIMEOUT_S) for rank in ranks)
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    states = [answer.state for answer in answers if not isinstance(answer, BaseException)]
+    at = max((state.step for state in states), default=-1)
+    ended = isinstance(error, TrainingEndedError) or any(
+        state.phase in (common_pb2.PHASE_ORPHANED, common_pb2.PHASE_TORN) for state in states
+    )
+    if at > step or (at == step and not ended):
+        now = ' ("now" is the step that the training is at)' if at == step else ""
+        return ConflictError(
+            f"step {step} is past{now}, and steps are not kept: give a step to come, or a "
+            f"checkpoint of that step on disk ({error})"
+        )
+    if ended:
+        return ConflictError(
+            f"step {step} will not come: the training has ended{f' at step {at}' * (at >= 0)}"
+        )
+    return DeadlineError(
+        f"step {step} did not come within {waited_s:.1f} s: the ranks are at step {at}; allow more "
+        f"time, or see whether the training goes on (paramd why) ({error})"
+    )
 
 
 def stored_state(path: Path, patterns: Sequence[str]) -> StoredState:

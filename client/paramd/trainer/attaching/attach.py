@@ -36,8 +36,8 @@ def attach(
 
     Collective: every rank calls it at the same point, after wrapping the model (DDP, FSDP, TP),
     before the first step or between two steps. The training computes exactly what it would
-    without. From then on anyone with a reader token can read the running job's parameters, whole
-    and at one step, with `paramd.connect(job=...)`.
+    without paramd. While it runs, anyone with a reader token can read its parameters, whole and
+    at one step, with `paramd.connect(job=...)`.
 
     Args:
         model: plain, DDP, FSDP1, FSDP2, HSDP, TP or a composition of them, in host memory or on
@@ -57,10 +57,10 @@ def attach(
             only at agreed boundaries, never from a trainer that hangs or has ended.
         resume: "auto" or "never"; None takes `settings.resume`. "auto": when this script was
             killed and is started again, its sidecars still have the memory that it trained in;
-            it goes on there, at the same step on all ranks, and `attachment.resumed` says from
-            where. If the ranks stand at different steps, or one died inside an update, it goes
-            on from the newest standing snapshot that all have; else it starts afresh. The log
-            says which and why. See docs/resume.md for how to write the loop.
+            training continues there, at the same step on all ranks, and `attachment.resumed` says
+            where. If the ranks are at different steps, or one died inside an update, it continues
+            from the newest standing snapshot that all of them have; otherwise it starts afresh.
+            The log says which and why. See docs/resume.md for how to write the loop.
         keep: with resume="auto", what else belongs to the state: objects with `state_dict` and
             `load_state_dict`, by name (schedulers, a gradient scaler, a stateful data loader).
             Random states and the optimizers' own state need not be named.

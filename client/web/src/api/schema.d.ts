@@ -883,6 +883,30 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/jobs/{job}/ranks/{rank}/log": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Get Rank Log
+         * @description The last lines of a rank's sidecar, and of its trainer where that writes to a file.
+         *
+         *     Also after the trainer has died, while its sidecar lingers; then the sidecar's alone, from
+         *     the control plane's host. A sidecar's log is of all incarnations, which its lines name.
+         *     Tokens and credentials in URLs are hidden; other secrets that a script prints are not.
+         */
+        get: operations["get_rank_log"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/jobs/{job}/ranks/{rank}/metrics": {
         parameters: {
             query?: never;
@@ -1071,7 +1095,8 @@ export interface paths {
          * @description What every rank is doing now, and which one keeps the others waiting.
          *
          *     Works while the training hangs, and neither stops nor slows it. Stacks name files and
-         *     functions, never values; the trainers' last lines say whatever the script printed.
+         *     functions, never values; the trainers' last lines say whatever the script printed, so they
+         *     are for those alone who may see logs.
          */
         get: operations["get_why"];
         put?: never;
@@ -2439,6 +2464,27 @@ export interface components {
             lease_s: number;
         };
         /**
+         * LogTailDocument
+         * @description The end of one log.
+         */
+        LogTailDocument: {
+            /**
+             * Lines
+             * @description The newest last, each at most 2,000 characters
+             */
+            lines: string[];
+            /**
+             * Missing
+             * @description Why there are none; empty when there are some
+             */
+            missing: string;
+            /**
+             * Source
+             * @description sidecar, stderr or stdout; trainer where its output goes to no file
+             */
+            source: string;
+        };
+        /**
          * MarkDocument
          * @description A complete state that the sidecars keep in memory.
          */
@@ -3082,6 +3128,28 @@ export interface components {
              * @description Longest time an update may wait for a copy
              */
             stall_budget_s: number;
+        };
+        /**
+         * RankLogDocument
+         * @description The end of one rank's logs, as they are now.
+         */
+        RankLogDocument: {
+            /**
+             * Error
+             * @description Why its sidecar does not tell them; what lies on the control plane's host is told instead. Empty when it does
+             */
+            error: string;
+            /** Incarnation */
+            incarnation: number;
+            /** Job */
+            job: string;
+            /**
+             * Logs
+             * @description The sidecar's first
+             */
+            logs: components["schemas"]["LogTailDocument"][];
+            /** Rank */
+            rank: number;
         };
         /**
          * RankPinDocument
@@ -4139,6 +4207,7 @@ export type JobRegistration = components['schemas']['JobRegistration'];
 export type JobSummary = components['schemas']['JobSummary'];
 export type LeaseDocument = components['schemas']['LeaseDocument'];
 export type LeaseRequest = components['schemas']['LeaseRequest'];
+export type LogTailDocument = components['schemas']['LogTailDocument'];
 export type MarkDocument = components['schemas']['MarkDocument'];
 export type MarkList = components['schemas']['MarkList'];
 export type MarkRequest = components['schemas']['MarkRequest'];
@@ -4158,6 +4227,7 @@ export type Problem = components['schemas']['Problem'];
 export type RangeDocument = components['schemas']['RangeDocument'];
 export type RankDocument = components['schemas']['RankDocument'];
 export type RankList = components['schemas']['RankList'];
+export type RankLogDocument = components['schemas']['RankLogDocument'];
 export type RankPinDocument = components['schemas']['RankPinDocument'];
 export type RankSnapshots = components['schemas']['RankSnapshots'];
 export type RankWhy = components['schemas']['RankWhy'];
@@ -5537,6 +5607,33 @@ export interface operations {
             };
         };
     };
+    get_rank_log: {
+        parameters: {
+            query?: {
+                /** @description Most last lines of each log */
+                lines?: number;
+            };
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+                rank: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["RankLogDocument"];
+                };
+            };
+        };
+    };
     get_rank_metrics: {
         parameters: {
             query?: never;
@@ -5780,7 +5877,7 @@ export interface operations {
             query?: {
                 /** @description Ranks to ask; default: all, or the 64 that look worst */
                 rank?: number[] | null;
-                /** @description Last lines of each trainer's output */
+                /** @description Last lines of each trainer's output; none without the permission `logs` */
                 log_lines?: number;
             };
             header?: never;

@@ -182,3 +182,13 @@ export function changeBefore(timeline: readonly Happening[], time_s: number, wit
   );
   return found ?? null;
 }
+
+const MAX_DRAWN = 12;
+
+/** What a chart over time marks: what changed the training, the newest ones. */
+export function drawnOf(timeline: readonly Happening[]): Happening[] {
+  const idle = ["ABORTED", "LOST", "STAGING", "STAGED", "FAILED", "CANCELLED"];
+  return timeline
+    .filter((one) => one.kind !== "alert" && one.kind !== "hold" && !idle.includes(one.state))
+    .slice(0, MAX_DRAWN);
+}

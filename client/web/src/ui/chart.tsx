@@ -5,13 +5,21 @@ import type {
   DataZoomComponentOption,
   GridComponentOption,
   LegendComponentOption,
+  MarkLineComponentOption,
   TooltipComponentOption,
 } from "echarts/components";
 import type { ComposeOption } from "echarts/core";
 import { type ReactNode, Suspense, lazy } from "react";
 
+import type { Happening } from "../lib/timeline";
+
 export type ChartOption = ComposeOption<
-  LineSeriesOption | DataZoomComponentOption | GridComponentOption | LegendComponentOption | TooltipComponentOption
+  | LineSeriesOption
+  | DataZoomComponentOption
+  | GridComponentOption
+  | LegendComponentOption
+  | MarkLineComponentOption
+  | TooltipComponentOption
 >;
 
 /** The theme's colours, for canvases. */
@@ -65,5 +73,19 @@ export function axis(ink: Ink, name: string, more: Record<string, unknown> = {})
     splitLine: { lineStyle: { color: ink.line, opacity: 0.5 } },
     axisPointer: { label: { show: false } },
     ...more,
+  };
+}
+
+/** Vertical lines, each with its kind, at those events that lie within the points drawn. */
+export function eventLines(ink: Ink, events: readonly Happening[], begin: number, end: number): NonNullable<LineSeriesOption["markLine"]> {
+  return {
+    silent: true,
+    symbol: "none",
+    animation: false,
+    lineStyle: { color: ink.faint, type: "dashed", width: 1 },
+    label: { color: ink.faint, fontSize: 10, position: "insideEndTop", formatter: (line) => line.name },
+    data: events
+      .filter((one) => one.time_s * 1000 >= begin && one.time_s * 1000 <= end)
+      .map((one) => ({ name: one.kind, xAxis: one.time_s * 1000 })),
   };
 }

@@ -9,7 +9,7 @@ import { type Health, healthOf, UNCHECKED, type Values } from "../lib/health";
 import { type Live, NOTHING, withEvent, withProblem } from "../lib/live";
 import { type Polled, useNow, usePoll, useSettled } from "./hooks";
 
-export type Action = "view" | "read" | "edit" | "edit-any" | "export" | "attach" | "administer";
+export type Action = "view" | "read" | "logs" | "edit" | "edit-any" | "export" | "attach" | "administer";
 
 interface Shared {
   session: SessionDocument;

@@ -1,7 +1,7 @@
 /** ECharts with only the parts in use; loaded with the first chart. */
 
 import { LineChart } from "echarts/charts";
-import { DataZoomInsideComponent, GridComponent, LegendComponent, TooltipComponent } from "echarts/components";
+import { DataZoomInsideComponent, GridComponent, LegendComponent, MarkLineComponent, TooltipComponent } from "echarts/components";
 import { type ECharts, init, use } from "echarts/core";
 import { CanvasRenderer } from "echarts/renderers";
 import { type ReactNode, useEffect, useRef, useState } from "react";
@@ -10,7 +10,7 @@ import { csvOf, type Named, zoomed } from "../lib/chart";
 import { type ChartOption, type ChartProps, type Ink, inkOf } from "./chart";
 import { save } from "./save";
 
-use([LineChart, DataZoomInsideComponent, GridComponent, LegendComponent, TooltipComponent, CanvasRenderer]);
+use([LineChart, DataZoomInsideComponent, GridComponent, LegendComponent, MarkLineComponent, TooltipComponent, CanvasRenderer]);
 
 export default function EChart(props: ChartProps): ReactNode {
   const box = useRef<HTMLDivElement>(null);

@@ -3,14 +3,18 @@
 import type { ReactNode } from "react";
 
 import { get } from "../api/client";
-import { clock } from "../lib/format";
-import { Choice, Empty, Panel, Source, Trouble } from "../ui/bits";
-import { axis, Chart } from "../ui/chart";
+import { clock, number } from "../lib/format";
+import type { Happening } from "../lib/timeline";
+import { Choice, Empty, Facts, Panel, Source, Trouble } from "../ui/bits";
+import { axis, Chart, eventLines } from "../ui/chart";
 import { useShared } from "../ui/context";
 import { usePoll, useQuery } from "../ui/hooks";
 
 const PREFIX = "log:";
 const MAX_LINES = 8;
+/** Numbers whose last value is shown beside each other. */
+const MAX_LAST = 12;
+const LAST_S = 600;
 
 /** Metrics of logged numbers among all series, each with the ranks that log it. */
 export function loggedOf(series: readonly { metric: string; subject: string }[]): Map<string, string[]> {
@@ -21,7 +25,7 @@ export function loggedOf(series: readonly { metric: string; subject: string }[])
   return found;
 }
 
-export function LoggedNumbers(props: { incarnation: number }): ReactNode {
+export function LoggedNumbers(props: { incarnation: number; events: readonly Happening[] }): ReactNode {
   const { job, dark } = useShared();
   const [picked, setPicked] = useQuery("number");
   const series = usePoll(
@@ -40,7 +44,21 @@ export function LoggedNumbers(props: { incarnation: number }): ReactNode {
       ),
     10_000,
   );
+  const shown = [...logged].slice(0, MAX_LAST);
+  const last = usePoll(
+    shown.length ? `${job}/${props.incarnation}/last/${shown.map(([name]) => name).join()}` : null,
+    (signal) =>
+      Promise.all(
+        shown.map(async ([name, [subject = "0"]]) => {
+          const query = { metric: name, subject, begin_s: Date.now() / 1000 - LAST_S };
+          const { points } = await get("/api/v1/jobs/{job}/history", { path: { job }, query, signal });
+          return { name: name.slice(PREFIX.length), rank: subject, point: points.at(-1) };
+        }),
+      ),
+    10_000,
+  );
   const lines = found.data ?? [];
+  const times = lines.flatMap((line) => line.points.map((point) => point.time_s * 1000));
   return (
     <Panel
       title="The script's numbers"
@@ -58,16 +76,27 @@ export function LoggedNumbers(props: { incarnation: number }): ReactNode {
     >
       {(series.error ?? found.error) && <Trouble>{series.error ?? found.error}</Trouble>}
       {series.data && !metric && <Empty>None; the script may call attachment.log(loss=loss).</Empty>}
+      {last.data && (
+        <Facts
+          rows={last.data.map(({ name, rank, point }) => [
+            name,
+            <span key={name} title={point ? `Rank ${rank}, at ${clock(point.time_s)}` : undefined}>
+              {!point ? "none for 10 minutes" : point.mean === null ? "not finite" : number(point.mean, 5)}
+            </span>,
+          ])}
+        />
+      )}
       {lines.some((line) => line.points.length > 0) && (
         <Chart
           label={`${metric.slice(PREFIX.length)} over the last hour`}
           height={200}
-          deps={[found.data, dark]}
+          deps={[found.data, dark, props.events]}
           option={(ink) => ({
             legend: { top: 0, right: 0, textStyle: { color: ink.faint }, itemWidth: 14, itemHeight: 3, icon: "rect" },
             xAxis: axis(ink, "", { type: "time", axisLabel: { color: ink.faint, hideOverlap: true, formatter: (ms: number) => clock(ms / 1000).slice(-8) } }),
             yAxis: axis(ink, metric.slice(PREFIX.length), { type: "value", scale: true, nameGap: 50 }),
-            series: lines.map((line) => ({
+            series: lines.map((line, at) => ({
+              ...(at === 0 && { markLine: eventLines(ink, props.events, Math.min(...times), Math.max(...times)) }),
               type: "line" as const,
               name: `rank ${line.subject}`,
               showSymbol: line.points.length < 4,

@@ -13,6 +13,7 @@ import { phaseText, Tiles, type TileData } from "./mesh_tiles";
 import { FieldMap } from "./mesh_field";
 import { RankTable } from "./mesh_table";
 import { StepTimes } from "./mesh_times";
+import { LogPanel } from "./mesh_log";
 import { WhyPanel } from "./mesh_why";
 
 /** Above this many ranks, cells of a map instead of tiles with text. */
@@ -95,6 +96,7 @@ export default function Mesh(): ReactNode {
         {all.length > MAX_TILES && <FieldMap ranks={tiles} axes={axes} picked={picked} onPick={pick} />}
       </Panel>
       {chosen && <RankPanel rank={chosen} axes={axes} reasons={alertsOf.get(chosen.rank) ?? []} at={ranks.at} />}
+      {chosen && <LogPanel key={`${job}/${chosen.rank}`} rank={chosen.rank} />}
       {all.length > 0 && <RankTable ranks={tiles} at={ranks.at} picked={picked} onPick={pick} />}
       <WhyPanel />
       <StepTimes world={world} incarnation={summary?.incarnation ?? -1} />

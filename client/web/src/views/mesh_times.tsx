@@ -5,18 +5,20 @@ import type { ReactNode } from "react";
 import { get } from "../api/client";
 import { clockTick } from "../lib/format";
 import { RANGES, rangeBegin, withGaps } from "../lib/chart";
+import type { Happening } from "../lib/timeline";
 import { Choice, Empty, Panel, Source, Trouble } from "../ui/bits";
-import { axis, Chart } from "../ui/chart";
+import { axis, Chart, eventLines } from "../ui/chart";
 import { useShared } from "../ui/context";
 import { usePoll, useQuery } from "../ui/hooks";
 
 const MAX_LINES = 6;
+const NO_EVENTS: readonly Happening[] = [];
 const MIN_SPAN_MS = 60_000;
 /** Above this many ranks the history has only min, median and max over all ranks. */
 const MAX_RANKS_NOTED = 64;
 
-export function StepTimes(props: { world: number; incarnation: number }): ReactNode {
-  const { world, incarnation } = props;
+export function StepTimes(props: { world: number; incarnation: number; events?: readonly Happening[] }): ReactNode {
+  const { world, incarnation, events = NO_EVENTS } = props;
   const { job, dark } = useShared();
   const [range, setRange] = useQuery("range", "3600");
   const subjects =
@@ -51,12 +53,13 @@ export function StepTimes(props: { world: number; incarnation: number }): ReactN
         <Chart
           label="Step time"
           height={200}
-          deps={[found.data, dark]}
+          deps={[found.data, dark, events]}
           option={(ink) => ({
             legend: { top: 0, right: 0, textStyle: { color: ink.faint }, itemWidth: 14, itemHeight: 3, icon: "rect" },
             xAxis: axis(ink, "", { type: "time", ...span, axisLabel: { color: ink.faint, hideOverlap: true, formatter: (ms: number) => clockTick(ms, Number(range)) } }),
             yAxis: axis(ink, "ms", { type: "value", nameGap: 44, scale: true }),
-            series: series.map((one) => ({
+            series: series.map((one, at) => ({
+              ...(at === 0 && { markLine: eventLines(ink, events, begin, end) }),
               type: "line" as const,
               name: /^\d/.test(one.subject) ? `rank ${one.subject}` : one.subject,
               showSymbol: one.points.length < 4,

@@ -1,16 +1,18 @@
 /** Overview: is it healthy, what changed, who changed it. */
 
-import { type ReactNode, useEffect, useState } from "react";
+import { type ReactNode, useEffect, useMemo, useState } from "react";
 
 import { get, urlOf } from "../api/client";
 import { follow } from "../api/sse";
-import { bytes, count, duration, number } from "../lib/format";
+import { withGaps, type XY } from "../lib/chart";
+import { bytes, clock, count, duration, number } from "../lib/format";
 import type { Frame } from "../lib/grads";
 import { median, stragglers } from "../lib/mesh";
 import { placeHash } from "../lib/route";
 import { badCount } from "../lib/stats";
-import { changeBefore } from "../lib/timeline";
+import { changeBefore, drawnOf, type Happening } from "../lib/timeline";
 import { Badge, Empty, Facts, Panel, Source, Trouble } from "../ui/bits";
+import { axis, Chart, eventLines } from "../ui/chart";
 import { useShared } from "../ui/context";
 import { usePoll } from "../ui/hooks";
 import { CauseItem } from "./causes";
@@ -28,6 +30,7 @@ const MAX_FOLLOWED = 500;
 export default function Overview(): ReactNode {
   const { job, summary, health } = useShared();
   const history = useHistory();
+  const events = useMemo(() => drawnOf(history.timeline), [history.timeline]);
   return (
     <>
       <div className="head">
@@ -43,10 +46,10 @@ export default function Overview(): ReactNode {
         <p className="wrap">{health.why || "Every rank reports, no alert fires, and all values that were looked at are finite."}</p>
       </section>
       <Firing history={history} />
-      <Numbers />
-      <LoggedNumbers incarnation={summary?.incarnation ?? -1} />
+      <Numbers events={events} />
+      <LoggedNumbers incarnation={summary?.incarnation ?? -1} events={events} />
       <Timeline history={history} />
-      <StepTimes world={summary?.world_size ?? 0} incarnation={summary?.incarnation ?? -1} />
+      <StepTimes world={summary?.world_size ?? 0} incarnation={summary?.incarnation ?? -1} events={events} />
     </>
   );
 }
@@ -87,15 +90,15 @@ function Firing(props: { history: History }): ReactNode {
   );
 }
 
-function Numbers(): ReactNode {
-  const { job, summary, live } = useShared();
+function Numbers(props: { events: readonly Happening[] }): ReactNode {
+  const { job, summary, live, dark } = useShared();
   const world = summary?.world_size ?? 0;
   const ranks = usePoll(
     world && summary?.state !== "ended" ? `${job}/ranks` : null,
     (signal) => get("/api/v1/jobs/{job}/ranks", { path: { job }, signal }),
     pollMs(world),
   );
-  const gradient = useTotal(job, summary !== null && summary.state !== "ended");
+  const { shown: gradient, points } = useTotal(job, summary !== null && summary.state !== "ended");
   const all = ranks.data?.ranks ?? [];
   const late = [...stragglers(all)];
   const middle = median(all.filter((rank) => rank.step_time_ns > 0).map((rank) => rank.step_time_ns)) / 1e9;
@@ -122,23 +125,61 @@ function Numbers(): ReactNode {
           ]}
         />
       )}
+      {points.length > 1 && (
+        <Chart
+          label="Gradient norm since this page was opened"
+          height={170}
+          deps={[points, dark, props.events]}
+          option={(ink) => ({
+            xAxis: axis(ink, "", { type: "time", axisLabel: { color: ink.faint, hideOverlap: true, formatter: (ms: number) => clock(ms / 1000).slice(-8) } }),
+            yAxis: axis(ink, "gradient norm", { type: "value", nameGap: 50, scale: true }),
+            series: [
+              {
+                type: "line",
+                name: "gradient norm",
+                showSymbol: false,
+                lineStyle: { width: 1.3 },
+                markLine: eventLines(ink, props.events, points[0]![0], points.at(-1)![0]),
+                data: withGaps(points),
+              },
+            ],
+          })}
+        />
+      )}
     </Panel>
   );
 }
 
+/** Norms kept of the gradients while the page is open. */
+const MAX_NORMS = 600;
+
+interface Total {
+  shown: ReactNode;
+  /** Time in ms, and norm. */
+  points: readonly XY[];
+}
+
 /** The norm of all gradients, every tenth update, where following them is cheap. */
-function useTotal(job: string, alive: boolean): ReactNode {
-  const [shown, setShown] = useState<ReactNode>("…");
+function useTotal(job: string, alive: boolean): Total {
+  const [total, setTotal] = useState<Total>({ shown: "…", points: [] });
   useEffect(() => {
     if (!alive) return;
     const controller = new AbortController();
-    void begin(job, controller.signal, setShown);
-    return () => controller.abort();
+    void begin(job, controller.signal, (shown, norm) =>
+      setTotal(({ points }) => ({
+        shown,
+        points: norm === undefined ? points : [...points.slice(1 - MAX_NORMS), [Date.now(), Number(norm.toPrecision(6))]],
+      })),
+    );
+    return () => {
+      controller.abort();
+      setTotal({ shown: "…", points: [] });
+    };
   }, [job, alive]);
-  return shown;
+  return total;
 }
 
-async function begin(job: string, signal: AbortSignal, tell: (shown: ReactNode) => void): Promise<void> {
+async function begin(job: string, signal: AbortSignal, tell: (shown: ReactNode, norm?: number) => void): Promise<void> {
   try {
     const page = await get("/api/v1/jobs/{job}/params", { path: { job }, query: { limit: 1 }, signal });
     if (page.total_count > MAX_FOLLOWED) return tell("see Gradients");
@@ -151,7 +192,9 @@ async function begin(job: string, signal: AbortSignal, tell: (shown: ReactNode) 
     if (event.kind === "end") return tell("not known");
     if (event.kind !== "frame") return;
     const frame = JSON.parse(event.data) as Frame;
-    tell(badCount(frame.total) ? <Badge state="not finite" tone="bad" /> : number(frame.total.norm));
+    const { norm } = frame.total;
+    if (badCount(frame.total) || norm === null) tell(<Badge state="not finite" tone="bad" />);
+    else tell(number(norm), norm);
   };
   await follow(url, { onEvent, onState: () => undefined }, signal);
 }

@@ -388,6 +388,11 @@ def may_read(request: Request) -> bool:
     return principal_of(request).may(Action.READ)
 
 
+def may_see_logs(request: Request) -> bool:
+    """Whether the caller may see what the training prints."""
+    return principal_of(request).may(Action.LOGS)
+
+
 def bearer_of(scope: Scope) -> str:
     """The request's bearer token; empty when there is none or more than one."""
     return _credential(scope, "bearer")

@@ -35,6 +35,9 @@ class Action(Enum):
     of at least `SMALL_NUMEL` elements: those of a smaller one reveal its values."""
     READ = "read"
     """See values of parameters, whole or in part."""
+    LOGS = "logs"
+    """See what trainers print and sidecars log. Whatever a script prints is in there, secrets too,
+    so it takes more than reading parameters; a control plane that is read-only still shows it."""
     EDIT = "edit"
     """Change parameters; pause and step training; acknowledge and silence alerts."""
     EDIT_ANY = "edit-any"
@@ -53,7 +56,7 @@ _READER: Final = _VIEWER | {Action.READ}
 PERMITTED: Final[dict[UserRole, frozenset[Action]]] = {
     UserRole.VIEWER: _VIEWER,
     UserRole.READER: _READER,
-    UserRole.EDITOR: _READER | {Action.EDIT},
+    UserRole.EDITOR: _READER | {Action.EDIT, Action.LOGS},
     UserRole.EXPORTER: _READER | {Action.EXPORT},
     UserRole.TRAINER: _VIEWER | {Action.ATTACH},
     UserRole.ADMIN: frozenset(Action),
@@ -75,6 +78,7 @@ OPERATIONS: Final[dict[str, Action]] = {
     "open_control_tunnel": Action.VIEW,
     "list_incarnations": Action.VIEW,
     "get_why": Action.READ,
+    "get_rank_log": Action.LOGS,
     "get_updates": Action.READ,
     "get_spectrum": Action.READ,
     "list_alerts": Action.VIEW,

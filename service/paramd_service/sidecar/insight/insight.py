@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from paramd.memory.control_page import Word
 from paramd_service.sidecar.insight.line import Stacks, TrainerLine
 from paramd_service.sidecar.insight.numbers import LoggedNumbers
+from paramd_service.sidecar.insight.process import TrainerOutput
 from paramd_service.sidecar.owner import AttachedMemory
 
 OVERDUE_LEAST_S = 5.0
@@ -39,6 +40,8 @@ class TrainerInsight:
         """No I/O."""
         self.numbers = LoggedNumbers()
         self.line = TrainerLine(attached.request.pid, attached.request.start, self.numbers)
+        self.output = TrainerOutput()
+        self._pid = attached.request.pid
         self._page = attached.page
         self._task: asyncio.Task[None] | None = None
         self._place: tuple[object, ...] = ()
@@ -48,13 +51,18 @@ class TrainerInsight:
         """Look at the trainer whenever it is overdue."""
         self._task = asyncio.create_task(self._watch(), name="paramd-insight")
 
-    async def close(self) -> None:
-        """Idempotent."""
+    async def stop(self) -> None:
+        """The trainer has ended: look no more, but keep its output. Idempotent."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
             self._task = None
         self.line.close()
+
+    async def close(self) -> None:
+        """Idempotent."""
+        await self.stop()
+        await asyncio.to_thread(self.output.close)
 
     @property
     def overdue(self) -> bool:
@@ -78,6 +86,7 @@ class TrainerInsight:
         return max(time.monotonic() - self._since_s, 0.0)
 
     async def _watch(self) -> None:
+        await asyncio.to_thread(self.output.open, self._pid)
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             if self.overdue:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from paramd import state_files
+
 MAX_LOG_LINES = 100
-_TAIL_BYTES = 64 << 10
 MAX_LINE_CHARS = 500
 
 
@@ -50,28 +52,105 @@ def catches(pid: int, signal_number: int) -> bool:
     return bool(int(mask, 16) >> (signal_number - 1) & 1)
 
 
+NO_FILE = (
+    "its output goes to no file; start it with torchrun --log-dir DIR --redirects 3 to see it here"
+)
+
+
 def last_lines(pid: int, count: int) -> tuple[list[str], str]:
     """(last lines of the process's output, why there are none).
 
     Readable where stderr or stdout is a regular file, as with `torchrun --log-dir` or `2> log`.
     """
-    for number in (2, 1):
-        path = f"/proc/{pid}/fd/{number}"
+    output = TrainerOutput()
+    try:
+        output.open(pid)
+        tails = output.tails(count)
+    finally:
+        output.close()
+    lines = next((lines for _, lines, _ in tails if lines), [])
+    return [line[:MAX_LINE_CHARS] for line in lines], "" if lines else tails[0][2]
+
+
+Tail = tuple[str, list[str], str]
+"""Source, last lines, and why there are none."""
+
+
+class TrainerOutput:
+    """The files that a trainer's stderr and stdout go to, kept open: they say why it died.
+
+    All methods may take as long as the disk does, so they run in threads; thread-safe.
+    """
+
+    def __init__(self) -> None:
+        """No I/O."""
+        self._files: dict[str, int] = {}
+        self._why = NO_FILE
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def open(self, pid: int) -> None:
+        """Open what the process writes to now. Never fails: `tails` tells why there is nothing."""
+        files: dict[str, int] = {}
+        seen = set()
+        for source, number in (("stderr", 2), ("stdout", 1)):
+            path = f"/proc/{pid}/fd/{number}"
+            try:
+                found = os.stat(path)
+                # A terminal or a pipe has no past, and to open some of them would block.
+                if not stat.S_ISREG(found.st_mode) or (found.st_dev, found.st_ino) in seen:
+                    continue
+                files[source] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                seen.add((found.st_dev, found.st_ino))
+            except OSError as error:
+                self._why = f"its output cannot be read: {error.strerror}"
+        with self._lock:
+            self._files, files = (files, {}) if not self._closed else ({}, files)
+        for descriptor in files.values():
+            os.close(descriptor)
+
+    def tails(self, count: int) -> list[Tail]:
+        """The end of each file, stderr first; one entry without lines when there is none."""
+        with self._lock:
+            files = {source: os.dup(descriptor) for source, descriptor in self._files.items()}
         try:
-            if not stat.S_ISREG(os.stat(path).st_mode):
-                continue
-            with open(path, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                file.seek(max(size - _TAIL_BYTES, 0))
-                text = file.read(_TAIL_BYTES).decode(errors="replace")
-        except OSError as error:
-            return [], f"its output cannot be read: {error.strerror}"
-        if lines := text.splitlines()[-count:]:
-            return [line[:MAX_LINE_CHARS] for line in lines], ""
-    return [], (
-        "its output goes to no file; start it with torchrun --log-dir DIR --redirects 3 to see it "
-        "here"
-    )
+            found = [tail_of(source, descriptor, count) for source, descriptor in files.items()]
+        finally:
+            for descriptor in files.values():
+                os.close(descriptor)
+        return found or [("trainer", [], self._why)]
+
+    def close(self) -> None:
+        """Idempotent, and final."""
+        with self._lock:
+            self._closed = True
+            files, self._files = self._files, {}
+        for descriptor in files.values():
+            os.close(descriptor)
+
+
+def own_tail(count: int) -> Tail:
+    """The end of what this process, the sidecar, has logged; never fails."""
+    path = "/proc/self/fd/2"
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            return "sidecar", [], "its log goes to no file"
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        return "sidecar", [], f"its log cannot be read: {error.strerror}"
+    try:
+        return tail_of("sidecar", descriptor, count)
+    finally:
+        os.close(descriptor)
+
+
+def tail_of(source: str, descriptor: int, count: int) -> Tail:
+    """The end of an open regular file; never fails."""
+    try:
+        lines = state_files.last_lines(descriptor, count)
+    except OSError as error:
+        return source, [], f"it cannot be read: {error.strerror}"
+    return source, lines, "" if lines else "nothing has been written to it"
 
 
 def _fields(path: Path) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""InspectTrainer and GetLogged: what the trainer is doing, and the numbers that it logs."""
+"""InspectTrainer, GetLogged, GetLog: what the trainer is doing, the numbers and lines it logs."""
 
 from __future__ import annotations
 
@@ -6,15 +6,27 @@ import asyncio
 
 from google.protobuf.message import Message
 
+from paramd import state_files
 from paramd.errors import UsageError
+from paramd.security.tickets import Role
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.insight.insight import Looked
-from paramd_service.sidecar.insight.process import MAX_LOG_LINES, ProcessFacts, facts_of, last_lines
+from paramd_service.sidecar.insight.process import (
+    MAX_LOG_LINES,
+    ProcessFacts,
+    Tail,
+    facts_of,
+    last_lines,
+    own_tail,
+)
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc import messages
-from paramd_service.sidecar.rpc.auth import Call, CallTable
+from paramd_service.sidecar.rpc.auth import CALLER, Call, CallTable
 
 MAX_ENTRIES = 1000
+
+_MAY_READ_LOGS = frozenset({Role.EDITOR, Role.CONTROL})
+"""What a script prints is not ours to know: it may hold secrets."""
 
 
 def calls(rank: RankSidecar) -> CallTable:
@@ -26,9 +38,13 @@ def calls(rank: RankSidecar) -> CallTable:
     async def logged(request: pb.GetLoggedRequest, _timeout_s: float) -> Message:
         return _logged(rank, request)
 
+    async def log(request: pb.GetLogRequest, _timeout_s: float) -> Message:
+        return await _log(rank, request)
+
     return {
         "InspectTrainer": Call(request=pb.InspectTrainerRequest, unary=inspect),
         "GetLogged": Call(request=pb.GetLoggedRequest, unary=logged),
+        "GetLog": Call(request=pb.GetLogRequest, unary=log),
     }
 
 
@@ -49,7 +65,9 @@ async def _inspect(
     # /proc and the log may lie on a disk that does not answer: keep that off the event loop.
     facts = await asyncio.to_thread(facts_of, pid)
     _tell_process(answer, facts)
-    if request.log_line_count:
+    if request.log_line_count and CALLER.get().role not in _MAY_READ_LOGS:
+        answer.log_missing = "what the training prints needs a ticket that may read logs"
+    elif request.log_line_count:
         lines, why = await asyncio.to_thread(last_lines, pid, request.log_line_count)
         answer.log_lines.extend(lines)
         answer.log_missing = why
@@ -102,4 +120,22 @@ def _logged(rank: RankSidecar, request: pb.GetLoggedRequest) -> pb.GetLoggedResp
         answer.entries.add(
             number=entry.number, step=entry.step, time_s=entry.time_s, values=entry.values
         )
+    return answer
+
+
+async def _log(rank: RankSidecar, request: pb.GetLogRequest) -> pb.GetLogResponse:
+    count = request.line_count
+    if not 1 <= count <= state_files.MAX_LOG_LINES:
+        raise UsageError(f"line_count: {count}; expected 1 to {state_files.MAX_LOG_LINES}")
+    # Before the first attach there is no trainer that could have written anything.
+    output = rank.insight.output if rank.has_pins else None
+
+    def tails() -> list[Tail]:
+        return [own_tail(count), *(output.tails(count) if output is not None else ())]
+
+    # The files may lie on a disk that does not answer: keep that off the event loop.
+    found = await asyncio.to_thread(tails)
+    answer = pb.GetLogResponse(header=messages.header(rank))
+    for source, lines, missing in found:
+        answer.logs.add(source=source, lines=lines, missing=missing)
     return answer

@@ -6,17 +6,22 @@ from dataclasses import asdict
 from math import isfinite
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Path, Query, Request
 from pydantic import BaseModel, Field
 
 from paramd.errors import ParamdError
 from paramd.v1 import common_pb2
 from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.control.access.doorway import may_see_logs
 from paramd_service.control.api.choice import choose_one, pattern_of
 from paramd_service.control.api.routes.params import Name
 from paramd_service.control.api.services import Services
+from paramd_service.control.insight.logs import tails_of
 from paramd_service.control.insight.verdict import verdict_of
 from paramd_service.control.insight.why import Found, chosen, evidence_of, inspect
+from paramd_service.logs import without_secrets
+
+NO_LOG = "what the training prints is for editors and admins"
 
 Ranks = Annotated[
     list[int] | None,
@@ -26,7 +31,15 @@ Ranks = Annotated[
         description="Ranks to ask; default: all, or the 64 that look worst",
     ),
 ]
-LogLines = Annotated[int, Query(ge=0, le=100, description="Last lines of each trainer's output")]
+LogLines = Annotated[
+    int,
+    Query(
+        ge=0,
+        le=100,
+        description="Last lines of each trainer's output; none without the permission `logs`",
+    ),
+]
+Lines = Annotated[int, Query(ge=1, le=1000, description="Most last lines of each log")]
 
 Steps = Annotated[int, Query(ge=1, le=100_000, description="So many updates together")]
 Values = Annotated[int, Query(ge=1, le=32, description="How many singular values")]
@@ -158,6 +171,29 @@ class SpectrumDocument(BaseModel):
     nonfinite: int = Field(description="Elements that are NaN or infinite")
 
 
+class LogTailDocument(BaseModel):
+    """The end of one log."""
+
+    source: str = Field(
+        description="sidecar, stderr or stdout; trainer where its output goes to no file"
+    )
+    lines: list[str] = Field(description="The newest last, each at most 2,000 characters")
+    missing: str = Field(description="Why there are none; empty when there are some")
+
+
+class RankLogDocument(BaseModel):
+    """The end of one rank's logs, as they are now."""
+
+    job: str
+    incarnation: int
+    rank: int
+    error: str = Field(
+        description="Why its sidecar does not tell them; what lies on the control plane's host is "
+        "told instead. Empty when it does"
+    )
+    logs: list[LogTailDocument] = Field(description="The sidecar's first")
+
+
 class WhyDocument(BaseModel):
     """What is wrong with a run."""
 
@@ -173,21 +209,46 @@ def router(services: Services) -> APIRouter:
     routes = APIRouter(tags=["insight"])
 
     @routes.get("/jobs/{job}/why")
-    async def get_why(job: str, rank: Ranks = None, log_lines: LogLines = 10) -> WhyDocument:
+    async def get_why(
+        job: str, request: Request, rank: Ranks = None, log_lines: LogLines = 10
+    ) -> WhyDocument:
         """What every rank is doing now, and which one keeps the others waiting.
 
         Works while the training hangs, and neither stops nor slows it. Stacks name files and
-        functions, never values; the trainers' last lines say whatever the script printed.
+        functions, never values; the trainers' last lines say whatever the script printed, so they
+        are for those alone who may see logs.
         """
         mesh = services.jobs.get(job)
         ranks = chosen(mesh.registry.view().ranks, rank or ())
-        found = await inspect(mesh.calls, ranks, log_lines=log_lines)
+        sees_logs = may_see_logs(request)
+        found = await inspect(mesh.calls, ranks, log_lines=log_lines if sees_logs else 0)
         return WhyDocument(
             job=mesh.job,
             incarnation=mesh.number,
             verdict=verdict_of([evidence_of(one) for one in found]),
             world_size=mesh.bootstrap.world_size,
-            ranks=[_row(one) for one in found],
+            ranks=[_row(one, no_log="" if sees_logs else NO_LOG) for one in found],
+        )
+
+    @routes.get("/jobs/{job}/ranks/{rank}/log")
+    async def get_rank_log(
+        job: str, rank: Annotated[int, Path(ge=0, lt=2**31)], lines: Lines = 100
+    ) -> RankLogDocument:
+        """The last lines of a rank's sidecar, and of its trainer where that writes to a file.
+
+        Also after the trainer has died, while its sidecar lingers; then the sidecar's alone, from
+        the control plane's host. A sidecar's log is of all incarnations, which its lines name.
+        Tokens and credentials in URLs are hidden; other secrets that a script prints are not.
+        """
+        mesh = services.jobs.get(job)
+        (asked,) = chosen(mesh.registry.view().ranks, [rank])
+        logs, error = await tails_of(mesh.calls, mesh.job, asked, count=lines)
+        return RankLogDocument(
+            job=mesh.job,
+            incarnation=mesh.number,
+            rank=rank,
+            error=error,
+            logs=[LogTailDocument(**asdict(one)) for one in logs],
         )
 
     @routes.get("/jobs/{job}/updates")
@@ -223,7 +284,7 @@ def _finite(row: dict[str, Any]) -> dict[str, Any]:
     return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in row.items()}
 
 
-def _row(found: Found) -> RankWhy:
+def _row(found: Found, *, no_log: str) -> RankWhy:
     rank, answer = found
     error = ""
     if answer is None or isinstance(answer, ParamdError):
@@ -268,8 +329,8 @@ def _row(found: Found) -> RankWhy:
         open_file_count=_count(answer.open_file_count),
         open_file_limit=_count(answer.open_file_limit),
         host_available_bytes=_count(answer.host_available_bytes),
-        log_lines=list(answer.log_lines),
-        log_missing=answer.log_missing,
+        log_lines=[without_secrets(line) for line in answer.log_lines],
+        log_missing=no_log or answer.log_missing,
     )
 
 

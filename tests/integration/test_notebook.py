@@ -1,0 +1,142 @@
+"""The notebook's widget beside a real training: in a real kernel, and where widgets are off."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paramd
+from docs import notebook
+from paramd.cli.main import main
+from paramd.errors import NotFoundError, UsageError
+from paramd.integrations.notebook import Column, View, Watched, show
+from paramd.mesh.mesh import Mesh
+from tests.integration.client_job import wait_for
+from tests.integration.test_manual_examples import DOCS, blocks, wait_until_trained
+from tests.launch import start_ranks
+from tests.needs import missing
+
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the tutorial's training runs, and its state dir is."""
+    found = tmp_path_factory.mktemp("notebook")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PARAMD_STATE_DIR", str(found / "state"))
+        (found / "train.py").write_text(blocks(DOCS / "tutorial.md")[0])
+        with start_ranks(found / "train.py", 2, state_dir=found / "state") as ranks:
+            wait_until_trained(ranks)
+            # Before any test begins: helpers that start later would count as that test's.
+            wait_for(lambda: main(["status", "-o", "name"]) == 0, "all ranks well")
+            yield found
+
+
+@pytest.fixture
+def folder(training: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same, where this test looks for it."""
+    monkeypatch.setenv("PARAMD_STATE_DIR", str(training / "state"))
+    return training
+
+
+@pytest.fixture
+def mesh(folder: Path) -> Iterator[Mesh]:
+    with paramd.connect(job="tutorial") as found:
+        yield found
+
+
+def data_of(cell: dict[str, Any]) -> dict[str, str]:
+    """What the last output of a cell is, by media type."""
+    found = cell["outputs"][-1]["data"]
+    return {kind: "".join(told) if isinstance(told, list) else told for kind, told in found.items()}
+
+
+def steps_in(text: str) -> tuple[int, int]:
+    """First and last step of the caption in a widget's text."""
+    words = text.split("binary exponents at steps ")[1].split()
+    return int(words[0]), int(words[2].rstrip(";"))
+
+
+@pytest.mark.timeout(240)
+def test_the_manuals_notebook_runs_and_its_widget_is_live(folder: Path) -> None:
+    if not (find_spec("anywidget") and find_spec("nbclient") and find_spec("ipykernel")):
+        missing("anywidget, nbclient and ipykernel (pip install 'paramd[notebook]', and [dev])")
+    target = folder / "out.ipynb"
+    done = subprocess.run(
+        [sys.executable, "-m", "docs.notebook", str(target)],
+        capture_output=True, text=True, check=False, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    ran = json.loads(target.read_text())["cells"]
+    kept = json.loads(notebook.SOURCE.read_text())["cells"]
+    assert [cell["source"] for cell in ran] == [cell["source"] for cell in kept]
+    assert [len(cell.get("outputs", ())) for cell in ran] == [
+        len(cell.get("outputs", ())) for cell in kept
+    ], "the outputs in docs/ are of other cells: run python -m docs.notebook"
+    found = next(data_of(cell) for cell in ran if "sleep" in "".join(cell["source"]))
+    assert found[WIDGET]
+    first, last = steps_in(found["text/plain"])
+    assert first < last, "it is not live"
+    assert "<svg" in found["text/html"]
+    assert "2 of 2 ranks healthy" in found["text/plain"]
+
+
+def test_without_anywidget_the_same_is_shown_as_it_was(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "anywidget", None)
+    found = show(mesh, "up.*", name="down.bias")
+    assert isinstance(found, View)
+    assert [row.name for row in found.params] == ["up.weight", "up.bias"]
+    assert sum(found.columns[0].counts) + found.columns[0].zero_count == 4
+    assert "down.bias: binary exponents at step " in repr(found)
+    assert "style" not in found._repr_html_()
+
+
+def test_a_column_is_added_when_the_step_has_risen(mesh: Mesh) -> None:
+    watched = Watched(mesh, (), "")
+    assert watched.view.name == "up.weight"
+
+    def risen() -> bool:
+        return len(watched.look().columns) >= 3
+
+    wait_for(risen, "three columns")
+    steps = [column.step for column in watched.view.columns]
+    assert steps == sorted(set(steps))
+    assert watched.view.problem == ""
+    watched.choose("down.weight")
+    assert watched.view.columns == []
+    assert sum(watched.look().columns[0].counts) <= 512
+
+
+def test_what_is_wrong_is_said(mesh: Mesh) -> None:
+    with pytest.raises(UsageError, match=r"every_s: 0\.1; expected at least"):
+        show(mesh, every_s=0.1)
+    with pytest.raises(NotFoundError, match=r"up\.weight"):
+        show(mesh, name="up.wieght")
+    with paramd.connect(job="tutorial") as closing:
+        watched = Watched(closing, (), "up.bias")
+    view = watched.look()
+    assert watched.mesh_is_closed
+    assert "is closed" in view.problem
+    assert view.columns, "what was seen last stays"
+    assert view.problem in repr(view)
+
+
+def test_names_like_attacks_stay_text(mesh: Mesh) -> None:
+    view = Watched(mesh, (), "").view
+    view.name = "<img src=x onerror=alert(1)>"
+    assert "<img" not in view._repr_html_()
+    view.columns = [
+        Column(step=1, begin=0, counts=(), norm=0.0, zero_count=4, nan_count=0, inf_count=0)
+    ]
+    assert "no finite nonzero elements" in view._repr_html_()
+    assert "no finite nonzero elements" in repr(view)

@@ -103,7 +103,7 @@ fast: setup ## tests that need neither processes of ours nor a network
 	$(BIN)/pytest -q -n 2 --dist worksteal $(FAST_TESTS)
 
 test: system setup page manual $(if $(NPM),web-test) ## all tests, with real processes (about 20 minutes on 2 busy cores)
-	$(BIN)/pytest -q -n 2 --dist worksteal $(ALL_TESTS)
+	$(BIN)/pytest -q -n 2 --dist worksteal $(if $(PARAMD_TESTS_ALL),-o timeout=300) $(ALL_TESTS)
 
 test-gpu: setup ## tests that need a CUDA device; skipped, with a reason, where there is none
 	$(BIN)/pytest -q tests/gpu

@@ -31,8 +31,8 @@ from paramd.cli.exports import schedule as schedule_group
 from paramd.cli.grads import grads
 from paramd.cli.hold import pause, resume, step
 from paramd.cli.log import log
-from paramd.cli.marks import mark, marks, rollback, set_hyperparameters, unmark
 from paramd.cli.logs import logs
+from paramd.cli.marks import mark, marks, rollback, set_hyperparameters, unmark
 from paramd.cli.mcp import mcp
 from paramd.cli.options import ContextName, Debug, Job, Token, Url, examples
 from paramd.cli.params import params

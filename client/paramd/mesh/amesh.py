@@ -40,9 +40,9 @@ from paramd.mesh.frames.frames import GradFrame, Kind, ParamFrame
 from paramd.mesh.frames.grads import GradRequest, open_stream
 from paramd.mesh.frames.stepping import StepStream, frames_of
 from paramd.mesh.insight.diff import compute_diff
+from paramd.mesh.insight.logs import RankLog, ask_log
 from paramd.mesh.insight.replay import Replay, compute_replay
 from paramd.mesh.insight.spectrum import Spectrum, compute_spectrum
-from paramd.mesh.insight.logs import RankLog, ask_log
 from paramd.mesh.insight.states import Now
 from paramd.mesh.insight.updates import Updates, compute_updates
 from paramd.mesh.insight.why import Why, ask_why

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from paramd import places
-from paramd.errors import ExhaustedError
+from paramd.errors import ConflictError, ExhaustedError
 from paramd.memory import left
 from paramd.memory.continuation import RECORD, TABLE, KeptSlots
-from paramd.memory.control_page import Word
+from paramd.memory.control_page import NEVER_REWINDABLE, Word, step_of
 from paramd.memory.descriptors import SparseMemory
+from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.sidecar.edits import notes
 from paramd_service.sidecar.log import Log
 from paramd_service.sidecar.owner import AttachedMemory, AttachRequest, Ownership, attach_memory
 from paramd_service.sidecar.snapshots.offer import offer_of
@@ -103,7 +105,7 @@ def made_at(
     if others:
         trainer.page[Word.STANDING_COMMON] = trainer.page[Word.STANDING_MADE]
     deadline_s = time.monotonic() + 10
-    while trainer.page[Word.STANDING_MADE] != step:
+    while step_of(trainer.page[Word.STANDING_MADE]) != step:
         assert time.monotonic() < deadline_s
         trainer.ask(step)
         serve()
@@ -235,6 +237,35 @@ def test_ranks_whose_copies_fail_at_different_times_keep_one_in_common(
     for step in (3, 4, 5):
         made_at(standing, trainer, serve, step, others=False)
     assert steps(standing) == [5, 2]
+
+
+def test_what_a_rollback_left_stays_until_all_ranks_have_something_newer(
+    trainer: Trainer, standing: Standing
+) -> None:
+    serve = standing.serving(trainer.attached, lambda: "")
+    for step in (8, 9):
+        made_at(standing, trainer, serve, step)
+    trainer.page[Word.STANDING_COMMON] = 9
+    # Steps come again now: 5 is newer than 9, and another rank may lack it.
+    trainer.page[Word.REWOUND], trainer.page[Word.LINEAGE] = 1, 78
+    made_at(standing, trainer, serve, 5, others=False)
+    assert steps(standing) == [9, 5]
+    made_at(standing, trainer, serve, 6, others=False)
+    assert steps(standing) == [9, 6]
+    made_at(standing, trainer, serve, 7)
+    assert steps(standing) == [7, 6]
+
+
+@pytest.mark.parametrize(
+    ("able", "why"), [(0, "in no block of attachment"), (NEVER_REWINDABLE, "replicas=1")]
+)
+def test_a_training_that_cannot_be_put_back_says_why(trainer: Trainer, able: int, why: str) -> None:
+    wanted = pb.EditManifest(rollback=pb.Rollback())
+    trainer.page[Word.REWINDABLE] = 1
+    notes.check(wanted, trainer.page)
+    trainer.page[Word.REWINDABLE] = able
+    with pytest.raises(ConflictError, match=why):
+        notes.check(wanted, trainer.page)
 
 
 def test_what_a_dead_trainer_left_is_digested(trainer: Trainer, standing: Standing) -> None:

@@ -23,6 +23,7 @@ THREAD_PREFIX = "paramd"
 
 _PR_SET_CHILD_SUBREAPER = 36
 _RESOURCE_TRACKER = "multiprocessing.resource_tracker"
+_BROWSER_SERVICE = "chromium --type=utility"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +87,9 @@ def _children() -> dict[tuple[int, float], str]:
         with suppress(psutil.Error):
             command = " ".join(process.cmdline()).rstrip()
             # The standard library keeps this one helper until the interpreter ends.
-            if _RESOURCE_TRACKER not in command and process.status() != psutil.STATUS_ZOMBIE:
+            # Nor are a browser's services the test's: it starts them, and they end with it.
+            is_own = _RESOURCE_TRACKER not in command and _BROWSER_SERVICE not in command
+            if is_own and process.status() != psutil.STATUS_ZOMBIE:
                 found[process.pid, process.create_time()] = f"process {process.pid}: {command}"
     return found
 

@@ -63,6 +63,9 @@ SIDECAR: dict[str, set[Role]] = {
     "WithdrawBoundary": {C},
     "RenewHold": {C},
     "PutCopy": {K},
+    "MakeMark": {C},
+    "DropMark": {C},
+    "ListKeptStates": ALL - {S, K},
     **{method: {C} for method in EXPORTS},
 }
 CONTROL: dict[str, set[Role]] = {"Join": {S}, "ScheduleBoundary": READS}

@@ -189,11 +189,12 @@ def test_the_control_plane_takes_no_answer_of_another_rank(job: Job) -> None:
 
 
 def test_every_method_of_a_sidecar_refuses_what_is_for_another_rank(job: Job) -> None:
-    ticket = job.signer.mint(job=JOB, incarnation=1, role=Role.CONTROL, ttl_s=60)
     methods = [method for method in ROLES if method.startswith(f"/{SERVICE}/")]
     assert len(methods) > 25
     with grpc.insecure_channel(job.ranks[0].address) as channel:
         for method in methods:
+            role = next(role for role in (Role.CONTROL, Role.COPIER) if role in ROLES[method])
+            ticket = job.signer.mint(job=JOB, incarnation=1, role=role, rank=1, ttl_s=60)
             metadata = (("authorization", f"Bearer {ticket}"), (RANK_KEY, "1"))
             call = channel.unary_stream(method)(b"", timeout=5, metadata=metadata)
             with suppress(grpc.RpcError):

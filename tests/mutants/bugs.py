@@ -160,9 +160,8 @@ BUGS = (
     Bug(
         name="an edit is applied twice on one rank",
         file=CLIENT + "trainer/boundary/edits.py",
-        old="            self._run(preparation.steps)\n        except",
-        new="            self._run(preparation.steps)\n            self._run(preparation.steps)\n"
-        "        except",
+        old="            self._run(preparation.steps)\n",
+        new="            self._run(preparation.steps)\n            self._run(preparation.steps)\n",
         tests=("unit/trainer/test_editing.py",),
     ),
     Bug(
@@ -306,17 +305,16 @@ BUGS = (
     Bug(
         name="an undo swaps ranges of equal shape",
         file=SIDECAR + "edits/entry.py",
-        old="    write_program(memory, undo, (_undoing(one, reset_moments) for one in records))\n",
+        old="    undoing = (_undoing(one, reset_moments) for one in records)\n",
         new="    twins = {}\n"
         "    for one in records:\n"
         "        twins.setdefault(one.sizes, []).append(one)\n"
-        "    swapped = [\n"
+        "    undoing = [\n"
         "        replace(\n"
         "            _undoing(one, reset_moments), arena_begin=twins[one.sizes].pop().arena_begin\n"
         "        )\n"
         "        for one in records\n"
-        "    ]\n"
-        "    write_program(memory, undo, swapped)\n",
+        "    ]\n",
         tests=("unit/sidecar/test_edits.py",),
     ),
     Bug(

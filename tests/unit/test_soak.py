@@ -18,8 +18,6 @@ import pytest
 import torch
 
 from paramd.mesh.edits.calls import EditState
-from paramd.trainer import faults as trainer_faults
-from paramd_service.sidecar import faults as sidecar_faults
 from tests.launch import ROOT
 from tests.soak import plan
 from tests.soak.actors import Operator
@@ -47,7 +45,7 @@ def test_every_kind_of_fault_has_its_turn_and_every_point_of_the_code_is_one() -
     ]
     assert set(dealt) == set(plan.KINDS)
     assert len(plan.KINDS) > 40
-    for who, points in (("sidecar", sidecar_faults.POINTS), ("trainer", trainer_faults.POINTS)):
+    for who, points in (("sidecar", plan.SIDECAR_POINTS), ("trainer", plan.TRAINER_POINTS)):
         for point in points:
             assert {f"{who} {point} kill", f"{who} {point} stop"} <= set(dealt)
 

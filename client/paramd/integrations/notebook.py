@@ -198,7 +198,7 @@ def show(mesh: Mesh, *patterns: str, name: str = "", every_s: float = 2.0) -> An
     watched = Watched(mesh, patterns, name)
     if find_spec("anywidget") is None:
         return watched.view
-    require("anywidget", at_least="0.9", below="1", extra="notebook")
+    require("anywidget", at_least="0.9.18", below="1", extra="notebook")
     return _widget_class()(watched, every_s)
 
 

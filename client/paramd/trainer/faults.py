@@ -21,7 +21,8 @@ from pathlib import Path
 
 from paramd.errors import UsageError
 
-POINTS = frozenset({"agreed", "applying", "applied", "looked", "opened", "moved"})
+ATTACH_POINTS = frozenset({"looked", "opened", "moved"})
+POINTS = frozenset({"agreed", "applying", "applied"}) | ATTACH_POINTS
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 _RULE = re.compile(r"(?P<point>[a-z-]+):(?P<action>kill|stop)(?:@(?P<count>[1-9][0-9]{0,8}))?")
 

@@ -49,6 +49,7 @@ from paramd_service.control.mesh.jobs import ControlIdentity, Jobs
 from paramd_service.control.metrics.metrics import LoopLag, Metrics
 from paramd_service.control.records.events import EventBus
 from paramd_service.control.records.records import Records, open_records
+from paramd_service.control.store.engine import StoreError
 from paramd_service.tls import JobPems, ServerTls, advertised, grpc_address, tls_files
 
 TICK_S = 1.0
@@ -163,10 +164,13 @@ class ControlPlane:
         )
 
     async def _newest_export(self, exports: ExportService) -> str:
-        """In words; empty if there is none, or if this one is for several jobs."""
+        """In words; empty if there is none, it cannot be read, or this one is for several jobs."""
         if self._bootstrap is None:
             return ""
-        done = await exports.store.page(self._bootstrap.job, limit=1, state="DONE")
+        try:
+            done = await exports.store.page(self._bootstrap.job, limit=1, state="DONE")
+        except StoreError:
+            return ""
         return "".join(f"step {row.step} as {row.format} at {row.destination}" for row in done)
 
     async def wait_until_done(self) -> str:

@@ -178,7 +178,7 @@ def digests(
     optimizer: torch.optim.Optimizer,
     scheduler: Any,
     loader: Loader,
-    scaler: torch.amp.GradScaler,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> dict[str, str]:
     found: dict[str, str] = {}
 
@@ -197,7 +197,8 @@ def digests(
     note("groups", [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups])
     note("scheduler", scheduler.state_dict())
     note("loader", loader.state_dict())
-    note("scaler", scaler.state_dict())
+    if scaler is not None:
+        note("scaler", scaler.state_dict())
     note("torch", torch.get_rng_state())
     note("python", random.getstate())
     note("numpy", [repr(part) for part in np.random.get_state()])

@@ -181,7 +181,7 @@ async def test_a_token_is_what_was_asked_for(tokens: Tokens, clock: Clock) -> No
     [
         (UserRole.VIEWER, {Action.VIEW}),
         (UserRole.READER, {Action.VIEW, Action.READ}),
-        (UserRole.EDITOR, {Action.VIEW, Action.READ, Action.EDIT}),
+        (UserRole.EDITOR, {Action.VIEW, Action.READ, Action.EDIT, Action.LOGS}),
         (UserRole.EXPORTER, {Action.VIEW, Action.READ, Action.EXPORT}),
         (UserRole.TRAINER, {Action.VIEW, Action.ATTACH}),
         (UserRole.ADMIN, set(Action)),

@@ -335,7 +335,8 @@ def served(endpoint: Path) -> bool:
     try:
         with paramd.connect(told["url"], told["token"]) as mesh:
             return bool(mesh.params())
-    except ParamdError:
+    except ParamdError as error:
+        print(repr(error))
         return False
 
 

@@ -84,7 +84,7 @@ def _attach(model: nn.Module, optimizer: torch.optim.Optimizer, clock: Clock) ->
     import paramd
     from paramd.trainer.helpers.sidecar_link import ControlLink
 
-    opened, started_s = ControlLink.open_beside, [0.0]
+    opened, started_s = ControlLink.open, [0.0]
 
     def timed(link: ControlLink) -> None:
         begin_s = time.perf_counter()
@@ -93,7 +93,7 @@ def _attach(model: nn.Module, optimizer: torch.optim.Optimizer, clock: Clock) ->
         finally:
             started_s[0] = time.perf_counter() - begin_s
 
-    ControlLink.open_beside = timed  # type: ignore[method-assign]
+    ControlLink.open = timed  # type: ignore[method-assign]
     attachment = paramd.attach(model, optimizer, job="restarting", resume="auto")
     clock.stage("paramd.attach")
     clock.of_that["control plane"] = started_s[0]

@@ -290,11 +290,8 @@ class Stages:
             self._undo.callback(self._let_go_of_sidecar)
             self._take_over(self._sidecar, identity, found)
             if self._control is not None:
-                if self._succession is not None and self._succession.resumed is not None:
-                    _fail_open(self._control.open_beside)
-                else:
-                    _fail_open(self._control.open)
-                    self._tell_of_export(self._control.newest_export)
+                _fail_open(self._control.open)
+                self._tell_of_export(self._control.newest_export)
             _fail_open(self._sidecar.open)
             self._pass("opened")
             self._sidecar.own_descriptors()
@@ -329,7 +326,7 @@ class Stages:
 
     def _tell_of_export(self, newest: str) -> None:
         """What is left to go on from when nothing is in memory any more."""
-        if newest and self._succession is not None:
+        if newest and self._succession is not None and self._succession.resumed is None:
             log.warning(
                 "paramd: job %r: its newest export is %s; to go on from there, end this training, "
                 "load that before attach, and start it again",

@@ -339,24 +339,6 @@ class ControlLink:
             raise
         self._supervisor.start(pidfd)
 
-    def open_beside(self) -> None:
-        """Start it while training goes on, at addresses that are chosen now.
-
-        Its start takes longer than all else of resuming from memory. Where it serves other hosts
-        it is waited for, as by `open`.
-        """
-        host, _, port = self._settings.listen.rpartition(":")
-        # What it calls itself is not known before: with a certificate, or under another name.
-        renamed = any(os.environ.get(name) for name in ("PARAMD_TLS_CERT", "PARAMD_ADVERTISE"))
-        if self._identity.own_tls is not None or renamed or not is_loopback(host):
-            self.open()
-            return
-        host = "127.0.0.1" if host == "localhost" else host
-        free = _free_addresses(host, int(port))
-        self._listen, self._grpc_listen = free
-        self.url, self.grpc_address = f"http://{self._listen}", self._grpc_listen
-        self._supervisor.start(None)
-
     def release(self) -> None:
         """Stop supervising: it ends by itself when all sidecars have left. Idempotent."""
         self._supervisor.close()
@@ -399,10 +381,6 @@ class ControlLink:
         if ready is None:
             end(self._process, grace_s=0.0)
             raise UnreachableError(f"the control plane did not start; see {log_path}")
-        if self.grpc_address and self.grpc_address != ready["grpc_address"]:
-            # Sidecars look for it where it was to be.
-            end(self._process, grace_s=5.0)
-            raise UnreachableError(f"another program has taken {self.grpc_address}")
         self.url, self.grpc_address = ready["url"], ready["grpc_address"]
         self._listen, self._grpc_listen = ready["listen"], ready["grpc_listen"]
         self.newest_export = ready["newest_export"]
@@ -414,37 +392,6 @@ class ControlLink:
             return self._listen
         own, (host, _, port) = self._identity.own_tls, self._settings.listen.rpartition(":")
         return own.listen(port) if own is not None and is_loopback(host) else self._settings.listen
-
-
-def _free_addresses(host: str, port: int) -> tuple[str, str]:
-    """Two addresses that nobody listens at: from a port on, and any."""
-    with contextlib.ExitStack() as stack:
-        found = []
-        for wanted in (port, 0):
-            probe = stack.enter_context(contextlib.closing(_probe(host, wanted)))
-            found.append(f"{_bracketed(host)}:{probe.getsockname()[1]}")
-        return found[0], found[1]
-
-
-def _probe(host: str, port: int) -> socket.socket:
-    """A socket bound at the port or one of the next; anywhere if they are taken."""
-    name = host.removeprefix("[").removesuffix("]")
-    family = socket.AF_INET6 if ":" in name else socket.AF_INET
-    for wanted in (*range(port, port + 100), 0) if port else (0,):
-        probe = socket.socket(family)
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((name, wanted))
-        except OSError:
-            probe.close()
-            continue
-        return probe
-    raise UnreachableError(f"no port of {host} is free")
-
-
-def _bracketed(host: str) -> str:
-    name = host.removeprefix("[").removesuffix("]")
-    return f"[{name}]" if ":" in name else name
 
 
 def _first_line(output: IO[bytes], timeout_s: float) -> dict[str, str] | None:

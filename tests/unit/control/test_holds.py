@@ -56,6 +56,7 @@ def hold(ranks: Ranks) -> Hold:
 
     served: Any = SimpleNamespace(
         job="run",
+        check=lambda: None,
         registry=SimpleNamespace(view=lambda: mesh(0, 1)),
         coordinator=ranks,
         terms=SimpleNamespace(generation=1),
@@ -86,3 +87,13 @@ async def test_a_rank_that_does_not_answer_has_not_shown_that_its_steps_are_done
     assert (await one.view()).state == "stepping"
     ranks.steps[1], ranks.silent = 42, set()
     assert (await one.view()).state == "held"
+
+
+async def test_a_hold_is_at_the_step_agreed_though_its_ranks_fall_silent() -> None:
+    ranks = Ranks(40, told_step=40)
+    one = hold(ranks)
+    # What they told last is of before the hold, and of an earlier step.
+    ranks.silent = {0, 1}
+    found = await one.begin(BY, 20.0, "")
+    assert (found.state, found.step) == ("held", 40)
+    assert found.holder.startswith("operator/")

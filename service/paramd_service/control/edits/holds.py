@@ -183,7 +183,18 @@ class Hold:
             raise
         finally:
             self._pausing = False
-        return await self._told_now()
+        if verdict.step < 0:
+            return await self._told_now()
+        # As agreed, not as told: a sidecar that died meanwhile last told of an earlier step.
+        held = HoldView(
+            state=HoldState.HELD,
+            holder=self._holder,
+            step=verdict.step,
+            lease_left_s=lease_s,
+            since_s=self._since_s,
+        )
+        self._tell(held)
+        return held
 
     async def renew(self, by: Principal, lease_s: float, holder: str) -> HoldView:
         """Renew the lease for `lease_s` seconds from now.

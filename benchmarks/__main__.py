@@ -30,6 +30,8 @@ NAMES = (
     "resume",
     "gradients",
     "store",
+    "meeting",
+    "hosts",
     "control_scale",
     "control_requests",
     "dashboard",

@@ -72,6 +72,9 @@ def _start(folder: Path, layers: int, how: str) -> list[subprocess.Popen[bytes]]
         "PARAMD_STATE_DIR": str(folder / "state"),
         "PARAMD_LISTEN": "127.0.0.1:0",
         "PARAMD_LINGER_S": "60",
+        # As installed: compiled once, where the next start finds it.
+        "PYTHONDONTWRITEBYTECODE": "",
+        "PYTHONPYCACHEPREFIX": str(folder / "bytecode"),
     }
     command = [sys.executable, "-m", "benchmarks.workers.restarting", str(folder), str(layers), how]
     return [

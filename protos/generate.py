@@ -53,19 +53,26 @@ def _tool_environment() -> Path:
 
 
 def _generate(python: Path, out: Path) -> dict[str, bytes]:
-    """Runs protoc once for all protos. Returns file name -> content."""
-    command: list[str | Path] = [
-        python,
-        "-m",
-        "grpc_tools.protoc",
+    """Runs protoc for all protos. Returns file name -> content."""
+    protos = [p.relative_to(PROTOS) for p in sorted(PROTOS.glob("paramd/v1/*.proto"))]
+    protoc: list[str | Path] = [python, "-m", "grpc_tools.protoc"]
+    # By way of a descriptor set, which has no comments: the stubs would repeat all of the protos'.
+    descriptors = out / "descriptors"
+    messages = [
+        f"--proto_path={PROTOS}",
+        f"--descriptor_set_out={descriptors}",
+        f"--python_out={out}",
+    ]
+    subprocess.run([*protoc, *messages, *protos], check=True, cwd=PROTOS)
+    command = [
+        *protoc,
         f"--plugin=protoc-gen-mypy={TOOLS / 'bin' / 'protoc-gen-mypy'}",
         f"--plugin=protoc-gen-mypy_grpc={TOOLS / 'bin' / 'protoc-gen-mypy_grpc'}",
-        f"--proto_path={PROTOS}",
-        f"--python_out={out}",
+        f"--descriptor_set_in={descriptors}",
         f"--grpc_python_out={out}",
         f"--mypy_out=quiet:{out}",
         f"--mypy_grpc_out=quiet:{out}",
-        *(p.relative_to(PROTOS) for p in sorted(PROTOS.glob("paramd/v1/*.proto"))),
+        *protos,
     ]
     subprocess.run(command, check=True, cwd=PROTOS)
     files = {p.name: p.read_bytes() for p in (out / "paramd" / "v1").iterdir()}

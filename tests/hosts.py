@@ -5,7 +5,9 @@
 
 Each has an address 10.77.0.N on `eth0`, the names of all in /etc/hosts, and a private folder under
 the same path as the others' (`HERE`), so that no file of one is seen by another. All traffic stays
-within these namespaces. Needs root: without it a test is skipped, in CI failed.
+within these namespaces. With `second=True` each has 10.78.0.N on `eth1`, on a second switch: what a
+test does to that link does nothing to the first. Needs root: without it a test is skipped, in CI
+failed.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from tests.launch import ROOT
 from tests.needs import missing, program
 
 NETWORK = "10.77.0"
+SECOND = "10.78.0"
 READY_S = 10.0
 
 _HOST = """
@@ -51,6 +54,13 @@ class Host:
     """Holds its namespaces."""
     pid: int
     """Its process 1, as seen from outside."""
+    switch: int
+    """A process in the switch's namespace, where its cables' other ends are `hN` and `hN-1`."""
+
+    @property
+    def second_ip(self) -> str:
+        """Its address on `eth1`, if it has one."""
+        return f"{SECOND}.{self.number}"
 
     def command(self, arguments: Sequence[str]) -> list[str]:
         """What to run outside so that `arguments` run there."""
@@ -109,9 +119,18 @@ class Host:
         """What a piece of Python prints there."""
         return self.run([sys.executable, "-c", code], env=env, timeout_s=timeout_s).stdout
 
-    def link(self, *words: str) -> None:
+    def link(self, *words: str, device: str = "eth0") -> None:
         """`ip link set dev eth0 ...` there: "down" unplugs it."""
-        _outside("nsenter", "-t", str(self.pid), "-n", "ip", "link", "set", "dev", "eth0", *words)
+        self.network("ip", "link", "set", "dev", device, *words)
+
+    def network(self, *words: str) -> None:
+        """Run `ip`, `tc`, `nft` and the like on its network."""
+        program(words[0])
+        _outside("nsenter", "-t", str(self.pid), "-n", *words)
+
+    def cable(self, *words: str) -> None:
+        """The same on the switch, where the other ends of its cables are."""
+        _outside("nsenter", "-t", str(self.switch), "-n", *words)
 
     def kill(self) -> None:
         """End the whole host at once, as without power."""
@@ -120,26 +139,54 @@ class Host:
 
 
 @contextmanager
-def hosts(count: int, folder: Path) -> Iterator[list[Host]]:
-    """That many hosts, named h1, h2 and so on; `folder` is empty and outside of them."""
+def hosts(
+    count: int, folder: Path, *, second: bool = False, ipv6: bool = False
+) -> Iterator[list[Host]]:
+    """That many hosts, named h1, h2 and so on; `folder` is empty and outside of them.
+
+    Args:
+        second: they have a second link, `eth1`.
+        ipv6: they have addresses fd77::N instead, and no IPv4 but loopback.
+    """
     if os.geteuid() != 0:
         missing("root, which may make hosts")
     for name in ("setpriv", "unshare", "nsenter", "ip"):
         program(name)
     private = folder / "host"
     private.mkdir(mode=0o700)
-    names = "".join(f"{NETWORK}.{n} h{n}\n" for n in range(1, count + 1))
+    numbers = range(1, count + 1)
+    names = "".join(f"{_ip(number, ipv6=ipv6)} h{number}\n" for number in numbers)
     (folder / "hosts").write_text(f"127.0.0.1 localhost\n::1 localhost\n{names}")
     with ExitStack() as stack:
         switch = _namespaces(stack, ["--net"], "ip link set lo up; echo ready; exec sleep infinity")
-        _outside(
-            "nsenter", "-t", str(switch.pid), "-n", "ip", "link", "add", "sw", "type", "bridge"
-        )
-        _outside("nsenter", "-t", str(switch.pid), "-n", "ip", "link", "set", "sw", "up")
-        yield [_host(stack, n, private, folder, switch.pid) for n in range(1, count + 1)]
+        there = ("nsenter", "-t", str(switch.pid), "-n", "ip", "link")
+        for name in ("sw", "sw-1")[: 1 + second]:
+            _outside(*there, "add", name, "type", "bridge")
+            _outside(*there, "set", name, "up")
+        found = [_host(stack, n, private, folder, switch.pid, ipv6=ipv6) for n in numbers]
+        for host in found if second else ():
+            _plug(host, f"{host.name}-1", "sw-1", "eth1", f"{host.second_ip}/24")
+        yield found
 
 
-def _host(stack: ExitStack, number: int, private: Path, folder: Path, switch: int) -> Host:
+def _ip(number: int, *, ipv6: bool) -> str:
+    return f"fd77::{number}" if ipv6 else f"{NETWORK}.{number}"
+
+
+def _plug(host: Host, end: str, switch: str, device: str, address: str) -> None:
+    """Lay a cable from a host to a switch."""
+    # Made within the switch: names outside never clash with other tests' hosts.
+    peer = ("peer", device, "netns", str(host.pid))
+    host.cable("ip", "link", "add", end, "type", "veth", *peer)
+    host.cable("ip", "link", "set", end, "master", switch, "up")
+    # An IPv6 address is of use at once: nobody else can have it.
+    host.network("ip", "address", "add", address, "dev", device, *["nodad"] * (":" in address))
+    host.network("ip", "link", "set", device, "up")
+
+
+def _host(
+    stack: ExitStack, number: int, private: Path, folder: Path, switch: int, *, ipv6: bool
+) -> Host:
     name = f"h{number}"
     boot = folder / f"boot-{number}"
     boot.write_text(f"{uuid.uuid4()}\n")
@@ -148,15 +195,12 @@ def _host(stack: ExitStack, number: int, private: Path, folder: Path, switch: in
     process = _namespaces(stack, spaces, _HOST, arguments)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     pid = int(children[0])
-    ip = f"{NETWORK}.{number}"
-    inside = ("nsenter", "-t", str(pid), "-n", "ip")
-    there = ("nsenter", "-t", str(switch), "-n", "ip")
-    # Made within the switch: names outside never clash with other tests' hosts.
-    _outside(*there, "link", "add", name, "type", "veth", "peer", "eth0", "netns", str(pid))
-    _outside(*there, "link", "set", name, "master", "sw", "up")
-    _outside(*inside, "address", "add", f"{ip}/24", "dev", "eth0")
-    _outside(*inside, "link", "set", "eth0", "up")
-    return Host(name=name, ip=ip, number=number, folder=private, process=process, pid=pid)
+    ip = _ip(number, ipv6=ipv6)
+    made = Host(
+        name=name, ip=ip, number=number, folder=private, process=process, pid=pid, switch=switch
+    )
+    _plug(made, name, "sw", "eth0", f"{ip}/{64 if ipv6 else 24}")
+    return made
 
 
 def _namespaces(

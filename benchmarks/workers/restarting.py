@@ -86,10 +86,10 @@ def _attach(model: nn.Module, optimizer: torch.optim.Optimizer, clock: Clock) ->
 
     opened, started_s = ControlLink.open, [0.0]
 
-    def timed(link: ControlLink) -> None:
+    def timed(link: ControlLink, **options: bool) -> None:
         begin_s = time.perf_counter()
         try:
-            opened(link)
+            opened(link, **options)
         finally:
             started_s[0] = time.perf_counter() - begin_s
 

@@ -21,6 +21,9 @@ _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 FILE_NAME = "paramd.toml"
 
+HOST_SOCKET = "host.sock"
+"""Where `paramd sidecar host` listens, in `sidecars_dir`."""
+
 MAX_LOG_LINES = 1000
 """Most last lines of a log that are told at once."""
 
@@ -126,6 +129,22 @@ def job_dir(job: str) -> Path:
         _check_private(path)
         if not os.access(path, os.W_OK | os.X_OK):
             raise PermissionError(f"{path} is not writable")
+    return path
+
+
+def sidecars_dir() -> Path:
+    """Where trainers find who starts their sidecars; 0700, created if missing.
+
+    No job can have this name.
+
+    Raises:
+        UsageError: the state dir cannot be written.
+        ConflictError: the directory belongs to another user or is open to others.
+    """
+    path = state_dir() / "_sidecars"
+    with state_dir_errors():
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_private(path)
     return path
 
 

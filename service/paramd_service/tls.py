@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-import grpc
-
 from paramd.errors import UsageError
 from paramd.security.tls import (
     JOB_SCHEME,
@@ -33,6 +31,7 @@ from paramd.security.tls import (
 )
 
 if TYPE_CHECKING:
+    import grpc
     from cryptography.x509 import Certificate
 
 log = logging.getLogger("paramd.security.tls")
@@ -190,6 +189,9 @@ class ServerTls:
         gRPC takes the initial certificate only once from each credentials object: a second port,
         even one tried because the first was taken, needs a new object.
         """
+        # Imported only here: a control plane tells its addresses before it has gRPC.
+        import grpc
+
         seen = [self._loaded]
 
         def renewed() -> grpc.ServerCertificateConfiguration | None:
@@ -296,6 +298,8 @@ def _names(certificate: Certificate) -> frozenset[str]:
 
 
 def _grpc_configuration(loaded: _Loaded) -> grpc.ServerCertificateConfiguration:
+    import grpc
+
     return grpc.ssl_server_certificate_configuration(
         [(loaded.key, loaded.cert)], root_certificates=loaded.client_ca
     )

@@ -32,6 +32,7 @@ from paramd.memory import handover
 from paramd.security.tickets import Role
 from paramd.v1 import control_pb2, export_pb2, sidecar_pb2
 from paramd_service.control.base.config import Bootstrap, ControlConfig
+from paramd_service.control.base.endpoint import Claim
 from paramd_service.control.control_plane import ControlPlane
 from paramd_service.sidecar.config import SidecarConfig
 from paramd_service.sidecar.faults import Faults
@@ -87,7 +88,7 @@ class Servers:
     async def _begin(self) -> None:
         bootstrap = Bootstrap(job=JOB, incarnation=1, world_size=1, private_key=KEY, token=TOKEN)
         config = ControlConfig(job=JOB, listen="127.0.0.1:0", no_watch=True, empty_end_s=1e6)
-        self.control = ControlPlane(config, bootstrap)
+        self.control = ControlPlane(config, bootstrap, Claim(config, bootstrap))
         where = await self.control.start()
         self.url, self.control_address = where.url, where.grpc_address
         jobs = self.control._jobs

@@ -87,6 +87,7 @@ def control_plane(
     listen: str = "127.0.0.1:0",
     world_size: int = 2,
     job: str = JOB,
+    resumes: bool = False,
 ) -> Iterator[Control]:
     """Starts an embedded one and ends it, whatever the test did to it."""
     bootstrap = {
@@ -95,6 +96,7 @@ def control_plane(
         "world_size": world_size,
         "private_key": PRIVATE_KEY.hex(),
         "token": TOKEN,
+        "resumes": resumes,
     }
     stdin = json.dumps(bootstrap).encode() + b"\n"
     with _started(["--job", job, "--listen", listen, *options], stdin) as (process, log, ready):

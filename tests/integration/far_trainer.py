@@ -1,6 +1,8 @@
 """A rank of a training on several hosts, started by torchrun; ends when the file STOP exists.
 
-torchrun --nnodes 2 ... tests/integration/far_trainer.py STOP
+torchrun --nnodes 2 ... tests/integration/far_trainer.py STOP [PROGRESS [NUMEL]]
+
+Rank r's half holds r + 1; with a file for its progress, 2 s + r at step s, which it writes there.
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ import paramd
 NUMEL = 1 << 21
 
 
-def main(stop: Path) -> None:
+def main(stop: Path, progress: Path | None = None, numel: int = NUMEL) -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, NUMEL // 64, bias=False))
+    model = torch.nn.Sequential(torch.nn.Linear(64, numel // 64, bias=False))
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     begun_s = time.monotonic()
@@ -37,8 +39,15 @@ def main(stop: Path) -> None:
     flag = torch.zeros(1)
     while not flag.item():
         model(torch.ones(1, 64)).sum().backward()
-        optimizer.step()
+        if progress is None:
+            optimizer.step()
+        else:
+            with attachment.update(), torch.no_grad():
+                # This update makes the next step.
+                parameter.fill_(float(2 * (attachment.step + 1) + dist.get_rank()))
         optimizer.zero_grad()
+        if progress is not None and dist.get_rank() == 0:
+            written(progress, str(attachment.step))
         flag[0] = float(stop.exists())
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         time.sleep(0.01)
@@ -46,5 +55,12 @@ def main(stop: Path) -> None:
     dist.destroy_process_group()
 
 
+def written(path: Path, text: str) -> None:
+    """Replace a file at once."""
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.replace(path)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *map(Path, sys.argv[2:3]), *map(int, sys.argv[3:4]))

@@ -38,6 +38,7 @@ SIDECAR: dict[str, set[Role]] = {
     "GetMesh": OK_TO_ASK,
     "GetLayout": OK_TO_ASK,
     "GetMetrics": OK_TO_ASK,
+    "ReachPeers": OK_TO_ASK,
     "PinSnapshot": READS,
     "ReadSnapshot": READS,
     "GrantStream": READS,

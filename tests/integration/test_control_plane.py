@@ -423,6 +423,25 @@ def test_it_ends_when_no_sidecar_is_joined_for_long() -> None:
         assert "no sidecar has been joined for 1.5 s" in control.log.read_text()
 
 
+async def test_a_training_that_resumes_is_told_addresses_at_once_and_who_connects_waits() -> None:
+    with control_plane(resumes=True) as control:
+        assert "serving" not in control.log.read_text()
+        endpoint = places.read_endpoint(JOB)
+        assert (endpoint.url, endpoint.grpc_address) == (control.url, control.grpc_address)
+        answer = await asyncio.to_thread(control.get, f"/api/v1/jobs/{JOB}")
+        assert answer.status_code == 200
+        await until(lambda: "serving" in control.log.read_text())
+        async with mesh(control):
+            pass
+
+
+def test_what_was_told_before_a_start_that_fails_is_withdrawn() -> None:
+    (places.job_dir(JOB) / "generation").mkdir()
+    with control_plane(resumes=True) as control:
+        assert control.wait() != 0
+        assert not (places.state_dir() / JOB / "endpoint.json").exists()
+
+
 def test_it_gives_way_to_a_newer_incarnation_and_leaves_its_endpoint() -> None:
     with (
         control_plane(incarnation=1) as old,

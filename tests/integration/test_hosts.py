@@ -46,16 +46,21 @@ class Training:
     port: int = 29500
     started: int = 0
     processes: Sequence[subprocess.Popen[bytes]] = ()
+    arguments: Sequence[str] = ()
+    """Of the script, after the stop file."""
+    ranks: int = 1
+    """On each host."""
 
     def start(self, *, env: Sequence[dict[str, str]] = ()) -> None:
         """Start it; `env` is what each host adds to the environment."""
         self.started += 1
         launch = [
             sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(self.hosts)),
-            "--nproc-per-node", "1", "--master-addr", self.hosts[0].ip,
+            "--nproc-per-node", str(self.ranks), "--master-addr", self.hosts[0].ip,
             "--master-port", str(self.port + self.started),
         ]  # fmt: skip
         script = [str(ROOT / "tests/integration/far_trainer.py"), str(self.stop_file)]
+        script += self.arguments
         self.processes = [
             host.start(
                 [*launch, "--node-rank", str(number), *script],
@@ -96,9 +101,11 @@ class Training:
 
 
 @contextmanager
-def training(count: int, folder: Path) -> Iterator[tuple[Training, Host]]:
-    """That many hosts that train, and one more that looks."""
-    with hosts(count + 1, folder) as found:
+def training(
+    count: int, folder: Path, *, second: bool = False, ipv6: bool = False
+) -> Iterator[tuple[Training, Host]]:
+    """That many hosts that train, and one more that looks; the options are those of `hosts`."""
+    with hosts(count + 1, folder, second=second, ipv6=ipv6) as found:
         made = Training(folder, found[:-1])
         try:
             yield made, found[-1]
@@ -206,6 +213,12 @@ with paramd.connect(job="far") as mesh:
 """
 
 
+def doctors(host: Host) -> dict[str, dict[str, str]]:
+    """What the doctor finds on a host, by check."""
+    told = host.run([*PARAMD, "doctor", "--job", "far", "-o", "json"], check=False).stdout
+    return {one["check"]: one for one in json.loads(told)["checks"]}
+
+
 @pytest.mark.timeout(300)
 def test_a_host_that_is_cut_off_is_named_and_right_again_when_it_is_back(tmp_path: Path) -> None:
     with training(2, tmp_path) as (job, _):
@@ -231,11 +244,16 @@ def test_a_host_that_is_cut_off_is_named_and_right_again_when_it_is_back(tmp_pat
 
         try:
             assert ask()[1] == "[1.0, 2.0]"
+            assert "2 hosts reach each other" in doctors(one)["job far hosts"]["detail"]
             two.link("down")
             took_s, found = ask()
             assert "rank 1" in found, found
             assert "RankUnreachableError" in found, found
             assert took_s < 5.0 + SLACK_S, (took_s, found)
+            cut = doctors(one)["job far, host of rank 0 to rank 1"]
+            assert cut["verdict"] == "failed"
+            assert two.ip in cut["detail"], cut
+            assert "PARAMD_ADDRESS" in cut["advice"]
             two.link("up")
             # Training, and with it the next boundary, goes on once TCP has tried again.
             wait_until("right again", lambda: ask()[1] == "[1.0, 2.0]", timeout_s=60.0)
@@ -328,3 +346,49 @@ def test_one_command_over_ssh_connects_to_a_job_elsewhere(tmp_path: Path, count:
             connected.wait(30.0)
         assert not laptop.run(["ls", str(laptop.folder / "state/far")]).stdout.count("endpoint")
         job.stop()
+
+
+PROXY = """
+import socket, sys
+listener = socket.create_server(("127.0.0.1", 3128), backlog=64)
+print("listening", flush=True)
+while True:
+    connection, _ = listener.accept()
+    print("asked", connection.recv(200), flush=True)
+    connection.close()
+"""
+
+
+@pytest.mark.timeout(300)
+def test_hosts_without_ipv4_and_with_proxies_in_the_environment_ask_no_proxy(
+    tmp_path: Path,
+) -> None:
+    with training(2, tmp_path, ipv6=True) as (job, login):
+        names = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
+        proxies = dict.fromkeys((*names, *map(str.upper, names)), "http://127.0.0.1:3128")
+        everywhere = (*job.hosts, login)
+        outputs = [tmp_path / f"proxy-{host.name}" for host in everywhere]
+        running = [
+            host.start([sys.executable, "-c", PROXY], output=output)
+            for host, output in zip(everywhere, outputs, strict=True)
+        ]
+        try:
+            for output in outputs:
+                wait_until("listening", lambda: "listening" in output.read_text(), timeout_s=60.0)  # noqa: B023
+            job.start(env=[proxies, proxies])
+            endpoint = job.wait_attached()
+            assert endpoint["url"] == f"https://[{job.hosts[0].ip}]:8470"
+            check_summon(job.hosts[0], proxies, ["same-host", "stream"])
+            env = client_env(endpoint) | proxies
+            check_summon(login, env, ["stream", "stream"])
+            login.run(["ip", "route", "add", "blackhole", f"{job.hosts[1].ip}/128"])
+            check_summon(login, env, ["stream", "grpc"])
+            login.run([*PARAMD, "status", "--job", "far"], env=env)
+            doctor = login.run([*PARAMD, "doctor", "--job", "far"], env=env, check=False).stdout
+            assert "through the control plane" in " ".join(doctor.split()), doctor
+            job.stop()
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
+        assert [output.read_text() for output in outputs] == ["listening\n"] * 3

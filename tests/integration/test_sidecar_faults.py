@@ -17,6 +17,7 @@ import pytest
 from paramd.memory.control_page import Word
 from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach
 from tests.integration.sidecar_process import (
+    READY_S,
     Client,
     SidecarProcess,
     client_of,
@@ -70,6 +71,62 @@ def test_a_sidecar_killed_during_a_pin_is_replaced_and_right(tmp_path: Path, fau
             finally:
                 again.close()
         goes_on_training(trainer)
+
+
+def test_a_sidecar_whose_trainer_ends_before_it_attached_does_not_linger(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "infinity"]) as trainer:
+        try:
+            options = ["--trainer-pid", str(trainer.pid)]
+            with sidecar(tmp_path / "alive", *options) as process:
+                trainer.kill()
+                assert process.process.wait(timeout=READY_S) == 0
+                assert "the trainer that started it ended before it attached" in process.log
+        finally:
+            trainer.kill()
+    with sidecar(tmp_path / "gone", *options) as process:
+        assert process.process.wait(timeout=READY_S) == 0
+
+
+def test_a_sidecar_lingers_for_the_memory_of_a_trainer_that_it_had(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "infinity"]) as starter:
+        try:
+            with (
+                sidecar(tmp_path / "s", "--trainer-pid", str(starter.pid)) as process,
+                trained(process) as trainer,
+            ):
+                starter.kill()
+                starter.wait()
+                goes_on_training(trainer)
+                with client_of(trainer) as client:
+                    assert client.pin().header.step > 0
+                assert process.process.poll() is None
+        finally:
+            starter.kill()
+
+
+def test_a_sidecar_that_had_a_trainer_waits_on_when_its_successor_dies_as_it_attaches(
+    tmp_path: Path,
+) -> None:
+    command = [sys.executable, "-m", "tests.integration.fake_trainer", "--socket"]
+    with (
+        subprocess.Popen(["sleep", "infinity"]) as starter,
+        sidecar(tmp_path / "s", "--trainer-pid", str(starter.pid)) as process,
+    ):
+        try:
+            with subprocess.Popen(
+                [*command, str(process.socket_path)], cwd=ROOT, stdout=subprocess.PIPE
+            ) as trainer:
+                assert trainer.stdout is not None
+                trainer.stdout.readline()
+                trainer.kill()
+        finally:
+            starter.kill()
+        wait_until(lambda: "trainer-ended" in process.log, "the trainer's end is noticed")
+        # The sidecar gives up the former's memory for it, and then finds that it has ended.
+        with pytest.raises(AssertionError, match="did not start at 1"):
+            attach(process.socket_path, TrainerSettings(incarnation=2), start=1)
+        attach(process.socket_path, TrainerSettings(incarnation=3)).close()
+        assert process.process.poll() is None
 
 
 def test_a_sidecar_killed_during_a_read_leaves_no_wrong_bytes(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from tests.longer import sample, times
 WORKER = "tests.multiprocess.workers.resuming"
 STEPS = 30
 DEADLINE_S = 90.0
+LONG = ("--steps", "200")
+"""For a training that must not end while it is exported."""
 
 KINDS = {
     "plain": (1, "adamw"),
@@ -42,7 +44,7 @@ class Life:
         self.folder.mkdir()
         self.kind = kind
         self.world_size, self.optimizer = KINDS[kind]
-        self._state = folder / "state"
+        self.state = folder / "state"
         self._stack = stack
         self._options = options
 
@@ -56,7 +58,7 @@ class Life:
                 WORKER,
                 world,
                 args=[*args, "--steps", str(STEPS), *self._options, *options],
-                state_dir=self._state,
+                state_dir=self.state,
                 env=env,
             )
         )
@@ -70,10 +72,17 @@ class Life:
 
     def await_steps(self, ranks: Ranks) -> None:
         """Wait until a rank has made a step, or has ended."""
-        before = self._at()
-        wait_for(lambda: self._at() != before or any(r.process.poll() for r in ranks), ranks)
+        before = self.at()
+        wait_for(lambda: self.at() != before or any(r.process.poll() for r in ranks), ranks)
 
-    def _at(self) -> list[str]:
+    def traces(self) -> list[list[tuple[int, dict[str, str]]]]:
+        """By rank, step and digests of each pass of the loop."""
+        return [
+            [json.loads(line) for line in self._lines(f"trace-{rank}")]
+            for rank in range(self.world_size)
+        ]
+
+    def at(self) -> list[str]:
         paths = [self.folder / f"at-{rank}" for rank in range(self.world_size)]
         return [path.read_text() if path.exists() else "" for path in paths]
 
@@ -190,6 +199,22 @@ def test_a_kill_while_it_takes_a_snapshot_over_leaves_the_snapshot(
         assert first is None
         assert resumed is not None
         assert resumed["how"] == "snapshot"
+    assert life.final() == undisturbed(tmp_path, "ddp")
+
+
+@pytest.mark.timeout(400)
+def test_steps_that_were_told_as_lost_are_not_told_again(tmp_path: Path, stack: ExitStack) -> None:
+    life = Life(tmp_path, "ddp", stack)
+    life.struck(0, "inside-end", 19)
+    life.struck(1, "inside-end", 12)
+    life.ended()
+    for _, first, second in life.starts():
+        assert first is not None
+        assert second is not None
+        assert (first["how"], second["how"]) == ("snapshot", "snapshot")
+        # All that the second start had made, whatever the one before it had.
+        assert first["step"] <= 12 < first["step"] + first["lost"]
+        assert second["step"] + second["lost"] in (12, 13)
     assert life.final() == undisturbed(tmp_path, "ddp")
 
 
@@ -323,22 +348,92 @@ def test_while_the_former_trainer_lives_nobody_takes_its_memory(
     assert life.starts()[0][-1] is not None
 
 
+def exported(life: Life, ranks: Ranks, *destinations: str, optimizer: bool) -> list[int]:
+    """Export once training has begun, then kill everything; the exports' steps."""
+    wait_for(lambda: all(int(at or 0) > 1 for at in life.at()), ranks)
+    endpoint = json.loads((life.state / "resuming" / "endpoint.json").read_text())
+    include = ("parameters", "buffers", *(("optimizer",) if optimizer else ()))
+    steps = []
+    with paramd.connect(endpoint["url"], endpoint["token"]) as mesh:
+        for destination in destinations:
+            before = life.at()
+            wait_for(lambda before=before: life.at() != before, ranks)
+            steps.append(mesh.export(destination, include=include).wait(60).step)
+    ranks.kill()
+    return steps
+
+
+def of_state(digests: dict[str, str]) -> dict[str, str]:
+    """Digests of parameters, buffers and optimizer state."""
+    others = ("groups", "scheduler", "loader", "scaler", "torch", "python", "numpy")
+    return {name: digest for name, digest in digests.items() if name not in others}
+
+
 @pytest.mark.timeout(400)
-def test_without_its_sidecar_a_training_starts_afresh_and_names_its_newest_export(
-    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("kind", "optimizer"), [("fsdp2", True), ("fsdp1-flat", True), ("ddp", False)]
+)
+def test_when_nothing_is_in_memory_the_newest_export_is_gone_on_from(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, kind: str, optimizer: bool
 ) -> None:
     (tmp_path / "out").mkdir()
+    monkeypatch.setenv("PARAMD_SIDECAR_START_TIMEOUT_S", "60")
     monkeypatch.setenv("PARAMD_DESTINATIONS", json.dumps({"backup": str(tmp_path / "out")}))
-    life = Life(tmp_path, "plain", stack)
-    ranks = life.start("--pause-s", "0.2")
-    wait_for((life.folder / "at-0").exists, ranks)
-    endpoint = json.loads((tmp_path / "state" / "resuming" / "endpoint.json").read_text())
-    with paramd.connect(endpoint["url"], endpoint["token"]) as mesh:
-        done = mesh.export("backup/one", include=("parameters",)).wait(60)
-    ranks.kill()
-    again = life.ended()
-    assert life.starts() == [[None, None]]
+    life = Life(tmp_path, kind, stack, *LONG, "--trace")
+    (step,) = exported(life, life.start("--pause-s", "0.25"), "backup/one", optimizer=optimizer)
+    lines = [len(trace) for trace in life.traces()]
+    again = life.start("--pause-s", "0.25")
+    wait_for(
+        lambda: all(len(t) > n for t, n in zip(life.traces(), lines, strict=True)),
+        again,
+    )
+    again.kill()
+    for rank, (trace, count) in enumerate(zip(life.traces(), lines, strict=True)):
+        first = next(found for at, found in trace[:count] if at == step)
+        resumed_step, resumed = trace[count]
+        assert resumed_step == step
+        expected = of_state(first)
+        # An export has one replica's buffers; DDP broadcasts the first rank's in each forward.
+        whole = next(found for at, found in life.traces()[0] if at == step)
+        expected |= {name: whole[name] for name in expected if "norm.running" in name}
+        if not optimizer:
+            expected = {k: v for k, v in expected.items() if not k.startswith("state ")}
+        assert of_state(resumed) == expected, rank
+        assert life.starts()[rank] == [None, {"step": step, "how": "export", "lost": 0}]
     said = again[0].stderr
-    assert "starts afresh: no sidecar of an earlier incarnation is here" in said
-    assert f"its newest export is step {done.step} as safetensors at backup/one;" in said
-    assert life.final() == undisturbed(tmp_path, "plain")
+    assert f"goes on from its export of step {step} as safetensors at backup/one" in said
+    loaded = "parameters and optimizer state are" if optimizer else "parameters are"
+    assert f"{loaded} loaded; not in it" in said
+    assert ("are optimizer state, random states" in said) is not optimizer
+
+
+@pytest.mark.timeout(400)
+def test_a_damaged_export_is_passed_over_for_an_older_one_or_a_fresh_start(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    monkeypatch.setenv("PARAMD_SIDECAR_START_TIMEOUT_S", "60")
+    monkeypatch.setenv("PARAMD_DESTINATIONS", json.dumps({"backup": str(out)}))
+    life = Life(tmp_path, "ddp", stack, *LONG)
+    ranks = life.start("--pause-s", "0.25")
+    older, _ = exported(life, ranks, "backup/one", "backup/two", optimizer=True)
+    # What one rank alone compares with its checksum.
+    spoil(out / "two" / "optimizer.safetensors")
+    again = life.start("--pause-s", "0.25")
+    wait_for(lambda: all(len(one) == 2 for one in life.starts()), again)
+    again.kill()
+    assert [one[1] for one in life.starts()] == [{"step": older, "how": "export", "lost": 0}] * 2
+    assert "at backup/two is passed over: rank" in again[0].stderr
+    assert "optimizer.safetensors is damaged: it is not what was exported" in again[0].stderr
+    spoil(out / "one" / "model.safetensors")
+    last = life.ended()
+    assert [one[2] for one in life.starts()] == [None, None]
+    assert "at backup/one is passed over: rank" in last[0].stderr
+    assert life.final() == undisturbed(tmp_path, "ddp", steps=200)
+
+
+def spoil(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)

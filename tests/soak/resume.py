@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,12 +33,13 @@ import psutil
 
 from tests import leaks
 from tests.launch import Ranks, end_warm_start, run_ranks, start_ranks, warm_start
+from tests.soak.stage import MOST_PATIENCE, patience_s
 from tests.soak.watchdog import Watchdog
 
 WORKER = "tests.multiprocess.workers.resuming"
 STEPS = 90
 DEADLINE_S = 90.0
-STRIKE_S = 240.0
+STRIKE_S = (MOST_PATIENCE + 1) * 240.0
 PAUSE_S = 0.015
 FIRST_STANDING = 4
 """Steps of a start after which a standing snapshot is there."""
@@ -85,6 +86,8 @@ class Life:
     env: dict[str, str]
     allowed_fresh: bool = True
     """Whether the next start may begin afresh: nothing can be there."""
+    struck: bool = False
+    """Whether a sidecar was killed before this start had told how it was resumed."""
     jobs: list[Ranks] = field(default_factory=list)
 
     @property
@@ -207,6 +210,7 @@ class Campaign:
         if what == "restore" and not any(self._state_left(life)):
             what = "looked"
         known = [len(one) for one in life.starts()]
+        life.struck = False
         wait_s = self._draw.random() * 1.2
         later = self._draw.randint(3, 14)
         self._arm(life, what, rank, later)
@@ -215,7 +219,11 @@ class Campaign:
             print(f"  {life.kind:<10} {what:<13} rank {rank}", end="", flush=True)
         if what in ("random", "together", "sidecar", "control", "standing"):
             self._run_a_while(life, ranks, wait_s, least=later if what == "standing" else 0)
-        victims = self._hit(life, ranks, what, rank)
+        victims = self._hit(life, ranks, what, rank, known)
+        wait_for(lambda: "trainer" not in victims or ranks[rank].process.poll() is not None, ranks)
+        # Only the victim's own end tells: its death makes the others fail.
+        if ranks[rank].process.poll() not in (None, 0, -signal.SIGKILL):
+            raise FailedError(f"a start of {life.kind} failed before {what} struck it")
         if victims:
             self._tally.kills[what] += 1
         self._end(ranks, life)
@@ -269,7 +277,9 @@ class Campaign:
             wait_for(lambda: life.step() != before or _ended(ranks), ranks)
         time.sleep(wait_s)
 
-    def _hit(self, life: Life, ranks: Ranks, what: str, rank: int) -> set[str]:
+    def _hit(
+        self, life: Life, ranks: Ranks, what: str, rank: int, known: Sequence[int]
+    ) -> set[str]:
         """Carry the strike out; return who died of it."""
         if what in IN_STEP or what in IN_ATTACH:
             # A job that ends first was at its end.
@@ -292,6 +302,8 @@ class Campaign:
             time.sleep(self._draw.random() * 0.1)
         if what in ("sidecar", "together") and sidecar is not None:
             _kill(sidecar)
+            if [len(one) for one in life.starts()] == known:
+                life.struck = True
             if what == "sidecar":
                 # Its trainer starts another and hands the memory over; then that one is killed.
                 time.sleep(self._draw.random() * 1.5)
@@ -318,8 +330,9 @@ class Campaign:
     def _finish(self, life: Life) -> None:
         self._watchdog.expect(f"the end of {life.kind}", STRIKE_S)
         known = [len(one) for one in life.starts()]
+        life.struck = False
         ranks = life.start()
-        results = ranks.wait(timeout_s=DEADLINE_S)
+        results = ranks.wait(timeout_s=patience_s(DEADLINE_S))
         if any(result.returncode for result in results):
             raise FailedError("a start that nobody disturbed failed")
         self._check_starts(life, known, ranks)
@@ -329,7 +342,8 @@ class Campaign:
         new = [one[n:] for one, n in zip(life.starts(), known, strict=True)]
         told = [one[0] for one in new if one]
         for rank in ranks:
-            if "gave no answer" in rank.stderr:
+            # One that was just killed cannot answer.
+            if "gave no answer" in rank.stderr and not life.struck:
                 raise FailedError("a sidecar left a successor without an answer")
         if not told:
             return
@@ -337,7 +351,7 @@ class Campaign:
             raise FailedError(f"the ranks went on differently: {told}")
         resumed = told[0]
         if resumed is None:
-            if not life.allowed_fresh:
+            if not life.allowed_fresh and not life.struck:
                 raise FailedError("started afresh although a state was there")
             self._tally.resumed["fresh"] += 1
             return
@@ -361,14 +375,19 @@ class Campaign:
             folder = self._folder / f"calm-{kind}"
             folder.mkdir()
             args = [str(folder), "--kind", kind, *options, "--resume", "never"]
-            run_ranks(WORKER, world_size, args=[*args, "--steps", str(STEPS)], timeout_s=DEADLINE_S)
+            run_ranks(
+                WORKER,
+                world_size,
+                args=[*args, "--steps", str(STEPS)],
+                timeout_s=patience_s(DEADLINE_S),
+            )
             self._calm[kind] = _finals(folder, world_size)
         return list(self._calm[kind])
 
 
 def wait_for(condition: Callable[[], bool], ranks: Ranks) -> None:
     """Raises FailedError with the ranks' output when it does not come true."""
-    deadline_s = time.monotonic() + DEADLINE_S
+    deadline_s = time.monotonic() + patience_s(DEADLINE_S)
     while not condition():
         if time.monotonic() > deadline_s:
             raise FailedError("nothing happened in time")

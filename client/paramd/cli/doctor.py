@@ -12,7 +12,7 @@ import ssl
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from email.utils import parsedate_to_datetime
@@ -31,6 +31,7 @@ from paramd.errors import ExhaustedError, ParamdError, UsageError
 from paramd.security.tickets import CLOCK_SKEW_S
 
 if TYPE_CHECKING:
+    from paramd.mesh.reading.transfer import Reach
     from paramd.security.tls import ClientTls
 
 DEFAULT_PORT = 8470
@@ -361,6 +362,7 @@ def _job(target: Target) -> Iterator[Finding]:
     try:
         with target.connect() as mesh:
             found, lanes, url = mesh.status(), mesh.lanes(), mesh.url
+            reaches = mesh.reaches()
     except (ParamdError, OSError) as error:
         yield _silent(name, error)
         return
@@ -384,6 +386,30 @@ def _job(target: Target) -> Iterator[Finding]:
             verdict=Verdict.WARNING if lane.reason else Verdict.OK,
             detail=f"{LANES[lane.transport]}{': ' * bool(lane.reason)}{lane.reason}",
             advice="let that port through; reading is slower without it" if lane.reason else "",
+        )
+    yield from _between_hosts(found.job, reaches)
+
+
+def _between_hosts(job: str, reaches: Sequence[Reach]) -> Iterator[Finding]:
+    """One finding for each pair of hosts of which one does not reach the other."""
+    for one in reaches:
+        if one.reason:
+            other = f"rank {one.to}" if one.to >= 0 else "control plane"
+            yield Finding(
+                check=f"job {job}, host of rank {one.rank} to {other}",
+                verdict=Verdict.FAILED,
+                detail=f"{one.address}: {one.reason}",
+                advice="open that port between the hosts, or name an address that they reach "
+                "(PARAMD_ADDRESS)",
+            )
+    hosts = {one.rank for one in reaches}
+    if len(hosts) > 1 and not any(one.reason for one in reaches):
+        slowest_ms = 1000 * max(one.took_s for one in reaches)
+        yield Finding(
+            check=f"job {job} hosts",
+            verdict=Verdict.OK,
+            detail=f"{len(hosts)} hosts reach each other and the control plane, the slowest pair "
+            f"in {slowest_ms:.0f} ms",
         )
 
 
@@ -459,6 +485,8 @@ def clock_finding(host: str, date: str | None, now_s: float) -> Finding:
 
 
 def _certificate(host: str, name: str, port: int, tls: ClientTls) -> Finding:
+    from paramd.security.tls import verify_advice
+
     check = f"TLS of {host}"
     context = tls.ssl_context()
     try:
@@ -472,7 +500,7 @@ def _certificate(host: str, name: str, port: int, tls: ClientTls) -> Finding:
             check=check,
             verdict=Verdict.FAILED,
             detail=error.verify_message,
-            advice=_verify_advice(error.verify_code, tls),
+            advice=verify_advice(error.verify_code, tls.ca),
         )
     except ssl.SSLError as error:
         return Finding(
@@ -487,16 +515,6 @@ def _certificate(host: str, name: str, port: int, tls: ClientTls) -> Finding:
     issuer = ", ".join(value for part in parts for _, value in part)
     end_s = float(ssl.cert_time_to_seconds(str(found["notAfter"])))
     return expiry_finding(check, f"issued by {issuer}", end_s, time.time())
-
-
-def _verify_advice(code: int, tls: ClientTls) -> str:
-    expired, not_yet, wrong_name, wrong_ip = 10, 9, 62, 64
-    if code in (expired, not_yet):
-        return "renew its certificate, or correct this machine's clock"
-    if code in (wrong_name, wrong_ip):
-        return "use a name in its certificate, or issue one for this name"
-    used = f"{tls.ca} is not its CA" if tls.ca is not None else "the system does not trust its CA"
-    return f"{used}; give the right one with --tls-ca FILE or PARAMD_TLS_CA"
 
 
 def expiry_finding(check: str, what: str, end_s: float, now_s: float) -> Finding:

@@ -11,7 +11,7 @@ from paramd import extras
 from paramd.cli.options import examples
 
 control = typer.Typer(help="Run a control plane.", no_args_is_help=True)
-sidecar = typer.Typer(help="Run the sidecar of one rank.", no_args_is_help=True)
+sidecar = typer.Typer(help="Run sidecars.", no_args_is_help=True)
 
 # Remaining arguments are parsed by the program exec'ed, `-- --help` included.
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -56,6 +56,21 @@ def serve_sidecar(context: typer.Context) -> None:
     `paramd sidecar serve -- --help`.
     """
     _become("paramd_service.sidecar", context.args)
+
+
+@sidecar.command(
+    "host",
+    epilog=examples("PARAMD_STATE_DIR=/run/paramd/state paramd sidecar host"),
+)
+def host_sidecars() -> None:
+    """Start sidecars for trainings in other containers of the pod.
+
+    Trainings with PARAMD_SIDECAR=external and the same PARAMD_STATE_DIR, on a
+    volume that both containers mount at one path, have their sidecars started
+    here, and keep them when their own container is restarted. Both run as the
+    same user. On SIGTERM the sidecars drain, and it ends.
+    """
+    _become("paramd_service.sidecar.host", [])
 
 
 def _become(module: str, arguments: list[str]) -> None:

@@ -121,8 +121,8 @@ class Stop:
 
     def _ask(self, number: int, frame: object) -> None:
         self.asked = True
-        # A second signal ends the process at once.
-        signal.signal(number, signal.SIG_DFL)
+        # A second Ctrl-C ends the process at once. Launchers and schedulers each send a SIGTERM.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def train(arguments: argparse.Namespace) -> None:

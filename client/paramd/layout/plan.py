@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from operator import itemgetter
 from typing import TypeAlias
@@ -251,6 +251,21 @@ class ReadPlan:
     def size_bytes(self) -> int:
         """Bytes sent by all ranks together."""
         return sum(read.size_bytes for read in self.ranks)
+
+    def only(self, numbers: Sequence[int]) -> ReadPlan:
+        """The part for these of its tensors, in this order, over the same snapshots."""
+        places = {number: place for place, number in enumerate(numbers)}
+        ranks = []
+        for read in self.ranks:
+            landings = tuple(
+                replace(one, tensor=places[one.tensor])
+                for one in read.landings
+                if one.tensor in places
+            )
+            if landings:
+                ranks.append(replace(read, landings=landings))
+        tensors = tuple(self.tensors[number] for number in numbers)
+        return ReadPlan(tensors=tensors, ranks=tuple(ranks))
 
 
 def plan_read(

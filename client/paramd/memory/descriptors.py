@@ -81,6 +81,19 @@ def pidfd(pid: int) -> int:
     return os.pidfd_open(pid)
 
 
+def is_pidfd_of_elsewhere(descriptor: int) -> bool:
+    """Whether it is a pidfd of a process that this pid namespace does not have."""
+    fields = _read(f"/proc/self/fdinfo/{descriptor}").split()
+    # -1: it has been reaped since.
+    named = fields[fields.index("Pid:") + 1] if "Pid:" in fields else ""
+    return named in ("0", "-1")
+
+
+def same_object(one: int, other: int) -> bool:
+    """Whether two descriptors are of the same file or memory."""
+    return os.path.samestat(os.fstat(one), os.fstat(other))
+
+
 def _read(path: str) -> str:
     try:
         return Path(path).read_text()

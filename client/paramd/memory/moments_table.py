@@ -1,6 +1,7 @@
 """Layout of optimizer state in the moments memory, and the table behind it.
 
-trainer/boundary/moments.py writes the table and documents its contents.
+trainer/boundary/moments.py documents its contents. The trainer writes it when it mirrors its state;
+where the state lies in the optimizer memory, the sidecar does both (sidecar/snapshots/moments.py).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import zlib
 from typing import Any
 
 from paramd.errors import UsageError
-from paramd.memory.descriptors import pages
+from paramd.memory.descriptors import SparseMemory, pages
 from paramd.memory.handover import MOMENT_ROOMS, ROOM_EXTRA_BYTES
 
 TABLE_BYTES = ROOM_EXTRA_BYTES
@@ -39,6 +40,26 @@ def table_size(memory: memoryview) -> int:
     if not 0 <= length <= TABLE_BYTES - _LENGTH.size:
         raise UsageError(f"the table of optimizer state says that it has {length} bytes")
     return _LENGTH.size + int(length)
+
+
+def write_table(memory: SparseMemory, arena_bytes: int, table: dict[str, Any]) -> None:
+    """Write a table behind the rooms; one that is too long becomes one that says so.
+
+    Raises:
+        ExhaustedError: no memory for it.
+    """
+    data = _packed(table)
+    if len(data) > TABLE_BYTES - _LENGTH.size:
+        failure = f"its table takes {len(data):,} bytes, more than there is space for"
+        data = _packed({**table, "keys": [], "params": [], "groups": [], "failure": failure})
+    begin, end = table_begin(arena_bytes), table_begin(arena_bytes) + _LENGTH.size + len(data)
+    memory.reserve(begin, pages(end))
+    _LENGTH.pack_into(memory.buffer, begin, len(data))
+    memory.buffer[begin + _LENGTH.size : end] = data
+
+
+def _packed(table: dict[str, Any]) -> bytes:
+    return zlib.compress(json.dumps(table, allow_nan=False).encode(), 1)
 
 
 def parse_table(memory: memoryview | bytes) -> dict[str, Any]:

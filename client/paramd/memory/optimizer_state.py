@@ -17,7 +17,7 @@ import struct
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 from paramd.errors import UsageError
@@ -25,6 +25,7 @@ from paramd.layout.dtypes import DTYPES
 
 _SIZE = struct.Struct("=Q")
 _SCALARS = {"float32": "=f", "float64": "=d", "int64": "=q", "int32": "=i"}
+_INFINITE = ("nan", "inf", "-inf")
 _MOST_DEPTH = 100
 
 
@@ -46,6 +47,8 @@ class Stated:
     """First byte and dtype of each state tensor of one number."""
     left_out: dict[str, str]
     """State that is neither, with the reason."""
+    others: Mapping[str, int]
+    """Of state that is no tensor, its place among the record's others."""
 
     @property
     def end(self) -> int:
@@ -78,6 +81,62 @@ class OptimizerState:
                 found.append((low, one.places[key] + low - one.begin, high - low))
         return found
 
+    def unfit(self, record: Mapping[str, Any]) -> str:
+        """Why `table` cannot tell all of the state; empty if it can."""
+        for one in self.params:
+            for key, reason in one.left_out.items():
+                if key not in one.others or not _is_number_or_none(self._other(one, key, record)):
+                    return f"state {key!r}: {reason}"
+        return ""
+
+    def table(
+        self, record: Mapping[str, Any], memory: memoryview, arena_bytes: int
+    ) -> dict[str, Any]:
+        """The table of the moments memory (moments_table.py), as the trainer would write it.
+
+        Args:
+            memory: the optimizer memory.
+        """
+        params = []
+        for one in self.params:
+            if not 0 <= one.begin < one.end <= arena_bytes:
+                continue
+            scalars = self._numbers(one, memory)
+            for key in one.others:
+                value = self._other(one, key, record)
+                if value is not None:
+                    scalars[key] = value
+            params.append(
+                {
+                    "begin": one.begin,
+                    "end": one.end,
+                    "dtypes": dict.fromkeys(one.places, one.dtype),
+                    "scalars": scalars,
+                    "left_out": {},
+                    "optimizer": one.optimizer,
+                    "group": one.group,
+                }
+            )
+        return {
+            "step": record["step"],
+            "keys": self.keys,
+            "params": params,
+            "groups": record["groups"],
+            "failure": "",
+        }
+
+    @staticmethod
+    def _other(one: Stated, key: str, record: Mapping[str, Any]) -> Any:
+        others = record["others"]
+        return others[one.others[key]] if one.others[key] < len(others) else ""
+
+    @staticmethod
+    def _numbers(one: Stated, memory: memoryview) -> dict[str, Any]:
+        return {
+            key: _plain(struct.unpack_from(_SCALARS[dtype], memory, at)[0])
+            for key, (at, dtype) in one.scalars.items()
+        }
+
     def facts(self, record: Mapping[str, Any], memory: memoryview) -> dict[str, Any]:
         """What a reader of the state needs beside its bytes; the proto documents the form."""
         params = [
@@ -90,10 +149,7 @@ class OptimizerState:
                 "optimizer": one.optimizer,
                 "group": one.group,
                 "keys": list(one.places),
-                "scalars": {
-                    key: _plain(struct.unpack_from(_SCALARS[dtype], memory, at)[0])
-                    for key, (at, dtype) in one.scalars.items()
-                },
+                "scalars": self._numbers(one, memory),
                 "left_out": dict(one.left_out),
             }
             for one in self.params
@@ -118,8 +174,11 @@ def parse_state(table: bytes) -> OptimizerState:
     try:
         params, classes = found["params"], found["classes"]
         states: dict[tuple[int, int], list[tuple[str, Any]]] = {}
+        others = count()
         for number, index, key, described in found["entries"]:
-            states.setdefault((number, index), []).append((str(key), described))
+            # The record's others are in the order of their entries.
+            entry = described if described is not None else next(others)
+            states.setdefault((number, index), []).append((str(key), entry))
         stated = [
             _stated(number, one, states.get((number, index), []))
             for number, of in enumerate(params)
@@ -143,8 +202,10 @@ def _stated(optimizer: int, param: Sequence[Any], state: Sequence[tuple[str, Any
     places: dict[str, int] = {}
     scalars: dict[str, tuple[int, str]] = {}
     left_out: dict[str, str] = {}
+    others: dict[str, int] = {}
     for key, described in state:
-        if described is None:
+        if isinstance(described, int):
+            others[key] = described
             left_out[key] = "it is no tensor"
             continue
         place, _, its_dtype, its_shape, its_strides, _ = described
@@ -165,12 +226,12 @@ def _stated(optimizer: int, param: Sequence[Any], state: Sequence[tuple[str, Any
         numel = 1 + sum((size - 1) * stride for size, stride in pairs)
     return Stated(
         begin, numel * item_bytes, optimizer, group, dtype, tuple(shape), tuple(strides),
-        places, scalars, left_out,
+        places, scalars, left_out, others,
     )  # fmt: skip
 
 
 def read_record(data: bytes) -> dict[str, Any]:
-    """The plain part of a continuation record: step, groups, threads.
+    """The plain part of a continuation record: step, groups, threads, others.
 
     Raises:
         UsageError: malformed.
@@ -178,8 +239,8 @@ def read_record(data: bytes) -> dict[str, Any]:
     found = read_plain(data)
     if not isinstance(found, dict) or not isinstance(found.get("step"), int):
         raise UsageError("the continuation record has no step")
-    groups = found.get("groups", [])
-    return {"step": found["step"], "groups": groups, "threads": found.get("threads", 0)}
+    wanted = {"groups": [], "others": [], "threads": 0}
+    return {"step": found["step"]} | {name: found.get(name, wanted[name]) for name in wanted}
 
 
 def read_plain(data: bytes) -> Any:
@@ -214,6 +275,10 @@ def _decoded(found: Any, blobs: memoryview, depth: int) -> Any:
     if kind == "tensor" and value[0] in _SCALARS and math.prod(value[1]) == 1:
         return _plain(struct.unpack_from(_SCALARS[value[0]], blobs, value[2])[0])
     return None
+
+
+def _is_number_or_none(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float) or value in _INFINITE
 
 
 def _plain(value: Any) -> Any:

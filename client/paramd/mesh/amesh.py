@@ -35,6 +35,7 @@ from paramd.mesh.exports.calls import AsyncExport, ExportCalls, ExportInfo, expo
 from paramd.mesh.exports.calls import Progress as ExportProgress
 from paramd.mesh.exports.download import Content, Download, Downloaded, PartialFile
 from paramd.mesh.exports.restoring import ExportFiles
+from paramd.mesh.exports.states import OptimizerRead, read_states
 from paramd.mesh.frames.follow import FollowRequest, open_following
 from paramd.mesh.frames.frames import GradFrame, Kind, ParamFrame
 from paramd.mesh.frames.grads import GradRequest, open_stream
@@ -55,8 +56,24 @@ from paramd.mesh.reading.live import LiveState
 from paramd.mesh.reading.pin import choose, pinned, while_pinned
 from paramd.mesh.reading.stream import Transport, keep_freed_memory
 from paramd.mesh.reading.summary import compute_stats
-from paramd.mesh.reading.transfer import Lane, Transfer, check_transport, find_lanes
-from paramd.mesh.results import MeshStatus, ParamInfo, Params, StatsTable, Summoned, mesh_status
+from paramd.mesh.reading.transfer import (
+    Chosen,
+    Lane,
+    Reach,
+    Transfer,
+    check_transport,
+    find_lanes,
+    find_reaches,
+)
+from paramd.mesh.results import (
+    MeshStatus,
+    OptimizerState,
+    ParamInfo,
+    Params,
+    StatsTable,
+    Summoned,
+    mesh_status,
+)
 from paramd.security.tls import ClientTls
 from paramd.wire import LEASE_S
 
@@ -406,6 +423,17 @@ class AsyncMesh:
         """
         return await find_lanes(await self._reach.sidecars())
 
+    async def reaches(self) -> list[Reach]:
+        """How the job's hosts reach each other and the control plane, and why not.
+
+        One sidecar of each host tries one of each other host. None for a job on one host, but for
+        the control plane.
+
+        Raises:
+            UnreachableError: the control plane does not respond.
+        """
+        return await find_reaches(await self._reach.sidecars())
+
     async def summon(
         self,
         *patterns: str,
@@ -414,6 +442,7 @@ class AsyncMesh:
         into: Mapping[str, torch.Tensor] | None = None,
         buffers: bool = False,
         unsettled: bool = False,
+        optimizer: bool = False,
         timeout: Timeout = UNSET,
         transport: Transport = "auto",
     ) -> Summoned:
@@ -431,6 +460,8 @@ class AsyncMesh:
                 Where the training marks them (`attachment.not_training_weights`), the result's
                 `label` says what they are. Otherwise the call waits for a settled state until
                 its deadline, or is refused with that label.
+            optimizer: Read the optimizer's state of the same step too: the result's `optimizer`,
+                see `AsyncMesh.optimizer`. Not with `unsettled`.
             timeout: Seconds; None means no limit.
             transport: "same-host" for shared memory, "stream" for bulk streams over TCP, "grpc"
                 for gRPC alone, "auto" for the first of these that a rank has. `lanes` tells.
@@ -453,11 +484,18 @@ class AsyncMesh:
         await self._transfer.load_torch()
         began_s = time.monotonic()
 
+        if optimizer and unsettled:
+            raise UsageError("optimizer: not with unsettled; it is read with settled states alone")
+
         async def attempt(sidecars: Sidecars) -> Summoned:
             chosen = await choose(self._reach, sidecars, patterns, buffers=buffers)
             targets = self._transfer.targets(chosen, dtype=dtype, device=device, into=into)
             state: LiveState | Pinned | None = None
-            if not unsettled:
+            moments: OptimizerState | None = None
+            if optimizer:
+                read = await self._optimizer_read(sidecars, chosen, device, transport, deadline_s)
+                state, moments = await read_states(read, self._transfer, targets)
+            elif not unsettled:
                 state = await self._transfer.read_live(sidecars, chosen, targets, transport)
             if state is None:
                 async with pinned(
@@ -476,9 +514,59 @@ class AsyncMesh:
                 label=state.label,
                 seconds=time.monotonic() - began_s,
                 bytes=chosen.plan.size_bytes,
+                optimizer=moments,
             )
 
         return await self._reach.attempts(attempt, deadline_s)
+
+    async def optimizer(
+        self,
+        *patterns: str,
+        device: torch.device | str | None = None,
+        timeout: Timeout = UNSET,
+        transport: Transport = "auto",
+    ) -> OptimizerState:
+        """The optimizer's state of parameters, whole and all of one step.
+
+        Read from memory that trainers and sidecars share while training goes on, also when it
+        hangs or its trainers have died: with `resume="auto"`, or PARAMD_OPTIMIZER=arena. Otherwise
+        the trainers copy it at an agreed boundary, which holds them up for as long as that takes.
+
+        Args:
+            patterns: Globs over names, as in `summon`; none means all parameters.
+            device: Device of the results; None means CPU.
+            timeout: Seconds; None means no limit.
+            transport: As in `summon`.
+
+        Returns:
+            A dict from every matching name to its state by kind, with `step` and `groups`.
+
+        Raises:
+            ConflictError: a rank cannot provide its state: some of it does not have its
+                parameter's shape and item size, say, or another reader has it right now.
+            ParamdError: as `summon`.
+        """
+        check_transport(transport)
+        deadline_s = self._deadline(timeout)
+        await self._transfer.load_torch()
+
+        async def attempt(sidecars: Sidecars) -> OptimizerState:
+            chosen = await choose(self._reach, sidecars, patterns or ("*",), buffers=False)
+            read = await self._optimizer_read(sidecars, chosen, device, transport, deadline_s)
+            return (await read_states(read, self._transfer, None))[1]
+
+        return await self._reach.attempts(attempt, deadline_s)
+
+    async def _optimizer_read(
+        self,
+        sidecars: Sidecars,
+        chosen: Chosen,
+        device: torch.device | str | None,
+        transport: Transport,
+        deadline_s: float,
+    ) -> OptimizerRead:
+        layout = (await self._reach.index(sidecars)).layout
+        return OptimizerRead(sidecars, layout, chosen, device, transport, deadline_s)
 
     @asynccontextmanager
     async def view(

@@ -185,7 +185,9 @@ class Mesh:
     updates = _blocking(AsyncMesh.updates)
     spectrum = _blocking(AsyncMesh.spectrum)
     replay = _blocking(AsyncMesh.replay)
+    optimizer = _blocking(AsyncMesh.optimizer)
     lanes = _blocking(AsyncMesh.lanes)
+    reaches = _blocking(AsyncMesh.reaches)
     params = _blocking(AsyncMesh.params)
     stats = _blocking(AsyncMesh.stats)
 
@@ -235,6 +237,7 @@ class Mesh:
         into: Mapping[str, torch.Tensor] | None = None,
         buffers: bool = False,
         unsettled: bool = False,
+        optimizer: bool = False,
         timeout: Timeout = UNSET,
         transport: Transport = "auto",
     ) -> Summoned: ...

@@ -297,6 +297,67 @@ class MeshStatus(Table[RankStatus]):
         )
 
 
+class OptimizerState(dict[str, "dict[str, torch.Tensor | float]"]):
+    """An optimizer's state by parameter name and kind ("exp_avg"), all of one step.
+
+    Tensors have the parameter's full shape, or that of the slice; state of one number, such as
+    "step", is a number. A parameter without state, or without elements, has an empty dict.
+    """
+
+    def __init__(
+        self,
+        states: Mapping[str, dict[str, torch.Tensor | float]],
+        *,
+        groups: Sequence[Mapping[str, Any]],
+        job: str,
+        incarnation: int,
+        step: int,
+        edits: int,
+        seconds: float,
+        bytes: int,
+    ) -> None:
+        super().__init__(states)
+        self.groups = tuple(groups)
+        """Parameter groups of all optimizers: their hyper-parameters, and under "params" the names
+        of those of their parameters that were asked for."""
+        self.job = job
+        """Name of the job."""
+        self.incarnation = incarnation
+        """Incarnation of the job."""
+        self.step = step
+        """Number of finished updates that every value here is of."""
+        self.edits = edits
+        """Edits applied in this incarnation."""
+        self.seconds = seconds
+        """Duration of the call."""
+        self.bytes = bytes
+        """Bytes of state read from the sidecars."""
+
+    def __repr__(self) -> str:
+        return text_table(("name", "state"), self._cells(), self._below())
+
+    def _repr_html_(self) -> str:
+        return html_table(("name", "state"), self._cells(), self._below())
+
+    def _cells(self) -> list[list[str]]:
+        return [
+            [name, ", ".join(f"{key} {_told(value)}" for key, value in state.items()) or "none"]
+            for name, state in list(self.items())[:SHOWN_ROWS]
+        ]
+
+    def _below(self) -> str:
+        hidden = len(self) - SHOWN_ROWS
+        return (
+            f"optimizer state of {len(self)} parameters of {self.job!r} at step {self.step} "
+            f"(incarnation {self.incarnation}), {bytes_text(self.bytes)} in {self.seconds:.3f} s"
+            + (f" ({hidden} not shown)" if hidden > 0 else "")
+        )
+
+
+def _told(value: torch.Tensor | float) -> str:
+    return f"{value:g}" if isinstance(value, int | float) else shape_text(value.shape)
+
+
 class Summoned(dict[str, "torch.Tensor"]):
     """Full tensors by name, all at one step.
 
@@ -315,6 +376,7 @@ class Summoned(dict[str, "torch.Tensor"]):
         edits: int = 0,
         unsettled: bool = False,
         label: str = "",
+        optimizer: OptimizerState | None = None,
     ) -> None:
         super().__init__(tensors)
         self.job = job
@@ -331,6 +393,8 @@ class Summoned(dict[str, "torch.Tensor"]):
         self.label = label
         """With `unsettled=True`: what the training said these weights are instead of its own
         (`attachment.not_training_weights`), such as "ema"; empty: its own, as far as it said."""
+        self.optimizer = optimizer
+        """With `optimizer=True`: the optimizer's state of the same step."""
         self.seconds = seconds
         """Duration of the call."""
         self.bytes = bytes

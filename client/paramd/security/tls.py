@@ -285,6 +285,31 @@ def pinned(url: str, pin: str) -> ClientTls:
     return ClientTls(pems=Pems(ca=found))
 
 
+def verify_advice(code: int, ca: Path | None) -> str:
+    """What to do about a certificate that was not accepted.
+
+    Args:
+        code: OpenSSL's.
+        ca: file of the CA certificates that are trusted; None for the system's.
+    """
+    expired, not_yet, wrong_name, wrong_ip = 10, 9, 62, 64
+    if code in (expired, not_yet):
+        return "renew its certificate, or correct this machine's clock"
+    if code in (wrong_name, wrong_ip):
+        return "use a name in its certificate, or issue one for this name"
+    used = f"{ca} is not its CA" if ca is not None else "the system does not trust its CA"
+    return f"{used}; give the right one with --tls-ca FILE or PARAMD_TLS_CA"
+
+
+def not_accepted(error: BaseException | None, ca: Path | None) -> str:
+    """What is wrong with a server's certificate, and what to do, if that is behind an error."""
+    while error is not None:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return f"{error.verify_message}; {verify_advice(error.verify_code, ca)}"
+        error = error.__cause__ or error.__context__
+    return ""
+
+
 def pin_of(ca: bytes) -> str:
     """Fingerprint of the public key of a CA certificate (PEM): "sha256:" and 64 digits.
 

@@ -9,8 +9,13 @@ from dataclasses import dataclass, field
 from paramd.errors import UsageError
 from paramd.memory.gate import STALL_BUDGET_MS
 
-ARENAS = ("auto", "host", "mirror")
-RESUMES = ("never", "auto")
+CHOICES = {
+    "arena": ("auto", "host", "mirror"),
+    "resume": ("never", "auto"),
+    "optimizer": ("auto", "arena", "mirror"),
+    "sidecar": ("own", "external"),
+}
+"""Settings that take one of a few words."""
 
 LIMITS = (
     "stream_port",
@@ -52,6 +57,9 @@ class AttachSettings:
     control_timeout_s: float = 20.0
     """How long attach keeps asking a site's control plane that does not answer (it may be
     restarting), in seconds; 0 asks once."""
+    sidecar: str = "own"
+    """Where the sidecar runs. "own": the trainer starts it. "external": `paramd sidecar host` of
+    the same PARAMD_STATE_DIR starts it, in another container of the pod."""
     sidecar_start_timeout_s: float = 20.0
     """Longest wait for a new sidecar to answer, in seconds."""
     arena: str = "auto"
@@ -62,6 +70,11 @@ class AttachSettings:
     resume: str = "never"
     """"auto": keep what a successor needs, and when started again go on from memory; "never":
     keep nothing, and start afresh."""
+    optimizer: str = "auto"
+    """How readers get the optimizer's state. "arena": its tensors live in memory that the sidecar
+    reads while training goes on, also when the trainer hangs or has died. "mirror": the trainer
+    copies them at an agreed boundary, which holds it up for as long as the copy takes. "auto":
+    "arena" with resume="auto", whose state lives there anyway, else "mirror"."""
     keep_every: float = 1
     """Steps between continuation records, 1 or more. Only at those can a training be resumed
     without loss."""
@@ -126,10 +139,11 @@ class AttachSettings:
         for name in ("stall_budget_ms", "lossless_budget_ms", "linger_s", "control_timeout_s"):
             if getattr(self, name) < 0:
                 raise UsageError(f"{name} must not be negative, is {getattr(self, name)}")
-        if self.arena not in ARENAS:
-            raise UsageError(f"arena must be one of {', '.join(ARENAS)}, is {self.arena!r}")
-        if self.resume not in RESUMES:
-            raise UsageError(f"resume must be one of {', '.join(RESUMES)}, is {self.resume!r}")
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                raise UsageError(
+                    f"{name} must be one of {', '.join(known)}, is {getattr(self, name)!r}"
+                )
         for name, least in (("keep_every", 1), ("standing_every", 0)):
             value = getattr(self, name)
             if value is not None and not (
@@ -156,6 +170,11 @@ class AttachSettings:
                 continue
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise UsageError(f"{name} must be a number above 0, is {value}")
+
+    @property
+    def reads_optimizer_live(self) -> bool:
+        """Whether the optimizer's state is read where it lies."""
+        return self.optimizer == "arena" or (self.optimizer == "auto" and self.resume == "auto")
 
     def sidecar_options(self) -> list[str]:
         """The sidecar limits that are set, as command line options."""

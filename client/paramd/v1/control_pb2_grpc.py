@@ -26,9 +26,7 @@ if _version_not_supported:
 
 
 class ControlServiceStub(object):
-    """ControlService aggregates the mesh. Every method needs
-    `authorization: Bearer <ticket>`.
-    """
+    """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
         """Constructor.
@@ -49,25 +47,16 @@ class ControlServiceStub(object):
 
 
 class ControlServiceServicer(object):
-    """ControlService aggregates the mesh. Every method needs
-    `authorization: Bearer <ticket>`.
-    """
+    """Missing associated documentation comment in .proto file."""
 
     def Join(self, request_iterator, context):
-        """A sidecar joins and reports as long as the stream lives. The first answer says that
-        it has been let in, later ones that something in them is new, such as a token that
-        was revoked. The stream's end means that the sidecar has gone.
-        FAILED_PRECONDITION: another sidecar speaks for the rank, the incarnation is over, or a
-        newer control plane is known.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ScheduleBoundary(self, request, context):
-        """Numbers one boundary, tells all sidecars, and answers when it has been agreed and
-        the snapshots are filled. UNAVAILABLE: not all ranks of the incarnation are joined.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -94,9 +83,7 @@ def add_ControlServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ControlService(object):
-    """ControlService aggregates the mesh. Every method needs
-    `authorization: Bearer <ticket>`.
-    """
+    """Missing associated documentation comment in .proto file."""
 
     @staticmethod
     def Join(request_iterator,

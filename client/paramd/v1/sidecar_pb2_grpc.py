@@ -27,9 +27,7 @@ if _version_not_supported:
 
 
 class SidecarServiceStub(object):
-    """SidecarService serves the parameters of one rank. Every method needs
-    `authorization: Bearer <ticket>` and a deadline.
-    """
+    """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
         """Constructor.
@@ -182,6 +180,11 @@ class SidecarServiceStub(object):
                 request_serializer=paramd_dot_v1_dot_sidecar__pb2.InspectTrainerRequest.SerializeToString,
                 response_deserializer=paramd_dot_v1_dot_sidecar__pb2.InspectTrainerResponse.FromString,
                 _registered_method=True)
+        self.ReachPeers = channel.unary_unary(
+                '/paramd.v1.SidecarService/ReachPeers',
+                request_serializer=paramd_dot_v1_dot_sidecar__pb2.ReachPeersRequest.SerializeToString,
+                response_deserializer=paramd_dot_v1_dot_sidecar__pb2.ReachPeersResponse.FromString,
+                _registered_method=True)
         self.GetLogged = channel.unary_unary(
                 '/paramd.v1.SidecarService/GetLogged',
                 request_serializer=paramd_dot_v1_dot_sidecar__pb2.GetLoggedRequest.SerializeToString,
@@ -240,318 +243,250 @@ class SidecarServiceStub(object):
 
 
 class SidecarServiceServicer(object):
-    """SidecarService serves the parameters of one rank. Every method needs
-    `authorization: Bearer <ticket>` and a deadline.
-    """
+    """Missing associated documentation comment in .proto file."""
 
     def GetState(self, request, context):
-        """State of this rank. Idempotent.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetMesh(self, request, context):
-        """Sidecars of all ranks, as far as this one knows. Idempotent.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLayout(self, request, context):
-        """The layout, in batches of tensors. Idempotent.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PinSnapshot(self, request, context):
-        """Pins byte spans of the arena at one step, under a lease. With `at_boundary`
-        it only makes room, and ReachBoundary fills it. Not idempotent.
-        FAILED_PRECONDITION: torn, no trainer, stale incarnation or layout.
-        RESOURCE_EXHAUSTED: the snapshot budget is used up.
-        ABORTED: no copy fitted between two updates before the deadline.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReachBoundary(self, request, context):
-        """Declares the rank ready for boundary request `boundary` and answers once the
-        trainers agreed on it and did what it asks for. Control plane only. Idempotent for
-        the same boundary and token.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WithdrawBoundary(self, request, context):
-        """Takes a boundary request back unless the trainers may have agreed on it. Control
-        plane only. Idempotent.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RenewHold(self, request, context):
-        """Lets a hold's lease end later. Control plane only. Idempotent.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StageEdit(self, request_iterator, context):
-        """Stages this rank's part of an edit: the manifest first, then its data in order. The
-        same edit may be staged again from the first missing byte. INVALID_ARGUMENT: it does
-        not fit the layout or is not finite. ALREADY_EXISTS: the id has another manifest.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetEdit(self, request, context):
-        """How far an edit is on this rank. Idempotent. NOT_FOUND: nothing is known of it.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PreviewEdit(self, request, context):
-        """Statistics of this rank's part before and after a staged edit, which stays as it is.
-        Idempotent.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DropEdit(self, request, context):
-        """Forgets a staged edit, or what would undo an applied one. Control plane only.
-        Idempotent. FAILED_PRECONDITION: the trainers may have agreed on it.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def MakeMark(self, request, context):
-        """Keeps the present state of everything under a name, while training is held. Control plane only.
-        ALREADY_EXISTS: the name is taken. FAILED_PRECONDITION: training is not held, or does not keep
-        what belongs to a state. RESOURCE_EXHAUSTED: no memory for it.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DropMark(self, request, context):
-        """Forgets a mark. Control plane only. Idempotent.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListKeptStates(self, request, context):
-        """The states that this rank could be put back to. Idempotent.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamGradients(self, request, context):
-        """Gateway for thin clients: whole gradient frames, one after the other, until the
-        caller ends the stream.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadSnapshot(self, request, context):
-        """Streams a pinned snapshot's bytes. Resumable: ask again from the first missing
-        offset. Idempotent. NOT_FOUND: the lease ended.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GrantStream(self, request, context):
-        """Permission for one bulk stream over TCP, which carries what ReadSnapshot or StageEdit would
-        (protos/README.md). NOT_FOUND: the lease ended, or the edit is unknown.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RenewSnapshot(self, request, context):
-        """Prolongs a lease. Idempotent. NOT_FOUND: it ended.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseSnapshot(self, request, context):
-        """Ends a lease. Idempotent: releasing twice is no error.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ComputeStats(self, request, context):
-        """Reduces parts of a pinned snapshot to mergeable statistics. Idempotent.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PoolSnapshot(self, request, context):
-        """Shrinks parts of a pinned snapshot to the cells of a picture. Idempotent.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ProfileSnapshot(self, request, context):
-        """Rows and columns of a pinned matrix, for dead and equal ones. Idempotent. NOT_FOUND: the lease
-        ended.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def MultiplySnapshot(self, request, context):
-        """A pinned matrix times a narrow one, so that spectra are found without moving it. Idempotent.
-        NOT_FOUND: the lease ended.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReplayUpdate(self, request, context):
-        """Makes an update again on copies, with the optimizer's own code, and compares bit by bit.
-        Idempotent. NOT_FOUND: a lease ended.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListSnapshots(self, request, context):
-        """Snapshots under lease here. Idempotent.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DigestSnapshot(self, request, context):
-        """Digests parts of a pinned snapshot, so that replicas may be compared without moving
-        them. Idempotent. NOT_FOUND: the lease ended.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetMetrics(self, request, context):
-        """Metrics of this sidecar as Prometheus text. Idempotent.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Summon(self, request, context):
-        """Gateway for thin clients: gathers whole tensors from all ranks and streams them
-        one after the other. Idempotent.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def InspectTrainer(self, request, context):
-        """What the trainer is doing: stacks, collectives, its process, its last lines of output. Looked
-        up at most once a second, without stopping it; it also works while the training hangs.
-        Idempotent.
-        """
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReachPeers(self, request, context):
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLogged(self, request, context):
-        """The numbers that the script has logged, oldest first. Idempotent.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PutCopy(self, request, context):
-        """Keeps a part of a standing snapshot of the caller's rank, for the case that its host is lost.
-        Only for the sidecars of ranks whose copies this one keeps. Idempotent: a part that is there
-        already changes nothing. PERMISSION_DENIED: this rank keeps no copies of the caller's.
-        RESOURCE_EXHAUSTED: no room. DATA_LOSS: what has arrived is not what the digest is of; it
-        was dropped. FAILED_PRECONDITION: it is of another history or layout.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLog(self, request, context):
-        """The last lines of this sidecar's log and of its trainer's output, also after the trainer has
-        died. Control plane only. Idempotent.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def BeginExport(self, request, context):
-        """Makes an export's place ready. Control plane only, as all that follow. Idempotent.
-        FAILED_PRECONDITION: something stands at the key. PERMISSION_DENIED, NOT_FOUND: the
-        destination cannot be written to. RESOURCE_EXHAUSTED: no room.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WriteExportFile(self, request, context):
-        """Writes one file of an export from pinned snapshots, its peers' too. Idempotent: the
-        same file may be written again, also by another sidecar. NOT_FOUND: a lease ended.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StoreExportFile(self, request_iterator, context):
-        """Stores a small file beside those that are planned. Idempotent.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def VerifyExportFile(self, request, context):
-        """Reads a written file back. Idempotent.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadExportFile(self, request, context):
-        """Bytes of a file of an export. Resumable. Idempotent.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamExportFile(self, request, context):
-        """The bytes that WriteExportFile would write, to the caller. Resumable. Idempotent.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FinishExport(self, request, context):
-        """Writes index and manifest and makes the export visible. Idempotent.
-        FAILED_PRECONDITION: something stands at the key. DATA_LOSS: a file is not as said.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DropExport(self, request, context):
-        """Removes what an export left, or a finished one. Idempotent.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -704,6 +639,11 @@ def add_SidecarServiceServicer_to_server(servicer, server):
                     request_deserializer=paramd_dot_v1_dot_sidecar__pb2.InspectTrainerRequest.FromString,
                     response_serializer=paramd_dot_v1_dot_sidecar__pb2.InspectTrainerResponse.SerializeToString,
             ),
+            'ReachPeers': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReachPeers,
+                    request_deserializer=paramd_dot_v1_dot_sidecar__pb2.ReachPeersRequest.FromString,
+                    response_serializer=paramd_dot_v1_dot_sidecar__pb2.ReachPeersResponse.SerializeToString,
+            ),
             'GetLogged': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLogged,
                     request_deserializer=paramd_dot_v1_dot_sidecar__pb2.GetLoggedRequest.FromString,
@@ -768,9 +708,7 @@ def add_SidecarServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class SidecarService(object):
-    """SidecarService serves the parameters of one rank. Every method needs
-    `authorization: Bearer <ticket>` and a deadline.
-    """
+    """Missing associated documentation comment in .proto file."""
 
     @staticmethod
     def GetState(request,
@@ -1545,6 +1483,33 @@ class SidecarService(object):
             '/paramd.v1.SidecarService/InspectTrainer',
             paramd_dot_v1_dot_sidecar__pb2.InspectTrainerRequest.SerializeToString,
             paramd_dot_v1_dot_sidecar__pb2.InspectTrainerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReachPeers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramd.v1.SidecarService/ReachPeers',
+            paramd_dot_v1_dot_sidecar__pb2.ReachPeersRequest.SerializeToString,
+            paramd_dot_v1_dot_sidecar__pb2.ReachPeersResponse.FromString,
             options,
             channel_credentials,
             insecure,

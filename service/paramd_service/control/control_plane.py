@@ -9,10 +9,11 @@ import math
 import os
 import socket
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from paramd import places
 from paramd.errors import UnreachableError
-from paramd.places import Endpoint
 from paramd.state_files import file_places
 from paramd_service.control.access.authority import Tokens, no_audit
 from paramd_service.control.access.doorway import Doorway
@@ -23,14 +24,7 @@ from paramd_service.control.alerts.service import Watchers, open_watchers
 from paramd_service.control.api.app import build_app
 from paramd_service.control.api.services import Services
 from paramd_service.control.base.config import Bootstrap, ControlConfig
-from paramd_service.control.base.endpoint import (
-    Address,
-    Whereabouts,
-    announce,
-    open_listener,
-    parse_listen,
-    successor,
-)
+from paramd_service.control.base.endpoint import Claim, Whereabouts, successor
 from paramd_service.control.base.site import (
     IncarnationNotes,
     Site,
@@ -45,14 +39,19 @@ from paramd_service.control.exports.documents import open_destinations
 from paramd_service.control.exports.service import ExportService
 from paramd_service.control.grpc_server import GrpcServer
 from paramd_service.control.http_server import HttpServer
-from paramd_service.control.mesh.jobs import ControlIdentity, Jobs
+from paramd_service.control.mesh.jobs import ControlIdentity, Incarnation, Jobs
 from paramd_service.control.metrics.metrics import LoopLag, Metrics
 from paramd_service.control.records.events import EventBus
 from paramd_service.control.records.records import Records, open_records
 from paramd_service.control.store.engine import StoreError
-from paramd_service.tls import JobPems, ServerTls, advertised, grpc_address, tls_files
+from paramd_service.tls import JobPems, ServerTls, advertised
 
 TICK_S = 1.0
+JOINED_S = 2.0
+"""How long REST waits for the sidecars of a training that resumes."""
+LOOKS = 100
+"""How often the control plane checks during that time."""
+
 SITE_RANKS = 16_384
 """Most ranks admitted across all jobs of a site."""
 
@@ -66,15 +65,14 @@ class ControlPlane:
     `start` with the one job its parent named.
     """
 
-    def __init__(self, config: ControlConfig, bootstrap: Bootstrap | None) -> None:
+    def __init__(self, config: ControlConfig, bootstrap: Bootstrap | None, claim: Claim) -> None:
         """`bootstrap` is the one job of an embedded control plane; None for a site."""
         self._config = config
         self._bootstrap = bootstrap
-        files = tls_files(config.tls_cert, config.tls_key, config.tls_client_ca)
-        self._tls = ServerTls(files) if files is not None else None
+        self._claim = claim
+        self._tls = ServerTls(claim.files) if claim.files is not None else None
         self._grpc_tls = self._tls
-        self._of_job = files is None and bootstrap is not None and bootstrap.own_tls
-        if self._of_job:
+        if claim.of_job:
             self._take_own_tls()
         self._grpc = GrpcServer()
         self._doorway = Doorway()
@@ -92,7 +90,6 @@ class ControlPlane:
         self._watchers: Watchers | None = None
         self._exports: ExportService | None = None
         self._token = ""
-        self._endpoint: Endpoint | None = None
 
     @property
     def asked_to_stop(self) -> bool:
@@ -108,70 +105,61 @@ class ControlPlane:
         """Start everything, in the numbered order.
 
         Raises:
-            UsageError: an address or the state dir cannot be used.
-            UnreachableError: no port is free.
+            UsageError: the state dir cannot be used.
+            UnreachableError: gRPC's port was taken after it had been claimed.
             ConflictError: a newer incarnation of the job is already running.
         """
-        wanted = parse_listen(
-            self._config.listen, option="--listen (PARAMD_LISTEN)", tls=self._tls is not None
+        where = self._claim.whereabouts()
+        # 1. Open the records, and load ended tokens before anyone is let in.
+        self._records = await open_records(self._config, self._bootstrap)
+        await self._revocations.start(self._records.tokens)
+        # 2. Settle our generation and secrets; an embedded one opens its job.
+        jobs = self._open_jobs(self._records)
+        self._watchers = open_watchers(
+            watch=not self._config.no_watch,
+            strict=jobs.is_site,
+            publish=self._events.publish,
+            store=KeptAlerts(self._records.alerts, self._records.history, self._records.silences),
+            expires_s=lambda: self._tls.expires_s if self._tls is not None else None,
         )
-        # 1. Claim REST's port; connections wait in its backlog.
-        listener, http_address = open_listener(wanted)
-        try:
-            # 2. Open the records, and load ended tokens before anyone is let in.
-            self._records = await open_records(self._config, self._bootstrap)
-            await self._revocations.start(self._records.tokens)
-            # 3. Settle our generation and secrets; an embedded one opens its job.
-            url = self._url(http_address)
-            jobs = self._open_jobs(self._records)
-            self._watchers = open_watchers(
-                watch=not self._config.no_watch,
-                strict=jobs.is_site,
-                publish=self._events.publish,
-                store=KeptAlerts(
-                    self._records.alerts, self._records.history, self._records.silences
-                ),
-                expires_s=lambda: self._tls.expires_s if self._tls is not None else None,
-            )
-            self._exports = ExportService(
-                self._records,
-                open_destinations(strict=jobs.is_site),
-                publish=self._events.publish,
-            )
-            # 4. Serve gRPC.
-            grpc_listen = await self._start_grpc(jobs, http_address)
-            self._grpc_target = grpc_address = self._grpc_address(grpc_listen)
-            # 5. Serve REST.
-            services = self._services(jobs, self._records, http_address, grpc_address)
-            await self._http.start(build_app(services), listener, tls=self._tls)
-        except BaseException:
-            listener.close()
-            raise
-        # 6. Start watching; resume exports.
+        self._exports = ExportService(
+            self._records,
+            open_destinations(strict=jobs.is_site),
+            publish=self._events.publish,
+        )
+        # 3. Serve gRPC.
+        await self._start_grpc(jobs)
+        self._grpc_target = where.grpc_address
+        # 4. Serve REST. A training that resumes runs by now, and is asked for at once.
+        if self._bootstrap is not None and self._bootstrap.resumes:
+            await self._all_joined(jobs.get(self._bootstrap.job))
+        services = self._services(jobs, self._records, where.grpc_address)
+        await self._http.start(build_app(services), self._claim.listener, tls=self._tls)
+        # 5. Start watching; resume exports.
         self._watchers.hold = self._edits.pause_for if self._edits is not None else None
         self._watchers.start(jobs)
         self._exports.start(jobs)
-        # 7. Announce the address to the job's programs, now that all of it works.
+        # 6. Announce the address to the job's programs, now that all of it works.
         if self._bootstrap is not None:
-            self._endpoint = announce(self._bootstrap, url, grpc_address, with_ca=self._of_job)
-        log.info("serving %s at %s", self._whose(), url)
-        return Whereabouts(
-            url=url,
-            grpc_address=grpc_address,
-            listen=str(http_address),
-            grpc_listen=str(grpc_listen),
-            newest_export=await self._newest_export(self._exports),
-        )
+            self._claim.announce(self._bootstrap)
+        log.info("serving %s at %s", self._whose(), where.url)
+        return self._claim.whereabouts(await self._whole_exports(self._exports))
 
-    async def _newest_export(self, exports: ExportService) -> str:
-        """In words; empty if there is none, it cannot be read, or this one is for several jobs."""
+    async def _whole_exports(self, exports: ExportService) -> tuple[Mapping[str, Any], ...]:
+        """Newest first; none if they are not known, or this one is for several jobs."""
         if self._bootstrap is None:
-            return ""
+            return ()
         try:
-            done = await exports.store.page(self._bootstrap.job, limit=1, state="DONE")
+            return tuple(await exports.whole(self._bootstrap.job))
         except StoreError:
-            return ""
-        return "".join(f"step {row.step} as {row.format} at {row.destination}" for row in done)
+            return ()
+
+    async def _all_joined(self, mesh: Incarnation) -> None:
+        """Return after `JOINED_S` at the latest: one missing rank must not keep all from REST."""
+        for _ in range(LOOKS):
+            if not mesh.registry.view().absent:
+                return
+            await asyncio.sleep(JOINED_S / LOOKS)
 
     async def wait_until_done(self) -> str:
         """Run until there is nothing left to do; return why."""
@@ -192,8 +180,7 @@ class ControlPlane:
         """Drain, in the numbered order. Safe after a failed start."""
         self.ask_to_stop("stopped")
         # 1. Withdraw the address: no new clients.
-        if self._endpoint is not None:
-            places.remove_endpoint(self._endpoint)
+        self._claim.withdraw()
         # 2. Health reports stopping; sidecars are sent away; boundaries in progress may finish.
         await self._grpc.say_stopping()
         if self._jobs is not None:
@@ -215,8 +202,8 @@ class ControlPlane:
     def _take_own_tls(self) -> None:
         """Serve TLS of the job's own: REST for everyone with a token, gRPC within the job."""
         assert self._bootstrap is not None
-        host = parse_listen(self._config.listen, option="--listen (PARAMD_LISTEN)", tls=True).host
-        names = (advertised(host, self._config.advertise, tls=True), socket.gethostname())
+        host = advertised(self._claim.http.host, self._config.advertise, tls=True)
+        names = (host, socket.gethostname())
         authority = self._bootstrap.certificates.authority
         pems = authority.issue("paramd control plane", [name for name in names if name])
         self._tls = ServerTls(JobPems(pems, mutual=False))
@@ -255,24 +242,15 @@ class ControlPlane:
             jobs.open(mine)
         return jobs
 
-    def _url(self, listening: Address) -> str:
-        host = advertised(listening.host, self._config.advertise, tls=self._tls is not None)
-        scheme = "http" if self._tls is None else "https"
-        return f"{scheme}://{Address(host, listening.port)}"
-
-    def _grpc_address(self, listening: Address) -> str:
-        host = advertised(listening.host, self._config.advertise, tls=self._tls is not None)
-        return grpc_address(host, listening.port, tls=self._tls is not None, of_job=self._of_job)
-
     def _whose(self) -> str:
         mine = self._bootstrap
         return f"job {mine.job}, incarnation {mine.incarnation}" if mine is not None else "a site"
 
     def _why_end(self, jobs: Jobs) -> str | None:
         """Why to stop, or None. Only an embedded control plane ends on its own."""
-        if self._bootstrap is None or self._endpoint is None:
+        if self._bootstrap is None or self._claim.endpoint is None:
             return None
-        newer = successor(self._endpoint)
+        newer = successor(self._claim.endpoint)
         if newer is not None:
             return (
                 f"the control plane of incarnation {newer.incarnation} (pid {newer.pid}) "
@@ -281,31 +259,27 @@ class ControlPlane:
         over = jobs.get(self._bootstrap.job).over
         return str(over) if over is not None else None
 
-    async def _start_grpc(self, jobs: Jobs, http_address: Address) -> Address:
+    async def _start_grpc(self, jobs: Jobs) -> None:
         ranks = self._bootstrap.world_size if self._bootstrap is not None else SITE_RANKS
         denied = self._records.denied if self._records is not None else no_audit
-        wanted = Address(http_address.host, http_address.port + 1)
-        if self._config.grpc_listen:
-            wanted = parse_listen(
-                self._config.grpc_listen, option="--grpc-listen", tls=self._tls is not None
-            )
-        return await self._grpc.start(
+        wanted = self._claim.give_grpc()
+        bound = await self._grpc.start(
             jobs, self._revocations, wanted, ranks=ranks, denied=denied, tls=self._grpc_tls
         )
+        if bound != wanted:
+            raise UnreachableError(f"another process took {wanted}, which was to be gRPC's")
 
-    def _services(
-        self, jobs: Jobs, records: Records, http_address: Address, grpc_address: str
-    ) -> Services:
+    def _services(self, jobs: Jobs, records: Records, grpc_address: str) -> Services:
         assert self._edits is not None
         assert self._watchers is not None
         assert self._exports is not None
         return Services(
             config=self._config,
-            listen_host=http_address.host,
+            listen_host=self._claim.http.host,
             grpc_address=grpc_address,
             tls=self._tls,
             ca=self._bootstrap.certificates.authority.pem
-            if self._bootstrap is not None and self._of_job
+            if self._bootstrap is not None and self._claim.of_job
             else b"",
             jobs=jobs,
             metrics=Metrics(

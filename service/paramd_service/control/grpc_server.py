@@ -14,6 +14,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from paramd.clock import now_s
 from paramd.errors import DeadlineError, DeniedError, ExhaustedError, UsageError
 from paramd.security.tls import RANK_NAME
 from paramd.v1 import common_pb2, control_pb2, control_pb2_grpc
@@ -185,6 +186,7 @@ def _welcome(mesh: Incarnation, notice: Notice) -> control_pb2.JoinResponse:
             keep_ms=math.ceil(notice.keep_s * 1000),
             refused_before_ns=math.ceil(notice.refused_before_s * 1e9),
         ),
+        now_ns=round(now_s() * 1e9),
     )
 
 

@@ -1,4 +1,4 @@
-"""The control plane's process: parse, build, run, close."""
+"""The control plane's process: parse, claim its addresses, load the rest, run, close."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from paramd import clock, places
 from paramd.errors import ParamdError, UsageError, codes_of
 from paramd_service import core_dumps, logs
-from paramd_service.admission import raise_descriptor_limit
 from paramd_service.control.base.config import Bootstrap, ControlConfig, read_bootstrap
+from paramd_service.control.base.endpoint import Claim, Whereabouts
 from paramd_service.control.base.site import site_dir
-from paramd_service.control.control_plane import ControlPlane
+
+if TYPE_CHECKING:
+    from paramd_service.control.control_plane import ControlPlane
 
 GC_YOUNG = 20_000
 """Net allocations that trigger a young collection; Python's default is 700."""
@@ -36,8 +40,12 @@ def main(arguments: Sequence[str]) -> int:
         if bootstrap is not None:
             formatter.hide(bootstrap.token, bootstrap.private_key.hex())
         folder = places.job_dir(config.job) if config.job else site_dir()
-        with clock.kept(folder / "control.clock"):
-            asyncio.run(_run(config, bootstrap))
+        with clock.kept(folder / "control.clock"), closing(Claim(config, bootstrap)) as claim:
+            if bootstrap is not None and bootstrap.resumes:
+                # Now: a training that goes on from memory is to wait for as little as possible.
+                claim.announce(bootstrap)
+                _tell(claim.whereabouts())
+            asyncio.run(_run(config, bootstrap, claim))
     except ParamdError as error:
         print(f"paramd control: {error}", file=sys.stderr)
         return codes_of(error).exit
@@ -51,13 +59,21 @@ def _level(wanted: str) -> str:
     return wanted.upper()
 
 
-async def _run(config: ControlConfig, bootstrap: Bootstrap | None) -> None:
-    control = ControlPlane(config, bootstrap)
+def _tell(where: Whereabouts) -> None:
+    print(json.dumps(asdict(where)), flush=True)
+
+
+async def _run(config: ControlConfig, bootstrap: Bootstrap | None, claim: Claim) -> None:
+    # Imported here, with gRPC, FastAPI and SQLAlchemy: what is above takes a tenth of that.
+    from paramd_service.control.control_plane import ControlPlane
+
+    control = ControlPlane(config, bootstrap, claim)
     _handle_signals(control)
     try:
         where = await control.start()
         _prepare_for_many()
-        print(json.dumps(asdict(where)), flush=True)
+        if bootstrap is None or not bootstrap.resumes:
+            _tell(where)
         reason = await control.wait_until_done()
         log.info("stopping: %s", reason)
     finally:
@@ -66,6 +82,8 @@ async def _run(config: ControlConfig, bootstrap: Bootstrap | None) -> None:
 
 def _prepare_for_many() -> None:
     """Tune for thousands of sidecars, each a descriptor and some hundred long-lived objects."""
+    from paramd_service.admission import raise_descriptor_limit
+
     raise_descriptor_limit()
     # With 4,096 sidecars' objects to scan, p95 of GET ranks was 157 ms without this, 89 with it.
     gc.collect()

@@ -160,8 +160,9 @@ class Boundaries:
         snapshots = [self._store.get(snapshot_id).snapshot for snapshot_id in reach.snapshot_ids]
         for snapshot in snapshots:
             _check_capturable(snapshot)
-            if is_table(snapshot.key):
-                self._check_moments()
+        tables = [snapshot for snapshot in snapshots if is_table(snapshot.key)]
+        if tables:
+            self._check_moments(tables)
         argument = self._argument(reach, snapshots)
         asked = _Asked(reach, self._loop.create_future())
         self._asked[reach.number] = asked
@@ -187,6 +188,11 @@ class Boundaries:
         done: Callable[[Outcome], None],
     ) -> Boundary:
         arena_address = self._attached.arena.address
+        with_table = any(is_table(snapshot.key) for snapshot in snapshots)
+        live = None
+        if with_table:
+            assert self.moments is not None
+            live = self.moments.ask(at_boundary=True)
         return Boundary(
             reach.number,
             [
@@ -197,7 +203,8 @@ class Boundaries:
             ],
             any(snapshot.with_buffers for snapshot in snapshots),
             done,
-            with_moments=any(is_table(snapshot.key) for snapshot in snapshots),
+            with_moments=with_table and live is None,
+            live=live,
             token=reach.token,
             action=reach.action,
             argument=argument,
@@ -215,17 +222,20 @@ class Boundaries:
             return self.edits.make_ready(reach.edit_id, boundary=reach.number, token=reach.token)
         return reach.step_count if reach.action == STEP else 0
 
-    def _check_moments(self) -> None:
+    def _check_moments(self, tables: Sequence[Snapshot]) -> None:
         if self.moments is None:
             raise ConflictError("this sidecar does not serve optimizer state")
+        if len(tables) > 1:
+            raise UsageError("snapshot_ids: two tables of optimizer state; one is enough")
         self.moments.check_free()
 
     def _mirrored(self, snapshots: Sequence[Snapshot], outcome: Outcome) -> Outcome:
         """Fill the optimizer state table, if there is one; return the resulting outcome."""
         for snapshot in snapshots:
-            if is_table(snapshot.key) and self.moments is not None and outcome.captured:
+            if is_table(snapshot.key) and self.moments is not None:
                 try:
-                    self.moments.mirrored(snapshot)
+                    found = snapshot if outcome.captured else None
+                    self.moments.ended(found, missed=outcome.missed)
                 except ParamdError as error:
                     return Outcome(-1, str(error))
         return outcome

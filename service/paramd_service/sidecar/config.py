@@ -37,6 +37,9 @@ class SidecarConfig:
     """Serve mutual TLS within the job; the trainer passes its certificate on stdin first."""
     linger_s: float = 600.0
     """How long to keep serving after the trainer ends, or to wait for the first one; above 0."""
+    trainer_pid: int = 0
+    """The trainer that started this sidecar; if it ends before any has attached, nobody is to be
+    waited for. 0: started by something else."""
     budget_bytes: int | None = None
     """Snapshot budget, above 0; None: three times the arena plus 1 MiB. A third is reserved for
     the control plane and the owner; one token gets at most a third."""
@@ -76,7 +79,10 @@ class SidecarConfig:
         check_listen(self.listen, tls=self.job_tls or self.tls_files is not None)
         if not 0 <= self.stream_port <= 65535:
             raise UsageError(f"stream_port: {self.stream_port}; expected 0 to 65535")
-        not_negative = ("rank", "grace_s", "idle_memory_s", "edit_pool_bytes", "undo_budget_bytes")
+        not_negative = (
+            "rank", "grace_s", "idle_memory_s", "edit_pool_bytes", "undo_budget_bytes",
+            "trainer_pid",
+        )  # fmt: skip
         for name, least in (*((name, 0) for name in not_negative), ("max_calls", 1)):
             if getattr(self, name) < least:
                 raise UsageError(f"{name}: {getattr(self, name)}; expected {least} or more")

@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 from paramd import clock
 from paramd.errors import ParamdError, UsageError, codes_of
-from paramd.memory import handover
+from paramd.memory import descriptors, handover
 from paramd.security.tls import Pems
 from paramd_service import core_dumps
 from paramd_service.admission import raise_descriptor_limit
@@ -99,6 +99,10 @@ def parse(argv: Sequence[str] | None) -> SidecarConfig:
     parser.add_argument(
         "--stream-port", type=int, default=0, help="TCP port of bulk streams; 0 picks a free one"
     )
+    parser.add_argument(
+        "--trainer-pid", type=int, default=0, metavar="PID",
+        help="leave if this process ends before a trainer has attached; 0 waits --linger-s",
+    )  # fmt: skip
     for name, text in _TLS_OPTIONS.items():
         parser.add_argument("--" + name.replace("_", "-"), default="", help=text)
     parser.add_argument(
@@ -174,6 +178,8 @@ async def run(config: SidecarConfig, faults: Faults, pems: Pems | None = None) -
         rank.wait_for_trainer()
         log("started", address=server.address, socket_path=str(config.socket_path))
         _leave_on_signals(rank)
+        if config.trainer_pid:
+            _leave_with(config.trainer_pid, rank)
         await rank.leaving.wait()
         await _drain(rank, server, unix, joining, sending)
     finally:
@@ -199,6 +205,23 @@ async def _drain(
     await unix.close()
     await rank.close()
     log("drain", step=5, doing="closed")
+
+
+def _leave_with(pid: int, rank: RankSidecar) -> None:
+    """Have the rank told when the process that started this one has ended."""
+    loop = asyncio.get_running_loop()
+    try:
+        pidfd = descriptors.pidfd(pid)
+    except ProcessLookupError:
+        rank.starter_ended()
+        return
+
+    def ended() -> None:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+        rank.starter_ended()
+
+    loop.add_reader(pidfd, ended)
 
 
 def _leave_on_signals(rank: RankSidecar) -> None:

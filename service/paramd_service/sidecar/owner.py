@@ -6,6 +6,7 @@ One trainer at a time owns it, identified by pid and start time:
                           \--------- inside an update ----------> TORN
     ORPHANED, GONE, TORN --attach of a newer incarnation--> OWNED
     WAITING, ORPHANED, GONE, TORN --linger--> the sidecar leaves
+    WAITING --the trainer that started it ends--> the sidecar leaves
 
 GONE is ORPHANED with a mirrored arena: the arena holds an earlier step, so only snapshots that
 are already held are served. The memory is kept unchanged in ORPHANED and TORN, so that the last
@@ -207,6 +208,8 @@ class OwnerView:
     incarnation: int = 0
     pid: int = 0
     start: int = 0
+    elsewhere: bool = False
+    """Whether it runs in another container, where pids mean other processes."""
 
 
 def owner_view(
@@ -223,11 +226,16 @@ def owner_view(
         incarnation=attached.incarnation,
         pid=attached.request.pid,
         start=attached.request.start,
+        elsewhere=not attached.trainer_pid,
     )
 
 
-def check_attach(view: OwnerView, request: AttachRequest) -> None:
+def check_attach(view: OwnerView, request: AttachRequest, *, holds_page: bool = False) -> None:
     """Return if the trainer may take over the sidecar.
+
+    Args:
+        holds_page: It hands the owner's control page back, and so is the owner, even in another
+            container.
 
     Raises:
         UsageError: it belongs to another job or rank.
@@ -244,10 +252,12 @@ def check_attach(view: OwnerView, request: AttachRequest) -> None:
             "stop the sidecar, and attach starts the right one"
         )
     same = (request.pid, request.start) == (view.pid, view.start)
+    same = same and (holds_page or not view.elsewhere)
     if view.ownership is Ownership.OWNED and not same:
         raise ConflictError(
-            f"another training process (pid {view.pid}) is attached as rank {view.rank} of job "
-            f"{view.job!r}; end it, or attach under another job name"
+            f"another training process (pid {view.pid}{' in its container' * view.elsewhere}) is "
+            f"attached as rank {view.rank} of job {view.job!r}; end it, or attach under another "
+            "job name"
         )
     if request.incarnation < view.incarnation or (
         request.incarnation == view.incarnation and not same
@@ -275,10 +285,14 @@ def ownership_after_end(words: Words) -> Ownership:
 class AttachedMemory:
     """What an attached trainer and its sidecar share. Owns the descriptors."""
 
-    def __init__(self, request: AttachRequest, shared: Descriptors, pidfd: int) -> None:
+    def __init__(
+        self, request: AttachRequest, shared: Descriptors, pidfd: int, *, elsewhere: bool = False
+    ) -> None:
         self.request = request
         self.shared = shared
         self.pidfd = pidfd
+        self.trainer_pid = 0 if elsewhere else request.pid
+        """The trainer's process; 0: it runs in another container, where pids are others."""
         self.page = ControlPage(shared.page)
         self.arena = HostArena(shared.arena, request.arena_bytes)
 
@@ -304,11 +318,15 @@ def attach_memory(
     request: AttachRequest,
     handed_back: Sequence[int],
     *,
+    elsewhere: int | None = None,
     create_memory: Callable[[str, int], int] = descriptors.create_memory,
 ) -> AttachedMemory:
     """Create memory for a trainer, or adopt what it hands back after its sidecar died.
 
     Slow: call it off the event loop. Takes ownership of `handed_back`, even on failure.
+
+    Args:
+        elsewhere: A pidfd of a trainer in another container, which stays the caller's.
 
     Raises:
         UsageError: the descriptors or the process do not match the message.
@@ -319,8 +337,8 @@ def attach_memory(
         if not fds:
             fds = Descriptors.create(request.arena_bytes, create_memory=create_memory).as_list()
         shared = Descriptors.received(fds, request.arena_bytes)
-        fds.append(_trainer_pidfd(request))
-        attached = AttachedMemory(request, shared, fds[-1])
+        fds.append(_trainer_pidfd(request) if elsewhere is None else os.dup(elsewhere))
+        attached = AttachedMemory(request, shared, fds[-1], elsewhere=elsewhere is not None)
     except BaseException:
         for descriptor in fds:
             os.close(descriptor)

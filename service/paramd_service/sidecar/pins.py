@@ -26,8 +26,13 @@ from paramd_service.sidecar.faults import Faults
 from paramd_service.sidecar.gradients.pins import GradientPins
 from paramd_service.sidecar.gradients.slots import Gradients
 from paramd_service.sidecar.owner import AttachedMemory, Ownership
-from paramd_service.sidecar.snapshots.live_moments import LiveMoments, is_moments
-from paramd_service.sidecar.snapshots.moments import Moments
+from paramd_service.sidecar.snapshots.live_moments import (
+    NOT_KEPT,
+    LiveMoments,
+    Prepare,
+    is_moments,
+)
+from paramd_service.sidecar.snapshots.moments import Moments, is_table, table_key
 from paramd_service.sidecar.snapshots.store import (
     BlockMaker,
     Fill,
@@ -89,11 +94,16 @@ class Pins:
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._closing = False
         self.boundaries = Boundaries(attached, store, copier)
+        self.live_moments = LiveMoments(attached)
         self.moments = Moments(
-            attached, store=store, blocks=blocks, executor=executor, lease=self._lease
+            attached,
+            store=store,
+            blocks=blocks,
+            executor=executor,
+            lease=self._lease,
+            live=self.live_moments,
         )
         self.boundaries.moments = self.moments
-        self.live_moments = LiveMoments(attached)
         gradients = Gradients(attached, executor=executor, idle_memory_s=store.idle_memory_s)
         copier.on_wake = gradients.woken
         store.check = self.check_true
@@ -134,6 +144,29 @@ class Pins:
         if snapshot is None:
             snapshot = await self._join_filling(key, timeout_s, at_step, unsettled)
         return self._lease(snapshot, lease_s)
+
+    async def pin_table(self, *, lease_s: float, timeout_s: float) -> Lease:
+        """Lease the table of all optimizer state, which is mirrored at the current step.
+
+        Raises:
+            ConflictError: only the trainer can mirror it, at a boundary; it ended before its state
+                was recorded; or another reader holds a mirror.
+            AbortedError, ExhaustedError, TornError: as `pin`.
+        """
+        self.sweep()
+        if not self.moments.is_live:
+            why = self.live_moments.unfit() if self.live_moments.kept else NOT_KEPT
+            raise ConflictError(f"the optimizer's state can be had at a boundary alone: {why}")
+        if self.ownership is not Ownership.OWNED and self._attached.page[Word.SEQ] & 1:
+            raise ConflictError(
+                f"{self.ownership.value}, before the optimizer's state of its last update was "
+                "recorded; read the parameters alone"
+            )
+        self.moments.check_free()
+        key = table_key(self._attached.request.incarnation)
+        if (key, 0, False) in self._fillings:
+            raise ConflictError("another reader is about to have the optimizer state; try again")
+        return self._lease(await self._join_filling(key, timeout_s, 0, False), lease_s)
 
     def _found(self, key: Key, at_step: int) -> Snapshot | None:
         if at_step:
@@ -283,8 +316,9 @@ class Pins:
             snapshot.step, snapshot.edits = state.step, state.edits
             snapshot.iteration, snapshot.unsettled = state.iteration, state.unsettled
             snapshot.label = state.label
-            # 0: never share a state that may have been changed at rest.
-            snapshot.proof = state.proof if not filling.unsettled else 0
+            # 0: never share a state that may have been changed at rest, or a mirror's table.
+            shared = not filling.unsettled and not is_table(snapshot.key)
+            snapshot.proof = state.proof if shared else 0
             if filling.job is not None and is_moments(snapshot.key):
                 snapshot.optimizer = self.live_moments.facts_of(snapshot)
             snapshot.fill = Fill.FILLED
@@ -304,7 +338,7 @@ class Pins:
         copied: asyncio.Future[State | None] = self._loop.create_future()
         filling.snapshot.fill = Fill.PENDING
         snapshot = filling.snapshot
-        live = self.live_moments.filling(snapshot) if is_moments(snapshot.key) else None
+        live = self._live_filling(snapshot)
         filling.job = CopyJob(
             copy_spans(snapshot, self._attached.arena.address) if live is None else (),
             lambda state: self._post(copied.set_result, state),
@@ -314,6 +348,8 @@ class Pins:
         )
         self.copier.submit(filling.job)
         state = await copied
+        if is_table(snapshot.key):
+            self.moments.ended(snapshot if state is not None else None)
         if state is None:
             if self.ownership is Ownership.TORN:
                 raise TornError(self.ownership.value)
@@ -328,6 +364,20 @@ class Pins:
                 )
             raise AbortedError("the copy was given up; try again")
         return state
+
+    def _live_filling(self, snapshot: Snapshot) -> Prepare | None:
+        """What finds the optimizer state to copy; None: the snapshot is of parameters."""
+        if is_moments(snapshot.key):
+            return self.live_moments.filling(snapshot)
+        if not is_table(snapshot.key):
+            return None
+        # Again: a boundary may have been asked for since.
+        self.moments.check_free()
+        live = self.moments.ask(at_boundary=False)
+        if live is None:
+            self.moments.ended(None)
+            raise ConflictError("the optimizer's state is no longer recorded; try again")
+        return live
 
     async def _while_others_stand_in(self) -> None:
         """Wait a moment for the training's own weights, since no boundary comes before.

@@ -15,8 +15,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from paramd import clock
 from paramd.errors import (
     ConflictError,
     ExhaustedError,
@@ -25,8 +27,9 @@ from paramd.errors import (
     UsageError,
 )
 from paramd.memory.control_page import Word, sample_digest
+from paramd.memory.descriptors import same_object
 from paramd.memory.gate import State, resting_state, state_of
-from paramd.security.tickets import Claims, Verifier
+from paramd.security.tickets import CLOCK_SKEW_S, Claims, Verifier
 from paramd.security.tls import Pems
 from paramd_service.sidecar.config import SidecarConfig
 from paramd_service.sidecar.copying.capture import Capture, Copier
@@ -97,7 +100,7 @@ def make_pins(
         clock_ns=time.monotonic_ns,
         at_point=faults.at,
         digest=lambda: sample_digest(attached.page, attached.arena.buffer),
-        stopped=lambda: process_state(attached.request.pid) == "T",
+        stopped=lambda: process_state(attached.trainer_pid) == "T",
         serve_standing=serve_standing,
     )
     copier = Copier(capture, attached.shared.wake, log)
@@ -195,6 +198,10 @@ class RankSidecar:
         self._insight: TrainerInsight | None = None
         self._attaching = asyncio.Lock()
         self._linger_timer: asyncio.TimerHandle | None = None
+        self._starter_gone = False
+        self._had_trainer = False
+        self._tickets_time: float | None = None
+        """The control plane's time less the monotonic clock's, if this host's is another."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -311,6 +318,17 @@ class RankSidecar:
             )
         self.control_generation = generation
 
+    def take_time(self, now_s: float) -> None:
+        """Take the control plane's time, 0 if unknown, for what expires by it.
+
+        Hosts' clocks agree, as a rule, and then ours counts: it follows corrections.
+        """
+        apart_s = clock.now_s() - now_s if now_s else 0.0
+        known = self._tickets_time is not None
+        self._tickets_time = now_s - time.monotonic() if abs(apart_s) > CLOCK_SKEW_S / 2 else None
+        if (self._tickets_time is not None) != known:
+            self.log("clock-differs", ahead_of_control_plane_s=round(apart_s, 1))
+
     def verify(self, ticket: str) -> Claims:
         """Verify a ticket, and that the token it names (if any) is not revoked; return its claims.
 
@@ -321,7 +339,13 @@ class RankSidecar:
         if self._attached is None or self._verifier is None:
             raise UnreachableError(f"{Ownership.WAITING.value}; try again when training runs")
         request = self._attached.request
-        claims = self._verifier.verify(ticket, job=request.job, incarnation=request.incarnation)
+        other = self._tickets_time
+        claims = self._verifier.verify(
+            ticket,
+            job=request.job,
+            incarnation=request.incarnation,
+            now_s=other + time.monotonic() if other is not None else None,
+        )
         self.revocations.check(claims)
         return claims
 
@@ -339,6 +363,11 @@ class RankSidecar:
     def wait_for_trainer(self) -> None:
         """Leave unless a trainer attaches within the linger time."""
         self._stop_waiting()
+        # Once it had one it may be waiting with that one's snapshots: a successor's attach failed.
+        if self._starter_gone and not self._had_trainer:
+            self.log("leaving", reason="the trainer that started it ended before it attached")
+            self.leaving.set()
+            return
         loop = asyncio.get_running_loop()
         self._linger_timer = loop.call_later(self.config.linger_s, self._linger_over)
 
@@ -347,8 +376,19 @@ class RankSidecar:
             self._linger_timer.cancel()
             self._linger_timer = None
 
-    async def attach(self, request: AttachRequest, handed_back: Sequence[int]) -> AttachedMemory:
+    def starter_ended(self) -> None:
+        """The trainer that started this sidecar has ended: only memory is worth lingering for."""
+        self._starter_gone = True
+        # An attach in progress waits again by itself if it fails.
+        if not self._had_trainer and not self._attaching.locked():
+            self.wait_for_trainer()
+
+    async def attach(
+        self, request: AttachRequest, handed_back: Sequence[int], *, elsewhere: int | None = None
+    ) -> AttachedMemory:
         """Give the sidecar to a trainer. Takes ownership of the descriptors, even on failure.
+
+        `elsewhere`: as of `attach_memory`.
 
         Raises:
             UsageError, ConflictError, ExhaustedError: see owner.py.
@@ -356,7 +396,7 @@ class RankSidecar:
         async with self._attaching:
             try:
                 view = owner_view(self.config.job, self.config.rank, self.ownership, self._attached)
-                check_attach(view, request)
+                check_attach(view, request, holds_page=self._is_page_of_owner(handed_back))
             except BaseException:
                 for descriptor in handed_back:
                     os.close(descriptor)
@@ -364,13 +404,14 @@ class RankSidecar:
             self._stop_waiting()
             reached = self.step
             try:
-                attached = await self._successive(request, handed_back)
+                attached = await self._successive(request, handed_back, elsewhere)
             except BaseException:
                 # The trainer died, for example. What the one before left stays, or its snapshots.
                 self.wait_for_trainer()
                 raise
             self.standing.rebase(*request.continues, reached=reached)
             self.copies.rebase(*request.continues)
+            self._had_trainer = True
             self._own(attached)
             await self._start_edits(attached)
             self.log(
@@ -381,14 +422,22 @@ class RankSidecar:
             )
             return attached
 
+    def _is_page_of_owner(self, handed_back: Sequence[int]) -> bool:
+        attached = self._attached
+        return (
+            attached is not None
+            and bool(handed_back)
+            and same_object(handed_back[0], attached.shared.page)
+        )
+
     async def _successive(
-        self, request: AttachRequest, handed_back: Sequence[int]
+        self, request: AttachRequest, handed_back: Sequence[int], elsewhere: int | None
     ) -> AttachedMemory:
         """The new trainer's memory, in place of the former's."""
 
         def make() -> asyncio.Future[AttachedMemory]:
             return asyncio.get_running_loop().run_in_executor(
-                self.executor, attach_memory, request, handed_back
+                self.executor, partial(attach_memory, request, handed_back, elsewhere=elsewhere)
             )
 
         if handed_back:
@@ -492,6 +541,8 @@ class RankSidecar:
         """Set the mesh that the trainers agreed on; from now on everything is served."""
         self.mesh = mesh
         self._last_layout_digest = mesh.layout_digest
+        # This trainer has told what was lost before it; a later one tells only what it adds.
+        self.standing.reached = 0
         own = self.config.rank
         self.copies.keep_only([rank for rank, buddy in enumerate(mesh.buddies) if buddy == own])
         self.log("serving", incarnation=self.incarnation, layout_digest=mesh.layout_digest)

@@ -6,6 +6,7 @@ rank writes a digest of all its state; it must be that of a run that nobody kill
     <folder>/starts-<rank>     one line a start: how it was resumed
     <folder>/final-<rank>      digests by name, JSON
     <folder>/at-<rank>         step the rank is at
+    <folder>/trace-<rank>      with --trace, one line a pass of the loop: its step and digests, JSON
     <folder>/copies-<rank>     step of which all ranks have copies on other hosts
 """
 
@@ -229,6 +230,7 @@ def main() -> int:
         "--bad-keep",
         "--other-keep",
         "--scaler",
+        "--trace",
     ):
         parser.add_argument(option, action="store_true")
     args = parser.parse_args()
@@ -302,6 +304,10 @@ def train(
     while attachment.step < args.steps:
         for tokens, targets in loader:
             step = attachment.step
+            if args.trace:
+                with Path(args.folder, f"trace-{rank}").open("a") as trace:
+                    found = digests(model, optimizer, scheduler, loader)
+                    trace.write(f"{json.dumps([step, found])}\n")
             random.random()
             np.random.random()
             optimizer.zero_grad()

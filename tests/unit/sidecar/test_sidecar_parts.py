@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import os
 import re
 import signal
 from dataclasses import replace
@@ -27,13 +28,16 @@ from paramd.errors import (
     reason_of,
 )
 from paramd.memory.control_page import Word
+from paramd.memory.descriptors import is_pidfd_of_elsewhere, pidfd, same_object
 from paramd.security.tickets import Claims, Role
+from paramd.state_files import socket_path
 from paramd.trainer.settings import LIMITS, AttachSettings
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import data_chunk, summon_chunk, varint
 from paramd_service import admission
 from paramd_service.sidecar.config import SidecarConfig
 from paramd_service.sidecar.faults import POINTS, Faults
+from paramd_service.sidecar.host import asked_for
 from paramd_service.sidecar.main import parse
 from paramd_service.sidecar.owner import (
     AttachRequest,
@@ -142,6 +146,46 @@ def test_the_first_trainer_and_the_same_one_may_attach() -> None:
     check_attach(OwnerView(job="job", rank=1, ownership=Ownership.WAITING, version="1"), REQUEST)
     check_attach(VIEW, REQUEST)
     check_attach(VIEW, replace(REQUEST, incarnation=4))
+
+
+def test_pids_of_another_container_prove_nothing_but_the_page_does() -> None:
+    view = replace(VIEW, elsewhere=True)
+    check_attach(view, REQUEST, holds_page=True)
+    with pytest.raises(ConflictError, match=r"\(pid 10 in its container\)"):
+        check_attach(view, replace(REQUEST, incarnation=4))
+    with pytest.raises(ConflictError, match="incarnation 3 is stale"):
+        check_attach(replace(view, ownership=Ownership.ORPHANED), REQUEST)
+
+
+def test_only_a_pidfd_of_another_container_introduces(tmp_path: Path) -> None:
+    own = pidfd(os.getpid())
+    with (tmp_path / "file").open("wb") as file:
+        # The kernel names this process here: it is not elsewhere.
+        assert not is_pidfd_of_elsewhere(own)
+        assert not is_pidfd_of_elsewhere(file.fileno())
+        assert same_object(own, own)
+        assert not same_object(own, file.fileno())
+    os.close(own)
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"op": "stop"}, "expected start"),
+        ({"op": "start", "arguments": "--job"}, "expected start"),
+        ({"op": "start", "arguments": ["--job", 1]}, "must be text"),
+        ({"op": "start", "arguments": ["--job", "j"], "stdin": 3}, "stdin must be text"),
+        ({"op": "start", "arguments": ["--run", "sh"]}, "not those of a sidecar"),
+        ({"op": "start", "arguments": ["--job", "j", "--rank", "0", "--socket", "/x/s"]}, "/x/s"),
+    ],
+)
+def test_a_host_starts_only_sidecars_of_its_state_dir(message: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        asked_for(message)
+    socket = str(socket_path("j", 3))
+    arguments = ["--job", "j", "--rank", "3", "--socket", socket]
+    config, passed, stdin = asked_for({"op": "start", "arguments": arguments})
+    assert (config.rank, passed, stdin) == (3, arguments, None)
 
 
 @pytest.mark.parametrize("ownership", [Ownership.ORPHANED, Ownership.TORN])
@@ -350,7 +394,8 @@ def test_a_later_file_replaces_an_earlier_one_and_an_empty_one_calls_it_off(tmp_
 def test_what_attach_is_set_to_reaches_every_limit_of_its_sidecar(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told = {"job", "rank", "socket_path", "listen", "linger_s", "job_tls"}  # by attach itself
+    # By attach itself.
+    told = {"job", "rank", "socket_path", "listen", "linger_s", "job_tls", "trainer_pid"}
     inherited = {"advertise", "tls_cert", "tls_key", "tls_client_ca"}  # from its environment
     controls = {"report_s"}  # the control plane says so
     names = {one.name for one in dataclasses.fields(SidecarConfig)} - told - inherited - controls

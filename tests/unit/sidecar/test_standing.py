@@ -249,9 +249,9 @@ def test_what_a_rollback_left_stays_until_all_ranks_have_something_newer(
     # Steps come again now: 5 is newer than 9, and another rank may lack it.
     trainer.page[Word.REWOUND], trainer.page[Word.LINEAGE] = 1, 78
     made_at(standing, trainer, serve, 5, others=False)
-    assert steps(standing) == [9, 5]
+    assert steps(standing) == [5, 9]
     made_at(standing, trainer, serve, 6, others=False)
-    assert steps(standing) == [9, 6]
+    assert steps(standing) == [6, 9]
     made_at(standing, trainer, serve, 7)
     assert steps(standing) == [7, 6]
 
@@ -339,6 +339,20 @@ def test_what_all_ranks_have_elsewhere_stays_until_they_have_another(
     trainer.page[Word.COPIES_STEP] = 0
     made_at(standing, trainer, serve, 5)
     assert steps(standing) == [5, 3]
+
+
+def test_a_snapshot_of_step_0_is_given_up_as_any_other(
+    trainer: Trainer, standing: Standing
+) -> None:
+    serve = standing.serving(trainer.attached, lambda: "")
+    # Asked for twice at the step it begins with, as by a start that goes on from there.
+    for _ in range(2):
+        trainer.ask(0)
+        serve()
+    assert steps(standing) == [0, 0]
+    for step in (1, 2):
+        made_at(standing, trainer, serve, step)
+    assert steps(standing) == [2, 1]
 
 
 def test_a_snapshot_that_is_not_made_is_not_waited_for(

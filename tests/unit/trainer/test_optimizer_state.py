@@ -35,7 +35,12 @@ def test_plain_values_are_what_was_kept_and_arrays_are_left_out() -> None:
     found = read_plain(encode(kept))
     assert found["groups"] == [[{"lr": 0.25, "betas": [0.9, "nan"], "foreach": None}]]
     assert (found["early"], found["late"], found["3"]) == (None, None, "inf")
-    assert read_record(encode(kept)) == {"step": 7, "groups": found["groups"], "threads": 3}
+    assert read_record(encode(kept)) == {
+        "step": 7,
+        "groups": found["groups"],
+        "threads": 3,
+        "others": [],
+    }
 
 
 def test_state_is_found_by_the_bytes_of_its_parameter() -> None:
@@ -73,6 +78,62 @@ def test_parameters_that_interleave_have_no_state_of_their_own() -> None:
     state = table(*columns, entries=entries)
     assert state.pieces("exp_avg", 0, 60) == []
     assert state.params[0].left_out == {"exp_avg": "parameters share its bytes"}
+
+
+def recorded(*others: Any) -> dict[str, Any]:
+    return read_record(encode({"step": 9, "groups": [[{"lr": 0.5}]], "others": list(others)}))
+
+
+def test_the_table_of_a_mirror_has_what_corresponds_and_all_numbers() -> None:
+    state = table(
+        [64, 0, "float32", [4, 3], [3, 1]],
+        [4096, 0, "float32", [2], [1]],
+        entries=[
+            [0, 0, "step", [0, 4, "float32", [], [], False]],
+            [0, 0, "exp_avg", [1000, 48, "float32", [4, 3], [3, 1], True]],
+            [0, 0, "count", None],
+            [0, 0, "nothing", None],
+            [0, 1, "exp_avg", [3000, 8, "float32", [2], [1], False]],
+        ],
+    )
+    record = recorded(float("inf"), None)
+    assert state.unfit(record) == ""
+    memory = memoryview(struct.pack("=f", 9.0))
+    # The second parameter lies beyond the arena: it is not one of the attached model.
+    assert state.table(record, memory, arena_bytes=4096) == {
+        "step": 9,
+        "keys": ["exp_avg"],
+        "groups": [[{"lr": 0.5}]],
+        "failure": "",
+        "params": [
+            {
+                "begin": 64,
+                "end": 112,
+                "dtypes": {"exp_avg": "float32"},
+                "scalars": {"step": 9.0, "count": "inf"},
+                "left_out": {},
+                "optimizer": 0,
+                "group": 0,
+            }
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    ("described", "others", "why"),
+    [
+        ([0, 16, "float32", [4], [1], False], [], "local shape"),
+        ([0, 24, "bfloat16", [4, 3], [3, 1], False], [], "another size"),
+        (None, ["text"], "no tensor"),
+        (None, [], "no tensor"),
+    ],
+)
+def test_state_that_a_mirror_cannot_have_is_left_to_the_trainer(
+    described: Any, others: list[Any], why: str
+) -> None:
+    state = table([0, 0, "float32", [4, 3], [3, 1]], entries=[[0, 0, "odd", described]])
+    assert "'odd'" in state.unfit(recorded(*others))
+    assert why in state.unfit(recorded(*others))
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff" * 8, encode([1]), encode({"step": "x"})])

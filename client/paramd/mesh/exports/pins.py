@@ -1,8 +1,8 @@
-"""Pins for exports, and export plans as messages.
+"""Pins for exports, and export plans as messages; optimizer state by parameter.
 
-With the optimizer, the table of each rank's optimizer is pinned with its parameters, at one
-agreed boundary where the trainers mirror their state. The tables tell which state exists; it is
-then pinned from the mirrors, at the same step.
+With the optimizer, the table of each rank's optimizer is pinned with its parameters, at one state
+that the sidecars mirror, or at one agreed boundary where the trainers do. The tables tell which
+state exists; it is then pinned from the mirrors, at the same step.
 """
 
 from __future__ import annotations
@@ -14,18 +14,23 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paramd.errors import ConflictError, DataLossError, UsageError
+from paramd.errors import AbortedError, ConflictError, DataLossError, DeadlineError, UsageError
 from paramd.layout.exports.formats import FORMATS
 from paramd.layout.exports.optimizer import OptimizerTable, optimizer_table
 from paramd.layout.exports.plan import ExportPlan, plan_export
 from paramd.layout.exports.settings import ExportSettings, NameMap, NameRule
 from paramd.layout.types import Layout
 from paramd.memory.moments_table import parse_table
-from paramd.mesh.peers.sidecars import Captured, PinKind, Pinned, RankPin, Sidecars
+from paramd.mesh.peers.sidecars import Captured, PinKind, Pinned, RankPin, Sidecars, Spans
 from paramd.mesh.reading.pin import Pinner
 from paramd.v1 import export_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import LEASE_S
+
+FIRST_PATIENCE_S = 2.0
+"""How long to wait for a boundary before the optimizer's state is read without one."""
+
+_AGAIN_S = 0.1
 
 
 def encode_plan(
@@ -126,9 +131,9 @@ class _Beside:
         self, rank: int, spans: Sequence[tuple[int, int]], how: PinKind, timeout_s: float
     ) -> RankPin:
         if rank >= 0:
-            kind = replace(how, with_buffers=self._with_buffers)
+            kind = replace(how, with_buffers=how.at_boundary and self._with_buffers)
             return await self._sidecars.pin(rank, spans, kind, timeout_s)
-        request = pb.PinSnapshotRequest(source=pb.SOURCE_MOMENTS, at_boundary=True)
+        request = pb.PinSnapshotRequest(source=pb.SOURCE_MOMENTS, at_boundary=how.at_boundary)
         return await pin_moments(self._sidecars, -1 - rank, request, timeout_s, number=rank)
 
     async def schedule(self, pins: Sequence[RankPin], timeout_s: float) -> Captured:
@@ -155,30 +160,170 @@ async def pin_with_optimizer(
         ConflictError: a rank could not provide its optimizer's state, or ranks disagree.
         ParamdError: as `Pinner.pin`.
     """
-    transport = _Beside(sidecars, with_buffers=plan.at_boundary)
-    spans = dict(plan.sources[""].spans)
-    tables = {-1 - rank: () for rank in spans}
-    pinned = await Pinner(transport).pin(
-        {**spans, **tables}, deadline_s=deadline_s, with_buffers=True
+    held = await pin_tables(
+        sidecars,
+        plan.layout,
+        plan.sources[""].spans,
+        deadline_s=deadline_s,
+        with_buffers=plan.at_boundary,
     )
-    held = {rank: pin for rank, pin in pinned.pins.items() if rank >= 0}
-    named = [_named(pin, "") for pin in held.values()]
     try:
-        found = await _tables(sidecars, pinned, deadline_s)
-        table = await asyncio.to_thread(optimizer_table, plan.layout, found)
-        whole = await asyncio.to_thread(plan_export, plan.layout, plan.settings, table)
+        whole = await asyncio.to_thread(plan_export, plan.layout, plan.settings, held.table)
         assert whole.sources[""].spans == plan.sources[""].spans
-        named += await _states(sidecars, whole, pinned.step, held, deadline_s)
+        wanted = {key: source.spans for key, source in whole.sources.items() if key}
+        states = await held.pin_states(wanted, deadline_s)
     except BaseException:
-        for pin in held.values():
-            sidecars.release(pin)
+        held.release()
         raise
     finally:
-        # The tables are read by now; only parameters and state stay pinned for the export.
-        for rank, pin in pinned.pins.items():
-            if rank < 0:
-                transport.release(pin)
-    return PinnedExport(whole, pinned.incarnation, pinned.step, pinned.edits, tuple(named))
+        # Read by now; only parameters and state stay pinned for the export.
+        held.release_tables()
+    named = [_named(pin, "") for pin in held.pinned.pins.values()]
+    named += [_named(pin, key) for key, pins in states.items() for pin in pins.values()]
+    pinned = held.pinned
+    return PinnedExport(
+        whole,
+        pinned.incarnation,
+        pinned.step,
+        pinned.edits,
+        tuple(named),
+        unsettled=pinned.unsettled,
+    )
+
+
+async def pin_tables(
+    sidecars: Sidecars,
+    layout: Layout,
+    spans: Spans,
+    *,
+    deadline_s: float,
+    with_buffers: bool,
+) -> HeldState:
+    """Pin spans of the ranks' parameters, and the tables of their optimizers, at one state.
+
+    Args:
+        layout: what the table is to be about; other tensors are not.
+        with_buffers: the spans can only be copied at a boundary.
+
+    Raises:
+        ConflictError: a rank could not provide its optimizer's state, or ranks disagree.
+        ParamdError: as `Pinner.pin`.
+    """
+    transport = _Beside(sidecars, with_buffers=with_buffers)
+    live = await _are_live(sidecars, spans, deadline_s)
+    both = {**spans, **{-1 - rank: () for rank in spans}}
+    pinner = Pinner(transport)
+    if live and not with_buffers:
+        pinned = await _soon_or_now(pinner, both, deadline_s)
+    else:
+        pinned = await pinner.pin(both, deadline_s=deadline_s, with_buffers=True)
+    params = {rank: pin for rank, pin in pinned.pins.items() if rank >= 0}
+    held = HeldState(
+        sidecars,
+        replace(pinned, pins=params),
+        [pin for rank, pin in pinned.pins.items() if rank < 0],
+        OptimizerTable({}, {}, ()),
+    )
+    try:
+        found = await _tables(sidecars, pinned, deadline_s)
+        table = await asyncio.to_thread(optimizer_table, layout, found)
+    except BaseException:
+        held.release()
+        held.release_tables()
+        raise
+    return replace(held, table=table)
+
+
+async def _soon_or_now(pinner: Pinner, spans: Spans, deadline_s: float) -> Pinned:
+    """Pin at a boundary if one comes soon, else what there is: training hangs, or has ended."""
+    patience_s = FIRST_PATIENCE_S
+    while True:
+        soon_s = min(deadline_s, time.monotonic() + patience_s)
+        try:
+            return await pinner.pin(spans, deadline_s=soon_s, with_buffers=True)
+        except (DeadlineError, ConflictError) as error:
+            missed = error
+        if time.monotonic() > deadline_s:
+            raise missed
+        # The boundary's own mirrors may not be released yet, which a rank calls a conflict.
+        until_s = min(deadline_s, time.monotonic() + FIRST_PATIENCE_S)
+        while True:
+            try:
+                found, _ = await pinner.try_now(spans, deadline_s - time.monotonic())
+                if found is not None:
+                    return found
+                break
+            except (ConflictError, AbortedError, DeadlineError) as error:
+                if time.monotonic() > until_s:
+                    if time.monotonic() > deadline_s or isinstance(missed, ConflictError):
+                        raise error from missed
+                    break
+            await asyncio.sleep(_AGAIN_S)
+        patience_s = 2 * patience_s
+
+
+async def _are_live(sidecars: Sidecars, ranks: Iterable[int], deadline_s: float) -> bool:
+    """Whether all sidecars have the optimizer's state in their own memory."""
+    left_s = max(deadline_s - time.monotonic(), 0.0)
+    states = await asyncio.gather(*(sidecars.state(rank, left_s) for rank in ranks))
+    return all(one.state.optimizer_live for one in states)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldState:
+    """Parameters pinned at one state, and mirrors of the optimizer's from which to pin."""
+
+    sidecars: Sidecars
+    pinned: Pinned
+    """The parameters."""
+    tables: Sequence[RankPin]
+    table: OptimizerTable
+
+    async def pin_states(
+        self,
+        wanted: Mapping[str, Spans],
+        deadline_s: float,
+    ) -> dict[str, dict[int, RankPin]]:
+        """Pin spans of the state of each key on each rank, or none; the caller releases them.
+
+        Bytes are laid out as those of parameters with the same spans, and can be had once.
+        """
+        step = self.pinned.step
+
+        async def one(rank: int, key: str, spans: Sequence[tuple[int, int]]) -> RankPin:
+            request = pb.PinSnapshotRequest(
+                source=pb.SOURCE_MOMENTS,
+                state_key=key,
+                at_step=step,
+                spans=[pb.Span(begin=begin, end=end) for begin, end in spans],
+            )
+            left_s = deadline_s - time.monotonic()
+            return await pin_moments(self.sidecars, rank, request, left_s, number=rank)
+
+        asked = [(key, rank, spans) for key, of in wanted.items() for rank, spans in of.items()]
+        found = await asyncio.gather(
+            *(one(rank, key, spans) for key, rank, spans in asked), return_exceptions=True
+        )
+        failed = next((error for error in found if isinstance(error, BaseException)), None)
+        pins: dict[str, dict[int, RankPin]] = {key: {} for key in wanted}
+        for (key, rank, _), pin in zip(asked, found, strict=True):
+            if isinstance(pin, RankPin):
+                pins[key][rank] = pin
+        if failed is not None:
+            for pin in (pin for of in pins.values() for pin in of.values()):
+                self.sidecars.release(pin)
+            raise failed
+        return pins
+
+    def release(self) -> None:
+        """Release the parameters."""
+        for pin in self.pinned.pins.values():
+            self.sidecars.release(pin)
+
+    def release_tables(self) -> None:
+        """Release the mirrors; what is pinned from them stays."""
+        for pin in self.tables:
+            self.sidecars.release(_real(pin))
 
 
 async def pin_parameters(pinner: Pinner, plan: ExportPlan, *, deadline_s: float) -> PinnedExport:
@@ -207,41 +352,6 @@ async def pin_moments(
     request.lease_ms = int(1000 * LEASE_S)
     found = await sidecars.pin_step(rank, request, timeout_s)
     return RankPin.of(number, found)
-
-
-async def _states(
-    sidecars: Sidecars,
-    plan: ExportPlan,
-    step: int,
-    held: Mapping[int, RankPin],
-    deadline_s: float,
-) -> list[export_pb2.ExportPin]:
-    """Pin every key on every rank, or none."""
-
-    async def one(key: str, rank: int, spans: Sequence[tuple[int, int]]) -> export_pb2.ExportPin:
-        request = pb.PinSnapshotRequest(
-            source=pb.SOURCE_MOMENTS,
-            state_key=key,
-            at_step=step,
-            spans=[pb.Span(begin=begin, end=end) for begin, end in spans],
-        )
-        left_s = deadline_s - time.monotonic()
-        return _named(await pin_moments(sidecars, rank, request, left_s, number=rank), key)
-
-    wanted = [
-        asyncio.ensure_future(one(key, rank, spans))
-        for key, source in plan.sources.items()
-        if key
-        for rank, spans in source.spans.items()
-    ]
-    found = await asyncio.gather(*wanted, return_exceptions=True)
-    failed = next((error for error in found if isinstance(error, BaseException)), None)
-    pins = [pin for pin in found if isinstance(pin, export_pb2.ExportPin)]
-    if failed is not None:
-        for pin in pins:
-            sidecars.release(replace(held[pin.rank], snapshot_id=pin.snapshot_id))
-        raise failed
-    return pins
 
 
 async def _tables(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paramd.errors import ConflictError, UsageError
@@ -158,27 +158,11 @@ class FollowSteps:
             return {}
         plan, names, read = self._plan, self._names, self._transfer.read
         if len(numbers) < len(plan.tensors):
-            plan, names = self._plan_of(numbers), [names[number] for number in numbers]
+            plan, names = plan.only(numbers), [names[number] for number in numbers]
             read = self._transfer.read_parts
         targets = Targets(plan, names, dtype=self._wanted.dtype, device=None, into=None)
         await read(sidecars, plan, pinned, targets, self._wanted.transport, deadline_s)
         return targets.results()
-
-    def _plan_of(self, numbers: Sequence[int]) -> ReadPlan:
-        """The plan restricted to these tensors, over the same snapshots."""
-        place = {number: at for at, number in enumerate(numbers)}
-        reads = []
-        for read in self._plan.ranks:
-            landings = tuple(
-                replace(one, tensor=place[one.tensor])
-                for one in read.landings
-                if one.tensor in place
-            )
-            if landings:
-                reads.append(replace(read, landings=landings))
-        return ReadPlan(
-            tensors=tuple(self._plan.tensors[number] for number in numbers), ranks=tuple(reads)
-        )
 
 
 async def open_following(

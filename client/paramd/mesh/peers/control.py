@@ -26,7 +26,7 @@ from paramd.errors import (
 from paramd.mesh.peers import tunnels
 from paramd.mesh.peers.grpc import Asked, RankUnreachableError, check_way
 from paramd.mesh.peers.trust import client_tls
-from paramd.security.tls import ClientTls, Pems, https_context
+from paramd.security.tls import ClientTls, Pems, https_context, not_accepted
 
 REST_TIMEOUT_S = 5.0
 """Default timeout of one REST request."""
@@ -281,6 +281,11 @@ class RestClient:
                 "Run: paramd doctor"
             ) from error
         except httpx2.HTTPError as error:
+            ca = self._tls.ca if self._tls is not None else client_tls(self.url).ca
+            if why := not_accepted(error, ca):
+                raise UnreachableError(
+                    f"{self.url} has a certificate that cannot be trusted: {why}"
+                ) from error
             raise UnreachableError(
                 f"{self.url} does not answer ({error}); is the job running? "
                 "Run: paramd status --job JOB, or give the right url"

@@ -22,7 +22,14 @@ from paramd.errors import (
 from paramd.layout.codec import join_batches
 from paramd.layout.select import NameIndex
 from paramd.mesh.peers.control import JobDocument, PeerAddress, behind
-from paramd.mesh.peers.grpc import Background, Channels, LeaseEndedError, RankUnreachableError
+from paramd.mesh.peers.grpc import (
+    LIVENESS_S,
+    Background,
+    Channels,
+    LeaseEndedError,
+    RankUnreachableError,
+    cancelled,
+)
 from paramd.mesh.peers.relay import TunnelRelay
 from paramd.mesh.peers.sidecars import FastPathBackoff, Sidecars
 from paramd.security import tickets
@@ -39,6 +46,7 @@ _DOWN_S = 10.0
 _DOWN_COST = 1e9
 _RENEW_AGAIN_S = 5.0
 _RETRY_S = 0.2
+_LEAST_LOOK_S = 0.5
 
 Result = TypeVar("Result")
 
@@ -85,6 +93,7 @@ class SidecarFinder:
         self._renew_at_s = 0.0
         self._ends_at_s = 0.0
         self._refreshing = asyncio.Lock()
+        self._looking: asyncio.Task[JobDocument] | None = None
         self._channels = Channels(
             lambda: self.document.ticket,
             tls=tls,
@@ -115,6 +124,8 @@ class SidecarFinder:
 
     async def close(self) -> None:
         """Wait for pending releases, then close all connections. Idempotent."""
+        if self._looking is not None:
+            await cancelled(self._looking)
         await self._background.close()
         await self._channels.close()
         if self._relay is not None:
@@ -192,6 +203,7 @@ class SidecarFinder:
         denied = False
         while True:
             await self._renew_ticket()
+            begun_s = time.monotonic()
             document = self.document
             sidecars = Sidecars(self._channels, document, self._background, dict(stopped))
             try:
@@ -209,7 +221,7 @@ class SidecarFinder:
                 give_up_s = min(give_up_s, time.monotonic() + RECOVERY_S)
                 if time.monotonic() >= give_up_s:
                     raise
-                await self._after_outage(error, document, stopped)
+                await self._after_outage(error, document, stopped, begun_s + LIVENESS_S)
 
     async def sidecars(self) -> Sidecars:
         """The sidecars of the last document, with a valid ticket.
@@ -236,8 +248,11 @@ class SidecarFinder:
         error: UnreachableError | LeaseEndedError,
         before: JobDocument,
         stopped: dict[int, RankUnreachableError],
+        until_s: float,
     ) -> None:
         """Update `_down` and `stopped` for the next attempt; wait if nothing changed.
+
+        A control plane that has not answered by `until_s` is not waited for.
 
         Raises:
             RankUnreachableError: a stopped sidecar was found stopped again.
@@ -250,10 +265,7 @@ class SidecarFinder:
             self._down[error.rank] = time.monotonic() + _DOWN_S
             if error.stopped:
                 stopped[error.rank] = error
-        try:
-            after = await self.refresh()
-        except UnreachableError:
-            after = before
+        after = await self._looked_again(before, until_s)
         for rank, peer in after.peers.items():
             # A relay to the same place is for the next call: trying it, too, would double the wait.
             if not _same_place(peer, before.peers.get(rank)):
@@ -262,6 +274,22 @@ class SidecarFinder:
                 replan = True
         if not replan:
             await asyncio.sleep(_RETRY_S)
+
+    async def _looked_again(self, before: JobDocument, until_s: float) -> JobDocument:
+        """The document read again, or `before` if it does not come in time."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self.refresh())
+            # Retrieved, or asyncio logs what nobody waited for.
+            self._looking.add_done_callback(lambda task: task.cancelled() or task.exception())
+        looking = self._looking
+        # Whatever comes later is for the next call: a link that is cut costs one wait, not two.
+        await asyncio.wait({looking}, timeout=max(until_s - time.monotonic(), _LEAST_LOOK_S))
+        if not looking.done():
+            return before
+        try:
+            return looking.result()
+        except UnreachableError:
+            return before
 
 
 def _same_place(one: PeerAddress, other: PeerAddress | None) -> bool:

@@ -206,7 +206,8 @@ CHANNEL_OPTIONS: Final[tuple[tuple[str, int | str], ...]] = (
     ("grpc.max_send_message_length", 16 << 20),
     # A killed sidecar is back within seconds; the default backoff grows to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 1_000),
+    # Also what one attempt may take: with TLS four round trips, 1.6 s on a link of 200 ms each way.
+    ("grpc.min_reconnect_backoff_ms", 2_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     # Connections must not outlive their mesh or be shared with another one.
     ("grpc.use_local_subchannel_pool", 1),

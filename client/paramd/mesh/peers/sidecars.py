@@ -215,6 +215,7 @@ _RENEW_TIMEOUT_S = 5.0
 _GRANT_TIMEOUT_S = 5.0
 _WITHOUT_STREAMS_S = 60.0
 _RELEASE_TIMEOUT_S = 2.0
+_LATE_PIN_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,16 +320,39 @@ class Sidecars:
             with_buffers=how.with_buffers,
             unsettled=how.unsettled,
         )
-        found = await self._watched(rank, "PinSnapshot", request, timeout_s)
-        return RankPin.of(rank, found)
+        return RankPin.of(rank, await self._pinned(rank, request, timeout_s))
 
     async def pin_step(
         self, rank: int, request: sidecar_pb2.PinSnapshotRequest, timeout_s: float
     ) -> sidecar_pb2.PinSnapshotResponse:
         """Pin one rank at a given step; waits for a step that lies ahead."""
-        found = await self._watched(rank, "PinSnapshot", request, timeout_s)
+        return await self._pinned(rank, request, timeout_s)
+
+    async def _pinned(
+        self, rank: int, request: sidecar_pb2.PinSnapshotRequest, timeout_s: float
+    ) -> sidecar_pb2.PinSnapshotResponse:
+        call = asyncio.ensure_future(self._call(rank, "PinSnapshot", request, timeout_s))
+        try:
+            found = await watched(asyncio.shield(call), lambda: self.probe(rank))
+        except BaseException:
+            self._background.start(self._taken_back(rank, call))
+            raise
         assert isinstance(found, sidecar_pb2.PinSnapshotResponse)
         return found
+
+    async def _taken_back(
+        self, rank: int, call: asyncio.Future[sidecar_pb2.PinSnapshotResponse]
+    ) -> None:
+        """Release what a pin is granted for which nobody waits any more.
+
+        Cancelled at once it could leave a lease that nobody knows of. Clients that find one rank
+        full and give up the others would fill those too, and never find all of them free.
+        """
+        await asyncio.wait({call}, timeout=_LATE_PIN_S)
+        if not call.done():
+            await cancelled(call)
+        elif not call.cancelled() and call.exception() is None:
+            self.release(RankPin.of(rank, call.result()))
 
     async def schedule(self, pins: Sequence[RankPin], timeout_s: float) -> Captured:
         """Fill prepared snapshots at one agreed boundary."""
@@ -378,6 +402,12 @@ class Sidecars:
         found = await self._call(rank, "GetState", request, timeout_s)
         assert isinstance(found, sidecar_pb2.GetStateResponse)
         return found
+
+    async def reached(self, rank: int, timeout_s: float) -> Sequence[sidecar_pb2.ReachedPeer]:
+        """Whom the sidecar of a rank reaches: the control plane, and one rank of each host."""
+        found = await self._call(rank, "ReachPeers", sidecar_pb2.ReachPeersRequest(), timeout_s)
+        assert isinstance(found, sidecar_pb2.ReachPeersResponse)
+        return found.peers
 
     async def stats(
         self,

@@ -145,14 +145,18 @@ class Pinner:
         if with_buffers:
             return await self._at_boundary(spans, left_s, True)
         if unsettled:
-            return await self._try_now(spans, left_s, PinKind(unsettled=True))
+            return await self.try_now(spans, left_s, PinKind(unsettled=True))
         if len(spans) == 1 or self._backoff.tries(self._clock()):
-            return await self._try_now(spans, left_s)
+            return await self.try_now(spans, left_s)
         return await self._boundary_or_now(spans, left_s)
 
-    async def _try_now(
+    async def try_now(
         self, spans: Spans, left_s: float, how: PinKind = NOW
     ) -> tuple[Pinned | None, str]:
+        """Pin the latest step of each rank; None if they differ, and why.
+
+        Raises: as `pinned`.
+        """
         pins = await self._pin_all(spans, how, left_s)
         try:
             common = one_step(pins)
@@ -177,7 +181,7 @@ class Pinner:
             while not (await asyncio.wait({boundary}, timeout=patience_s))[0]:
                 patience_s = min(2 * patience_s, _LAST_PATIENCE_S)
                 try:
-                    found, _ = await self._try_now(spans, left_s)
+                    found, _ = await self.try_now(spans, left_s)
                 except (AbortedError, ExhaustedError, DeadlineError):
                     continue
                 if found is not None:
@@ -242,7 +246,7 @@ class Pinner:
         return [task.result() for task in tasks]
 
     async def _undo(self, tasks: Sequence[asyncio.Task[RankPin]]) -> None:
-        # A pin cancelled in flight may still be granted; then its lease runs out.
+        # A pin cancelled in flight may still be granted; the transport takes it back.
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)

@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 
     from paramd.mesh.reading.assemble import SnapshotView, Targets
 
+REACH_S: Final = 8.0
+"""For a sidecar to try the other hosts, which takes 3 s where one does not answer."""
+
 # A sidecar responds within milliseconds; a stopped one must be detected soon.
 _ANSWER_S = 1.5
 
@@ -99,6 +102,37 @@ async def find_lanes(sidecars: Sidecars) -> list[Lane]:
         return Lane(rank, "stream")
 
     return list(await asyncio.gather(*map(lane, sorted(sidecars.document.peers))))
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What the host of one rank reaches of the others: a sidecar, or the control plane."""
+
+    rank: int
+    """The first of its host, whose sidecar tried."""
+    to: int
+    """The first rank of the other host; -1 for the control plane."""
+    address: str
+    """That was dialled."""
+    reason: str
+    """Why there was no answer; empty when there was one."""
+    took_s: float
+
+
+async def find_reaches(sidecars: Sidecars) -> list[Reach]:
+    """Whom each host of the job reaches, tried now by one sidecar of each that can be asked."""
+
+    async def tried(rank: int) -> list[Reach]:
+        try:
+            found = await sidecars.reached(rank, REACH_S)
+        except ParamdError:
+            return []  # its state says why
+        return [Reach(rank, one.rank, one.address, one.reason, one.took_ns / 1e9) for one in found]
+
+    peers = sidecars.document.peers
+    first = {peers[rank].host_id: rank for rank in sorted(peers, reverse=True)}
+    found = await asyncio.gather(*map(tried, sorted(first.values())))
+    return [one for of in found for one in of]
 
 
 class SharedSnapshot:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from paramd.layout.codec import encode_layout
 from paramd.trainer.attaching.attachment import Attachment
 from paramd.trainer.attaching.checks import Missing
 from paramd.trainer.attaching.exchange import Exchange
@@ -59,8 +58,9 @@ def attach(
             killed and is started again, its sidecars still have the memory that it trained in;
             training continues there, at the same step on all ranks, and `attachment.resumed` says
             where. If the ranks are at different steps, or one died inside an update, it continues
-            from the newest standing snapshot that all of them have; otherwise it starts afresh.
-            The log says which and why. See docs/resume.md for how to write the loop.
+            from the newest standing snapshot that all of them have; if nothing is in memory, from
+            the newest export of the job; otherwise it starts afresh. The log says which and
+            why. See docs/resume.md for how to write the loop.
         keep: with resume="auto", what else belongs to the state: objects with `state_dict` and
             `load_state_dict`, by name (schedulers, a gradient scaler, a stateful data loader).
             Random states and the optimizers' own state need not be named.
@@ -95,8 +95,8 @@ def attach(
         found = stages.look_back(stages.discover(model, optimizer, accelerator, step))
         identity = stages.identify()
         mesh = stages.open(identity, found)
-        layout = encode_layout(found.layout).SerializeToString()
-        return stages.move_in(found, identity, mesh, layout)
+        found = stages.look_at_exports(found)
+        return stages.move_in(found, identity, mesh)
     except BaseException:
         stages.close()
         raise

@@ -9,8 +9,11 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
+import os
+import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -27,6 +30,14 @@ from paramd.trainer.helpers.site_link import Registration, register
 from paramd.trainer.settings import AttachSettings
 
 log = logging.getLogger("paramd")
+
+_LAZY = "TORCH_GLOO_LAZY_INIT"
+"""Read by torch whenever it makes a gloo device."""
+
+SHORT_BYTES = 4096
+"""Messages of ranks that are no longer need no second collective."""
+
+_SIZE = struct.Struct("<q")
 
 AGAIN_S = 0.5
 """Pause before asking an unresponsive control plane again."""
@@ -164,24 +175,34 @@ class Exchange:
         self.world_size = dist.get_world_size() if distributed else 1
         self.group: dist.ProcessGroup | None = None
         if self.world_size > 1:
-            self.group = dist.new_group(
-                backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="paramd"
-            )
+            with _connected_when_needed():
+                self.group = dist.new_group(
+                    backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="paramd"
+                )
             exit.register_at_exit(self)
 
     def gather(self, message: dict[str, Any]) -> list[dict[str, Any]]:
         """All ranks' JSON messages, indexed by rank. Collective."""
         if self.group is None:
             return [message]
-        data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
-        sizes = self._all_gather(torch.tensor([data.numel()], device="cpu"))
-        # Padded to the longest message, since all-gather wants equal parts.
-        padded = torch.zeros(int(max(sizes)), dtype=torch.uint8, device="cpu")
-        padded[: data.numel()] = data
-        return [
-            json.loads(ctypes.string_at(part.data_ptr(), int(size)))
-            for part, size in zip(self._all_gather(padded), sizes, strict=True)
-        ]
+        # Through rank 0: an all-gather is a ring, whose turns cost seconds among hundreds of ranks.
+        told = self._answer_of_first(
+            json.dumps(message).encode(), lambda found: b"[" + b",".join(found) + b"]"
+        )
+        return list(json.loads(told))
+
+    def collect(self, data: bytes) -> list[bytes]:
+        """All ranks' bytes on rank 0, indexed by rank; empty on the others. Collective."""
+        if self.group is None:
+            return [data]
+        kept: list[bytes] = []
+
+        def keep(found: list[bytes]) -> bytes:
+            kept.extend(found)
+            return b""
+
+        self._answer_of_first(data, keep)
+        return kept
 
     def scatter(self, texts: list[str] | None) -> str:
         """Return rank 0's text for this rank; other ranks pass None. Collective."""
@@ -197,10 +218,36 @@ class Exchange:
         dist.scatter(mine, padded if parts else None, src=0, group=self.group)
         return ctypes.string_at(mine.data_ptr(), int(size)).decode().rstrip(" ")
 
-    def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        dist.all_gather(parts, tensor, group=self.group)
-        return parts
+    def _answer_of_first(self, data: bytes, answer: Callable[[list[bytes]], bytes]) -> bytes:
+        """What rank 0 makes of all ranks' bytes, on all ranks. `answer` must not raise.
+
+        Two collectives if all of it is short, since each wakes every rank.
+        """
+        room, told, size = SHORT_BYTES, b"", -1
+        while size < 0:
+            found = self._at_first(data, room)
+            if found:
+                longest = max(size for size, _ in found)
+                told = b"" if longest > room else answer([part for _, part in found])
+                # Below 0: the room that a message needs, for another try.
+                size = -longest if longest > room else len(told)
+            size, begin = _unframed(self._broadcast(_framed(size, told, SHORT_BYTES)))
+            room = max(room, -size)
+        if size <= SHORT_BYTES:
+            return begin
+        return begin + self._broadcast(torch.frombuffer(_rest(told, size), dtype=torch.uint8))
+
+    def _at_first(self, data: bytes, room: int) -> list[tuple[int, bytes]]:
+        """Size and the first `room` bytes of all ranks' data, on rank 0; empty on the others."""
+        mine = _framed(len(data), data, room)
+        first = self.rank == 0
+        parts = [torch.empty_like(mine) for _ in range(self.world_size)] if first else []
+        dist.gather(mine, parts if first else None, dst=0, group=self.group)
+        return [_unframed(_bytes_of(part)) for part in parts]
+
+    def _broadcast(self, tensor: torch.Tensor) -> bytes:
+        dist.broadcast(tensor, src=0, group=self.group)
+        return _bytes_of(tensor)
 
     def close(self) -> None:
         """Destroy the group. Local; other ranks may still hold theirs."""
@@ -211,6 +258,44 @@ class Exchange:
     def leave(self) -> None:
         """Process exit; an unfinished round keeps the group alive (see agreement.py)."""
         self.close()
+
+
+def _framed(size: int, data: bytes, room: int) -> torch.Tensor:
+    """A size and the first `room` bytes of some data, always as long."""
+    frame = bytearray(_SIZE.pack(size) + data[:room])
+    return torch.frombuffer(frame.ljust(_SIZE.size + room), dtype=torch.uint8)
+
+
+def _unframed(frame: bytes) -> tuple[int, bytes]:
+    """The size, and of the data what was framed."""
+    size: int = _SIZE.unpack_from(frame)[0]
+    return size, frame[_SIZE.size : _SIZE.size + max(size, 0)]
+
+
+def _rest(told: bytes, size: int) -> bytearray:
+    """What does not fit into a frame; on ranks that have not got it, room for it."""
+    return bytearray(told[SHORT_BYTES:]) if told else bytearray(size - SHORT_BYTES)
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel())
+
+
+@contextmanager
+def _connected_when_needed() -> Iterator[None]:
+    """Gloo groups made in this block connect two ranks when they first exchange something.
+
+    Otherwise each rank connects to all others: ranks squared, of which rounds use a few.
+    """
+    before = os.environ.get(_LAZY)
+    os.environ[_LAZY] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_LAZY]
+        else:
+            os.environ[_LAZY] = before
 
 
 def collective_timeout_s() -> float | None:

@@ -7,18 +7,18 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from paramd import errors, extras, places
 from paramd.errors import ConflictError, ParamdError, UsageError
-from paramd.layout.codec import decode_local, encode_local
+from paramd.layout.codec import decode_layout, decode_local, encode_layout, encode_local
 from paramd.layout.merge import layout_digest, merge_layouts
-from paramd.layout.types import Layout
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import MAGIC, ControlPage, Word
 from paramd.memory.descriptors import SparseMemory
@@ -55,14 +55,19 @@ from paramd.trainer.home.mirrored import MirroredHome, home_of
 from paramd.trainer.home.owned import ParameterStorage
 from paramd.trainer.resume.choice import RankOffer
 from paramd.trainer.resume.copies import buddies
+from paramd.trainer.resume.exported import Exported, Offered, opened
 from paramd.trainer.resume.keeper import Keeper, check_keep
 from paramd.trainer.resume.optimizer_home import OptimizerHome
 from paramd.trainer.resume.rewinding import Rewinder
-from paramd.trainer.resume.succession import Succession, agreed_choice, new_lineage
+from paramd.trainer.resume.succession import Resumed, Succession, agreed_choice, new_lineage
 from paramd.trainer.settings import AttachSettings
+from paramd.v1 import layout_pb2
 from paramd.version import __version__
 
 log = logging.getLogger("paramd")
+
+Answer = dict[str, Any]
+"""What a stage tells the other ranks, JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +77,9 @@ class Found:
     model: torch.nn.Module
     optimizers: list[torch.optim.Optimizer]
     home: ParameterStorage
-    layout: Layout
+    layout: bytes
+    """All ranks' layouts as one: a serialized paramd.v1.Layout."""
+    layout_digest: str
     first_step: int
 
 
@@ -104,6 +111,10 @@ class Stages:
         self._control: ControlLink | None = None
         self._site: Registration | None = None
         self._url = ""
+        self._exports: list[Offered] = []
+        """The last whole exports of this job, newest first."""
+        self._exported: Exported | None = None
+        """The one to go on from."""
         self._meeting: Meeting | None = None
         """The ranks' addresses if they are on several hosts and paramd makes certificates."""
         self._at_point = faults.from_environment(exchange.rank)
@@ -115,7 +126,8 @@ class Stages:
         """Inspect the model and agree on layout and first step; change nothing."""
         optimizers: list[torch.optim.Optimizer] = []
         modules: list[torch.nn.Module] = []
-        homes = []
+        homes: list[ParameterStorage] = []
+        local: list[bytes] = []
 
         def stage() -> dict[str, Any]:
             # The helper processes need them: better said here than in their logs.
@@ -127,18 +139,18 @@ class Stages:
             home = home_of(module, self._settings.arena)
             homes.append(home)
             _check_resumable(self._settings, home, self._keep)
-            local = encode_local(home.local_layout(self._exchange.rank))
+            local.append(encode_local(home.local_layout(self._exchange.rank)))
             return {
                 "job": self._job,
                 "version": __version__,
                 "host_id": places.host_id(),
-                "layout": base64.b64encode(local).decode(),
                 "mirrored": home.mirrored,
                 "step": step if step is not None else steps_done(optimizers),
                 "resume": self._settings.resume,
                 "keep_every": self._settings.keep_every,
                 "standing_every": self._settings.standing_every,
                 "replicas": self._settings.replicas,
+                "optimizer": self._settings.optimizer,
             }
 
         answers = self._together(stage)
@@ -148,7 +160,7 @@ class Stages:
                     f"rank {rank} runs paramd {answer.get('version', 'of an older version')}, rank "
                     f"{self._exchange.rank} {__version__}; install the same version on all hosts"
                 )
-        for name in ("job", "resume", "keep_every", "standing_every", "replicas"):
+        for name in ("job", "resume", "keep_every", "standing_every", "replicas", "optimizer"):
             for rank, answer in enumerate(answers):
                 if answer[name] != answers[0][name]:
                     raise UsageError(
@@ -159,21 +171,35 @@ class Stages:
         if not all(same_network(host, hosts[0]) for host in hosts):
             self._meeting = meet(self._together, self._exchange.rank, self._settings)
         self._buddies = self._found_buddies(hosts)
-        layouts = [decode_local(base64.b64decode(answer["layout"])) for answer in answers]
         mirrored = any(answer["mirrored"] for answer in answers)
         if mirrored and self._exchange.rank == 0:
             log.info(
                 "paramd: parameters stay where they are and are copied into host memory at agreed "
                 "boundaries; a trainer that hangs or has ended is not read"
             )
-        layout = merge_layouts(layouts, mirrored=mirrored)
+        layout, digest = self._merged(local[0], mirrored=mirrored)
         return Found(
             model=modules[0],
             optimizers=optimizers,
             home=homes[0],
             layout=layout,
+            layout_digest=digest,
             first_step=max(answer["step"] for answer in answers),
         )
+
+    def _merged(self, local: bytes, *, mirrored: bool) -> tuple[bytes, str]:
+        """All ranks' layouts as one, and its digest; merged once, as it has pieces of all ranks."""
+        found = self._exchange.collect(local)
+
+        def stage() -> dict[str, Any]:
+            if not found:
+                return {}
+            layout = merge_layouts([decode_local(one) for one in found], mirrored=mirrored)
+            told = base64.b64encode(encode_layout(layout).SerializeToString()).decode()
+            return {"layout": told, "digest": layout_digest(layout)}
+
+        first = self._together(stage)[0]
+        return base64.b64decode(first["layout"]), first["digest"]
 
     def _found_buddies(self, hosts: list[str]) -> list[int]:
         found = buddies(hosts) if self._settings.replicas else []
@@ -201,7 +227,7 @@ class Stages:
                 world_size=exchange.world_size,
                 optimizers=found.optimizers,
                 keep=self._keep,
-                layout_digest=layout_digest(found.layout),
+                layout_digest=found.layout_digest,
                 socket_path=places.socket_path(self._job, exchange.rank),
                 hosts=self._hosts,
             )
@@ -290,8 +316,8 @@ class Stages:
             self._undo.callback(self._let_go_of_sidecar)
             self._take_over(self._sidecar, identity, found)
             if self._control is not None:
-                _fail_open(self._control.open)
-                self._tell_of_export(self._control.newest_export)
+                resumed = self._succession is not None and self._succession.resumed is not None
+                _fail_open(partial(self._control.open, resumes=resumed))
             _fail_open(self._sidecar.open)
             self._pass("opened")
             self._sidecar.own_descriptors()
@@ -304,10 +330,12 @@ class Stages:
                 },
                 "control_address": self._control_address(),
                 "url": self._control_url(),
+                "exports": self._control.exports if self._control is not None else [],
             }
 
         answers = self._together(stage)
         self._url = answers[0]["url"]
+        self._exports = [Offered(**one) for one in answers[0]["exports"]]
         if self._meeting is not None and identity.rank == 0:
             told = summary(self._meeting.addresses, self._meeting.views)
             print(
@@ -320,19 +348,85 @@ class Stages:
             "op": "mesh",
             "peers": [answer["peer"] for answer in answers],
             "control_address": answers[0]["control_address"],
-            "layout_digest": layout_digest(found.layout),
+            "layout_digest": found.layout_digest,
             "buddies": self._buddies,
         }
 
-    def _tell_of_export(self, newest: str) -> None:
-        """What is left to go on from when nothing is in memory any more."""
-        if newest and self._succession is not None and self._succession.resumed is None:
+    def look_at_exports(self, found: Found) -> Found:
+        """Agree on an export to go on from, if nothing is left in memory; change nothing."""
+        if self._succession is None or self._succession.resumed is not None:
+            return found
+        if self._control is not None and not self._control.url:
             log.warning(
-                "paramd: job %r: its newest export is %s; to go on from there, end this training, "
-                "load that before attach, and start it again",
+                "paramd: job %r: whether it has exports to go on from is not known, because its "
+                "control plane did not start; start the training again to have them looked at",
                 self._job,
-                newest,
             )
+        for offered in self._exports:
+            if offered.step <= found.first_step:
+                # What the script begins with is no older: a checkpoint that it loaded.
+                return found
+            why = self._take_export(offered, found)
+            if self._exchange.rank == 0 and why:
+                log.warning(
+                    "paramd: job %r: its export of %s is passed over: %s", self._job, offered, why
+                )
+            elif self._exchange.rank == 0:
+                log.warning("paramd: job %r %s", self._job, self._exported_said(found))
+            if not why:
+                return replace(found, first_step=offered.step)
+        return found
+
+    def _take_export(self, offered: Offered, found: Found) -> str:
+        """Go on from this export if all ranks can; else why they cannot."""
+        rank = self._exchange.rank
+        here = [other for other, host in enumerate(self._hosts) if host == self._hosts[rank]]
+        share = here.index(rank), len(here)
+        mine: list[Exported] = []
+
+        def look() -> Answer:
+            if found.home.gathered():
+                return {"why": "fully_shard has unsharded parameters in use", "digest": ""}
+            layout = decode_layout(layout_pb2.Layout.FromString(found.layout))
+            export, told = opened(offered, layout, rank, found.optimizers, share)
+            if export is not None:
+                mine.append(export)
+                self._undo.callback(export.close)
+            return told
+
+        why = _why_not(self._together(look))
+        for export in mine:
+            if why:
+                export.close()
+            else:
+                self._exported = export
+        return why
+
+    def _exported_said(self, found: Found) -> str:
+        """One line for the log: what was chosen, and what was not in it."""
+        assert self._exported is not None
+        parts, without = ["parameters"], []
+        if found.optimizers and self._exported.has_optimizer:
+            parts.append("optimizer state")
+        elif found.optimizers:
+            without.append("optimizer state")
+        if missing := self._exported.missing_buffers():
+            without.append(f"{missing} buffers")
+        without += ["random states", "hyper-parameters", *(f"keep[{n!r}]" for n in self._keep)]
+        return (
+            f"goes on from its export of {self._exported.offered}, since nothing is left in "
+            f"memory: {' and '.join(parts)} are loaded; not in it, and as this script made them, "
+            f"are {', '.join(without)}"
+        )
+
+    @property
+    def _resumed(self) -> Resumed | None:
+        """How this training is resumed."""
+        if self._exported is not None and self._succession is not None:
+            step = self._exported.offered.step
+            lost = max(self._succession.steps_known - step, 0)
+            return Resumed(step, "export", lost, "nothing is left in memory")
+        return self._succession.resumed if self._succession is not None else None
 
     def _take_over(self, sidecar: SidecarLink, identity: Identity, found: Found) -> None:
         """Hand the sidecar the memory that a predecessor left, if training goes on in it."""
@@ -388,7 +482,6 @@ class Stages:
         found: Found,
         identity: Identity,
         mesh: dict[str, Any],
-        layout: bytes,
     ) -> Attachment:
         """Move the parameters into the arena and serve them, on all ranks or none."""
         assert self._sidecar is not None
@@ -407,6 +500,9 @@ class Stages:
             if succession is None or succession.resumed is None:
                 arena.populate()
                 found.home.move_in(arena.buffer)
+                if self._exported is not None:
+                    self._exported.fill(arena.buffer)
+                    found.home.restore_buffers()
             else:
                 if succession.survived is None:
                     arena.populate()
@@ -419,6 +515,7 @@ class Stages:
 
         def begin() -> dict[str, Any]:
             state = self._optimizer_home(optimizer_memory, page, found)
+            page[Word.MOMENTS_LIVE] = int(self._settings.reads_optimizer_live)
             self._introduce(page, identity, found.first_step)
             agreement = self._agreement()
             keeper = self._keeper(shared, page, found, state, agreement)
@@ -429,11 +526,11 @@ class Stages:
             if succession is not None and succession.resumed is not None:
                 # Before that: a failed resume must not end the sidecar that has the state.
                 self._undo.callback(self._let_go_of_sidecar)
-            made[0].keep_with(keeper, state, succession.resumed if succession else None)
-            if keeper is not None and state is not None:
+            made[0].keep_with(keeper, state, self._resumed)
+            if keeper is not None and state is not None and succession is not None:
                 made[0].rewind_with(self._rewinder(found, page, arena, state, keeper))
             made[0].follow(found.optimizers)
-            self.serve(mesh, layout)
+            self.serve(mesh, found.layout)
             return {}
 
         # Two stages, so that no rank serves before all have moved in.
@@ -447,12 +544,17 @@ class Stages:
     def _optimizer_home(
         self, memory: SparseMemory, page: ControlPage, found: Found
     ) -> OptimizerHome | None:
-        if self._succession is None:
+        if self._succession is None and not self._settings.reads_optimizer_live:
             memory.close()
             return None
         state = OptimizerHome(memory, page, found.optimizers)
         self._undo.callback(state.move_out)
-        self._succession.restore(state)
+        if self._succession is not None:
+            self._succession.restore(state)
+        if self._exported is not None:
+            begin, size_bytes = found.home.arena_address, found.home.arena_bytes
+            self._exported.restore(found.optimizers, begin, size_bytes)
+            self._exported.close()
         return state
 
     def _keeper(
@@ -465,17 +567,19 @@ class Stages:
     ) -> Keeper | None:
         if state is None:
             return None
-        standing = self._settings.standing_every
+        resumable = self._succession is not None
+        standing = self._settings.standing_every if resumable else 0
         return Keeper(
             SparseMemory(shared.continuation),
             page,
             found.home,
             state,
-            keep=self._keep,
+            keep=self._keep if resumable else {},
             every=int(self._settings.keep_every),
             standing_every=int(standing) if standing is not None else None,
             agreed=agreement.standing,
             copies=agreement.copies if self._buddies else None,
+            resumable=resumable,
         )
 
     def _rewinder(
@@ -500,7 +604,10 @@ class Stages:
     def _go_on(self, attachment: Attachment, first_step: int) -> None:
         """Let the training continue with the random states it had. Last of all."""
         succession, keeper = self._succession, attachment.keeper
-        if succession is None or keeper is None:
+        if keeper is None:
+            return
+        if succession is None:
+            keeper.begin(first_step)
             return
         if succession.resumed is None:
             keeper.begin(first_step)
@@ -627,6 +734,16 @@ def _secrets(taken: TakenIncarnation) -> list[str]:
     return [json.dumps(one) for one in told]
 
 
+def _why_not(answers: Sequence[Answer]) -> str:
+    """Why an export cannot be used on all ranks; empty if it can."""
+    for rank, answer in enumerate(answers):
+        if answer["why"]:
+            return f"rank {rank}: {answer['why']}"
+        if answer["digest"] != answers[0]["digest"]:
+            return f"rank {rank} finds another export there than rank 0"
+    return ""
+
+
 def _fail_open(start: Callable[[], None]) -> None:
     """Log, don't raise, when a helper process does not start: training comes first.
 
@@ -644,9 +761,14 @@ def _check_resumable(
     settings: AttachSettings, home: ParameterStorage, keep: Mapping[str, Any]
 ) -> None:
     """Raise UsageError if `resume` is wanted and cannot work here."""
+    if settings.resume == "never" and settings.replicas:
+        raise UsageError("replicas=1 needs resume='auto', which makes what is copied")
+    if settings.optimizer == "arena" and home.mirrored:
+        raise UsageError(
+            "optimizer='arena' needs the parameters to live in the arena, which those on devices "
+            "or with arena='mirror' do not; leave it out, or keep them in host memory"
+        )
     if settings.resume == "never":
-        if settings.replicas:
-            raise UsageError("replicas=1 needs resume='auto', which makes what is copied")
         return
     if home.mirrored:
         raise UsageError(

@@ -27,10 +27,7 @@ The word MOMENTS_STEP is -1 while the trainer writes.
 
 from __future__ import annotations
 
-import json
 import math
-import struct
-import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -43,7 +40,8 @@ from paramd.memory.arena import HostArena
 from paramd.memory.control_page import ControlPage, Word
 from paramd.memory.descriptors import SparseMemory, pages
 from paramd.memory.edit_program import Record
-from paramd.memory.handover import MOMENT_ROOMS, ROOM_EXTRA_BYTES
+from paramd.memory.handover import MOMENT_ROOMS
+from paramd.memory.moments_table import write_table
 from paramd.tensors.edit_ops import Views
 from paramd.trainer.home.mirrored import MirroredHome
 from paramd.trainer.home.moving import Range, extent
@@ -150,9 +148,6 @@ def _mask(local: torch.Tensor, record: Record, offset: int) -> torch.Tensor:
     return memory.as_strided(local.shape, local.stride(), 0)
 
 
-_LENGTH = struct.Struct("=q")
-
-
 class Moments:
     """One rank's optimizer state, as readers get it. Training thread only."""
 
@@ -184,7 +179,7 @@ class Moments:
             table.update(self._copied())
         except ParamdError as error:
             table.update(keys=[], params=[], groups=[], failure=str(error))
-        self._write(table)
+        write_table(self._memory, self._arena.size_bytes, table)
 
     def close(self) -> None:
         self._views = Views(memoryview(b""))
@@ -239,17 +234,6 @@ class Moments:
             "optimizer": optimizer,
             "group": one.group,
         }
-
-    def _write(self, table: dict[str, Any]) -> None:
-        begin = MOMENT_ROOMS * self._room_bytes
-        data = zlib.compress(json.dumps(table, allow_nan=False).encode(), 1)
-        if len(data) > ROOM_EXTRA_BYTES - _LENGTH.size:
-            failure = f"its table takes {len(data):,} bytes, more than there is space for"
-            table = {**table, "keys": [], "params": [], "groups": [], "failure": failure}
-            data = zlib.compress(json.dumps(table, allow_nan=False).encode(), 1)
-        self._memory.reserve(begin, begin + pages(_LENGTH.size + len(data)))
-        _LENGTH.pack_into(self._memory.buffer, begin, len(data))
-        self._memory.buffer[begin + _LENGTH.size : begin + _LENGTH.size + len(data)] = data
 
 
 def _number(value: Any) -> float | str | None:

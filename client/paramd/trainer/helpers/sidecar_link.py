@@ -12,17 +12,20 @@ import select
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from paramd import places
 from paramd.errors import ConflictError, ParamdError, UnreachableError, UsageError, error_of_grpc
+from paramd.helpers import end, spawn
 from paramd.memory import descriptors, handover
 from paramd.memory.handover import Descriptors
 from paramd.security.tls import Pems, host_of, is_loopback, is_of_job
+from paramd.state_files import HOST_SOCKET, sidecars_dir
 from paramd.trainer.helpers.insight import Insight
-from paramd.trainer.helpers.supervisor import Supervisor, end, spawn
+from paramd.trainer.helpers.supervisor import Supervisor
 from paramd.trainer.settings import AttachSettings
 from paramd.version import __version__
 
@@ -134,6 +137,8 @@ class SidecarLink:
         if self._connection is not None:
             with contextlib.suppress(OSError):
                 handover.send(self._connection, {"op": "detach"})
+            if self._process is None:
+                _await_end(self._connection, timeout_s=5.0)
             self._connection.close()
             self._connection = None
         self._reap(grace_s=5.0)
@@ -158,22 +163,51 @@ class SidecarLink:
                 return connection
             self._send_away(connection)
         own = self._identity.own_tls
+        arguments = [
+            "--job", self._identity.job,
+            "--rank", str(self._identity.rank),
+            "--socket", str(self._socket_path),
+            "--listen", self._listen(),
+            "--linger-s", str(self._settings.linger_s),
+            *(["--job-tls", "--advertise", own.name] if own is not None else []),
+            *self._settings.sidecar_options(),
+        ]  # fmt: skip
+        stdin = json.dumps(own.pems.to_json()) + "\n" if own is not None else None
+        if self._settings.sidecar == "external":
+            with self._ask_host(arguments, stdin) as host:
+                return self._await_socket(lambda: _ended(host))
         self._process, output = spawn(
             "paramd_service.sidecar",
-            [
-                "--job", self._identity.job,
-                "--rank", str(self._identity.rank),
-                "--socket", str(self._socket_path),
-                "--listen", self._listen(),
-                "--linger-s", str(self._settings.linger_s),
-                *(["--job-tls", "--advertise", own.name] if own is not None else []),
-                *self._settings.sidecar_options(),
-            ],
+            [*arguments, "--trainer-pid", str(os.getpid())],
             log_path=self._socket_path.with_suffix(".log"),
-            stdin=json.dumps(own.pems.to_json()).encode() + b"\n" if own is not None else None,
-        )  # fmt: skip
+            stdin=stdin.encode() if stdin is not None else None,
+        )
         output.close()
-        return self._await_socket(self._process)
+        return self._await_socket(self._process.poll)
+
+    def _ask_host(self, arguments: list[str], stdin: str | None) -> socket.socket:
+        """Have `paramd sidecar host` start the sidecar; it tells here when that ends."""
+        path = sidecars_dir() / HOST_SOCKET
+        deadline_s = time.monotonic() + self._settings.sidecar_start_timeout_s
+        while True:
+            try:
+                host = handover.connect(path)
+                break
+            except UnreachableError:
+                if time.monotonic() > deadline_s:
+                    raise UnreachableError(
+                        f"PARAMD_SIDECAR=external, and nobody starts sidecars at {path}; run "
+                        "`paramd sidecar host` in the other container, with the same "
+                        "PARAMD_STATE_DIR"
+                    ) from None
+            time.sleep(CONNECT_POLL_S)
+        try:
+            handover.send(host, {"op": "start", "arguments": arguments, "stdin": stdin})
+            _answer(host, "started")
+            return host
+        except BaseException:
+            host.close()
+            raise
 
     def _is_right(self, connection: socket.socket) -> bool:
         """Whether the sidecar that is there listens where this job's ranks look for it.
@@ -208,12 +242,13 @@ class SidecarLink:
             return wanted
         return f"{wanted.rpartition(':')[0]}:{self.address.rpartition(':')[2]}"
 
-    def _await_socket(self, process: subprocess.Popen[bytes]) -> socket.socket:
+    def _await_socket(self, ended: Callable[[], int | None]) -> socket.socket:
+        """Connect as soon as the sidecar listens; `ended` tells its exit code once it has one."""
         deadline_s = time.monotonic() + self._settings.sidecar_start_timeout_s
         while True:
             with contextlib.suppress(UnreachableError):
                 return handover.connect(self._socket_path)
-            code = process.poll()
+            code = ended()
             if code is not None or time.monotonic() > deadline_s:
                 fate = "did not answer in time" if code is None else f"ended with code {code}"
                 raise UnreachableError(
@@ -241,6 +276,8 @@ class SidecarLink:
         }
         if identity.own_tls is not None:
             message["tls"] = identity.own_tls.pems.to_json()
+        # A sidecar in another container takes an attach only from a process it has a pidfd of.
+        os.close(_pidfd_of_peer(connection))
         ours = self.descriptors.as_list() if self.descriptors is not None else []
         # A sidecar given the memory answers at once; creating an arena takes longer.
         connection.settimeout(self._settings.sidecar_start_timeout_s + self._arena_bytes / 1e9)
@@ -288,12 +325,49 @@ class SidecarLink:
 
     def _pidfd(self) -> int:
         assert self._connection is not None
-        return descriptors.pidfd(handover.check_peer(self._connection))
+        return _pidfd_of_peer(self._connection)
 
     def _reap(self, *, grace_s: float) -> None:
         if self._process is not None:
             end(self._process, grace_s=grace_s)
             self._process = None
+
+
+def _pidfd_of_peer(connection: socket.socket) -> int:
+    """A pidfd of the sidecar; one in another container and this process exchange theirs."""
+    pid = handover.check_peer(connection)
+    if pid:
+        return descriptors.pidfd(pid)
+    own = descriptors.pidfd(os.getpid())
+    try:
+        handover.send(connection, {"op": "introduce"}, [own])
+        _, received = _answer(connection, "introduced")
+    finally:
+        os.close(own)
+    if len(received) == 1 and descriptors.is_pidfd_of_elsewhere(received[0]):
+        return received[0]
+    for descriptor in received:
+        os.close(descriptor)
+    raise ConflictError("the sidecar introduced itself without a pidfd")
+
+
+def _ended(host: socket.socket) -> int | None:
+    """The exit code that a sidecar's host has told; -1 if the host itself is gone."""
+    poller = select.poll()
+    poller.register(host, select.POLLIN)
+    if not poller.poll(0):
+        return None
+    try:
+        return int(_answer(host, "ended")[0]["code"])
+    except (EOFError, OSError):
+        return -1
+
+
+def _await_end(connection: socket.socket, *, timeout_s: float) -> None:
+    """Wait until a sidecar that leaves closes its end."""
+    connection.settimeout(timeout_s)
+    with contextlib.suppress(OSError, EOFError, UsageError):
+        handover.receive(connection)
 
 
 def _answer(connection: socket.socket, expected: str) -> tuple[handover.Message, list[int]]:
@@ -323,17 +397,21 @@ class ControlLink:
         self._grpc_listen = ""
         self.url = ""
         self.grpc_address = ""
-        self.newest_export = ""
-        """The last whole export of this job, in words; empty if there is none."""
+        self.exports: list[dict[str, Any]] = []
+        """The last whole exports of this job, newest first (resume/exported.py)."""
 
-    def open(self) -> None:
+    def open(self, *, resumes: bool) -> None:
         """Start it, and keep it up from now on even if this first start fails.
+
+        Args:
+            resumes: training goes on from memory, and waits only until the addresses are known;
+                those who connect wait for the rest, and exports are not told.
 
         Raises:
             UnreachableError: it did not come up; its log has the reason.
         """
         try:
-            pidfd = self._start()
+            pidfd = self._start(resumes=resumes)
         except BaseException:
             self._supervisor.start(None)
             raise
@@ -350,7 +428,7 @@ class ControlLink:
             end(self._process, grace_s=3.0)
             self._process = None
 
-    def _start(self) -> int:
+    def _start(self, *, resumes: bool = False) -> int:
         if self._process is not None:
             self._process.wait()
         identity = self._identity
@@ -368,6 +446,7 @@ class ControlLink:
             "private_key": identity.private_key.hex(),
             "token": self._token,
             "own_tls": own is not None,
+            "resumes": resumes,
         }
         log_path = self._directory / "control.log"
         self._process, output = spawn(
@@ -383,7 +462,7 @@ class ControlLink:
             raise UnreachableError(f"the control plane did not start; see {log_path}")
         self.url, self.grpc_address = ready["url"], ready["grpc_address"]
         self._listen, self._grpc_listen = ready["listen"], ready["grpc_listen"]
-        self.newest_export = ready["newest_export"]
+        self.exports = ready["exports"]
         return descriptors.pidfd(self._process.pid)
 
     def _wanted_listen(self) -> str:
@@ -394,7 +473,7 @@ class ControlLink:
         return own.listen(port) if own is not None and is_loopback(host) else self._settings.listen
 
 
-def _first_line(output: IO[bytes], timeout_s: float) -> dict[str, str] | None:
+def _first_line(output: IO[bytes], timeout_s: float) -> dict[str, Any] | None:
     poller = select.poll()
     poller.register(output, select.POLLIN)
     if not poller.poll(timeout_s * 1000):

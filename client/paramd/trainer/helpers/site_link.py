@@ -18,7 +18,7 @@ from paramd.errors import (
     UsageError,
 )
 from paramd.security.tickets import key_from_hex
-from paramd.security.tls import Pems, https_context
+from paramd.security.tls import ClientTls, Pems, https_context, not_accepted
 from paramd.trainer.settings import AttachSettings
 
 TIMEOUT_S = 10.0
@@ -84,6 +84,10 @@ def register(
             trust_env=False,
         )
     except httpx2.HTTPError as error:
+        if why := not_accepted(error, ClientTls.from_environment().ca):
+            raise UnreachableError(
+                f"{url} has a certificate that cannot be trusted: {why}"
+            ) from error
         raise UnreachableError(f"the control plane at {url} does not answer ({error})") from error
     if answer.status_code != 201:
         raise _refusal(url, answer)

@@ -1,20 +1,12 @@
-"""Keep one helper process of the trainer alive: start, watch, restart."""
+"""Keep one helper process of the trainer alive: watch, restart."""
 
 from __future__ import annotations
 
 import logging
 import os
 import select
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
-from typing import IO
-
-# glibc returns large blocks to the kernel and takes fresh pages for the next one; the first
-# touch of a fresh page costs more than copying it (docs/decisions.md).
-_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
 
 log = logging.getLogger("paramd")
 
@@ -22,47 +14,6 @@ FIRST_DELAY_S = 0.1
 LONGEST_DELAY_S = 10.0
 # A process that lived this long did not fail at startup.
 STEADY_S = 5.0
-
-
-def spawn(
-    module: str, arguments: list[str], *, log_path: Path, stdin: bytes | None = None
-) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
-    """Start `python -m module` in its own session; return the process and its stdout.
-
-    The new session shields it from a Ctrl-C in the trainer's terminal. stderr is appended to
-    `log_path` (0600). `stdin` carries secrets, which must not appear in argv or environment.
-    """
-    environment = os.environ | _MALLOC | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
-    environment.pop("PARAMD_TOKEN", None)
-    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
-            stdin=subprocess.PIPE if stdin is not None else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            env=environment,
-            start_new_session=True,
-        )
-    finally:
-        os.close(log)
-    assert process.stdout is not None
-    if stdin is not None:
-        assert process.stdin is not None
-        with process.stdin:
-            process.stdin.write(stdin)
-    return process, process.stdout
-
-
-def end(process: subprocess.Popen[bytes], *, grace_s: float) -> None:
-    """Wait for a process to exit, then terminate it, then kill it, `grace_s` apart."""
-    for stop in (process.terminate, process.kill):
-        try:
-            process.wait(grace_s)
-            return
-        except subprocess.TimeoutExpired:
-            stop()
-    process.wait()
 
 
 class Supervisor:

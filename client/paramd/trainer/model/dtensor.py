@@ -42,6 +42,23 @@ def split(tensor: torch.Tensor) -> tuple[torch.Tensor, DTensorSpec | None]:
     return tensor, getattr(tensor, "_st_info", None)
 
 
+def like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """`local` placed as `param` is: a DTensor if that is one, else `local` itself."""
+    if not is_dtensor(param):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    whole: Any = param
+    return DTensor.from_local(
+        local,
+        whole.device_mesh,
+        whole.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+
+
 def leaf_of(param: torch.Tensor) -> torch.Tensor:
     """The tensor that holds the gradient: torch's TP+DDP leaves a DTensor derived from it."""
     if param.is_leaf or param.grad_fn is None:

@@ -26,7 +26,7 @@ from paramd.memory.descriptors import SparseMemory, pages
 from paramd.memory.forking import private_in_children
 from paramd.trainer.home.moving import address, bytes_at, extent, has_unseen_users, placed, repoint
 from paramd.trainer.home.owned import ALIGN_BYTES
-from paramd.trainer.model.dtensor import is_dtensor, split
+from paramd.trainer.model.dtensor import is_dtensor, like, split
 from paramd.trainer.model.local_shard import dtype_name
 from paramd.trainer.model.plain import has_plain_memory
 
@@ -328,19 +328,7 @@ class OptimizerHome:
             local = placed(dtype, storage, 0, shape, strides)
         else:
             local = torch.empty(shape, dtype=dtype, device="cpu")
-        if not distributed:
-            return local
-        from torch.distributed.tensor import DTensor
-
-        whole: Any = param
-        return DTensor.from_local(
-            local,
-            whole.device_mesh,
-            whole.placements,
-            run_check=False,
-            shape=whole.shape,
-            stride=whole.stride(),
-        )
+        return like(param, local) if distributed else local
 
     def _remember(self) -> None:
         self._expected = self._values()

@@ -61,9 +61,11 @@ class Resumed:
     step: int
     """Updates that are done: the next one is `step + 1`."""
     how: str
-    """"live": nothing was lost; "snapshot": from a standing snapshot."""
+    """"live": nothing was lost; "snapshot": from a standing snapshot; "export": from an export,
+    which has parameters, perhaps the optimizers' state, and nothing else."""
     lost_steps: int
-    """Steps that some rank had made before and that are made again."""
+    """Steps that some rank had made before and that are made again, as far as they are known: of a
+    training whose memory is gone only those are that its sidecars still tell."""
     reason: str
 
 
@@ -248,6 +250,11 @@ class Succession:
         if choice is None or choice.how == "fresh":
             return None
         return Resumed(choice.mark.step, choice.how, choice.lost_steps, choice.reason)
+
+    @property
+    def steps_known(self) -> int:
+        """The last step that is known to have been made, when a fresh start was chosen."""
+        return self._choice.lost_steps if self._choice is not None else 0
 
     @property
     def edits_before(self) -> int:

@@ -168,7 +168,7 @@ function RankPanel(props: {
           ["arena", bytes(rank.arena_bytes)],
           ["snapshots", `${count(rank.snapshot_count)}, ${bytes(rank.snapshot_bytes)}`],
           ["sidecar", `pid ${rank.sidecar_pid}, ${bytes(rank.sidecar_rss_bytes)}`],
-          ["trainer", `pid ${rank.trainer_pid}, ${bytes(rank.trainer_rss_bytes)}`],
+          ["trainer", rank.trainer_pid ? `pid ${rank.trainer_pid}, ${bytes(rank.trainer_rss_bytes)}` : "none in the sidecar's container"],
           ["agreement", rank.agreement_works ? "works" : "failed"],
           ["version", rank.version],
           ["parameters", mayRead ? <a key="p" href={`#/${encodeURIComponent(job)}/params?filter=rank%3D${rank.rank}`}>of this rank</a> : "–"],

@@ -9,14 +9,15 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from paramd.errors import UsageError
-from paramd.mesh.peers.grpc import Asked
 from paramd.places import check_job_name
 from paramd.security.tickets import Signer, key_from_hex
 from paramd_service.control.base.certificates import JobCertificates
-from paramd_service.control.store.engine import holds_password
+
+if TYPE_CHECKING:
+    from paramd.mesh.peers.grpc import Asked
 
 MAX_BOOTSTRAP_BYTES = 64 << 10
 MAX_WORLD_SIZE = 1 << 16
@@ -115,11 +116,8 @@ class ControlConfig:
                 default=default,
             )
         given = parser.parse_args(arguments)
-        if given.store != os.environ.get("PARAMD_STORE_URL") and holds_password(given.store):
-            raise UsageError(
-                "store: a password on the command line is visible to other users of this machine; "
-                "set PARAMD_STORE_URL, or keep it in ~/.pgpass"
-            )
+        if given.store != os.environ.get("PARAMD_STORE_URL"):
+            _check_no_password(given.store)
         return cls(**vars(given))
 
 
@@ -139,6 +137,8 @@ class Bootstrap:
     """Bearer token of the REST side, with the role admin."""
     own_tls: bool = False
     """Serve over TLS with the job's own CA; for jobs on several hosts."""
+    resumes: bool = False
+    """The training goes on from memory: tell the addresses as soon as they are claimed."""
     certificates: JobCertificates = field(init=False, repr=False, compare=False)
     """Issued by the job's own CA."""
 
@@ -153,13 +153,15 @@ class Bootstrap:
 
     def asked(self, rank: int, address: str) -> Asked:
         """One rank's sidecar as the target of a call."""
+        from paramd.mesh.peers.grpc import Asked
+
         return Asked(job=self.job, incarnation=self.incarnation, rank=rank, address=address)
 
 
 def read_bootstrap(stdin: BinaryIO, *, job: str) -> Bootstrap:
     """Read the one JSON line `{"job", "incarnation", "world_size", "private_key", "token"}`.
 
-    With `"own_tls": true` the control plane serves TLS of the job's own.
+    `"own_tls"` and `"resumes"` are false unless given.
 
     Raises:
         UsageError: it is missing, too long, malformed or about another job. The text never
@@ -179,6 +181,7 @@ def read_bootstrap(stdin: BinaryIO, *, job: str) -> Bootstrap:
             private_key=key_from_hex(found, "private_key"),
             token=str(found["token"]),
             own_tls=found.get("own_tls") is True,
+            resumes=found.get("resumes") is True,
         )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"stdin: cannot be read ({type(error).__name__})") from None
@@ -186,6 +189,17 @@ def read_bootstrap(stdin: BinaryIO, *, job: str) -> Bootstrap:
         raise UsageError(f"stdin: the job is {bootstrap.job!r}; expected {job!r} as in --job")
     _check_bounds(bootstrap)
     return bootstrap
+
+
+def _check_no_password(store: str) -> None:
+    # Imported only for a store on the command line: SQLAlchemy is slow to load.
+    from paramd_service.control.store.engine import holds_password
+
+    if holds_password(store):
+        raise UsageError(
+            "store: a password on the command line is visible to other users of this machine; "
+            "set PARAMD_STORE_URL, or keep it in ~/.pgpass"
+        )
 
 
 def _check_bounds(bootstrap: Bootstrap) -> None:

@@ -6,17 +6,19 @@ import errno
 import ipaddress
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-
-import grpc
-import grpc.aio
+from typing import TYPE_CHECKING, Any
 
 from paramd import places
 from paramd.errors import NotFoundError, UnreachableError, UsageError
 from paramd.places import Endpoint
-from paramd_service.control.base.config import Bootstrap
-from paramd_service.tls import check_exposure
+from paramd_service.control.base.config import Bootstrap, ControlConfig
+from paramd_service.tls import advertised, check_exposure, grpc_address, tls_files
+
+if TYPE_CHECKING:
+    import grpc
+    import grpc.aio
 
 PORTS_TRIED = 100
 BACKLOG = 128
@@ -42,8 +44,74 @@ class Whereabouts:
     listen: str
     """Where REST listens, for a successor to reuse."""
     grpc_listen: str
-    newest_export: str = ""
-    """Of the one job that it is for: step, format and place of its last whole export."""
+    exports: tuple[Mapping[str, Any], ...] = ()
+    """Of the one job that it is for: its last whole exports, newest first."""
+
+
+class Claim:
+    """The ports of a control plane, and the addresses that others are told.
+
+    Taken before the rest of it is loaded, which costs more than a second of CPU: meanwhile REST's
+    connections wait in the backlog, and sidecars try again until gRPC answers them.
+    """
+
+    def __init__(self, config: ControlConfig, bootstrap: Bootstrap | None) -> None:
+        """Take the wanted ports, or the next free ones. `close` it.
+
+        Raises:
+            UsageError: an address cannot be used.
+            UnreachableError: no port is free.
+        """
+        self.files = tls_files(config.tls_cert, config.tls_key, config.tls_client_ca)
+        self.of_job = self.files is None and bootstrap is not None and bootstrap.own_tls
+        """Whether it serves TLS of the job's own."""
+        self._tls = self.of_job or self.files is not None
+        self._advertise = config.advertise
+        self.endpoint: Endpoint | None = None
+        """What was announced."""
+        wanted = parse_listen(config.listen, option="--listen (PARAMD_LISTEN)", tls=self._tls)
+        self.listener, self.http = open_listener(wanted)
+        try:
+            next_to_it = Address(self.http.host, self.http.port + 1)
+            if config.grpc_listen:
+                next_to_it = parse_listen(config.grpc_listen, option="--grpc-listen", tls=self._tls)
+            self._kept, self.grpc = open_listener(next_to_it)
+        except BaseException:
+            self.listener.close()
+            raise
+
+    def whereabouts(self, exports: tuple[Mapping[str, Any], ...] = ()) -> Whereabouts:
+        """All of them."""
+        host = advertised(self.http.host, self._advertise, tls=self._tls)
+        return Whereabouts(
+            url=f"{'https' if self._tls else 'http'}://{Address(host, self.http.port)}",
+            grpc_address=grpc_address(host, self.grpc.port, tls=self._tls, of_job=self.of_job),
+            listen=str(self.http),
+            grpc_listen=str(self.grpc),
+            exports=exports,
+        )
+
+    def announce(self, bootstrap: Bootstrap) -> None:
+        """Tell the job's programs. Idempotent. Raises: as `announce`."""
+        if self.endpoint is None:
+            where = self.whereabouts()
+            self.endpoint = announce(bootstrap, where.url, where.grpc_address, with_ca=self.of_job)
+
+    def give_grpc(self) -> Address:
+        """gRPC's port, for gRPC to bind it right away."""
+        self._kept.close()
+        return self.grpc
+
+    def withdraw(self) -> None:
+        """Remove the announcement, if it is still this one's. Idempotent."""
+        if self.endpoint is not None:
+            places.remove_endpoint(self.endpoint)
+
+    def close(self) -> None:
+        """Withdraw it, and close the sockets. Idempotent."""
+        self.withdraw()
+        self.listener.close()
+        self._kept.close()
 
 
 def parse_listen(text: str, *, option: str, tls: bool = False) -> Address:

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from paramd import clock
-from paramd.errors import ConflictError, ExhaustedError
+from paramd.errors import ConflictError, ExhaustedError, ParamdError
 from paramd.v1 import export_pb2
 from paramd_service.control.exports.documents import (
     Assets,
@@ -33,10 +33,12 @@ from paramd_service.control.records.events import Kind
 from paramd_service.control.records.records import Records
 from paramd_service.control.store.engine import StoreError
 from paramd_service.control.store.exports import ExportRow, ExportStore, ScheduleRow
-from paramd_service.destinations.destinations import Destination, locate
+from paramd_service.destinations.destinations import Destination, DestinationKind, locate
 
 FORGET_S: Final = 90 * 86_400.0
 """Unscheduled exports are listed this long after their end."""
+WHOLE_COUNT: Final = 8
+"""So many finished exports a training that begins is told of."""
 TELL_EVERY_S: Final = 1.0
 """Least time between two events of an export that change only byte counts."""
 
@@ -156,6 +158,26 @@ class ExportService:
             else:
                 found.append(export_document(row, [], size=sizes.get(row.id, (0, 0))))
         return found
+
+    async def whole(self, job: str) -> list[Mapping[str, Any]]:
+        """The last finished exports of a job, newest first: where they are. Raises StoreError."""
+        rows = await self.store.page(job, limit=WHOLE_COUNT, state="DONE")
+        return [
+            {"id": row.id, "step": row.step, "format": row.format, "destination": row.destination}
+            | self._directory(row.destination)
+            for row in rows
+            if not row.removed
+        ]
+
+    def _directory(self, named: str) -> dict[str, str]:
+        """The directory of an export, or why it is in none."""
+        try:
+            destination, key = locate(self.destinations, named)
+        except ParamdError as error:
+            return {"directory": "", "why_not": str(error)}
+        if destination.kind is not DestinationKind.DIRECTORY:
+            return {"directory": "", "why_not": "it is not in a directory; load it before attach"}
+        return {"directory": f"{destination.root.rstrip('/')}/{key}", "why_not": ""}
 
     async def cancel(self, job: str, export_id: str, *, actor: str) -> ExportDocument:
         """Cancel an export and wait for its end. Raises NotFoundError, ConflictError."""

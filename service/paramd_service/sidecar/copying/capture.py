@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from paramd.errors import ParamdError
 from paramd.memory import descriptors
 from paramd.memory.arena import is_mirror
 from paramd.memory.control_page import STANDS_IN, ControlPage, Word, unserved_reason
@@ -349,17 +350,30 @@ class Capture:
             return self._not_there(boundary, announced, "the trainer did not copy its buffers")
         if boundary.with_moments and words[Word.MOMENTS_STEP] != agreed_step:
             return self._not_there(boundary, announced, "the trainer did not copy its moments")
-        begin_ns = self._clock_ns()
-        end, state = self._copy_settled(boundary.spans)
+        begin_ns, seq = self._clock_ns(), words[Word.SEQ]
+        spans = boundary.spans
+        if boundary.live is not None:
+            try:
+                found = boundary.live()
+            except ParamdError as error:
+                return Outcome(-1, str(error))
+            if found is None:
+                why = "the optimizer's state was not recorded at this boundary"
+                return self._not_there(boundary, announced, why)
+            spans = [*spans, *found]
+        end, state = self._copy_settled(spans)
         took_ns = self._clock_ns() - begin_ns
+        size_bytes = sum(span.size_bytes for span in spans)
         self._at_point("boundary-copied")
-        # Read again: SEQ vouches for the arena, not for the moments memory.
+        # Read again: SEQ vouches for the arena, not for what the trainer mirrored; and what was
+        # found before the copy has to be of the state that was copied.
         still = not boundary.with_moments or words[Word.MOMENTS_STEP] == agreed_step
+        still = still and (boundary.live is None or state.proof == seq)
         if end is CopyEnd.DONE and state.step == agreed_step and still:
-            self._note_rate(boundary.size_bytes, took_ns)
+            self._note_rate(size_bytes, took_ns)
             return Outcome(state.step, "", edits=state.edits)
         self.given_up_count += 1
-        return Outcome(-1, self.explain(boundary.size_bytes, took_ns))
+        return Outcome(-1, self.explain(size_bytes, took_ns), missed=True)
 
     def _capture_mirrored(self, boundary: Boundary, announced: bool) -> Outcome | None:
         """Copy from a mirrored arena, which updates do not touch: the step may have moved on."""
@@ -383,7 +397,7 @@ class Capture:
         if boundary.deferred_step is None:
             boundary.deferred_step = step
         if announced or step != boundary.deferred_step:
-            return Outcome(-1, reason)
+            return Outcome(-1, reason, missed=True)
         return None
 
     def _note_rate(self, size_bytes: int, took_ns: int) -> None:

@@ -42,6 +42,8 @@ class Outcome:
     """Edits applied when it was done."""
     stop_ns: int = 0
     """How long an edit stopped the trainer."""
+    missed: bool = False
+    """It was agreed, but its bytes could not be had."""
 
     @property
     def captured(self) -> bool:
@@ -59,6 +61,9 @@ class Boundary:
     done: Callable[[Outcome], None]
     """Called once, on the copying thread."""
     with_moments: bool = False
+    """The trainer mirrors its optimizer state."""
+    live: Callable[[], Sequence[CopySpan] | None] | None = None
+    """Finds what of the optimizer state to copy along, while SEQ is even; None: not recorded."""
     token: int = 0
     action: int = CAPTURE
     argument: int = 0

@@ -39,9 +39,9 @@ class TrainerInsight:
     def __init__(self, attached: AttachedMemory) -> None:
         """No I/O."""
         self.numbers = LoggedNumbers()
-        self.line = TrainerLine(attached.request.pid, attached.request.start, self.numbers)
+        self.line = TrainerLine(attached.trainer_pid, attached.request.start, self.numbers)
         self.output = TrainerOutput()
-        self._pid = attached.request.pid
+        self._pid = attached.trainer_pid
         self._page = attached.page
         self._task: asyncio.Task[None] | None = None
         self._place: tuple[object, ...] = ()

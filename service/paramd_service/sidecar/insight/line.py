@@ -190,6 +190,8 @@ class TrainerLine:
     def _why_no_signal(self) -> str:
         if self._socket is None:
             return "the trainer has closed its line"
+        if not self._pid:
+            return "it runs in another container, where no signal from here reaches it"
         if not self._signal:
             return "there was no free signal for faulthandler"
         if places.process_start(self._pid) != self._start:

@@ -56,6 +56,8 @@ NO_FILE = (
     "its output goes to no file; start it with torchrun --log-dir DIR --redirects 3 to see it here"
 )
 
+ELSEWHERE = "it runs in another container, whose log has its output"
+
 
 def last_lines(pid: int, count: int) -> tuple[list[str], str]:
     """(last lines of the process's output, why there are none).
@@ -90,7 +92,13 @@ class TrainerOutput:
         self._lock = threading.Lock()
 
     def open(self, pid: int) -> None:
-        """Open what the process writes to now. Never fails: `tails` tells why there is nothing."""
+        """Open what the process writes to now; 0: it is not one of this container.
+
+        Never fails: `tails` tells why there is nothing.
+        """
+        if not pid:
+            self._why = ELSEWHERE
+            return
         files: dict[str, int] = {}
         seen = set()
         for source, number in (("stderr", 2), ("stdout", 1)):

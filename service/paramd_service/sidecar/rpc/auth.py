@@ -181,6 +181,7 @@ ROLES: dict[str, frozenset[Role]] = {
     f"/{SERVICE}/GetMetrics": _VIEWERS,
     f"/{SERVICE}/Summon": _READERS,
     f"/{SERVICE}/InspectTrainer": _READERS,
+    f"/{SERVICE}/ReachPeers": _VIEWERS,
     f"/{SERVICE}/GetLogged": _READERS,
     f"/{SERVICE}/GetLog": _CONTROL,
     f"/{SERVICE}/StreamGradients": _READERS,

@@ -116,6 +116,7 @@ class Joining:
                     self._check(welcome.header)
                     # Raises for a fenced generation, which ends the stream.
                     self._rank.follow_control(welcome.generation)
+                    self._rank.take_time(welcome.now_ns / 1e9)
                     self._take_revoked(welcome.revoked)
                     if welcome.report_interval_ms > 0:
                         self._interval_s = welcome.report_interval_ms / 1000

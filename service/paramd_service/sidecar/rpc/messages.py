@@ -147,7 +147,7 @@ def doing_now(rank: RankSidecar) -> Doing:
     return doing(
         rank.ownership,
         attached.page.words,
-        process_state=process_state(attached.request.pid),
+        process_state=process_state(attached.trainer_pid),
         now_ns=time.monotonic_ns(),
     )
 
@@ -174,10 +174,10 @@ def rank_state(rank: RankSidecar) -> common_pb2.RankState:
         return state
     page = attached.page
     boundary_ns = page[Word.BOUNDARY_NS]
-    state.trainer_pid = attached.request.pid
+    state.trainer_pid = attached.trainer_pid
     if rank.ownership is Ownership.OWNED:
         # The pid of a trainer that has ended may have been reused.
-        state.trainer_rss_bytes = resident_bytes(attached.request.pid)
+        state.trainer_rss_bytes = resident_bytes(attached.trainer_pid)
     state.step_time_ns = page[Word.STEP_TIME_NS]
     state.boundary_age_ns = time.monotonic_ns() - boundary_ns if boundary_ns else -1
     state.stall_count = page[Word.STALL_COUNT]
@@ -192,6 +192,7 @@ def rank_state(rank: RankSidecar) -> common_pb2.RankState:
     state.unserved_reason = unserved_reason(page)
     state.stray_count = page[Word.STRAY_COUNT]
     state.strict = bool(page[Word.STRICT])
+    state.optimizer_live = page[Word.MOMENTS_LIVE] == 1
     state.ready_boundary = page[Word.HIGHEST]
     state.edits = page[Word.EDITS]
     state.gradient_bytes = reserved_bytes(attached.shared.gradients)

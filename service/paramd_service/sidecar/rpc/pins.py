@@ -166,6 +166,8 @@ class _PinCalls:
         if request.at_boundary:
             table = table_key(request.incarnation)
             lease = await pins.prepare(table, with_buffers=False, lease_s=lease_s)
+        elif not request.state_key:
+            lease = await pins.pin_table(lease_s=lease_s, timeout_s=timeout_s)
         elif pins.moments.has(request.at_step) or (
             # A reader of the mirror that comes too late is told so.
             not pins.live_moments.kept
@@ -232,10 +234,10 @@ def _check(request: pb.PinSnapshotRequest) -> None:
     if request.source == pb.SOURCE_GRADIENTS and not request.at_step:
         raise UsageError("at_step: gradients are those of one update; name it")
     moments = request.source == pb.SOURCE_MOMENTS
-    if moments and not request.state_key and not request.at_boundary:
-        raise UsageError("source: optimizer state needs a state_key, or at_boundary for its table")
-    if moments and request.at_boundary and (request.state_key or request.spans):
-        raise UsageError("source: the table of optimizer state needs no state_key and no spans")
+    if moments and request.at_boundary and request.state_key:
+        raise UsageError("state_key: a boundary has the table of optimizer state alone")
+    if moments and not request.state_key and (request.spans or request.at_step):
+        raise UsageError("source: the table of optimizer state has no spans and no at_step")
     if request.source not in pb.Source.values():
         raise UsageError(f"source: {request.source} is unknown to this sidecar")
     if request.source != pb.SOURCE_GRADIENTS and (

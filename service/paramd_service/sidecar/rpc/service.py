@@ -48,6 +48,7 @@ from paramd_service.sidecar.rpc import (
     marks,
     messages,
     pins,
+    reach,
 )
 from paramd_service.sidecar.rpc.auth import (
     CALLER,
@@ -253,6 +254,7 @@ class SidecarServicer:
             **insight.calls(rank),
             **copies.calls(rank),
             **marks.calls(rank),
+            **reach.calls(rank),
             **self._streams.calls(),
         }
         return grpc.method_handlers_generic_handler(

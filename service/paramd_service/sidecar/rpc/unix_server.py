@@ -15,6 +15,7 @@ from typing import Any
 
 from paramd.errors import ConflictError, DeniedError, ParamdError, UsageError, codes_of
 from paramd.memory import handover
+from paramd.memory.descriptors import is_pidfd_of_elsewhere, pidfd
 from paramd.security.tickets import Claims
 from paramd.security.tls import Pems
 from paramd_service.admission import Shares, Who
@@ -146,6 +147,8 @@ class _Connection:
         self._rank = server.rank
         self._socket = sock
         self._peer_pid = peer_pid
+        self._elsewhere: int | None = None
+        """A pidfd of a peer in another container."""
         self._attached: AttachedMemory | None = None
         self._maps: dict[str, list[Snapshot]] = {}
         self._lent = Lent()
@@ -155,6 +158,7 @@ class _Connection:
         self._counted_for: Who = None
         self._handlers: dict[str, Callable[[dict[str, Any], list[int]], Coroutine[Any, Any, None]]]
         self._handlers = {
+            "introduce": self._introduce,
             "offer": self._offer,
             "copies": self._copies,
             "copy": self._copy,
@@ -229,13 +233,25 @@ class _Connection:
             else:
                 self.start()
 
+    async def _introduce(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        """Exchange pidfds with a peer in another container: they hold across pid namespaces."""
+        if self._peer_pid:
+            raise UsageError("introduce: only for processes of another container")
+        if len(descriptors) != 1 or not is_pidfd_of_elsewhere(descriptors[0]):
+            raise UsageError("introduce: expected one descriptor, a pidfd of the process itself")
+        if self._elsewhere is not None:
+            os.close(self._elsewhere)
+        self._elsewhere = descriptors.pop()
+        descriptors.append(pidfd(os.getpid()))  # closed once this message is served
+        handover.send(self._socket, {"op": "introduced"}, descriptors)
+
     async def _attach(self, message: dict[str, Any], descriptors: list[int]) -> None:
         request = parse_attach(message)
         self._check_pid(request)
         pems = Pems.of_json(message["tls"]) if "tls" in message else None
         handed_back = list(descriptors)
         descriptors.clear()  # attach takes them over
-        attached = await self._rank.attach(request, handed_back)
+        attached = await self._rank.attach(request, handed_back, elsewhere=self._elsewhere)
         self._attached = attached
         if pems is not None and self._rank.own_pems is not None:
             # The predecessor's CA ended with its incarnation.
@@ -266,6 +282,8 @@ class _Connection:
 
     def _check_pid(self, request: AttachRequest) -> None:
         # 0: the kernel could not name the peer in our pid namespace.
+        if not self._peer_pid and self._elsewhere is None:
+            raise DeniedError("attach: a process of another container must introduce itself first")
         if self._peer_pid not in (0, request.pid):
             raise DeniedError(
                 f"attach: process {self._peer_pid} claims to be process {request.pid}"
@@ -392,6 +410,9 @@ class _Connection:
             return
         asyncio.get_running_loop().remove_reader(self._socket.fileno())
         self._socket.close()
+        if self._elsewhere is not None:
+            os.close(self._elsewhere)
+            self._elsewhere = None
         self._lent.close()
         for snapshots in self._maps.values():
             for snapshot in snapshots:

@@ -1,8 +1,8 @@
 """Snapshots of optimizer state straight from the optimizer memory: no copy of the trainer's.
 
-A trainer that can be succeeded (resume="auto") has its state tensors in shared memory. They change
-only while SEQ is odd, as parameters do, so they are copied by the same thread under the same
-proof. Where they lie is found right before each copy, since tables change with the state.
+A trainer whose optimizer state lives in shared memory (resume="auto", or optimizer="arena") changes
+it only while SEQ is odd, as parameters, so the same thread copies it under the same proof. Where
+its tensors lie is found right before each copy, since tables change with the state.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from paramd_service.sidecar.owner import AttachedMemory
 from paramd_service.sidecar.snapshots.store import Key, Snapshot
 
 NOT_KEPT = (
-    "this rank's optimizer state lies in the trainer's own memory; attach with resume='auto' to "
-    "have it read"
+    "this rank's optimizer state lies in the trainer's own memory; attach with resume='auto', or "
+    "with PARAMD_OPTIMIZER=arena, to have it read"
 )
 
 Prepare = Callable[[], Sequence[CopySpan] | None]
@@ -49,8 +49,23 @@ class LiveMoments:
 
     @property
     def kept(self) -> bool:
-        """Whether the trainer keeps what a successor needs, and so its state here."""
-        return self._page[Word.LINEAGE] != 0
+        """Whether the trainer has its state here: for a successor, or to be read."""
+        return self._page[Word.LINEAGE] != 0 or self._page[Word.MOMENTS_LIVE] != 0
+
+    @property
+    def memory(self) -> SparseMemory:
+        """The optimizer memory."""
+        return self._memory
+
+    def now(self) -> tuple[OptimizerState, dict[str, Any]] | None:
+        """The state, and the record of it, if it is recorded at the page's step."""
+        found = self._read()
+        return found if found is not None and found[1]["step"] == self._page[Word.STEP] else None
+
+    def unfit(self) -> str:
+        """Why the state that was recorded last cannot be told whole from here; empty if it can."""
+        found = self._read()
+        return "it has not been recorded yet" if found is None else found[0].unfit(found[1])
 
     def check(self, key: str) -> None:
         """Check that there is such state, as far as is known now; "" stands for none in particular.
@@ -83,8 +98,8 @@ class LiveMoments:
         """A function that finds what to copy into `snapshot` at the page's state."""
 
         def prepare() -> Sequence[CopySpan] | None:
-            found = self._read()
-            if found is None or found[1]["step"] != self._page[Word.STEP]:
+            found = self.now()
+            if found is None:
                 return None
             state, record = found
             self._facts[snapshot] = state.facts(record, self._memory.buffer)

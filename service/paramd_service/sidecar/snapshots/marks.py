@@ -29,7 +29,7 @@ from paramd.memory.continuation import read_pair
 from paramd.memory.control_page import Word
 from paramd.memory.descriptors import SparseMemory
 from paramd_service.sidecar.owner import AttachedMemory, check_keeps_states
-from paramd_service.sidecar.snapshots.standing import Standing, StandingLabel, digest_of
+from paramd_service.sidecar.snapshots.standing import Standing, StandingLabel, digest_of, label_of
 from paramd_service.sidecar.snapshots.store import Block, BlockMaker
 
 MAX_MARKS = 64
@@ -230,17 +230,7 @@ def copied(attached: AttachedMemory, block: Block, layout_digest: str) -> Standi
             "missing); let training pass a step and try again"
         )
     record, table = kept
-    label = StandingLabel(
-        lineage=page[Word.LINEAGE],
-        step=step,
-        edits=page[Word.EDITS] + page[Word.EDITS_BEFORE],
-        arena_bytes=attached.request.arena_bytes,
-        optimizer_bytes=page[Word.OPTIMIZER_BYTES],
-        record_bytes=len(record),
-        table_bytes=len(table),
-        world_size=attached.request.world_size,
-        layout_digest=layout_digest,
-    )
+    label = label_of(attached, step, record, table, layout_digest)
     if label.size_bytes > block.size_bytes:
         raise ExhaustedError("the state has grown since memory was made for it; try again")
     optimizer = SparseMemory(attached.shared.optimizer)

@@ -1,9 +1,11 @@
-"""Snapshots of optimizer state that the trainer mirrored.
+"""Snapshots of all optimizer state of one step, by a mirror of it.
 
-A reader pins the table (source MOMENTS, no state key, at a boundary) together with the
-parameters; the trainer mirrors its state at that boundary. The table lists the keys. Each key is
-then pinned once, with `at_step`: its bytes move from the mirror into the snapshot, and the
-mirror's pages are released as they go. The rest is released when the table's lease ends.
+A reader pins the table (source MOMENTS, no state key) together with the parameters. Where the
+state lies in the optimizer memory, the copying thread mirrors it along with the parameters and
+writes the table; training goes on. Otherwise, at a boundary, the trainer does both. The table
+lists the keys. Each key is then pinned once, with `at_step`: its bytes move from the mirror into
+the snapshot, and the mirror's pages are released as they go. The rest is released when the
+table's lease ends.
 """
 
 from __future__ import annotations
@@ -15,12 +17,22 @@ from concurrent.futures import Executor
 from typing import Any
 
 from paramd.errors import AbortedError, ConflictError, NotFoundError
+from paramd.memory.control_page import Word
 from paramd.memory.descriptors import PAGE, SparseMemory
-from paramd.memory.moments_table import TABLE_BYTES, parse_table, room_begin, table_begin
+from paramd.memory.gate import CopySpan
+from paramd.memory.handover import MOMENT_ROOMS
+from paramd.memory.moments_table import (
+    TABLE_BYTES,
+    parse_table,
+    room_begin,
+    table_begin,
+    write_table,
+)
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.admission import CALLER
 from paramd_service.aio import uncancelled
 from paramd_service.sidecar.owner import AttachedMemory
+from paramd_service.sidecar.snapshots.live_moments import LiveMoments, Prepare
 from paramd_service.sidecar.snapshots.store import (
     BlockMaker,
     Fill,
@@ -29,6 +41,13 @@ from paramd_service.sidecar.snapshots.store import (
     Snapshot,
     SnapshotStore,
 )
+
+MISSES = 2
+"""Boundaries at which the copying thread was late, or the state was not recorded, after which the
+trainer is asked to mirror it: that holds it up, and always works."""
+
+ROOMS_IDLE_S = 10.0
+"""How long memory of a mirror that was missed is kept for the next attempt."""
 
 MOVE_BYTES = 16 << 20
 """Bytes per move: what mirror and snapshot hold twice."""
@@ -45,7 +64,10 @@ class Moments:
         blocks: BlockMaker,
         executor: Executor,
         lease: Callable[[Snapshot, float], Lease],
+        live: LiveMoments,
     ) -> None:
+        self._page = attached.page
+        self._live = live
         self._memory = SparseMemory(attached.shared.moments)
         self._arena_bytes = attached.request.arena_bytes
         self._store = store
@@ -57,27 +79,91 @@ class Moments:
         self._table: dict[str, Any] = {}
         self._taken: dict[str, list[tuple[int, int]]] = {}
         self._moving = 0
+        self._asked = 0
+        """Tables asked for that are not there yet."""
+        self._missed = 0
+        self._reserved = 0
+        """First bytes of the memory that have pages. Of the copying thread while one is asked."""
+        self._sweeping: asyncio.TimerHandle | None = None
+        self._closed = False
 
     def close(self) -> None:
         """Release the memory."""
-        self._source = None
+        self._source, self._closed = None, True
         self._memory.close()
 
+    @property
+    def is_live(self) -> bool:
+        """Whether the state can be mirrored without the trainer."""
+        return self._page[Word.MOMENTS_LIVE] == 1 and not self._live.unfit()
+
+    def ask(self, *, at_boundary: bool) -> Prepare | None:
+        """Begin to ask for a table; `ended` ends it.
+
+        Returns:
+            What mirrors the state on the copying thread; None: the trainer has to.
+        """
+        self._asked += 1
+        if not self.is_live or (at_boundary and self._missed >= MISSES):
+            return None
+        return self._mirror
+
+    def ended(self, snapshot: Snapshot | None, *, missed: bool = False) -> None:
+        """The table that was asked for is there, in `snapshot`; or, with None, is not.
+
+        Args:
+            missed: because the copying thread was late, or the state was not recorded.
+
+        Raises:
+            UsageError: the memory holds no valid table.
+        """
+        self._asked -= 1
+        if snapshot is not None:
+            self._missed = 0
+            self._mirrored(snapshot)
+            return
+        self._missed += int(missed)
+        if self._sweeping is None:
+            loop = asyncio.get_running_loop()
+            self._sweeping = loop.call_later(ROOMS_IDLE_S, self._sweep_rooms)
+
+    def _mirror(self) -> list[CopySpan] | None:
+        """Write the table, and find what to copy into the rooms; None: not recorded.
+
+        On the copying thread. Both count only if SEQ is the same after the copy.
+
+        Raises:
+            ExhaustedError: no memory for it.
+        """
+        found = self._live.now()
+        if found is None or found[0].unfit(found[1]):
+            return None
+        state, record = found
+        table = state.table(record, self._live.memory.buffer, self._arena_bytes)
+        if len(table["keys"]) > MOMENT_ROOMS:
+            return None
+        needed = room_begin(len(table["keys"]), self._arena_bytes)
+        if needed > self._reserved:
+            self._memory.reserve(self._reserved, needed)
+            self._reserved = needed
+        write_table(self._memory, self._arena_bytes, table)
+        spans = []
+        for number, key in enumerate(table["keys"]):
+            room = self._memory.address + room_begin(number, self._arena_bytes)
+            for at, place, size in state.pieces(key, 0, self._arena_bytes):
+                spans.append(CopySpan(self._live.memory.address + place, room + at, size))
+        return spans
+
     def check_free(self) -> None:
-        """Raise ConflictError while the last mirror is still being read."""
+        """Raise ConflictError while another mirror is made, or still being read."""
         self.sweep()
-        if self._source is not None or self._moving:
+        if self._source is not None or self._moving or self._asked:
             raise ConflictError(
                 "another reader holds the optimizer state of an earlier step; try again when it is "
                 "done"
             )
 
-    def mirrored(self, snapshot: Snapshot) -> None:
-        """Fill the table's snapshot after the trainer has mirrored its state.
-
-        Raises:
-            UsageError: the memory holds no valid table.
-        """
+    def _mirrored(self, snapshot: Snapshot) -> None:
         begin = table_begin(self._arena_bytes)
         memory = self._memory.buffer[begin : begin + TABLE_BYTES]
         self._table = parse_table(memory)
@@ -98,7 +184,17 @@ class Moments:
         """Release the mirror's memory once its table has no holder."""
         if self._source is not None and self._source.holders <= 0 and not self._moving:
             self._source = None
-            self._memory.release(0, self._memory.size_bytes)
+            self._release()
+
+    def _sweep_rooms(self) -> None:
+        self._sweeping = None
+        # Once closed, the descriptor may be another file's.
+        if self._source is None and not self._asked and not self._closed:
+            self._release()
+
+    def _release(self) -> None:
+        self._reserved = 0
+        self._memory.release(0, self._memory.size_bytes)
 
     async def pin(self, key: Key, step: int, lease_s: float) -> Lease:
         """Lease one key's state at the mirror's step.

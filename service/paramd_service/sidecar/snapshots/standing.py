@@ -115,21 +115,22 @@ class Standing:
         self.wanted_bytes = 0
         """Memory of all buffers, once it is made."""
         self.reached = 0
-        """Highest step that was made in these histories and may have to be made again."""
+        """Highest step that was made in these histories, if no trainer has attached since then and
+        told what has to be made again; else 0."""
         self.missed_count = 0
         """Snapshots that were asked for and not made."""
 
     def labels(self) -> list[tuple[StandingLabel, Block]]:
         """The whole snapshots and their memory, newest first."""
         with self._lock:
-            found = [(b.label, b.block) for b in self._buffers if b.label and b.block]
-        return sorted(found, key=lambda one: one[0].step, reverse=True)
+            newest_first = sorted(self._buffers, key=lambda one: one.made, reverse=True)
+            return [(b.label, b.block) for b in newest_first if b.label and b.block]
 
     def hold(self) -> tuple[StandingLabel, Block] | None:
         """The newest whole snapshot that has its digest; it stays as it is until `release`."""
         with self._lock:
             whole = [b for b in self._buffers if b.block and b.label and b.label.digest]
-            newest = max(whole, key=lambda b: b.label.step if b.label else -1, default=None)
+            newest = max(whole, key=lambda b: b.made, default=None)
             if newest is None or newest.label is None or newest.block is None:
                 return None
             newest.held = True
@@ -223,17 +224,7 @@ class Standing:
         if seq & 1 or page[Word.STEP] != step or kept is None:
             return self._missed(step, "training was past its boundary")
         record, table = kept
-        label = StandingLabel(
-            lineage=page[Word.LINEAGE],
-            step=step,
-            edits=page[Word.EDITS] + page[Word.EDITS_BEFORE],
-            arena_bytes=attached.request.arena_bytes,
-            optimizer_bytes=page[Word.OPTIMIZER_BYTES],
-            record_bytes=len(record),
-            table_bytes=len(table),
-            world_size=attached.request.world_size,
-            layout_digest=layout_digest,
-        )
+        label = label_of(attached, step, record, table, layout_digest)
         # What all ranks have elsewhere stays until they have a newer one (docs/resume.md).
         self._kept_step = page[Word.COPIES_STEP] or self._kept_step
         made = in_time(step, rewound=page[Word.REWOUND])
@@ -284,7 +275,8 @@ class Standing:
     def _expendable(self, size_bytes: int, common: int) -> _Buffer | None:
         """The buffer to write next, of those with memory for it; the lock is held."""
         there = [b for b in self._buffers if b.block is not None and _fits(b.block, size_bytes)]
-        kept = [b for b in there if b.label is not None and b.label.step == self._kept_step]
+        elsewhere = self._kept_step
+        kept = [b for b in there if elsewhere and b.label and b.label.step == elsewhere]
         free = [b for b in there if not b.held and (b not in kept or len(there) == 1)]
         if not free:
             return None
@@ -340,6 +332,24 @@ class Standing:
         self.missed_count += 1
         self._log("standing-missed", wanted_step=step, reason=reason)
         return False
+
+
+def label_of(
+    attached: AttachedMemory, step: int, record: bytes, table: bytes, layout_digest: str
+) -> StandingLabel:
+    """What the present state is, by the page; the caller proves with SEQ that it stayed so."""
+    page = attached.page
+    return StandingLabel(
+        lineage=page[Word.LINEAGE],
+        step=step,
+        edits=page[Word.EDITS] + page[Word.EDITS_BEFORE],
+        arena_bytes=attached.request.arena_bytes,
+        optimizer_bytes=page[Word.OPTIMIZER_BYTES],
+        record_bytes=len(record),
+        table_bytes=len(table),
+        world_size=attached.request.world_size,
+        layout_digest=layout_digest,
+    )
 
 
 def rebased(

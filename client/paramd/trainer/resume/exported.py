@@ -1,0 +1,403 @@
+"""Go on from an export, when nothing is left in memory.
+
+    offered   what the control plane knows of, newest first
+    open      the manifest, the headers and every checksum; changes nothing
+    fill      parameters and buffers, each rank its own parts
+    restore   the optimizers' state, if the export has it
+
+An export has no continuation record: random states, hyper-parameters and what was in `keep` are not
+in it. Those in directories and of format safetensors are read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from xxhash import xxh3_128
+
+from paramd.errors import ConflictError, DataLossError, NotFoundError, ParamdError, UsageError
+from paramd.layout.dtypes import SAFETENSORS_NAMES, item_bytes
+from paramd.layout.exports.safetensors import (
+    MAX_HEADER_BYTES,
+    MODEL_FILES,
+    OPTIMIZER_FILES,
+    OPTIMIZER_GROUPS,
+    SAFETENSORS,
+    SUFFIX,
+)
+from paramd.layout.types import (
+    Box,
+    Layout,
+    Piece,
+    TensorKind,
+    TensorLayout,
+    boxes_of_interval,
+    row_major,
+)
+from paramd.trainer.boundary.moments import Owned, find_owned
+from paramd.trainer.home.moving import bytes_at, placed
+from paramd.trainer.model.dtensor import like
+
+CHUNK_BYTES = 16 << 20
+MANIFEST = "paramd-export.json"
+MAX_MANIFEST_BYTES = 64 << 20
+
+_DTYPES = {theirs: ours for ours, theirs in SAFETENSORS_NAMES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """A finished export that the control plane knows of."""
+
+    id: str
+    step: int
+    format: str
+    destination: str
+    """As its user named it."""
+    directory: str
+    """Absolute path; empty if there is none."""
+    why_not: str
+    """Why it cannot be read from a directory; empty if it can."""
+
+    def __str__(self) -> str:
+        return f"step {self.step} as {self.format} at {self.destination}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor in a file."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin_bytes: int
+
+
+class Exported:
+    """An export being read by one rank. `close` it."""
+
+    def __init__(self, offered: Offered, layout: Layout, rank: int) -> None:
+        """No I/O."""
+        self.offered = offered
+        self._tensors = [one for one in layout.tensors if one.numel]
+        self._rank = rank
+        self._closing = ExitStack()
+        self._files: dict[str, int] = {}
+        self._manifest: dict[str, Any] = {}
+        self._model: dict[str, _Stored] = {}
+        self._states: dict[str, dict[str, _Stored]] = {}
+        self._groups: list[dict[str, Any]] | None = None
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether the optimizers' state is in it."""
+        return self._groups is not None
+
+    def missing_buffers(self) -> int:
+        """How many of the model's buffers are not in it."""
+        return sum(self._found(one) is None for one in self._tensors)
+
+    def open(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        share: tuple[int, int],
+    ) -> str:
+        """Check that it is whole and of this model; a digest of what it says it is.
+
+        Args:
+            share: this rank's number among those of its host and how many these are: together they
+                compare the checksums of all files.
+
+        Raises:
+            ParamdError, OSError: it cannot be used; says why.
+        """
+        if self.offered.format != SAFETENSORS.name:
+            raise UsageError(
+                f"only exports as {SAFETENSORS.name} are loaded; load it before attach"
+            )
+        if self.offered.why_not:
+            raise UsageError(self.offered.why_not)
+        text = self._read_manifest()
+        number, count = share
+        names = [str(one["name"]) for one in self._manifest["files"]]
+        for name in names:
+            self._open(name)
+        for one in self._manifest["files"][number::count]:
+            self._verify(one)
+        self._read_headers(names)
+        self._check_model()
+        if self.has_optimizer:
+            self._check_groups(optimizers)
+        return xxh3_128(text).hexdigest()
+
+    def fill(self, arena: memoryview) -> None:
+        """Write this rank's parts of parameters and buffers into their places in the arena.
+
+        Raises:
+            DataLossError, OSError: a file ended too early, or cannot be read any more.
+        """
+        for tensor in self._tensors:
+            stored = self._found(tensor)
+            if stored is None:
+                continue
+            for piece in self._pieces(tensor):
+                self._copy(stored, piece, bytes_at(arena, 0, arena.nbytes), piece.arena_begin)
+
+    def restore(
+        self, optimizers: Sequence[torch.optim.Optimizer], arena_address: int, arena_bytes: int
+    ) -> None:
+        """Give the optimizers the state that is in it. The parameters are in the arena.
+
+        Raises: as `fill`.
+        """
+        by_begin = [(piece, one) for one in self._tensors for piece in self._pieces(one)]
+        for owned in find_owned(optimizers, arena_address, arena_bytes):
+            within = [
+                (piece, one)
+                for piece, one in by_begin
+                if one.kind is TensorKind.PARAMETER and owned.begin <= piece.arena_begin < owned.end
+            ]
+            keys = dict.fromkeys(key for _, one in within for key in self._states.get(one.fqn, ()))
+            if keys:
+                owned.optimizer.state[owned.param] = {
+                    key: self._state(owned, key, within) for key in keys
+                }
+
+    def close(self) -> None:
+        """Close its files. Idempotent."""
+        self._closing.close()
+        self._files = {}
+
+    def _state(
+        self, owned: Owned, key: str, within: Sequence[tuple[Piece, TensorLayout]]
+    ) -> torch.Tensor | float:
+        stored = [
+            (piece, self._states[one.fqn][key], one)
+            for piece, one in within
+            if key in self._states.get(one.fqn, ())
+        ]
+        first = stored[0][1]
+        dtype: torch.dtype = getattr(torch, first.dtype)
+        if not first.shape and stored[0][2].shape:
+            # Counts such as Adam's "step": a tensor if it is of a float type, as torch keeps them.
+            value = torch.zeros((), dtype=dtype, device="cpu")
+            self._copy(first, Piece(self._rank, 0, Box((), ())), _as_bytes(value), 0)
+            return value if dtype.is_floating_point else value.item()
+        local = owned.local
+        size = (owned.end - owned.begin) // local.itemsize
+        flat = torch.zeros(size, dtype=dtype, device="cpu")
+        for piece, one, _ in stored:
+            begin = (piece.arena_begin - owned.begin) // local.itemsize * flat.itemsize
+            self._copy(one, piece, _as_bytes(flat), begin)
+        return like(owned.param, flat.as_strided(local.shape, local.stride()))
+
+    def _pieces(self, tensor: TensorLayout) -> Iterator[Piece]:
+        return (p for p in tensor.pieces if p.rank == self._rank and p.region.numel)
+
+    def _name(self, name: str) -> str:
+        return str(self._manifest["renamed"].get(name, name))
+
+    def _found(self, tensor: TensorLayout) -> _Stored | None:
+        names = (self._name(name) for name in (tensor.fqn, *tensor.aliases))
+        return next((self._model[name] for name in names if name in self._model), None)
+
+    def _read_manifest(self) -> bytearray:
+        text = self._read(self._open(MANIFEST), 0, None, MANIFEST)
+        try:
+            found = json.loads(text)
+            if found["paramd_export"] != 1:
+                raise ValueError("another version of the manifest")
+            self._manifest = {
+                "export_id": str(found["export_id"]),
+                "renamed": dict(found["renamed"]),
+                "files": [
+                    {
+                        "name": str(one["name"]),
+                        "size_bytes": int(one["size_bytes"]),
+                        "xxh3": str(one["xxh3"]),
+                    }
+                    for one in found["files"]
+                ],
+            }
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise DataLossError(f"its {MANIFEST} cannot be read ({error!r})") from None
+        if self._manifest["export_id"] != self.offered.id:
+            raise ConflictError("another export has taken its place")
+        return text
+
+    def _open(self, name: str) -> int:
+        if name in (".", "..") or "/" in name or "\0" in name:
+            raise DataLossError(f"its {MANIFEST} names a file {name[:80]!r}")
+        # Non-blocking: a FIFO of that name must not hang the training.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        try:
+            descriptor = os.open(os.path.join(self.offered.directory, name), flags)
+        except FileNotFoundError:
+            raise NotFoundError(f"{self.offered.directory} has no {name}") from None
+        self._closing.callback(os.close, descriptor)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise DataLossError(f"{name} is not a file")
+        self._files[name] = descriptor
+        return descriptor
+
+    def _verify(self, one: Mapping[str, Any]) -> None:
+        name, size_bytes = one["name"], one["size_bytes"]
+        found_bytes = os.fstat(self._files[name]).st_size
+        summed = xxh3_128()
+        for begin in range(0, size_bytes if found_bytes == size_bytes else 0, CHUNK_BYTES):
+            size = min(CHUNK_BYTES, size_bytes - begin)
+            summed.update(self._read(self._files[name], begin, size, name))
+        if found_bytes != size_bytes or summed.hexdigest() != one["xxh3"]:
+            raise DataLossError(f"{name} is damaged: it is not what was exported")
+
+    def _read_headers(self, names: Sequence[str]) -> None:
+        known = {self._name(one.fqn): one.fqn for one in self._tensors}
+        for name in names:
+            if name == OPTIMIZER_GROUPS:
+                self._groups = self._read_groups(name)
+            if not name.endswith(SUFFIX):
+                continue
+            for tensor, stored in self._header(name):
+                if name.startswith(MODEL_FILES):
+                    self._model[tensor] = stored
+                elif name.startswith(OPTIMIZER_FILES):
+                    owner, _, key = tensor.rpartition(".")
+                    if owner not in known:
+                        raise UsageError(f"it has optimizer state of {owner!r}, unlike this model")
+                    self._states.setdefault(known[owner], {})[key] = stored
+
+    def _read_groups(self, name: str) -> list[dict[str, Any]]:
+        try:
+            text = self._read(self._files[name], 0, None, name)
+            return [dict(group) for group in json.loads(text)["groups"]]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise DataLossError(f"{name} cannot be read ({error!r})") from None
+
+    def _header(self, name: str) -> Iterator[tuple[str, _Stored]]:
+        descriptor = self._files[name]
+        length = int.from_bytes(self._read(descriptor, 0, 8, name), "little")
+        if length > MAX_HEADER_BYTES:
+            raise DataLossError(f"{name} has a header of {length:,} bytes")
+        try:
+            header = json.loads(self._read(descriptor, 8, length, name))
+            for tensor, facts in header.items():
+                if tensor != "__metadata__":
+                    begin, end = facts["data_offsets"]
+                    shape, dtype = tuple(map(int, facts["shape"])), _DTYPES[facts["dtype"]]
+                    if end - begin != prod(shape) * item_bytes(dtype) or begin < 0:
+                        raise ValueError(f"the size of {tensor}")
+                    yield tensor, _Stored(name, dtype, shape, 8 + length + int(begin))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise DataLossError(f"the header of {name} cannot be read ({error!r})") from None
+
+    def _check_model(self) -> None:
+        known = set()
+        for tensor in self._tensors:
+            known |= {self._name(name) for name in (tensor.fqn, *tensor.aliases)}
+            stored = self._found(tensor)
+            if stored is None:
+                if tensor.kind is TensorKind.BUFFER:
+                    continue
+                raise UsageError(f"it has no {tensor.fqn!r}")
+            if (stored.dtype, stored.shape) != (tensor.dtype, tensor.shape):
+                raise UsageError(
+                    f"{tensor.fqn!r} is {stored.dtype} {list(stored.shape)} there and "
+                    f"{tensor.dtype} {list(tensor.shape)} in this training"
+                )
+            for key, state in self._states.get(tensor.fqn, {}).items():
+                if state.shape not in (tensor.shape, ()):
+                    raise UsageError(f"state {key!r} of {tensor.fqn!r} has another shape there")
+        if strange := sorted(set(self._model) - known):
+            raise UsageError(f"it has {strange[0]!r}, unlike this model")
+
+    def _check_groups(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Refuse state of other optimizers. It has no classes; their settings' names tell."""
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        were = self._groups or []
+        if len(were) != len(groups):
+            raise UsageError(
+                f"its optimizers had {len(were)} parameter groups and have {len(groups)}"
+            )
+        for number, (was, group) in enumerate(zip(were, groups, strict=True)):
+            # A scheduler adds one, whenever it is made.
+            apart = (set(was) ^ set(group)) - {"params", "initial_lr"}
+            if apart:
+                raise UsageError(
+                    f"its optimizers were others: in group {number}, setting {min(apart)!r} is "
+                    f"{'there' if min(apart) in was else 'in this training'} alone"
+                )
+
+    def _copy(self, stored: _Stored, piece: Piece, memory: torch.Tensor, begin_bytes: int) -> None:
+        """Copy a region of a stored tensor to where `memory` has it, from `begin_bytes` on."""
+        dtype: torch.dtype = getattr(torch, stored.dtype)
+        region, at = piece.region, begin_bytes
+        boxes = [region] if isinstance(region, Box) else boxes_of_interval(region, stored.shape)
+        for box in boxes:
+            strides = piece.strides if piece.strides is not None else row_major(box.sizes)
+            storage = memory.untyped_storage()
+            offset = int(memory.storage_offset()) + at
+            target = placed(dtype, storage, offset, box.sizes, strides)
+            with torch.no_grad():
+                self._copy_box(stored, box, target, dtype)
+            at += box.numel * dtype.itemsize
+
+    def _copy_box(
+        self, stored: _Stored, box: Box, target: torch.Tensor, dtype: torch.dtype
+    ) -> None:
+        descriptor = self._files[stored.file]
+        if not stored.shape:
+            data = self._read(descriptor, stored.begin_bytes, dtype.itemsize, stored.file)
+            target.copy_(torch.frombuffer(data, dtype=dtype).view(()))
+            return
+        row_bytes = prod(stored.shape[1:]) * dtype.itemsize
+        count = max(CHUNK_BYTES // max(row_bytes, 1), 1)
+        inner = tuple(slice(b, e) for b, e in zip(box.begin[1:], box.end[1:], strict=True))
+        for first in range(box.begin[0], box.end[0], count):
+            last = min(first + count, box.end[0])
+            begin = stored.begin_bytes + first * row_bytes
+            data = self._read(descriptor, begin, (last - first) * row_bytes, stored.file)
+            rows = torch.frombuffer(data, dtype=dtype).view(last - first, *stored.shape[1:])
+            target[first - box.begin[0] : last - box.begin[0]].copy_(rows[(slice(None), *inner)])
+
+    @staticmethod
+    def _read(descriptor: int, begin: int, size: int | None, name: str) -> bytearray:
+        """Exactly `size` bytes; None: the whole file."""
+        if size is None:
+            size = min(os.fstat(descriptor).st_size, MAX_MANIFEST_BYTES)
+        data = bytearray(size)
+        view, done = memoryview(data), 0
+        while done < size:
+            count = os.preadv(descriptor, [view[done:]], begin + done)
+            if not count:
+                raise DataLossError(f"{name} ends too early")
+            done += count
+        return data
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def opened(
+    offered: Offered,
+    layout: Layout,
+    rank: int,
+    optimizers: Sequence[torch.optim.Optimizer],
+    share: tuple[int, int],
+) -> tuple[Exported | None, dict[str, Any]]:
+    """An export that this rank can read, and what to tell the other ranks."""
+    found = Exported(offered, layout, rank)
+    try:
+        return found, {"why": "", "digest": found.open(optimizers, share=share)}
+    except (ParamdError, OSError) as error:
+        found.close()
+        return None, {"why": str(error) or repr(error), "digest": ""}

@@ -1,0 +1,186 @@
+"""Optimizer state read from outside: every bit is the trainer's, whoever copies it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from paramd.errors import ConflictError
+from paramd.mesh.mesh import Mesh
+from paramd.mesh.results import OptimizerState
+from tests.launch import Ranks, start_ranks
+from tests.longer import sample
+from tests.multiprocess.truth import connect_to, wait_until
+from tests.multiprocess.workers.optimizer_state import digest
+
+WORKER = "tests.multiprocess.workers.optimizer_state"
+JOB = "states"
+
+
+@contextmanager
+def training(
+    folder: Path, *options: str, how: str = "auto", ends: bool = True
+) -> Iterator[tuple[Mesh, Ranks]]:
+    """Two ranks that train; they end when the block does."""
+    state_dir, out = folder / "state", folder / "out"
+    out.mkdir()
+    environment = {
+        "PARAMD_OPTIMIZER": how,
+        "PARAMD_DESTINATIONS": json.dumps({"here": str(out)}),
+        "PARAMD_LINGER_S": "60",
+    }
+    with start_ranks(
+        WORKER, 2, args=[str(folder), *options], state_dir=state_dir, env=environment
+    ) as ranks:
+        try:
+            wait_until((folder / "truth-3").exists, "it trains")
+            with connect_to(state_dir, JOB) as mesh:
+                yield mesh, ranks
+            if ends:
+                (folder / "end").touch()
+                assert [one.returncode for one in ranks.wait(timeout_s=60.0)] == [0, 0]
+        except BaseException:
+            print(ranks.outputs())
+            raise
+
+
+def truth(folder: Path, step: int) -> dict[str, dict[str, Any]]:
+    path = folder / f"truth-{step}"
+    wait_until(path.exists, f"the truth of step {step}")
+    found: dict[str, dict[str, Any]] = json.loads(path.read_text())
+    return found
+
+
+def assert_told(state: OptimizerState, known: dict[str, dict[str, Any]]) -> None:
+    """Every bit is the trainer's; the optimizer knows tied parameters by one name, we by each."""
+    found = {
+        name: {
+            key: digest(value) if isinstance(value, torch.Tensor) else value
+            for key, value in one.items()
+        }
+        for name, one in state.items()
+    }
+    told = {name: {key: v for key, v in one.items() if key} for name, one in known.items()}
+    for name, of in found.items():
+        if known[name][""] == digest(torch.empty(0)):
+            assert of == {}, name  # nobody holds any part of it
+            continue
+        tied = [n for n in told if told[n] and known[n][""] == known[name][""]]
+        assert of == told[name] or of in [told[n] for n in tied if not told[name]], name
+    assert set(found) == set(told)
+
+
+KINDS = ["plain", "ddp", "fsdp1-full", "fsdp1-full-orig", "fsdp2", "hsdp", "tp", "tp-fsdp2"]
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("kind", sample(KINDS, ["fsdp1-full", "tp-fsdp2"]))
+def test_state_is_read_while_training_goes_on(kind: str, tmp_path: Path) -> None:
+    # One parameter of the plain model has gaps, and its state none: that is the trainer's to copy.
+    only_live = ["--no-mirror"] if kind != "plain" else []
+    with training(tmp_path, "--kind", kind, *only_live) as (mesh, _):
+        found = mesh.optimizer()
+        assert_told(found, truth(tmp_path, found.step))
+        assert found.groups[0]["lr"] == 0.01
+        assert "embed.weight" in found.groups[0]["params"]
+        both = mesh.summon("*", optimizer=True)
+        assert both.optimizer is not None
+        assert both.optimizer.step == both.step > found.step
+        known = truth(tmp_path, both.step)
+        assert {name: digest(tensor) for name, tensor in both.items()} == {
+            name: one[""] for name, one in known.items() if name in both
+        }
+        assert_told(both.optimizer, known)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("options", [("auto", "mirror"), ("never", "arena"), ("never", "auto")])
+def test_the_switch_changes_who_copies_and_no_bit(options: tuple[str, str], tmp_path: Path) -> None:
+    resume, how = options
+    only_live = ["--no-mirror"] if how == "arena" else []
+    with training(tmp_path, "--resume", resume, *only_live, how=how) as (mesh, _):
+        found = mesh.summon("*", optimizer=True)
+        assert found.optimizer is not None
+        known = truth(tmp_path, found.step)
+        assert_told(found.optimizer, known)
+        assert all(digest(tensor) == known[name][""] for name, tensor in found.items())
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
+def test_state_without_tensors_is_no_obstacle(optimizer: str, tmp_path: Path) -> None:
+    with training(tmp_path, "--optimizer", optimizer, "--no-mirror") as (mesh, _):
+        found = mesh.optimizer()
+        assert_told(found, truth(tmp_path, found.step))
+        assert {key for one in found.values() for key in one} == (
+            {"momentum_buffer"} if optimizer == "momentum" else set()
+        )
+
+
+@pytest.mark.timeout(180)
+def test_state_of_a_training_that_hangs_and_of_one_that_died(tmp_path: Path) -> None:
+    with training(tmp_path, "--no-mirror", ends=False) as (mesh, ranks):
+        (tmp_path / "hang").touch()
+        wait_until(
+            lambda: all((tmp_path / f"hangs-{rank}").exists() for rank in range(2)), "they hang"
+        )
+        hung = mesh.optimizer(timeout=30.0)
+        known = truth(tmp_path, hung.step)
+        assert not (tmp_path / f"truth-{hung.step + 1}").exists()
+        assert_told(hung, known)
+        for rank in ranks:
+            os.kill(rank.process.pid, signal.SIGKILL)
+        wait_until(lambda: all(r.process.poll() is not None for r in ranks), "they are dead")
+        died = mesh.summon("*", optimizer=True, timeout=30.0)
+        assert died.step == hung.step
+        assert died.optimizer is not None
+        assert_told(died.optimizer, known)
+        # A checkpoint of the last step, optimizer included, after every trainer is gone.
+        include = ["parameters", "optimizer"]
+        mesh.export("here/last", include=include).wait(timeout=60)
+        files = [load_file(path) for path in (tmp_path / "out" / "last").glob("*.safetensors")]
+        stored = {name: tensor for one in files for name, tensor in one.items()}
+        for name, state in known.items():
+            for key, value in state.items():
+                if key and isinstance(value, str):
+                    matching = [t for n, t in stored.items() if name in n and n.endswith(key)]
+                    assert value in [digest(t) for t in matching], (name, key, list(stored))
+
+
+@pytest.mark.timeout(180)
+def test_the_trainer_copies_what_was_not_recorded_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PARAMD_KEEP_EVERY", "1000000")
+    with training(tmp_path, how="arena") as (mesh, _):
+        found = mesh.optimizer(timeout=60.0)
+        assert found.step > 0
+        assert_told(found, truth(tmp_path, found.step))
+
+
+@pytest.mark.timeout(180)
+def test_readers_at_the_same_time_get_one_state_or_are_told_to_wait(tmp_path: Path) -> None:
+    def read(mesh: Mesh) -> OptimizerState | ConflictError:
+        try:
+            return mesh.optimizer()
+        except ConflictError as error:
+            return error
+
+    with training(tmp_path) as (mesh, _), ThreadPoolExecutor(3) as threads:
+        found = [one for _ in range(3) for one in threads.map(read, [mesh] * 3)]
+        read_ones = [one for one in found if isinstance(one, OptimizerState)]
+        refused = [str(one) for one in found if isinstance(one, ConflictError)]
+        assert len(read_ones) >= 3
+        for one in read_ones:
+            assert_told(one, truth(tmp_path, one.step))
+        assert all("another reader" in reason for reason in refused), refused

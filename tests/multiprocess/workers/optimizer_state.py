@@ -1,0 +1,100 @@
+"""Trains, and tells at each step the digest of each parameter's and each optimizer state's bytes.
+
+<folder>/truth-<step>   {name: {"": digest of the parameter, key: digest or number, ...}}, by rank 0
+<folder>/hang           every rank's next forward waits inside
+<folder>/end            training ends
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+import paramd
+from paramd.trainer.boundary.moments import Moments
+from tests.ending import end
+from tests.multiprocess import kinds
+
+JOB = "states"
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01, weight_decay=0.1, amsgrad=True),
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.05),
+    "momentum": lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9),
+}
+
+
+def digest(tensor: torch.Tensor) -> str:
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(data).hexdigest()
+
+
+def truth(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """Collective."""
+    found = {
+        name: {"": digest(tensor)} for name, tensor in sorted(kinds.full_parameters(model).items())
+    }
+    options = StateDictOptions(full_state_dict=True)
+    for name, state in get_optimizer_state_dict(model, optimizer, options=options)["state"].items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                found[name][key] = digest(value) if key != "step" else float(value)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--kind", default="fsdp2")
+    parser.add_argument("--optimizer", default="adamw")
+    parser.add_argument("--resume", default="auto")
+    parser.add_argument("--no-mirror", action="store_true", help="the trainer must not be asked")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # torch's own, hundreds of them
+    if args.no_mirror:
+        Moments.mirror = refused  # type: ignore[method-assign]
+    dist.init_process_group("gloo")
+    built = kinds.named(args.kind).build(0)
+    wanted = [param for param in built.model.parameters() if param.requires_grad]
+    optimizer = OPTIMIZERS[args.optimizer](wanted)
+    attachment = paramd.attach(built.model, optimizer, job=JOB, resume=args.resume)
+
+    def hang(*_: object) -> None:
+        while (args.folder / "hang").exists():
+            (args.folder / f"hangs-{dist.get_rank()}").touch()
+            time.sleep(0.02)
+
+    # After paramd's own hook, which settles the step.
+    built.model.register_forward_pre_hook(hang)
+    over = torch.zeros(1)
+    while not over.item():
+        optimizer.zero_grad()
+        built.loss(attachment.step).backward()
+        optimizer.step()
+        told = truth(built.model, optimizer)
+        if dist.get_rank() == 0:
+            path = args.folder / f"truth-{attachment.step}"
+            path.with_suffix(".new").write_text(json.dumps(told))
+            path.with_suffix(".new").rename(path)
+        over.fill_((args.folder / "end").exists())
+        dist.all_reduce(over)
+    attachment.detach()
+    dist.destroy_process_group()
+    return 0
+
+
+def refused(_: Moments) -> None:
+    raise AssertionError("the trainer was asked for a copy of its optimizer state")
+
+
+if __name__ == "__main__":
+    end(main)

@@ -64,15 +64,15 @@ def wait_for(condition: Callable[[], bool], ranks: Ranks) -> None:
 
 def at(folder: Path, rank: int = 0) -> int:
     path = folder / "life" / f"at-{rank}"
-    return int(path.read_text() or -1) if path.exists() else -1
+    return int(path.read_text()) if path.exists() else -1
 
 
 def ended(folder: Path, ranks: Ranks, steps: int = 60) -> int:
     """Let the training end some steps from now; return at which."""
-    last = at(folder) + steps
-    (folder / "life" / "end").write_text(str(last))
+    (folder / "life" / "end").write_text(str(at(folder) + steps))
     for result in ranks.wait(timeout_s=DEADLINE_S):
         assert result.returncode == 0, ranks.outputs()
+    (last,) = {at(folder, rank.rank) for rank in ranks}
     return last
 
 

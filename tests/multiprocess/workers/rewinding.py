@@ -82,7 +82,9 @@ def main() -> int:
             optimizer.step()
             scheduler.step()
             attachment.log(loss=1e6 if (folder / "diverges").exists() else 1.0)
-            at.write_text(str(attachment.step))
+            written = at.with_suffix(".new")
+            written.write_text(str(attachment.step))
+            written.replace(at)
             time.sleep(args.pause_s)
             if over():
                 return

@@ -45,6 +45,10 @@ def test_no_module_outside_the_trainer_loads_torch_when_imported() -> None:
     assert _first_heavy(light) == ""
 
 
+def test_a_training_that_attaches_loads_no_clients_of_networks() -> None:
+    assert _first_heavy(["paramd.trainer.attaching.attach"], ("grpc", "httpx2")) == ""
+
+
 def test_the_probe_sees_torch_where_it_is_loaded() -> None:
     assert _first_heavy(["json", "torch.version"]).startswith("torch.version loads ['torch'")
 
@@ -64,9 +68,9 @@ def _needs_torch(module: str) -> bool:
     return any(module == name or module.startswith(f"{name}.") for name in NEEDS_TORCH)
 
 
-def _first_heavy(modules: list[str]) -> str:
-    """Imports modules in order in a process of its own; names the first that loads torch."""
-    command = [sys.executable, "-c", PROBE, ",".join(HEAVY), *modules]
+def _first_heavy(modules: list[str], heavy: tuple[str, ...] = HEAVY) -> str:
+    """Imports modules in order in a process of its own; names the first that loads one of them."""
+    command = [sys.executable, "-c", PROBE, ",".join(heavy), *modules]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()

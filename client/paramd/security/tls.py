@@ -20,13 +20,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import grpc
-import grpc.aio
-
 from paramd.errors import DeniedError, UsageError
+
+if TYPE_CHECKING:
+    # Trainers have certificates and open no channels: gRPC stays out of their processes.
+    import grpc
+    import grpc.aio
 
 SCHEME = "grpcs://"
 JOB_SCHEME = "mtls://"
@@ -132,6 +134,8 @@ class ClientTls:
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """For gRPC channels. Raises UsageError when a file cannot be read."""
+        import grpc
+
         if self.pems is not None:
             pems = self.pems
             return grpc.ssl_channel_credentials(pems.ca, pems.key or None, pems.cert or None)
@@ -206,6 +210,8 @@ def open_channel(
         DeniedError: another host without TLS: the ticket would cross the network in the clear.
         UsageError: a file cannot be read, or the address is invalid.
     """
+    import grpc.aio
+
     check_address(address)
     if is_secure(address):
         tls = tls if tls is not None else ClientTls.from_environment()

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
-
-import httpx2
 
 from paramd.errors import (
     ConflictError,
@@ -20,6 +18,9 @@ from paramd.errors import (
 from paramd.security.tickets import key_from_hex
 from paramd.security.tls import ClientTls, Pems, https_context, not_accepted
 from paramd.trainer.settings import AttachSettings
+
+if TYPE_CHECKING:
+    import httpx2
 
 TIMEOUT_S = 10.0
 """Longest wait for the control plane at attach, in seconds."""
@@ -61,6 +62,8 @@ def register(
         ConflictError: the job is already training, or the control plane belongs to another job.
         UsageError: invalid URL, or one that would send the token unencrypted to another host.
     """
+    import httpx2  # here, because most jobs have no site
+
     url = settings.control.rstrip("/")
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:

@@ -172,17 +172,20 @@ class FollowStoreRequest(google.protobuf.message.Message):
     JOB_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
     NUMBER_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
     job: builtins.str
     incarnation: builtins.int
     number: builtins.int
+    generation: builtins.int
     def __init__(
         self,
         *,
         job: builtins.str = ...,
         incarnation: builtins.int = ...,
         number: builtins.int = ...,
+        generation: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "job", b"job", "number", b"number"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["generation", b"generation", "incarnation", b"incarnation", "job", b"job", "number", b"number"]) -> None: ...
 
 global___FollowStoreRequest = FollowStoreRequest
 

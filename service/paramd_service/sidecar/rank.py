@@ -318,6 +318,15 @@ class RankSidecar:
             )
         self.control_generation = generation
 
+    def move_control(self, generation: int, address: str) -> None:
+        """Follow the control plane at another address. Raises ConflictError as `follow_control`."""
+        mesh = self.ready_mesh()
+        self.follow_control(generation)
+        if address != mesh.control_address:
+            self.mesh = replace(mesh, control_address=address)
+            self.log("control-plane-moved", generation=generation, address=address)
+            self._changed()
+
     def take_time(self, now_s: float) -> None:
         """Take the control plane's time, 0 if unknown, for what expires by it.
 

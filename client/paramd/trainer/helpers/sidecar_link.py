@@ -12,7 +12,7 @@ import select
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -66,7 +66,13 @@ class Identity:
     copy_ticket: str = field(default="", repr=False)
     """Lets this rank's sidecar send copies to another host; empty: it sends none."""
     private_key: bytes | None = field(default=None, repr=False)
-    """Signs the job's tickets; only on rank 0, which starts the control plane."""
+    """Signs the job's tickets; only on the ranks that start a control plane."""
+    control_token: str = field(default="", repr=False)
+    """Its owner's token, on the same ranks."""
+    leader: int = 0
+    """The rank that starts the control plane."""
+    standby: int | None = None
+    """The rank that starts another one, which stands by; None: there is none."""
     own_tls: OwnTls | None = None
     """For ranks on several hosts."""
 
@@ -395,6 +401,9 @@ class ControlLink:
         self._supervisor = Supervisor("control", self._start)
         self._listen = ""
         self._grpc_listen = ""
+        self._peers: list[str] = []
+        self._leader = ""
+        self._is_standby = False
         self.url = ""
         self.grpc_address = ""
         self.exports: list[dict[str, Any]] = []
@@ -417,6 +426,17 @@ class ControlLink:
             raise
         self._supervisor.start(pidfd)
 
+    def know(self, peers: Sequence[str]) -> None:
+        """With a standby, started again it is the control plane only if the ranks, whose sidecars
+        are at these addresses, follow no other by then."""
+        self._peers = list(peers)
+
+    def stand_by(self, peers: Sequence[str], leader: str) -> None:
+        """Start it as the standby of the control plane at `leader`. Raises as `open`."""
+        self._is_standby, self._leader = True, leader
+        self.know(peers)
+        self.open(resumes=False)
+
     def release(self) -> None:
         """Stop supervising: it ends by itself when all sidecars have left. Idempotent."""
         self._supervisor.close()
@@ -432,7 +452,7 @@ class ControlLink:
         if self._process is not None:
             self._process.wait()
         identity = self._identity
-        assert identity.private_key is not None, "rank 0 has it"
+        assert identity.private_key is not None, "the leader and the standby have it"
         own = identity.own_tls
         arguments = ["--job", identity.job, "--listen", self._wanted_listen()]
         if own is not None:
@@ -447,7 +467,11 @@ class ControlLink:
             "token": self._token,
             "own_tls": own is not None,
             "resumes": resumes,
+            "has_standby": identity.standby is not None,
         }
+        if self._peers:
+            at_home = not self._is_standby
+            secrets["stands"] = {"peers": self._peers, "leader": self._leader, "at_home": at_home}
         log_path = self._directory / "control.log"
         self._process, output = spawn(
             "paramd_service.control",
@@ -460,6 +484,8 @@ class ControlLink:
         if ready is None:
             end(self._process, grace_s=0.0)
             raise UnreachableError(f"the control plane did not start; see {log_path}")
+        if not ready["url"]:
+            return descriptors.pidfd(self._process.pid)  # stands by
         self.url, self.grpc_address = ready["url"], ready["grpc_address"]
         self._listen, self._grpc_listen = ready["listen"], ready["grpc_listen"]
         self.exports = ready["exports"]

@@ -173,10 +173,12 @@ class FollowStoreRequest(google.protobuf.message.Message):
     INCARNATION_FIELD_NUMBER: builtins.int
     NUMBER_FIELD_NUMBER: builtins.int
     GENERATION_FIELD_NUMBER: builtins.int
+    WANTS_BACK_FIELD_NUMBER: builtins.int
     job: builtins.str
     incarnation: builtins.int
     number: builtins.int
     generation: builtins.int
+    wants_back: builtins.bool
     def __init__(
         self,
         *,
@@ -184,8 +186,9 @@ class FollowStoreRequest(google.protobuf.message.Message):
         incarnation: builtins.int = ...,
         number: builtins.int = ...,
         generation: builtins.int = ...,
+        wants_back: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["generation", b"generation", "incarnation", b"incarnation", "job", b"job", "number", b"number"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["generation", b"generation", "incarnation", b"incarnation", "job", b"job", "number", b"number", "wants_back", b"wants_back"]) -> None: ...
 
 global___FollowStoreRequest = FollowStoreRequest
 
@@ -200,12 +203,14 @@ class FollowStoreResponse(google.protobuf.message.Message):
     AUDIT_HEAD_FIELD_NUMBER: builtins.int
     LAST_FIELD_NUMBER: builtins.int
     URL_FIELD_NUMBER: builtins.int
+    HANDED_OVER_FIELD_NUMBER: builtins.int
     generation: builtins.int
     number: builtins.int
     size_bytes: builtins.int
     audit_head: builtins.bytes
     last: builtins.bool
     url: builtins.str
+    handed_over: builtins.bool
     @property
     def pages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StorePage]: ...
     def __init__(
@@ -218,8 +223,9 @@ class FollowStoreResponse(google.protobuf.message.Message):
         audit_head: builtins.bytes = ...,
         last: builtins.bool = ...,
         url: builtins.str = ...,
+        handed_over: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["audit_head", b"audit_head", "generation", b"generation", "last", b"last", "number", b"number", "pages", b"pages", "size_bytes", b"size_bytes", "url", b"url"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["audit_head", b"audit_head", "generation", b"generation", "handed_over", b"handed_over", "last", b"last", "number", b"number", "pages", b"pages", "size_bytes", b"size_bytes", "url", b"url"]) -> None: ...
 
 global___FollowStoreResponse = FollowStoreResponse
 

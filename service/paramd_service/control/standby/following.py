@@ -24,6 +24,10 @@ SILENT_S = 3.0
 KEEP_EVERY_S = 5.0
 """How often the copy is written to disk at most; it is complete in memory."""
 
+BACK_AFTER_S = 10.0
+"""So long the first control plane follows another without a break before it wants to be it again:
+programs elsewhere know its address."""
+
 log = logging.getLogger("paramd.control.standby")
 
 
@@ -32,6 +36,8 @@ class Outcome(Enum):
 
     OVER = "over"
     """The incarnation is: there is nothing left to stand by for."""
+    HANDED_OVER = "handed over"
+    """It has handed over to this process."""
     LOST = "lost"
     """It is gone, or cannot be reached from here."""
 
@@ -93,15 +99,18 @@ class Following:
             if part.url != url:
                 url = part.url
                 self._on_url(url)
-            if self._replica is not None and self._replica.take(part):
-                log.debug("has state %d of the store", part.number)
+            if self._replica is not None:
+                self._replica.take(part)
+            if part.handed_over:
+                return Outcome.HANDED_OVER
             self._said.set()
             if time.monotonic() - kept_s >= KEEP_EVERY_S:
                 await self._keep()
                 kept_s = time.monotonic()
 
     async def _acknowledged(self, stood: int) -> AsyncIterator[control_pb2.FollowStoreRequest]:
-        mine = self._bootstrap
+        mine, begun_s = self._bootstrap, time.monotonic()
+        at_home = mine.stands is not None and mine.stands.at_home
         self._said.clear()
         while True:
             yield control_pb2.FollowStoreRequest(
@@ -109,6 +118,7 @@ class Following:
                 incarnation=mine.incarnation,
                 number=self._replica.number if self._replica is not None else 0,
                 generation=stood,
+                wants_back=at_home and time.monotonic() - begun_s >= BACK_AFTER_S,
             )
             await self._said.wait()
             self._said.clear()

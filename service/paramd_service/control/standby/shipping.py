@@ -26,6 +26,9 @@ HEARD_S = 2.0
 TOGETHER_S = 0.05
 """Time between two states: changes that come together are sent together."""
 
+HANDED_S = 5.0
+"""How long nothing is changed after it was handed over: else whoever took it has failed."""
+
 COPIED_S = 1.0
 """Longest that a change waits for the standby to have it."""
 
@@ -45,6 +48,9 @@ class Shipping:
         self._following: object | None = None
         """The stream that counts: a standby that comes back opens another one."""
         self._heard_s = -HEARD_S
+        self._wanted_back = False
+        self._handed_s = -HANDED_S
+        """When it was handed over, on the monotonic clock."""
         self._copied = 0
         """Commits of the store that the standby has."""
         records.store.on_commit = self._committed
@@ -57,6 +63,10 @@ class Shipping:
 
     def check(self, view: MeshView) -> None:
         """Raise UnreachableError when another control plane may have been elected by now."""
+        if time.monotonic() - self._handed_s < HANDED_S:
+            raise UnreachableError(
+                "the control plane is moving back to its first host; try again in a few seconds"
+            )
         joined = sum(rank.membership is Membership.JOINED for rank in view.ranks)
         if not self.is_followed and 2 * joined <= len(view.ranks):
             raise UnreachableError(
@@ -83,15 +93,19 @@ class Shipping:
             while self._following is me and not hearing.done():
                 self._changed.clear()
                 commits = self._records.store.commits
-                if commits != sent.get(number, -1) and (state := await self._state()) is not None:
+                handed = self._hands_over()
+                due = handed or commits != sent.get(number, -1)
+                if due and (state := await self._state()) is not None:
                     number += 1
                     sent[number] = commits
                     for part in await asyncio.to_thread(self._parts, number, before, state):
+                        part.handed_over = handed and part.last
                         yield part
                     before = state.file
                     await asyncio.sleep(TOGETHER_S)
                 else:
-                    yield self._message()
+                    yield self._message(handed_over=handed and self._shares)
+                    self._handed_s = self._handed_s if self._shares else -HANDED_S
                 _check_goes_on(mesh)
                 try:
                     async with asyncio.timeout(SAY_S):
@@ -101,13 +115,28 @@ class Shipping:
             _check_goes_on(mesh)
         finally:
             hearing.cancel()
-            await asyncio.wait({hearing})
+            await asyncio.gather(hearing, return_exceptions=True)
             log.info("a standby follows no more")
+
+    @property
+    def _shares(self) -> bool:
+        """Whether the standby uses the same database: there is no file to copy."""
+        return self._records.store.address.path is None
+
+    def _hands_over(self) -> bool:
+        """Whether the state that is sent next is the last before the first control plane is back.
+
+        From now on nothing is changed here, and nothing is being changed.
+        """
+        if not self._wanted_back or self._records.audit.mutations:
+            return False
+        self._wanted_back, self._handed_s = False, time.monotonic()
+        return True
 
     async def _state(self) -> State | None:
         """None without a file to copy, or when it cannot be read now."""
         store = self._records.store
-        if store.address.path is None:
+        if self._shares:
             return None
         try:
             return await store.read(
@@ -150,6 +179,7 @@ class Shipping:
                 return
             mesh.saw_generation(request.generation)
             self._heard_s = time.monotonic()
+            self._wanted_back = request.wants_back
             async with self._arrived:
                 self._copied = max(self._copied, sent.get(request.number, 0))
                 self._arrived.notify_all()
@@ -161,7 +191,7 @@ class Shipping:
     async def _wait_copied(self) -> None:
         """Wait until the standby has what is committed now, as long as it is there."""
         store = self._records.store
-        if store.address.path is None or not self.is_followed:
+        if self._shares or not self.is_followed:
             return
         commits = store.commits
         try:

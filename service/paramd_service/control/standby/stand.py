@@ -9,10 +9,11 @@ import time
 from paramd import places
 from paramd.errors import ConflictError, UsageError
 from paramd.places import Endpoint
+from paramd.v1 import sidecar_pb2
 from paramd_service.control.base.config import Bootstrap, ControlConfig, Stands
 from paramd_service.control.base.endpoint import Claim, announce
 from paramd_service.control.base.site import next_generation
-from paramd_service.control.standby.election import STAND, Step, Voters, decide, is_enough
+from paramd_service.control.standby.election import ELECTED, STAND, Step, Voters, decide, is_enough
 from paramd_service.control.standby.following import Following, Outcome
 from paramd_service.control.standby.image import Replica
 from paramd_service.control.store.engine import parse_store
@@ -53,13 +54,17 @@ class Standing:
                     leader, heard_s = "", time.monotonic()
                     if outcome is Outcome.OVER:
                         return None
+                    if outcome is Outcome.HANDED_OVER and (
+                        elected := await self._stand(voters, ELECTED)
+                    ):
+                        return elected
                 answers = await voters.ask()
                 heard_s = time.monotonic() if answers else heard_s
                 decision = decide(answers, self._bootstrap.world_size, at_home=self._stands.at_home)
                 log.info("%s: %s", decision.step.value, decision.reason)
                 if decision.step is Step.FOLLOW:
                     leader = decision.address
-                elif decision.step is Step.STAND and (elected := await self._stand(voters)):
+                elif decision.step is Step.STAND and (elected := await self._stand(voters, STAND)):
                     return elected
                 if decision.step is not Step.FOLLOW:
                     await asyncio.sleep(AGAIN_S)
@@ -80,12 +85,14 @@ class Standing:
         if self._endpoint is not None:
             places.remove_endpoint(self._endpoint)
 
-    async def _stand(self, voters: Voters) -> tuple[int, Claim] | None:
+    async def _stand(
+        self, voters: Voters, purpose: sidecar_pb2.FollowPurpose.ValueType
+    ) -> tuple[int, Claim] | None:
         claim = Claim(self._config, self._bootstrap)
         try:
             generation = self._stood = next_generation(places.job_dir(self._bootstrap.job))
             answers = await voters.ask(
-                STAND,
+                purpose,
                 generation=generation,
                 control_address=claim.whereabouts().grpc_address,
             )

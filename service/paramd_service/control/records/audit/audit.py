@@ -225,6 +225,8 @@ class Audit:
         """Raises ParamdError when this control plane is to change nothing."""
         self.copied: Callable[[], Awaitable[None]] = _at_once
         """Waits until a standby, if there is one, has what is in the store."""
+        self.mutations = 0
+        """In progress."""
         self.failure = ""
         """Why the last record could not be written; empty if it was."""
 
@@ -241,6 +243,15 @@ class Audit:
             ParamdError: as `may_change`.
         """
         self.may_change()
+        self.mutations += 1
+        try:
+            async with self._recorded(action) as entry:
+                yield entry
+        finally:
+            self.mutations -= 1
+
+    @asynccontextmanager
+    async def _recorded(self, action: Action) -> AsyncIterator[Entry]:
         entry = Entry(await self._intent(action))
         try:
             yield entry

@@ -1,4 +1,4 @@
-"""The control plane moves, with its store, to the standby's host when its own is cut off or lost."""
+"""The control plane moves with its store to another host when its own is cut off or lost."""
 
 from __future__ import annotations
 
@@ -93,15 +93,17 @@ def test_the_control_plane_moves_with_its_store_and_back_and_outlives_its_host(
         stack.callback(at.end)
         # The standby's host knows where the control plane is.
         at.wait_moved(two, one)
-        at.paramd(two, "token", "create", "before", "--role", "reader")
+        at.paramd(two, "token", "create", "--name", "before", "--role", "reader")
 
         # Cut: each side has half of the ranks. Only the standby may be elected by half.
         two.cable("ip", "link", "set", "h2-1", "down")
         cut_s = at.wait_moved(two, two)
-        at.paramd(two, "token", "create", "during", "--role", "reader")
+        at.paramd(two, "token", "create", "--name", "during", "--role", "reader")
 
         def refused() -> bool:
-            done = at.paramd(one, "token", "create", "lost", "--role", "reader", check=False)
+            done = at.paramd(
+                one, "token", "create", "--name", "lost", "--role", "reader", check=False
+            )
             assert done.returncode != 0, done
             return "may have taken over" in done.stderr
 
@@ -119,7 +121,8 @@ def test_the_control_plane_moves_with_its_store_and_back_and_outlives_its_host(
         assert "during" in listed
         assert "lost" not in listed
         # What needs all ranks at one step is agreed on, under numbers above those of before.
-        at.paramd(one, "hold", "--for", "1")
+        at.paramd(one, "pause")
+        at.paramd(one, "resume")
         at.trains()
 
         # Lost, its trainer and sidecar too.

@@ -199,7 +199,8 @@ class ControlPlane:
 
     def _stand_together(self, mine: Bootstrap, records: Records, url: str) -> None:
         """Have a standby copy the store; if it was elected, have all ranks follow."""
-        shipping = Shipping(records, generation=self._terms.generation, url=url)
+        at_home = mine.stands is None or mine.stands.at_home
+        shipping = Shipping(records, generation=self._terms.generation, url=url, at_home=at_home)
         self._shipping = shipping
 
         def may_change() -> None:

@@ -14,6 +14,7 @@ from paramd.v1 import control_pb2
 from paramd_service.control.mesh.jobs import Incarnation
 from paramd_service.control.mesh.registry import Membership, MeshView
 from paramd_service.control.records.records import Records
+from paramd_service.control.standby.election import is_enough
 from paramd_service.control.standby.image import State, changes, state_of
 from paramd_service.control.store.engine import StoreError
 
@@ -38,8 +39,9 @@ log = logging.getLogger("paramd.control.standby")
 class Shipping:
     """What the standby of one job has. Event loop, but for `_committed`."""
 
-    def __init__(self, records: Records, *, generation: int, url: str) -> None:
-        """Takes its places in `records`; no I/O."""
+    def __init__(self, records: Records, *, generation: int, url: str, at_home: bool) -> None:
+        """Takes its places in `records`; no I/O. `at_home`: it is the job's first one."""
+        self._at_home = at_home
         self._records = records
         self._generation, self._url = generation, url
         self._loop = asyncio.get_running_loop()
@@ -68,11 +70,12 @@ class Shipping:
                 "the control plane is moving back to its first host; try again in a few seconds"
             )
         joined = sum(rank.membership is Membership.JOINED for rank in view.ranks)
-        if not self.is_followed and 2 * joined <= len(view.ranks):
+        enough = is_enough(joined, len(view.ranks), at_home=self._at_home)
+        if not (self.is_followed or enough):
             raise UnreachableError(
-                f"this control plane hears of {joined} of {len(view.ranks)} ranks and not of its "
-                "standby, which may have taken over: nothing is changed here; ask the job's other "
-                "control plane, or try again when the network is whole"
+                f"this control plane hears of {joined} of {len(view.ranks)} ranks and not of the "
+                "job's other control plane, which may have taken over: nothing is changed here; "
+                "ask that one, or try again when the network is whole"
             )
 
     async def serve(
@@ -105,7 +108,8 @@ class Shipping:
                     await asyncio.sleep(TOGETHER_S)
                 else:
                     yield self._message(handed_over=handed and self._shares)
-                    self._handed_s = self._handed_s if self._shares else -HANDED_S
+                    if handed and not self._shares:
+                        self._handed_s = -HANDED_S  # the store cannot be read now
                 _check_goes_on(mesh)
                 try:
                     async with asyncio.timeout(SAY_S):

@@ -63,9 +63,15 @@ def is_enough(count: int, world_size: int, *, at_home: bool) -> bool:
     return 2 * count > world_size if at_home else 2 * count >= world_size
 
 
-def decide(answers: Sequence[Answer], world_size: int, *, at_home: bool) -> Decision:
-    """What a candidate does after it has asked; ranks that did not answer count for nobody."""
-    reached = [answer for answer in answers if answer.reached]
+def decide(
+    answers: Sequence[Answer], world_size: int, *, at_home: bool, mine: str = ""
+) -> Decision:
+    """What a candidate does after it has asked; ranks that did not answer count for nobody.
+
+    Args:
+        mine: The address that it stood with before, if it did: who follows that follows nobody.
+    """
+    reached = [answer for answer in answers if answer.reached and answer.control_address != mine]
     if reached:
         newest = max(reached, key=lambda answer: answer.generation)
         return Decision(Step.FOLLOW, "ranks reach another control plane", newest.control_address)

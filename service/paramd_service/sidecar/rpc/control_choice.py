@@ -23,6 +23,9 @@ ANSWER_S = 1.5
 FRESH_S = 2.0
 """How long the outcome counts: who asks and then stands is not made to wait twice."""
 
+STARTS_S = 15.0
+"""How long one that was just followed counts as reached: it has to start first."""
+
 
 def calls(rank: RankSidecar) -> CallTable:
     """Methods of this subject."""
@@ -37,6 +40,8 @@ class _Choice:
         self._choosing = asyncio.Lock()
         self._tried = ("", False, -FRESH_S)
         """Address, whether it was reached, and when."""
+        self._starts = ("", 0.0)
+        """Address of the one that was followed last, and until when it may start."""
 
     async def follow(self, request: pb.FollowControlRequest, _timeout_s: float) -> Message:
         rank = self._rank
@@ -58,6 +63,7 @@ class _Choice:
             )
             if follows:
                 rank.move_control(request.generation, request.control_address)
+                self._starts = (request.control_address, time.monotonic() + STARTS_S)
         return pb.FollowControlResponse(
             header=messages.header(rank),
             follows=follows,
@@ -67,6 +73,9 @@ class _Choice:
         )
 
     async def _reached(self, address: str) -> bool:
+        starts, until_s = self._starts
+        if address == starts and time.monotonic() < until_s:
+            return True
         tried, reached, at_s = self._tried
         # Only the bad news is remembered: a control plane that was there may be gone.
         if tried != address or reached or time.monotonic() - at_s >= FRESH_S:

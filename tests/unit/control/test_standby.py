@@ -124,6 +124,12 @@ def test_a_candidate_follows_whom_any_rank_reaches_and_the_newest_of_several() -
     assert decide(answers, 4, at_home=True).address == THERE
 
 
+def test_who_follows_a_candidate_that_was_not_elected_follows_nobody() -> None:
+    answers = [answer(reached=True, address=THERE), answer()]
+    assert decide(answers, 2, at_home=True, mine=THERE).step is Step.STAND
+    assert decide(answers, 2, at_home=True).step is Step.FOLLOW
+
+
 def test_ranks_that_do_not_answer_count_for_nobody() -> None:
     assert decide([answer()], 2, at_home=False).step is Step.STAND
     assert decide([answer()], 2, at_home=True).step is Step.WAIT

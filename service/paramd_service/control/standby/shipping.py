@@ -120,6 +120,8 @@ class Shipping:
         finally:
             hearing.cancel()
             await asyncio.gather(hearing, return_exceptions=True)
+            if self._following is me:
+                self._heard_s = -HEARD_S
             log.info("a standby follows no more")
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from importlib import import_module
 
 from paramd import places
 from paramd.errors import ConflictError, UsageError
@@ -18,8 +19,10 @@ from paramd_service.control.standby.following import Following, Outcome
 from paramd_service.control.standby.image import Replica
 from paramd_service.control.store.engine import parse_store
 
-AGAIN_S = 1.0
+AGAIN_S = 0.5
 """Pause before the ranks are asked again."""
+
+CONTROL_PLANE = "paramd_service.control.control_plane"
 
 log = logging.getLogger("paramd.control.standby")
 
@@ -38,11 +41,21 @@ class Standing:
         self._following = Following(bootstrap, replica, self._announce)
         self._stood = 0
         """The highest generation that it stood with."""
+        self._stood_at = ""
+        """The address that it stood with last."""
         self._leader = ""
         self._endpoint: Endpoint | None = None
 
     async def run(self) -> tuple[int, Claim] | None:
         """Return the generation it was elected with and its addresses; None when all is over."""
+        # Now, since it takes seconds: who is elected is waited for.
+        loading = asyncio.create_task(asyncio.to_thread(import_module, CONTROL_PLANE))
+        try:
+            return await self._run()
+        finally:
+            await asyncio.wait({loading})
+
+    async def _run(self) -> tuple[int, Claim] | None:
         voters = Voters(self._bootstrap, self._stands.peers)
         leader, heard_s = self._stands.leader, time.monotonic()
         try:
@@ -60,14 +73,18 @@ class Standing:
                         return elected
                 answers = await voters.ask()
                 heard_s = time.monotonic() if answers else heard_s
-                decision = decide(answers, self._bootstrap.world_size, at_home=self._stands.at_home)
+                decision = decide(
+                    answers,
+                    self._bootstrap.world_size,
+                    at_home=self._stands.at_home,
+                    mine=self._stood_at,
+                )
                 log.info("%s: %s", decision.step.value, decision.reason)
                 if decision.step is Step.FOLLOW:
                     leader = decision.address
                 elif decision.step is Step.STAND and (elected := await self._stand(voters, STAND)):
                     return elected
-                if decision.step is not Step.FOLLOW:
-                    await asyncio.sleep(AGAIN_S)
+                await asyncio.sleep(AGAIN_S)
             log.info("nobody has answered for %.0f s", self._config.empty_end_s)
             return None
         finally:
@@ -91,10 +108,9 @@ class Standing:
         claim = Claim(self._config, self._bootstrap)
         try:
             generation = self._stood = next_generation(places.job_dir(self._bootstrap.job))
+            self._stood_at = claim.whereabouts().grpc_address
             answers = await voters.ask(
-                purpose,
-                generation=generation,
-                control_address=claim.whereabouts().grpc_address,
+                purpose, generation=generation, control_address=self._stood_at
             )
             votes = sum(answer.follows for answer in answers)
             world_size = self._bootstrap.world_size

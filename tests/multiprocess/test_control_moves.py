@@ -61,12 +61,13 @@ class Scene:
 
         return self.wait(f"{host.name} is told {to.name}", moved, MOVED_S + BUSY_S)
 
-    def wait_all_joined(self, host: Host) -> None:
-        def joined() -> bool:
-            done = self.paramd(host, "status", "-o", "json", check=False)
-            return done.returncode == 0 and '"state":"ok"' in done.stdout.replace(" ", "")
+    def wait_paused(self, host: Host) -> None:
+        """Until all ranks are joined and have agreed on a step to be held at."""
 
-        self.wait("all ranks are joined", joined, MOVED_S + BUSY_S)
+        def paused() -> bool:
+            return self.paramd(host, "pause", check=False).returncode == 0
+
+        self.wait("training is paused", paused, BUSY_S)
 
     def tokens(self, host: Host) -> str:
         return self.paramd(host, "token", "list").stdout
@@ -115,13 +116,12 @@ def test_the_control_plane_moves_with_its_store_and_back_and_outlives_its_host(
         at.wait_moved(one, two)
         at.wait_moved(one, one)
         at.wait_moved(two, one)
-        at.wait_all_joined(one)
         listed = at.tokens(one)
         assert "before" in listed
         assert "during" in listed
         assert "lost" not in listed
         # What needs all ranks at one step is agreed on, under numbers above those of before.
-        at.paramd(one, "pause")
+        at.wait_paused(one)
         at.paramd(one, "resume")
         at.trains()
 

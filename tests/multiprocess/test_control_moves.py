@@ -96,6 +96,12 @@ def test_the_control_plane_moves_with_its_store_and_back_and_outlives_its_host(
         at.wait_moved(two, one)
         at.paramd(two, "token", "create", "--name", "before", "--role", "reader")
 
+        # Its process alone: another one is started there, and elected by both.
+        before = at.endpoint(one)
+        one.run(["kill", "-9", str(before["pid"])])
+        at.wait("another process", lambda: at.endpoint(one).get("pid") != before["pid"], BUSY_S)
+        at.wait_moved(one, one)
+
         # Cut: each side has half of the ranks. Only the standby may be elected by half.
         two.cable("ip", "link", "set", "h2-1", "down")
         cut_s = at.wait_moved(two, two)

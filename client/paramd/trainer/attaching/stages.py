@@ -263,8 +263,9 @@ class Stages:
             served = {"served": places.generation(self._job)}
             if exchange.rank != 0:
                 return served
-            places.mark_state_dir(self._job, mark)
             meeting = self._meeting
+            if meeting is not None:
+                places.mark_state_dir(self._job, mark)
             mine = take_incarnation(
                 self._settings,
                 job=self._job,

@@ -58,6 +58,8 @@ class Following:
         self._on_url = on_url
         self._ticket = ControlTicket(bootstrap)
         self._said = asyncio.Event()
+        self.heard_s = 0.0
+        """When the one that is followed said something last, on the monotonic clock."""
 
     async def follow(self, address: str, *, stood: int) -> Outcome:
         """Follow until it is gone; `stood` is the highest generation that we stood with."""
@@ -96,6 +98,7 @@ class Following:
                 # Its status says why.
                 code = await call.code()
                 return Outcome.OVER if code is grpc.StatusCode.NOT_FOUND else Outcome.LOST
+            self.heard_s = time.monotonic()
             if part.url != url:
                 url = part.url
                 self._on_url(url)

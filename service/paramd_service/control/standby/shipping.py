@@ -188,6 +188,8 @@ class Shipping:
             self._wanted_back = request.wants_back
             async with self._arrived:
                 self._copied = max(self._copied, sent.get(request.number, 0))
+                for older in [number for number in sent if number < request.number]:
+                    del sent[older]
                 self._arrived.notify_all()
 
     def _committed(self) -> None:

@@ -15,7 +15,7 @@ from paramd_service.control.base.config import Bootstrap, ControlConfig, Stands
 from paramd_service.control.base.endpoint import Claim, announce
 from paramd_service.control.base.site import next_generation
 from paramd_service.control.standby.election import ELECTED, STAND, Step, Voters, decide, is_enough
-from paramd_service.control.standby.following import Following, Outcome
+from paramd_service.control.standby.following import SILENT_S, Following, Outcome
 from paramd_service.control.standby.image import Replica
 from paramd_service.control.store.engine import parse_store
 
@@ -71,6 +71,9 @@ class Standing:
                         elected := await self._stand(voters, ELECTED)
                     ):
                         return elected
+                    # One whose process has ended is started again by its trainer meanwhile.
+                    silent_s = time.monotonic() - self._following.heard_s
+                    await asyncio.sleep(max(SILENT_S - silent_s, 0.0))
                 answers = await voters.ask()
                 heard_s = time.monotonic() if answers else heard_s
                 decision = decide(

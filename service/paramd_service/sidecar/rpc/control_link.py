@@ -169,7 +169,8 @@ class Joining:
             self._rank.log("tokens-revoked", tokens=len(told.token_ids), ended_calls=ended)
 
     async def _reports(self, mesh: Mesh) -> AsyncIterator[control_pb2.JoinRequest]:
-        while True:
+        incarnation = self._rank.incarnation
+        while self._rank.incarnation == incarnation:
             # Both before the report is built: a later change wakes `_until_due`, and a rank that
             # detaches while the report is being sent still sends the last one.
             self._changed.clear()

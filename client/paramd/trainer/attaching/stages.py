@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import secrets
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -34,6 +35,7 @@ from paramd.trainer.attaching.attachment import Attachment
 from paramd.trainer.attaching.checks import (
     changes_in_forward,
     check_attachable,
+    check_versions,
     optimizers_of,
     steps_done,
 )
@@ -145,6 +147,7 @@ class Stages:
                 "job": self._job,
                 "version": __version__,
                 "host_id": places.host_id(),
+                "hostname": socket.gethostname(),
                 "mirrored": home.mirrored,
                 "step": step if step is not None else steps_done(optimizers),
                 "resume": self._settings.resume,
@@ -155,12 +158,7 @@ class Stages:
             }
 
         answers = self._together(stage)
-        for rank, answer in enumerate(answers):
-            if answer.get("version") != __version__:
-                raise ConflictError(
-                    f"rank {rank} runs paramd {answer.get('version', 'of an older version')}, rank "
-                    f"{self._exchange.rank} {__version__}; install the same version on all hosts"
-                )
+        check_versions(answers)
         for name in ("job", "resume", "keep_every", "standing_every", "replicas", "optimizer"):
             for rank, answer in enumerate(answers):
                 if answer[name] != answers[0][name]:

@@ -52,7 +52,8 @@ from paramd.trainer.boundary.edits import Editor
 from paramd.trainer.boundary.gradients import GradientCapture
 from paramd.trainer.boundary.hold import cap_s
 from paramd.trainer.boundary.moments import Moments
-from paramd.trainer.helpers.sidecar_link import ControlLink, Identity, OwnTls, SidecarLink
+from paramd.trainer.helpers.control_link import ControlLink
+from paramd.trainer.helpers.sidecar_link import Identity, OwnTls, SidecarLink
 from paramd.trainer.helpers.site_link import Registration
 from paramd.trainer.home.mirrored import MirroredHome, home_of
 from paramd.trainer.home.owned import ParameterStorage

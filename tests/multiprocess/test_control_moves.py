@@ -69,6 +69,15 @@ class Scene:
 
         self.wait("training is paused", paused, BUSY_S)
 
+    def create_token(self, host: Host, name: str) -> None:
+        """At once, or as soon as the ranks have come over."""
+        words = ("token", "create", "--name", name, "--role", "reader")
+
+        def created() -> bool:
+            return self.paramd(host, *words, check=False).returncode == 0
+
+        self.wait(f"token {name}", created, BUSY_S)
+
     def tokens(self, host: Host) -> str:
         return self.paramd(host, "token", "list").stdout
 
@@ -94,7 +103,7 @@ def test_the_control_plane_moves_with_its_store_and_back_and_outlives_its_host(
         stack.callback(at.end)
         # The standby's host knows where the control plane is.
         at.wait_moved(two, one)
-        at.paramd(two, "token", "create", "--name", "before", "--role", "reader")
+        at.create_token(two, "before")
 
         # Its process alone: another one is started there, and elected by both.
         before = at.endpoint(one)
@@ -105,7 +114,7 @@ def test_the_control_plane_moves_with_its_store_and_back_and_outlives_its_host(
         # Cut: each side has half of the ranks. Only the standby may be elected by half.
         two.cable("ip", "link", "set", "h2-1", "down")
         cut_s = at.wait_moved(two, two)
-        at.paramd(two, "token", "create", "--name", "during", "--role", "reader")
+        at.create_token(two, "during")
 
         def refused() -> bool:
             done = at.paramd(

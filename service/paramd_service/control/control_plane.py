@@ -40,6 +40,7 @@ from paramd_service.control.exports.service import ExportService
 from paramd_service.control.grpc_server import GrpcServer
 from paramd_service.control.http_server import HttpServer
 from paramd_service.control.mesh.jobs import ControlIdentity, Incarnation, Jobs
+from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.metrics.metrics import LoopLag, Metrics
 from paramd_service.control.records.events import EventBus
 from paramd_service.control.records.records import Records, open_records
@@ -151,8 +152,10 @@ class ControlPlane:
         await self._start_grpc(jobs)
         self._grpc_target = where.grpc_address
         # 4. Serve REST. A training that resumes runs by now, and is asked for at once.
-        if self._bootstrap is not None and self._bootstrap.resumes:
-            await self._all_joined(jobs.get(self._bootstrap.job))
+        # One that was elected is followed by then, and changes something only with enough ranks.
+        mine = self._bootstrap
+        if mine is not None and (mine.resumes or mine.stands is not None):
+            await self._all_joined(jobs.get(mine.job))
         services = self._services(jobs, self._records, where.grpc_address)
         await self._http.start(build_app(services), self._claim.listener, tls=self._tls)
         # 5. Start watching; resume exports.
@@ -177,7 +180,8 @@ class ControlPlane:
     async def _all_joined(self, mesh: Incarnation) -> None:
         """Return after `JOINED_S` at the latest: one missing rank must not keep all from REST."""
         for _ in range(LOOKS):
-            if not mesh.registry.view().absent:
+            view = mesh.registry.view()
+            if not view.absent or (self._voters is not None and self._has_enough(view)):
                 return
             await asyncio.sleep(JOINED_S / LOOKS)
 
@@ -210,6 +214,15 @@ class ControlPlane:
         records.audit.may_change = may_change
         if mine.stands is not None:
             self._voters = Voters(mine, mine.stands.peers)
+
+    def _has_enough(self, view: MeshView) -> bool:
+        """Whether enough ranks have come over for this control plane to change something."""
+        assert self._shipping is not None
+        try:
+            self._shipping.check(view)
+        except UnreachableError:
+            return False
+        return True
 
     def _gather_ranks(self, jobs: Jobs) -> None:
         """Ask those that are not joined again, unless they are being asked."""

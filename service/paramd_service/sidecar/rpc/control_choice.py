@@ -74,7 +74,8 @@ class _Choice:
 
     async def _reached(self, address: str) -> bool:
         starts, until_s = self._starts
-        if address == starts and time.monotonic() < until_s:
+        came = self._rank.joined_control == address
+        if address == starts and time.monotonic() < until_s and not came:
             return True
         tried, reached, at_s = self._tried
         # Only the bad news is remembered: a control plane that was there may be gone.

@@ -140,6 +140,7 @@ class Joining:
                     if welcome.report_interval_ms > 0:
                         self._interval_s = welcome.report_interval_ms / 1000
                     joined = True
+                    self._rank.joined_control = mesh.control_address
             except (grpc.aio.AioRpcError, ConflictError) as error:
                 if not joined:
                     raise

@@ -37,6 +37,9 @@ def resolve(model: Any, optimizer: Any, job: Any, accelerator: Any) -> tuple[tor
     """
     if accelerator is not None:
         model, optimizer = _prepared(model, optimizer, accelerator)
+    stage: Any = loaded_class("torch.distributed.pipelining.stage", "_PipelineStageBase")
+    if stage is not None and isinstance(model, stage):
+        model = model.submod
     if isinstance(model, Mapping):
         model = _together(model)
     for module_name, class_name in FABRIC_MODULES:

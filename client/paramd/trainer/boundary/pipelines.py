@@ -3,7 +3,8 @@
 A later stage's forward begins when the earlier one has sent its output. A rank that waits at a
 boundary in its forward would wait for ranks that wait for its output. So the boundary is where
 the schedule begins a step, on all ranks before anything is sent: it then has each of its stages
-clear what the last step left.
+clear what the last step left. Such a step counts as one backward, however many it has: some
+ranks have more of them, by which the schedule learns the shapes of gradients.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from paramd.trainer.model.local_shard import loaded_class
 STAGES = "torch.distributed.pipelining.stage"
 
 
-class _Forwards(Protocol):
+class _Listener(Protocol):
     def forward(self, *, trains: bool) -> None: ...
+    def backward(self) -> None: ...
 
 
 def frames() -> Iterator[FrameType]:
@@ -46,8 +48,8 @@ def running_stage(module: nn.Module) -> Any:
     return None
 
 
-def follow_stage(stage: Any, listener: _Forwards) -> Callable[[], None]:
-    """Tell `listener` of a forward whenever a schedule begins a training step with this stage.
+def follow_stage(stage: Any, listener: _Listener) -> Callable[[], None]:
+    """Tell `listener` of each training step that a schedule begins with this stage.
 
     Returns:
         What ends it.
@@ -59,6 +61,7 @@ def follow_stage(stage: Any, listener: _Forwards) -> Callable[[], None]:
         # A schedule's eval() has no backward.
         if stage.has_backward and torch.is_grad_enabled():
             listener.forward(trains=True)
+            listener.backward()
 
     stage.clear_runtime_states = clear_runtime_states
 

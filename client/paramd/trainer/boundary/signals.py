@@ -16,6 +16,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import fields, is_dataclass
+from functools import partial
 from types import FrameType
 from typing import Any, Protocol
 
@@ -143,10 +144,11 @@ class Signals:
             self._remove.append(follow_stage(stage, self._listener))
         self._listener.forward(trains=module.training)
 
-    def backward(self) -> None:
-        """The backward of one forward has begun."""
+    def backward(self, module: nn.Module) -> None:
+        """The backward of one of its forwards has begun."""
         self._silent = 0
-        self._listener.backward()
+        if id(module) not in self._staged:
+            self._listener.backward()
 
     def close(self) -> None:
         """Remove all hooks. Idempotent."""
@@ -228,10 +230,6 @@ def _is_step_of(frame: FrameType, optimizer: object) -> bool:
     return frame.f_locals.get("self") is optimizer
 
 
-class _Backwards(Protocol):
-    def backward(self) -> None: ...
-
-
 class _Hook:
     """A hook of one module that its copies and pickles do not inherit."""
 
@@ -261,7 +259,7 @@ class _Output(_Hook):
             return
         if not torch.is_grad_enabled() or _in_transform() or module is not self._module():
             return
-        once = _Once(self._listener)
+        once = _Once(partial(self._listener.backward, module))
         for tensor in _tensors(output):
             tensor.register_hook(once)
 
@@ -269,14 +267,14 @@ class _Output(_Hook):
 class _Once:
     """Report one forward's backward once, whichever output it reaches first."""
 
-    def __init__(self, listener: _Backwards) -> None:
-        self._listener = listener
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell = tell
         self._told = False
 
     def __call__(self, _gradient: torch.Tensor) -> None:
         if not self._told:
             self._told = True
-            self._listener.backward()
+            self._tell()
 
 
 def _in_transform() -> bool:

@@ -15,6 +15,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,6 +38,8 @@ class Training(Protocol):
 
     names: list[str]
     """All names of the mesh."""
+    edited_within_step: bool
+    """Whether a step ends after the edits of its boundary."""
 
     def attach(self) -> Any:
         """Attach it as job JOB."""
@@ -61,6 +64,7 @@ class Modules:
     """Modules of this rank's own, each parameter of which it holds whole."""
 
     names: list[str]
+    edited_within_step = False
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self.modules = dict(modules)
@@ -161,12 +165,99 @@ class Experts(Modules):
 CASES["experts"] = Experts
 
 
+class Zero:
+    """DeepSpeed's engine over a network whose parameters lie across the partitions' borders."""
+
+    edited_within_step = True
+
+    def __init__(self, stage: int, *, bf16: bool) -> None:
+        import deepspeed
+
+        # Else it compiles its operator for shared memory, which takes a minute.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(13, 9), nn.Tanh(), nn.Linear(9, 5), nn.LayerNorm(5))
+        self.names = [name for name, _ in model.named_parameters()]
+        decay = [p for p in model.parameters() if p.dim() > 1]
+        rest = [p for p in model.parameters() if p.dim() == 1]
+        groups = [{"params": decay}, {"params": rest, "weight_decay": 0.0}]
+        config = {
+            "train_micro_batch_size_per_gpu": 3,
+            "gradient_accumulation_steps": 2,
+            "gradient_clipping": 0.5,
+            "bf16": {"enabled": bf16},
+            "zero_optimization": {
+                "stage": stage,
+                "overlap_comm": False,
+                # In stage 3, weights are partitioned and biases kept whole.
+                "stage3_param_persistence_threshold": 20,
+            },
+        }
+        self.dtype = torch.bfloat16 if bf16 else torch.float32
+        self.engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=torch.optim.AdamW(groups, lr=1e-2),
+            config=config,
+            dist_init_required=False,
+        )
+
+    def attach(self) -> Any:
+        from paramd.integrations.deepspeed import attach
+
+        return attach(self.engine, job=JOB)
+
+    def step(self, number: int) -> Values:
+        for micro in range(2):
+            generator = torch.Generator().manual_seed(4 * number + 2 * micro + dist.get_rank())
+            loss = self.engine(torch.randn(3, 13, generator=generator).to(self.dtype))
+            self.engine.backward(loss.float().square().mean() + loss.float().mean())
+            self.engine.step()
+        return {}
+
+    def values(self) -> Values:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        named = self.engine.module.named_parameters()
+        return {name: safe_get_full_fp32_param(p).clone() for name, p in named}
+
+    def edit(self) -> None:
+        optimizer: Any = self.engine.optimizer
+        three = hasattr(optimizer, "fp32_partitioned_groups_flat")
+        name = "fp32_partitioned_groups_flat" if three else "single_partition_of_fp32_groups"
+        flats = list(getattr(optimizer, name))
+        held: list[torch.Tensor] = [flat.data for flat in flats]
+        for parameter in self.engine.module.parameters():
+            local: Any = parameter
+            held += [local.data, local.ds_tensor.data] if three else [local.data]
+        done: set[int] = set()
+        for tensor in sorted(held, key=torch.Tensor.numel, reverse=True):
+            # Exact in every precision, so copies stay copies.
+            storage = tensor.untyped_storage().data_ptr()
+            if tensor.numel() and storage not in done:
+                done.add(storage)
+                tensor.new_empty(0).set_(tensor.untyped_storage()).mul_(FACTOR)
+
+    def state(self) -> list[torch.Tensor]:
+        import deepspeed
+
+        parameters = list(self.engine.module.parameters())
+        with deepspeed.zero.GatheredParameters(parameters):
+            copies = [p.detach().clone() for p in parameters]
+        moments = [v for s in self.engine.optimizer.optimizer.state.values() for v in s.values()]
+        return [*copies, *self.values().values(), *moments]
+
+
+for stage in (1, 2, 3):
+    CASES[f"zero{stage}"] = partial(Zero, stage, bf16=False)
+    CASES[f"zero{stage}-bf16"] = partial(Zero, stage, bf16=True)
+
+
 class Client(threading.Thread):
     """Rank 0's other program; what it read is compared once the training is over."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, *, gradients: bool) -> None:
         super().__init__(name="client")
-        self._folder = folder
+        self._gradients = gradients
         self.done = threading.Event()
         self.failure: BaseException | None = None
         self.grads: list[tuple[int, Values]] = []
@@ -186,7 +277,7 @@ class Client(threading.Thread):
 
     def _use(self, mesh: Any) -> None:
         self.listed = [row.name for row in mesh.params()]
-        for frame in mesh.grads("*"):
+        for frame in mesh.grads("*") if self._gradients else ():
             assert not frame.none, dict(frame.none)
             self.grads.append((frame.step, {name: frame[name].clone() for name in frame}))
             if len(self.grads) == 2:
@@ -256,8 +347,11 @@ def compare(client: Client, history: list[Any], gradients: list[Any], training: 
         assert set(frame) == set(names)
         same(frame, united([one[step] for one in gradients]), names, f"gradients of {step}")
     assert set(client.before) >= set(names)
-    same(client.before, at(client.held), names, "held")
-    same(client.after, {n: v * FACTOR for n, v in at(client.held).items()}, names, "edited")
+    edited = {name: value * FACTOR for name, value in client.before.items()}
+    same(client.after, edited, names, "edited")
+    # A pause within DeepSpeed's step: the ranks looked at it when it was edited.
+    held = client.after if training.edited_within_step else client.before
+    same(held, at(client.held), names, "held")
     assert client.exported > client.held
     exported: Values = {}
     for file in (Path(os.environ["OUT"]) / "one").glob("*.safetensors"):
@@ -279,7 +373,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     make = CASES[arguments.case]
     first = make()
-    client = Client(arguments.folder) if dist.get_rank() == 0 else None
+    client = Client(gradients=isinstance(first, Modules)) if dist.get_rank() == 0 else None
     edited, last = attached_training(first, client)
     second = make()
     for number in range(1, last + 1):

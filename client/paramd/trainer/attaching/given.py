@@ -37,6 +37,12 @@ def resolve(model: Any, optimizer: Any, job: Any, accelerator: Any) -> tuple[tor
     """
     if accelerator is not None:
         model, optimizer = _prepared(model, optimizer, accelerator)
+    engine: Any = loaded_class("deepspeed.runtime.engine", "DeepSpeedEngine")
+    if engine is not None and isinstance(model, engine):
+        raise UsageError(
+            "this is a DeepSpeedEngine; attach it by "
+            "paramd.integrations.deepspeed.attach(engine, job=NAME)"
+        )
     stage: Any = loaded_class("torch.distributed.pipelining.stage", "_PipelineStageBase")
     if stage is not None and isinstance(model, stage):
         model = model.submod

@@ -55,6 +55,7 @@ from paramd.trainer.helpers.sidecar_link import ControlLink, Identity, OwnTls, S
 from paramd.trainer.helpers.site_link import Registration
 from paramd.trainer.home.mirrored import MirroredHome, home_of
 from paramd.trainer.home.owned import ParameterStorage
+from paramd.trainer.model import zero
 from paramd.trainer.resume.choice import RankOffer
 from paramd.trainer.resume.copies import buddies
 from paramd.trainer.resume.exported import Exported, Offered, opened
@@ -655,6 +656,7 @@ class Stages:
             stall_budget_ns=round(self._settings.stall_budget_ms * 1e6),
             mirror=mirror,
             always_strict=self._warned(changes_in_forward(model)),
+            after_edit=partial(zero.refresh, model),
         )
         return Attachment(
             model,

@@ -7,13 +7,13 @@ copies are made from them at once, as after a step: both have it before the next
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from paramd.errors import UsageError
+from paramd.errors import ConflictError, UsageError
 from paramd.integrations.versions import require
 from paramd.trainer.attaching.attach import attach as attach_module
 from paramd.trainer.attaching.attachment import Attachment
@@ -48,6 +48,8 @@ def attach(engine: Any, *, job: str, **options: Any) -> Attachment:
             "own; resume from its checkpoint, then attach"
         )
     module, optimizer = engine.module, engine.optimizer
+    if module in zero.declared:
+        raise ConflictError("this engine is already attached; detach it first")
     zero.declared[module] = partitions
     try:
         attachment = attach_module(
@@ -131,6 +133,9 @@ class _Groups:
         hp, lp = mapping.hp_fragment_address, mapping.lp_fragment_address
         return mapping.param_group_index, hp.start, lp.start, hp.numel
 
+    def unlisted(self, optimizer: torch.optim.Optimizer) -> list[tuple[int, torch.Tensor]]:
+        return []
+
     def refresh(self) -> None:
         self._optimizer.update_lp_params()
 
@@ -149,15 +154,18 @@ class _SubGroups:
         return list(self._optimizer.fp32_partitioned_groups_flat)
 
     def part(self, param: nn.Parameter) -> tuple[int, int, int, int] | None:
-        optimizer, whole = self._optimizer, param
-        place = optimizer.grad_position.get(optimizer.get_param_id(param))
-        if place is None:
-            return None
-        group, offset, padded = place
-        zero_param: Any = whole
-        begin = dist.get_rank(zero_param.ds_process_group) * padded
-        numel = min(padded, zero_param.ds_numel - begin)
+        optimizer, partitioned = self._optimizer, cast(Any, param)
+        group, offset, padded = optimizer.grad_position[optimizer.get_param_id(param)]
+        begin = dist.get_rank(partitioned.ds_process_group) * padded
+        numel = min(padded, partitioned.ds_numel - begin)
         return (group, offset, begin, numel) if numel > 0 else None
+
+    def unlisted(self, optimizer: torch.optim.Optimizer) -> list[tuple[int, torch.Tensor]]:
+        if optimizer is not self._optimizer.optimizer:
+            return []
+        # A group lists one of them while it is stepped, and none else.
+        groups = self._optimizer.sub_group_to_group_id
+        return [(groups[index], flat) for index, flat in enumerate(self.flats())]
 
     def refresh(self) -> None:
         optimizer = self._optimizer

@@ -19,12 +19,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
 import paramd
+from paramd.errors import ConflictError, UsageError
 from tests.ending import end
 
 JOB = "shardings"
@@ -51,13 +53,20 @@ class Training(Protocol):
         """What this rank knows of the parameters, whole. Collective."""
 
     def edit(self) -> None:
-        """Multiply every parameter by FACTOR."""
+        """Multiply every parameter by FACTOR, and forget its moments."""
 
     def state(self) -> list[torch.Tensor]:
         """All that the next step depends on."""
 
 
 CASES: dict[str, Callable[[], Training]] = {}
+
+
+def forget(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if name != "step":
+                value.zero_()
 
 
 class Modules:
@@ -93,6 +102,7 @@ class Modules:
         with torch.no_grad():
             for parameter in self.named().values():
                 parameter.mul_(FACTOR)
+        forget(self.optimizer)
 
     def state(self) -> list[torch.Tensor]:
         moments = [
@@ -236,6 +246,7 @@ class Zero:
             if tensor.numel() and storage not in done:
                 done.add(storage)
                 tensor.new_empty(0).set_(tensor.untyped_storage()).mul_(FACTOR)
+        forget(optimizer.optimizer)
 
     def state(self) -> list[torch.Tensor]:
         import deepspeed
@@ -277,7 +288,10 @@ class Client(threading.Thread):
 
     def _use(self, mesh: Any) -> None:
         self.listed = [row.name for row in mesh.params()]
-        for frame in mesh.grads("*") if self._gradients else ():
+        for frame in mesh.grads("*"):
+            if not self._gradients:
+                assert set(frame.none) == set(self.listed)
+                break
             assert not frame.none, dict(frame.none)
             self.grads.append((frame.step, {name: frame[name].clone() for name in frame}))
             if len(self.grads) == 2:
@@ -285,7 +299,7 @@ class Client(threading.Thread):
         mesh.pause()
         found = mesh.summon("*")
         self.held, self.before = found.step, dict(found)
-        mesh.edit("*", mul=FACTOR, if_step=found.step)
+        mesh.edit("*", mul=FACTOR, reset_moments=True, if_step=found.step)
         self.after = dict(mesh.summon("*"))
         mesh.resume()
         self.exported = mesh.export("out/one", include=("parameters",)).wait(ALLOWED_S).step
@@ -360,6 +374,42 @@ def compare(client: Client, history: list[Any], gradients: list[Any], training: 
     same(exported, at(client.exported), names, "exported")
 
 
+def refused() -> None:
+    """What attach refuses, on all ranks; an engine of the same process is then attached."""
+    from paramd.integrations.deepspeed import attach
+
+    torch.manual_seed(dist.get_rank())
+    same_names = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(same_names.parameters(), lr=1.0)
+    with pytest.raises(UsageError, match="'weight' is unsharded on ranks 0 and 1, but with diff"):
+        paramd.attach(same_names, optimizer, job=JOB)
+    with pytest.raises(UsageError, match="engine must be a DeepSpeedEngine, not Linear"):
+        attach(same_names, job=JOB)
+    training = Zero(2, bf16=False)
+    engine, inner = training.engine, training.engine.optimizer.optimizer
+    with pytest.raises(UsageError, match=r"integrations.deepspeed.attach\(engine"):
+        paramd.attach(engine, inner, job=JOB)
+    with pytest.raises(ConflictError, match=r"'0.weight' is partitioned by DeepSpeed"):
+        paramd.attach(engine.module, inner, job=JOB)
+    with pytest.raises(ConflictError, match="gather it with deepspeed"):
+        with paramd.summon_full_params(engine.module):
+            pass
+    with pytest.raises(UsageError, match="resume and replicas are not supported"):
+        attach(engine, job=JOB, resume="auto")
+    with pytest.raises(UsageError, match=r"\(ZeRO stage 0\) is not supported; ZeRO stages 1, 2"):
+        attach(Zero(0, bf16=False).engine, job=JOB)
+    step = engine.optimizer.step
+    for _ in range(2):
+        attachment = attach(engine, job=JOB)
+        with pytest.raises(ConflictError, match="already attached"):
+            attach(engine, job="other")
+        training.step(attachment.step + 1)
+        assert attachment.step == engine.global_steps > 0
+        attachment.detach()
+        assert engine.optimizer.step == step
+    print("all refused", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("case")
@@ -371,6 +421,9 @@ def main() -> None:
     os.environ["OUT"] = str(out)
     os.environ["PARAMD_DESTINATIONS"] = json.dumps({"out": str(out)})
     dist.init_process_group("gloo")
+    if arguments.case == "refused":
+        refused()
+        return
     make = CASES[arguments.case]
     first = make()
     client = Client(gradients=isinstance(first, Modules)) if dist.get_rank() == 0 else None

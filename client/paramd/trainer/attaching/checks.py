@@ -131,6 +131,7 @@ def check_attachable(
             f"another model is attached as job {job!r} in this process; detach it, or attach "
             "this one under another job name"
         )
+    zero.check_declared(model)
     if zero.masters(model):
         # DeepSpeed keeps its partitions from its optimizer's groups while it does not step.
         return

@@ -43,6 +43,10 @@ class Partitions(Protocol):
         """Which flat partition has its elements, from where, the first one's index, and their
         number; None if this rank has none."""
 
+    def unlisted(self, optimizer: torch.optim.Optimizer) -> list[tuple[int, torch.Tensor]]:
+        """The flat partitions of this optimizer that none of its groups lists between two steps,
+        each with the index of its group."""
+
     def refresh(self) -> None:
         """Make the module's copies from the partitions of all ranks. Collective."""
 
@@ -52,31 +56,47 @@ declared: WeakKeyDictionary[nn.Module, Partitions] = WeakKeyDictionary()
 
 
 def managed(model: nn.Module, modules: Iterable[nn.Module]) -> Managed:
-    """The parameters that DeepSpeed has partitioned.
-
-    Raises:
-        ConflictError: there are such, but nobody has declared how.
-    """
+    """The parameters that DeepSpeed has partitioned; see `check_declared`."""
     found: Managed = {}
     partitions = declared.get(model)
-    slots = _slots(partitions) if partitions is not None else []
+    if partitions is None:
+        return found
+    slots = _slots(partitions)
     for module in modules:
         for name, param in module._parameters.items():
-            if param is None or not (hasattr(param, "_hp_mapping") or hasattr(param, "ds_id")):
-                continue
-            if partitions is None:
-                raise ConflictError(
-                    f"parameter {name!r} is partitioned by DeepSpeed; attach the engine: "
-                    "paramd.integrations.deepspeed.attach(engine, job=NAME)"
-                )
-            add_managed(found, module, name, _entry(partitions, slots, param))
+            if param is not None and _is_partitioned(param):
+                add_managed(found, module, name, _entry(partitions, slots, param))
     return found
+
+
+def check_declared(model: nn.Module) -> None:
+    """Raise ConflictError if DeepSpeed has partitioned parameters, and nobody declared how."""
+    name = partitioned(model) if model not in declared else ""
+    if name:
+        raise ConflictError(
+            f"parameter {name!r} is partitioned by DeepSpeed; attach its engine, by "
+            "paramd.integrations.deepspeed.attach(engine, job=NAME)"
+        )
+
+
+def partitioned(model: nn.Module) -> str:
+    """The name of a parameter that DeepSpeed has partitioned; empty if there is none."""
+    return next((name for name, param in model.named_parameters() if _is_partitioned(param)), "")
+
+
+def _is_partitioned(param: nn.Parameter) -> bool:
+    return hasattr(param, "_hp_mapping") or hasattr(param, "ds_id")
 
 
 def masters(model: nn.Module) -> list[torch.Tensor]:
     """The flat partitions that stand for the model's parameters; empty without DeepSpeed."""
     partitions = declared.get(model)
     return partitions.flats() if partitions is not None else []
+
+
+def unlisted(optimizer: torch.optim.Optimizer) -> list[tuple[int, torch.Tensor]]:
+    """The parameters of an optimizer that none of its groups lists, with the index of theirs."""
+    return [found for one in list(declared.values()) for found in one.unlisted(optimizer)]
 
 
 def refresh(model: nn.Module) -> None:

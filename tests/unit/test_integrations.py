@@ -56,7 +56,7 @@ def test_a_trainer_with_deepspeed_is_refused() -> None:
     from paramd.integrations.hf import ParamdCallback
 
     args: Any = SimpleNamespace(deepspeed={"zero_optimization": {"stage": 2}})
-    with pytest.raises(UsageError, match=r"DeepSpeed within accelerate is not supported.*FSDP2"):
+    with pytest.raises(UsageError, match=r"DeepSpeed is not supported.*FSDP2"):
         ParamdCallback(job="none").on_train_begin(args, Any, Any, model=None, optimizer=None)
 
 

@@ -7,17 +7,17 @@ copies are made from them at once, as after a step: both have it before the next
 
 from __future__ import annotations
 
-from typing import Any, cast
-
-import torch
-import torch.distributed as dist
-from torch import nn
+from typing import TYPE_CHECKING, Any, cast
 
 from paramd.errors import ConflictError, UsageError
 from paramd.integrations.versions import require
 from paramd.trainer.attaching.attach import attach as attach_module
 from paramd.trainer.attaching.attachment import Attachment
 from paramd.trainer.model import zero
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 SUPPORTED = (
     "ZeRO stages 1, 2 and 3 are, with parameters and optimizer state on the device that computes"
@@ -121,7 +121,7 @@ class _Groups:
         self._optimizer = optimizer
         self.stage = stage
         self.dtype: torch.dtype = optimizer.single_partition_of_fp32_groups[0].dtype
-        self.world_size = dist.get_world_size(optimizer.real_dp_process_group[0])
+        self.world_size = int(optimizer.real_dp_process_group[0].size())
 
     def flats(self) -> list[torch.Tensor]:
         return list(self._optimizer.single_partition_of_fp32_groups)
@@ -148,7 +148,7 @@ class _SubGroups:
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self.dtype: torch.dtype = optimizer.fp32_partitioned_groups_flat[0].dtype
-        self.world_size = dist.get_world_size(optimizer.dp_process_group)
+        self.world_size = int(optimizer.dp_process_group.size())
 
     def flats(self) -> list[torch.Tensor]:
         return list(self._optimizer.fp32_partitioned_groups_flat)
@@ -156,7 +156,7 @@ class _SubGroups:
     def part(self, param: nn.Parameter) -> tuple[int, int, int, int] | None:
         optimizer, partitioned = self._optimizer, cast(Any, param)
         group, offset, padded = optimizer.grad_position[optimizer.get_param_id(param)]
-        begin = dist.get_rank(partitioned.ds_process_group) * padded
+        begin = partitioned.ds_process_group.rank() * padded
         numel = min(padded, partitioned.ds_numel - begin)
         return (group, offset, begin, numel) if numel > 0 else None
 

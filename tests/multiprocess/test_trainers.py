@@ -16,9 +16,14 @@ HF = [
     ("hf-accumulated", 2),
     ("hf-compiled", 1),
     ("hf-fsdp2", 2),
+    ("hf-fsdp2-accumulated", 2),
+    ("hf-scaled", 1),
+    ("hf-from-checkpoint", 1),
     ("hf-adapters", 2),
     ("hf-layer-wise", 1),
     ("hf-raises", 1),
+    ("hf-twice", 1),
+    ("trl-adapters", 2),
 ]
 ACCELERATE = [("accelerate-ddp", 2), ("accelerate-fsdp2", 2)]
 PLAIN = [("two-models", 2), ("scaled", 1)]
@@ -27,6 +32,7 @@ LIGHTNING = [
     ("lightning-ddp", 2),
     ("lightning-model-parallel", 2),
     ("lightning-fabric", 2),
+    ("lightning-scaled", 1),
     ("lightning-raises", 1),
 ]
 TITAN = [("titan", 2), ("titan-in-backward", 2)]

@@ -93,4 +93,4 @@ async def _log(
         finally:
             tracker.close()
     if ended:
-        say(f"the job no longer answers: {ended}")
+        say(f"nothing more is logged: {ended}")

@@ -149,9 +149,10 @@ class _Prometheus:
 
     def __init__(self, path: Path, job: str) -> None:
         import prometheus_client as client
+        from prometheus_client import core
 
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._client, self._path, self._job = client, path, job
+        self._client, self._core, self._path, self._job = client, core, path, job
         self._notes = 0
         self._step = 0
         self._values: Mapping[str, float] = {}
@@ -175,7 +176,7 @@ class _Prometheus:
 
     def collect(self) -> Sequence[Any]:
         """What prometheus_client asks of a collector."""
-        core = self._client.core
+        core = self._core
         steps = core.GaugeMetricFamily("paramd_log_step", "Last step logged.", labels=["job"])
         steps.add_metric([self._job], self._step)
         notes = core.CounterMetricFamily("paramd_log_notes", "Alerts and edits.", labels=["job"])
@@ -253,6 +254,10 @@ AWAITED_S = 20.0
 """How long gradients and updates are waited for: a training may pause, or evaluate."""
 
 
+class _BegunAnewError(Exception):
+    """The job is in another incarnation now, whose run is another."""
+
+
 class Following:
     """What of a job is in the tracker already, and what comes next."""
 
@@ -280,13 +285,15 @@ class Following:
         """The last one in the tracker."""
         self._looked = -1
         """The last one that statistics were of."""
+        self._incarnation: int | None = None
+        """The one whose run this is."""
         self._known: set[str] | None = None
         """Alerts and edits that have been told; those from before are not."""
 
     async def run(
         self, every_s: float, *, looks: int = 0, clock: Callable[[], float] = time.monotonic
     ) -> str:
-        """Log until the job has not answered for `PATIENCE_S`; why it ended.
+        """Log until the job begins anew, or has not answered for `PATIENCE_S`; why it ended.
 
         Args:
             every_s: Seconds between two looks.
@@ -297,6 +304,8 @@ class Following:
             try:
                 await self.look()
                 answered_s, done = clock(), done + 1
+            except _BegunAnewError as error:
+                return str(error)
             except (UnreachableError, ConflictError, DeadlineError) as error:
                 if clock() - answered_s > PATIENCE_S:
                     return str(error)
@@ -311,6 +320,12 @@ class Following:
             await self._tell_new()
         wanted = "histograms" in self._also
         found = await self._mesh.stats(*self._patterns, histogram=wanted)
+        if self._incarnation is None:
+            self._incarnation = found.incarnation
+        if found.incarnation != self._incarnation:
+            raise _BegunAnewError(
+                f"{found.job!r} has begun anew, as incarnation {found.incarnation}"
+            )
         if found.step > self._looked:
             self._looked = found.step
             rows = {row.name: row.summary for row in found} if len(found) <= MOST_TENSORS else {}

@@ -23,7 +23,7 @@ from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.mesh.connect import async_connect
 from paramd.places import read_endpoint
 from tests.integration.client_job import Job, running_job, wait_for
-from tests.launch import free_port
+from tests.launch import ROOT, free_port
 
 pytest.importorskip("mcp")
 
@@ -123,6 +123,16 @@ async def test_an_agent_looks_into_a_training_and_finds_no_tool_that_changes_it(
         assert (await asked(client, "exports"))["rows"] == []
         assert "no-such" in await refused(client, "statistics", patterns=["no-such"])
         assert "edit" in await refused(client, "edit", patterns=["*"], fill=0.0)
+
+
+def test_the_example_asks_as_an_agents_host_does(state: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "ask_agent.py", "--job", JOB],
+        capture_output=True, text=True, check=False, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert f"{JOB}: 1 ranks at step" in done.stdout
+    assert done.stdout.count("of itself") == 3
 
 
 async def test_a_change_is_told_first_and_made_only_with_its_code(state: Path) -> None:

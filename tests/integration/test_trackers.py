@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from paramd.errors import UsageError
 from paramd.integrations.trackers import Following, open_tracker
 from paramd.trainer.settings import AttachSettings
 from tests.integration.client_job import wait_for
+from tests.launch import ROOT
 
 JOB = "tracked"
 NAME = "head.weight"
@@ -160,40 +162,24 @@ def test_prometheus_reads_the_file_that_is_written(
 def test_attach_logs_to_a_tracker_until_it_detaches(
     tmp_path: Path, private_state_dir: Path, environment: dict[str, str]
 ) -> None:
-    """A script of one's own; what it leaves are finished runs and no process."""
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    given = environment | {"PARAMD_STATE_DIR": str(private_state_dir)}
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, env=given, capture_output=True, text=True,
-        timeout=100, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    """The example, for as long as its first numbers take; no process of it stays."""
+    example = ROOT / "examples" / "train_tracked.py"
+    given = environment | {"PARAMD_STATE_DIR": str(private_state_dir), "PARAMD_LINGER_S": "0"}
+    command = [sys.executable, str(example), "--job", "logged"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=given, stderr=subprocess.PIPE, text=True
+    ) as training:
+        wait_for(lambda: sizes(tmp_path / "runs") > 200, "the first numbers")
+        training.send_signal(signal.SIGINT)
+        _, said = training.communicate(timeout=100)
+    assert training.returncode == 0, said
     found = events_of(tmp_path / "runs")
-    assert found.Tensors("weight/norm")
-    assert "ended with status" not in done.stderr
+    assert found.Tensors("0.weight/norm")
+    assert "ended with status" not in said
 
 
-SCRIPT = """
-import time
-from pathlib import Path
-
-import torch
-
-import paramd
-
-model = torch.nn.Linear(4, 4)
-optimizer = torch.optim.AdamW(model.parameters())
-attachment = paramd.attach(model, optimizer, job="logged", log="tensorboard")
-end_s = time.monotonic() + 80
-while not any(path.stat().st_size > 200 for path in Path("runs").glob("*/events*")):
-    assert time.monotonic() < end_s
-    model(torch.randn(2, 4)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    time.sleep(0.01)
-attachment.detach()
-"""
+def sizes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*/events*"))
 
 
 def test_what_cannot_be_logged_is_named_with_what_can(tmp_path: Path) -> None:

@@ -52,6 +52,39 @@ def test_a_strategy_that_is_not_served_is_named_with_those_that_are() -> None:
         lightning.ParamdCallback(job="none").on_train_start(trainer, None)
 
 
+def test_going_on_from_memory_is_refused_where_the_loop_cannot_be_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from paramd.integrations.training import Training
+
+    for training in (Training("none", {"resume": "auto"}), Training("none", {})):
+        with pytest.raises(UsageError, match=r"not work with Lightning.*ckpt_path"):
+            training.check_no_resume("Lightning", "use fit(ckpt_path=...)")
+        # The second one: as its environment says.
+        monkeypatch.setenv("PARAMD_RESUME", "auto")
+    monkeypatch.delenv("PARAMD_RESUME")
+    Training("none", {}).check_no_resume("Lightning", "")
+
+
+def test_what_no_accelerator_has_prepared_is_refused() -> None:
+    """Before `prepare` there is nothing to serve; and what it wraps is looked into once only."""
+    import torch
+    from accelerate import Accelerator
+
+    import paramd
+
+    accelerator = Accelerator(cpu=True)
+    model: Any = torch.nn.Linear(2, 2)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match=r"prepared no model; call accelerator\.prepare"):
+        paramd.attach(accelerator=accelerator, job="none")
+    accelerator.prepare(model)
+    with pytest.raises(UsageError, match=r"prepared no optimizer; call accelerator\.prepare"):
+        paramd.attach(accelerator=accelerator, job="none")
+    with pytest.raises(UsageError, match="pass either accelerator, or model"):
+        paramd.attach(model, optimizer, accelerator=accelerator, job="none")
+
+
 def test_a_trainer_with_deepspeed_is_refused() -> None:
     from paramd.integrations.hf import ParamdCallback
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ from paramd.integrations.trackers import Following, open_tracker
 from paramd.trainer.settings import AttachSettings
 from tests.integration.client_job import wait_for
 from tests.launch import ROOT
+
+# Each tracker's package takes seconds to import, in a process of its own.
+pytestmark = pytest.mark.timeout(300)
 
 JOB = "tracked"
 NAME = "head.weight"
@@ -68,7 +72,7 @@ def logged(
 
 def finished(process: subprocess.Popen[str]) -> None:
     with process:
-        out, err = process.communicate(timeout=100)
+        out, err = process.communicate(timeout=250)
     assert process.returncode == 0, out + err
 
 
@@ -84,8 +88,8 @@ def events_of(folder: Path) -> Any:
 def test_tensorboard_has_all_of_it_at_its_steps_and_a_note_of_an_edit(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    process = logged("tensorboard", tmp_path, environment, *ALSO, looks=12)
-    wait_for(lambda: any(tmp_path.glob("*/events*")), "the first numbers")
+    process = logged("tensorboard", tmp_path, environment, *ALSO, looks=20)
+    wait_for(lambda: sizes(tmp_path) > 200, "the first numbers")
     with paramd.connect(job=JOB) as mesh:
         applied = mesh.edit(NAME, mul=1.0, note="looked at")
         norm = mesh.stats(NAME).total.summary.norm
@@ -169,7 +173,11 @@ def test_attach_logs_to_a_tracker_until_it_detaches(
     with subprocess.Popen(
         command, cwd=tmp_path, env=given, stderr=subprocess.PIPE, text=True
     ) as training:
-        wait_for(lambda: sizes(tmp_path / "runs") > 200, "the first numbers")
+        end_s = time.monotonic() + 150
+        while sizes(tmp_path / "runs") <= 200:
+            assert training.poll() is None, training.communicate()
+            assert time.monotonic() < end_s, "no first numbers"
+            time.sleep(0.05)
         training.send_signal(signal.SIGINT)
         _, said = training.communicate(timeout=100)
     assert training.returncode == 0, said

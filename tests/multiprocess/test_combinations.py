@@ -14,8 +14,9 @@ GROUPS = [
 ]
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group[0])
 def test_each_combination_trains_as_without_paramd_and_is_read_right(group: list[str]) -> None:
-    results = run_ranks(WORKER, 2, args=group, timeout_s=110)
+    results = run_ranks(WORKER, 2, args=group, timeout_s=280)
     for result in results:
         assert [line.split(":")[0] for line in result.stdout.splitlines()] == group

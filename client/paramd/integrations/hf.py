@@ -15,6 +15,7 @@ from typing import Any
 from paramd.errors import UsageError
 from paramd.integrations.training import Training
 from paramd.integrations.versions import require
+from paramd.trainer.resume.random_state import random_state, set_random_state
 
 require("transformers", at_least="5.0", below="6", extra="hf")
 require("accelerate", at_least="1.10", below="2", extra="hf")
@@ -56,6 +57,8 @@ class ParamdCallback(TrainerCallback):
         self._training = Training(job, options)
         self._skipping: Any = None
         """The loader that leaves out what an epoch has had."""
+        self._random: dict[str, Any] | None = None
+        """Random states to begin the first step with, after a resume."""
 
     @property
     def attachment(self) -> Any:
@@ -92,8 +95,10 @@ class ParamdCallback(TrainerCallback):
         """Bring the Trainer to the step that memory was at."""
         assert self.attachment is not None
         step = state.global_step = self.attachment.step
-        if step == 0:
+        if self.attachment.resumed is None:
             return
+        # A loop over batches begins by drawing a number; the one that goes on here did not.
+        self._random = random_state()
         done = step * args.gradient_accumulation_steps
         batches = len(loader) if hasattr(loader, "__len__") else 0
         whole = batches % args.gradient_accumulation_steps == 0
@@ -119,6 +124,9 @@ class ParamdCallback(TrainerCallback):
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Settle the last update."""
+        if self._random is not None:
+            set_random_state(self._random)
+            self._random = None
         self._training.goes_on()
 
     def on_step_end(

@@ -491,7 +491,17 @@ class Titan:
 
     def __init__(self, model_parts: list[nn.Module], container: Any) -> None:
         self.model_parts = model_parts
-        self.optimizers = container(model_parts, torch.optim.AdamW, {"lr": 1e-2})
+        if hasattr(container, "Config"):
+            # From torchtitan 0.3 on.
+            from torchtitan.components.optimizer import ParamGroupConfig
+
+            group = ParamGroupConfig(
+                pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 1e-2}
+            )
+            config = container.Config(param_groups=[group], implementation="foreach")
+            self.optimizers = container(config, model_parts=model_parts)
+        else:
+            self.optimizers = container(model_parts, torch.optim.AdamW, {"lr": 1e-2})
         self.step = 0
 
     def train(self, look: Callable[[], None]) -> None:

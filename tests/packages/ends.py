@@ -40,6 +40,8 @@ def main() -> int:
     parser.add_argument("extras", nargs="*", metavar="EXTRA", help="all by default")
     parser.add_argument("--only", choices=("lowest", "highest"))
     arguments = parser.parse_args()
+    if unknown := set(arguments.extras) - TESTS.keys():
+        parser.error(f"{', '.join(sorted(unknown))}: expected some of {', '.join(TESTS)}")
     failed = 0
     for extra in arguments.extras or TESTS:
         for end in ("lowest", "highest"):

@@ -89,6 +89,16 @@ def test_going_on_from_memory_is_refused_where_the_loop_cannot_be_told(
     Training("none", {}).check_no_resume("Lightning", "")
 
 
+def test_memory_and_a_checkpoint_are_not_both_gone_on_from() -> None:
+    from paramd.integrations.hf import ParamdCallback
+
+    callback = ParamdCallback(job="none", resume="auto")
+    args: Any = SimpleNamespace(deepspeed=None)
+    state: Any = SimpleNamespace(global_step=3)
+    with pytest.raises(UsageError, match=r"resume_from_checkpoint are two ways.*use one"):
+        callback.on_train_begin(args, state, Any)
+
+
 def test_what_no_accelerator_has_prepared_is_refused() -> None:
     """Before `prepare` there is nothing to serve; and what it wraps is looked into once only."""
     import torch

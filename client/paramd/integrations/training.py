@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 from paramd.errors import UsageError
@@ -23,7 +24,7 @@ class Training:
         self._options = options
         self.attachment: Attachment | None = None
 
-    @property
+    @cached_property
     def resumes(self) -> bool:
         """Whether it is to go on from memory after it was killed."""
         chosen = self._options.get("resume")

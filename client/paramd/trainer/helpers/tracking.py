@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from paramd.errors import ParamdError
 from paramd.helpers import end
 from paramd.trainer.helpers.site_link import token_of
 from paramd.trainer.settings import AttachSettings
@@ -37,7 +38,7 @@ class Tracking:
         for kind in self._settings.trackers:
             try:
                 self._processes[kind] = self._start(kind)
-            except OSError as error:
+            except (OSError, ParamdError) as error:
                 log.warning("paramd: nothing is logged to %s: %s", kind, error)
 
     def _start(self, kind: str) -> subprocess.Popen[bytes]:

@@ -80,6 +80,17 @@ class RankMirror:
         """As `RandomAccess.read_into`."""
         ctypes.memmove(address, self.memory.data_ptr() + offset_bytes, size_bytes)
 
+    def changed_bytes(self, first: int, parts: Sequence[pb.DeltaPart]) -> int:
+        """Bytes of the elements that parts say have changed; a whole range where none is told."""
+        found = 0
+        for index, part in enumerate(parts, first):
+            item = self.items[index]
+            if part.changed_count >= 0:
+                found += part.changed_count * item.element_bytes
+            elif part.digest != self.digests[index]:
+                found += item.end_bytes - item.begin_bytes
+        return found
+
     def apply(self, first: int, parts: Sequence[pb.DeltaPart], data: bytes) -> list[int]:
         """Take in the parts of the ranges from `first` on; indexes of those to be read whole."""
         whole: list[int] = []
@@ -185,12 +196,7 @@ class Mirrors:
                     f"{pinned.edits}"
                 )
             sent_bytes += received_bytes
-            changed_bytes += sum(
-                part.changed_count * item.element_bytes
-                if part.changed_count >= 0
-                else item.end_bytes - item.begin_bytes
-                for part, item in zip(head.parts, items, strict=True)
-            )
+            changed_bytes += mirror.changed_bytes(first, head.parts)
             whole += await self._transfer.run(partial(mirror.apply, first, head.parts, data))
         return whole, sent_bytes, changed_bytes
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,12 +15,15 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
+from safetensors.torch import save_file
 
 from paramd import places
 from paramd.mesh.connect import async_connect
 from paramd.mesh.frames.frames import ParamFrame
 from paramd.mesh.mesh import Mesh
+from tests.integration.engine_servers import Model, engine_server
 from tests.launch import start_ranks
 from tests.longer import times
 from tests.multiprocess.truth import connect_to, wait_until
@@ -41,21 +46,25 @@ class Training:
     truth: dict[int, dict[str, str]] = field(default_factory=dict)
     _read: int = 0
 
-    def seen(self, step: int) -> None:
-        """Let the training go on to the update after `step`."""
+    def seen(self, step: int, patience_s: float = 30.0) -> None:
+        """Let the training go on to the update after `step`, and wait there for the next call."""
         part = self.folder / f"seen.{os.getpid()}"
-        part.write_text(str(step))
+        part.write_text(f"{step} {patience_s}")
         part.replace(self.folder / "seen")
 
     def check(self, frame: ParamFrame) -> None:
         """Fail unless the frame's tensors are those that torch gathered after that update."""
+        self.read_truth()
+        assert {name: sha256_of(frame[name]) for name in frame} == self.truth[frame.step]
+
+    def read_truth(self) -> None:
+        """Read what the training has written since."""
         with (self.folder / "truth").open() as file:
             file.seek(self._read)
             while (line := file.readline()).endswith("\n"):
                 found = json.loads(line)
                 self.truth[found["step"]] = found["digests"]
                 self._read = file.tell()
-        assert {name: sha256_of(frame[name]) for name in frame} == self.truth[frame.step]
 
     def metrics(self) -> dict[str, float]:
         """Metrics of all sidecars, summed."""
@@ -84,7 +93,7 @@ def training(tmp_path: Path, **env: str) -> Iterator[Training]:
             assert result.returncode == 0, ranks.outputs()
 
 
-@pytest.mark.timeout(times(120, 900))
+@pytest.mark.timeout(times(300, 1500))
 def test_every_update_is_what_torch_gathered_and_costs_fewer_bytes(tmp_path: Path) -> None:
     with training(tmp_path) as job, connect_to(job.state_dir, JOB) as mesh:
         frames = mesh.follow("*", deltas=True)
@@ -107,7 +116,6 @@ def test_every_update_is_what_torch_gathered_and_costs_fewer_bytes(tmp_path: Pat
         )
         assert changed_bytes < sent_bytes < whole_bytes / 3
         catches_up(job, mesh)
-        asyncio.run(eight_cost_the_sidecars_one_comparison(job))
 
 
 def catches_up(job: Training, mesh: Mesh) -> None:
@@ -123,6 +131,58 @@ def catches_up(job: Training, mesh: Mesh) -> None:
     job.seen(frame.step)
 
 
+@pytest.mark.timeout(300)
+def test_many_follow_one_training(tmp_path: Path) -> None:
+    with training(tmp_path) as job:
+        asyncio.run(eight_cost_the_sidecars_one_comparison(job))
+        an_engine_has_what_torch_gathered(job)
+        the_example_evaluates(job)
+
+
+def an_engine_has_what_torch_gathered(job: Training) -> None:
+    """`paramd follow` as a user runs it; the engine is a server with SGLang's routes."""
+    shared = job.folder / "shared"
+    original = job.folder / "original"
+    shared.mkdir()
+    original.mkdir()
+    save_file({"0.weight": torch.zeros(1)}, original / "model.safetensors")
+    model = Model(str(original))
+    job.seen(0, 0.05)
+    with engine_server("sglang", model) as url:
+        command = ("follow", "--to", "sglang", url, "--dir", str(shared), "--deltas", "-n", "3")
+        done = run_beside(job, "-m", "paramd.cli", *command, "--job", JOB, "-o", "jsonl")
+    updates = [json.loads(line) for line in done.splitlines()]
+    assert [update["ok"] for update in updates] == [True] * 3, updates
+    assert model.version == updates[-1]["version"] == f"{JOB}-1-{updates[-1]['step']}"
+    assert updates[-1]["sent_bytes"] < updates[0]["sent_bytes"]
+    job.read_truth()
+    assert {name: sha256_of(one) for name, one in model.weights.items()} == job.truth[
+        updates[-1]["step"]
+    ]
+
+
+def the_example_evaluates(job: Training) -> None:
+    example = Path(__file__).parents[2] / "examples" / "evaluate.py"
+    done = run_beside(job, str(example), "--job", JOB, "--frames", "3")
+    assert len(done.splitlines()) == 3, done
+    assert "bytes sent" in done
+
+
+def run_beside(job: Training, *arguments: str) -> str:
+    """Run our python where the job's state dir is; its stdout."""
+    env = os.environ | {"PARAMD_STATE_DIR": str(job.state_dir)}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        check=False,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 async def eight_cost_the_sidecars_one_comparison(job: Training) -> None:
     """All followers that go from one step to the same other one share the comparison."""
     endpoint = places._load(job.state_dir / JOB / places.ENDPOINT_FILE)
@@ -135,12 +195,14 @@ async def eight_cost_the_sidecars_one_comparison(job: Training) -> None:
             async for frame in frames:
                 job.check(frame)
                 steps[number].append(frame.step)
-                job.seen(min(known[-1] if known else 0 for known in steps.values()))
+                # Not for ever: those that join do so at a later update.
+                job.seen(min(known[-1] if known else 0 for known in steps.values()), 0.5)
                 # Until all have had enough, so that none leaves the others waiting.
                 if all(len(known) > SETTLING + 10 for known in steps.values()):
                     break
             await frames.aclose()  # type: ignore[attr-defined]
 
+    job.seen(0, 0.5)
     before = job.metrics()
     await asyncio.gather(*(follow(number) for number in range(FOLLOWERS)))
     after = job.metrics()

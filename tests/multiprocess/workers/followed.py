@@ -1,9 +1,9 @@
 """A bfloat16 model that really trains, and writes what each of its updates left.
 
 Rank 0 appends a line of JSON for every update to `<folder>/truth`: the step, and the SHA-256 of
-each full parameter as torch gathers it. Before an update the ranks wait until somebody has seen the
-last one, that is until `<folder>/seen` holds its number, but not for longer than `PATIENCE_S`. They
-train until `<folder>/stop` exists.
+each full parameter as torch gathers it. `<folder>/seen` holds the number of an update and seconds:
+before the next update the ranks wait until the last one has been seen, but no longer than that.
+They train until `<folder>/stop` exists.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ import paramd
 from tests.ending import end
 
 JOB = "followed"
-
-PATIENCE_S = 0.5
 
 
 def main() -> None:
@@ -76,9 +74,10 @@ def _write(folder: Path, model: nn.Module, step: int) -> None:
 
 
 def _wait_until_seen(folder: Path, step: int) -> None:
-    until_s = time.monotonic() + PATIENCE_S
-    while (folder / "seen").exists() and time.monotonic() < until_s:
-        if int((folder / "seen").read_text() or 0) >= step:
+    began_s = time.monotonic()
+    while (folder / "seen").exists():
+        seen, patience_s = (folder / "seen").read_text().split()
+        if int(seen) >= step or time.monotonic() > began_s + float(patience_s):
             return
         time.sleep(0.001)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -21,6 +22,8 @@ CASES = (
 )
 """Dtype, learning rate, updates between two frames."""
 
+PATIENCE_S = 0.5
+
 WARM = 30
 """Updates before anything is counted."""
 
@@ -32,6 +35,7 @@ class Case:
     name: str
     whole_bytes: int
     frames: int = 0
+    step: int = 0
     changed_bytes: int = 0
     sent_bytes: int = 0
     error: list[BaseException] = field(default_factory=list)
@@ -86,8 +90,14 @@ def _measure(
     case = Case(f"{dtype}, AdamW, lr {lr:g}" + (f", every {every}" * (every > 1)), size_bytes)
     reading = threading.Thread(target=_read, args=(ranks, job, every, count, case))
     reading.start()
+    step = WARM
     while reading.is_alive():
-        ranks.call("train", 10)
+        ranks.call("train", 1)
+        step += 1
+        # A frame of each update: wait for the reader, but not for a step that it has missed.
+        until_s = time.monotonic() + PATIENCE_S
+        while 0 < case.step < step - every - 1 and time.monotonic() < until_s:
+            time.sleep(0.001)
     reading.join()
     if case.error:
         raise case.error[0]
@@ -101,6 +111,7 @@ def _read(ranks: ObedientRanks, job: str, every: int, count: int, case: Case) ->
         with paramd.connect(endpoint.url, endpoint.token, job=job) as mesh:
             for number, frame in enumerate(mesh.follow("*", every=every, deltas=True)):
                 assert frame.changed_bytes is not None
+                case.step = frame.step
                 if number and not frame.dropped:
                     case.frames += 1
                     case.changed_bytes += frame.changed_bytes

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -11,13 +9,10 @@ from torch.nn import functional
 
 import paramd
 from benchmarks.ranks import obey
-from paramd.examples.train_gpt import BATCH, GPT, batches, draw
+from paramd.examples.train_gpt import GPT, batches, draw
 from paramd.examples.train_gpt import topics as topics_by_name
 from paramd.trainer.attaching.attachment import Attachment
 from tests.ending import end
-
-GAP_S = 0.02
-"""Between two updates, so that a reader keeps up."""
 
 
 class Training:
@@ -50,11 +45,9 @@ class Training:
             functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
             self._optimizer.step()
             self._optimizer.zero_grad()
-            time.sleep(GAP_S)
 
 
 def main() -> None:
-    assert BATCH
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     training = Training()

@@ -18,7 +18,7 @@ import secrets
 import shutil
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -250,7 +250,7 @@ class EngineFollower:
         """Version in force, and where it was loaded from."""
         self._written: deque[Path] = deque()
 
-    async def updates(self, frames: AsyncIterator[ParamFrame]) -> AsyncIterator[Update]:
+    async def updates(self, frames: AsyncIterator[ParamFrame]) -> AsyncGenerator[Update, None]:
         """What became of each frame that was tried; ends with the frames.
 
         Raises:

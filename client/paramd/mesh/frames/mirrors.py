@@ -236,9 +236,7 @@ def _all_right(mirror: RankMirror, indexes: Sequence[int]) -> bool:
 
 
 def _mirror(plan: ReadPlan, read: RankRead) -> RankMirror:
-    import torch
-
-    from paramd.mesh.reading.assemble import allocate
+    from paramd.mesh.reading.assemble import allocate, torch_dtype
 
     items = tuple(
         pb.DeltaItem(
@@ -248,4 +246,4 @@ def _mirror(plan: ReadPlan, read: RankRead) -> RankMirror:
         )
         for one in read.landings
     )
-    return RankMirror(read, items, allocate((read.size_bytes,), torch.uint8))
+    return RankMirror(read, items, allocate((read.size_bytes,), torch_dtype("uint8")))

@@ -24,7 +24,7 @@ CASES = (
 
 PATIENCE_S = 0.5
 
-WARM = 30
+WARM = 10
 """Updates before anything is counted."""
 
 

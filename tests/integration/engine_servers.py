@@ -60,6 +60,7 @@ class Model:
 
 class _Handler(BaseHTTPRequestHandler):
     model: Model
+    protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -92,6 +93,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, status: int, body: dict[str, Any]) -> None:
         data = json.dumps(body).encode()
+        # As uvicorn does after an exception: without a word to the client.
+        self.close_connection = status == 500
         self.send_response(status)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(data)))

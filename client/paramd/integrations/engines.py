@@ -86,7 +86,13 @@ class _Http:
             )
         headers = {"authorization": f"Bearer {token}"} if token else {}
         self.url = url.rstrip("/")
-        self._client = httpx2.AsyncClient(base_url=self.url, headers=headers, trust_env=False)
+        # A connection for each call: vLLM drops the one on which it has told of a failure.
+        self._client = httpx2.AsyncClient(
+            base_url=self.url,
+            headers=headers,
+            trust_env=False,
+            limits=httpx2.Limits(max_keepalive_connections=0),
+        )
 
     async def call(
         self,

@@ -176,6 +176,15 @@ def test_an_engine_that_died_is_found_again_at_its_address(
     asyncio.run(run())
 
 
+def test_what_another_job_left_under_a_version_is_not_taken_for_it(
+    kind: str, url: str, model: Model, tmp_path: Path
+) -> None:
+    (tmp_path / "shared" / "run-1-1").mkdir(parents=True)
+    save_file(weights(99), tmp_path / "shared" / "run-1-1" / "model.safetensors")
+    asyncio.run(all_of(follower(open_engine(kind, url), tmp_path), 1))
+    assert_holds(model, 1)
+
+
 def test_names_are_those_of_the_engines_checkpoint(
     kind: str, url: str, model: Model, tmp_path: Path
 ) -> None:

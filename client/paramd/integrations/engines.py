@@ -17,7 +17,6 @@ import os
 import secrets
 import shutil
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -136,7 +135,8 @@ class VllmEngine:
     async def serving(self) -> tuple[str, str]:
         found = await self._http.call("GET", "/weight_info")
         models = await self._http.call("GET", "/v1/models")
-        return str(found.get("weight_version")), str(models["data"][0]["root"])
+        served = models.get("data") or [{}]
+        return str(found.get("weight_version")), str(served[0].get("root", ""))
 
     async def load(self, path: str, version: str) -> None:
         call = self._http.call
@@ -254,7 +254,7 @@ class EngineFollower:
         self.directory = self.directory.resolve()
         self._good: tuple[str, str] | None = None
         """Version in force, and where it was loaded from."""
-        self._written: deque[Path] = deque()
+        self._written: set[Path] = set()
 
     async def updates(self, frames: AsyncIterator[ParamFrame]) -> AsyncGenerator[Update, None]:
         """What became of each frame that was tried; ends with the frames.
@@ -289,6 +289,8 @@ class EngineFollower:
         finally:
             upcoming.cancel()
             await asyncio.wait({upcoming})
+            if not upcoming.cancelled():
+                upcoming.exception()  # retrieved, or asyncio logs it
 
     async def update(self, frame: ParamFrame) -> Update:
         """Give one frame to the engine; if that fails, give it back what it had."""
@@ -304,7 +306,6 @@ class EngineFollower:
             try:
                 await self.engine.load(str(path), version)
                 self._good = version, str(path)
-                self._forget_old()
             except ParamdError as error:
                 reason, in_force = str(error), await self._put_back()
         return Update(
@@ -332,23 +333,23 @@ class EngineFollower:
     def _write(self, frame: ParamFrame, version: str) -> Path:
         """Write the frame under its version: all of it, or nothing."""
         path = self.directory / version
-        if path.is_dir():
+        if path in self._written and path.is_dir():
             return path
         part = self.directory / f".{version}.{secrets.token_hex(4)}.part"
         part.mkdir(mode=0o755)
         try:
             _save(part / FILE, frame, self.names)
+            # What another job of this name left there is not known to be this frame.
+            shutil.rmtree(path, ignore_errors=True)
             os.rename(part, path)
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
             raise
-        self._written.append(path)
+        in_force = Path(self._good[1]) if self._good is not None else None
+        for old in self._written - {in_force}:
+            shutil.rmtree(old, ignore_errors=True)
+        self._written = {old for old in self._written if old == in_force} | {path}
         return path
-
-    def _forget_old(self) -> None:
-        """Remove what this follower wrote, but for the version in force and the one before."""
-        while len(self._written) > 2:
-            shutil.rmtree(self._written.popleft(), ignore_errors=True)
 
 
 def _save(path: Path, frame: ParamFrame, names: NameMap) -> None:

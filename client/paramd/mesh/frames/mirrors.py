@@ -8,7 +8,6 @@ users get are made from mirrors, so nothing that they do to one can spoil the ne
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import time
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ from paramd.layout.plan import RankRead, ReadPlan
 from paramd.mesh.peers.sidecars import Pinned, Sidecars
 from paramd.mesh.reading.places import Place
 from paramd.mesh.reading.stream import Transport, memory_at
-from paramd.mesh.reading.transfer import Transfer
+from paramd.mesh.reading.transfer import Transfer, all_ended
 from paramd.v1 import sidecar_pb2 as pb
 
 if TYPE_CHECKING:
@@ -140,13 +139,16 @@ class Mirrors:
             DataLossError: what was read whole does not match the rank's digest of it.
             ParamdError: as `Transfer.read_parts`. What has come is kept for the next refresh.
         """
-        asked = await asyncio.gather(
-            *(self._ask(sidecars, pinned, one, deadline_s) for one in self._mirrors.values())
-        )
-        sent_bytes, changed_bytes = sum(one[1] for one in asked), sum(one[2] for one in asked)
-        whole = {
-            rank: found[0] for rank, found in zip(self._mirrors, asked, strict=True) if found[0]
-        }
+        asked: dict[int, tuple[list[int], int, int]] = {}
+
+        async def ask(rank: int, mirror: RankMirror) -> None:
+            asked[rank] = await self._ask(sidecars, pinned, mirror, deadline_s)
+
+        # None goes on into the next refresh when another one fails.
+        await all_ended([ask(rank, mirror) for rank, mirror in self._mirrors.items()])
+        sent_bytes = sum(found[1] for found in asked.values())
+        changed_bytes = sum(found[2] for found in asked.values())
+        whole = {rank: asked[rank][0] for rank in self._mirrors if asked[rank][0]}
         sent_bytes += await self._read_whole(sidecars, pinned, whole, deadline_s)
         # Tensors without elements have no range, and are news once.
         changed, self._unseen = self._unseen, set()

@@ -49,6 +49,7 @@ class Bases:
         self._clock_ns = clock_ns
         # The least recently used one first.
         self._kept: dict[State, tuple[Snapshot, int]] = {}
+        self._closed = False
 
     @property
     def size_bytes(self) -> int:
@@ -69,7 +70,13 @@ class Bases:
         if (held := self.find(state)) is not None:
             self._store.drop(held)
             return
-        if not snapshot.shareable or not snapshot.size_bytes or size_bytes > self.budget_bytes:
+        # Closed: the attachment ended while its changes were compared.
+        if (
+            self._closed
+            or not snapshot.shareable
+            or not snapshot.size_bytes
+            or size_bytes > self.budget_bytes
+        ):
             return
         while self.size_bytes + size_bytes > self.budget_bytes:
             self._forget(next(iter(self._kept)))
@@ -84,7 +91,8 @@ class Bases:
         return min((used_ns + idle_ns for _, used_ns in self._kept.values()), default=None)
 
     def close(self) -> None:
-        """Forget all."""
+        """Forget all, and keep nothing more."""
+        self._closed = True
         for state in list(self._kept):
             self._forget(state)
 

@@ -26,6 +26,7 @@ from torch import nn
 
 import paramd
 from tests.ending import end
+from tests.gpu.late import late_fill
 
 JOB = "device"
 DEVICE = os.environ.get("PARAMD_GPU_TESTS_ON", "cuda")
@@ -51,7 +52,7 @@ class Slow(torch.optim.Optimizer):
                 for part in local_of(parameter).reshape(-1).chunk(2):
                     sleep()
                     if self._fills:
-                        part.fill_(self.updates)
+                        late_fill(part, self.updates)
 
 
 def sleep() -> None:

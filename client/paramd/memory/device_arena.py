@@ -23,7 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
@@ -38,6 +38,7 @@ from paramd.memory.device_driver import (
     load,
     rounded,
 )
+from paramd.memory.gate import LateError
 
 BASE = 1 << 62
 """First address of an arena in a process that has not mapped it: no memory of the host is there."""
@@ -50,10 +51,6 @@ LATE_S = 1.0
 
 _POLL_S = 50e-6
 _FENCE_ALIGN, _FENCE_BYTES, _FENCE_MASK = 64, 64, (1 << 32) - 1
-
-
-class LateError(Exception):
-    """The device has not finished the update in time: the copy counts as overtaken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +110,7 @@ class DeviceMap:
 
     def __init__(self, driver: Driver, device: int, descriptor: int, arena_bytes: int) -> None:
         """The descriptor stays the caller's. Raises DeviceError."""
+        self._mapped_bytes = 0
         self.descriptor = descriptor
         self.size_bytes = arena_bytes
         self._driver = driver
@@ -131,6 +129,11 @@ class DeviceMap:
     def fence(self) -> int:
         """The fence's address."""
         return self.address + fence_begin(self.size_bytes)
+
+    def __del__(self) -> None:
+        # Where tensors may use it, it goes with the last of them.
+        with suppress(DeviceError):
+            self.close()
 
     def close(self) -> None:
         """Unmap it: nothing may use its addresses any more. Idempotent."""
@@ -159,9 +162,7 @@ def why_not(driver: Driver, device: int) -> str:
 class TrainerDevice:
     """The trainer's side of one device. Training thread only."""
 
-    def __init__(
-        self, driver: Driver, device: int, stream: Callable[[], int] = lambda: 0
-    ) -> None:
+    def __init__(self, driver: Driver, device: int, stream: Callable[[], int] = lambda: 0) -> None:
         """
         Args:
             stream: the one that the training's work is queued on now.
@@ -178,9 +179,7 @@ class TrainerDevice:
         try:
             driver.enter(self._context)
             self._event = driver.event(shared=True)
-            self.request = DeviceArenaRequest(
-                driver.uuid(device), driver.event_handle(self._event)
-            )
+            self.request = DeviceArenaRequest(driver.uuid(device), driver.event_handle(self._event))
         except BaseException:
             driver.let_go(device)
             raise
@@ -209,7 +208,8 @@ class TrainerDevice:
         self.driver.synchronize(self._stream())
 
     def close(self) -> None:
-        """Let go of the context. The map, which tensors may still use, goes with the process."""
+        """Let go of event and context. The map goes with its last tensor. Idempotent."""
+        self._map = None
         if self._context:
             self._context = 0
             self.driver.destroy_event(self._event)
@@ -345,4 +345,3 @@ class DeviceReader:
             if time.monotonic() > deadline_s or (event == self._event and self.trainer_ended):
                 raise LateError
             time.sleep(_POLL_S)
-

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
 from ctypes import byref, c_char, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 from functools import cache
 from typing import Any, Final
@@ -61,13 +60,13 @@ class DeviceError(UnreachableError):
 
 
 class _Location(ctypes.Structure):
-    _fields_: Final = [("type", c_int), ("id", c_int)]
+    _fields_ = [("type", c_int), ("id", c_int)]
 
 
 class _Prop(ctypes.Structure):
     """CUmemAllocationProp."""
 
-    _fields_: Final = [
+    _fields_ = [
         ("type", c_int),
         ("handle_types", c_int),
         ("location", _Location),
@@ -79,11 +78,11 @@ class _Prop(ctypes.Structure):
 class _Access(ctypes.Structure):
     """CUmemAccessDesc."""
 
-    _fields_: Final = [("location", _Location), ("flags", c_int)]
+    _fields_ = [("location", _Location), ("flags", c_int)]
 
 
 class _EventHandle(ctypes.Structure):
-    _fields_: Final = [("reserved", c_char * EVENT_HANDLE_BYTES)]
+    _fields_ = [("reserved", c_char * EVENT_HANDLE_BYTES)]
 
 
 _address, _size, _flags = c_uint64, c_size_t, ctypes.c_ulonglong
@@ -214,18 +213,14 @@ class Driver:
     def export(self, handle: int) -> int:
         """A new descriptor of the memory, which keeps it alive. Needs no context."""
         descriptor = c_int(-1)
-        self._call(
-            "cuMemExportToShareableHandle", byref(descriptor), handle, _POSIX_DESCRIPTOR, 0
-        )
+        self._call("cuMemExportToShareableHandle", byref(descriptor), handle, _POSIX_DESCRIPTOR, 0)
         os.set_inheritable(descriptor.value, False)
         return descriptor.value
 
     def import_(self, descriptor: int) -> int:
         """A handle of the memory behind a descriptor, which stays the caller's."""
         handle = c_uint64()
-        self._call(
-            "cuMemImportFromShareableHandle", byref(handle), descriptor, _POSIX_DESCRIPTOR
-        )
+        self._call("cuMemImportFromShareableHandle", byref(handle), descriptor, _POSIX_DESCRIPTOR)
         return handle.value
 
     def release(self, handle: int) -> None:
@@ -382,5 +377,3 @@ def _number(pointer: c_void_p) -> int:
 def rounded(size_bytes: int, granularity: int) -> int:
     """`size_bytes` as a multiple of the granularity, at least one."""
     return max(-(-size_bytes // granularity), 1) * granularity
-
-

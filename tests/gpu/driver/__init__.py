@@ -1,6 +1,6 @@
 """The simulated CUDA driver (standin.c), built with the compiler at hand.
 
-No GPU and no CUDA is involved in what runs on it; see the head of standin.c for what it has of them.
+No GPU and no CUDA is involved in what runs on it; the head of standin.c says what it has of them.
 """
 
 from __future__ import annotations

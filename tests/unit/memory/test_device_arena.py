@@ -23,12 +23,12 @@ from paramd.memory.device_arena import (
     DeviceArenaRequest,
     DeviceMap,
     DeviceReader,
-    LateError,
     TrainerDevice,
     create,
     why_not,
 )
 from paramd.memory.device_driver import CURES, SYMBOLS, DeviceError, Driver
+from paramd.memory.gate import LateError
 from tests.gpu.driver import POISON, Standin, driver_in, environment
 
 ARENA_BYTES = 3 * WINDOW_BYTES * WINDOWS // 2 + 4096
@@ -52,9 +52,7 @@ class Both:
         self.descriptor = create(driver, 0, arena_bytes)
         self.trainer = TrainerDevice(driver, 0)
         self.map = self.trainer.open(self.descriptor, arena_bytes, self.words)
-        self.reader = DeviceReader(
-            self.trainer.request, self.descriptor, arena_bytes, self.words
-        )
+        self.reader = DeviceReader(self.trainer.request, self.descriptor, arena_bytes, self.words)
 
     def update(self, value: int) -> None:
         """Queue an update; it is not done when this returns."""
@@ -169,6 +167,7 @@ def test_what_is_mapped_without_access_faults(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", script],
         env={**os.environ, **environment(tmp_path)},
+        check=False,
         capture_output=True,
         timeout=60,
     )
@@ -183,16 +182,20 @@ def test_every_refusal_names_call_code_and_cure(
     driver, standin = loaded
     standin.fail(f"{call}={code}")
     with pytest.raises(DeviceError) as refused:
-        descriptor = create(driver, 0, 8)
-        try:
-            DeviceMap(driver, 0, descriptor, 8)
-        finally:
-            os.close(descriptor)
+        made_and_mapped(driver)
     assert (refused.value.call, refused.value.code) == (call, code)
     text = str(refused.value)
     assert call in text
     assert str(code) in text
     assert CURES.get(code, "arena='mirror'") in text
+
+
+def made_and_mapped(driver: Driver) -> None:
+    descriptor = create(driver, 0, 8)
+    try:
+        DeviceMap(driver, 0, descriptor, 8)
+    finally:
+        os.close(descriptor)
 
 
 def test_a_full_device_is_told_as_such(loaded: tuple[Driver, Standin]) -> None:

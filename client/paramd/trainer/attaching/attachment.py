@@ -22,6 +22,7 @@ from paramd.trainer.boundary.gradients import GradientCapture
 from paramd.trainer.boundary.moments import Moments
 from paramd.trainer.boundary.signals import Signals
 from paramd.trainer.helpers.sidecar_link import ControlLink, Identity, SidecarLink
+from paramd.trainer.home.device import DeviceMemory
 from paramd.trainer.home.owned import ParameterStorage
 from paramd.trainer.resume.keeper import Keeper, Keeping
 from paramd.trainer.resume.optimizer_home import OptimizerHome
@@ -64,7 +65,7 @@ class Attachment:
         identity: Identity,
         *,
         page: ControlPage,
-        arena: HostArena,
+        arena: HostArena | DeviceMemory,
         home: ParameterStorage,
         boundary: Boundary,
         editor: Editor,

@@ -10,6 +10,7 @@ offset in both. So an edit's views, and optimizer state, are found by adding.
 
 from __future__ import annotations
 
+import logging
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -25,8 +26,9 @@ from paramd.memory.arena import unpack_wanted
 from paramd.memory.edit_program import Record
 from paramd.memory.gate import TrainerGate
 from paramd.trainer.home.buffers import BufferCopies
+from paramd.trainer.home.device import device_home
 from paramd.trainer.home.devices import DeviceCopies
-from paramd.trainer.home.moving import Range, bytes_at, differences, extent, placed
+from paramd.trainer.home.moving import Memory, Range, bytes_at, differences, extent, placed
 from paramd.trainer.home.owned import (
     ArenaPlan,
     ParameterStorage,
@@ -41,6 +43,8 @@ from paramd.trainer.model.shards import find_shards
 
 if TYPE_CHECKING:
     from paramd.trainer.boundary.agreement import Request
+
+log = logging.getLogger("paramd")
 
 Locate = Callable[[Range], int | None]
 """Maps a parameter's memory to its first arena byte; None for memory of no parameter."""
@@ -66,13 +70,14 @@ class MirroredHome(ParameterStorage):
             check_reachable(shard)
         return plan_arena(shards, ())
 
-    def move_in(self, arena: memoryview) -> None:
+    def move_in(self, arena: Memory) -> None:
         """Use `arena` for the copies; the model is left alone.
 
         Raises:
             UsageError: the arena is too small or read-only.
             ConflictError: the model has changed since the constructor.
         """
+        assert isinstance(arena, memoryview)
         check_arena(arena, self.arena_bytes)
         shards = find_shards(self._model)
         if self._planned(shards) != self._plan or differences(self._shards, shards):
@@ -213,8 +218,20 @@ def home_of(model: nn.Module, arena: str) -> ParameterStorage:
     """
     if arena == "mirror":
         return MirroredHome(model)
-    devices = {shard.tensor.device for shard in find_shards(model)}
-    return ParameterStorage(model) if {d.type for d in devices} <= {"cpu"} else MirroredHome(model)
+    on_host = _on_host(shard.tensor for shard in find_shards(model))
+    if on_host and arena != "device":
+        return ParameterStorage(model)
+    why = "arena='host'"
+    if arena != "host":
+        home, why = device_home(model, arena)
+        if home is not None:
+            return home
+    log.warning(
+        "paramd: the parameters stay where they are and are copied into host memory at agreed "
+        "boundaries, because they cannot be owned on their device: %s",
+        why,
+    )
+    return MirroredHome(model)
 
 
 def _live(pieces: Sequence[tuple[int, LocalShard]], record: Record) -> torch.Tensor:

@@ -235,7 +235,7 @@ def copied(attached: AttachedMemory, block: Block, layout_digest: str) -> Standi
         raise ExhaustedError("the state has grown since memory was made for it; try again")
     optimizer = SparseMemory(attached.shared.optimizer)
     try:
-        ctypes.memmove(block.address, attached.arena.address, label.arena_bytes)
+        attached.move(block.address, attached.arena.address, label.arena_bytes)
         ctypes.memmove(block.address + label.arena_bytes, optimizer.address, label.optimizer_bytes)
     finally:
         optimizer.close()

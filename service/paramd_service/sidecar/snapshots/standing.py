@@ -164,9 +164,14 @@ class Standing:
                     buffer.made = label.step
 
     def trainer_ended(self, attached: AttachedMemory) -> None:
-        """Begin to digest the memory that a trainer left, so that its successor finds damage."""
+        """Begin to digest the memory that a trainer left, so that its successor finds damage.
+
+        Not on a device, where it would take as long as the restart that it is for.
+        """
+        if attached.device is not None:
+            return
         parts = (
-            attached.arena.buffer,
+            attached.host_bytes,
             SparseMemory(attached.shared.optimizer).buffer[: attached.page[Word.OPTIMIZER_BYTES]],
         )
         self._ended = attached, self._executor.submit(digests_of, parts)
@@ -239,7 +244,7 @@ class Standing:
             CopySpan(optimizer.address, target + label.arena_bytes, label.optimizer_bytes),
         ]
         begin_ns = time.monotonic_ns()
-        end, state = copy_at_one_step(page, spans)
+        end, state = copy_at_one_step(page, spans, move=attached.move)
         page[Word.STANDING_NS] = time.monotonic_ns() - begin_ns
         if end is not CopyEnd.DONE or state.proof != seq:
             return self._missed(step, "the next update began before it was copied")

@@ -10,8 +10,9 @@
 SEQ on the host says which state the trainer has *queued*, not which one the device has reached.
 So before it publishes a state, the trainer queues two things behind the update: a number, the
 *fence*, that the device writes behind the arena's last byte, and an event. Readers queue their
-copies behind that event. Once the trainer's process has ended its queue is gone, finished or
-not: then the fence in memory must be the one on the page, or the state is torn.
+copies behind that event, and the fence's before the others: found in memory, it proves that the
+device had come to the state. Once the trainer's process has ended its queue is gone, finished or
+not, and its event says nothing any more; the fence still does.
 """
 
 from __future__ import annotations
@@ -173,6 +174,8 @@ class TrainerDevice:
         self.driver = driver
         self.device = device
         self._stream = stream
+        self.captured = False
+        """Whether an update was captured into a graph, whose replays nobody will see."""
         self._map: DeviceMap | None = None
         self._words: Words | None = None
         self._context = driver.retain(device)
@@ -194,10 +197,13 @@ class TrainerDevice:
         """Queue fence and event behind what the training has queued; then a state may be told."""
         assert self._map is not None, "open comes first"
         assert self._words is not None
+        stream = self._stream()
+        if self.driver.is_capturing(stream):
+            self.captured = True
+            return
         before = self._words[Word.DEVICE_FENCE]
         # Begins anywhere: the memory may have the fence of a predecessor, which must not do.
         number = (before + 1) & _FENCE_MASK if before else secrets.randbits(31) + 1
-        stream = self._stream()
         self.driver.fill(self._map.fence, number, 1, stream)
         self.driver.record(self._event, stream)
         # Last, and before SEQ: a reader of this number finds the event recorded.
@@ -242,7 +248,7 @@ class DeviceReader:
         self._lock = threading.Lock()
         self._undo = ExitStack()
         self._driver: Driver | None = None
-        self._context = self._stream = self._event = 0
+        self._context = self._stream = self._event = self._fence_room = 0
         self._windows: list[_Window] = []
         self._map: DeviceMap | None = None
 
@@ -255,25 +261,33 @@ class DeviceReader:
         """Copy bytes of the arena, or of host memory, to host memory.
 
         Raises:
-            LateError: the device is still at the update before.
+            LateError: the device has not finished what the trainer published last, or never will.
             DeviceError: the driver refused.
         """
         if source < BASE:
             ctypes.memmove(target, source, size_bytes)
             return
         with self._lock:
+            published = self._words[Word.DEVICE_FENCE]
             self._ready()
             assert self._map is not None
             self._copy(target, self._map.address + source - BASE, size_bytes)
+            # 0: nothing was queued under this page, whose predecessor's memory is whole.
+            if published and (self._fence_found() - published) & _FENCE_MASK > _FENCE_MASK // 2:
+                raise LateError
 
     def is_whole(self) -> bool:
         """Whether the device finished what the trainer published last. Raises DeviceError."""
-        published = self._words[Word.DEVICE_FENCE]
-        if not published:
-            return True
-        found = ctypes.c_uint32()
-        self.move(ctypes.addressof(found), BASE + fence_begin(self.size_bytes), 4)
-        return found.value == published
+        room = ctypes.c_uint32()
+        try:
+            self.move(ctypes.addressof(room), BASE + fence_begin(self.size_bytes), 4)
+        except LateError:
+            return False
+        return True
+
+    def _fence_found(self) -> int:
+        """The fence as it was before the bytes that were copied last."""
+        return ctypes.c_uint32.from_address(self._fence_room).value
 
     def close(self) -> None:
         """Give context, windows and map back. Idempotent."""
@@ -307,6 +321,8 @@ class DeviceReader:
             undo.callback(found.close)
             self._stream = driver.stream()
             undo.callback(driver.destroy_stream, self._stream)
+            self._fence_room = driver.pinned(_FENCE_BYTES)
+            undo.callback(driver.free_pinned, self._fence_room)
             windows = []
             for _ in range(WINDOWS):
                 window = _Window(driver.pinned(WINDOW_BYTES), driver.event())
@@ -321,6 +337,8 @@ class DeviceReader:
         """Fill windows in turn, and empty each while those after it are filled."""
         driver = self._driver
         assert driver is not None
+        assert self._map is not None
+        driver.to_host(self._fence_room, self._map.fence, 4, self._stream)
         filled: deque[tuple[_Window, int, int]] = deque()
         windows = cycle(self._windows)
         for begin in range(0, size_bytes, WINDOW_BYTES):

@@ -28,7 +28,7 @@ _POSIX_DESCRIPTOR, _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 1, 3
 _HAS_VIRTUAL_MEMORY, _HAS_POSIX_DESCRIPTORS = 102, 103
 _NON_BLOCKING = 1
 _DISABLE_TIMING, _INTERPROCESS = 2, 4
-_OUT_OF_MEMORY, _NOT_READY = 2, 600
+_OUT_OF_MEMORY, _NOT_READY, _CAPTURE_IMPLICIT = 2, 600, 906
 
 EVENT_HANDLE_BYTES: Final = 64
 UUID_BYTES: Final = 16
@@ -117,6 +117,7 @@ SYMBOLS: Final[dict[str, tuple[Any, ...]]] = {
     "cuStreamCreate": (_out, c_uint),
     "cuStreamDestroy_v2": (c_void_p,),
     "cuStreamSynchronize": (c_void_p,),
+    "cuStreamIsCapturing": (c_void_p, _out),
     "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
     "cuEventCreate": (_out, c_uint),
     "cuEventDestroy_v2": (c_void_p,),
@@ -289,6 +290,14 @@ class Driver:
     def synchronize(self, stream: int) -> None:
         """Wait until all work queued on this stream is done."""
         self._call("cuStreamSynchronize", stream)
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether work queued on the stream is recorded into a graph now, instead of done."""
+        status = c_int()
+        code = self._library.cuStreamIsCapturing(stream, byref(status))
+        if code not in (0, _CAPTURE_IMPLICIT):
+            raise self._refused("cuStreamIsCapturing", code)
+        return bool(code or status.value)
 
     def fill(self, at: int, value: int, count: int, stream: int) -> None:
         """Queue the writing of `count` 32-bit words."""

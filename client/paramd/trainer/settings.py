@@ -63,11 +63,12 @@ class AttachSettings:
     sidecar_start_timeout_s: float = 20.0
     """Longest wait for a new sidecar to answer, in seconds."""
     arena: str = "auto"
-    """Where parameters are served from. "auto": they move into an arena owned by the sidecar, in
-    host memory or, if all are on one CUDA device, there; where they cannot, they stay where they
-    are and are copied into host memory at agreed boundaries that ask for it. "host": as "auto", but
-    no arena on a device. "device": as "auto", and with the simulated driver of paramd's tests also
-    for parameters in host memory. "mirror": all stay where they are, even in host memory."""
+    """Where parameters are served from. "auto": those in host memory move into an arena owned by
+    the sidecar; if any is on a device, all stay where they are and are copied into the arena at
+    agreed boundaries that ask for it. "host": always an arena in host memory, which is what
+    "auto" uses too. "device": those on one CUDA device move into memory there that the sidecar
+    owns (docs/gpu.md; not yet run on a device); where that cannot be had, as "mirror". "mirror":
+    all stay where they are, even in host memory."""
     resume: str = "never"
     """"auto": keep what a successor needs, and when started again go on from memory; "never":
     keep nothing, and start afresh."""

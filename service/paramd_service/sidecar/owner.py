@@ -49,7 +49,7 @@ from paramd.memory.arena import HostArena, is_mirror
 from paramd.memory.control_page import MAGIC, ControlPage, Word, Words
 from paramd.memory.device_arena import DeviceArenaRequest, DeviceReader, create
 from paramd.memory.device_driver import DeviceError, load
-from paramd.memory.gate import LateError, Move
+from paramd.memory.gate import Move
 from paramd.memory.handover import Descriptors
 from paramd.security.tickets import MAX_TICKET_BYTES, key_from_hex
 from paramd.v1 import common_pb2
@@ -299,7 +299,7 @@ def finished_on_device(device: DeviceReader) -> tuple[bool, str]:
     device.trainer_ended = True
     try:
         whole = device.is_whole()
-    except (DeviceError, LateError) as error:
+    except DeviceError as error:
         return False, f"the device cannot be read ({error})"
     return whole, "" if whole else "the device had not finished the trainer's last update"
 

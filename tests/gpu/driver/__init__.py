@@ -59,6 +59,10 @@ class Standin:
         """Have calls fail from now on: "cuMemCreate=2,cuMemMap=801"; empty: none."""
         self._library.paramd_standin_fail(calls.encode())
 
+    def capture(self, now: bool) -> None:
+        """Have all streams say from now on that they are being captured, or not."""
+        self._library.paramd_standin_capture(int(now))
+
     @property
     def unordered(self) -> int:
         """Copies of all processes so far that no event ordered."""

@@ -7,8 +7,9 @@
 
    The checker: each stream carries a vector clock, events and waits join clocks, and writes on
    streams leave theirs with the allocation. A copy to the host that no event orders after every
-   earlier write delivers POISON instead of the bytes. Stores by the processor, such as those of
-   torch's CPU kernels, are no work of a stream, and are not checked.
+   earlier write, but those of processes that have ended, delivers POISON instead of the bytes.
+   Stores by the processor, such as those of torch's CPU kernels, are no work of a stream, and are
+   not checked.
 
    Environment:
      PARAMD_STANDIN_DIR      where the processes of one device meet; required
@@ -50,6 +51,7 @@ typedef struct {
   int streams, allocations, contexts;
   uint64_t unordered;
   volatile uint64_t done[STREAMS];
+  int process[STREAMS]; /* whose stream it is */
   Event events[EVENTS];
   Allocation all[ALLOCATIONS];
 } Shared;
@@ -99,6 +101,8 @@ static int limited(const char *what) {
 #define IN_CONTEXT() do { if (!current) return INVALID_CONTEXT; } while (0)
 
 /* Only the stand-in has these: by the first the binding knows that it is one. */
+static int capturing;
+void paramd_standin_capture(int now) { capturing = now; }
 int paramd_standin(void) { return 1; }
 void paramd_standin_fail(const char *what) { snprintf(failing, sizeof failing, "%s", what); }
 uint64_t paramd_standin_unordered(void) { return shared ? shared->unordered : 0; }
@@ -389,6 +393,7 @@ static Stream *new_stream(void) {
   Stream *made = calloc(1, sizeof *made);
   lock();
   made->id = shared->streams < STREAMS ? shared->streams++ : -1;
+  if (made->id >= 0) shared->process[made->id] = getpid();
   unlock();
   if (made->id < 0) { free(made); return 0; }
   pthread_mutex_init(&made->mutex, 0);
@@ -438,6 +443,13 @@ CUresult cuStreamSynchronize(void *given) {
   return OK;
 }
 
+CUresult cuStreamIsCapturing(void *stream, int *status) {
+  ENTER(cuStreamIsCapturing);
+  (void)stream;
+  *status = capturing;
+  return OK;
+}
+
 CUresult cuStreamDestroy_v2(void *given) {
   ENTER(cuStreamDestroy_v2);
   Stream *stream = given;
@@ -458,7 +470,7 @@ void paramd_standin_close(void) {
   null_stream = 0;
   munmap(shared, sizeof *shared);
   close(shared_fd);
-  shared = 0, shared_fd = -1, current = 0, primary_count = 0, mapped_count = 0, failing[0] = 0;
+  shared = 0, shared_fd = -1, current = 0, primary_count = 0, mapped_count = 0, failing[0] = 0, capturing = 0;
 }
 
 static CUresult write_to(Stream *stream, uint64_t begin, size_t bytes, Work work) {
@@ -484,6 +496,20 @@ CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr at, const void *source, size_t size, v
   return write_to(stream_of(stream), at, size, work);
 }
 
+/* Whether a process has ended, reaped or not: then its queue has, and nothing of it is awaited. */
+static int has_ended(int process) {
+  char path[64], text[512];
+  snprintf(path, sizeof path, "/proc/%d/stat", process);
+  int fd = open(path, O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return 1;
+  ssize_t size = read(fd, text, sizeof text - 1);
+  close(fd);
+  if (size <= 0) return 1;
+  text[size] = 0;
+  const char *state = strrchr(text, ')');
+  return state && (state[2] == 'Z' || state[2] == 'X');
+}
+
 CUresult cuMemcpyDtoHAsync_v2(void *target, CUdeviceptr at, size_t size, void *given) {
   ENTER(cuMemcpyDtoHAsync_v2);
   IN_CONTEXT();
@@ -493,7 +519,8 @@ CUresult cuMemcpyDtoHAsync_v2(void *target, CUdeviceptr at, size_t size, void *g
   int found = allocation_at(at, size), ordered = 1;
   if (found >= 0) {
     const Clock *written = &shared->all[found].written;
-    for (int i = 0; i < STREAMS; i++) ordered &= written->at[i] <= stream->clock.at[i];
+    for (int i = 0; i < shared->streams && ordered; i++)
+      ordered = written->at[i] <= stream->clock.at[i] || has_ended(shared->process[i]);
     if (!ordered) shared->unordered++;
     Work work = {.kind = ordered ? COPY : SPOIL, .target = target, .source = (void *)at, .size = size};
     queue(stream, work);

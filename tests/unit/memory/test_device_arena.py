@@ -104,6 +104,7 @@ def test_a_copy_that_no_event_orders_is_seen(both: Both, loaded: tuple[Driver, S
     both.trainer.publish()
     assert both.read() == {1}
     assert loaded[1].unordered == 0
+    both.words[Word.DEVICE_FENCE] = 0
     both.update(2)
     assert both.read() == {POISON}
     assert loaded[1].unordered > 0
@@ -131,6 +132,13 @@ def test_the_fence_tells_whether_the_device_finished_what_was_told(both: Both) -
     told = both.words[Word.DEVICE_FENCE]
     both.words[Word.DEVICE_FENCE] = told + 1  # as if killed before the device came to it
     assert not both.reader.is_whole()
+    with pytest.raises(LateError):
+        both.read()
+    both.reader.trainer_ended = True
+    with pytest.raises(LateError):
+        both.read()
+    both.words[Word.DEVICE_FENCE] = told
+    assert both.read() == {1}
 
 
 def test_host_memory_is_moved_without_the_device(both: Both) -> None:

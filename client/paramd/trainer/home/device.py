@@ -31,6 +31,11 @@ from paramd.trainer.model.shards import find_shards
 DEVICE_ALIGN_BYTES = 512
 """torch's own alignment on CUDA devices."""
 
+CAPTURED = (
+    "an update was captured in a CUDA graph, whose replays run no hooks, so nobody knows when the "
+    "parameters change; leave the optimizer's step out of the graph, and attach again"
+)
+
 
 class DeviceMemory:
     """An arena on a device as tensors, in place of a `HostArena`."""
@@ -163,6 +168,8 @@ class DeviceHome(ParameterStorage):
         self.device.finish()
 
     def check(self, full: bool = False) -> list[str]:
+        if self.device.captured:
+            raise ConflictError(CAPTURED)
         left = super().check(full)
         if isinstance(self.contents, Versions):
             self.contents.note()
@@ -185,11 +192,10 @@ class DeviceHome(ParameterStorage):
         self.device.close()
 
 
-def device_home(model: nn.Module, arena: str) -> tuple[DeviceHome | None, str]:
+def device_home(model: nn.Module) -> tuple[DeviceHome | None, str]:
     """A home on the device where all parameters are, or why there is none.
 
-    Args:
-        arena: "device" has parameters in host memory follow the simulated driver, if it is loaded.
+    Parameters in host memory are those of the simulated driver's device, where that is loaded.
     """
     places = {
         shard.tensor.device
@@ -201,10 +207,8 @@ def device_home(model: nn.Module, arena: str) -> tuple[DeviceHome | None, str]:
     (place,) = places
     try:
         driver = load()
-        if driver.simulated and (arena != "device" or place.type != "cpu"):
-            return None, "the driver is a simulated one"
-        if not driver.simulated and (place.type != "cuda" or torch.version.hip is not None):
-            return None, f"parameters on {place} are none of the CUDA driver's"
+        if place.type != ("cpu" if driver.simulated else "cuda") or torch.version.hip is not None:
+            return None, f"parameters on {place} are none of this driver's"
         device = driver.device_at(place.index if place.index is not None else 0)
         reason = why_not(driver, device)
         if reason:

@@ -216,22 +216,13 @@ def home_of(model: nn.Module, arena: str) -> ParameterStorage:
     Raises:
         ConflictError: a tensor cannot be served; the message names it.
     """
-    if arena == "mirror":
-        return MirroredHome(model)
+    if arena == "device":
+        home, why_not = device_home(model)
+        if home is None:
+            log.warning("paramd: the parameters cannot be owned on their device: %s", why_not)
+        return home if home is not None else MirroredHome(model)
     on_host = _on_host(shard.tensor for shard in find_shards(model))
-    if on_host and arena != "device":
-        return ParameterStorage(model)
-    why = "arena='host'"
-    if arena != "host":
-        home, why = device_home(model, arena)
-        if home is not None:
-            return home
-    log.warning(
-        "paramd: the parameters stay where they are and are copied into host memory at agreed "
-        "boundaries, because they cannot be owned on their device: %s",
-        why,
-    )
-    return MirroredHome(model)
+    return ParameterStorage(model) if on_host and arena != "mirror" else MirroredHome(model)
 
 
 def _live(pieces: Sequence[tuple[int, LocalShard]], record: Record) -> torch.Tensor:

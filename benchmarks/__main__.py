@@ -35,6 +35,7 @@ NAMES = (
     "control_scale",
     "control_requests",
     "dashboard",
+    "gpu",
 )
 
 

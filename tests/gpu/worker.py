@@ -140,7 +140,8 @@ def main() -> None:
         attachment = paramd.attach(model, optimizer, job=JOB)
         print("attached", flush=True)
     number = attachment.step if attachment is not None else 0
-    print(f"from step {number}", flush=True)
+    resumed = attachment.resumed if attachment is not None else None
+    print(f"from step {number}, {resumed.how if resumed is not None else 'anew'}", flush=True)
     while not over(arguments, number):
         number += 1
         update(number)

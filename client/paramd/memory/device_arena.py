@@ -197,6 +197,8 @@ class TrainerDevice:
         """Queue fence and event behind what the training has queued; then a state may be told."""
         assert self._map is not None, "open comes first"
         assert self._words is not None
+        # An optimizer that steps within backward does so on a thread of autograd's.
+        self.driver.enter(self._context)
         stream = self._stream()
         if self.driver.is_capturing(stream):
             self.captured = True
@@ -290,12 +292,12 @@ class DeviceReader:
         return ctypes.c_uint32.from_address(self._fence_room).value
 
     def close(self) -> None:
-        """Give context, windows and map back. Idempotent."""
-        with self._lock:
+        """Give context, windows and map back. Idempotent; a lost device keeps what it has."""
+        with self._lock, suppress(DeviceError):
             if self._driver is not None:
                 self._driver.enter(self._context)
-            self._undo.close()
             self._driver, self._windows, self._map = None, [], None
+            self._undo.close()
 
     def _ready(self) -> None:
         """Open the device at the first read, and have what follows wait for the trainer's event."""

@@ -73,6 +73,11 @@ class Standin:
         """Contexts made and not given back, also by processes that were killed."""
         return int(self._library.paramd_standin_contexts())
 
+    @property
+    def allocations(self) -> int:
+        """Allocations of all processes so far; trying whether there can be any takes one."""
+        return int(self._library.paramd_standin_allocations())
+
     def close(self) -> None:
         """Let go of the device, in this process."""
         self._library.paramd_standin_close()

@@ -106,6 +106,7 @@ void paramd_standin_capture(int now) { capturing = now; }
 int paramd_standin(void) { return 1; }
 void paramd_standin_fail(const char *what) { snprintf(failing, sizeof failing, "%s", what); }
 uint64_t paramd_standin_unordered(void) { return shared ? shared->unordered : 0; }
+int paramd_standin_allocations(void) { return shared ? shared->allocations : 0; }
 int paramd_standin_contexts(void) { return shared ? shared->contexts : 0; }
 
 CUresult cuInit(unsigned flags) {

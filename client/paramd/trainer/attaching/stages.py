@@ -138,6 +138,8 @@ class Stages:
             check_attachable(module, optimizers, self._job)
             home = home_of(module, self._settings.arena)
             homes.append(home)
+            if home.device is not None:
+                self._undo.callback(home.device.close)
             _check_resumable(self._settings, home, self._keep)
             local.append(encode_local(home.local_layout(self._exchange.rank)))
             return {

@@ -23,7 +23,7 @@ from paramd.memory.control_page import ControlPage
 from paramd.memory.device_arena import DeviceMap, TrainerDevice, why_not
 from paramd.memory.device_driver import DeviceError, Driver, load
 from paramd.trainer.home.moving import Memory, live_tensors
-from paramd.trainer.home.owned import ArenaPlan, ParameterStorage, plan_arena
+from paramd.trainer.home.owned import ALIGN_BYTES, ArenaPlan, ParameterStorage, plan_arena
 from paramd.trainer.home.watch import Contents, Slots
 from paramd.trainer.model.local_shard import LocalShard
 from paramd.trainer.model.shards import find_shards
@@ -145,7 +145,8 @@ class DeviceHome(ParameterStorage):
     def _plan_for(self, shards: Sequence[LocalShard], alive: Sequence[torch.Tensor]) -> ArenaPlan:
         for shard in shards:
             self._check_movable(shard)
-        return plan_arena(shards, alive, DEVICE_ALIGN_BYTES)
+        simulated = self._place.type == "cpu"
+        return plan_arena(shards, alive, ALIGN_BYTES if simulated else DEVICE_ALIGN_BYTES)
 
     def _check_movable(self, shard: LocalShard) -> None:
         if shard.kind is TensorKind.PARAMETER and shard.tensor.device != self._place:

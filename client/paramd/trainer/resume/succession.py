@@ -223,6 +223,8 @@ class Succession:
         return f"the {choice.how} state of step {state.mark.step} is damaged on rank {self._rank}"
 
     def _left_damaged(self, state: _State) -> bool:
+        if not state.digests and self._device:
+            return False
         if not state.digests:
             log.warning(
                 "paramd: rank %d: its sidecar has no digests of step %d yet; only samples and the "

@@ -303,13 +303,13 @@ class Capture:
         begin_ns = self._clock_ns()
         try:
             end, state = self._copy_for(job)
+            if end is CopyEnd.UPDATING and self.rests() and job.prepare is None:
+                end, state = self._copy_at_rest(job)
+            else:
+                job.unseen = None
         except DeviceError as error:
             self._refuse(job, error)
             return CopyEnd.UPDATING
-        if end is CopyEnd.UPDATING and self.rests() and job.prepare is None:
-            end, state = self._copy_at_rest(job)
-        else:
-            job.unseen = None
         took_ns = self._clock_ns() - begin_ns
         if end is CopyEnd.DONE:
             self._note_rate(job.size_bytes, took_ns)

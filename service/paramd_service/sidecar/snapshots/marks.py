@@ -28,6 +28,7 @@ from paramd.errors import (
 from paramd.memory.continuation import read_pair
 from paramd.memory.control_page import Word
 from paramd.memory.descriptors import SparseMemory
+from paramd.memory.gate import LateError
 from paramd_service.sidecar.owner import AttachedMemory, check_keeps_states
 from paramd_service.sidecar.snapshots.standing import Standing, StandingLabel, digest_of, label_of
 from paramd_service.sidecar.snapshots.store import Block, BlockMaker
@@ -237,6 +238,8 @@ def copied(attached: AttachedMemory, block: Block, layout_digest: str) -> Standi
     try:
         attached.move(block.address, attached.arena.address, label.arena_bytes)
         ctypes.memmove(block.address + label.arena_bytes, optimizer.address, label.optimizer_bytes)
+    except LateError:
+        raise ConflictError("the device has not finished the last update; try again") from None
     finally:
         optimizer.close()
     rest = record + table

@@ -19,6 +19,7 @@ from paramd.errors import ConflictError, ParamdError
 from paramd.mesh.edits.calls import EditState
 from paramd.mesh.mesh import Mesh
 from tests.gpu.driver import driver_in, environment
+from tests.gpu.late import QUEUE
 from tests.gpu.worker import JOB, MODULUS
 from tests.launch import Ranks, run_ranks, start_ranks
 from tests.multiprocess.stamped import assert_stamped
@@ -28,7 +29,7 @@ from tests.multiprocess.truth import connect_to, wait_until
 WORKER = "tests.gpu.worker"
 SECONDS = 1.0
 AT_LEAST = (10, 4)  # answers, steps
-LATE_US = 300
+LATE_US = 100
 STEPS, PAUSE_AT = 40, 20
 DEADLINE_S = 90.0
 
@@ -143,6 +144,7 @@ def test_weights_that_the_device_had_not_finished_are_refused_once_the_trainer_i
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PARAMD_STANDIN_LATE_US", "150000")
+    monkeypatch.setenv(QUEUE, "1000000")
     with (
         ExitStack() as stack,
         paused(tmp_path, stack, "--mode", "stamp", "--stop", str(tmp_path / "stop")) as (

@@ -62,6 +62,11 @@ class DeviceArenaRequest:
     event: bytes
     """With what the trainer's event is opened (`Driver.open_event`)."""
 
+    def create(self, arena_bytes: int) -> int:
+        """A descriptor of a new arena there (`create`)."""
+        driver = load()
+        return create(driver, driver.device(self.uuid), arena_bytes)
+
     def to_message(self) -> dict[str, str]:
         """As a part of the handover's "attach" message."""
         return {"uuid": self.uuid.hex(), "event": self.event.hex()}
@@ -286,6 +291,18 @@ class DeviceReader:
         except LateError:
             return False
         return True
+
+    def end(self) -> str:
+        """Note that the trainer has ended; why what it told of last is not whole, empty if it is.
+
+        Slow the first time: call it off the event loop.
+        """
+        self.trainer_ended = True
+        try:
+            whole = self.is_whole()
+        except DeviceError as error:
+            return f"the device cannot be read ({error})"
+        return "" if whole else "the device had not finished the trainer's last update"
 
     def _fence_found(self) -> int:
         """The fence as it was before the bytes that were copied last."""

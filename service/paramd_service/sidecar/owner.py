@@ -38,7 +38,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +46,7 @@ from paramd.errors import ConflictError, UsageError
 from paramd.memory import descriptors
 from paramd.memory.arena import HostArena, is_mirror
 from paramd.memory.control_page import MAGIC, ControlPage, Word, Words
-from paramd.memory.device_arena import DeviceArenaRequest, DeviceReader, create
-from paramd.memory.device_driver import DeviceError, load
+from paramd.memory.device_arena import DeviceArenaRequest, DeviceReader
 from paramd.memory.gate import Move
 from paramd.memory.handover import Descriptors
 from paramd.security.tickets import MAX_TICKET_BYTES, key_from_hex
@@ -291,19 +289,6 @@ def ownership_after_end(words: Words) -> Ownership:
     return Ownership.GONE if is_mirror(words) else Ownership.ORPHANED
 
 
-def finished_on_device(device: DeviceReader) -> tuple[bool, str]:
-    """Whether the device finished the last update that an ended trainer told of; and why not.
-
-    Slow the first time: call it off the event loop.
-    """
-    device.trainer_ended = True
-    try:
-        whole = device.is_whole()
-    except DeviceError as error:
-        return False, f"the device cannot be read ({error})"
-    return whole, "" if whole else "the device had not finished the trainer's last update"
-
-
 class AttachedMemory:
     """What an attached trainer and its sidecar share. Owns the descriptors."""
 
@@ -379,7 +364,7 @@ def attach_memory(
             fds = Descriptors.create(
                 request.arena_bytes,
                 create_memory=create_memory,
-                create_arena=partial(_create_on, request.device) if request.device else None,
+                create_arena=request.device.create if request.device is not None else None,
             ).as_list()
         on_device = request.device is not None
         shared = Descriptors.received(fds, request.arena_bytes, on_device=on_device)
@@ -396,11 +381,6 @@ def attach_memory(
         attached.close()
         raise
     return attached
-
-
-def _create_on(device: DeviceArenaRequest, arena_bytes: int) -> int:
-    driver = load()
-    return create(driver, driver.device(device.uuid), arena_bytes)
 
 
 def _trainer_pidfd(request: AttachRequest) -> int:

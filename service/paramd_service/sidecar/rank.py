@@ -47,7 +47,6 @@ from paramd_service.sidecar.owner import (
     Ownership,
     attach_memory,
     check_attach,
-    finished_on_device,
     owner_view,
     ownership_after_end,
     process_state,
@@ -670,14 +669,12 @@ class RankSidecar:
     async def _look_at_device(self, attached: AttachedMemory) -> None:
         """Find out whether the device finished what an ended trainer had told of."""
         assert attached.device is not None
-        whole, why = await asyncio.get_running_loop().run_in_executor(
-            self.executor, finished_on_device, attached.device
-        )
+        why = await asyncio.get_running_loop().run_in_executor(self.executor, attached.device.end)
         if why:
             self.log("device-unfinished", reason=why)
         if attached is self._attached:
             ended = ownership_after_end(attached.page.words)
-            self._take_end(ended if whole else Ownership.TORN)
+            self._take_end(Ownership.TORN if why else ended)
 
     def _take_end(self, ownership: Ownership) -> None:
         assert self._attached is not None

@@ -23,7 +23,8 @@ from paramd.memory.control_page import ControlPage
 from paramd.memory.device_arena import DeviceMap, TrainerDevice, why_not
 from paramd.memory.device_driver import DeviceError, Driver, load
 from paramd.trainer.home.moving import Memory, live_tensors
-from paramd.trainer.home.owned import ALIGN_BYTES, ArenaPlan, ParameterStorage, plan_arena
+from paramd.trainer.home.owned import ParameterStorage
+from paramd.trainer.home.plan import ALIGN_BYTES, ArenaPlan, plan_arena
 from paramd.trainer.home.watch import Contents, Slots
 from paramd.trainer.model.local_shard import LocalShard
 from paramd.trainer.model.shards import find_shards

@@ -30,14 +30,13 @@ from paramd.trainer.home.device import device_home
 from paramd.trainer.home.devices import DeviceCopies
 from paramd.trainer.home.moving import Memory, Range, bytes_at, differences, extent, placed
 from paramd.trainer.home.owned import (
-    ArenaPlan,
     ParameterStorage,
     address_of,
     check_arena,
     check_reachable,
-    plan_arena,
     said,
 )
+from paramd.trainer.home.plan import ArenaPlan, plan_arena
 from paramd.trainer.model.local_shard import LocalShard, dtype_name
 from paramd.trainer.model.shards import find_shards
 

@@ -19,8 +19,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,7 +39,6 @@ from paramd.trainer.home.moving import (
     bring_back,
     bytes_at,
     bytes_of,
-    close_over,
     differences,
     extent,
     has_unseen_users,
@@ -52,6 +49,7 @@ from paramd.trainer.home.moving import (
     strides_of,
     users,
 )
+from paramd.trainer.home.plan import ALIGN_BYTES, ArenaPlan, plan_arena
 from paramd.trainer.home.watch import Contents, Watch, Watched
 from paramd.trainer.model import fsdp2
 from paramd.trainer.model.dtensor import split
@@ -63,26 +61,8 @@ if TYPE_CHECKING:
     from paramd.memory.device_arena import TrainerDevice
     from paramd.trainer.home.device import DeviceMemory
 
-ALIGN_BYTES = 64
-"""torch's own alignment on the host. Kernels may dispatch on it, so every storage keeps its
-address modulo this, and results stay bitwise equal."""
-
-
 MIRRORED_DEVICES = ("cpu", "cuda")
 """Device types whose tensors can be copied into host memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class ArenaPlan:
-    """Arena placement of the parameters' storages, followed by the buffers."""
-
-    arena_bytes: int
-    ranges: tuple[Range, ...]
-    """Private memory to move, in module tree order."""
-    starts: tuple[int, ...]
-    """First arena byte of each range."""
-    begins: tuple[int | None, ...]
-    """First arena byte of each shard; None for one without elements."""
 
 
 def arena_kind(tensor: torch.Tensor) -> str:
@@ -111,54 +91,6 @@ def check_reachable(shard: LocalShard) -> None:
         )
 
 
-def plan_arena(
-    shards: Sequence[LocalShard],
-    tensors: Sequence[torch.Tensor],
-    align_bytes: int = ALIGN_BYTES,
-) -> ArenaPlan:
-    """Assign a span to every storage a parameter uses, and one to every buffer.
-
-    Args:
-        shards: what the arena is for.
-        tensors: all live tensors, so that memory they share with parameters moves whole.
-        align_bytes: every storage keeps its address modulo this.
-
-    Addresses may come from any device: within a process they never overlap.
-    """
-    params = [s for s in shards if s.kind is TensorKind.PARAMETER and s.tensor.numel()]
-    ranges = close_over(
-        Ranges(storage_range(s.tensor) for s in params),
-        [*tensors, *chain.from_iterable(s.holders for s in params)],
-    )
-    starts: dict[Range, int] = {}
-    cursor = 0
-    for home in dict.fromkeys(_home(ranges, s) for s in params):
-        starts[home] = _aligned(cursor, align_bytes) + home.begin % align_bytes
-        cursor = starts[home] + home.end - home.begin
-    begins: list[int | None] = []
-    for shard in shards:
-        if shard.tensor.numel() == 0:
-            begins.append(None)
-        elif shard.kind is TensorKind.PARAMETER:
-            home = _home(ranges, shard)
-            begins.append(starts[home] + address(shard.tensor) - home.begin)
-        else:
-            begins.append(_aligned(cursor, align_bytes))
-            cursor = _aligned(cursor, align_bytes) + shard.tensor.numel() * shard.tensor.itemsize
-    return ArenaPlan(
-        arena_bytes=_aligned(cursor, align_bytes),
-        ranges=tuple(starts),
-        starts=tuple(starts.values()),
-        begins=tuple(begins),
-    )
-
-
-def _home(ranges: Ranges, shard: LocalShard) -> Range:
-    home = ranges.at(address(shard.tensor))
-    assert home is not None, "the ranges are those of the shards' storages"
-    return home
-
-
 def check_movable(shard: LocalShard) -> None:
     """Refuse a tensor that has no kind of arena, or that other processes use.
 
@@ -175,10 +107,6 @@ def check_movable(shard: LocalShard) -> None:
             "(share_memory), which would stop seeing its updates; attach before sharing it "
             "or do not share it"
         )
-
-
-def _aligned(offset: int, align_bytes: int) -> int:
-    return -(-offset // align_bytes) * align_bytes
 
 
 __all__ = ["ParameterStorage", "arena_kind"]

@@ -174,7 +174,7 @@ def test_a_driver_that_forbids_it_leaves_the_parameters_mirrored_with_one_line(
     assert len(told) == 1, ended.stderr
 
 
-def test_edits_undo_exports_and_gradients_are_right_on_a_device(tmp_path: Path) -> None:
+def test_edits_undo_and_gradients_are_right_on_a_device(tmp_path: Path) -> None:
     stop = tmp_path / "stop"
     with start_ranks(WORKER, 1, args=["--mode", "gradients", "--stop", str(stop)]) as ranks:
         ranks.wait_for_text("attached", rank=0, timeout_s=DEADLINE_S)

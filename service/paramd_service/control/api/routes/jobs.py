@@ -70,7 +70,7 @@ def router(services: Services) -> APIRouter:
     async def get_job(job: str, request: Request) -> JobDocument:
         """A job, its sidecars, and a fresh ticket with the rights of the token."""
         mesh = services.jobs.get(job)
-        return _document(services, mesh, mesh.registry.view(), principal_of(request))
+        return job_document(services, mesh, principal_of(request))
 
     @routes.post("/jobs/{job}/end")
     async def end_job(job: str, request: Request) -> JobSummary:
@@ -169,10 +169,9 @@ def _hold(view: MeshView) -> str:
     return next((state for state in states if state is not HoldState.RUNNING), HoldState.RUNNING)
 
 
-def _document(
-    services: Services, mesh: Incarnation, view: MeshView, principal: Principal
-) -> JobDocument:
-    mine, now_s = mesh.bootstrap, clock.now_s()
+def job_document(services: Services, mesh: Incarnation, principal: Principal) -> JobDocument:
+    """A job for one caller, with a ticket of the caller's rights."""
+    mine, view, now_s = mesh.bootstrap, mesh.registry.view(), clock.now_s()
     ttl_s = _ticket_ttl_s(services.config.ticket_ttl_s, principal, now_s)
     ticket = mine.signer.mint(
         job=mine.job,

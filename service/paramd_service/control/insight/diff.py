@@ -47,7 +47,8 @@ class Comparisons:
         """Labels of both states, and a row for each tensor.
 
         Args:
-            a, b: {"job": NAME}, {"path": DIRECTORY}, or {"text": a state of `job`}.
+            a, b: {"job": NAME}, {"path": DIRECTORY, "label": what callers call it}, or
+                {"text": a state of `job`}.
             jobs: Job documents with the caller's ticket, by name.
 
         Raises:
@@ -61,7 +62,12 @@ class Comparisons:
             found = await _asked(json.dumps(asked).encode())
         if "error" in found:
             kind = getattr(errors, str(found["error"]), ParamdError)
-            raise kind(found["message"])
+            message = str(found["message"])
+            for state in (a, b):
+                # Callers know destinations by name, never their paths.
+                if "path" in state:
+                    message = message.replace(state["path"], state["label"])
+            raise kind(message)
         return found
 
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.web.door import Door, Tab, wait_for
 from tests.web.training import JOB
 
 NAME = "still.bias"
 """Does not learn, so that its numbers are those of the edits alone."""
+
+LOADING_MS = 80_000
+"""What a process that loads torch may take on a busy machine."""
 
 
 def norm(door: Door, name: str = NAME) -> float:
@@ -91,6 +96,7 @@ def test_training_is_marked_and_put_back_after_a_question(tab: Tab, door: Door) 
     wait_for("the mark is gone", lambda: not any(m["name"] for m in door.get("marks")["marks"]))
 
 
+@pytest.mark.timeout(300)  # three comparisons, each of which starts a process that loads torch
 def test_two_states_are_a_sorted_table_and_a_heat_map(tab: Tab, door: Door) -> None:
     page = tab.page
     door.post(f"/jobs/{JOB}/marks", {"name": "then"})
@@ -102,23 +108,19 @@ def test_two_states_are_a_sorted_table_and_a_heat_map(tab: Tab, door: Door) -> N
     tab.open("params", **{"as": "states", "filter": "still.*", "a": "mark:then", "b": "now"})
     page.get_by_role("button", name="Compare", exact=True).click()
     table = page.get_by_role("table", name="Two states")
-    table.wait_for()
+    table.wait_for(timeout=LOADING_MS)
     weight, bias = table.locator("tbody tr").all_inner_texts()
     assert weight.split("\t") == ["still.weight", *weight.split("\t")[1:5], "5 %", "3, 4"]
     assert weight.split("\t")[1].startswith("9.79")  # the norm of 2 x 48 ones
     assert bias.split("\t")[0] == "still.bias"
     table.get_by_role("button", name="still.weight").click()
-    page.get_by_role("img", name="Change of each cell's mean").wait_for()
+    page.get_by_role("img", name="Change of each cell's mean").wait_for(timeout=LOADING_MS)
     page.get_by_label("Difference of still.weight").get_by_text("from -1 to 1").wait_for()
     assert tab.violations() == []
-    page.get_by_label("from").select_option(f"export:{export}")
+    page.select_option("select[name=from]", f"export:{export}")
     page.get_by_role("button", name="Compare", exact=True).click()
-    tab.see("export local/states \u2192 step")
+    page.get_by_text("export local/states \u2192 step").wait_for(timeout=LOADING_MS)
     tab.see("1 tensors differ (norm 9.79")
-    tab.open("params", **{"as": "states", "a": "mark:gone"})
-    page.get_by_role("button", name="Compare", exact=True).click()
-    tab.see("keeps none of that name")
-    tab.messages.clear()  # the refusal
     door.post(f"/jobs/{JOB}/edits/{edited}/undo", {})
 
 

@@ -37,10 +37,10 @@ def log(
 ) -> None:
     """Log statistics of parameters to an experiment tracker, with alerts and edits as notes.
 
-    Computed by the sidecars: training is not involved. Of more than 200
-    tensors only the total is logged. The tracker's own settings are read, as
-    WANDB_MODE or MLFLOW_TRACKING_URI. Needs an extra: pip install
-    'paramd[trackers]'.
+    The sidecars compute the statistics; training is not involved. If more than
+    200 tensors match, only their total is logged. Settings of the tracker
+    itself apply, such as WANDB_MODE or MLFLOW_TRACKING_URI. Needs an extra:
+    pip install 'paramd\\[trackers]'.
     """
     asyncio.run(_log(target, to, glob or ["*"], every, looks, project, directory))
 

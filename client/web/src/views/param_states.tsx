@@ -150,7 +150,7 @@ function Pick(props: { label: string; value: string; options: readonly [string, 
   return (
     <label className="tick">
       {label}
-      <select value={value} onChange={(event) => onPick(event.target.value)}>
+      <select name={label} value={value} onChange={(event) => onPick(event.target.value)}>
         {!known && <option value={value}>{value}</option>}
         {options.map(([each, shown]) => (
           <option key={each} value={each}>

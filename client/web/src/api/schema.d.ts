@@ -208,7 +208,7 @@ export interface paths {
          * Get Diff
          * @description How two states of the weights differ, tensor by tensor. A process of its own on the
          *     control plane's host reads both, with the caller's rights; training goes on. An export is
-         *     read from that host's disk. Both must be there within 45 s.
+         *     read from that host's disk. Both must be there within 30 s.
          */
         get: operations["get_diff"];
         put?: never;
@@ -4652,9 +4652,9 @@ export interface operations {
     get_diff: {
         parameters: {
             query: {
-                /** @description now, +N (N steps from now), a step to come, mark:NAME, export:ID (or the first characters of its id) or job:NAME */
+                /** @description now, +N (N steps from now), mark:NAME, export:ID (or the first characters of its id) or job:NAME */
                 a: string;
-                /** @description now, +N (N steps from now), a step to come, mark:NAME, export:ID (or the first characters of its id) or job:NAME */
+                /** @description now, +N (N steps from now), mark:NAME, export:ID (or the first characters of its id) or job:NAME */
                 b?: string;
                 /** @description Globs over names; default: all */
                 filter?: string[] | null;

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paramd import errors
-from paramd.errors import DeadlineError, ParamdError, UsageError
+from paramd.errors import ConflictError, DeadlineError, ParamdError, UsageError
 from paramd_service.admission import CALLER, Shares
 
-TIMEOUT_S = 45.0
+TIMEOUT_S = 30.0
 """For both states to be there and to be compared."""
 
 START_S = 12.0
@@ -62,6 +62,8 @@ class Comparisons:
             found = await _asked(json.dumps(asked).encode())
         if "error" in found:
             kind = getattr(errors, str(found["error"]), ParamdError)
+            if kind is DeadlineError:
+                raise _too_long()
             message = str(found["message"])
             for state in (a, b):
                 # Callers know destinations by name, never their paths.
@@ -85,10 +87,7 @@ async def _asked(request: bytes) -> dict[str, Any]:
         async with asyncio.timeout(TIMEOUT_S + START_S):
             answer, complaint = await process.communicate(request)
     except TimeoutError as error:
-        raise DeadlineError(
-            f"the states were not compared within {TIMEOUT_S:.0f} s: compare fewer parameters "
-            "(filter), or use mesh.diff with a longer timeout"
-        ) from error
+        raise _too_long() from error
     finally:
         if process.returncode is None:
             process.kill()
@@ -97,6 +96,15 @@ async def _asked(request: bytes) -> dict[str, Any]:
         log.error("comparison ended with %s: %s", process.returncode, complaint.decode()[-2000:])
         raise ParamdError("the comparison ended unexpectedly; the control plane's log says why")
     return dict(json.loads(answer))
+
+
+def _too_long() -> ConflictError:
+    # No server error: what was asked for takes longer than REST waits.
+    return ConflictError(
+        f"the states were not there and compared within {TIMEOUT_S:.0f} s: training is slow, "
+        "paused or over, or there are too many parameters; ask for fewer of either, or use "
+        "mesh.diff with a longer timeout"
+    )
 
 
 def state_of(text: str) -> tuple[str, str]:
@@ -108,10 +116,7 @@ def state_of(text: str) -> tuple[str, str]:
     kind, colon, rest = text.partition(":")
     if kind in ("export", "job") and colon and rest:
         return kind, rest
-    mark = kind == "mark" and bool(rest)
     ahead = text[:1] == "+" and text[1:].isdecimal()
-    if text == "now" or mark or ahead or text.isdecimal():
+    if text == "now" or ahead or (kind == "mark" and rest):
         return "text", text
-    raise UsageError(
-        f"{text[:80]!r}: expected now, +N, a step to come, mark:NAME, export:ID or job:NAME"
-    )
+    raise UsageError(f"{text[:80]!r}: expected now, +N, mark:NAME, export:ID or job:NAME")

@@ -80,8 +80,7 @@ async def compare(asked: Mapping[str, Any]) -> dict[str, Any]:
 def _state(given: Mapping[str, str], finders: Mapping[str, SidecarFinder]) -> Any:
     if "job" in given:
         return finders[given["job"]]
-    text = given.get("text", "")
-    return Path(given["path"]) if "path" in given else int(text) if text.isdecimal() else text
+    return Path(given["path"]) if "path" in given else given["text"]
 
 
 def _document(found: Diff) -> dict[str, Any]:

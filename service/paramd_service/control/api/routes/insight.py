@@ -50,8 +50,8 @@ State = Annotated[
     str,
     Query(
         max_length=200,
-        description="now, +N (N steps from now), a step to come, mark:NAME, export:ID (or the "
-        "first characters of its id) or job:NAME",
+        description="now, +N (N steps from now), mark:NAME, export:ID (or the first characters "
+        "of its id) or job:NAME",
     ),
 ]
 
@@ -327,7 +327,7 @@ def router(services: Services) -> APIRouter:
     ) -> DiffList:
         """How two states of the weights differ, tensor by tensor. A process of its own on the
         control plane's host reads both, with the caller's rights; training goes on. An export is
-        read from that host's disk. Both must be there within 45 s.
+        read from that host's disk. Both must be there within 30 s.
         """
         mesh, who = services.jobs.get(job), principal_of(request)
         jobs = {job: job_document(services, mesh, who)}

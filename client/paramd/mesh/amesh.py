@@ -326,9 +326,10 @@ class AsyncMesh:
         Reads tensor by tensor while both states are pinned, so memory is that of a few tensors.
 
         Args:
-            a, b: "now"; a step of this job to come, or "+N" for N steps from now (both states
-                must fit into the snapshots' budget); "mark:NAME"; a safetensors file or directory
-                on this machine, such as an export; tensors by name; another mesh, as it is now.
+            a, b: "now"; a step of this job to come, or "+N": N steps after the next one that can
+                surely be asked for (both states must fit into the snapshots' budget);
+                "mark:NAME"; a safetensors file or directory on this machine, such as an export;
+                tensors by name; another mesh, as it is now.
             patterns: Globs over names; none means all parameters.
             cells: Also a heat map of each tensor's difference (`row.cells`), of at most this many
                 rows and columns, up to 512; 0 for none.

@@ -65,7 +65,7 @@ export function MeasureTable<Row extends Named>(props: {
   return (
     <>
       <div className="scroll">
-        <table className="plain" aria-label={label}>
+        <table className="plain shaded" aria-label={label}>
           <thead>
             <tr>
               <Head title="name" at="name" sort={sort} onSort={turn} />

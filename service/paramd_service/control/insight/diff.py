@@ -76,7 +76,7 @@ class Comparisons:
 async def _asked(request: bytes) -> dict[str, Any]:
     """What the process answers. It is ended, whatever happens."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", PROCESS,
+        sys.executable, "-P", "-m", PROCESS,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

@@ -20,6 +20,7 @@ from paramd.errors import CODES, NotFoundError, ParamdError
 from paramd.mesh.insight.diff import compute_diff
 from paramd.mesh.peers.control import JobDocument, parse_job
 from paramd.mesh.peers.discovery import SidecarFinder
+from paramd_service import core_dumps
 
 if TYPE_CHECKING:
     from paramd.mesh.insight.compare import Diff
@@ -89,6 +90,7 @@ def _document(found: Diff) -> dict[str, Any]:
 
 def main() -> None:
     """Answer the one request."""
+    core_dumps.forbid()
     os.nice(10)
     try:
         answer = asyncio.run(compare(json.load(sys.stdin)))

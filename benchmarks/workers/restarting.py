@@ -82,7 +82,7 @@ def main() -> None:
 
 def _attach(model: nn.Module, optimizer: torch.optim.Optimizer, clock: Clock) -> Any:
     import paramd
-    from paramd.trainer.helpers.sidecar_link import ControlLink
+    from paramd.trainer.helpers.control_link import ControlLink
 
     opened, started_s = ControlLink.open, [0.0]
 

@@ -39,6 +39,7 @@ SIDECAR: dict[str, set[Role]] = {
     "GetLayout": OK_TO_ASK,
     "GetMetrics": OK_TO_ASK,
     "ReachPeers": OK_TO_ASK,
+    "FollowControl": {C},
     "PinSnapshot": READS,
     "ReadSnapshot": READS,
     "GrantStream": READS,
@@ -69,7 +70,7 @@ SIDECAR: dict[str, set[Role]] = {
     "ListKeptStates": ALL - {S, K},
     **{method: {C} for method in EXPORTS},
 }
-CONTROL: dict[str, set[Role]] = {"Join": {S}, "ScheduleBoundary": READS}
+CONTROL: dict[str, set[Role]] = {"Join": {S}, "ScheduleBoundary": READS, "FollowStore": {C}}
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 OPEN = {f"/grpc.health.v1.Health/{method}" for method in ("Check", "List", "Watch")}
 UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED

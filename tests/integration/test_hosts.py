@@ -266,10 +266,20 @@ def test_a_host_that_is_cut_off_is_named_and_right_again_when_it_is_back(tmp_pat
 
 @pytest.mark.timeout(300)
 def test_what_is_wrong_on_one_host_is_named_on_all(tmp_path: Path) -> None:
-    with training(2, tmp_path) as (job, _):
+    other = tmp_path / "other"
+    other.mkdir()
+    # Python imports it at the start of every process that finds it on its path.
+    (other / "sitecustomize.py").write_text(
+        "import paramd.version\nparamd.version.__version__ = '9.9'\n"
+    )
+    newer = {"PYTHONPATH": f"{other}:{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    folder = tmp_path / "hosts"
+    folder.mkdir()
+    with training(2, folder) as (job, _):
         for env, words in (
             ({"PARAMD_ADDRESS": "10.99.0.1"}, ["rank 1 on host h2", "no address of this host"]),
             ({"PARAMD_TLS_CERT": "/x"}, ["PARAMD_TLS_CERT is set on host h2", "not on h1"]),
+            (newer, ["rank 1 on host h2 runs paramd 9.9, rank 0 on host h1", "the same version"]),
         ):
             job.start(env=[{}, env])
             assert [process.wait(90.0) for process in job.processes] != [0, 0]

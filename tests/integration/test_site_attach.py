@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import subprocess
 import sys
@@ -100,7 +101,9 @@ def test_a_site_that_refuses_is_an_error_and_one_that_is_away_is_not() -> None:
     with site_plane() as control:
         with pytest.raises(DeniedError, match="no token"):
             take_incarnation(settings(control.url), job="run", world_size=2)
-        with pytest.raises(DeniedError):
+        # Another site's, for example.
+        told = f"{re.escape(control.url)}: the token is missing, unknown, expired or revoked"
+        with pytest.raises(DeniedError, match=told):
             take_incarnation(settings(control.url, "wrong" * 8), job="run", world_size=2)
         taken = take_incarnation(settings(control.url, site_token()), job="run", world_size=2)
         assert taken.site is not None

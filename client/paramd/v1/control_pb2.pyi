@@ -164,3 +164,85 @@ class ScheduleBoundaryResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["captured", b"captured", "header", b"header", "reason", b"reason"]) -> None: ...
 
 global___ScheduleBoundaryResponse = ScheduleBoundaryResponse
+
+@typing.final
+class FollowStoreRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
+    WANTS_BACK_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    incarnation: builtins.int
+    number: builtins.int
+    generation: builtins.int
+    wants_back: builtins.bool
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        incarnation: builtins.int = ...,
+        number: builtins.int = ...,
+        generation: builtins.int = ...,
+        wants_back: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["generation", b"generation", "incarnation", b"incarnation", "job", b"job", "number", b"number", "wants_back", b"wants_back"]) -> None: ...
+
+global___FollowStoreRequest = FollowStoreRequest
+
+@typing.final
+class FollowStoreResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
+    PAGES_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    AUDIT_HEAD_FIELD_NUMBER: builtins.int
+    LAST_FIELD_NUMBER: builtins.int
+    URL_FIELD_NUMBER: builtins.int
+    HANDED_OVER_FIELD_NUMBER: builtins.int
+    generation: builtins.int
+    number: builtins.int
+    size_bytes: builtins.int
+    audit_head: builtins.bytes
+    last: builtins.bool
+    url: builtins.str
+    handed_over: builtins.bool
+    @property
+    def pages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StorePage]: ...
+    def __init__(
+        self,
+        *,
+        generation: builtins.int = ...,
+        number: builtins.int = ...,
+        pages: collections.abc.Iterable[global___StorePage] | None = ...,
+        size_bytes: builtins.int = ...,
+        audit_head: builtins.bytes = ...,
+        last: builtins.bool = ...,
+        url: builtins.str = ...,
+        handed_over: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["audit_head", b"audit_head", "generation", b"generation", "handed_over", b"handed_over", "last", b"last", "number", b"number", "pages", b"pages", "size_bytes", b"size_bytes", "url", b"url"]) -> None: ...
+
+global___FollowStoreResponse = FollowStoreResponse
+
+@typing.final
+class StorePage(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OFFSET_BYTES_FIELD_NUMBER: builtins.int
+    DATA_FIELD_NUMBER: builtins.int
+    offset_bytes: builtins.int
+    data: builtins.bytes
+    def __init__(
+        self,
+        *,
+        offset_bytes: builtins.int = ...,
+        data: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data", "offset_bytes", b"offset_bytes"]) -> None: ...
+
+global___StorePage = StorePage

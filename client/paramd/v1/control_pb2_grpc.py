@@ -44,6 +44,11 @@ class ControlServiceStub(object):
                 request_serializer=paramd_dot_v1_dot_control__pb2.ScheduleBoundaryRequest.SerializeToString,
                 response_deserializer=paramd_dot_v1_dot_control__pb2.ScheduleBoundaryResponse.FromString,
                 _registered_method=True)
+        self.FollowStore = channel.stream_stream(
+                '/paramd.v1.ControlService/FollowStore',
+                request_serializer=paramd_dot_v1_dot_control__pb2.FollowStoreRequest.SerializeToString,
+                response_deserializer=paramd_dot_v1_dot_control__pb2.FollowStoreResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServiceServicer(object):
@@ -61,6 +66,12 @@ class ControlServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FollowStore(self, request_iterator, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -73,6 +84,11 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.ScheduleBoundary,
                     request_deserializer=paramd_dot_v1_dot_control__pb2.ScheduleBoundaryRequest.FromString,
                     response_serializer=paramd_dot_v1_dot_control__pb2.ScheduleBoundaryResponse.SerializeToString,
+            ),
+            'FollowStore': grpc.stream_stream_rpc_method_handler(
+                    servicer.FollowStore,
+                    request_deserializer=paramd_dot_v1_dot_control__pb2.FollowStoreRequest.FromString,
+                    response_serializer=paramd_dot_v1_dot_control__pb2.FollowStoreResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -129,6 +145,33 @@ class ControlService(object):
             '/paramd.v1.ControlService/ScheduleBoundary',
             paramd_dot_v1_dot_control__pb2.ScheduleBoundaryRequest.SerializeToString,
             paramd_dot_v1_dot_control__pb2.ScheduleBoundaryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FollowStore(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/paramd.v1.ControlService/FollowStore',
+            paramd_dot_v1_dot_control__pb2.FollowStoreRequest.SerializeToString,
+            paramd_dot_v1_dot_control__pb2.FollowStoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -29,6 +29,11 @@ class ControlServiceStub:
         paramd.v1.control_pb2.ScheduleBoundaryResponse,
     ]
 
+    FollowStore: grpc.StreamStreamMultiCallable[
+        paramd.v1.control_pb2.FollowStoreRequest,
+        paramd.v1.control_pb2.FollowStoreResponse,
+    ]
+
 class ControlServiceAsyncStub:
     Join: grpc.aio.StreamStreamMultiCallable[
         paramd.v1.control_pb2.JoinRequest,
@@ -38,6 +43,11 @@ class ControlServiceAsyncStub:
     ScheduleBoundary: grpc.aio.UnaryUnaryMultiCallable[
         paramd.v1.control_pb2.ScheduleBoundaryRequest,
         paramd.v1.control_pb2.ScheduleBoundaryResponse,
+    ]
+
+    FollowStore: grpc.aio.StreamStreamMultiCallable[
+        paramd.v1.control_pb2.FollowStoreRequest,
+        paramd.v1.control_pb2.FollowStoreResponse,
     ]
 
 class ControlServiceServicer(metaclass=abc.ABCMeta):
@@ -54,5 +64,12 @@ class ControlServiceServicer(metaclass=abc.ABCMeta):
         request: paramd.v1.control_pb2.ScheduleBoundaryRequest,
         context: _ServicerContext,
     ) -> typing.Union[paramd.v1.control_pb2.ScheduleBoundaryResponse, collections.abc.Awaitable[paramd.v1.control_pb2.ScheduleBoundaryResponse]]: ...
+
+    @abc.abstractmethod
+    def FollowStore(
+        self,
+        request_iterator: _MaybeAsyncIterator[paramd.v1.control_pb2.FollowStoreRequest],
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[paramd.v1.control_pb2.FollowStoreResponse], collections.abc.AsyncIterator[paramd.v1.control_pb2.FollowStoreResponse]]: ...
 
 def add_ControlServiceServicer_to_server(servicer: ControlServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -40,9 +40,12 @@ from paramd_service.control.exports.service import ExportService
 from paramd_service.control.grpc_server import GrpcServer
 from paramd_service.control.http_server import HttpServer
 from paramd_service.control.mesh.jobs import ControlIdentity, Incarnation, Jobs
+from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.metrics.metrics import LoopLag, Metrics
 from paramd_service.control.records.events import EventBus
 from paramd_service.control.records.records import Records, open_records
+from paramd_service.control.standby.election import Voters
+from paramd_service.control.standby.shipping import Shipping
 from paramd_service.control.store.engine import StoreError
 from paramd_service.tls import JobPems, ServerTls, advertised
 
@@ -65,8 +68,24 @@ class ControlPlane:
     `start` with the one job its parent named.
     """
 
-    def __init__(self, config: ControlConfig, bootstrap: Bootstrap | None, claim: Claim) -> None:
-        """`bootstrap` is the one job of an embedded control plane; None for a site."""
+    def __init__(
+        self,
+        config: ControlConfig,
+        bootstrap: Bootstrap | None,
+        claim: Claim,
+        *,
+        generation: int = 0,
+    ) -> None:
+        """No I/O.
+
+        Args:
+            bootstrap: The one job of an embedded control plane; None for a site.
+            generation: With which the ranks have elected it; 0: it takes the next one.
+        """
+        self._generation = generation
+        self._shipping: Shipping | None = None
+        self._voters: Voters | None = None
+        self._gathering: asyncio.Task[None] | None = None
         self._config = config
         self._bootstrap = bootstrap
         self._claim = claim
@@ -127,12 +146,16 @@ class ControlPlane:
             open_destinations(strict=jobs.is_site),
             publish=self._events.publish,
         )
+        if self._bootstrap is not None and self._bootstrap.has_standby:
+            self._stand_together(self._bootstrap, self._records, where.url)
         # 3. Serve gRPC.
         await self._start_grpc(jobs)
         self._grpc_target = where.grpc_address
         # 4. Serve REST. A training that resumes runs by now, and is asked for at once.
-        if self._bootstrap is not None and self._bootstrap.resumes:
-            await self._all_joined(jobs.get(self._bootstrap.job))
+        # One that was elected is followed by then, and changes something only with enough ranks.
+        mine = self._bootstrap
+        if mine is not None and (mine.resumes or mine.stands is not None):
+            await self._all_joined(jobs.get(mine.job))
         services = self._services(jobs, self._records, where.grpc_address)
         await self._http.start(build_app(services), self._claim.listener, tls=self._tls)
         # 5. Start watching; resume exports.
@@ -157,7 +180,8 @@ class ControlPlane:
     async def _all_joined(self, mesh: Incarnation) -> None:
         """Return after `JOINED_S` at the latest: one missing rank must not keep all from REST."""
         for _ in range(LOOKS):
-            if not mesh.registry.view().absent:
+            view = mesh.registry.view()
+            if not view.absent or (self._voters is not None and self._has_enough(view)):
                 return
             await asyncio.sleep(JOINED_S / LOOKS)
 
@@ -175,6 +199,46 @@ class ControlPlane:
             if reason is not None:
                 self.ask_to_stop(reason)
             await self._jobs.keep_channels()
+            self._gather_ranks(self._jobs)
+
+    def _stand_together(self, mine: Bootstrap, records: Records, url: str) -> None:
+        """Have a standby copy the store; if it was elected, have all ranks follow."""
+        at_home = mine.stands is None or mine.stands.at_home
+        shipping = Shipping(records, generation=self._terms.generation, url=url, at_home=at_home)
+        self._shipping = shipping
+
+        def may_change() -> None:
+            assert self._jobs is not None
+            shipping.check(self._jobs.get(mine.job).registry.view())
+
+        records.audit.may_change = may_change
+        if mine.stands is not None:
+            self._voters = Voters(mine, mine.stands.peers)
+
+    def _has_enough(self, view: MeshView) -> bool:
+        """Whether enough ranks have come over for this control plane to change something."""
+        assert self._shipping is not None
+        try:
+            self._shipping.check(view)
+        except UnreachableError:
+            return False
+        return True
+
+    def _gather_ranks(self, jobs: Jobs) -> None:
+        """Ask those that are not joined again, unless they are being asked."""
+        if self._voters is None or (self._gathering is not None and not self._gathering.done()):
+            return
+        assert self._bootstrap is not None
+        mesh = jobs.get(self._bootstrap.job)
+        if mesh.over is None:
+            self._gathering = asyncio.create_task(
+                self._voters.gather(
+                    mesh.registry.view(),
+                    generation=self._terms.generation,
+                    control_address=self._grpc_target,
+                ),
+                name="paramd-gather-ranks",
+            )
 
     async def stop(self) -> None:
         """Drain, in the numbered order. Safe after a failed start."""
@@ -190,7 +254,10 @@ class ControlPlane:
         self._events.close()
         await self._http.stop()
         # 4. Work on the jobs' sidecars, then the jobs, whose connections that work uses.
-        for part in (self._exports, self._watchers, self._edits, self._jobs):
+        if self._gathering is not None:
+            self._gathering.cancel()
+            await asyncio.wait({self._gathering})
+        for part in (self._voters, self._exports, self._watchers, self._edits, self._jobs):
             if part is not None:
                 await part.close()
         await self._incarnations.close()
@@ -216,9 +283,9 @@ class ControlPlane:
             site = open_site(read_token(self._config.token_file))
             generation = next_generation(site_dir())
         else:
-            generation = next_generation(places.job_dir(mine.job))
+            generation = self._generation or next_generation(places.job_dir(mine.job))
         self._token = mine.token if mine is not None else site.token if site is not None else ""
-        terms = ControlIdentity(
+        self._terms = terms = ControlIdentity(
             generation=generation,
             control_address=lambda: self._grpc_target,
             report_s=self._config.report_s,
@@ -264,7 +331,13 @@ class ControlPlane:
         denied = self._records.denied if self._records is not None else no_audit
         wanted = self._claim.give_grpc()
         bound = await self._grpc.start(
-            jobs, self._revocations, wanted, ranks=ranks, denied=denied, tls=self._grpc_tls
+            jobs,
+            self._revocations,
+            wanted,
+            ranks=ranks,
+            denied=denied,
+            tls=self._grpc_tls,
+            shipping=self._shipping,
         )
         if bound != wanted:
             raise UnreachableError(f"another process took {wanted}, which was to be gRPC's")

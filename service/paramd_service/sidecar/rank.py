@@ -173,6 +173,8 @@ class RankSidecar:
         self.detached = False
         self.control_generation = 0
         """Highest control plane generation seen in this incarnation; lower ones are fenced."""
+        self.joined_control = ""
+        """Address of the control plane that let this rank in, since it was told of it."""
         self.on_change: list[Callable[[], None]] = []
         self.refusals = Refusals()
         self.revocations = Revocations()
@@ -317,6 +319,16 @@ class RankSidecar:
                 f"generation {generation} is no longer obeyed"
             )
         self.control_generation = generation
+
+    def move_control(self, generation: int, address: str) -> None:
+        """Follow the control plane at another address. Raises ConflictError as `follow_control`."""
+        mesh = self.ready_mesh()
+        self.follow_control(generation)
+        if address != mesh.control_address:
+            self.joined_control = ""
+            self.mesh = replace(mesh, control_address=address)
+            self.log("control-plane-moved", generation=generation, address=address)
+            self._changed()
 
     def take_time(self, now_s: float) -> None:
         """Take the control plane's time, 0 if unknown, for what expires by it.

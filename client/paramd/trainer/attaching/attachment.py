@@ -21,7 +21,8 @@ from paramd.trainer.boundary.edits import Editor
 from paramd.trainer.boundary.gradients import GradientCapture
 from paramd.trainer.boundary.moments import Moments
 from paramd.trainer.boundary.signals import Signals
-from paramd.trainer.helpers.sidecar_link import ControlLink, Identity, SidecarLink
+from paramd.trainer.helpers.control_link import ControlLink
+from paramd.trainer.helpers.sidecar_link import Identity, SidecarLink
 from paramd.trainer.home.owned import ParameterStorage
 from paramd.trainer.resume.keeper import Keeper, Keeping
 from paramd.trainer.resume.optimizer_home import OptimizerHome

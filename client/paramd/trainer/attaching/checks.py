@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -171,3 +171,19 @@ def steps_done(optimizers: Sequence[torch.optim.Optimizer]) -> int:
         ),
         default=0,
     )
+
+
+def check_versions(answers: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ConflictError unless all ranks run the same paramd; `answers` is what each says."""
+    first = answers[0]
+    for rank, answer in enumerate(answers):
+        if answer.get("version") != first.get("version"):
+            raise ConflictError(
+                f"rank {rank} on host {_told(answer, 'hostname')} runs paramd "
+                f"{_told(answer, 'version')}, rank 0 on host {_told(first, 'hostname')} "
+                f"{_told(first, 'version')}; install the same version on all hosts"
+            )
+
+
+def _told(answer: Mapping[str, Any], name: str) -> str:
+    return str(answer.get(name, "of an older paramd"))

@@ -6,6 +6,8 @@ import base64
 import json
 import logging
 import os
+import secrets
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -33,6 +35,7 @@ from paramd.trainer.attaching.attachment import Attachment
 from paramd.trainer.attaching.checks import (
     changes_in_forward,
     check_attachable,
+    check_versions,
     optimizers_of,
     steps_done,
 )
@@ -49,7 +52,8 @@ from paramd.trainer.boundary.edits import Editor
 from paramd.trainer.boundary.gradients import GradientCapture
 from paramd.trainer.boundary.hold import cap_s
 from paramd.trainer.boundary.moments import Moments
-from paramd.trainer.helpers.sidecar_link import ControlLink, Identity, OwnTls, SidecarLink
+from paramd.trainer.helpers.control_link import ControlLink
+from paramd.trainer.helpers.sidecar_link import Identity, OwnTls, SidecarLink
 from paramd.trainer.helpers.site_link import Registration
 from paramd.trainer.home.mirrored import MirroredHome, home_of
 from paramd.trainer.home.owned import ParameterStorage
@@ -144,6 +148,7 @@ class Stages:
                 "job": self._job,
                 "version": __version__,
                 "host_id": places.host_id(),
+                "hostname": socket.gethostname(),
                 "mirrored": home.mirrored,
                 "step": step if step is not None else steps_done(optimizers),
                 "resume": self._settings.resume,
@@ -154,12 +159,7 @@ class Stages:
             }
 
         answers = self._together(stage)
-        for rank, answer in enumerate(answers):
-            if answer.get("version") != __version__:
-                raise ConflictError(
-                    f"rank {rank} runs paramd {answer.get('version', 'of an older version')}, rank "
-                    f"{self._exchange.rank} {__version__}; install the same version on all hosts"
-                )
+        check_versions(answers)
         for name in ("job", "resume", "keep_every", "standing_every", "replicas", "optimizer"):
             for rank, answer in enumerate(answers):
                 if answer[name] != answers[0][name]:
@@ -255,12 +255,16 @@ class Stages:
         """Rank 0 obtains the next incarnation, the job's keys, and a ticket for each rank."""
         exchange = self._exchange
         taken: list[TakenIncarnation] = []
+        mark = secrets.token_hex(8)
 
         def stage() -> dict[str, Any]:
             places.job_dir(self._job)
+            served = {"served": places.generation(self._job)}
             if exchange.rank != 0:
-                return {}
+                return served
             meeting = self._meeting
+            if meeting is not None:
+                places.mark_state_dir(self._job, mark)
             mine = take_incarnation(
                 self._settings,
                 job=self._job,
@@ -270,11 +274,19 @@ class Stages:
             )
             taken.append(mine)
             self._site = mine.site
-            return {"incarnation": mine.incarnation, "public_key": mine.public_key.hex()}
+            public = {"incarnation": mine.incarnation, "public_key": mine.public_key.hex()}
+            return {**served, **public, "own": mine.private_key is not None, "mark": mark}
 
-        first = self._together(stage)[0]
+        answers = self._together(stage)
+        first = answers[0]
+        leader, standby = 0, None
+        if self._meeting is not None and first["own"]:
+            leader, standby = self._control_ranks(
+                [answer["served"] for answer in answers], first["mark"]
+            )
         # Scattered, not gathered: a rank learns only its own ticket, and no private key of others.
-        mine = json.loads(exchange.scatter(_secrets(taken[0]) if taken else None))
+        holders = [leader] if standby is None else [leader, standby]
+        mine = json.loads(exchange.scatter(_secrets(taken[0], holders) if taken else None))
         return Identity(
             job=self._job,
             incarnation=first["incarnation"],
@@ -283,9 +295,29 @@ class Stages:
             public_key=bytes.fromhex(first["public_key"]),
             rank_ticket=mine["ticket"],
             copy_ticket=mine.get("copy_ticket", ""),
-            private_key=taken[0].private_key if taken else None,
+            private_key=bytes.fromhex(mine["private_key"]) if "private_key" in mine else None,
+            control_token=mine.get("control_token", ""),
+            leader=leader,
+            standby=standby,
             own_tls=self._own_tls(mine.get("tls")),
         )
+
+    def _control_ranks(self, served: Sequence[int], mark: str) -> tuple[int, int | None]:
+        """Who starts the control plane, and who the standby. Collective.
+
+        Args:
+            served: By rank, how new the store of its host is: the newest is gone on with.
+            mark: Of rank 0's state dir: a shared one has one store, which nobody can copy.
+        """
+        answers = self._together(lambda: {"mark": places.mark_of_state_dir(self._job)})
+        shared = [rank for rank, answer in enumerate(answers) if answer["mark"] == mark]
+        # The first rank of each host; other ranks of a host share its files.
+        first = {host: rank for rank, host in reversed(list(enumerate(self._hosts)))}
+        ranks = sorted(first.values())
+        leader = max(ranks, key=lambda rank: (served[rank], -rank))
+        if leader in shared:
+            ranks = [leader, *(rank for rank in ranks if rank not in shared)]
+        return leader, next((rank for rank in ranks if rank != leader), None)
 
     def _own_tls(self, pems: dict[str, str] | None) -> OwnTls | None:
         if self._meeting is None or pems is None:
@@ -298,12 +330,12 @@ class Stages:
 
         def stage() -> dict[str, Any]:
             path = places.socket_path(self._job, identity.rank)
-            if identity.rank == 0 and not self._settings.control:
+            if identity.rank == identity.leader and not self._settings.control:
                 self._control = ControlLink(
                     identity,
                     self._settings,
                     directory=path.parent,
-                    token=new_token(),
+                    token=identity.control_token,
                 )
                 self._undo.callback(self._control.close)
             self._sidecar = SidecarLink(
@@ -334,29 +366,49 @@ class Stages:
             }
 
         answers = self._together(stage)
-        self._url = answers[0]["url"]
-        self._exports = [Offered(**one) for one in answers[0]["exports"]]
+        told = answers[identity.leader]
+        self._url = told["url"]
+        self._exports = [Offered(**one) for one in told["exports"]]
+        if identity.standby is not None:
+            self._stand_by(identity, answers)
         if self._meeting is not None and identity.rank == 0:
-            told = summary(self._meeting.addresses, self._meeting.views)
+            hosts = summary(self._meeting.addresses, self._meeting.views)
             print(
                 f"paramd: job {self._job!r} is at {self._url or 'no control plane yet'}, over TLS "
-                f"of its own; hosts: {told}",
+                f"of its own; hosts: {hosts}",
                 file=sys.stderr,
                 flush=True,
             )
         return {
             "op": "mesh",
             "peers": [answer["peer"] for answer in answers],
-            "control_address": answers[0]["control_address"],
+            "control_address": told["control_address"],
             "layout_digest": found.layout_digest,
             "buddies": self._buddies,
         }
+
+    def _stand_by(self, identity: Identity, answers: Sequence[Answer]) -> None:
+        """Start the standby, and tell the control plane whom to ask before it starts again."""
+        peers = [str(answer["peer"]["address"]) for answer in answers]
+        if self._control is not None:
+            self._control.know(peers)
+        if identity.rank != identity.standby:
+            return
+        self._control = ControlLink(
+            identity,
+            self._settings,
+            directory=places.job_dir(self._job),
+            token=identity.control_token,
+        )
+        self._undo.callback(self._control.close)
+        leader = answers[identity.leader]["control_address"]
+        _fail_open(partial(self._control.stand_by, peers, leader))
 
     def look_at_exports(self, found: Found) -> Found:
         """Agree on an export to go on from, if nothing is left in memory; change nothing."""
         if self._succession is None or self._succession.resumed is not None:
             return found
-        if self._control is not None and not self._control.url:
+        if self._control is not None and not self._url:
             log.warning(
                 "paramd: job %r: whether it has exports to go on from is not known, because its "
                 "control plane did not start; start the training again to have them looked at",
@@ -724,13 +776,17 @@ class Stages:
         return answers
 
 
-def _secrets(taken: TakenIncarnation) -> list[str]:
-    """Each rank's ticket and certificate, as JSON."""
+def _secrets(taken: TakenIncarnation, holders: Sequence[int]) -> list[str]:
+    """Each rank's ticket and certificate, as JSON; for `holders` the control plane's secrets."""
     told: list[dict[str, Any]] = [{"ticket": ticket} for ticket in taken.rank_tickets]
     for one, ticket in zip(told, taken.copy_tickets, strict=False):
         one["copy_ticket"] = ticket
     for one, pems in zip(told, taken.rank_pems, strict=False):
         one["tls"] = pems.to_json()
+    if taken.private_key is not None:
+        own = {"private_key": taken.private_key.hex(), "control_token": new_token()}
+        for rank in holders:
+            told[rank] |= own
     return [json.dumps(one) for one in told]
 
 

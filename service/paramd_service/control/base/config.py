@@ -19,7 +19,7 @@ from paramd_service.control.base.certificates import JobCertificates
 if TYPE_CHECKING:
     from paramd.mesh.peers.grpc import Asked
 
-MAX_BOOTSTRAP_BYTES = 64 << 10
+MAX_BOOTSTRAP_BYTES = 16 << 20
 MAX_WORLD_SIZE = 1 << 16
 MIN_TOKEN_CHARS = 16
 
@@ -122,6 +122,18 @@ class ControlConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Stands:
+    """What a process knows that is to be the control plane only once there is no other."""
+
+    peers: Mapping[int, str]
+    """Addresses of the ranks' sidecars, by rank."""
+    leader: str = ""
+    """gRPC target of the control plane to follow at first; empty: the ranks are asked for it."""
+    at_home: bool = False
+    """It is the job's first control plane, started again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Bootstrap:
     """One incarnation of a job and its secrets, as passed by the parent on stdin."""
 
@@ -139,6 +151,10 @@ class Bootstrap:
     """Serve over TLS with the job's own CA; for jobs on several hosts."""
     resumes: bool = False
     """The training goes on from memory: tell the addresses as soon as they are claimed."""
+    has_standby: bool = False
+    """Another control plane stands by on another host."""
+    stands: Stands | None = None
+    """None: it is the control plane from its start on."""
     certificates: JobCertificates = field(init=False, repr=False, compare=False)
     """Issued by the job's own CA."""
 
@@ -161,7 +177,8 @@ class Bootstrap:
 def read_bootstrap(stdin: BinaryIO, *, job: str) -> Bootstrap:
     """Read the one JSON line `{"job", "incarnation", "world_size", "private_key", "token"}`.
 
-    `"own_tls"` and `"resumes"` are false unless given.
+    `"own_tls"`, `"resumes"` and `"has_standby"` are false unless given; `"stands"` is
+    `{"peers", "leader", "at_home"}`.
 
     Raises:
         UsageError: it is missing, too long, malformed or about another job. The text never
@@ -182,6 +199,8 @@ def read_bootstrap(stdin: BinaryIO, *, job: str) -> Bootstrap:
             token=str(found["token"]),
             own_tls=found.get("own_tls") is True,
             resumes=found.get("resumes") is True,
+            has_standby=found.get("has_standby") is True,
+            stands=_stands(found.get("stands")),
         )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"stdin: cannot be read ({type(error).__name__})") from None
@@ -189,6 +208,16 @@ def read_bootstrap(stdin: BinaryIO, *, job: str) -> Bootstrap:
         raise UsageError(f"stdin: the job is {bootstrap.job!r}; expected {job!r} as in --job")
     _check_bounds(bootstrap)
     return bootstrap
+
+
+def _stands(found: Mapping[str, Any] | None) -> Stands | None:
+    if found is None:
+        return None
+    return Stands(
+        peers={rank: str(address) for rank, address in enumerate(found["peers"])},
+        leader=str(found["leader"]),
+        at_home=found["at_home"] is True,
+    )
 
 
 def _check_no_password(store: str) -> None:

@@ -109,6 +109,8 @@ class Incarnation:
         self.ended_s: float | None = None
         self.last_step = -1
         """Lowest step the ranks last reported when the incarnation ended; -1 when none reported."""
+        self.superseded = False
+        """Another control plane serves it."""
         self._why_over: ParamdError | None = None
         self._streams: set[asyncio.Task[None]] = set()
 
@@ -137,6 +139,7 @@ class Incarnation:
             ConflictError: it is higher.
         """
         if generation > self.terms.generation:
+            self.superseded = True
             self.send_away(
                 ConflictError(
                     f"a newer control plane (generation {generation}) serves job {self.job!r}; "

@@ -182,6 +182,7 @@ ROLES: dict[str, frozenset[Role]] = {
     f"/{SERVICE}/Summon": _READERS,
     f"/{SERVICE}/InspectTrainer": _READERS,
     f"/{SERVICE}/ReachPeers": _VIEWERS,
+    f"/{SERVICE}/FollowControl": _CONTROL,
     f"/{SERVICE}/GetLogged": _READERS,
     f"/{SERVICE}/GetLog": _CONTROL,
     f"/{SERVICE}/StreamGradients": _READERS,

@@ -30,6 +30,9 @@ JOINS_PER_S = 400.0
 LOOK_S = 1.0
 """Polling interval for lasting changes: a stopped or stalled trainer announces nothing."""
 
+LEAVE_S = 1.0
+"""How long a control plane that we leave for another has to take our last report."""
+
 GOODBYE_S = 2.5
 """Timeout of the last report; a detaching trainer waits for us meanwhile."""
 
@@ -68,10 +71,17 @@ class Joining:
         self._changed = asyncio.Event()
         self._interval_s = rank.config.report_s
         self._task: asyncio.Task[None] | None = None
-        rank.on_change.append(self._changed.set)
+        self._stream: tuple[Mesh, Any] | None = None
+        rank.on_change.append(self._on_change)
 
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run(), name="paramd-joining")
+
+    def _on_change(self) -> None:
+        self._changed.set()
+        if self._stream is not None and self._stream[0] is not self._rank.mesh:
+            # The control plane is elsewhere. This one is told, if it hears anything.
+            asyncio.get_running_loop().call_later(LEAVE_S, self._stream[1].cancel)
 
     async def stop(self) -> None:
         """Send the last report if the trainer detached, then end the stream. Idempotent."""
@@ -100,8 +110,16 @@ class Joining:
                     self._rank.log("control-plane-away", error=_short(error))
             if not self._rank.detached and self._rank.mesh is mesh:
                 pause_s = backoff_s(attempt, random.random(), world_size=self._world_size)
-                await asyncio.sleep(pause_s)
+                await self._pause(pause_s, mesh)
                 attempt += 1
+
+    async def _pause(self, pause_s: float, mesh: Mesh) -> None:
+        """Wait, but not once the control plane is elsewhere."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                while self._rank.mesh is mesh:
+                    self._changed.clear()
+                    await self._changed.wait()
 
     async def _join(self, mesh: Mesh) -> bool:
         """Run one stream until it ends; return whether the control plane admitted us."""
@@ -111,6 +129,7 @@ class Joining:
         async with open_channel(mesh.control_address, tls, options=_OPTIONS) as channel:
             stub: Any = control_pb2_grpc.ControlServiceStub(channel)
             call = stub.Join(self._reports(mesh), metadata=self._metadata())
+            self._stream = mesh, call
             try:
                 async for welcome in call:
                     self._check(welcome.header)
@@ -121,11 +140,18 @@ class Joining:
                     if welcome.report_interval_ms > 0:
                         self._interval_s = welcome.report_interval_ms / 1000
                     joined = True
+                    self._rank.joined_control = mesh.control_address
             except (grpc.aio.AioRpcError, ConflictError) as error:
                 if not joined:
                     raise
                 self._rank.log("control-plane-lost", error=_short(error))
+            except asyncio.CancelledError:
+                # Ours, or the call's by `_on_change`.
+                task = asyncio.current_task()
+                if self._rank.mesh is mesh or (task is not None and task.cancelling()):
+                    raise
             finally:
+                self._stream = None
                 call.cancel()
         return joined
 
@@ -144,11 +170,13 @@ class Joining:
             self._rank.log("tokens-revoked", tokens=len(told.token_ids), ended_calls=ended)
 
     async def _reports(self, mesh: Mesh) -> AsyncIterator[control_pb2.JoinRequest]:
-        while self._rank.mesh is mesh:
+        incarnation = self._rank.incarnation
+        while self._rank.incarnation == incarnation:
             # Both before the report is built: a later change wakes `_until_due`, and a rank that
             # detaches while the report is being sent still sends the last one.
             self._changed.clear()
-            last = self._rank.detached
+            # A control plane that we leave hears of the later one by our last report.
+            last = self._rank.detached or self._rank.mesh is not mesh
             report = self._report()
             yield report
             if last:

@@ -40,6 +40,7 @@ from paramd_service.admission import Shares, TokenRevokedError
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc import (
     auth,
+    control_choice,
     copies,
     edits,
     exports,
@@ -255,6 +256,7 @@ class SidecarServicer:
             **copies.calls(rank),
             **marks.calls(rank),
             **reach.calls(rank),
+            **control_choice.calls(rank),
             **self._streams.calls(),
         }
         return grpc.method_handlers_generic_handler(

@@ -1,14 +1,15 @@
 """Merge what each rank holds into the layout of the job.
 
 Every rank describes its own pieces (`LocalLayout`), all ranks exchange them
-(`codec.encode_local`), and each merges the same list into the same `Layout`.
+(`codec.encode_local`), and each merges the same list into the same `Layout`. Ranks may have
+different modules (stages of a pipeline, experts): the layout has the tensors of all of them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -28,6 +29,11 @@ from paramd.layout.types import (
     intersection,
     is_dense,
     is_row_major,
+)
+
+OTHER_NAMES = (
+    "if the ranks have different modules (stages of a pipeline, experts), give each a name of its "
+    "own: paramd.attach({'stage0': module}, ...)"
 )
 
 
@@ -138,7 +144,8 @@ class LocalLayout:
 def merge_layouts(locals: Sequence[LocalLayout], *, mirrored: bool = False) -> Layout:
     """Merge the descriptions of all ranks, in any order, into one layout.
 
-    Tensor order and placements are those of rank 0; aliases are united; trainable is what is so
+    Tensors are in the order of rank 0, followed by what each further rank has besides; placements
+    are those of the first rank that has the tensor; aliases are united; trainable is what is so
     on any rank. Empty pieces are dropped; row-major strides become None.
 
     Args:
@@ -146,26 +153,24 @@ def merge_layouts(locals: Sequence[LocalLayout], *, mirrored: bool = False) -> L
         mirrored: whether the arenas are copies of parameters that stay elsewhere.
 
     Raises:
-        UsageError: a rank is missing or duplicate, ranks disagree on a tensor, a piece is
-            outside of its arena or tensor, or an element has no holder or holders with
+        UsageError: a rank is missing or duplicate, ranks disagree on a tensor or its names, a
+            piece is outside of its arena or tensor, or an element has no holder or holders with
             different regions.
     """
     ordered = sorted(locals, key=lambda local: local.rank)
     ranks = [local.rank for local in ordered]
     if not ordered or ranks != list(range(len(ordered))):
         raise UsageError(f"expected one layout from every rank 0..n-1, got ranks {ranks}")
-    first = ordered[0]
-    by_name = [_by_name(local) for local in ordered]
-    for local, names in zip(ordered[1:], by_name[1:], strict=True):
-        _check_same_names(by_name[0], names, local.rank)
+    by_name: dict[str, dict[int, LocalTensor]] = {}
+    for local in ordered:
+        for fqn, tensor in _by_name(local).items():
+            by_name.setdefault(fqn, {})[local.rank] = tensor
+    _check_aliases(by_name)
     arena_bytes = tuple(local.arena_bytes for local in ordered)
     return Layout(
         world_size=len(ordered),
         arena_bytes=arena_bytes,
-        tensors=tuple(
-            _merge_tensor([names[tensor.fqn] for names in by_name], arena_bytes)
-            for tensor in first.tensors
-        ),
+        tensors=tuple(_merge_tensor(tensors, arena_bytes) for tensors in by_name.values()),
         mirrored=mirrored,
     )
 
@@ -207,28 +212,34 @@ def _by_name(local: LocalLayout) -> dict[str, LocalTensor]:
     return names
 
 
-def _check_same_names(
-    first: dict[str, LocalTensor], names: dict[str, LocalTensor], rank: int
-) -> None:
-    missing = next((fqn for fqn in first if fqn not in names), None)
-    if missing is not None:
-        raise UsageError(f"rank 0 has tensor {missing!r} but rank {rank} does not")
-    extra = next((fqn for fqn in names if fqn not in first), None)
-    if extra is not None:
-        raise UsageError(f"rank {rank} has tensor {extra!r} but rank 0 does not")
+def _check_aliases(by_name: dict[str, dict[int, LocalTensor]]) -> None:
+    """Raise UsageError if ranks disagree on which names stand for one tensor."""
+    canonical = {fqn: (fqn, next(iter(tensors))) for fqn, tensors in by_name.items()}
+    for fqn, tensors in by_name.items():
+        for rank, tensor in tensors.items():
+            for alias in tensor.aliases:
+                known, first = canonical.setdefault(alias, (fqn, rank))
+                if known != fqn:
+                    other = f"of {known!r}" if known != alias else "of a tensor of its own"
+                    raise UsageError(
+                        f"{alias!r} is a name of tensor {fqn!r} on rank {rank}, but on rank "
+                        f"{first} {other}; tie the same tensors on all ranks that have them"
+                    )
 
 
-def _merge_tensor(tensors: list[LocalTensor], arena_bytes: tuple[int, ...]) -> TensorLayout:
-    first = tensors[0]
+def _merge_tensor(tensors: dict[int, LocalTensor], arena_bytes: tuple[int, ...]) -> TensorLayout:
+    """Merge one tensor, by rank; ranks that do not have it are absent."""
+    at, first = next(iter(tensors.items()))
     if first.dtype not in ITEM_BYTES:
         raise UsageError(f"tensor {first.fqn!r} has dtype {first.dtype!r}, which is not supported")
     pieces: list[Piece] = []
-    for rank, tensor in enumerate(tensors):
+    for rank, tensor in tensors.items():
         for field in ("dtype", "shape", "kind"):
             ours, theirs = getattr(first, field), getattr(tensor, field)
             if ours != theirs:
                 raise UsageError(
-                    f"tensor {first.fqn!r}: {field} is {ours} on rank 0, {theirs} on rank {rank}"
+                    f"tensor {first.fqn!r}: {field} is {ours} on rank {at}, {theirs} on rank "
+                    f"{rank}; {OTHER_NAMES}"
                 )
         pieces.extend(
             _checked(piece, tensor, rank, arena_bytes[rank])
@@ -238,9 +249,11 @@ def _merge_tensor(tensors: list[LocalTensor], arena_bytes: tuple[int, ...]) -> T
     found = defect(first.shape, tuple(piece.region for piece in pieces))
     if found is not None:
         holders = sorted({piece.rank for piece in pieces})
+        without = [rank for rank in range(len(arena_bytes)) if rank not in tensors]
+        told = f", ranks {without} do not know it" if without else ""
         raise UsageError(
             f"tensor {first.fqn!r} of shape {list(first.shape)}: {found}; ranks {holders} "
-            f"of {len(tensors)} hold pieces; expected every element in exactly one region"
+            f"of {len(arena_bytes)} hold pieces{told}; expected every element in exactly one region"
         )
     return TensorLayout(
         fqn=first.fqn,
@@ -248,10 +261,43 @@ def _merge_tensor(tensors: list[LocalTensor], arena_bytes: tuple[int, ...]) -> T
         shape=first.shape,
         kind=first.kind,
         pieces=tuple(pieces),
-        aliases=tuple(dict.fromkeys(alias for tensor in tensors for alias in tensor.aliases)),
+        aliases=tuple(
+            dict.fromkeys(alias for tensor in tensors.values() for alias in tensor.aliases)
+        ),
         placement=first.placement,
-        trainable=_any_of([tensor.trainable for tensor in tensors]),
+        trainable=_any_of([tensor.trainable for tensor in tensors.values()]),
     )
+
+
+def whole_parameters(local: LocalLayout) -> list[str]:
+    """Names of the parameters that this rank holds unsharded, in order."""
+    return [
+        tensor.fqn
+        for tensor in local.tensors
+        if tensor.kind is TensorKind.PARAMETER and _is_whole(tensor)
+    ]
+
+
+def _is_whole(tensor: LocalTensor) -> bool:
+    return [piece.region for piece in tensor.pieces] == [full_box(tensor.shape)]
+
+
+def check_replicas(contents: Sequence[Mapping[str, int]]) -> None:
+    """Raise UsageError if ranks hold a parameter unsharded, but with different contents.
+
+    Args:
+        contents: by rank, a digest of each parameter in `whole_parameters`.
+    """
+    first: dict[str, tuple[int, int]] = {}
+    for rank, digests in enumerate(contents):
+        for fqn, digest in digests.items():
+            holder, known = first.setdefault(fqn, (rank, digest))
+            if digest != known:
+                raise UsageError(
+                    f"parameter {fqn!r} is unsharded on ranks {holder} and {rank}, but with "
+                    f"different contents. If it is the same parameter, make it equal on all ranks "
+                    f"(broadcast it) before paramd.attach; {OTHER_NAMES}"
+                )
 
 
 def _any_of(said: Sequence[bool | None]) -> bool | None:

@@ -20,7 +20,14 @@ from paramd.layout.codec import (
     join_batches,
     layout_batches,
 )
-from paramd.layout.merge import LocalLayout, LocalTensor, layout_digest, merge_layouts
+from paramd.layout.merge import (
+    LocalLayout,
+    LocalTensor,
+    check_replicas,
+    layout_digest,
+    merge_layouts,
+    whole_parameters,
+)
 from paramd.layout.types import (
     Box,
     Interval,
@@ -140,7 +147,10 @@ def test_coverage_agrees_with_counting_elements(cuts: list[int], drop: int, shif
         ({"dtype": "bfloat16"}, "dtype is float32 on rank 0, bfloat16 on rank 1"),
         ({"shape": (4, 7)}, r"shape is \(4, 6\) on rank 0, \(4, 7\) on rank 1"),
         ({"kind": TensorKind.BUFFER}, "TensorKind.BUFFER on rank 1"),
-        ({"fqn": "v"}, "rank 0 has tensor 'w' but rank 1 does not"),
+        (
+            {"fqn": "v"},
+            r"no rank holds 12 of its 24 elements; ranks \[0\] of 2 hold pieces, ranks \[1\] do",
+        ),
         ({"pieces": (Piece(1, 52, BOTTOM),)}, r"bytes \[52, 100\) are outside of its arena of 96"),
         ({"pieces": (Piece(1, -4, BOTTOM),)}, "are outside of its arena"),
         ({"pieces": (Piece(0, 0, BOTTOM),)}, "its piece says rank 0"),
@@ -155,11 +165,55 @@ def test_ranks_that_disagree_or_err_are_named(fields: dict[str, object], reason:
         merge_layouts([local(0, TOP), changed(local(1, BOTTOM), **fields)])
 
 
-def test_a_tensor_that_only_a_later_rank_has_is_refused_by_its_name() -> None:
+def test_a_shard_without_pieces_that_only_a_later_rank_has_is_refused_by_its_name() -> None:
     more = local(1, BOTTOM)
     extra = replace(more.tensors[0], fqn="v", pieces=())
-    with pytest.raises(UsageError, match="rank 1 has tensor 'v' but rank 0 does not"):
+    with pytest.raises(UsageError, match=r"'v'.*no rank holds.*ranks \[0\] do not know it"):
         merge_layouts([local(0, TOP), replace(more, tensors=(*more.tensors, extra))])
+
+
+def whole(rank: int, fqn: str, *aliases: str) -> LocalLayout:
+    return changed(local(rank, Box((0, 0), (4, 6))), fqn=fqn, aliases=aliases)
+
+
+def test_ranks_with_different_modules_are_one_layout_of_all_names() -> None:
+    shared = whole(0, "norm").tensors
+    ranks = [whole(0, "a"), whole(1, "b"), whole(2, "c")]
+    ranks[0] = replace(ranks[0], tensors=(*ranks[0].tensors, *shared))
+    last = whole(2, "norm").tensors
+    ranks[2] = replace(ranks[2], tensors=(*last, *ranks[2].tensors))
+    layout = merge_layouts(ranks)
+    held = {tensor.fqn: [piece.rank for piece in tensor.pieces] for tensor in layout.tensors}
+    assert held == {"a": [0], "norm": [0, 2], "b": [1], "c": [2]}
+    assert list(held) == ["a", "norm", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "reason"),
+    [
+        ([whole(0, "a", "b"), whole(1, "b")], "'b' is a name of tensor 'a' on rank 0, but on rank"),
+        ([whole(0, "b"), whole(1, "a", "b")], "rank 1, but on rank 0 of a tensor of its own"),
+        ([whole(0, "a", "c"), whole(1, "b", "c")], "on rank 0 of 'a'; tie the same"),
+        ([whole(0, "a", "b"), whole(1, "b", "a")], "tie the same tensors"),
+    ],
+)
+def test_ranks_that_tie_different_tensors_are_refused(
+    ranks: list[LocalLayout], reason: str
+) -> None:
+    with pytest.raises(UsageError, match=reason):
+        merge_layouts(ranks)
+
+
+def test_parameters_of_one_name_with_different_contents_are_refused() -> None:
+    check_replicas([{"a": 1}, {"b": 2}, {"a": 1, "b": 2}])
+    with pytest.raises(UsageError, match=r"'b' is unsharded on ranks 1 and 2, but .*stage0"):
+        check_replicas([{"a": 1}, {"b": 2}, {"a": 1, "b": 3}])
+
+
+def test_only_parameters_held_unsharded_are_compared_between_ranks() -> None:
+    assert whole_parameters(whole(0, "a")) == ["a"]
+    assert whole_parameters(local(0, TOP)) == []
+    assert whole_parameters(changed(whole(0, "a"), kind=TensorKind.BUFFER)) == []
 
 
 def test_an_unknown_dtype_is_refused() -> None:

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -98,6 +98,7 @@ class Attachment:
         self.keeper: Keeper | None = None
         self._state: OptimizerHome | None = None
         self._rewinder: Rewinder | None = None
+        self._at_detach: Callable[[], None] = lambda: None
         self.resumed: Resumed | None = None
         """From which state this training goes on (`step`, `how`, `lost_steps`, `reason`); None
         after a fresh start."""
@@ -187,6 +188,10 @@ class Attachment:
         """Keep what a successor needs from now on, if anything."""
         self.keeper = self._boundary.keeper = keeper
         self._state, self.resumed = state, resumed
+
+    def at_detach(self, undo: Callable[[], None]) -> None:
+        """Have `undo` called when the attachment ends, once the parameters have moved out."""
+        self._at_detach = undo
 
     def rewind_with(self, rewinder: Rewinder) -> None:
         """Have rollbacks done by `rewinder`."""
@@ -331,6 +336,7 @@ class Attachment:
             self.keeper.close()
             self._state.move_out()
         self._home.move_out()
+        self._at_detach()
         if self._control is not None:
             # First, or the supervisor would restart it when it ends with the last sidecar.
             self._control.release()

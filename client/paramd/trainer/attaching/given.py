@@ -16,7 +16,7 @@ from paramd.trainer.attaching.checks import Missing, check_given
 from paramd.trainer.model.local_shard import loaded_class
 
 NOT_SERVED = {
-    "DEEPSPEED": "DeepSpeed",
+    "DEEPSPEED": "DeepSpeed within accelerate",
     "MEGATRON_LM": "Megatron-LM",
     "XLA": "torch_xla",
     "TP": "accelerate's tensor parallelism without DTensor",
@@ -37,6 +37,16 @@ def resolve(model: Any, optimizer: Any, job: Any, accelerator: Any) -> tuple[tor
     """
     if accelerator is not None:
         model, optimizer = _prepared(model, optimizer, accelerator)
+    _refuse_megatron(model)
+    engine: Any = loaded_class("deepspeed.runtime.engine", "DeepSpeedEngine")
+    if engine is not None and isinstance(model, engine):
+        raise UsageError(
+            "this is a DeepSpeedEngine; attach it by "
+            "paramd.integrations.deepspeed.attach(engine, job=NAME)"
+        )
+    stage: Any = loaded_class("torch.distributed.pipelining.stage", "_PipelineStageBase")
+    if stage is not None and isinstance(model, stage):
+        model = model.submod
     if isinstance(model, Mapping):
         model = _together(model)
     for module_name, class_name in FABRIC_MODULES:
@@ -46,6 +56,18 @@ def resolve(model: Any, optimizer: Any, job: Any, accelerator: Any) -> tuple[tor
             model = model._forward_module
     check_given(model, optimizer, job)
     return model, optimizer
+
+
+def _refuse_megatron(model: Any) -> None:
+    """Raise UsageError if Megatron-Core keeps the parameters in buffers of its own."""
+    wrapper: Any = loaded_class("megatron.core.distributed.data_parallel_base", "_BaseDataParallel")
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    if wrapper is not None and any(isinstance(module, wrapper) for module in modules):
+        raise UsageError(
+            "Megatron-Core's DistributedDataParallel and its buffers are not supported; paramd "
+            "serves torch's DDP, FSDP1, FSDP2, tensor parallelism and pipelines, and DeepSpeed's "
+            "ZeRO 1, 2 and 3"
+        )
 
 
 def _together(models: Mapping[Any, Any]) -> torch.nn.Module:

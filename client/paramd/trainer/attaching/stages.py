@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 import sys
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ import torch
 from paramd import errors, extras, places
 from paramd.errors import ConflictError, ParamdError, UsageError
 from paramd.layout.codec import decode_layout, decode_local, encode_layout, encode_local
-from paramd.layout.merge import layout_digest, merge_layouts
+from paramd.layout.merge import check_replicas, layout_digest, merge_layouts, whole_parameters
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import MAGIC, ControlPage, Word
 from paramd.memory.descriptors import SparseMemory
@@ -39,6 +40,7 @@ from paramd.trainer.attaching.checks import (
     optimizers_of,
     steps_done,
 )
+from paramd.trainer.attaching.contents import contents
 from paramd.trainer.attaching.exchange import (
     Exchange,
     TakenIncarnation,
@@ -57,6 +59,7 @@ from paramd.trainer.helpers.sidecar_link import Identity, OwnTls, SidecarLink
 from paramd.trainer.helpers.site_link import Registration
 from paramd.trainer.home.mirrored import MirroredHome, home_of
 from paramd.trainer.home.owned import ParameterStorage
+from paramd.trainer.model import zero
 from paramd.trainer.resume.choice import RankOffer
 from paramd.trainer.resume.copies import buddies
 from paramd.trainer.resume.exported import Exported, Offered, opened
@@ -177,7 +180,7 @@ class Stages:
                 "paramd: parameters stay where they are and are copied into host memory at agreed "
                 "boundaries; a trainer that hangs or has ended is not read"
             )
-        layout, digest = self._merged(local[0], mirrored=mirrored)
+        layout, digest = self._merged(local[0], homes[0], mirrored=mirrored)
         return Found(
             model=modules[0],
             optimizers=optimizers,
@@ -187,14 +190,24 @@ class Stages:
             first_step=max(answer["step"] for answer in answers),
         )
 
-    def _merged(self, local: bytes, *, mirrored: bool) -> tuple[bytes, str]:
+    def _merged(self, local: bytes, home: ParameterStorage, *, mirrored: bool) -> tuple[bytes, str]:
         """All ranks' layouts as one, and its digest; merged once, as it has pieces of all ranks."""
         found = self._exchange.collect(local)
+        mine = contents(home.shards, whole_parameters(decode_local(local)))
+        digests = self._exchange.collect(mine.tobytes())
 
         def stage() -> dict[str, Any]:
             if not found:
                 return {}
-            layout = merge_layouts([decode_local(one) for one in found], mirrored=mirrored)
+            locals_ = [decode_local(one) for one in found]
+            layout = merge_layouts(locals_, mirrored=mirrored)
+            names = [whole_parameters(one) for one in locals_]
+            check_replicas(
+                [
+                    dict(zip(known, array("Q", told), strict=True))
+                    for known, told in zip(names, digests, strict=True)
+                ]
+            )
             told = base64.b64encode(encode_layout(layout).SerializeToString()).decode()
             return {"layout": told, "digest": layout_digest(layout)}
 
@@ -695,6 +708,7 @@ class Stages:
             stall_budget_ns=round(self._settings.stall_budget_ms * 1e6),
             mirror=mirror,
             always_strict=self._warned(changes_in_forward(model)),
+            after_edit=partial(zero.refresh, model),
         )
         return Attachment(
             model,

@@ -14,7 +14,8 @@ from types import CodeType
 
 import torch
 
-from paramd.trainer.boundary.signals import backward_id, frames
+from paramd.trainer.boundary.pipelines import frames
+from paramd.trainer.boundary.signals import backward_id
 
 
 class BackwardUpdate:

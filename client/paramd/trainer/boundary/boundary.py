@@ -147,6 +147,7 @@ class Boundary:
         stall_budget_ns: int,
         mirror: MirrorLike | None = None,
         always_strict: str = "",
+        after_edit: Callable[[], None] = lambda: None,
     ) -> None:
         """`always_strict` names what in the model changes parameters outside updates."""
         self._page = page
@@ -166,6 +167,7 @@ class Boundary:
             answer=self._answer,
             mirror=mirror,
             gathered=home.gathered,
+            after_edit=after_edit,
         )
         self._standing = StandIns(page, self._gate, self._digest)
         self._only_confirms = False

@@ -155,11 +155,13 @@ class BoundaryHandler:
         answer: Callable[[bool], None],
         mirror: MirrorLike | None = None,
         gathered: Callable[[], bool] = lambda: False,
+        after_edit: Callable[[], None] = lambda: None,
     ) -> None:
         """`answer(announce)` wakes the sidecar if `announce`, or if it asked to be woken.
 
         `mirror` copies the parameters when they do not live in the arena. `gathered` tells
-        whether a forward is working on unsharded copies.
+        whether a forward is working on unsharded copies. `after_edit` is called on every rank
+        after an edit, whether or not it could be applied there, and may be collective.
         """
         self._words = page.words
         self._agreement: Agreement | None = agreement
@@ -170,6 +172,7 @@ class BoundaryHandler:
         self._mirror_moments = mirror_moments
         self._mirror = mirror
         self._gathered = gathered
+        self._after_edit = after_edit
         self._answer = answer
         self._agreed = page.words[Word.AGREED]
         self._agreed_count = 0
@@ -313,11 +316,14 @@ class BoundaryHandler:
     def _do(self, request: Request, wanted_above: int, at_home: bool) -> None:
         words = self._words
         if request.action == EDIT:
-            if at_home:
-                self._editor.apply(request, self._gate)
-            else:
-                # Parameters left the arena after the promise; the other ranks still apply it.
-                words[Word.EDIT_FAILED] = request.number
+            try:
+                if at_home:
+                    self._editor.apply(request, self._gate)
+                else:
+                    # Parameters left the arena after the promise; the other ranks still apply it.
+                    words[Word.EDIT_FAILED] = request.number
+            finally:
+                self._after_edit()
         if self._mirror is None and words[Word.BUFFERS_WANTED] > wanted_above:
             self._copy_buffers()
             words[Word.BUFFERS_STEP] = words[Word.STEP]

@@ -45,6 +45,7 @@ from paramd.memory.moments_table import write_table
 from paramd.tensors.edit_ops import Views
 from paramd.trainer.home.mirrored import MirroredHome
 from paramd.trainer.home.moving import Range, extent
+from paramd.trainer.model import zero
 from paramd.trainer.model.dtensor import split
 from paramd.trainer.model.local_shard import dtype_name
 
@@ -93,17 +94,24 @@ def find_owned(
     """
     found: dict[int, Owned] = {}
     for optimizer in optimizers:
-        for number, group in enumerate(optimizer.param_groups):
-            for param in group["params"]:
-                local = split(param)[0].detach()
-                span = extent(local)
-                begin = locate(span) if locate is not None else span.begin - arena_address
-                if begin is None:
-                    continue
-                end = begin + span.end - span.begin
-                if 0 <= begin < end <= arena_bytes:
-                    found[begin] = Owned(begin, end, param, local, optimizer, number)
+        for number, param in _params_of(optimizer):
+            local = split(param)[0].detach()
+            span = extent(local)
+            begin = locate(span) if locate is not None else span.begin - arena_address
+            if begin is None:
+                continue
+            end = begin + span.end - span.begin
+            if 0 <= begin < end <= arena_bytes:
+                found[begin] = Owned(begin, end, param, local, optimizer, number)
     return [found[begin] for begin in sorted(found)]
+
+
+def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
+    """Its parameters, each with the index of its group."""
+    for number, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            yield number, param
+    yield from zero.unlisted(optimizer)
 
 
 def owner_of(owned: Sequence[Owned], record: Record) -> Owned | None:

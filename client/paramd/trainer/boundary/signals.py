@@ -2,7 +2,8 @@
 
     optimizer hooks   global, so they also cover optimizers made after `attach`, and a step
                       inside another class's step
-    forward           of the attached module, in a call that will be differentiated
+    forward           of the attached module, in a call that will be differentiated; of a
+                      stage of a pipeline, the beginning of the schedule's step (pipelines.py)
     backward          of that forward's output; counted, and the same on all ranks
 
 The computation is unaffected: the hooks return None, draw no random numbers, and stay out of
@@ -12,10 +13,10 @@ torch.compile's traces. Copies and pickles of the model do not carry them.
 from __future__ import annotations
 
 import contextlib
-import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import fields, is_dataclass
+from functools import partial
 from types import FrameType
 from typing import Any, Protocol
 
@@ -25,6 +26,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+
+from paramd.trainer.boundary.pipelines import follow_stage, frames, running_stage
 
 SILENT_UPDATES = 3
 """Updates without any forward or backward before falling back to a hook on one parameter."""
@@ -115,24 +118,37 @@ class Signals:
         self._leaf: Any = None
         self._in_backward: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers that have stepped within a backward."""
+        self._staged: set[int] = set()
+        """Roots that stages of a pipeline run, by id: the schedule's steps tell for them."""
 
     def open(self) -> None:
         """Install the hooks."""
-        model, listener = self._model(), self._listener
+        model = self._model()
         self._remove += [
             register_optimizer_step_pre_hook(self._before).remove,
             register_optimizer_step_post_hook(self._after).remove,
         ]
         for module in callable_roots(model) if model is not None else ():
             # Prepended: FSDP's own pre-hook gathers parameters, and edits must precede it.
-            before = module.register_forward_pre_hook(_Forward(module, listener), prepend=True)
+            before = module.register_forward_pre_hook(_Forward(module, self), prepend=True)
             after = module.register_forward_hook(_Output(module, self))
             self._remove += [before.remove, after.remove]
 
-    def backward(self) -> None:
-        """The backward of one forward has begun."""
+    def forward(self, module: nn.Module) -> None:
+        """A forward of a root begins that may be differentiated."""
+        if id(module) in self._staged:
+            return
+        stage = running_stage(module)
+        if stage is not None:
+            self._staged.add(id(module))
+            self._remove.append(follow_stage(stage, self._listener))
+        self._listener.forward(trains=module.training)
+
+    def backward(self, module: nn.Module) -> None:
+        """The backward of one of its forwards has begun."""
         self._silent = 0
-        self._listener.backward()
+        if id(module) not in self._staged:
+            self._listener.backward()
 
     def close(self) -> None:
         """Remove all hooks. Idempotent."""
@@ -214,18 +230,6 @@ def _is_step_of(frame: FrameType, optimizer: object) -> bool:
     return frame.f_locals.get("self") is optimizer
 
 
-def frames() -> Iterator[FrameType]:
-    """The Python stack of this thread, innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-class _Backwards(Protocol):
-    def backward(self) -> None: ...
-
-
 class _Hook:
     """A hook of one module that its copies and pickles do not inherit."""
 
@@ -246,7 +250,7 @@ class _Forward(_Hook):
         if torch.compiler.is_compiling():
             return
         if torch.is_grad_enabled() and not _in_transform() and module is self._module():
-            self._listener.forward(trains=module.training)
+            self._listener.forward(module)
 
 
 class _Output(_Hook):
@@ -255,7 +259,7 @@ class _Output(_Hook):
             return
         if not torch.is_grad_enabled() or _in_transform() or module is not self._module():
             return
-        once = _Once(self._listener)
+        once = _Once(partial(self._listener.backward, module))
         for tensor in _tensors(output):
             tensor.register_hook(once)
 
@@ -263,14 +267,14 @@ class _Output(_Hook):
 class _Once:
     """Report one forward's backward once, whichever output it reaches first."""
 
-    def __init__(self, listener: _Backwards) -> None:
-        self._listener = listener
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell = tell
         self._told = False
 
     def __call__(self, _gradient: torch.Tensor) -> None:
         if not self._told:
             self._told = True
-            self._listener.backward()
+            self._tell()
 
 
 def _in_transform() -> bool:

@@ -1,0 +1,177 @@
+"""DeepSpeed's engine with ZeRO 1, 2 or 3: `attach(engine, job=...)` after `deepspeed.initialize`.
+
+Served under a parameter's name is the partition that the optimizer updates (float32 under mixed
+precision), not the copy with which the module computes. An edit changes the partitions, and the
+copies are made from them at once, as after a step: both have it before the next forward.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from paramd.errors import ConflictError, UsageError
+from paramd.integrations.versions import require
+from paramd.trainer.attaching.attach import attach as attach_module
+from paramd.trainer.attaching.attachment import Attachment
+from paramd.trainer.model import zero
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+SUPPORTED = (
+    "ZeRO stages 1, 2 and 3 are, with parameters and optimizer state on the device that computes"
+)
+
+
+def attach(engine: Any, *, job: str, **options: Any) -> Attachment:
+    """Serve the parameters that a DeepSpeed engine trains; as `paramd.attach`, on every rank.
+
+    A step of the engine is a step of the job, also one that it skips because of an overflow.
+    `attachment.detach()` before the engine is destroyed. Gradients are not served: DeepSpeed frees
+    them partition by partition.
+
+    Args:
+        engine: from `deepspeed.initialize`.
+        job: name of the job.
+        options: further arguments of `paramd.attach`: control, arena, settings.
+
+    Raises:
+        UsageError: not an engine, or one with what is not supported; the message names it.
+        ConflictError, DeniedError, ExhaustedError: as `paramd.attach`.
+    """
+    require("deepspeed", at_least="0.18", below="0.20", extra="deepspeed")
+    partitions = _partitions(engine)
+    if options.get("resume", "never") != "never" or options.get("replicas"):
+        raise UsageError(
+            "resume and replicas are not supported with DeepSpeed, whose engine has a state of its "
+            "own; resume from its checkpoint, then attach"
+        )
+    module, optimizer = engine.module, engine.optimizer
+    if module in zero.declared:
+        raise ConflictError("this engine is already attached; detach it first")
+    zero.declared[module] = partitions
+    try:
+        attachment = attach_module(
+            module, optimizer.optimizer, job=job, step=engine.global_steps, **options
+        )
+    except BaseException:
+        zero.declared.pop(module, None)
+        raise
+    step = optimizer.step
+
+    def counted_step(*args: Any, **kwargs: Any) -> Any:
+        # The optimizer within steps once for each group; this is the whole.
+        with attachment.update():
+            return step(*args, **kwargs)
+
+    optimizer.step = counted_step
+    attachment.at_detach(lambda: _undo(module, optimizer, counted_step))
+    return attachment
+
+
+def _undo(module: nn.Module, optimizer: Any, counted_step: Any) -> None:
+    zero.declared.pop(module, None)
+    if vars(optimizer).get("step") is counted_step:
+        del optimizer.step
+
+
+def _partitions(engine: Any) -> zero.Partitions:
+    """What is known of the engine's partitions.
+
+    Raises:
+        UsageError: not an engine, or not supported.
+    """
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    if not isinstance(engine, DeepSpeedEngine):
+        raise UsageError(
+            f"engine must be a DeepSpeedEngine, not {type(engine).__qualname__}; attach what "
+            "deepspeed.initialize returns first, after it has wrapped the model"
+        )
+    optimizer: Any = engine.optimizer
+    unsupported = {
+        "pipeline parallelism of DeepSpeed": isinstance(engine, PipelineEngine),
+        "offload of the optimizer": engine.zero_offload_optimizer() is not None
+        and engine.zero_cpu_offload(),
+        "offload of the parameters": bool(getattr(optimizer, "offload_param", False)),
+        "ZeRO++ (zero_hpz_partition_size)": engine.zero_hpz_partition_size() > 1,
+        "experts (MoE)": bool(getattr(engine, "has_moe_layers", False)),
+    }
+    for what, there in unsupported.items():
+        if there:
+            raise UsageError(f"{what} is not supported; {SUPPORTED}")
+    if type(optimizer) is DeepSpeedZeroOptimizer:
+        return _Groups(optimizer, engine.zero_optimization_stage())
+    if type(optimizer) is DeepSpeedZeroOptimizer_Stage3:
+        return _SubGroups(optimizer)
+    raise UsageError(
+        f"{type(optimizer).__qualname__} (ZeRO stage {engine.zero_optimization_stage()}) is not "
+        f"supported; {SUPPORTED}"
+    )
+
+
+class _Groups:
+    """Stages 1 and 2: a partition of each parameter group."""
+
+    def __init__(self, optimizer: Any, stage: int) -> None:
+        self._optimizer = optimizer
+        self.stage = stage
+        self.dtype: torch.dtype = optimizer.single_partition_of_fp32_groups[0].dtype
+        self.world_size = int(optimizer.real_dp_process_group[0].size())
+
+    def flats(self) -> list[torch.Tensor]:
+        return list(self._optimizer.single_partition_of_fp32_groups)
+
+    def part(self, param: nn.Parameter) -> tuple[int, int, int, int] | None:
+        mapping: Any = getattr(param, "_hp_mapping", None)
+        if mapping is None:
+            return None
+        hp, lp = mapping.hp_fragment_address, mapping.lp_fragment_address
+        return mapping.param_group_index, hp.start, lp.start, hp.numel
+
+    def unlisted(self, optimizer: torch.optim.Optimizer) -> list[tuple[int, torch.Tensor]]:
+        return []
+
+    def refresh(self) -> None:
+        self._optimizer.update_lp_params()
+
+
+class _SubGroups:
+    """Stage 3: a partition of each parameter, some of which share a flat tensor."""
+
+    stage = 3
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self.dtype: torch.dtype = optimizer.fp32_partitioned_groups_flat[0].dtype
+        self.world_size = int(optimizer.dp_process_group.size())
+
+    def flats(self) -> list[torch.Tensor]:
+        return list(self._optimizer.fp32_partitioned_groups_flat)
+
+    def part(self, param: nn.Parameter) -> tuple[int, int, int, int] | None:
+        optimizer, partitioned = self._optimizer, cast(Any, param)
+        group, offset, padded = optimizer.grad_position[optimizer.get_param_id(param)]
+        begin = partitioned.ds_process_group.rank() * padded
+        numel = min(padded, partitioned.ds_numel - begin)
+        return (group, offset, begin, numel) if numel > 0 else None
+
+    def unlisted(self, optimizer: torch.optim.Optimizer) -> list[tuple[int, torch.Tensor]]:
+        if optimizer is not self._optimizer.optimizer:
+            return []
+        # A group lists one of them while it is stepped, and none else.
+        groups = self._optimizer.sub_group_to_group_id
+        return [(groups[index], flat) for index, flat in enumerate(self.flats())]
+
+    def refresh(self) -> None:
+        optimizer = self._optimizer
+        for index in range(len(optimizer.fp32_partitioned_groups_flat)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(index)
+        gathered = optimizer.persistent_parameters
+        if gathered:
+            gathered[0].partition(gathered)
+            gathered[0].all_gather(gathered)

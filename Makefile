@@ -19,7 +19,7 @@ FUZZ_SECONDS ?= 60
 SCHEMATHESIS_EXAMPLES ?= 50
 
 .DEFAULT_GOAL := help
-.PHONY: help system setup web page manual links packages web-test web-types screenshot demo fast test test-gpu test-long verify fix \
+.PHONY: help system setup web page manual links packages versions web-test web-types screenshot demo fast test test-gpu test-long verify fix \
 	security bench soak soak-resume campaigns fuzz mutants mutation-score protos surface clean
 
 WEB := client/web
@@ -89,6 +89,9 @@ links: setup ## ask for every page elsewhere that the manual links to; needs the
 
 packages: manual page ## what a release is: built, installed in fresh environments, used
 	$(BIN)/python -m tests.packages
+
+versions: setup ## integrations at the ends of their ranges: make versions [EXTRAS="hf mcp"]; not in CI
+	$(BIN)/python -m tests.packages.ends $(EXTRAS)
 
 web-test: $(MODULES) ## types, unit tests of the dashboard
 	cd $(WEB) && npm run --silent check && npm run --silent test

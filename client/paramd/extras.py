@@ -32,6 +32,9 @@ MODULES = {
 }
 """Modules that each extra of pyproject.toml brings, beside those of every installation."""
 
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "prometheus")
+"""What `paramd log` and `attach(log=...)` write to, each with a package of the extra `trackers`."""
+
 
 def need(what: str, extra: str) -> None:
     """Check, without importing anything, that an extra is installed.

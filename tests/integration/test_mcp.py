@@ -23,7 +23,7 @@ from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.mesh.connect import async_connect
 from paramd.places import read_endpoint
 from tests.integration.client_job import Job, running_job, wait_for
-from tests.launch import free_port
+from tests.launch import ROOT, free_port
 
 pytest.importorskip("mcp")
 
@@ -113,11 +113,26 @@ async def test_an_agent_looks_into_a_training_and_finds_no_tool_that_changes_it(
         assert statistics["step"] >= status["rows"][0]["step"]
         gradients = await asked(client, "gradients", patterns=[name])
         assert gradients["rows"][0]["norm"] >= 0
+        (changed,) = (await asked(client, "diff", patterns=[name], steps=2))["rows"]
+        assert changed["name"]["untrusted"] == name
+        assert changed["norm"] > 0
+        assert 0 < changed["changed"] <= changed["numel"]
+        assert "expected 1 to" in await refused(client, "diff", patterns=[name], steps=0)
         assert (await asked(client, "alerts"))["rows"] == []
         assert (await asked(client, "edits"))["rows"] == []
         assert (await asked(client, "exports"))["rows"] == []
         assert "no-such" in await refused(client, "statistics", patterns=["no-such"])
         assert "edit" in await refused(client, "edit", patterns=["*"], fill=0.0)
+
+
+def test_the_example_asks_as_an_agents_host_does(state: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "ask_agent.py", "--job", JOB],
+        capture_output=True, text=True, check=False, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert f"{JOB}: 1 ranks at step" in done.stdout
+    assert done.stdout.count("of itself") == 3
 
 
 async def test_a_change_is_told_first_and_made_only_with_its_code(state: Path) -> None:
@@ -154,7 +169,7 @@ async def test_a_change_is_told_first_and_made_only_with_its_code(state: Path) -
         assert (await asked(client, "exports"))["rows"][0]["id"] == begun["id"]
 
 
-READ = {"statistics", "gradients"}
+READ = {"statistics", "gradients", "diff"}
 MAY = {
     "viewer": set[str](),
     "reader": READ,
@@ -169,6 +184,7 @@ async def test_a_role_bounds_what_the_tools_may_do(role: str, state: Path) -> No
     calls: dict[str, dict[str, Any]] = {
         "statistics": {"patterns": ["*"], "limit": 1},
         "gradients": {"patterns": ["*"], "limit": 1},
+        "diff": {"patterns": ["*"], "limit": 1},
         "edit": {"patterns": ["*"], "mul": 1.0},
         "hold": {"action": "resume"},
         "export": {"destination": f"checkpoints/{role}"},

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +18,13 @@ import paramd
 from paramd.cli.demo import started
 from paramd.cli.main import main
 from paramd.errors import UsageError
-from paramd.integrations.trackers import open_tracker
+from paramd.integrations.trackers import Following, open_tracker
+from paramd.trainer.settings import AttachSettings
 from tests.integration.client_job import wait_for
+from tests.launch import ROOT
+
+# Each tracker's package takes seconds to import, in a process of its own.
+pytestmark = pytest.mark.timeout(300)
 
 JOB = "tracked"
 NAME = "head.weight"
@@ -48,11 +56,14 @@ def environment(training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     }
 
 
+ALSO = ("--also", "histograms", "--also", "gradients", "--also", "updates")
+
+
 def logged(
-    tracker: str, folder: Path, environment: dict[str, str], looks: int = 4
+    tracker: str, folder: Path, environment: dict[str, str], *options: str, looks: int = 4
 ) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "paramd.cli", "log", "--to", tracker, NAME, "--job", JOB]
-    command += ["--every", "0.3", "-n", str(looks), "--dir", str(folder)]
+    command += ["--every", "0.3", "-n", str(looks), "--dir", str(folder), *options]
     return subprocess.Popen(
         command, env=environment, cwd=folder, stderr=subprocess.PIPE, stdout=subprocess.PIPE,
         text=True,
@@ -61,23 +72,30 @@ def logged(
 
 def finished(process: subprocess.Popen[str]) -> None:
     with process:
-        out, err = process.communicate(timeout=100)
+        out, err = process.communicate(timeout=250)
     assert process.returncode == 0, out + err
 
 
-def test_tensorboard_has_the_statistics_at_their_steps_and_a_note_of_an_edit(
+def events_of(folder: Path) -> Any:
+    """The one run that TensorBoard's own reader finds there."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    (run,) = folder.glob("*-*/")
+    found = accumulator.EventAccumulator(str(run))
+    found.Reload()
+    return found
+
+
+def test_tensorboard_has_all_of_it_at_its_steps_and_a_note_of_an_edit(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    process = logged("tensorboard", tmp_path, environment, looks=40)
-    wait_for(lambda: any(tmp_path.glob("*/events*")), "the first numbers")
+    process = logged("tensorboard", tmp_path, environment, *ALSO, looks=20)
+    wait_for(lambda: sizes(tmp_path) > 200, "the first numbers")
     with paramd.connect(job=JOB) as mesh:
         applied = mesh.edit(NAME, mul=1.0, note="looked at")
         norm = mesh.stats(NAME).total.summary.norm
+        numel = mesh.params(NAME)[0].numel
     finished(process)
-    (folder,) = tmp_path.glob(f"{JOB}-*")
-    found: Any = accumulator.EventAccumulator(str(folder))
-    found.Reload()
+    found = events_of(tmp_path)
     tags = set(found.Tags()["tensors"])
     assert {f"{NAME}/norm", f"{NAME}/nan_count", "total/mean", "paramd/note-1"} <= tags
     events = found.Tensors(f"{NAME}/norm")
@@ -85,27 +103,99 @@ def test_tensorboard_has_the_statistics_at_their_steps_and_a_note_of_an_edit(
     assert steps == sorted(set(steps))
     assert len(steps) > 1
     assert events[-1].tensor_proto.float_val[0] == pytest.approx(norm, rel=0.5)
-    noted = found.SummaryMetadata("paramd/note-1").summary_description
-    assert applied.id[:8] in noted
-    assert "looked at" in noted
+    (noted,) = found.Tensors("paramd/note-1")
+    text = noted.tensor_proto.string_val[0].decode()
+    assert applied.id[:8] in text
+    assert "looked at" in text
+    for name in ("grad_norm", "update_norm", "update_ratio"):
+        assert found.Tensors(f"{NAME}/{name}")[-1].tensor_proto.float_val[0] > 0
+    histogram = found.Tensors(f"{NAME}/log2")[-1].tensor_proto
+    rows = make_ndarray(histogram)
+    assert rows.shape[1] == 3
+    assert list(rows[1:, 0]) == list(rows[:-1, 1])
+    assert 0 < rows[:, 2].sum() <= numel
+
+
+def make_ndarray(proto: Any) -> Any:
+    from tensorboard.util.tensor_util import make_ndarray as made
+
+    return made(proto)
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "mlflow", "trackio"])
-def test_a_tracker_keeps_the_statistics_offline(
+def test_a_tracker_keeps_all_of_it_offline(
     tracker: str, tmp_path: Path, environment: dict[str, str]
 ) -> None:
     pytest.importorskip(tracker)
-    finished(logged(tracker, tmp_path, environment))
+    finished(logged(tracker, tmp_path, environment, *ALSO))
+    names = [f"{NAME}/{name}" for name in ("norm", "grad_norm", "update_norm")]
     if tracker == "wandb":
         (written,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-        assert f"{NAME}/norm".encode() in written.read_bytes()
+        kept = written.read_bytes()
+        names.append(f"{NAME}/log2")
     elif tracker == "mlflow":
-        assert b"head.weight/norm" in (tmp_path / "mlflow.db").read_bytes()
+        kept = (tmp_path / "mlflow.db").read_bytes()
+        kinds = [json.loads(path.read_text()) for path in tmp_path.rglob("log2/step-*.json")]
+        assert sum(kinds[-1][NAME].values()) > 0
     else:
-        written = [path.read_bytes() for path in (tmp_path / "trackio").rglob("*.db*")]
-        assert any(b"head.weight/norm" in data for data in written)
+        kept = b"".join(path.read_bytes() for path in (tmp_path / "trackio").rglob("*.db*"))
+        names.append(f"{NAME}/log2")
+    for name in names:
+        assert name.encode() in kept, name
 
 
-def test_a_tracker_that_is_none_is_named_with_those_there_are(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="tensorboard, wandb, mlflow, trackio"):
+def test_prometheus_reads_the_file_that_is_written(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    finished(logged("prometheus", tmp_path, environment, *ALSO))
+    (path,) = tmp_path.glob(f"{JOB}-*.prom")
+    families = {one.name: one for one in text_string_to_metric_families(path.read_text())}
+    norms = {one.labels["name"]: one.value for one in families["paramd_log_norm"].samples}
+    assert set(norms) == {NAME, "total"}
+    assert norms["total"] == pytest.approx(norms[NAME])
+    assert families["paramd_log_grad_norm"].samples[0].labels["job"] == path.stem
+    assert families["paramd_log_step"].samples[0].value > 0
+    magnitudes = [one for one in families["paramd_log_magnitude"].samples if "le" in one.labels]
+    counts = [one.value for one in magnitudes if one.labels["name"] == NAME]
+    assert counts == sorted(counts)
+    assert counts[-1] > 0
+
+
+def test_attach_logs_to_a_tracker_until_it_detaches(
+    tmp_path: Path, private_state_dir: Path, environment: dict[str, str]
+) -> None:
+    """The example, for as long as its first numbers take; no process of it stays."""
+    example = ROOT / "examples" / "train_tracked.py"
+    given = environment | {"PARAMD_STATE_DIR": str(private_state_dir), "PARAMD_LINGER_S": "0"}
+    command = [sys.executable, str(example), "--job", "logged"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=given, stderr=subprocess.PIPE, text=True
+    ) as training:
+        end_s = time.monotonic() + 150
+        while sizes(tmp_path / "runs") <= 200:
+            assert training.poll() is None, training.communicate()
+            assert time.monotonic() < end_s, "no first numbers"
+            time.sleep(0.05)
+        training.send_signal(signal.SIGINT)
+        _, said = training.communicate(timeout=100)
+    assert training.returncode == 0, said
+    found = events_of(tmp_path / "runs")
+    assert found.Tensors("0.weight/norm")
+    assert "ended with status" not in said
+
+
+def sizes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*/events*"))
+
+
+def test_what_cannot_be_logged_is_named_with_what_can(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="tensorboard, wandb, mlflow, trackio, prometheus"):
         open_tracker("excel", project="p", run="r", directory=tmp_path)
+    with pytest.raises(UsageError, match=r"log must be some of tensorboard.*'excel'"):
+        AttachSettings(log="wandb,excel")
+    mesh: Any = None
+    tracker: Any = None
+    with pytest.raises(UsageError, match=r"'weights'; expected some of histograms, gradients"):
+        Following(mesh, tracker, ["*"], ["weights"])

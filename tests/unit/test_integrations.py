@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from paramd.errors import UsageError
 from paramd.integrations import versions
 from paramd.integrations.versions import require
+from tests.launch import ROOT
 
 
 @pytest.mark.parametrize(
@@ -41,6 +44,26 @@ def test_a_version_within_the_range_is_taken(found: str, monkeypatch: pytest.Mon
     require("transformers", at_least="5.0", below="6", extra="hf")
 
 
+REQUIRED = re.compile(
+    r'require\(\s*"([^"]+)", at_least="([^"]+)", below="([^"]+)", extra="([^"]+)"'
+)
+
+
+def test_the_ranges_that_are_checked_are_those_that_are_installed_and_told() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    told = (ROOT / "docs" / "integrations" / "index.md").read_text()
+    found = 0
+    for path in (ROOT / "client" / "paramd" / "integrations").glob("*.py"):
+        for package, at_least, below, extra in REQUIRED.findall(path.read_text()):
+            # Lightning under its other name, which the extra does not install.
+            name = package.removeprefix("pytorch-")
+            wanted = f"{name}>={at_least},<{below}"
+            assert wanted in project["optional-dependencies"][extra], wanted
+            assert f"| `{wanted}` |" in told, wanted
+            found += 1
+    assert found >= 10
+
+
 def test_a_strategy_that_is_not_served_is_named_with_those_that_are() -> None:
     lightning = pytest.importorskip("paramd.integrations.lightning")
 
@@ -50,6 +73,49 @@ def test_a_strategy_that_is_not_served_is_named_with_those_that_are() -> None:
     trainer: Any = SimpleNamespace(strategy=DeepSpeedStrategy())
     with pytest.raises(UsageError, match=r"DeepSpeedStrategy is not supported.*DDPStrategy"):
         lightning.ParamdCallback(job="none").on_train_start(trainer, None)
+
+
+def test_going_on_from_memory_is_refused_where_the_loop_cannot_be_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from paramd.integrations.training import Training
+
+    for training in (Training("none", {"resume": "auto"}), Training("none", {})):
+        with pytest.raises(UsageError, match=r"not work with Lightning.*ckpt_path"):
+            training.check_no_resume("Lightning", "use fit(ckpt_path=...)")
+        # The second one: as its environment says.
+        monkeypatch.setenv("PARAMD_RESUME", "auto")
+    monkeypatch.delenv("PARAMD_RESUME")
+    Training("none", {}).check_no_resume("Lightning", "")
+
+
+def test_memory_and_a_checkpoint_are_not_both_gone_on_from() -> None:
+    from paramd.integrations.hf import ParamdCallback
+
+    callback = ParamdCallback(job="none", resume="auto")
+    args: Any = SimpleNamespace(deepspeed=None)
+    state: Any = SimpleNamespace(global_step=3)
+    with pytest.raises(UsageError, match=r"resume_from_checkpoint are two ways.*use one"):
+        callback.on_train_begin(args, state, Any)
+
+
+def test_what_no_accelerator_has_prepared_is_refused() -> None:
+    """Before `prepare` there is nothing to serve; and what it wraps is looked into once only."""
+    import torch
+    from accelerate import Accelerator
+
+    import paramd
+
+    accelerator = Accelerator(cpu=True)
+    model: Any = torch.nn.Linear(2, 2)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match=r"prepared no model; call accelerator\.prepare"):
+        paramd.attach(accelerator=accelerator, job="none")
+    accelerator.prepare(model)
+    with pytest.raises(UsageError, match=r"prepared no optimizer; call accelerator\.prepare"):
+        paramd.attach(accelerator=accelerator, job="none")
+    with pytest.raises(UsageError, match="pass either accelerator, or model"):
+        paramd.attach(model, optimizer, accelerator=accelerator, job="none")
 
 
 def test_a_trainer_with_deepspeed_is_refused() -> None:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paramd.cli.options import Target, with_target
 from paramd.cli.shell import say
+
+if TYPE_CHECKING:
+    from paramd.integrations.trackers import Tracker
 
 
 @with_target
@@ -17,10 +24,16 @@ def log(
     target: Target,
     to: Annotated[
         str,
-        typer.Option("--to", metavar="TRACKER", help="tensorboard, wandb, mlflow or trackio."),
+        typer.Option(
+            "--to", metavar="TRACKER", help="tensorboard, wandb, mlflow, trackio, prometheus."
+        ),
     ],
     glob: Annotated[
         list[str] | None, typer.Argument(metavar="[GLOB]", help="Parameters; all by default.")
+    ] = None,
+    also: Annotated[
+        list[str] | None,
+        typer.Option("--also", help="Log histograms, gradients or updates, too; repeatable."),
     ] = None,
     every: Annotated[
         float, typer.Option("--every", min=0.2, max=3600.0, help="Seconds between two looks.")
@@ -32,29 +45,36 @@ def log(
         str, typer.Option("--project", help="What the tracker sorts runs under.")
     ] = "paramd",
     directory: Annotated[
-        Path, typer.Option("--dir", help="Where TensorBoard's files are written.")
+        Path, typer.Option("--dir", help="Where TensorBoard's and Prometheus' files are written.")
     ] = Path("runs"),
 ) -> None:
     """Log statistics of parameters to an experiment tracker, with alerts and edits as notes.
 
     Computed by the sidecars: training is not involved. Of more than 200
     tensors only the total is logged. The tracker's own settings are read, as
-    WANDB_MODE or MLFLOW_TRACKING_URI. Needs an extra: pip install
+    WANDB_MODE or MLFLOW_TRACKING_URI; for Prometheus a file is written that
+    node_exporter's textfile collector reads. Needs an extra: pip install
     'paramd[trackers]'.
     """
-    asyncio.run(_log(target, to, glob or ["*"], every, looks, project, directory))
+    opened = partial(_opened, to, project, directory)
+    asyncio.run(_log(target, opened, glob or ["*"], also or [], every, looks))
+
+
+def _opened(to: str, project: str, directory: Path, run: str) -> Tracker:
+    from paramd.integrations.trackers import open_tracker
+
+    return open_tracker(to, project=project, run=run, directory=directory)
 
 
 async def _log(
     target: Target,
-    to: str,
+    opened: Callable[[str], Tracker],
     patterns: list[str],
+    also: list[str],
     every_s: float,
     looks: int,
-    project: str,
-    directory: Path,
 ) -> None:
-    from paramd.integrations.trackers import Following, open_tracker
+    from paramd.integrations.trackers import Following
     from paramd.mesh.connect import async_connect
 
     chosen = target.settings
@@ -62,10 +82,15 @@ async def _log(
         chosen.url, chosen.token, job=chosen.job, tls_ca=chosen.tls_ca
     ) as mesh:
         run = f"{mesh.job}-{mesh.incarnation}"
-        tracker = open_tracker(to, project=project, run=run, directory=directory / run)
+        tracker = opened(run)
+        task, ended = asyncio.current_task(), ""
+        assert task is not None
+        # A training that detaches ends what it has started (trainer/helpers/tracking.py).
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         try:
-            ended = await Following(mesh, tracker, patterns).run(every_s, looks=looks)
+            with suppress(asyncio.CancelledError):
+                ended = await Following(mesh, tracker, patterns, also).run(every_s, looks=looks)
         finally:
             tracker.close()
     if ended:
-        say(f"the job no longer answers: {ended}")
+        say(f"nothing more is logged: {ended}")

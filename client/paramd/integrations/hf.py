@@ -8,12 +8,14 @@ trainer.train()
 
 from __future__ import annotations
 
+import logging
 from types import TracebackType
 from typing import Any
 
 from paramd.errors import UsageError
 from paramd.integrations.training import Training
 from paramd.integrations.versions import require
+from paramd.trainer.resume.random_state import random_state, set_random_state
 
 require("transformers", at_least="5.0", below="6", extra="hf")
 require("accelerate", at_least="1.10", below="2", extra="hf")
@@ -24,6 +26,8 @@ from transformers import (  # noqa: E402
     TrainerState,
     TrainingArguments,
 )
+
+log = logging.getLogger("paramd")
 
 
 class ParamdCallback(TrainerCallback):
@@ -37,6 +41,12 @@ class ParamdCallback(TrainerCallback):
 
         with ParamdCallback(job="my-run") as paramd_callback:
             Trainer(..., callbacks=[paramd_callback]).train()
+
+    With resume="auto" a training that was killed goes on from memory when its script is started
+    again: parameters, optimizer, scheduler, gradient scaler, random states and `global_step`. In
+    the first epoch it goes on with the batch that comes next, and computes the same bits; later
+    the data begins again, and the log says so. What the Trainer counts beside (`log_history`,
+    flos, the losses that the first line after a restart averages) begins again, too.
     """
 
     def __init__(self, *, job: str, **options: Any) -> None:
@@ -45,6 +55,10 @@ class ParamdCallback(TrainerCallback):
         options: further arguments of `paramd.attach`: control, arena, settings.
         """
         self._training = Training(job, options)
+        self._skipping: Any = None
+        """The loader that leaves out what an epoch has had."""
+        self._random: dict[str, Any] | None = None
+        """Random states to begin the first step with, after a resume."""
 
     @property
     def attachment(self) -> Any:
@@ -64,10 +78,55 @@ class ParamdCallback(TrainerCallback):
                 "a Trainer with DeepSpeed is not supported; paramd serves plain, DDP, FSDP1 and "
                 "FSDP2 trainings"
             )
-        self._training.begin(given["model"], given["optimizer"], step=state.global_step)
+        keep = {}
+        if self._training.resumes:
+            if state.global_step:
+                raise UsageError(
+                    'resume="auto" and resume_from_checkpoint are two ways to go on; use one'
+                )
+            scaler = getattr(given["optimizer"], "scaler", None)
+            keep = {"trainer.lr_scheduler": given["lr_scheduler"]}
+            keep |= {"trainer.scaler": scaler} if scaler is not None else {}
+        self._training.begin(given["model"], given["optimizer"], step=state.global_step, keep=keep)
+        if self._training.resumes:
+            self._go_on(args, state, given["train_dataloader"])
+
+    def _go_on(self, args: TrainingArguments, state: TrainerState, loader: Any) -> None:
+        """Bring the Trainer to the step that memory was at."""
+        assert self.attachment is not None
+        step = state.global_step = self.attachment.step
+        if self.attachment.resumed is None:
+            return
+        # A loop over batches begins by drawing a number; the one that goes on here did not.
+        self._random = random_state()
+        done = step * args.gradient_accumulation_steps
+        batches = len(loader) if hasattr(loader, "__len__") else 0
+        whole = batches % args.gradient_accumulation_steps == 0
+        if (
+            hasattr(loader, "skip_batches")
+            and done < batches
+            and (whole or state.max_steps * args.gradient_accumulation_steps <= batches)
+        ):
+            self._skipping = loader
+            loader.skip_batches = done
+        else:
+            log.warning(
+                "paramd: the Trainer goes on at step %d with the first batch of its data: a "
+                "callback can only skip batches of the first epoch",
+                step,
+            )
+
+    def on_epoch_end(self, *_: Any, **__: Any) -> None:
+        """The next epoch has all its batches."""
+        if self._skipping is not None:
+            self._skipping.skip_batches = 0
+            self._skipping = None
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Settle the last update."""
+        if self._random is not None:
+            set_random_state(self._random)
+            self._random = None
         self._training.goes_on()
 
     def on_step_end(
@@ -75,6 +134,7 @@ class ParamdCallback(TrainerCallback):
     ) -> None:
         """Keep up with `global_step`, which counts skipped steps, too."""
         self._training.counted(state.global_step)
+        self._training.kept()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Detach."""

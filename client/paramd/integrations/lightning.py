@@ -59,6 +59,7 @@ class ParamdCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach, after wrapping, the sanity check, and loading a checkpoint."""
+        self._training.check_no_resume("Lightning", 'use fit(ckpt_path="last")')
         strategy = trainer.strategy
         if not any(kind.__name__ in STRATEGIES for kind in type(strategy).__mro__):
             raise UsageError(

@@ -1,6 +1,6 @@
 """A job's parameters for agents: tools over the Model Context Protocol.
 
-    look     status, parameters, statistics, gradients, alerts, edits, exports: always there
+    look     status, parameters, statistics, gradients, diff, alerts, edits, exports: always there
     change   edit, undo, pause, resume, step, export: only with `changes`, and only what the
              token's role may. Each is called twice: first it tells what it would do, with a code;
              called again with the same arguments and that code, it does it
@@ -35,6 +35,7 @@ MOST_ROWS = 200
 MOST_TEXT = 500
 """Most characters of one untrusted text."""
 MOST_PATTERNS = 50
+MOST_STEPS = 1000
 CODE_S = 300.0
 """How long a code of a change is good for, in seconds."""
 MOST_CODES = 100
@@ -197,6 +198,32 @@ class Tools:
         ]
         return self._rows(rows, {"step": frame.step, "matching": len(rows)}, limit=limit)
 
+    async def diff(self, patterns: list[str], steps: int = 1, limit: int = 50) -> Answer:
+        """How the weights after the next `steps` updates differ from those before; needs training.
+
+        Args:
+            patterns: Globs over names of parameters.
+            steps: How many updates, 1 to 1,000.
+            limit: Most rows, up to 200, those that change most for their size first.
+        """
+        if not 1 <= steps <= MOST_STEPS:
+            raise UsageError(f"steps: {steps}; expected 1 to {MOST_STEPS}")
+        found = await self._mesh.updates(*_patterns(patterns, some=True), steps=steps)
+        rows = [
+            {
+                "name": untrusted(row.name),
+                "step": row.step,
+                "norm": row.norm,
+                "relative_norm": row.ratio,
+                "max_abs": row.max_abs,
+                "changed": row.changed,
+                "numel": row.numel,
+                "nonfinite": row.nonfinite,
+            }
+            for row in found
+        ]
+        return self._rows(rows, {"steps": steps, "matching": len(rows)}, limit=limit)
+
     async def alerts(self, firing_only: bool = True, limit: int = 50) -> Answer:
         """Problems that paramd has found: NaN, stale ranks, replicas that differ, and so on."""
         state: Any = "firing" if firing_only else "all"
@@ -352,7 +379,9 @@ class Tools:
         return {"job": self._mesh.job, **about, "rows": rows[: _limit(limit)]}
 
 
-LOOK = ("status", "parameters", "statistics", "gradients", "alerts", "edits", "exports")
+LOOK = (
+    "status", "parameters", "statistics", "gradients", "diff", "alerts", "edits", "exports",
+)  # fmt: skip
 CHANGE = ("edit", "undo", "hold", "export")
 
 

@@ -44,6 +44,7 @@ def attached(trainer: Any, *, job: str, **options: Any) -> Iterator[Training]:
                 f"trainer must be torchtitan's Trainer; {type(trainer).__qualname__} has no {name}"
             )
     training = Training(job, options)
+    training.check_no_resume("torchtitan", "use its checkpoints")
 
     def after_the_first_step(*_: Any) -> None:
         hook.remove()

@@ -9,13 +9,19 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from paramd.errors import ConflictError, DeadlineError, UnreachableError, UsageError
+from paramd.extras import TRACKERS
 from paramd.integrations.versions import require
+from paramd.layout.stats import Summary
 from paramd.mesh.amesh import AsyncMesh
+
+Histogram = Sequence[tuple[int, int]]
+"""(e, count) of 2**e <= |x| < 2**(e+1), ascending and without gaps; zeros are not in it."""
 
 SHOWN = ("norm", "mean", "std", "min", "max", "zero_count", "nan_count", "inf_count")
 MOST_TENSORS = 200
@@ -29,6 +35,9 @@ class Tracker(Protocol):
 
     def numbers(self, values: Mapping[str, float], step: int) -> None:
         """Log finite numbers by name at a step that never falls."""
+
+    def histograms(self, found: Mapping[str, Histogram], step: int) -> None:
+        """Log histograms by name, none of them empty."""
 
     def note(self, text: str, step: int) -> None:
         """Log a line about this step, such as an alert."""
@@ -46,6 +55,17 @@ class _WandbLike:
 
     def numbers(self, values: Mapping[str, float], step: int) -> None:
         self._package.log(dict(values), step=step)
+
+    def histograms(self, found: Mapping[str, Histogram], step: int) -> None:
+        self._package.log(
+            {
+                f"{name}/log2": self._package.Histogram(
+                    np_histogram=([count for _, count in one], [e for e, _ in one] + [_end(one)])
+                )
+                for name, one in found.items()
+            },
+            step=step,
+        )
 
     def note(self, text: str, step: int) -> None:
         self._package.log({"paramd/note": text}, step=step)
@@ -67,6 +87,11 @@ class _Mlflow:
                  for n in values}  # fmt: skip
         self._package.log_metrics(named, step=step)
 
+    def histograms(self, found: Mapping[str, Histogram], step: int) -> None:
+        # It has none of its own: a file of each step.
+        document = {name: {str(e): count for e, count in one} for name, one in found.items()}
+        self._package.log_dict(document, f"log2/step-{step:09}.json")
+
     def note(self, text: str, step: int) -> None:
         self._notes += 1
         self._package.set_tag(f"paramd.note.{self._notes}", f"step {step}: {text}"[:5000])
@@ -76,26 +101,115 @@ class _Mlflow:
 
 
 class _TensorBoard:
-    def __init__(self, package: Any, directory: Path) -> None:
-        self._writer = package.Writer(str(directory))
+    """Event files by TensorBoard's own writer, which has more than its `summary.Writer` offers."""
+
+    def __init__(self, directory: Path) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(str(directory))
         self._notes = 0
 
     def numbers(self, values: Mapping[str, float], step: int) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+        from tensorboard.plugins.scalar.metadata import create_summary_metadata
+
+        about = create_summary_metadata(None, None)
+        self._add({name: (float(value), about) for name, value in values.items()}, step)
+
+    def histograms(self, found: Mapping[str, Histogram], step: int) -> None:
+        from tensorboard.plugins.histogram.metadata import create_summary_metadata
+
+        about = create_summary_metadata(None, None)
+        rows = {name: [(e, e + 1, count) for e, count in one] for name, one in found.items()}
+        self._add({f"{name}/log2": (one, about) for name, one in rows.items()}, step)
 
     def note(self, text: str, step: int) -> None:
-        # Its writer has no texts without TensorFlow, and a tag keeps its first description.
+        from tensorboard.plugins.text.metadata import create_summary_metadata
+
+        # A tag keeps one text of each step.
         self._notes += 1
-        tag = f"paramd/note-{self._notes}"
-        self._writer.add_scalar(tag, float(self._notes), step, description=text)
+        told = {f"paramd/note-{self._notes}": (text, create_summary_metadata(None, None))}
+        self._add(told, step)
+
+    def _add(self, values: Mapping[str, tuple[Any, Any]], step: int) -> None:
+        from tensorboard.compat.proto import event_pb2
+        from tensorboard.util.tensor_util import make_tensor_proto
+
+        event = event_pb2.Event(wall_time=time.time(), step=step)
+        for tag, (value, about) in values.items():
+            event.summary.value.add(tag=tag, tensor=make_tensor_proto(value), metadata=about)
+        self._writer.add_event(event)
+        self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
 
 
-TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+class _Prometheus:
+    """One file in the text format, as node_exporter's textfile collector reads it."""
+
+    def __init__(self, path: Path, job: str) -> None:
+        import prometheus_client as client
+        from prometheus_client import core
+
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._client, self._core, self._path, self._job = client, core, path, job
+        self._notes = 0
+        self._step = 0
+        self._values: Mapping[str, float] = {}
+        self._histograms: Mapping[str, Histogram] = {}
+
+    def numbers(self, values: Mapping[str, float], step: int) -> None:
+        self._values, self._step = {**self._values, **values}, step
+        self._write()
+
+    def histograms(self, found: Mapping[str, Histogram], step: int) -> None:
+        self._histograms, self._step = found, step
+        self._write()
+
+    def note(self, text: str, step: int) -> None:
+        # Prometheus keeps no text; that there was something can be drawn and alerted on.
+        self._notes += 1
+        self._write()
+
+    def close(self) -> None:
+        self._write()
+
+    def collect(self) -> Sequence[Any]:
+        """What prometheus_client asks of a collector."""
+        core = self._core
+        steps = core.GaugeMetricFamily("paramd_log_step", "Last step logged.", labels=["job"])
+        steps.add_metric([self._job], self._step)
+        notes = core.CounterMetricFamily("paramd_log_notes", "Alerts and edits.", labels=["job"])
+        notes.add_metric([self._job], self._notes)
+        labels = ["job", "name"]
+        families: dict[str, Any] = {}
+        for key, value in self._values.items():
+            name, _, statistic = key.rpartition("/")
+            about = f"{statistic} of a tensor, or of all together (total)."
+            if statistic not in families:
+                found = core.GaugeMetricFamily(f"paramd_log_{statistic}", about, labels=labels)
+                families[statistic] = found
+            families[statistic].add_metric([self._job, name], value)
+        sizes = core.HistogramMetricFamily(
+            "paramd_log_magnitude", "Nonzero elements by their magnitude.", labels=labels
+        )
+        for name, one in self._histograms.items():
+            total, buckets = 0, []
+            for e, count in one:
+                total += count
+                buckets.append((repr(2.0 ** (e + 1)), total))
+            sizes.add_metric([self._job, name], [*buckets, ("+Inf", total)], sum_value=None)
+        return [steps, notes, *families.values(), *([sizes] if self._histograms else [])]
+
+    def _write(self) -> None:
+        registry = self._client.CollectorRegistry()
+        registry.register(self)
+        # It writes beside the file, and renames.
+        self._client.write_to_textfile(str(self._path), registry)
+
+
+def _end(histogram: Histogram) -> int:
+    return histogram[-1][0] + 1
 
 
 def open_tracker(kind: str, *, project: str, run: str, directory: Path) -> Tracker:
@@ -105,16 +219,17 @@ def open_tracker(kind: str, *, project: str, run: str, directory: Path) -> Track
         kind: one of `TRACKERS`.
         project: what the tracker sorts runs under; TensorBoard has none.
         run: the run's name.
-        directory: where TensorBoard's files are written.
+        directory: where the files of TensorBoard and Prometheus are written.
 
     Raises:
         UsageError: there is no such tracker, or its package is missing or of another version.
     """
     if kind == "tensorboard":
         require("tensorboard", at_least="2.18", below="3", extra="trackers")
-        from tensorboard import summary
-
-        return _TensorBoard(summary, directory)
+        return _TensorBoard(directory / run)
+    if kind == "prometheus":
+        require("prometheus-client", at_least="0.21", below="1", extra="trackers")
+        return _Prometheus(directory / f"{run}.prom", run)
     if kind == "wandb":
         require("wandb", at_least="0.20", below="1", extra="trackers")
         import wandb
@@ -133,21 +248,52 @@ def open_tracker(kind: str, *, project: str, run: str, directory: Path) -> Track
     raise UsageError(f"tracker: {kind!r}; expected one of {', '.join(TRACKERS)}")
 
 
+ALSO = ("histograms", "gradients", "updates")
+"""What can be logged beside statistics, at a cost of its own."""
+AWAITED_S = 20.0
+"""How long gradients and updates are waited for: a training may pause, or evaluate."""
+
+
+class _BegunAnewError(Exception):
+    """The job is in another incarnation now, whose run is another."""
+
+
 class Following:
     """What of a job is in the tracker already, and what comes next."""
 
-    def __init__(self, mesh: AsyncMesh, tracker: Tracker, patterns: Sequence[str]) -> None:
+    def __init__(
+        self,
+        mesh: AsyncMesh,
+        tracker: Tracker,
+        patterns: Sequence[str],
+        also: Collection[str] = (),
+    ) -> None:
+        """Args:
+        also: Some of `ALSO`.
+
+        Raises:
+            UsageError: there is no such thing to log.
+        """
+        for one in also:
+            if one not in ALSO:
+                raise UsageError(f"also: {one!r}; expected some of {', '.join(ALSO)}")
         self._mesh = mesh
         self._tracker = tracker
         self._patterns = patterns
+        self._also = frozenset(also)
         self._step = -1
+        """The last one in the tracker."""
+        self._looked = -1
+        """The last one that statistics were of."""
+        self._incarnation: int | None = None
+        """The one whose run this is."""
         self._known: set[str] | None = None
         """Alerts and edits that have been told; those from before are not."""
 
     async def run(
         self, every_s: float, *, looks: int = 0, clock: Callable[[], float] = time.monotonic
     ) -> str:
-        """Log until the job has not answered for `PATIENCE_S`; why it ended.
+        """Log until the job begins anew, or has not answered for `PATIENCE_S`; why it ended.
 
         Args:
             every_s: Seconds between two looks.
@@ -158,6 +304,8 @@ class Following:
             try:
                 await self.look()
                 answered_s, done = clock(), done + 1
+            except _BegunAnewError as error:
+                return str(error)
             except (UnreachableError, ConflictError, DeadlineError) as error:
                 if clock() - answered_s > PATIENCE_S:
                     return str(error)
@@ -170,18 +318,52 @@ class Following:
         if self._known is None:
             # Before the first numbers: what happens from then on is told.
             await self._tell_new()
-        found = await self._mesh.stats(*self._patterns)
-        if found.step > self._step:
-            rows = [*found] if len(found) <= MOST_TENSORS else []
-            values = {
-                f"{row.name}/{name}": value
-                for row in (*rows, found.total)
-                for name in SHOWN
-                if math.isfinite(value := float(getattr(row.summary, name)))
-            }
-            self._tracker.numbers(values, found.step)
-            self._step = found.step
+        wanted = "histograms" in self._also
+        found = await self._mesh.stats(*self._patterns, histogram=wanted)
+        if self._incarnation is None:
+            self._incarnation = found.incarnation
+        if found.incarnation != self._incarnation:
+            raise _BegunAnewError(
+                f"{found.job!r} has begun anew, as incarnation {found.incarnation}"
+            )
+        if found.step > self._looked:
+            self._looked = found.step
+            rows = {row.name: row.summary for row in found} if len(found) <= MOST_TENSORS else {}
+            rows["total"] = found.total.summary
+            self._log(_named(rows, SHOWN), found.step)
+            counted = {name: one.exponents for name, one in rows.items() if one.exponents}
+            if counted:
+                self._tracker.histograms(counted, self._step)
+            with suppress(ConflictError, DeadlineError):
+                # Training that rests has none, and mirrored parameters have no updates to compare.
+                await self._follow_training()
         await self._tell_new()
+
+    async def _follow_training(self) -> None:
+        """Log the next gradients and updates, as far as wanted."""
+        if "gradients" in self._also:
+            frames = self._mesh.grads(*self._patterns, kind="stats")
+            try:
+                async with asyncio.timeout(AWAITED_S):
+                    frame = await anext(frames)
+            except (TimeoutError, StopAsyncIteration):
+                return
+            finally:
+                await frames.aclose()  # type: ignore[attr-defined]
+            norms = {name: one.norm for name, one in frame.items() if one is not None}
+            self._log(_with_total(norms, "grad_norm"), frame.step)
+        if "updates" in self._also:
+            updates = await self._mesh.updates(*self._patterns, timeout=AWAITED_S)
+            values = _with_total({row.name: row.norm for row in updates}, "update_norm")
+            if len(updates) <= MOST_TENSORS:
+                values |= {f"{row.name}/update_ratio": row.ratio for row in updates}
+            # Of many parameters, they are of several steps that follow each other.
+            self._log(values, max((row.step for row in updates), default=0))
+
+    def _log(self, values: Mapping[str, float], step: int) -> None:
+        self._step = max(self._step, step)
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        self._tracker.numbers(finite, self._step)
 
     async def _tell_new(self) -> None:
         told = {
@@ -192,5 +374,19 @@ class Following:
         }  # fmt: skip
         if self._known is not None:
             for key in told.keys() - self._known:
-                self._tracker.note(told[key], self._step)
+                self._tracker.note(told[key], max(self._step, 0))
         self._known = {*told, *(self._known or ())}
+
+
+def _named(rows: Mapping[str, Summary], shown: Sequence[str]) -> dict[str, float]:
+    return {
+        f"{row}/{name}": float(getattr(one, name)) for row, one in rows.items() for name in shown
+    }
+
+
+def _with_total(norms: Mapping[str, float], name: str) -> dict[str, float]:
+    """The norm of each, if they are not too many, and of all together."""
+    shown = norms if len(norms) <= MOST_TENSORS else {}
+    return {f"total/{name}": math.hypot(*norms.values())} | {
+        f"{one}/{name}": value for one, value in shown.items()
+    }

@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass, field
 
 from paramd.errors import UsageError
+from paramd.extras import TRACKERS
 from paramd.memory.gate import STALL_BUDGET_MS
 
 CHOICES = {
@@ -97,6 +98,9 @@ class AttachSettings:
     """Token to register with at `control`."""
     token_file: str = ""
     """File that holds the token, when `token` is empty."""
+    log: str = ""
+    """Trackers that rank 0 starts `paramd log` for, separated by commas, see docs/trackers.md:
+    "tensorboard", "wandb", "mlflow", "trackio", "prometheus"; empty: none."""
     linger_s: float = 600.0
     """How long a sidecar serves the last step after its trainer has ended, in seconds."""
 
@@ -164,12 +168,20 @@ class AttachSettings:
         self._check_limits()
 
     def _check_limits(self) -> None:
+        for name in self.trackers:
+            if name not in TRACKERS:
+                raise UsageError(f"log must be some of {', '.join(TRACKERS)}, is {name!r}")
         for name in LIMITS:
             value = getattr(self, name)
             if value is None or (value == 0 and name in _MAY_BE_ZERO):
                 continue
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise UsageError(f"{name} must be a number above 0, is {value}")
+
+    @property
+    def trackers(self) -> list[str]:
+        """The names in `log`, each once."""
+        return list(dict.fromkeys(name.strip() for name in self.log.split(",") if name.strip()))
 
     @property
     def reads_optimizer_live(self) -> bool:

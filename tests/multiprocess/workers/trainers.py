@@ -116,10 +116,16 @@ def hf(
     model: nn.Module | None = None,
     optimizers: Any = (None, None),
     pretended: bool = False,
+    kinds: Any = None,
+    given: Mapping[str, Any] | None = None,
+    checkpoint: Path | None = None,
+    read_at: int = READ_AT,
     **options: Any,
 ) -> tuple[nn.Module, list[int]]:
+    """Trains with a Trainer, or with another of its `kinds`, a class and that of its arguments."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
+    trainer_kind, arguments_kind = kinds if kinds is not None else (Trainer, TrainingArguments)
     seen: list[int] = []
 
     class Reader(TrainerCallback):
@@ -127,36 +133,33 @@ def hf(
             if ours is not None:
                 assert ours.attachment.step == state.global_step
                 seen.append(state.global_step)
-                if state.global_step == READ_AT:
-                    read_and_compare(given["model"], ours.attachment, READ_AT)
+                if state.global_step == read_at:
+                    read_and_compare(given["model"], ours.attachment, read_at)
 
     ours: Any = None
     if attached:
         from paramd.integrations.hf import ParamdCallback
 
         ours = ParamdCallback(job="hf")
-    args = TrainingArguments(
+    usual = {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "max_steps": STEPS}
+    args = arguments_kind(
         output_dir=str(folder / f"out-{attached}"),
         per_device_train_batch_size=BATCH,
-        max_steps=STEPS,
         use_cpu=True,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
         logging_strategy="no",
-        **options,
+        **(usual | options),
     )
     if pretended:
         # After the arguments, which begin by finding that there is no device.
         pretend_a_device()
-    trainer = Trainer(
+    trainer = trainer_kind(
         model=model if model is not None else llama(),
         args=args,
-        train_dataset=Tokens(),
         optimizers=optimizers,
         callbacks=[ours, Reader()] if ours is not None else [],
+        **({"train_dataset": Tokens()} | dict(given if given is not None else {})),
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None)
     assert ours is None or ours.attachment is None, "detached at the end"
     return trainer.model_wrapped, seen
 
@@ -180,6 +183,92 @@ def hf_compiled(attached: bool, folder: Path) -> tuple[nn.Module, list[int]]:
 def hf_fsdp2(attached: bool, folder: Path) -> tuple[nn.Module, list[int]]:
     config = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
     return hf(attached, folder, fsdp=True, fsdp_config=config, pretended=True)
+
+
+@case
+def hf_fsdp2_accumulated(attached: bool, folder: Path) -> tuple[nn.Module, list[int]]:
+    config = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+    return hf(
+        attached, folder, fsdp=True, fsdp_config=config, pretended=True,
+        gradient_accumulation_steps=2,
+    )  # fmt: skip
+
+
+@case
+def hf_scaled(attached: bool, folder: Path) -> tuple[nn.Module, list[int]]:
+    """The Trainer's own gradient scaler skips steps, which `global_step` counts."""
+    from transformers import Trainer, TrainingArguments
+
+    class Scaled(Trainer):
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            self.accelerator.scaler = scaler
+
+        def compute_loss(self, *given: Any, **more: Any) -> Any:
+            loss = super().compute_loss(*given, **more)
+            return loss * float("inf") if self.state.global_step in (1, READ_AT - 1) else loss
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    found = hf(attached, folder, kinds=(Scaled, TrainingArguments), max_grad_norm=0.0)
+    assert scaler.get_scale() == 2.0 / 4, "no step was skipped"
+    return found
+
+
+@case
+def hf_from_checkpoint(attached: bool, folder: Path) -> tuple[nn.Module, list[int]]:
+    """Goes on from a checkpoint of the Trainer's; paramd begins at its step."""
+    if not attached:
+        return hf(attached, folder, save_strategy="steps", save_steps=READ_AT)
+    checkpoint = folder / "out-False" / f"checkpoint-{READ_AT}"
+    model, seen = hf(attached, folder, checkpoint=checkpoint, read_at=READ_AT + 1)
+    assert seen == list(range(READ_AT + 1, STEPS + 1)), seen
+    return model, list(range(1, STEPS + 1))
+
+
+@case
+def trl_adapters(attached: bool, folder: Path) -> tuple[nn.Module, list[int]]:
+    """TRL's trainer for supervised fine-tuning, with LoRA."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    words = models.WordLevel({str(i): i for i in range(WORDS)}, unk_token="0")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(words), eos_token="1", pad_token="2"
+    )
+    texts = [{"input_ids": Tokens()[i]["input_ids"].tolist()} for i in range(64)]
+    given = {
+        "train_dataset": Dataset.from_list(texts),
+        "processing_class": tokenizer,
+        "peft_config": LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+    }
+    torch.manual_seed(1)
+    return hf(
+        attached, folder, kinds=(SFTTrainer, SFTConfig), given=given, gradient_checkpointing=False,
+        max_length=LENGTH, bf16=False,
+    )  # fmt: skip
+
+
+@case
+def hf_twice(attached: bool, folder: Path) -> tuple[nn.Module, list[int]]:
+    """Two callbacks in one Trainer: the second is refused by name, and the first detached."""
+    from transformers import Trainer, TrainingArguments
+
+    if attached:
+        from paramd.integrations.hf import ParamdCallback
+
+        args = TrainingArguments(output_dir=str(folder), use_cpu=True, report_to=[], max_steps=2)
+        with ParamdCallback(job="first") as ours:
+            trainer = Trainer(
+                model=llama(), args=args, train_dataset=Tokens(),
+                callbacks=[ours, ParamdCallback(job="second")],
+            )  # fmt: skip
+            with pytest.raises(ConflictError, match=r"already attached.*first"):
+                trainer.train()
+        assert ours.attachment is None
+    return nn.Module(), list(range(1, STEPS + 1))
 
 
 def accelerated(attached: bool, plugin: Any = None) -> tuple[nn.Module, list[int]]:
@@ -402,7 +491,17 @@ class Titan:
 
     def __init__(self, model_parts: list[nn.Module], container: Any) -> None:
         self.model_parts = model_parts
-        self.optimizers = container(model_parts, torch.optim.AdamW, {"lr": 1e-2})
+        if hasattr(container, "Config"):
+            # From torchtitan 0.3 on.
+            from torchtitan.components.optimizer import ParamGroupConfig
+
+            group = ParamGroupConfig(
+                pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 1e-2}
+            )
+            config = container.Config(param_groups=[group], implementation="foreach")
+            self.optimizers = container(config, model_parts=model_parts)
+        else:
+            self.optimizers = container(model_parts, torch.optim.AdamW, {"lr": 1e-2})
         self.step = 0
 
     def train(self, look: Callable[[], None]) -> None:

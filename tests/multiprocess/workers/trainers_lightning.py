@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,10 @@ from tests.multiprocess.workers.trainers import (
 )
 
 
-def fitted(attached: bool, strategy: Any, **options: Any) -> tuple[nn.Module, list[int]]:
+def fitted(
+    attached: bool, strategy: Any, *, infinite: Collection[int] = (), **options: Any
+) -> tuple[nn.Module, list[int]]:
+    """Fits with a Trainer; the losses of some batches are `infinite`."""
     os.environ["TORCHELASTIC_RUN_ID"] = "tests"
     import lightning.pytorch as pl
 
@@ -46,9 +50,9 @@ def fitted(attached: bool, strategy: Any, **options: Any) -> tuple[nn.Module, li
 
         _sharded = False
 
-        def training_step(self, batch: Any, _: int) -> torch.Tensor:
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
             loss: torch.Tensor = self.net(**batch).loss
-            return loss
+            return loss * float("inf") if index in infinite else loss
 
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -94,6 +98,18 @@ def lightning_plain(attached: bool, folder: Path) -> tuple[nn.Module, list[int]]
 @case
 def lightning_ddp(attached: bool, folder: Path) -> tuple[nn.Module, list[int]]:
     return fitted(attached, "ddp", accumulate_grad_batches=2)
+
+
+@case
+def lightning_scaled(attached: bool, folder: Path) -> tuple[nn.Module, list[int]]:
+    """Its gradient scaler skips steps, which `global_step` counts."""
+    from lightning.pytorch.plugins import MixedPrecision
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    found = fitted(attached, "auto", infinite=(1, READ_AT - 1), plugins=[plugin])
+    assert scaler.get_scale() == 2.0 / 4, "no step was skipped"
+    return found
 
 
 @case

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ def attach(
     resume: str | None = None,
     keep: Mapping[str, Any] | None = None,
     replicas: int | None = None,
+    log: str | Sequence[str] | None = None,
     settings: AttachSettings | None = None,
 ) -> Attachment:
     """Serve the parameters of `model` through sidecars, one per rank.
@@ -67,6 +68,9 @@ def attach(
         replicas: with resume="auto", copies of each standing snapshot on other hosts: 0 or 1; None
             takes `settings.replicas`. With 1 a training whose host was lost goes on from the
             last one that was copied, on another host. Costs twice the state in memory there.
+        log: trackers to log this job's statistics to, one or several of "tensorboard", "wandb",
+            "mlflow", "trackio", "prometheus"; None takes `settings.log`. Rank 0 starts
+            `paramd log` for each, which ends with the attachment.
         settings: None reads them from the environment (`PARAMD_*`).
 
     Returns:
@@ -89,6 +93,8 @@ def attach(
         settings = replace(settings, resume=resume)
     if replicas is not None:
         settings = replace(settings, replicas=replicas)
+    if log is not None:
+        settings = replace(settings, log=log if isinstance(log, str) else ",".join(log))
     exchange = Exchange(timeout_s=settings.attach_timeout_s)
     stages = Stages(exchange, settings, job, keep if keep is not None else {})
     try:
@@ -96,7 +102,10 @@ def attach(
         identity = stages.identify()
         mesh = stages.open(identity, found)
         found = stages.look_at_exports(found)
-        return stages.move_in(found, identity, mesh)
+        attachment = stages.move_in(found, identity, mesh)
     except BaseException:
         stages.close()
         raise
+    if settings.trackers and attachment.rank == 0:
+        attachment.track(settings)
+    return attachment

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from paramd import places
 from paramd.errors import UsageError
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import ControlPage, Word
@@ -23,11 +24,13 @@ from paramd.trainer.boundary.moments import Moments
 from paramd.trainer.boundary.signals import Signals
 from paramd.trainer.helpers.control_link import ControlLink
 from paramd.trainer.helpers.sidecar_link import Identity, SidecarLink
+from paramd.trainer.helpers.tracking import Tracking
 from paramd.trainer.home.owned import ParameterStorage
 from paramd.trainer.resume.keeper import Keeper, Keeping
 from paramd.trainer.resume.optimizer_home import OptimizerHome
 from paramd.trainer.resume.rewinding import Rewinder
 from paramd.trainer.resume.succession import Resumed
+from paramd.trainer.settings import AttachSettings
 
 log = logging.getLogger("paramd")
 
@@ -99,6 +102,7 @@ class Attachment:
         self._state: OptimizerHome | None = None
         self._rewinder: Rewinder | None = None
         self._at_detach: Callable[[], None] = lambda: None
+        self._tracking: Tracking | None = None
         self.resumed: Resumed | None = None
         """From which state this training goes on (`step`, `how`, `lost_steps`, `reason`); None
         after a fresh start."""
@@ -198,6 +202,11 @@ class Attachment:
         self._rewinder = self._boundary.rewinder = rewinder
         self._editor.rollback = rewinder.deed
         self._editor.groups_changed = rewinder.keeper.groups_changed
+
+    def track(self, settings: AttachSettings) -> None:
+        """Log to the trackers that these settings name, until `detach`."""
+        self._tracking = Tracking(self.job, settings, places.job_dir(self.job))
+        self._tracking.open()
 
     @contextmanager
     def rewindable(self) -> Iterator[None]:
@@ -326,6 +335,9 @@ class Attachment:
             if self._state is not None:
                 self._state.move_out()
             return
+        if self._tracking is not None:
+            # While there is still something to ask: a look in progress ends well.
+            self._tracking.close()
         self._boundary.close()
         self._gradients.close()
         self._editor.close()

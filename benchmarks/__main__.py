@@ -29,6 +29,7 @@ NAMES = (
     "export",
     "resume",
     "gradients",
+    "followers",
     "store",
     "meeting",
     "hosts",

@@ -49,6 +49,7 @@ SIDECAR: dict[str, set[Role]] = {
     "ComputeStats": READS,
     "PoolSnapshot": READS,
     "DigestSnapshot": READS,
+    "DeltaSnapshot": READS,
     "ProfileSnapshot": READS,
     "MultiplySnapshot": READS,
     "ReplayUpdate": READS,

@@ -47,7 +47,15 @@ def raw(job: Job, address: str, method: str, data: bytes, role: Role) -> grpc.St
 
 
 @pytest.mark.parametrize(
-    "method", ["PoolSnapshot", "ComputeStats", "PinSnapshot", "ReadSnapshot", "DigestSnapshot"]
+    "method",
+    [
+        "PoolSnapshot",
+        "ComputeStats",
+        "PinSnapshot",
+        "ReadSnapshot",
+        "DigestSnapshot",
+        "DeltaSnapshot",
+    ],
 )
 def test_bytes_that_are_no_message_are_refused_by_sidecars(job: Job, method: str) -> None:
     chance = random.Random(method)

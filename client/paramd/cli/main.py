@@ -28,6 +28,7 @@ from paramd.cli.edit import edit, edits, undo
 from paramd.cli.end import end
 from paramd.cli.exports import export, exports, restore
 from paramd.cli.exports import schedule as schedule_group
+from paramd.cli.follow import follow
 from paramd.cli.grads import grads
 from paramd.cli.hold import pause, resume, step
 from paramd.cli.log import log
@@ -114,6 +115,12 @@ _add(
     LOOK,
     "paramd log --to tensorboard --dir runs",
     "paramd log --to wandb 'layers.*' --every 60",
+)
+_add(
+    follow,
+    LOOK,
+    "paramd follow --to vllm http://127.0.0.1:8000 --dir /dev/shm/weights --every 10",
+    "paramd follow --to sglang http://127.0.0.1:30000 --dir /dev/shm/weights --deltas",
 )
 _add(
     summon,

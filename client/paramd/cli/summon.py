@@ -179,7 +179,7 @@ def fetch(
             found = mesh.download(
                 path,
                 *patterns,
-                dtype=_load_torch(dtype),
+                dtype=load_torch(dtype),
                 buffers=buffers,
                 replace=force,
                 name_map=name_map,
@@ -230,7 +230,7 @@ def check_destination(path: Path, *, force: bool) -> None:
         raise ConflictError(f"{path} exists; choose another name, or replace it with --force")
 
 
-def _load_torch(dtype: str | None) -> torch.dtype | None:
+def load_torch(dtype: str | None) -> torch.dtype | None:
     """The dtype of that name. Loads torch, so that the time of the download excludes it."""
     from paramd.mesh.reading.assemble import torch_dtype
 

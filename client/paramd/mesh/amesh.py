@@ -959,14 +959,22 @@ class AsyncMesh:
         every: int = 1,
         dtype: torch.dtype | None = None,
         transport: Transport = "auto",
+        deltas: bool = False,
     ) -> AsyncIterator[ParamFrame]:
         """Stream parameters, one frame per update whose number is a multiple of `every`.
 
         Only tensors whose bytes changed since the last frame are read; the others are the same
         objects as in the last frame. Args, Yields, Raises: as `grads`.
+
+        Args:
+            deltas: Of tensors that changed, have the ranks send only the elements that did, where
+                that takes fewer bytes (docs/followers.md). For links slower than a rank compares
+                two states, some 5 Gbit/s a core; it takes memory here for another copy.
         """
         check_transport(transport)
-        wanted = FollowRequest(patterns=patterns, every=every, dtype=dtype, transport=transport)
+        wanted = FollowRequest(
+            patterns=patterns, every=every, dtype=dtype, transport=transport, deltas=deltas
+        )
         stream = await open_following(self._reach, self._transfer, wanted)
         async with frames_of(stream, self._streams) as frames:
             async for frame in frames:

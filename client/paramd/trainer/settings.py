@@ -34,11 +34,19 @@ LIMITS = (
     "standing_budget_bytes",
     "copy_rate_bytes",
     "marks_budget_bytes",
+    "delta_budget_bytes",
 )
 """Limits passed on to the sidecar."""
 
 _MAY_BE_ZERO = frozenset(
-    {"stream_port", "grace_s", "idle_memory_s", "edit_pool_bytes", "undo_budget_bytes"}
+    {
+        "stream_port",
+        "grace_s",
+        "idle_memory_s",
+        "edit_pool_bytes",
+        "undo_budget_bytes",
+        "delta_budget_bytes",
+    }
 )
 
 
@@ -138,6 +146,8 @@ class AttachSettings:
     """Most bytes a second at which a rank sends copies to another host, above 0."""
     marks_budget_bytes: float | None = None
     """Most bytes of marks (`mesh.mark`) on a rank, above 0."""
+    delta_budget_bytes: float | None = None
+    """Most bytes kept on a rank for followers that read deltas; 0 or more, 0 keeps nothing."""
 
     def __post_init__(self) -> None:
         for name in ("stall_budget_ms", "lossless_budget_ms", "linger_s", "control_timeout_s"):

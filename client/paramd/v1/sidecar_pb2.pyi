@@ -187,6 +187,25 @@ POOL_MODE_MAX: PoolMode.ValueType  # 3
 POOL_MODE_ABSMAX: PoolMode.ValueType  # 4
 global___PoolMode = PoolMode
 
+class _DeltaForm:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _DeltaFormEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_DeltaForm.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    DELTA_FORM_UNSPECIFIED: _DeltaForm.ValueType  # 0
+    DELTA_FORM_SAME: _DeltaForm.ValueType  # 1
+    DELTA_FORM_OFFSETS: _DeltaForm.ValueType  # 2
+    DELTA_FORM_BITMAP: _DeltaForm.ValueType  # 3
+
+class DeltaForm(_DeltaForm, metaclass=_DeltaFormEnumTypeWrapper): ...
+
+DELTA_FORM_UNSPECIFIED: DeltaForm.ValueType  # 0
+DELTA_FORM_SAME: DeltaForm.ValueType  # 1
+DELTA_FORM_OFFSETS: DeltaForm.ValueType  # 2
+DELTA_FORM_BITMAP: DeltaForm.ValueType  # 3
+global___DeltaForm = DeltaForm
+
 class _FollowPurpose:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -2064,6 +2083,109 @@ class DigestSnapshotResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["digests", b"digests", "header", b"header"]) -> None: ...
 
 global___DigestSnapshotResponse = DigestSnapshotResponse
+
+@typing.final
+class DeltaItem(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BEGIN_BYTES_FIELD_NUMBER: builtins.int
+    END_BYTES_FIELD_NUMBER: builtins.int
+    ELEMENT_BYTES_FIELD_NUMBER: builtins.int
+    begin_bytes: builtins.int
+    end_bytes: builtins.int
+    element_bytes: builtins.int
+    def __init__(
+        self,
+        *,
+        begin_bytes: builtins.int = ...,
+        end_bytes: builtins.int = ...,
+        element_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["begin_bytes", b"begin_bytes", "element_bytes", b"element_bytes", "end_bytes", b"end_bytes"]) -> None: ...
+
+global___DeltaItem = DeltaItem
+
+@typing.final
+class DeltaSnapshotRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SNAPSHOT_ID_FIELD_NUMBER: builtins.int
+    ITEMS_FIELD_NUMBER: builtins.int
+    BASE_STEP_FIELD_NUMBER: builtins.int
+    BASE_EDITS_FIELD_NUMBER: builtins.int
+    KEEP_FIELD_NUMBER: builtins.int
+    snapshot_id: builtins.str
+    base_step: builtins.int
+    base_edits: builtins.int
+    keep: builtins.bool
+    @property
+    def items(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___DeltaItem]: ...
+    def __init__(
+        self,
+        *,
+        snapshot_id: builtins.str = ...,
+        items: collections.abc.Iterable[global___DeltaItem] | None = ...,
+        base_step: builtins.int = ...,
+        base_edits: builtins.int = ...,
+        keep: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base_edits", b"base_edits", "base_step", b"base_step", "items", b"items", "keep", b"keep", "snapshot_id", b"snapshot_id"]) -> None: ...
+
+global___DeltaSnapshotRequest = DeltaSnapshotRequest
+
+@typing.final
+class DeltaPart(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: builtins.int
+    FORM_FIELD_NUMBER: builtins.int
+    CHANGED_COUNT_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    digest: builtins.bytes
+    form: global___DeltaForm.ValueType
+    changed_count: builtins.int
+    size_bytes: builtins.int
+    def __init__(
+        self,
+        *,
+        digest: builtins.bytes = ...,
+        form: global___DeltaForm.ValueType = ...,
+        changed_count: builtins.int = ...,
+        size_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["changed_count", b"changed_count", "digest", b"digest", "form", b"form", "size_bytes", b"size_bytes"]) -> None: ...
+
+global___DeltaPart = DeltaPart
+
+@typing.final
+class DeltaSnapshotResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: builtins.int
+    XXH3_FIELD_NUMBER: builtins.int
+    OFFSET_BYTES_FIELD_NUMBER: builtins.int
+    HEADER_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
+    data: builtins.bytes
+    xxh3: builtins.int
+    offset_bytes: builtins.int
+    @property
+    def header(self) -> paramd.v1.common_pb2.Header: ...
+    @property
+    def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___DeltaPart]: ...
+    def __init__(
+        self,
+        *,
+        data: builtins.bytes = ...,
+        xxh3: builtins.int = ...,
+        offset_bytes: builtins.int = ...,
+        header: paramd.v1.common_pb2.Header | None = ...,
+        parts: collections.abc.Iterable[global___DeltaPart] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data", "header", b"header", "offset_bytes", b"offset_bytes", "parts", b"parts", "xxh3", b"xxh3"]) -> None: ...
+
+global___DeltaSnapshotResponse = DeltaSnapshotResponse
 
 @typing.final
 class GetMetricsRequest(google.protobuf.message.Message):

@@ -165,6 +165,11 @@ class SidecarServiceStub(object):
                 request_serializer=paramd_dot_v1_dot_sidecar__pb2.DigestSnapshotRequest.SerializeToString,
                 response_deserializer=paramd_dot_v1_dot_sidecar__pb2.DigestSnapshotResponse.FromString,
                 _registered_method=True)
+        self.DeltaSnapshot = channel.unary_stream(
+                '/paramd.v1.SidecarService/DeltaSnapshot',
+                request_serializer=paramd_dot_v1_dot_sidecar__pb2.DeltaSnapshotRequest.SerializeToString,
+                response_deserializer=paramd_dot_v1_dot_sidecar__pb2.DeltaSnapshotResponse.FromString,
+                _registered_method=True)
         self.GetMetrics = channel.unary_unary(
                 '/paramd.v1.SidecarService/GetMetrics',
                 request_serializer=paramd_dot_v1_dot_sidecar__pb2.GetMetricsRequest.SerializeToString,
@@ -406,6 +411,12 @@ class SidecarServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DeltaSnapshot(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetMetrics(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -634,6 +645,11 @@ def add_SidecarServiceServicer_to_server(servicer, server):
                     servicer.DigestSnapshot,
                     request_deserializer=paramd_dot_v1_dot_sidecar__pb2.DigestSnapshotRequest.FromString,
                     response_serializer=paramd_dot_v1_dot_sidecar__pb2.DigestSnapshotResponse.SerializeToString,
+            ),
+            'DeltaSnapshot': grpc.unary_stream_rpc_method_handler(
+                    servicer.DeltaSnapshot,
+                    request_deserializer=paramd_dot_v1_dot_sidecar__pb2.DeltaSnapshotRequest.FromString,
+                    response_serializer=paramd_dot_v1_dot_sidecar__pb2.DeltaSnapshotResponse.SerializeToString,
             ),
             'GetMetrics': grpc.unary_unary_rpc_method_handler(
                     servicer.GetMetrics,
@@ -1418,6 +1434,33 @@ class SidecarService(object):
             '/paramd.v1.SidecarService/DigestSnapshot',
             paramd_dot_v1_dot_sidecar__pb2.DigestSnapshotRequest.SerializeToString,
             paramd_dot_v1_dot_sidecar__pb2.DigestSnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeltaSnapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/paramd.v1.SidecarService/DeltaSnapshot',
+            paramd_dot_v1_dot_sidecar__pb2.DeltaSnapshotRequest.SerializeToString,
+            paramd_dot_v1_dot_sidecar__pb2.DeltaSnapshotResponse.FromString,
             options,
             channel_credentials,
             insecure,

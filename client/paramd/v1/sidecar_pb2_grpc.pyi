@@ -150,6 +150,11 @@ class SidecarServiceStub:
         paramd.v1.sidecar_pb2.DigestSnapshotResponse,
     ]
 
+    DeltaSnapshot: grpc.UnaryStreamMultiCallable[
+        paramd.v1.sidecar_pb2.DeltaSnapshotRequest,
+        paramd.v1.sidecar_pb2.DeltaSnapshotResponse,
+    ]
+
     GetMetrics: grpc.UnaryUnaryMultiCallable[
         paramd.v1.sidecar_pb2.GetMetricsRequest,
         paramd.v1.sidecar_pb2.GetMetricsResponse,
@@ -359,6 +364,11 @@ class SidecarServiceAsyncStub:
     DigestSnapshot: grpc.aio.UnaryUnaryMultiCallable[
         paramd.v1.sidecar_pb2.DigestSnapshotRequest,
         paramd.v1.sidecar_pb2.DigestSnapshotResponse,
+    ]
+
+    DeltaSnapshot: grpc.aio.UnaryStreamMultiCallable[
+        paramd.v1.sidecar_pb2.DeltaSnapshotRequest,
+        paramd.v1.sidecar_pb2.DeltaSnapshotResponse,
     ]
 
     GetMetrics: grpc.aio.UnaryUnaryMultiCallable[
@@ -623,6 +633,13 @@ class SidecarServiceServicer(metaclass=abc.ABCMeta):
         request: paramd.v1.sidecar_pb2.DigestSnapshotRequest,
         context: _ServicerContext,
     ) -> typing.Union[paramd.v1.sidecar_pb2.DigestSnapshotResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.DigestSnapshotResponse]]: ...
+
+    @abc.abstractmethod
+    def DeltaSnapshot(
+        self,
+        request: paramd.v1.sidecar_pb2.DeltaSnapshotRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[paramd.v1.sidecar_pb2.DeltaSnapshotResponse], collections.abc.AsyncIterator[paramd.v1.sidecar_pb2.DeltaSnapshotResponse]]: ...
 
     @abc.abstractmethod
     def GetMetrics(

@@ -69,6 +69,9 @@ class SidecarConfig:
     """Most bytes a second at which standing snapshots are sent to another host; above 0."""
     marks_budget_bytes: int | None = None
     """Budget of marks; None: what the machine has."""
+    delta_budget_bytes: int | None = None
+    """Budget of states kept for followers that read deltas, 0 or more; None: twice the arena plus
+    1 MiB, the state that they have and the one that they are about to have."""
     edit_expiry_s: float = 600.0
     """How long an untouched staged edit is kept; above 0."""
     report_s: float = 2.0
@@ -81,10 +84,10 @@ class SidecarConfig:
             raise UsageError(f"stream_port: {self.stream_port}; expected 0 to 65535")
         not_negative = (
             "rank", "grace_s", "idle_memory_s", "edit_pool_bytes", "undo_budget_bytes",
-            "trainer_pid",
+            "trainer_pid", "delta_budget_bytes",
         )  # fmt: skip
         for name, least in (*((name, 0) for name in not_negative), ("max_calls", 1)):
-            if getattr(self, name) < least:
+            if (value := getattr(self, name)) is not None and value < least:
                 raise UsageError(f"{name}: {getattr(self, name)}; expected {least} or more")
         above = (
             "linger_s",

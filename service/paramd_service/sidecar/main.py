@@ -128,6 +128,7 @@ def parse(argv: Sequence[str] | None) -> SidecarConfig:
         "standing_budget_bytes",
         "copy_rate_bytes",
         "marks_budget_bytes",
+        "delta_budget_bytes",
     ):
         option = "--" + name.replace("_", "-")
         parser.add_argument(option, type=int, default=getattr(defaults, name), metavar="BYTES")

@@ -26,6 +26,7 @@ from paramd_service.sidecar.faults import Faults
 from paramd_service.sidecar.gradients.pins import GradientPins
 from paramd_service.sidecar.gradients.slots import Gradients
 from paramd_service.sidecar.owner import AttachedMemory, Ownership
+from paramd_service.sidecar.snapshots.bases import Bases
 from paramd_service.sidecar.snapshots.live_moments import (
     NOT_KEPT,
     LiveMoments,
@@ -80,8 +81,10 @@ class Pins:
         blocks: BlockMaker,
         executor: Executor,
         faults: Faults,
+        bases: Bases,
     ) -> None:
         self.store = store
+        self.bases = bases
         self.copier = copier
         self.ownership = Ownership.OWNED
         self._attached = attached
@@ -236,7 +239,10 @@ class Pins:
 
     def sweep(self) -> None:
         """End overdue leases, free idle memory, and schedule the next sweep."""
-        due_ns = self.store.expire()
+        due_ns = min(
+            (due for due in (self.bases.sweep(), self.store.expire()) if due is not None),
+            default=None,
+        )
         self.moments.sweep()
         if self._sweep_timer is not None:
             self._sweep_timer.cancel()
@@ -254,6 +260,7 @@ class Pins:
         await self._loop.run_in_executor(self._executor, self.copier.stop)
         if self._tasks:
             await asyncio.wait(self._tasks)
+        self.bases.close()
         self.store.close()
         self.sweep()
         self.moments.close()

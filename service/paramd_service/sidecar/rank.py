@@ -53,6 +53,7 @@ from paramd_service.sidecar.owner import (
 )
 from paramd_service.sidecar.pins import Pins
 from paramd_service.sidecar.revocations import Refusals, Revocations
+from paramd_service.sidecar.snapshots.bases import Bases, DeltaCounts
 from paramd_service.sidecar.snapshots.copies import Copies, copies_message, opened
 from paramd_service.sidecar.snapshots.marks import Marks, beside_bytes
 from paramd_service.sidecar.snapshots.offer import offer_of, offer_of_snapshots
@@ -82,6 +83,7 @@ def make_pins(
     *,
     blocks: BlockMaker,
     budget_bytes: int,
+    delta_budget_bytes: int,
     idle_memory_s: float,
     executor: Executor,
     faults: Faults,
@@ -105,7 +107,13 @@ def make_pins(
     )
     copier = Copier(capture, attached.shared.wake, log)
     pins = Pins(
-        attached, store=store, copier=copier, blocks=blocks, executor=executor, faults=faults
+        attached,
+        store=store,
+        copier=copier,
+        blocks=blocks,
+        executor=executor,
+        faults=faults,
+        bases=Bases(store, budget_bytes=delta_budget_bytes, clock_ns=time.monotonic_ns),
     )
     copier.start()
     return pins
@@ -177,6 +185,7 @@ class RankSidecar:
         """Address of the control plane that let this rank in, since it was told of it."""
         self.on_change: list[Callable[[], None]] = []
         self.refusals = Refusals()
+        self.delta_counts = DeltaCounts()
         self.revocations = Revocations()
         self.tls: ServerTls | None = None
         """The gRPC server's, once it listens; None without TLS."""
@@ -610,6 +619,11 @@ class RankSidecar:
         # Two arenas for token holders, one for the control plane and the owner.
         return configured if configured is not None else 3 * arena_bytes + (1 << 20)
 
+    def delta_budget_bytes(self, arena_bytes: int) -> int:
+        """Budget of states kept for followers, for an arena of this size."""
+        configured = self.config.delta_budget_bytes
+        return configured if configured is not None else 2 * arena_bytes + (1 << 20)
+
     def _own(self, attached: AttachedMemory) -> None:
         self._attached = attached
         self.control_generation = 0
@@ -620,6 +634,7 @@ class RankSidecar:
             attached,
             blocks=self._blocks,
             budget_bytes=self.budget_bytes(attached.request.arena_bytes),
+            delta_budget_bytes=self.delta_budget_bytes(attached.request.arena_bytes),
             idle_memory_s=self.config.idle_memory_s,
             executor=self.executor,
             faults=self.faults,

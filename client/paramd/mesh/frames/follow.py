@@ -1,7 +1,8 @@
 """Streams of parameters, for evaluation jobs and inference engines.
 
 Steps are pinned ahead, as for gradients. Before a read, each rank digests what it pinned;
-tensors whose digests are unchanged since the last frame are not read again.
+tensors whose digests are unchanged since the last frame are not read again. With deltas, of those
+that changed only the elements that did are sent (mirrors.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from paramd.errors import ConflictError, UsageError
 from paramd.layout.plan import RankRead, ReadPlan, plan_read
 from paramd.layout.select import select
 from paramd.mesh.frames.frames import ParamFrame
+from paramd.mesh.frames.mirrors import Mirrors, Refreshed
 from paramd.mesh.frames.stepping import (
     CAPTURE_LEASE_S,
     PinnedStep,
@@ -45,6 +47,8 @@ class FollowRequest:
     dtype: torch.dtype | None = None
     """Of the tensors; None keeps each one's own."""
     transport: Transport = "auto"
+    deltas: bool = False
+    """Have the elements that changed sent, where that takes fewer bytes."""
 
     def __post_init__(self) -> None:
         if not self.patterns:
@@ -83,6 +87,7 @@ class FollowSteps:
         self.ranks = tuple(self._requests)
         self._digests: list[tuple[bytes, ...]] = []
         self._tensors: dict[str, torch.Tensor] = {}
+        self._mirrors = Mirrors(transfer, plan, wanted.transport) if wanted.deltas else None
 
     async def hold(self, sidecars: Sidecars, step: int, timeout_s: float) -> PinnedStep:
         """As `Steps.hold`."""
@@ -98,23 +103,48 @@ class FollowSteps:
         """The frame: changed tensors read, the others taken from the last frame."""
         deadline_s = time.monotonic() + READ_S
         pinned = Pinned(held.incarnation, step, held.pins, held.edits)
+        if self._mirrors is not None:
+            found = await self._mirrors.refresh(sidecars, pinned, deadline_s)
+            self._tensors |= await self._landed(self._mirrors, found.changed)
+        else:
+            found = await self._read_changed(sidecars, pinned, deadline_s)
+        return ParamFrame(
+            {name: self._tensors[name] for names in self._names for name in names},
+            changed=[name for number in found.changed for name in self._names[number]],
+            job=sidecars.document.job,
+            incarnation=held.incarnation,
+            step=step,
+            dropped=dropped,
+            sent_bytes=found.sent_bytes,
+            changed_bytes=found.changed_bytes if self._mirrors is not None else None,
+        )
+
+    async def _read_changed(
+        self, sidecars: Sidecars, pinned: Pinned, deadline_s: float
+    ) -> Refreshed:
+        """Read the tensors whose digests changed, whole."""
         digests = await self._digested(sidecars, pinned, deadline_s)
         changed = [
             number
             for number, found in enumerate(digests)
             if not self._digests or found != self._digests[number]
         ]
-        tensors = await self._read_tensors(sidecars, pinned, changed, deadline_s)
-        self._tensors |= tensors
+        self._tensors |= await self._read_tensors(sidecars, pinned, changed, deadline_s)
         self._digests = digests
-        return ParamFrame(
-            {name: self._tensors[name] for names in self._names for name in names},
-            changed=[name for number in changed for name in self._names[number]],
-            job=sidecars.document.job,
-            incarnation=held.incarnation,
-            step=step,
-            dropped=dropped,
-        )
+        reads = self._plan.only(changed).ranks
+        sent_bytes = sum(one.size_bytes for read in reads for one in read.landings)
+        return Refreshed(tuple(changed), sent_bytes, sent_bytes)
+
+    async def _landed(self, mirrors: Mirrors, numbers: Sequence[int]) -> dict[str, torch.Tensor]:
+        """New tensors with these indexes, by name, made from what is here."""
+        from paramd.mesh.reading.assemble import Targets
+
+        if not numbers:
+            return {}
+        plan, names = self._plan.only(numbers), [self._names[number] for number in numbers]
+        targets = Targets(plan, names, dtype=self._wanted.dtype, device=None, into=None)
+        await mirrors.land(plan, {read.rank: targets.places(read) for read in plan.ranks})
+        return targets.results()
 
     async def _digested(
         self, sidecars: Sidecars, pinned: Pinned, deadline_s: float

@@ -337,11 +337,18 @@ class ParamFrame(Frame["torch.Tensor"]):
         incarnation: int,
         step: int,
         dropped: int,
+        sent_bytes: int = 0,
+        changed_bytes: int | None = None,
     ) -> None:
         super().__init__(job=job, incarnation=incarnation, step=step, dropped=dropped)
         self._tensors = dict(tensors)
         self.changed = tuple(changed)
         """Names whose values differ from the last frame; all names in the first one."""
+        self.sent_bytes = sent_bytes
+        """Bytes that came from the ranks for this frame."""
+        self.changed_bytes = changed_bytes
+        """Bytes of the elements that differ from the last frame, replicas read once; None without
+        deltas."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._tensors[name]

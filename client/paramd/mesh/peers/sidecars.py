@@ -11,7 +11,14 @@ from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 from paramd import streams
-from paramd.errors import ConflictError, DeadlineError, NotFoundError, ParamdError, UnreachableError
+from paramd.errors import (
+    ConflictError,
+    DataLossError,
+    DeadlineError,
+    NotFoundError,
+    ParamdError,
+    UnreachableError,
+)
 from paramd.mesh.peers.control import JobDocument, is_relayed
 from paramd.mesh.peers.grpc import (
     Asked,
@@ -25,7 +32,7 @@ from paramd.mesh.peers.grpc import (
 )
 from paramd.security.tls import host_of, is_loopback
 from paramd.v1 import common_pb2, control_pb2, layout_pb2, sidecar_pb2
-from paramd.wire import LEASE_S, Chunk
+from paramd.wire import LEASE_S, Chunk, checksum_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,6 +449,45 @@ class Sidecars:
         found = await self._watched(pin.rank, "DigestSnapshot", request, timeout_s)
         assert isinstance(found, sidecar_pb2.DigestSnapshotResponse)
         return found
+
+    async def delta(
+        self, pin: RankPin, request: sidecar_pb2.DeltaSnapshotRequest, timeout_s: float
+    ) -> tuple[sidecar_pb2.DeltaSnapshotResponse, bytes, int]:
+        """What changed in a pinned snapshot: header and parts, their bytes, and all bytes received.
+
+        Raises:
+            DataLossError: bytes do not match their checksum, or are missing.
+        """
+        request.snapshot_id = pin.snapshot_id
+        asked, data, received_bytes = self.document.asked(pin.rank), bytearray(), 0
+
+        async def collect() -> sidecar_pb2.DeltaSnapshotResponse:
+            nonlocal received_bytes
+            head = sidecar_pb2.DeltaSnapshotResponse()
+            call = self._channels.open(asked, "DeltaSnapshot", request, timeout_s=timeout_s)
+            with told_errors(asked.who):
+                async for message in call:
+                    received_bytes += message.ByteSize()
+                    if message.HasField("header"):
+                        asked.check(message.header)
+                        head = message
+                        continue
+                    checksum = checksum_of(message.data, message.offset_bytes)
+                    if message.offset_bytes != len(data) or checksum != message.xxh3:
+                        raise DataLossError(
+                            f"{asked.who}: {len(message.data):,} bytes of changes at "
+                            f"{message.offset_bytes:,} do not match their checksum"
+                        )
+                    data.extend(message.data)
+            return head
+
+        call = self._told(pin.rank, collect())
+        head = await watched(call, lambda: self.probe(pin.rank))
+        if len(data) != sum(part.size_bytes for part in head.parts):
+            raise DataLossError(
+                f"{asked.who}: {len(data):,} bytes of changes, and some are missing"
+            )
+        return head, bytes(data), received_bytes
 
     async def pool(
         self, rank: int, request: sidecar_pb2.PoolSnapshotRequest, timeout_s: float

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar, get_args
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar, get_args
 
 from paramd.errors import DeniedError, ParamdError, UnreachableError, UsageError, error_of_grpc
 from paramd.layout.plan import RankRead, ReadPlan
@@ -34,7 +34,7 @@ from paramd.mesh.peers.control import JobDocument, PeerAddress, is_relayed
 from paramd.mesh.peers.grpc import check_handover, ended
 from paramd.mesh.peers.sidecars import FastPathBackoff, Pinned, RankPin, Sidecars
 from paramd.mesh.reading.live import LiveRank, LiveState, read_live
-from paramd.mesh.reading.places import Place, PlaceSink, fill_from
+from paramd.mesh.reading.places import Place, PlaceSink, RandomAccess, fill_from
 from paramd.mesh.reading.stream import Transport, read_range
 from paramd.security.tls import host_of, is_loopback
 from paramd.state_files import host_id, kernel_of
@@ -315,6 +315,13 @@ def check_transport(transport: str) -> None:
         )
 
 
+class Landings(Protocol):
+    """Where the bytes of a plan go; `assemble.Targets`, for one."""
+
+    def places(self, read: RankRead) -> list[Place]:
+        """Destinations of one rank's snapshot, sorted by `begin`."""
+
+
 class Transfer:
     """Copies snapshots into tensors, on threads started on first use and joined by `close`."""
 
@@ -437,7 +444,7 @@ class Transfer:
         sidecars: Sidecars,
         plan: ReadPlan,
         pinned: Pinned,
-        targets: Targets,
+        targets: Landings,
         transport: Transport,
         deadline_s: float,
     ) -> None:
@@ -452,12 +459,16 @@ class Transfer:
 
         await self._fill(sidecars, plan, pinned, targets, transport, stream)
 
+    async def land(self, jobs: Sequence[tuple[RandomAccess, Sequence[Place]]]) -> None:
+        """Fill the places of snapshots that are here."""
+        await self.run(lambda: fill_from(jobs, self._copiers, self._copy_threads))
+
     async def _fill(
         self,
         sidecars: Sidecars,
         plan: ReadPlan,
         pinned: Pinned,
-        targets: Targets,
+        targets: Landings,
         transport: Transport,
         stream: Callable[[RankRead], Awaitable[None]],
     ) -> None:

@@ -178,6 +178,7 @@ ROLES: dict[str, frozenset[Role]] = {
     f"/{SERVICE}/ReplayUpdate": _READERS,
     f"/{SERVICE}/ListSnapshots": _READERS,
     f"/{SERVICE}/DigestSnapshot": _READERS,
+    f"/{SERVICE}/DeltaSnapshot": _READERS,
     f"/{SERVICE}/GetMetrics": _VIEWERS,
     f"/{SERVICE}/Summon": _READERS,
     f"/{SERVICE}/InspectTrainer": _READERS,

@@ -42,6 +42,7 @@ from paramd_service.sidecar.rpc import (
     auth,
     control_choice,
     copies,
+    deltas,
     edits,
     exports,
     gateway,
@@ -159,6 +160,7 @@ def _rank_samples(rank: RankSidecar) -> list[Sample]:
             "Memory of other ranks' standing snapshots",
             rank.copies.size_bytes,
         ),
+        *_delta_samples(rank),
         *_edit_samples(rank),
         *_tls_samples(rank),
     ]
@@ -177,6 +179,37 @@ def _tls_samples(rank: RankSidecar) -> list[Sample]:
             "paramd_sidecar_tls_files_ok",
             "0 while newer files of TLS cannot be used",
             not rank.tls.failure,
+        ),
+    ]
+
+
+def _delta_samples(rank: RankSidecar) -> list[Sample]:
+    counts = rank.delta_counts
+    return [
+        Sample(
+            "paramd_sidecar_deltas_computed_total",
+            "Comparisons of two states for followers",
+            counts.computed_count,
+        ),
+        Sample(
+            "paramd_sidecar_deltas_answered_total",
+            "Followers' requests answered from them",
+            counts.answered_count,
+        ),
+        Sample(
+            "paramd_sidecar_delta_sent_bytes_total",
+            "Bytes of changes sent to followers",
+            counts.sent_bytes,
+        ),
+        Sample(
+            "paramd_sidecar_delta_changed_bytes_total",
+            "Bytes of the elements that had changed",
+            counts.changed_bytes,
+        ),
+        Sample(
+            "paramd_sidecar_delta_base_bytes",
+            "States kept for followers",
+            rank.pins.bases.size_bytes if rank.has_pins else 0,
         ),
     ]
 
@@ -254,6 +287,7 @@ class SidecarServicer:
             **exports.calls(rank),
             **insight.calls(rank),
             **copies.calls(rank),
+            **deltas.calls(rank),
             **marks.calls(rank),
             **reach.calls(rank),
             **control_choice.calls(rank),

@@ -105,6 +105,10 @@ class Key:
         return sum(end - begin for begin, end in self.spans)
 
 
+BASES = -1
+"""Not a source: the budget of snapshots that are kept as bases."""
+
+
 class Fill(Enum):
     """Whether the bytes are there."""
 
@@ -134,6 +138,8 @@ class Snapshot:
     """Proof of the copy, as in `memory.gate.State`; 0 if made at an agreed boundary."""
     holders: int = 0
     """Leases, waiting requests, running copies and reductions."""
+    is_base: bool = False
+    """Kept for followers (deltas.py), and counted against their budget."""
     map_count: int = 0
     """Clients that currently map the memory."""
     tainted: bool = False
@@ -146,6 +152,11 @@ class Snapshot:
     @property
     def size_bytes(self) -> int:
         return self.key.size_bytes
+
+    @property
+    def budget(self) -> int:
+        """The budget that its bytes count against: of its source, or of bases."""
+        return BASES if self.is_base else self.key.source
 
     @property
     def shareable(self) -> bool:
@@ -438,8 +449,15 @@ class SnapshotStore:
         assert snapshot.holders >= 0
         if snapshot.holders == 0:
             self._live.discard(snapshot)
-            self._live_bytes[snapshot.key.source] -= _taken_bytes(snapshot)
+            self._live_bytes[snapshot.budget] -= _taken_bytes(snapshot)
+            snapshot.is_base = False
             self._release_memory(snapshot)
+
+    def count_as_base(self, snapshot: Snapshot, is_base: bool) -> None:
+        """From now on count a held snapshot's bytes against the budget of bases, or no longer."""
+        self._live_bytes[snapshot.budget] -= _taken_bytes(snapshot)
+        snapshot.is_base = is_base
+        self._live_bytes[snapshot.budget] += _taken_bytes(snapshot)
 
     def expire(self) -> int | None:
         """End what is overdue; return when to call again (None: nothing will be due)."""
@@ -468,7 +486,7 @@ class SnapshotStore:
     def _enliven(self, snapshot: Snapshot) -> Snapshot:
         snapshot.holders = 1
         self._live.add(snapshot)
-        self._live_bytes[snapshot.key.source] += _taken_bytes(snapshot)
+        self._live_bytes[snapshot.budget] += _taken_bytes(snapshot)
         return snapshot
 
     def _release_memory(self, snapshot: Snapshot) -> None:

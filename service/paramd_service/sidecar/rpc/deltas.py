@@ -1,0 +1,160 @@
+"""DeltaSnapshot: what changed since a state that followers have. Computed once for all who ask.
+
+The base is a snapshot that was kept for them (snapshots/bases.py). Without one the answer has
+digests alone, and the follower reads what it does not have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from paramd.deltas import ELEMENT_BYTES, Delta, make_delta
+from paramd.errors import UsageError
+from paramd.v1 import sidecar_pb2 as pb
+from paramd.wire import CHUNK_BYTES, data_chunk
+from paramd_service.sidecar.rank import RankSidecar
+from paramd_service.sidecar.rpc import messages
+from paramd_service.sidecar.rpc.auth import Call, CallTable
+from paramd_service.sidecar.rpc.statistics import digest_all, on_stats_thread
+from paramd_service.sidecar.snapshots.bases import State, state_of
+from paramd_service.sidecar.snapshots.store import Snapshot
+
+MAX_ITEMS = 20_000
+
+KEPT_S = 10.0
+"""How long a result is kept for followers that are slower."""
+
+Item: TypeAlias = tuple[int, int, int]
+"""First byte, byte after the last one, bytes of an element."""
+
+_Named: TypeAlias = tuple[State, tuple[int, int] | None, tuple[Item, ...]]
+"""The new state, step and edits of the base if there is one, what is compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    parts: tuple[pb.DeltaPart, ...]
+    data: bytes
+    changed_bytes: int
+
+
+def calls(rank: RankSidecar) -> CallTable:
+    """Methods of this subject."""
+    subject = _DeltaCalls(rank)
+    return {"DeltaSnapshot": Call(request=pb.DeltaSnapshotRequest, answers=subject.delta)}
+
+
+class _DeltaCalls:
+    def __init__(self, rank: RankSidecar) -> None:
+        self._rank = rank
+        self._running: dict[_Named, asyncio.Future[None]] = {}
+        self._results: dict[_Named, _Result] = {}
+
+    async def delta(
+        self, request: pb.DeltaSnapshotRequest, timeout_s: float
+    ) -> AsyncGenerator[bytes, None]:
+        rank = self._rank
+        pins = rank.pins
+        store, bases = pins.store, pins.bases
+        snapshot = store.hold(store.filled(request.snapshot_id))
+        try:
+            items = _checked(request.items, snapshot.size_bytes)
+            before = (request.base_step, request.base_edits)
+            base = bases.find((snapshot.key, *before)) if request.base_step else None
+            try:
+                async with asyncio.timeout(timeout_s):
+                    named = (state_of(snapshot), before if base is not None else None, items)
+                    found = await self._result(named, snapshot, base)
+            finally:
+                if base is not None:
+                    store.drop(base)
+            # What was compared counts only if the trainer has found no stray change meanwhile.
+            store.check(snapshot)
+            if request.keep:
+                bases.keep(snapshot)
+                pins.sweep()
+            header = messages.header_of(rank, snapshot)
+        finally:
+            store.drop(snapshot)
+        rank.delta_counts.answered_count += 1
+        rank.delta_counts.sent_bytes += len(found.data)
+        rank.delta_counts.changed_bytes += found.changed_bytes
+        yield pb.DeltaSnapshotResponse(header=header, parts=found.parts).SerializeToString()
+        data = memoryview(found.data)
+        for offset in range(0, len(data), CHUNK_BYTES):
+            yield data_chunk(data[offset : offset + CHUNK_BYTES], offset)
+            rank.faults.at("delta-chunk")
+
+    async def _result(self, named: _Named, snapshot: Snapshot, base: Snapshot | None) -> _Result:
+        """The comparison, made by who comes first; if that call ends early, by the next."""
+        while (running := self._running.get(named)) is not None:
+            await asyncio.wait({running})
+        if (known := self._results.get(named)) is not None:
+            return known
+        loop = asyncio.get_running_loop()
+        running = self._running[named] = loop.create_future()
+        new, old = snapshot.view(), base.view() if base is not None else None
+        limit_bytes = self._rank.pins.bases.budget_bytes // 2
+        try:
+            found = await on_stats_thread(
+                self._rank, lambda stop: _compare(new, old, named[2], limit_bytes, stop)
+            )
+        finally:
+            del self._running[named]
+            running.set_result(None)
+        self._rank.delta_counts.computed_count += 1
+        self._results[named] = found
+        while sum(len(one.data) for one in self._results.values()) > limit_bytes:
+            del self._results[next(iter(self._results))]
+        loop.call_later(KEPT_S, self._results.pop, named, None)
+        return found
+
+
+def _compare(
+    new: memoryview,
+    old: memoryview | None,
+    items: Sequence[Item],
+    limit_bytes: int,
+    stop: Sequence[bool],
+) -> _Result:
+    """Of all items; beyond `limit_bytes` of changes, ranges are to be read whole."""
+    parts, data, changed_bytes, size_bytes = [], [], 0, 0
+    for begin, end, element_bytes in items:
+        if stop:
+            break
+        (digest,) = digest_all(new, [(begin, end)])
+        delta = Delta(pb.DELTA_FORM_UNSPECIFIED, -1)
+        if old is not None:
+            delta = make_delta(new[begin:end], old[begin:end], element_bytes)
+            changed_bytes += delta.changed_count * element_bytes
+        if size_bytes + len(delta.data) > limit_bytes:
+            delta = Delta(pb.DELTA_FORM_UNSPECIFIED, delta.changed_count)
+        size_bytes += len(delta.data)
+        data.append(delta.data)
+        parts.append(
+            pb.DeltaPart(
+                digest=digest,
+                form=delta.form,  # type: ignore[arg-type]  # the same numbers
+                changed_count=delta.changed_count,
+                size_bytes=len(delta.data),
+            )
+        )
+    return _Result(tuple(parts), b"".join(data), changed_bytes)
+
+
+def _checked(items: Sequence[pb.DeltaItem], size_bytes: int) -> tuple[Item, ...]:
+    """The items as tuples. Raises UsageError: too many, or one does not fit the snapshot."""
+    if len(items) > MAX_ITEMS:
+        raise UsageError(f"items: {len(items):,}; expected at most {MAX_ITEMS:,}")
+    found = tuple((item.begin_bytes, item.end_bytes, item.element_bytes) for item in items)
+    for begin, end, element_bytes in found:
+        whole = element_bytes in ELEMENT_BYTES and (end - begin) % element_bytes == 0
+        if not 0 <= begin <= end <= size_bytes or not whole:
+            raise UsageError(
+                f"items: bytes [{begin}, {end}) of elements of {element_bytes}; expected whole "
+                f"elements of 1, 2, 4 or 8 bytes within the snapshot's {size_bytes}"
+            )
+    return found

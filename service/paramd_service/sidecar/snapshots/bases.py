@@ -1,0 +1,103 @@
+"""Snapshots kept as bases: states that followers have, and want to know the changes since.
+
+A base is a snapshot that nobody needs to lease any more, found by what it is of and its state. All
+followers of the same spans share it. Bases have a budget of their own: the least recently used one
+goes when there is no room, and one that nobody asked for in `IDLE_S`. Event loop only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from paramd_service.sidecar.snapshots.store import Key, Snapshot, SnapshotStore, block_bytes
+
+IDLE_S = 600.0
+"""How long a base is kept that nobody asks for; a follower may want every hundredth step."""
+
+State: TypeAlias = tuple[Key, int, int]
+"""What bytes are of, their step and their edits."""
+
+
+@dataclass(slots=True)
+class DeltaCounts:
+    """What was done for followers since the process started."""
+
+    computed_count: int = 0
+    """Comparisons of two states; those who ask for the same one share it."""
+    answered_count: int = 0
+    sent_bytes: int = 0
+    """Bytes of changes, sent as such."""
+    changed_bytes: int = 0
+    """Bytes of elements that changed, over all answers."""
+
+
+def state_of(snapshot: Snapshot) -> State:
+    """What a filled snapshot is found by."""
+    return snapshot.key, snapshot.step, snapshot.edits
+
+
+class Bases:
+    """The bases of one attachment."""
+
+    def __init__(
+        self, store: SnapshotStore, *, budget_bytes: int, clock_ns: Callable[[], int]
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self._store = store
+        self._clock_ns = clock_ns
+        # The least recently used one first.
+        self._kept: dict[State, tuple[Snapshot, int]] = {}
+        self._closed = False
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(block_bytes(snapshot.size_bytes) for snapshot, _ in self._kept.values())
+
+    def find(self, state: State) -> Snapshot | None:
+        """The base of that state, held once more; None: it is gone, or was never kept."""
+        found = self._kept.pop(state, None)
+        if found is None:
+            return None
+        snapshot, _ = found
+        self._kept[state] = snapshot, self._clock_ns()
+        return self._store.hold(snapshot)
+
+    def keep(self, snapshot: Snapshot) -> None:
+        """Keep a filled snapshot as a base, if it fits at all."""
+        state, size_bytes = state_of(snapshot), block_bytes(snapshot.size_bytes)
+        if (held := self.find(state)) is not None:
+            self._store.drop(held)
+            return
+        # Closed: the attachment ended while its changes were compared.
+        if (
+            self._closed
+            or not snapshot.shareable
+            or not snapshot.size_bytes
+            or size_bytes > self.budget_bytes
+        ):
+            return
+        while self.size_bytes + size_bytes > self.budget_bytes:
+            self._forget(next(iter(self._kept)))
+        self._store.count_as_base(self._store.hold(snapshot), True)
+        self._kept[state] = snapshot, self._clock_ns()
+
+    def sweep(self) -> int | None:
+        """Forget what nobody asked for; return when to call again (None: nothing is kept)."""
+        idle_ns, now_ns = int(IDLE_S * 1e9), self._clock_ns()
+        for state in [s for s, (_, used_ns) in self._kept.items() if used_ns + idle_ns <= now_ns]:
+            self._forget(state)
+        return min((used_ns + idle_ns for _, used_ns in self._kept.values()), default=None)
+
+    def close(self) -> None:
+        """Forget all, and keep nothing more."""
+        self._closed = True
+        for state in list(self._kept):
+            self._forget(state)
+
+    def _forget(self, state: State) -> None:
+        snapshot, _ = self._kept.pop(state)
+        # Leases on it count from now on as they did.
+        self._store.count_as_base(snapshot, False)
+        self._store.drop(snapshot)

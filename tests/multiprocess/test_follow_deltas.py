@@ -1,0 +1,233 @@
+"""Followers that have deltas sent: every frame is what torch gathered, in fewer bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+from safetensors.torch import save_file
+
+from paramd import places
+from paramd.mesh.connect import async_connect
+from paramd.mesh.frames.frames import ParamFrame
+from paramd.mesh.mesh import Mesh
+from tests.integration.engine_servers import Model, engine_server
+from tests.launch import start_ranks
+from tests.longer import times
+from tests.multiprocess.truth import connect_to, wait_until
+from tests.multiprocess.workers.followed import JOB, sha256_of
+
+WORKER = "tests.multiprocess.workers.followed"
+
+UPDATES = times(50, 1000)
+FOLLOWERS = 8
+SETTLING = 5
+"""Frames at the beginning, while reader and training find into step."""
+
+
+@dataclass
+class Training:
+    """A training that waits for its reader, and what it wrote."""
+
+    folder: Path
+    state_dir: Path
+    truth: dict[int, dict[str, str]] = field(default_factory=dict)
+    _read: int = 0
+
+    def seen(self, step: int, patience_s: float = 30.0) -> None:
+        """Let the training go on to the update after `step`, and wait there for the next call."""
+        part = self.folder / f"seen.{os.getpid()}"
+        part.write_text(f"{step} {patience_s}")
+        part.replace(self.folder / "seen")
+
+    def check(self, frame: ParamFrame) -> None:
+        """Fail unless the frame's tensors are those that torch gathered after that update."""
+        self.read_truth()
+        assert {name: sha256_of(frame[name]) for name in frame} == self.truth[frame.step]
+
+    def read_truth(self) -> None:
+        """Read what the training has written since."""
+        with (self.folder / "truth").open() as file:
+            file.seek(self._read)
+            while (line := file.readline()).endswith("\n"):
+                found = json.loads(line)
+                self.truth[found["step"]] = found["digests"]
+                self._read = file.tell()
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of all sidecars, summed."""
+        found: dict[str, float] = {}
+        endpoint = places._load(self.state_dir / JOB / places.ENDPOINT_FILE)
+        assert endpoint is not None
+        for rank in range(2):
+            request = urllib.request.Request(
+                f"{endpoint.url}/api/v1/jobs/{JOB}/ranks/{rank}/metrics",
+                headers={"authorization": f"Bearer {endpoint.token}"},
+            )
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                for family in text_string_to_metric_families(answer.read().decode()):
+                    for sample in family.samples:
+                        found[sample.name] = found.get(sample.name, 0) + sample.value
+        return found
+
+
+@contextmanager
+def training(tmp_path: Path, **env: str) -> Iterator[Training]:
+    with start_ranks(WORKER, 2, args=["--folder", str(tmp_path)], env=env) as ranks:
+        ranks.wait_for_text("attached", rank=0)
+        yield Training(tmp_path, ranks.state_dir)
+        (tmp_path / "stop").touch()
+        for result in ranks.wait(timeout_s=60):
+            assert result.returncode == 0, ranks.outputs()
+
+
+@pytest.mark.timeout(times(400, 1800))
+def test_every_update_is_what_torch_gathered_and_costs_fewer_bytes(tmp_path: Path) -> None:
+    with training(tmp_path) as job, connect_to(job.state_dir, JOB) as mesh:
+        frames = mesh.follow("*", deltas=True)
+        steps, sent_bytes, changed_bytes, whole_bytes = [], 0, 0, 0
+        for number, frame in enumerate(frames):
+            job.check(frame)
+            if number > SETTLING:
+                assert frame.dropped == 0, steps
+                assert frame.changed_bytes is not None
+                sent_bytes += frame.sent_bytes
+                changed_bytes += frame.changed_bytes
+                whole_bytes += sum(frame[name].nbytes for name in frame)
+            steps.append(frame.step)
+            job.seen(frame.step)
+            if number == UPDATES + SETTLING:
+                break
+        print(
+            f"{UPDATES:,} updates: {sent_bytes:,} bytes sent, {changed_bytes:,} changed, "
+            f"{whole_bytes:,} in all"
+        )
+        assert changed_bytes < sent_bytes < whole_bytes / 3
+        catches_up(job, mesh)
+
+
+def catches_up(job: Training, mesh: Mesh) -> None:
+    """A follower that was away has the changes of all updates that it missed sent as one."""
+    frames = mesh.follow("*", deltas=True)
+    before = next(frames)
+    job.check(before)
+    job.seen(before.step + 20)
+    wait_until(lambda: mesh.status().step >= before.step + 20, "20 updates")
+    frame = next(one for one in frames if one.step > before.step + 10)
+    job.check(frame)
+    assert frame.sent_bytes < sum(frame[name].nbytes for name in frame)
+    job.seen(frame.step)
+
+
+@pytest.mark.timeout(400)
+def test_many_follow_one_training(tmp_path: Path) -> None:
+    with training(tmp_path) as job:
+        asyncio.run(eight_cost_the_sidecars_one_comparison(job))
+        an_engine_has_what_torch_gathered(job)
+        the_example_evaluates(job)
+
+
+def an_engine_has_what_torch_gathered(job: Training) -> None:
+    """`paramd follow` as a user runs it; the engine is a server with SGLang's routes."""
+    shared = job.folder / "shared"
+    original = job.folder / "original"
+    shared.mkdir()
+    original.mkdir()
+    save_file({"0.weight": torch.zeros(1)}, original / "model.safetensors")
+    model = Model(str(original))
+    job.seen(0, 0.05)
+    with engine_server("sglang", model) as url:
+        command = ("follow", "--to", "sglang", url, "--dir", str(shared), "--deltas", "-n", "3")
+        done = run_beside(job, "-m", "paramd.cli", *command, "--job", JOB, "-o", "jsonl")
+    updates = [json.loads(line) for line in done.splitlines()]
+    assert [update["ok"] for update in updates] == [True] * 3, updates
+    assert model.version == updates[-1]["version"] == f"{JOB}-1-{updates[-1]['step']}"
+    assert updates[-1]["sent_bytes"] < updates[0]["sent_bytes"]
+    job.read_truth()
+    assert {name: sha256_of(one) for name, one in model.weights.items()} == job.truth[
+        updates[-1]["step"]
+    ]
+
+
+def the_example_evaluates(job: Training) -> None:
+    example = Path(__file__).parents[2] / "examples" / "evaluate.py"
+    done = run_beside(job, str(example), "--job", JOB, "--frames", "3")
+    assert len(done.splitlines()) == 3, done
+    assert "bytes sent" in done
+
+
+def run_beside(job: Training, *arguments: str) -> str:
+    """Run our python where the job's state dir is; its stdout."""
+    env = os.environ | {"PARAMD_STATE_DIR": str(job.state_dir)}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        check=False,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+async def eight_cost_the_sidecars_one_comparison(job: Training) -> None:
+    """All followers that go from one step to the same other one share the comparison."""
+    endpoint = places._load(job.state_dir / JOB / places.ENDPOINT_FILE)
+    assert endpoint is not None
+    steps: dict[int, list[int]] = {number: [] for number in range(FOLLOWERS)}
+
+    async def follow(number: int) -> None:
+        async with async_connect(endpoint.url, endpoint.token, job=JOB) as mesh:
+            frames = mesh.follow("*", deltas=True)
+            async for frame in frames:
+                job.check(frame)
+                steps[number].append(frame.step)
+                # Not for ever: those that join do so at a later update.
+                job.seen(min(known[-1] if known else 0 for known in steps.values()), 0.5)
+                # Until all have had enough, so that none leaves the others waiting.
+                if all(len(known) > SETTLING + 10 for known in steps.values()):
+                    break
+            await frames.aclose()  # type: ignore[attr-defined]
+
+    job.seen(0, 0.5)
+    before = job.metrics()
+    await asyncio.gather(*(follow(number) for number in range(FOLLOWERS)))
+    after = job.metrics()
+    told = {name: after[name] - before[name] for name in after if "delta" in name}
+    answered = 2 * sum(map(len, steps.values()))
+    different = {pair for known in steps.values() for pair in pairwise([0, *known])}
+    assert told["paramd_sidecar_deltas_answered_total"] == answered
+    assert told["paramd_sidecar_deltas_computed_total"] <= 2 * len(different)
+    assert 2 * len(different) < answered / 3, steps
+    assert told["paramd_sidecar_delta_sent_bytes_total"] > 0
+
+
+@pytest.mark.timeout(400)
+def test_without_room_for_a_base_all_is_sent_whole(tmp_path: Path) -> None:
+    with (
+        training(tmp_path, PARAMD_DELTA_BUDGET_BYTES="0") as job,
+        connect_to(job.state_dir, JOB) as mesh,
+    ):
+        for number, frame in enumerate(mesh.follow("*", deltas=True)):
+            job.check(frame)
+            changed = sum(frame[name].nbytes for name in frame.changed)
+            assert frame.changed_bytes is not None
+            # Of a tensor, a rank's part may be as it was.
+            assert 0 < frame.changed_bytes <= changed
+            assert frame.sent_bytes > frame.changed_bytes
+            job.seen(frame.step)
+            if number == 5:
+                break

@@ -34,7 +34,7 @@ help: ## list the targets
 # starting their servers: tests start their own.
 PROGRAMS := chromium:chromium promtool:prometheus systemd-analyze:systemd ip:iproute2 \
 	nft:nftables sshd:openssh-server ssh:openssh-client \
-	slurmd:slurmd slurmctld:slurmctld sbatch:slurm-client munged:munge
+	slurmd:slurmd slurmctld:slurmctld sbatch:slurm-client munged:munge cc:build-essential
 
 system: ## what tests need of the operating system (Debian; installs it when root)
 	@missing=""; \

@@ -36,6 +36,7 @@ NAMES = (
     "control_scale",
     "control_requests",
     "dashboard",
+    "gpu",
 )
 
 

@@ -3,11 +3,12 @@
     --mode stamp       each update writes its number into every element
     --mode frozen      updates change nothing; what is there was edited
     --mode gradients   each update finds gradients that are its number (modulo 200)
-    --mode train       AdamW on random data, exactly `--steps` updates
+    --mode train       AdamW (or `--optimizer sgd`) on random data, exactly `--steps` updates
 
 and --wrap plain (one rank), ddp (ranks share the device, over gloo) or fsdp2 (one rank, NCCL).
 Ends when `--stop` exists, except "train". At the end each rank prints "holds" and a digest of
-its parameters. `--bare` trains without paramd.
+its parameters. `--bare` trains without paramd. After update `--pause-at` it says "paused" and waits
+until `--go` exists.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch import nn
 
 import paramd
 from tests.ending import end
+from tests.gpu.late import late_fill
 
 JOB = "device"
 DEVICE = os.environ.get("PARAMD_GPU_TESTS_ON", "cuda")
@@ -51,7 +53,7 @@ class Slow(torch.optim.Optimizer):
                 for part in local_of(parameter).reshape(-1).chunk(2):
                     sleep()
                     if self._fills:
-                        part.fill_(self.updates)
+                        late_fill(part, self.updates)
 
 
 def sleep() -> None:
@@ -82,10 +84,13 @@ def make_model(wrap: str) -> nn.Module:
     return model
 
 
-def updating(mode: str, model: nn.Module) -> tuple[torch.optim.Optimizer, Callable[[int], None]]:
+def updating(
+    mode: str, model: nn.Module, optimizer: str = "adamw"
+) -> tuple[torch.optim.Optimizer, Callable[[int], None]]:
     """The optimizer, and what does update n."""
     if mode == "train":
-        adam = torch.optim.AdamW(model.parameters(), lr=0.01)
+        kind = torch.optim.AdamW if optimizer == "adamw" else torch.optim.SGD
+        adam = kind(model.parameters(), lr=0.01)
 
         def train(number: int) -> None:
             torch.manual_seed(number)
@@ -117,6 +122,9 @@ def main() -> None:
     parser.add_argument("--stop", type=Path)
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--bare", action="store_true")
+    parser.add_argument("--optimizer", default="adamw")
+    parser.add_argument("--pause-at", type=int, default=0)
+    parser.add_argument("--go", type=Path)
     arguments = parser.parse_args()
     if DEVICE == "cuda":
         torch.cuda.set_device(0)
@@ -126,15 +134,20 @@ def main() -> None:
         backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
         dist.init_process_group(backend)
     model = make_model(arguments.wrap)
-    optimizer, update = updating(arguments.mode, model)
+    optimizer, update = updating(arguments.mode, model, arguments.optimizer)
     attachment = None
     if not arguments.bare:
         attachment = paramd.attach(model, optimizer, job=JOB)
         print("attached", flush=True)
-    number = 0
+    number = attachment.step if attachment is not None else 0
+    resumed = attachment.resumed if attachment is not None else None
+    print(f"from step {number}, {resumed.how if resumed is not None else 'anew'}", flush=True)
     while not over(arguments, number):
         number += 1
         update(number)
+        if attachment is not None:
+            attachment.kept()
+        pause(arguments, number)
         time.sleep(0.003)
     if attachment is not None:
         stalls = attachment.stalls()
@@ -148,6 +161,13 @@ def main() -> None:
     print(f"holds {digest.hexdigest()}", flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def pause(arguments: argparse.Namespace, number: int) -> None:
+    if number == arguments.pause_at and not arguments.go.exists():
+        print("paused", flush=True)
+        while not arguments.go.exists():
+            time.sleep(0.01)
 
 
 def over(arguments: argparse.Namespace, number: int) -> bool:

@@ -229,6 +229,7 @@ class Word(IntEnum):
     REWINDABLE = 104  # whether a rollback may come (trainer/resume): 0 no, 1 yes, 2 never: copies
     REWOUND = 105  # counts how often there was one; steps come again after that
     MOMENTS_LIVE = 106  # 1: optimizer state is read where it lies, in the optimizer memory
+    DEVICE_FENCE = 107  # what the device writes behind all work of the state told (device_arena.py)
 
     # Words 128 to 191 are the trainer's: the last requests agreed.
     # Words 192 to 511 are the trainer's: its text and its sample places.

@@ -70,8 +70,21 @@ STALL_BUDGET_MS: Final = 5.0
 class TrainerGate:
     """The trainer's side. Called only on the thread that runs the optimizer."""
 
-    def __init__(self, page: ControlPage, *, stall_budget_ns: int, mirrored: bool = False) -> None:
-        """`mirrored`: updates do not touch the arena, so they wait for no copy of it."""
+    def __init__(
+        self,
+        page: ControlPage,
+        *,
+        stall_budget_ns: int,
+        mirrored: bool = False,
+        order: Callable[[], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            mirrored: updates do not touch the arena, so they wait for no copy of it.
+            order: called before a state is published: has the device's readers wait for the work
+                that makes it (device_arena.py). None: the arena is in host memory.
+        """
+        self._order = order
         self._mirrored = mirrored
         self._words = page.words
         self._stall_budget_ns = stall_budget_ns
@@ -99,6 +112,8 @@ class TrainerGate:
         """
         words = self._words
         words[_REST] = 0
+        if self._order is not None:
+            self._order()
         words[_REST_STEP], words[_REST_ITERATION] = step, iteration
         words[_REST_DIGEST], words[_REST_NS] = digest, time.monotonic_ns()
         self._rests += 1
@@ -109,6 +124,8 @@ class TrainerGate:
         """Publish the step; make SEQ even again if the parameters are `proven` in place."""
         words = self._words
         words[_REST] = 0
+        if self._order is not None:
+            self._order()
         # Before SEQ: a reader that sees it even must find the step it belongs to.
         words[_STEP], words[_ITERATION] = step, iteration
         if proven and words[_SEQ] & 1:
@@ -116,6 +133,8 @@ class TrainerGate:
 
     def end_edit(self) -> None:
         """Publish one more edit of the same step and make SEQ even again."""
+        if self._order is not None:
+            self._order()
         words = self._words
         words[_EDITS] += 1
         words[_SEQ] += 1
@@ -187,6 +206,14 @@ class CopyEnd(Enum):
     CHANGED = "parameters were changed after the last update, and training has not gone on"
 
 
+class LateError(Exception):
+    """A device has not finished the update in time: the copy counts as overtaken."""
+
+
+Move = Callable[[int, int, int], object]
+"""Copies bytes: target, source (of a CopySpan) and how many. May raise LateError."""
+
+
 @dataclass(frozen=True, slots=True)
 class CopySpan:
     """Bytes to copy: addresses in this process, and a length."""
@@ -228,6 +255,7 @@ def copy_at_rest(
     *,
     changed_too: bool = False,
     at_point: Callable[[str], None] = lambda _: None,
+    move: Move = ctypes.memmove,
 ) -> tuple[CopyEnd, State]:
     """As `copy_at_one_step`, of a resting state.
 
@@ -242,7 +270,7 @@ def copy_at_rest(
     before = digest()
     if before != page.words[_REST_DIGEST] and not changed_too:
         return CopyEnd.CHANGED, state
-    end, _ = _copy_while(page, spans, (Word.REST, -state.proof), _STATE_WORDS, at_point)
+    end, _ = _copy_while(page, spans, (Word.REST, -state.proof), _STATE_WORDS, at_point, move)
     if end is CopyEnd.DONE and digest() != before:
         return CopyEnd.CHANGED, state
     return end, state
@@ -253,19 +281,20 @@ def copy_at_one_step(
     spans: Sequence[CopySpan],
     *,
     at_point: Callable[[str], None] = lambda _: None,
+    move: Move = ctypes.memmove,
 ) -> tuple[CopyEnd, State]:
     """The sidecar's side: copy all spans of one state, or say why not.
 
     Runs on the sidecar's one copying thread; releases the GIL while bytes move. Targets must
     be pre-faulted, since the trainer may be waiting. `at_point` is called at the points
-    "copy-begun", "copy-chunk" and "copy-moved" (fault injection).
+    "copy-begun", "copy-chunk" and "copy-moved" (fault injection); `move` copies bytes.
 
     Returns how the copy ended and the state its bytes belong to (meaningful only for DONE).
     """
     seq = page.words[Word.SEQ]
     if seq & 1:
         return CopyEnd.UPDATING, state_of(page)
-    return _copy_while(page, spans, (Word.SEQ, seq), _STATE_WORDS, at_point)
+    return _copy_while(page, spans, (Word.SEQ, seq), _STATE_WORDS, at_point, move)
 
 
 def copy_of_request(
@@ -279,7 +308,7 @@ def copy_of_request(
     if page.words[Word.MIRRORED_FOR] != number:
         return CopyEnd.UPDATING, state_of(page)
     state = (Word.MIRRORED_STEP, Word.MIRRORED_EDITS, Word.MIRRORED_ITERATION)
-    return _copy_while(page, spans, (Word.MIRRORED_FOR, number), state, at_point)
+    return _copy_while(page, spans, (Word.MIRRORED_FOR, number), state, at_point, ctypes.memmove)
 
 
 _STATE_WORDS = (Word.STEP, Word.EDITS, Word.ITERATION)
@@ -291,6 +320,7 @@ def _copy_while(
     good: tuple[Word, int],
     state_words: tuple[Word, Word, Word],
     at_point: Callable[[str], None],
+    move: Move,
 ) -> tuple[CopyEnd, State]:
     """Copy for as long as the proof word keeps its value; three other words name the state."""
     words, (proof, value) = page.words, good
@@ -305,12 +335,14 @@ def _copy_while(
                 if words[proof] != value:
                     return CopyEnd.OVERTAKEN, state
                 size = min(COPY_CHUNK_BYTES, span.size_bytes - begin)
-                ctypes.memmove(span.target + begin, span.source + begin, size)
+                move(span.target + begin, span.source + begin, size)
                 at_point("copy-chunk")
         at_point("copy-moved")
         if words[proof] != value:
             return CopyEnd.OVERTAKEN, state
         return CopyEnd.DONE, state
+    except LateError:
+        return CopyEnd.OVERTAKEN, state
     finally:
         # Even on failure, or the next update would wait in vain for this copy.
         words[Word.COPY_ENDED] = words[Word.COPY_BEGUN]

@@ -106,8 +106,12 @@ class Descriptors:
         *,
         survived: Survived | None = None,
         create_memory: Callable[[str, int], int] = descriptors.create_memory,
+        create_arena: Callable[[int], int] | None = None,
     ) -> Descriptors:
         """Create all of them, zeroed; of `survived` duplicates are taken instead.
+
+        Args:
+            create_arena: makes an arena of that many bytes on a device.
 
         Raises:
             ExhaustedError: not enough memory for the arena.
@@ -118,6 +122,8 @@ class Descriptors:
             made.append(descriptors.wake_event())
             if survived is not None:
                 made.append(_duplicate(survived.arena))
+            elif create_arena is not None:
+                made.append(create_arena(arena_bytes))
             else:
                 made.append(create_memory("paramd-arena", arena_bytes))
             made.append(create_sparse("paramd-edits", edits_bytes(arena_bytes)))
@@ -135,8 +141,12 @@ class Descriptors:
         return cls(*made)
 
     @classmethod
-    def received(cls, fds: Sequence[int], arena_bytes: int) -> Descriptors:
+    def received(
+        cls, fds: Sequence[int], arena_bytes: int, *, on_device: bool = False
+    ) -> Descriptors:
         """Adopt descriptors from the Unix socket. On error the caller still owns `fds`.
+
+        `on_device`: only a device's driver can tell what the arena's stands for.
 
         Raises:
             UsageError: they are not the expected objects.
@@ -149,7 +159,7 @@ class Descriptors:
         found = cls(*fds)
         least = {
             found.page: PAGE_BYTES,
-            found.arena: arena_bytes,
+            found.arena: 0 if on_device else arena_bytes,
             found.edits: edits_bytes(arena_bytes),
             found.gradients: gradients_bytes(arena_bytes),
             found.moments: moments_bytes(arena_bytes),

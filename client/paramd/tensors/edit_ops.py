@@ -15,7 +15,8 @@ CHUNK_BYTES = 256 << 10
 class Views:
     """Tensor views of one mapped memory; making them touches no page."""
 
-    def __init__(self, memory: memoryview) -> None:
+    def __init__(self, memory: memoryview | torch.Tensor) -> None:
+        """`memory`: a map, or its bytes as a tensor."""
         self._memory = memory
         self._whole: dict[str, torch.Tensor] = {}
 
@@ -26,9 +27,11 @@ class Views:
         whole = self._whole.get(dtype)
         if whole is None:
             kind = getattr(torch, dtype)
-            whole = torch.frombuffer(
-                self._memory, dtype=kind, count=self._memory.nbytes // kind.itemsize
-            )
+            count = self._memory.nbytes // kind.itemsize
+            if isinstance(self._memory, torch.Tensor):
+                whole = self._memory[: count * kind.itemsize].view(kind)
+            else:
+                whole = torch.frombuffer(self._memory, dtype=kind, count=count)
             self._whole[dtype] = whole
         return whole.as_strided(sizes, strides, begin // whole.itemsize)
 

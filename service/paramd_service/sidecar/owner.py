@@ -31,6 +31,7 @@ depend on none of this; their correctness rests on SEQ alone (memory/gate.py).
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -45,6 +46,8 @@ from paramd.errors import ConflictError, UsageError
 from paramd.memory import descriptors
 from paramd.memory.arena import HostArena, is_mirror
 from paramd.memory.control_page import MAGIC, ControlPage, Word, Words
+from paramd.memory.device_arena import DeviceArenaRequest, DeviceReader
+from paramd.memory.gate import Move
 from paramd.memory.handover import Descriptors
 from paramd.security.tickets import MAX_TICKET_BYTES, key_from_hex
 from paramd.v1 import common_pb2
@@ -158,6 +161,8 @@ class AttachRequest:
     """Lineage, the lineage it becomes, and the step up to which standing snapshots stay."""
     copy_ticket: str = field(default="", repr=False)
     """Ticket with which this sidecar sends copies of them to another host; empty: it sends none."""
+    device: DeviceArenaRequest | None = None
+    """Where the arena is; None: in host memory."""
 
 
 def parse_attach(message: dict[str, Any]) -> AttachRequest:
@@ -186,7 +191,9 @@ def parse_attach(message: dict[str, Any]) -> AttachRequest:
     continues = message.get("continues", [0, 0, -1])
     if not (isinstance(continues, list) and [type(one) for one in continues] == [int] * 3):
         raise UsageError(f"attach: continues is {continues!r}; expected three numbers")
+    device = message.get("device")
     return AttachRequest(
+        device=DeviceArenaRequest.from_message(device) if device is not None else None,
         continues=(continues[0], continues[1], continues[2]),
         job=texts["job"],
         version=texts["version"],
@@ -294,15 +301,34 @@ class AttachedMemory:
         self.trainer_pid = 0 if elsewhere else request.pid
         """The trainer's process; 0: it runs in another container, where pids are others."""
         self.page = ControlPage(shared.page)
-        self.arena = HostArena(shared.arena, request.arena_bytes)
+        self.arena: HostArena | DeviceReader = (
+            DeviceReader(request.device, shared.arena, request.arena_bytes, self.page.words)
+            if request.device is not None
+            else HostArena(shared.arena, request.arena_bytes)
+        )
 
     @property
     def incarnation(self) -> int:
         return self.request.incarnation
 
+    @property
+    def device(self) -> DeviceReader | None:
+        """The arena, if it is on a device."""
+        return self.arena if isinstance(self.arena, DeviceReader) else None
+
+    @property
+    def host_bytes(self) -> memoryview:
+        """The arena's bytes as far as they are in host memory: all or none."""
+        return self.arena.buffer if isinstance(self.arena, HostArena) else memoryview(b"")
+
+    @property
+    def move(self) -> Move:
+        """Copies bytes from the arena's addresses, or from other host memory."""
+        return self.arena.move if isinstance(self.arena, DeviceReader) else ctypes.memmove
+
     def fault_in(self) -> None:
         """Prefault the arena for reading, so that the first copy is a warm one. Slow."""
-        memory = self.arena.buffer.obj
+        memory = self.host_bytes.obj
         if self.request.arena_bytes and isinstance(memory, mmap.mmap):
             with suppress(OSError):  # older kernels: the first copy takes the faults
                 memory.madvise(_MADV_POPULATE_READ)
@@ -335,8 +361,13 @@ def attach_memory(
     fds = list(handed_back)
     try:
         if not fds:
-            fds = Descriptors.create(request.arena_bytes, create_memory=create_memory).as_list()
-        shared = Descriptors.received(fds, request.arena_bytes)
+            fds = Descriptors.create(
+                request.arena_bytes,
+                create_memory=create_memory,
+                create_arena=request.device.create if request.device is not None else None,
+            ).as_list()
+        on_device = request.device is not None
+        shared = Descriptors.received(fds, request.arena_bytes, on_device=on_device)
         fds.append(_trainer_pidfd(request) if elsewhere is None else os.dup(elsewhere))
         attached = AttachedMemory(request, shared, fds[-1], elsewhere=elsewhere is not None)
     except BaseException:

@@ -101,7 +101,8 @@ def make_pins(
         attached.page,
         clock_ns=time.monotonic_ns,
         at_point=faults.at,
-        digest=lambda: sample_digest(attached.page, attached.arena.buffer),
+        digest=lambda: sample_digest(attached.page, attached.host_bytes),
+        move=attached.move,
         stopped=lambda: process_state(attached.trainer_pid) == "T",
         serve_standing=serve_standing,
     )
@@ -206,6 +207,7 @@ class RankSidecar:
         self._edits: Edits | None = None
         self._last_layout_digest = ""
         self._ended = asyncio.Event()
+        self._ending_on_device: asyncio.Task[None] | None = None
         self._insight: TrainerInsight | None = None
         self._attaching = asyncio.Lock()
         self._linger_timer: asyncio.TimerHandle | None = None
@@ -414,6 +416,7 @@ class RankSidecar:
         Raises:
             UsageError, ConflictError, ExhaustedError: see owner.py.
         """
+        await self._device_looked_at()
         async with self._attaching:
             try:
                 view = owner_view(self.config.job, self.config.rank, self.ownership, self._attached)
@@ -521,7 +524,16 @@ class RankSidecar:
                 return opened(block)
         raise NotFoundError(f"no standing snapshot of step {step} is here")
 
+    async def _device_looked_at(self) -> None:
+        """Wait until it is known how an ended trainer left its device, if that is being looked at.
+
+        Bounded: the device is polled, never awaited.
+        """
+        if self._ending_on_device is not None:
+            await asyncio.wait([self._ending_on_device])
+
     async def _ending(self) -> None:
+        await self._device_looked_at()
         if self.ownership is Ownership.OWNED:
             with suppress(TimeoutError):
                 async with asyncio.timeout(ENDING_S):
@@ -597,11 +609,12 @@ class RankSidecar:
             self.log("leaving", reason=f"{self.ownership.value}; its user asked it to leave")
             self.leaving.set()
 
-    def start_task(self, work: Coroutine[Any, Any, None]) -> None:
+    def start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `work` in the background; `close` waits for it."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def close(self) -> None:
         """End snapshots and the attachment. Call it once the servers have stopped."""
@@ -674,7 +687,26 @@ class RankSidecar:
         if self._insight is not None:
             self.start_task(self._insight.stop())
         # The process has ended, so its words are final.
-        self.ownership = ownership_after_end(self._attached.page.words)
+        ownership = ownership_after_end(self._attached.page.words)
+        if self._attached.device is None or ownership is Ownership.TORN:
+            self._take_end(ownership)
+        else:
+            self._ending_on_device = self.start_task(self._look_at_device(self._attached))
+
+    async def _look_at_device(self, attached: AttachedMemory) -> None:
+        """Find out whether the device finished what an ended trainer had told of."""
+        assert attached.device is not None
+        why = await asyncio.get_running_loop().run_in_executor(self.executor, attached.device.end)
+        if why:
+            self.log("device-unfinished", reason=why)
+        if attached is self._attached:
+            ended = ownership_after_end(attached.page.words)
+            self._take_end(Ownership.TORN if why else ended)
+
+    def _take_end(self, ownership: Ownership) -> None:
+        assert self._attached is not None
+        assert self._pins is not None
+        self.ownership = ownership
         if self.ownership is Ownership.ORPHANED and self._attached.page[Word.LINEAGE]:
             self.standing.trainer_ended(self._attached)
         self._ended.set()

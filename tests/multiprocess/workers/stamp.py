@@ -25,6 +25,7 @@ import torch.distributed as dist
 import paramd
 from paramd.trainer.attaching.attachment import Attachment
 from tests.ending import end
+from tests.gpu.late import late_fill
 from tests.multiprocess import kinds
 
 RAISED_S = 4.0
@@ -50,7 +51,7 @@ class StampOptimizer(torch.optim.Optimizer):
                     self._half_way()
                 local = getattr(parameter, "_local_tensor", parameter.data)
                 for part in local.reshape(-1).chunk(2) if local.is_contiguous() else [local]:
-                    part.fill_(self.updates)
+                    late_fill(part, self.updates)
                     if self._rest_s:
                         time.sleep(self._rest_s)
 

@@ -146,8 +146,8 @@ def test_which_home_a_model_gets() -> None:
     assert type(home_of(Odd(), "auto")) is type(home_of(Odd(), "host")) is ParameterStorage
     with pytest.raises(ConflictError, match="on meta; expected one of cpu, cuda"):
         home_of(nn.Linear(2, 2, device="meta"), "auto")
-    with pytest.raises(UsageError, match="arena must be one of auto, host, mirror"):
-        AttachSettings(arena="device")
+    with pytest.raises(UsageError, match="arena must be one of auto, host, device, mirror"):
+        AttachSettings(arena="elsewhere")
 
 
 def test_what_is_wanted_survives_its_word() -> None:

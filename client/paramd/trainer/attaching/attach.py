@@ -52,9 +52,10 @@ def attach(
             in PARAMD_TOKEN or PARAMD_TOKEN_FILE. None takes `settings.control`; if that is
             empty too, rank 0 starts a control plane for this job alone. One that does not answer
             within `settings.control_timeout_s` costs this job its service, never the training.
-        arena: "auto", "host" or "mirror", see AttachSettings; None takes `settings.arena`.
-            Parameters on devices are always mirrored: they stay where they are and can be read
-            only at agreed boundaries, never from a trainer that hangs or has ended.
+        arena: "auto", "host", "device" or "mirror", see AttachSettings; None takes
+            `settings.arena`. Parameters on devices are mirrored: they stay where they are and can
+            be read only at agreed boundaries, never from a trainer that hangs or has ended; but
+            with "device" they move into memory of their device that the sidecar owns.
         resume: "auto" or "never"; None takes `settings.resume`. "auto": when this script was
             killed and is started again, its sidecars still have the memory that it trained in;
             training continues there, at the same step on all ranks, and `attachment.resumed` says

@@ -25,6 +25,7 @@ from paramd.trainer.boundary.signals import Signals
 from paramd.trainer.helpers.control_link import ControlLink
 from paramd.trainer.helpers.sidecar_link import Identity, SidecarLink
 from paramd.trainer.helpers.tracking import Tracking
+from paramd.trainer.home.device import DeviceMemory
 from paramd.trainer.home.owned import ParameterStorage
 from paramd.trainer.resume.keeper import Keeper, Keeping
 from paramd.trainer.resume.optimizer_home import OptimizerHome
@@ -68,7 +69,7 @@ class Attachment:
         identity: Identity,
         *,
         page: ControlPage,
-        arena: HostArena,
+        arena: HostArena | DeviceMemory,
         home: ParameterStorage,
         boundary: Boundary,
         editor: Editor,

@@ -25,7 +25,6 @@ from paramd.layout.merge import check_replicas, layout_digest, merge_layouts, wh
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import MAGIC, ControlPage, Word
 from paramd.memory.descriptors import SparseMemory
-from paramd.memory.forking import private_in_children
 from paramd.memory.handover import Descriptors
 from paramd.security.tickets import new_token
 from paramd.security.tls import Pems
@@ -57,6 +56,7 @@ from paramd.trainer.boundary.moments import Moments
 from paramd.trainer.helpers.control_link import ControlLink
 from paramd.trainer.helpers.sidecar_link import Identity, OwnTls, SidecarLink
 from paramd.trainer.helpers.site_link import Registration
+from paramd.trainer.home.device import DeviceMemory
 from paramd.trainer.home.mirrored import MirroredHome, home_of
 from paramd.trainer.home.owned import ParameterStorage
 from paramd.trainer.model import zero
@@ -145,6 +145,8 @@ class Stages:
             check_attachable(module, optimizers, self._job)
             home = home_of(module, self._settings.arena)
             homes.append(home)
+            if home.device is not None:
+                self._undo.callback(home.device.close)
             _check_resumable(self._settings, home, self._keep)
             local.append(encode_local(home.local_layout(self._exchange.rank)))
             return {
@@ -233,6 +235,8 @@ class Stages:
             return found
         exchange = self._exchange
 
+        device = found.home.device
+
         def look() -> dict[str, Any]:
             self._succession = Succession(
                 job=self._job,
@@ -243,6 +247,7 @@ class Stages:
                 layout_digest=found.layout_digest,
                 socket_path=places.socket_path(self._job, exchange.rank),
                 hosts=self._hosts,
+                device=device.request.uuid.hex() if device is not None else "",
             )
             self._undo.callback(self._succession.close)
             return {"offer": self._succession.look().to_message(), "lineage": new_lineage()}
@@ -356,6 +361,7 @@ class Stages:
                 self._settings,
                 socket_path=path,
                 arena_bytes=found.home.arena_bytes,
+                device=found.home.device,
             )
             # Undone before the control plane, which exits after the last sidecar.
             self._undo.callback(self._let_go_of_sidecar)
@@ -552,10 +558,9 @@ class Stages:
         assert self._sidecar is not None
         shared = self._sidecar.own_descriptors()
         page = ControlPage(shared.page)
-        arena = HostArena(shared.arena, found.home.arena_bytes)
-        self._undo.callback(arena.close)
         self._undo.callback(page.close)
-        private_in_children(arena)
+        arena = found.home.open_arena(shared.arena, page)
+        self._undo.callback(arena.close)
 
         succession = self._succession
         optimizer_memory = SparseMemory(shared.optimizer)
@@ -651,7 +656,7 @@ class Stages:
         self,
         found: Found,
         page: ControlPage,
-        arena: HostArena,
+        arena: HostArena | DeviceMemory,
         state: OptimizerHome,
         keeper: Keeper,
     ) -> Rewinder:
@@ -686,7 +691,7 @@ class Stages:
         home: ParameterStorage,
         identity: Identity,
         page: ControlPage,
-        arena: HostArena,
+        arena: HostArena | DeviceMemory,
         shared: Descriptors,
         agreement: Agreement,
     ) -> Attachment:
@@ -694,7 +699,9 @@ class Stages:
         mirror = home if isinstance(home, MirroredHome) else None
         page[Word.MIRRORED] = int(mirror is not None)
         edits = SparseMemory(shared.edits)
-        editor = Editor(page, arena, edits, at_point=self._at_point, mirror=mirror)
+        editor = Editor(
+            page, arena, edits, at_point=self._at_point, mirror=mirror, finish=home.finish
+        )
         moments = Moments(page, arena, SparseMemory(shared.moments), mirror=mirror)
         boundary = Boundary(
             page,
@@ -707,6 +714,7 @@ class Stages:
             hold_cap_s=cap_s(collective_timeout_s()),
             stall_budget_ns=round(self._settings.stall_budget_ms * 1e6),
             mirror=mirror,
+            order=home.device.publish if home.device is not None else None,
             always_strict=self._warned(changes_in_forward(model)),
             after_edit=partial(zero.refresh, model),
         )

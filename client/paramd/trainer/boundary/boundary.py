@@ -146,16 +146,23 @@ class Boundary:
         hold_cap_s: float,
         stall_budget_ns: int,
         mirror: MirrorLike | None = None,
+        order: Callable[[], None] | None = None,
         always_strict: str = "",
         after_edit: Callable[[], None] = lambda: None,
     ) -> None:
-        """`always_strict` names what in the model changes parameters outside updates."""
+        """
+        Args:
+            order: as of `TrainerGate`.
+            always_strict: names what in the model changes parameters outside updates.
+        """
         self._page = page
         self._words = page.words
         self._wake_descriptor = wake_descriptor
         self._home = home
         self._editor = editor
-        self._gate = TrainerGate(page, stall_budget_ns=stall_budget_ns, mirrored=mirror is not None)
+        self._gate = TrainerGate(
+            page, stall_budget_ns=stall_budget_ns, mirrored=mirror is not None, order=order
+        )
         self._acting = BoundaryHandler(
             page,
             agreement,

@@ -42,6 +42,7 @@ from paramd.tensors.edit_ops import Views, run
 from paramd.trainer.boundary.agreement import Request
 from paramd.trainer.boundary.hyperparameters import HyperparameterChange
 from paramd.trainer.boundary.moments import Owned, find_owned, owner_of, zero_moments
+from paramd.trainer.home.device import DeviceMemory
 from paramd.trainer.home.mirrored import MirroredHome
 
 log = logging.getLogger("paramd")
@@ -103,18 +104,26 @@ class Editor:
     def __init__(
         self,
         page: ControlPage,
-        arena: HostArena,
+        arena: HostArena | DeviceMemory,
         edits: SparseMemory,
         *,
         at_point: Callable[[str], None] | None = None,
         mirror: MirroredHome | None = None,
+        finish: Callable[[], None] = lambda: None,
     ) -> None:
-        """`mirror` holds the parameters when they do not live in the arena."""
+        """
+        Args:
+            mirror: holds the parameters when they do not live in the arena.
+            finish: waits until a device has done what training queued.
+        """
+        self._finish = finish
         self._words = page.words
         self._arena = arena
         self._mirror = mirror
         self._edits = edits
-        self._arena_views = Views(arena.buffer)
+        self._arena_views = Views(
+            arena.buffer if isinstance(arena, HostArena) else arena.at(0, arena.size_bytes)
+        )
         self._edit_views = Views(edits.buffer)
         self._present: tuple[int, list[tuple[int, int]]] = (0, [])
         self._at_point = at_point if at_point is not None else lambda _: None
@@ -177,6 +186,7 @@ class Editor:
                 raise AssertionError("an edit was promised that had not been prepared")
             if self._mirror is not None:
                 gate.begin_mirror()
+            self._finish()
             self._run(preparation.steps)
             if preparation.deed is not None:
                 told = preparation.deed.apply(request.token)
@@ -287,7 +297,7 @@ class Editor:
             for number, (step, live) in enumerate(zip(steps, lives, strict=True)):
                 if live is not None:
                     step.target.copy_(live)
-                run(step.record, step.target, step.data, step.preimage)
+                _run_on_host(step)
                 if live is not None:
                     live.copy_(step.target)
                 if step.owner is not None:
@@ -307,6 +317,15 @@ class Editor:
         words[Word.REFUSED] = number
         reason = preparation.refusal or f"it is for step {preparation.if_step}, not {step} or later"
         log.warning("paramd: edit request %d is refused: %s", number, reason)
+
+
+def _run_on_host(step: _Step) -> None:
+    """What was staged is in host memory, and so are the values that are kept for an undo."""
+    on_host = step.target.device.type == "cpu"
+    target = step.target if on_host else step.target.cpu()
+    run(step.record, target, step.data, step.preimage)
+    if not on_host:
+        step.target.copy_(target)
 
 
 def _spans(records: Sequence[Record]) -> list[tuple[int, int]]:

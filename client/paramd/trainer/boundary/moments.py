@@ -43,6 +43,7 @@ from paramd.memory.edit_program import Record
 from paramd.memory.handover import MOMENT_ROOMS
 from paramd.memory.moments_table import write_table
 from paramd.tensors.edit_ops import Views
+from paramd.trainer.home.device import DeviceMemory
 from paramd.trainer.home.mirrored import MirroredHome
 from paramd.trainer.home.moving import Range, extent
 from paramd.trainer.model import zero
@@ -162,7 +163,7 @@ class Moments:
     def __init__(
         self,
         page: ControlPage,
-        arena: HostArena,
+        arena: HostArena | DeviceMemory,
         memory: SparseMemory,
         *,
         mirror: MirroredHome | None = None,

@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from paramd import places
 from paramd.errors import ConflictError, ParamdError, UnreachableError, UsageError, error_of_grpc
 from paramd.helpers import end, spawn
 from paramd.memory import descriptors, handover
+from paramd.memory.device_arena import TrainerDevice, create
 from paramd.memory.handover import Descriptors
 from paramd.security.tls import Pems, host_of, is_of_job
 from paramd.state_files import HOST_SOCKET, sidecars_dir
@@ -78,8 +80,16 @@ class SidecarLink:
     """One rank's sidecar, whichever process that currently is."""
 
     def __init__(
-        self, identity: Identity, settings: AttachSettings, *, socket_path: Path, arena_bytes: int
+        self,
+        identity: Identity,
+        settings: AttachSettings,
+        *,
+        socket_path: Path,
+        arena_bytes: int,
+        device: TrainerDevice | None = None,
     ) -> None:
+        """`device`: where the arena is; None: in host memory."""
+        self._device = device
         self._identity = identity
         self._settings = settings
         self._socket_path = socket_path
@@ -108,7 +118,9 @@ class SidecarLink:
     def own_descriptors(self) -> Descriptors:
         """The shared objects; created here if no sidecar did."""
         if self.descriptors is None:
-            self.descriptors = Descriptors.create(self._arena_bytes)
+            device = self._device
+            create_arena = partial(create, device.driver, device.device) if device else None
+            self.descriptors = Descriptors.create(self._arena_bytes, create_arena=create_arena)
         return self.descriptors
 
     def serve(self, mesh: dict[str, Any], layout: bytes) -> None:
@@ -277,6 +289,8 @@ class SidecarLink:
             "version": __version__,
             "continues": list(self.continues),
         }
+        if self._device is not None:
+            message["device"] = self._device.request.to_message()
         if identity.own_tls is not None:
             message["tls"] = identity.own_tls.pems.to_json()
         # A sidecar in another container takes an attach only from a process it has a pidfd of.
@@ -297,7 +311,8 @@ class SidecarLink:
 
     def _received(self, fds: list[int]) -> Descriptors:
         try:
-            return Descriptors.received(fds, self._arena_bytes)
+            on_device = self._device is not None
+            return Descriptors.received(fds, self._arena_bytes, on_device=on_device)
         except UsageError as error:
             for descriptor in fds:
                 os.close(descriptor)

@@ -12,7 +12,7 @@ import torch
 
 from paramd.errors import ConflictError
 from paramd.layout.types import Region
-from paramd.trainer.home.moving import bytes_at
+from paramd.trainer.home.moving import Memory, bytes_at
 from paramd.trainer.model import plain
 from paramd.trainer.model.dtensor import split
 from paramd.trainer.model.local_shard import LocalShard, dtype_name
@@ -21,7 +21,7 @@ from paramd.trainer.model.local_shard import LocalShard, dtype_name
 class BufferCopies:
     """Row-major copies of buffer shards at fixed places in an arena."""
 
-    def __init__(self, arena: memoryview, placed: Sequence[tuple[LocalShard, int]]) -> None:
+    def __init__(self, arena: Memory, placed: Sequence[tuple[LocalShard, int]]) -> None:
         """`placed`: each shard with its first byte in the arena."""
         self._shards = [shard for shard, _ in placed]
         self._targets = [_target(arena, shard, begin) for shard, begin in placed]
@@ -52,7 +52,7 @@ class BufferCopies:
                 live.copy_(target)
 
 
-def _target(arena: memoryview, shard: LocalShard, begin: int) -> torch.Tensor:
+def _target(arena: Memory, shard: LocalShard, begin: int) -> torch.Tensor:
     size_bytes = shard.tensor.numel() * shard.tensor.itemsize
     span = bytes_at(arena, begin, size_bytes)
     return span.view(shard.tensor.dtype).view(shard.tensor.shape)

@@ -10,6 +10,7 @@ offset in both. So an edit's views, and optimizer state, are found by adding.
 
 from __future__ import annotations
 
+import logging
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -25,22 +26,24 @@ from paramd.memory.arena import unpack_wanted
 from paramd.memory.edit_program import Record
 from paramd.memory.gate import TrainerGate
 from paramd.trainer.home.buffers import BufferCopies
+from paramd.trainer.home.device import device_home
 from paramd.trainer.home.devices import DeviceCopies
-from paramd.trainer.home.moving import Range, bytes_at, differences, extent, placed
+from paramd.trainer.home.moving import Memory, Range, bytes_at, differences, extent, placed
 from paramd.trainer.home.owned import (
-    ArenaPlan,
     ParameterStorage,
     address_of,
     check_arena,
     check_reachable,
-    plan_arena,
     said,
 )
+from paramd.trainer.home.plan import ArenaPlan, plan_arena
 from paramd.trainer.model.local_shard import LocalShard, dtype_name
 from paramd.trainer.model.shards import find_shards
 
 if TYPE_CHECKING:
     from paramd.trainer.boundary.agreement import Request
+
+log = logging.getLogger("paramd")
 
 Locate = Callable[[Range], int | None]
 """Maps a parameter's memory to its first arena byte; None for memory of no parameter."""
@@ -66,13 +69,14 @@ class MirroredHome(ParameterStorage):
             check_reachable(shard)
         return plan_arena(shards, ())
 
-    def move_in(self, arena: memoryview) -> None:
+    def move_in(self, arena: Memory) -> None:
         """Use `arena` for the copies; the model is left alone.
 
         Raises:
             UsageError: the arena is too small or read-only.
             ConflictError: the model has changed since the constructor.
         """
+        assert isinstance(arena, memoryview)
         check_arena(arena, self.arena_bytes)
         shards = find_shards(self._model)
         if self._planned(shards) != self._plan or differences(self._shards, shards):
@@ -211,10 +215,13 @@ def home_of(model: nn.Module, arena: str) -> ParameterStorage:
     Raises:
         ConflictError: a tensor cannot be served; the message names it.
     """
-    if arena == "mirror":
-        return MirroredHome(model)
-    devices = {shard.tensor.device for shard in find_shards(model)}
-    return ParameterStorage(model) if {d.type for d in devices} <= {"cpu"} else MirroredHome(model)
+    if arena == "device":
+        home, why_not = device_home(model)
+        if home is None:
+            log.warning("paramd: the parameters cannot be owned on their device: %s", why_not)
+        return home if home is not None else MirroredHome(model)
+    on_host = _on_host(shard.tensor for shard in find_shards(model))
+    return ParameterStorage(model) if on_host and arena != "mirror" else MirroredHome(model)
 
 
 def _live(pieces: Sequence[tuple[int, LocalShard]], record: Record) -> torch.Tensor:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
+from typing import Protocol
 
 import torch
 
@@ -76,8 +77,8 @@ def extent(tensor: torch.Tensor) -> Range:
     return Range(begin, begin + (last + 1) * tensor.itemsize)
 
 
-def live_tensors() -> Iterator[torch.Tensor]:
-    """All CPU tensors with memory, owned or shared, that Python knows.
+def live_tensors(device_type: str = "cpu") -> Iterator[torch.Tensor]:
+    """All tensors with memory on such a device, owned or shared, that Python knows.
 
     One pass over all objects of the process: tens of milliseconds. Misses tensors hidden by
     `gc.freeze()` and those held only by C++.
@@ -85,7 +86,7 @@ def live_tensors() -> Iterator[torch.Tensor]:
     classes = _classes(torch.Tensor)
     with torch._C.DisableTorchFunctionSubclass():
         for item in [item for item in gc.get_objects() if type(item) in classes]:
-            if _has_host_memory(item):
+            if _has_memory(item, device_type):
                 yield item
 
 
@@ -95,9 +96,9 @@ def _classes(root: type) -> set[type]:
     return {root}.union(*map(_classes, children))
 
 
-def _has_host_memory(tensor: torch.Tensor) -> bool:
+def _has_memory(tensor: torch.Tensor, device_type: str) -> bool:
     try:
-        plain = tensor.device.type == "cpu" and has_plain_memory(tensor)
+        plain = tensor.device.type == device_type and has_plain_memory(tensor)
         return plain and tensor.untyped_storage().nbytes() > 0
     except (RuntimeError, NotImplementedError):
         # Wrappers left behind by tracing have no storage and raise.
@@ -127,8 +128,23 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return placed(torch.uint8, storage, 0, (storage.nbytes(),), (1,))
 
 
-def bytes_at(memory: memoryview, begin: int, size_bytes: int) -> torch.Tensor:
+class DeviceBytes(Protocol):
+    """An arena's memory on a device (home/device.py)."""
+
+    @property
+    def nbytes(self) -> int: ...
+    def at(self, begin: int, size_bytes: int) -> torch.Tensor:
+        """As `bytes_at`."""
+
+
+Memory = memoryview | DeviceBytes
+"""What parameters are moved into."""
+
+
+def bytes_at(memory: Memory, begin: int, size_bytes: int) -> torch.Tensor:
     """A span of `memory` as a 1-D uint8 tensor whose storage has exactly that size."""
+    if not isinstance(memory, memoryview):
+        return memory.at(begin, size_bytes)
     return torch.frombuffer(memory, dtype=torch.uint8, count=size_bytes, offset=begin)
 
 
@@ -257,7 +273,7 @@ def bring_back(
         delta = ways.delta(extent(tensor))
         if delta is not None:
             targets.append((tensor, homes.view(tensor, delta)))
-    for tensor in live_tensors():
+    for tensor in live_tensors(left[0].shard.tensor.device.type):
         if id(tensor) not in known and ways.hold(extent(tensor)):
             delta = ways.delta(extent(tensor))
             assert delta is not None
@@ -292,7 +308,8 @@ def evict(
         Range(d.home, d.home + extent(d.shard.tensor).end - extent(d.shard.tensor).begin)
         for d in left
     )
-    inside = [t for t in live_tensors() if t.untyped_storage()._cdata in storages]
+    alive = live_tensors(left[0].shard.tensor.device.type)
+    inside = [t for t in alive if t.untyped_storage()._cdata in storages]
     strangers = [t for t in inside if id(t) not in ours and homes.touches(extent(t))]
     touched = {base.untyped_storage()._cdata for base in bases if homes.touches(extent(base))}
     if has_unseen_users([t for t in inside if t.untyped_storage()._cdata in touched]):

@@ -19,8 +19,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -28,16 +27,18 @@ from torch import nn
 from paramd.errors import ConflictError, UsageError
 from paramd.layout.merge import LocalLayout, LocalTensor
 from paramd.layout.types import Piece, TensorKind
+from paramd.memory.arena import HostArena
+from paramd.memory.forking import private_in_children
 from paramd.trainer.home.buffers import BufferCopies
 from paramd.trainer.home.moving import (
     Escaped,
+    Memory,
     Range,
     Ranges,
     address,
     bring_back,
     bytes_at,
     bytes_of,
-    close_over,
     differences,
     extent,
     has_unseen_users,
@@ -48,32 +49,20 @@ from paramd.trainer.home.moving import (
     strides_of,
     users,
 )
+from paramd.trainer.home.plan import ALIGN_BYTES, ArenaPlan, plan_arena
 from paramd.trainer.home.watch import Contents, Watch, Watched
 from paramd.trainer.model import fsdp2
 from paramd.trainer.model.dtensor import split
 from paramd.trainer.model.local_shard import LocalShard
 from paramd.trainer.model.shards import find_shards
 
-ALIGN_BYTES = 64
-"""torch's own alignment on the host. Kernels may dispatch on it, so every storage keeps its
-address modulo this, and results stay bitwise equal."""
-
+if TYPE_CHECKING:
+    from paramd.memory.control_page import ControlPage
+    from paramd.memory.device_arena import TrainerDevice
+    from paramd.trainer.home.device import DeviceMemory
 
 MIRRORED_DEVICES = ("cpu", "cuda")
 """Device types whose tensors can be copied into host memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class ArenaPlan:
-    """Arena placement of the parameters' storages, followed by the buffers."""
-
-    arena_bytes: int
-    ranges: tuple[Range, ...]
-    """Private memory to move, in module tree order."""
-    starts: tuple[int, ...]
-    """First arena byte of each range."""
-    begins: tuple[int | None, ...]
-    """First arena byte of each shard; None for one without elements."""
 
 
 def arena_kind(tensor: torch.Tensor) -> str:
@@ -102,49 +91,6 @@ def check_reachable(shard: LocalShard) -> None:
         )
 
 
-def plan_arena(shards: Sequence[LocalShard], tensors: Sequence[torch.Tensor]) -> ArenaPlan:
-    """Assign a span to every storage a parameter uses, and one to every buffer.
-
-    Args:
-        shards: what the arena is for.
-        tensors: all live tensors, so that memory they share with parameters moves whole.
-
-    Addresses may come from any device: within a process they never overlap.
-    """
-    params = [s for s in shards if s.kind is TensorKind.PARAMETER and s.tensor.numel()]
-    ranges = close_over(
-        Ranges(storage_range(s.tensor) for s in params),
-        [*tensors, *chain.from_iterable(s.holders for s in params)],
-    )
-    starts: dict[Range, int] = {}
-    cursor = 0
-    for home in dict.fromkeys(_home(ranges, s) for s in params):
-        starts[home] = _aligned(cursor) + home.begin % ALIGN_BYTES
-        cursor = starts[home] + home.end - home.begin
-    begins: list[int | None] = []
-    for shard in shards:
-        if shard.tensor.numel() == 0:
-            begins.append(None)
-        elif shard.kind is TensorKind.PARAMETER:
-            home = _home(ranges, shard)
-            begins.append(starts[home] + address(shard.tensor) - home.begin)
-        else:
-            begins.append(_aligned(cursor))
-            cursor = _aligned(cursor) + shard.tensor.numel() * shard.tensor.itemsize
-    return ArenaPlan(
-        arena_bytes=_aligned(cursor),
-        ranges=tuple(starts),
-        starts=tuple(starts.values()),
-        begins=tuple(begins),
-    )
-
-
-def _home(ranges: Ranges, shard: LocalShard) -> Range:
-    home = ranges.at(address(shard.tensor))
-    assert home is not None, "the ranges are those of the shards' storages"
-    return home
-
-
 def check_movable(shard: LocalShard) -> None:
     """Refuse a tensor that has no kind of arena, or that other processes use.
 
@@ -163,10 +109,6 @@ def check_movable(shard: LocalShard) -> None:
         )
 
 
-def _aligned(offset: int) -> int:
-    return -(-offset // ALIGN_BYTES) * ALIGN_BYTES
-
-
 __all__ = ["ParameterStorage", "arena_kind"]
 
 
@@ -179,6 +121,9 @@ class ParameterStorage:
 
     mirrored = False
     """Whether the arena is a copy, and the parameters stay where they are (mirrored.py)."""
+
+    device: TrainerDevice | None = None
+    """Where the arena is; None: in host memory."""
 
     def __init__(self, model: nn.Module) -> None:
         """Inspect the model and plan an arena for it; change nothing.
@@ -197,9 +142,28 @@ class ParameterStorage:
         """Samples of the arena's contents; None when outside or mirrored."""
 
     def _planned(self, shards: Sequence[LocalShard]) -> ArenaPlan:
+        return self._plan_for(shards, self._alive())
+
+    def _plan_for(self, shards: Sequence[LocalShard], alive: Sequence[torch.Tensor]) -> ArenaPlan:
         for shard in shards:
-            check_movable(shard)
-        return plan_arena(shards, list(live_tensors()))
+            self._check_movable(shard)
+        return plan_arena(shards, alive)
+
+    def _check_movable(self, shard: LocalShard) -> None:
+        check_movable(shard)
+
+    def _alive(self) -> list[torch.Tensor]:
+        """All tensors that may use the parameters' memory."""
+        return list(live_tensors())
+
+    def open_arena(self, descriptor: int, page: ControlPage) -> HostArena | DeviceMemory:
+        """Map the arena into this process. The descriptor stays the caller's."""
+        arena = HostArena(descriptor, self.arena_bytes)
+        private_in_children(arena)
+        return arena
+
+    def finish(self) -> None:
+        """Wait until a device has done what training queued; nothing to do in host memory."""
 
     @property
     def arena_bytes(self) -> int:
@@ -238,7 +202,7 @@ class ParameterStorage:
             )
         return LocalLayout(rank=rank, arena_bytes=self.arena_bytes, tensors=tuple(tensors.values()))
 
-    def move_in(self, arena: memoryview) -> None:
+    def move_in(self, arena: Memory) -> None:
         """Copy every parameter's storage into `arena` and point all its tensors there.
 
         Only between steps, and once: a model that moved out needs a new object. All or nothing:
@@ -255,22 +219,20 @@ class ParameterStorage:
         """
         self._move(arena, filled=True)
 
-    def adopt(self, arena: memoryview) -> None:
+    def adopt(self, arena: Memory) -> None:
         """As `move_in`, but the parameters and buffers get the values that are in `arena`.
 
         Their own are dropped, and no parameter's bytes are touched.
         """
         self._move(arena, filled=False)
 
-    def _move(self, arena: memoryview, *, filled: bool) -> None:
+    def _move(self, arena: Memory, *, filled: bool) -> None:
         if self._bases:
             raise ConflictError("the parameters are already in an arena; detach first")
         check_arena(arena, self.arena_bytes)
         shards = find_shards(self._model)
-        alive = list(live_tensors())
-        for shard in shards:
-            check_movable(shard)
-        if plan_arena(shards, alive) != self._plan or differences(self._shards, shards):
+        alive = self._alive()
+        if self._plan_for(shards, alive) != self._plan or differences(self._shards, shards):
             raise ConflictError(
                 "the model's parameters changed while they were being attached; attach again"
             )
@@ -291,10 +253,12 @@ class ParameterStorage:
             self._buffers.refresh()
         else:
             self._buffers.restore()
-        self.contents = Contents(
-            arena, [(begin, begin + _size_bytes(s)) for s, begin in self.pieces()]
-        )
+        self.contents = self._contents_of(arena)
         self._rewatch()
+
+    def _contents_of(self, arena: Memory) -> Contents:
+        assert isinstance(arena, memoryview)
+        return Contents(arena, [(begin, begin + _size_bytes(s)) for s, begin in self.pieces()])
 
     def _rewatch(self) -> None:
         """Watch the tensors that are in the model now."""
@@ -306,7 +270,7 @@ class ParameterStorage:
             self.contents.watch(self._watch.plain_slots)
 
     def _bases_of(
-        self, arena: memoryview, tensors: Sequence[torch.Tensor], *, filled: bool
+        self, arena: Memory, tensors: Sequence[torch.Tensor], *, filled: bool
     ) -> dict[Range, torch.Tensor]:
         """The arena span of each storage that `tensors` use; `filled`: with its bytes copied."""
         starts = dict(zip(self._plan.ranges, self._plan.starts, strict=True))
@@ -375,7 +339,7 @@ class ParameterStorage:
         self._rewatch()
         left = self._departed()
         for departed in left:
-            check_movable(departed.shard)
+            self._check_movable(departed.shard)
         bring_back(left, self._bases, shards)
         self._shards = find_shards(self._model)
         self._rewatch()
@@ -424,7 +388,7 @@ class ParameterStorage:
             # Even a model that can no longer be served must get its memory back.
             shards = [*shards, *find_shards(self._model)]
         self._bases, self._buffers, self._shards = [], None, []
-        tensors = users(shards, list(live_tensors()), inside)
+        tensors = users(shards, self._alive(), inside)
         copies: dict[Range, torch.Tensor] = {}
         for tensor in tensors:
             old = storage_range(tensor)
@@ -481,16 +445,17 @@ def said(changed: dict[str, str]) -> str:
     return "; ".join(words[:3]) + more
 
 
-def check_arena(arena: memoryview, needed_bytes: int) -> None:
-    if arena.readonly or not arena.contiguous or arena.nbytes < needed_bytes:
+def check_arena(arena: Memory, needed_bytes: int) -> None:
+    usable = not isinstance(arena, memoryview) or (arena.contiguous and not arena.readonly)
+    if not usable or arena.nbytes < needed_bytes:
         raise UsageError(
-            f"the arena is {'read-only, ' if arena.readonly else ''}{arena.nbytes} bytes; "
+            f"the arena is {'' if usable else 'read-only, '}{arena.nbytes} bytes; "
             f"expected at least {needed_bytes} writable, contiguous bytes"
         )
     if address_of(arena) % ALIGN_BYTES:
         raise UsageError(f"the arena's address is not a multiple of {ALIGN_BYTES}; expected a map")
 
 
-def address_of(arena: memoryview) -> int:
+def address_of(arena: Memory) -> int:
     # A rank may hold no elements, and then needs no memory.
     return address(bytes_at(arena, 0, 1)) if arena.nbytes else 0

@@ -43,7 +43,7 @@ from paramd.layout.types import (
     row_major,
 )
 from paramd.trainer.boundary.moments import Owned, find_owned
-from paramd.trainer.home.moving import bytes_at, placed
+from paramd.trainer.home.moving import Memory, bytes_at, placed
 from paramd.trainer.model.dtensor import like
 
 CHUNK_BYTES = 16 << 20
@@ -139,7 +139,7 @@ class Exported:
             self._check_groups(optimizers)
         return xxh3_128(text).hexdigest()
 
-    def fill(self, arena: memoryview) -> None:
+    def fill(self, arena: Memory) -> None:
         """Write this rank's parts of parameters and buffers into their places in the arena.
 
         Raises:

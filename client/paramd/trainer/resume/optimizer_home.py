@@ -25,7 +25,7 @@ from paramd.memory.control_page import ControlPage, Word
 from paramd.memory.descriptors import SparseMemory, pages
 from paramd.memory.forking import private_in_children
 from paramd.trainer.home.moving import address, bytes_at, extent, has_unseen_users, placed, repoint
-from paramd.trainer.home.owned import ALIGN_BYTES
+from paramd.trainer.home.plan import ALIGN_BYTES
 from paramd.trainer.model.dtensor import is_dtensor, like, split
 from paramd.trainer.model.local_shard import dtype_name
 from paramd.trainer.model.plain import has_plain_memory

@@ -23,7 +23,8 @@ from paramd.memory.continuation import read_pair
 from paramd.memory.control_page import NEVER_REWINDABLE, ControlPage, Word
 from paramd.memory.descriptors import SparseMemory, pages
 from paramd.memory.edit_note import Kept, Note, branch_of, write_payload
-from paramd.trainer.home.moving import bytes_at
+from paramd.trainer.home.device import DeviceMemory
+from paramd.trainer.home.moving import Memory, bytes_at
 from paramd.trainer.home.owned import ParameterStorage
 from paramd.trainer.resume.codec import decode
 from paramd.trainer.resume.keeper import Keeper, read_record
@@ -49,7 +50,7 @@ class Rewinder:
     def __init__(
         self,
         page: ControlPage,
-        arena: HostArena,
+        arena: HostArena | DeviceMemory,
         *,
         home: ParameterStorage,
         state: OptimizerHome,
@@ -199,6 +200,7 @@ class Rollback:
         if self._room:
             owner.state.memory.reserve(0, pages(self._room))
         edits = self._edits.buffer
+        owner.home.finish()
         _swap(edits, self._arena_begin, owner.arena.buffer, owner.arena.size_bytes)
         owner.at_point("applying")
         _swap(edits, self._optimizer_begin, owner.state.memory.buffer, self._room)
@@ -234,7 +236,7 @@ class Rollback:
         )
 
 
-def _swap(one: memoryview, begin: int, other: memoryview, size_bytes: int) -> None:
+def _swap(one: memoryview, begin: int, other: Memory, size_bytes: int) -> None:
     """Swap `size_bytes` of `one` from `begin` on with the first of `other`."""
     spare = torch.empty(min(SWAP_BYTES, size_bytes), dtype=torch.uint8, device="cpu")
     for at in range(0, size_bytes, SWAP_BYTES):

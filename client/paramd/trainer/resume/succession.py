@@ -32,6 +32,8 @@ from paramd.memory.arena import HostArena
 from paramd.memory.continuation import read_pair
 from paramd.memory.descriptors import SparseMemory, pages
 from paramd.memory.handover import Survived, continuation_bytes
+from paramd.trainer.home.device import DeviceMemory
+from paramd.trainer.home.moving import bytes_at
 from paramd.trainer.resume.choice import OVER_AN_EXPORT, Choice, How, Mark, RankOffer, choose
 from paramd.trainer.resume.codec import decode
 from paramd.trainer.resume.copies import (
@@ -100,8 +102,14 @@ class Succession:
         layout_digest: str,
         socket_path: Path,
         hosts: Sequence[str],
+        device: str = "",
     ) -> None:
-        """`hosts`: by rank, its `host_id`."""
+        """
+        Args:
+            hosts: by rank, its `host_id`.
+            device: UUID of the device where the parameters are, in hex; empty: in host memory.
+        """
+        self._device = device
         self._job, self._rank, self._world_size = job, rank, world_size
         self._optimizers = list(optimizers)
         self._keep = dict(keep)
@@ -215,6 +223,8 @@ class Succession:
         return f"the {choice.how} state of step {state.mark.step} is damaged on rank {self._rank}"
 
     def _left_damaged(self, state: _State) -> bool:
+        if not state.digests and self._device:
+            return False
         if not state.digests:
             log.warning(
                 "paramd: rank %d: its sidecar has no digests of step %d yet; only samples and the "
@@ -295,7 +305,7 @@ class Succession:
         more = f" and {len(told) - 8} more" if len(told) > 8 else ""
         return f"; {', '.join(told[:8])}{more}" if told else ""
 
-    def fill(self, arena: HostArena, optimizer: SparseMemory) -> None:
+    def fill(self, arena: HostArena | DeviceMemory, optimizer: SparseMemory) -> None:
         """Copy a snapshot's bytes into new memory."""
         state = self._chosen
         if state is None:
@@ -305,9 +315,10 @@ class Succession:
             optimizer.reserve(0, pages(used))
         source = torch.frombuffer(state.parts[0], dtype=torch.uint8)
         begin = state.arena_bytes
-        for target, size, at in ((arena.address, begin, 0), (optimizer.address, used, begin)):
-            if size:
-                ctypes.memmove(target, source.data_ptr() + at, size)
+        if begin:
+            bytes_at(arena.buffer, 0, begin).copy_(source[:begin])
+        if used:
+            ctypes.memmove(optimizer.address, source.data_ptr() + begin, used)
 
     def restore(self, home: OptimizerHome) -> None:
         """Give optimizers and kept objects the state that was chosen."""
@@ -356,14 +367,18 @@ class Succession:
             return (
                 f"its trainer ended after update {mark.step} and before what goes with it was kept"
             )
+        if offer["device"] != self._device:
+            return f"it is {_place(offer['device'])}, and this script's is {_place(self._device)}"
         sizes = int(offer["arena_bytes"]), int(offer["optimizer_bytes"])
+        # What is on a device is not mapped here, nor has it digests to check it by.
+        on = int(bool(self._device))
         self._live = _State(
             mark,
             record,
             decode(pair[1]),
             parts=tuple(
                 _mapped(descriptor, size)
-                for descriptor, size in zip(self._descriptors[:2], sizes, strict=True)
+                for descriptor, size in zip(self._descriptors[on:2], sizes[on:], strict=True)
                 if size
             ),
             arena_bytes=sizes[0],
@@ -538,3 +553,7 @@ def _set_group(group: dict[str, Any], values: dict[str, Any]) -> None:
                 known.copy_(value)
         else:
             group[name] = value
+
+
+def _place(device: str) -> str:
+    return f"on device {device}" if device else "in host memory"

@@ -14,6 +14,7 @@ which sleeps until the trainer or a request wakes it.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import threading
@@ -21,14 +22,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from paramd.errors import ParamdError
 from paramd.memory import descriptors
 from paramd.memory.arena import is_mirror
 from paramd.memory.control_page import STANDS_IN, ControlPage, Word, unserved_reason
+from paramd.memory.device_driver import DeviceError
 from paramd.memory.gate import (
     CopyEnd,
     CopySpan,
+    Move,
     State,
     copy_at_one_step,
     copy_at_rest,
@@ -104,13 +108,16 @@ class Capture:
         *,
         clock_ns: Callable[[], int],
         at_point: Callable[[str], None] = lambda _: None,
-        copy: Copy = copy_at_one_step,
+        copy: Copy | None = None,
+        move: Move = ctypes.memmove,
         digest: Callable[[], int] = lambda: 0,
         stopped: Callable[[], bool] = lambda: False,
         serve_standing: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
+            copy: copies a settled state; None: `copy_at_one_step`.
+            move: copies bytes; from a device it may be refused (DeviceError).
             digest: of the samples as they are in the arena (memory/control_page.py).
             stopped: whether the trainer's process is stopped, for example by SIGSTOP.
             serve_standing: makes the standing snapshot that the trainer asks for, if any.
@@ -119,7 +126,8 @@ class Capture:
         self._page = page
         self._clock_ns = clock_ns
         self._at_point = at_point
-        self._copy = copy
+        self._copy = copy if copy is not None else partial(copy_at_one_step, move=move)
+        self._move = move
         self._digest = digest
         self._stopped = stopped
         self._serve_standing = serve_standing
@@ -183,7 +191,11 @@ class Capture:
         for job in list(self._stepped):
             step = self._words[Word.STEP]
             if step == job.at_step:
-                end, copied = self._copy_for(job)
+                try:
+                    end, copied = self._copy_for(job)
+                except DeviceError as error:
+                    self._refuse(job, error)
+                    continue
                 if end is CopyEnd.DONE and copied.step == job.at_step:
                     self._stepped.remove(job)
                     job.done(copied)
@@ -212,6 +224,10 @@ class Capture:
             elif now_ns - job.unserved_ns >= UNSERVED_NS:
                 job.refused = why
                 self.cancel(job)
+
+    def _refuse(self, job: CopyJob, error: DeviceError) -> None:
+        job.refused = str(error)
+        self.cancel(job)
 
     def _serve_jobs(self, announced: bool) -> None:
         self._refuse_unserved()
@@ -285,11 +301,15 @@ class Capture:
 
     def _copy_job(self, job: CopyJob) -> CopyEnd:
         begin_ns = self._clock_ns()
-        end, state = self._copy_for(job)
-        if end is CopyEnd.UPDATING and self.rests() and job.prepare is None:
-            end, state = self._copy_at_rest(job)
-        else:
-            job.unseen = None
+        try:
+            end, state = self._copy_for(job)
+            if end is CopyEnd.UPDATING and self.rests() and job.prepare is None:
+                end, state = self._copy_at_rest(job)
+            else:
+                job.unseen = None
+        except DeviceError as error:
+            self._refuse(job, error)
+            return CopyEnd.UPDATING
         took_ns = self._clock_ns() - begin_ns
         if end is CopyEnd.DONE:
             self._note_rate(job.size_bytes, took_ns)
@@ -319,6 +339,7 @@ class Capture:
             self._digest,
             changed_too=job.unsettled,
             at_point=self._at_point,
+            move=self._move,
         )
         job.changed = end is CopyEnd.CHANGED
         if end is CopyEnd.DONE and not self.trainer_ended:
@@ -361,7 +382,10 @@ class Capture:
                 why = "the optimizer's state was not recorded at this boundary"
                 return self._not_there(boundary, announced, why)
             spans = [*spans, *found]
-        end, state = self._copy_settled(spans)
+        try:
+            end, state = self._copy_settled(spans)
+        except DeviceError as error:
+            return Outcome(-1, str(error))
         took_ns = self._clock_ns() - begin_ns
         size_bytes = sum(span.size_bytes for span in spans)
         self._at_point("boundary-copied")

@@ -110,6 +110,7 @@ def _rank_samples(rank: RankSidecar) -> list[Sample]:
     state = messages.rank_state(rank)
     store = rank.pins.store if rank.has_pins else None
     age_ns = state.boundary_age_ns
+    device = rank.attached.device if rank.attached is not None else None
     return [
         Sample(
             "paramd_sidecar_incarnation",
@@ -137,6 +138,11 @@ def _rank_samples(rank: RankSidecar) -> list[Sample]:
             state.abandoned_copy_count,
         ),
         Sample("paramd_sidecar_arena_bytes", "Bytes of the arena", state.arena_bytes),
+        Sample(
+            "paramd_sidecar_device_context",
+            "1 once this sidecar has a context on a GPU, which takes memory there",
+            int(device is not None and device.is_open),
+        ),
         Sample("paramd_sidecar_snapshots", "Snapshots under lease", state.snapshot_count),
         Sample("paramd_sidecar_snapshot_bytes", "Held by snapshots", state.snapshot_bytes),
         Sample(

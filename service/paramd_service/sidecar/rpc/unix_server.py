@@ -358,6 +358,8 @@ class _Connection:
         assert attached is not None
         if rank.ownership not in (Ownership.OWNED, Ownership.ORPHANED):
             raise ConflictError(rank.ownership.value)
+        if attached.device is not None:
+            raise ConflictError("the parameters are on a device; read a snapshot of them")
         size_bytes = attached.request.arena_bytes
         answer = {"op": "live", "arena_bytes": size_bytes, **rank.identity()}
         with _read_only(attached.shared.page) as page, _read_only(attached.shared.arena) as arena:

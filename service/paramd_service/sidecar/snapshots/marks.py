@@ -28,6 +28,7 @@ from paramd.errors import (
 from paramd.memory.continuation import read_pair
 from paramd.memory.control_page import Word
 from paramd.memory.descriptors import SparseMemory
+from paramd.memory.gate import LateError
 from paramd_service.sidecar.owner import AttachedMemory, check_keeps_states
 from paramd_service.sidecar.snapshots.standing import Standing, StandingLabel, digest_of, label_of
 from paramd_service.sidecar.snapshots.store import Block, BlockMaker
@@ -235,8 +236,10 @@ def copied(attached: AttachedMemory, block: Block, layout_digest: str) -> Standi
         raise ExhaustedError("the state has grown since memory was made for it; try again")
     optimizer = SparseMemory(attached.shared.optimizer)
     try:
-        ctypes.memmove(block.address, attached.arena.address, label.arena_bytes)
+        attached.move(block.address, attached.arena.address, label.arena_bytes)
         ctypes.memmove(block.address + label.arena_bytes, optimizer.address, label.optimizer_bytes)
+    except LateError:
+        raise ConflictError("the device has not finished the last update; try again") from None
     finally:
         optimizer.close()
     rest = record + table

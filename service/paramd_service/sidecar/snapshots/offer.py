@@ -45,6 +45,7 @@ def offer_of(
         "incarnation": request.incarnation,
         "world_size": request.world_size,
         "arena_bytes": request.arena_bytes,
+        "device": request.device.uuid.hex() if request.device is not None else "",
         "layout_digest": layout_digest,
         "lineage": page[Word.LINEAGE],
         "step": state.step,
@@ -96,7 +97,7 @@ def _why_not_live(attached: AttachedMemory, ownership: Ownership) -> str:
         return "its trainer did not keep what a successor needs (attach with resume='auto')"
     if label := label_of(page):
         return f"the trainer ended while other weights ({label!r}) stood in for the training's"
-    digest = sample_digest(page, attached.arena.buffer)
+    digest = sample_digest(page, attached.host_bytes)
     if page[Word.REST]:
         changed = digest != page[Word.REST_DIGEST]
     else:

@@ -26,6 +26,7 @@ from paramd.errors import ExhaustedError
 from paramd.memory.continuation import read_pair
 from paramd.memory.control_page import Word, in_time
 from paramd.memory.descriptors import SparseMemory
+from paramd.memory.device_driver import DeviceError
 from paramd.memory.gate import CopyEnd, CopySpan, copy_at_one_step
 from paramd.memory.left import digests_of
 from paramd_service.sidecar.log import Log
@@ -164,9 +165,14 @@ class Standing:
                     buffer.made = label.step
 
     def trainer_ended(self, attached: AttachedMemory) -> None:
-        """Begin to digest the memory that a trainer left, so that its successor finds damage."""
+        """Begin to digest the memory that a trainer left, so that its successor finds damage.
+
+        Not on a device, where it would take as long as the restart that it is for.
+        """
+        if attached.device is not None:
+            return
         parts = (
-            attached.arena.buffer,
+            attached.host_bytes,
             SparseMemory(attached.shared.optimizer).buffer[: attached.page[Word.OPTIMIZER_BYTES]],
         )
         self._ended = attached, self._executor.submit(digests_of, parts)
@@ -239,7 +245,10 @@ class Standing:
             CopySpan(optimizer.address, target + label.arena_bytes, label.optimizer_bytes),
         ]
         begin_ns = time.monotonic_ns()
-        end, state = copy_at_one_step(page, spans)
+        try:
+            end, state = copy_at_one_step(page, spans, move=attached.move)
+        except DeviceError as error:
+            return self._missed(step, str(error))
         page[Word.STANDING_NS] = time.monotonic_ns() - begin_ns
         if end is not CopyEnd.DONE or state.proof != seq:
             return self._missed(step, "the next update began before it was copied")

@@ -1,0 +1,384 @@
+"""The arena on a CUDA device: memory behind a descriptor that the device's driver made.
+
+    create(driver, uuid, arena_bytes)     the sidecar: allocated and exported, never mapped, so it
+                                          takes no context and no device memory of its own
+    TrainerDevice(driver, device)         the trainer: its context, and the event that it records
+      .open(descriptor, arena_bytes)        maps the memory; tensors are made on its addresses
+    DeviceReader(...)                     the sidecar again, once somebody reads: a context, a side
+                                          stream, windows of page-locked memory
+
+SEQ on the host says which state the trainer has *queued*, not which one the device has reached.
+So before it publishes a state, the trainer queues two things behind the update: a number, the
+*fence*, that the device writes behind the arena's last byte, and an event. Readers queue their
+copies behind that event, and the fence's before the others: found in memory, it proves that the
+device had come to the state. Once the trainer's process has ended its queue is gone, finished or
+not, and its event says nothing any more; the fence still does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
+from paramd.errors import UsageError
+from paramd.memory.control_page import Word, Words
+from paramd.memory.device_driver import (
+    EVENT_HANDLE_BYTES,
+    UUID_BYTES,
+    DeviceError,
+    Driver,
+    load,
+    rounded,
+)
+from paramd.memory.gate import LateError
+
+BASE = 1 << 62
+"""First address of an arena in a process that has not mapped it: no memory of the host is there."""
+
+WINDOW_BYTES, WINDOWS = 1 << 20, 4
+"""Page-locked memory of a reader: while one window is emptied, the others are filled."""
+
+LATE_S = 1.0
+"""How long a reader waits for the device to finish the update it wants to read."""
+
+_POLL_S = 50e-6
+_FENCE_ALIGN, _FENCE_BYTES, _FENCE_MASK = 64, 64, (1 << 32) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceArenaRequest:
+    """What a sidecar has to know about the device of its trainer's arena."""
+
+    uuid: bytes
+    event: bytes
+    """With what the trainer's event is opened (`Driver.open_event`)."""
+
+    def create(self, arena_bytes: int) -> int:
+        """A descriptor of a new arena there (`create`)."""
+        driver = load()
+        return create(driver, driver.device(self.uuid), arena_bytes)
+
+    def to_message(self) -> dict[str, str]:
+        """As a part of the handover's "attach" message."""
+        return {"uuid": self.uuid.hex(), "event": self.event.hex()}
+
+    @classmethod
+    def from_message(cls, told: Any) -> DeviceArenaRequest:
+        """Raises UsageError."""
+        try:
+            found = cls(bytes.fromhex(told["uuid"]), bytes.fromhex(told["event"]))
+        except (KeyError, TypeError, ValueError):
+            raise UsageError("attach: device must have uuid and event, in hex") from None
+        if (len(found.uuid), len(found.event)) != (UUID_BYTES, EVENT_HANDLE_BYTES):
+            raise UsageError(
+                f"attach: a device's uuid has {UUID_BYTES} bytes and an event {EVENT_HANDLE_BYTES}"
+            )
+        return found
+
+
+def fence_begin(arena_bytes: int) -> int:
+    """Where the fence is, in bytes from the arena's first."""
+    return -(-arena_bytes // _FENCE_ALIGN) * _FENCE_ALIGN
+
+
+def device_bytes(driver: Driver, device: int, arena_bytes: int) -> int:
+    """Size of the allocation: the arena and its fence, as large as the driver wants it."""
+    needed = fence_begin(arena_bytes) + _FENCE_BYTES
+    return rounded(needed, driver.granularity(device))
+
+
+def create(driver: Driver, device: int, arena_bytes: int) -> int:
+    """A descriptor of new device memory, which lives as long as anybody has one or maps it.
+
+    Makes no context.
+
+    Raises:
+        DeviceError, ExhaustedError: the driver refused.
+    """
+    handle = driver.create(device, device_bytes(driver, device, arena_bytes))
+    try:
+        return driver.export(handle)
+    finally:
+        driver.release(handle)
+
+
+class DeviceMap:
+    """An arena's memory, mapped for the device by this process."""
+
+    def __init__(self, driver: Driver, device: int, descriptor: int, arena_bytes: int) -> None:
+        """The descriptor stays the caller's. Raises DeviceError."""
+        self._mapped_bytes = 0
+        self.descriptor = descriptor
+        self.size_bytes = arena_bytes
+        self._driver = driver
+        mapped_bytes = device_bytes(driver, device, arena_bytes)
+        with ExitStack() as undo:
+            handle = driver.import_(descriptor)
+            undo.callback(driver.release, handle)
+            self.address = driver.reserve(mapped_bytes)
+            with ExitStack() as failed:
+                failed.callback(driver.free_addresses, self.address, mapped_bytes)
+                driver.map(self.address, mapped_bytes, handle, device)
+                failed.pop_all()
+        self._mapped_bytes = mapped_bytes
+
+    @property
+    def fence(self) -> int:
+        """The fence's address."""
+        return self.address + fence_begin(self.size_bytes)
+
+    def __del__(self) -> None:
+        # Where tensors may use it, it goes with the last of them.
+        with suppress(DeviceError):
+            self.close()
+
+    def close(self) -> None:
+        """Unmap it: nothing may use its addresses any more. Idempotent."""
+        if self._mapped_bytes:
+            mapped_bytes, self._mapped_bytes = self._mapped_bytes, 0
+            self._driver.unmap(self.address, mapped_bytes)
+            self._driver.free_addresses(self.address, mapped_bytes)
+
+
+def why_not(driver: Driver, device: int) -> str:
+    """Why arenas cannot be made on the device; empty if they can. Tries with a small one."""
+    try:
+        reason = driver.why_not(device)
+        if reason:
+            return reason
+        descriptor = create(driver, device, 0)
+        try:
+            DeviceMap(driver, device, descriptor, 0).close()
+        finally:
+            os.close(descriptor)
+    except (DeviceError, OSError) as error:
+        return str(error)
+    return ""
+
+
+class TrainerDevice:
+    """The trainer's side of one device. Training thread only."""
+
+    def __init__(self, driver: Driver, device: int, stream: Callable[[], int] = lambda: 0) -> None:
+        """
+        Args:
+            stream: the one that the training's work is queued on now.
+
+        Raises:
+            DeviceError: no context or event could be made.
+        """
+        self.driver = driver
+        self.device = device
+        self._stream = stream
+        self.captured = False
+        """Whether an update was captured into a graph, whose replays nobody will see."""
+        self._map: DeviceMap | None = None
+        self._words: Words | None = None
+        self._context = driver.retain(device)
+        try:
+            driver.enter(self._context)
+            self._event = driver.event(shared=True)
+            self.request = DeviceArenaRequest(driver.uuid(device), driver.event_handle(self._event))
+        except BaseException:
+            driver.let_go(device)
+            raise
+
+    def open(self, descriptor: int, arena_bytes: int, words: Words) -> DeviceMap:
+        """Map the arena; `words` are the control page's, where fences are published."""
+        self._map = DeviceMap(self.driver, self.device, descriptor, arena_bytes)
+        self._words = words
+        return self._map
+
+    def publish(self) -> None:
+        """Queue fence and event behind what the training has queued; then a state may be told."""
+        assert self._map is not None, "open comes first"
+        assert self._words is not None
+        # An optimizer that steps within backward does so on a thread of autograd's.
+        self.driver.enter(self._context)
+        stream = self._stream()
+        if self.driver.is_capturing(stream):
+            self.captured = True
+            return
+        before = self._words[Word.DEVICE_FENCE]
+        # Begins anywhere: the memory may have the fence of a predecessor, which must not do.
+        number = (before + 1) & _FENCE_MASK if before else secrets.randbits(31) + 1
+        self.driver.fill(self._map.fence, number, 1, stream)
+        self.driver.record(self._event, stream)
+        # Last, and before SEQ: a reader of this number finds the event recorded.
+        self._words[Word.DEVICE_FENCE] = number
+
+    def finish(self) -> None:
+        """Wait for what the training has queued, before its memory is used in another way."""
+        self.driver.synchronize(self._stream())
+
+    def close(self) -> None:
+        """Let go of event and context. The map goes with its last tensor. Idempotent."""
+        self._map = None
+        if self._context:
+            self._context = 0
+            self.driver.destroy_event(self._event)
+            self.driver.let_go(self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    address: int
+    event: int
+
+
+class DeviceReader:
+    """An arena as its sidecar has it: bytes are at `address`, and only `move` can read them.
+
+    Constructed without touching the device. Any thread may call.
+    """
+
+    def __init__(
+        self, request: DeviceArenaRequest, descriptor: int, arena_bytes: int, words: Words
+    ) -> None:
+        """The descriptor stays the caller's; `words` are the control page's."""
+        self.descriptor = descriptor
+        self.size_bytes = arena_bytes
+        self.address = BASE
+        self.trainer_ended = False
+        """Once True, nothing is awaited any more: what the trainer's queue did is done."""
+        self._request = request
+        self._words = words
+        self._lock = threading.Lock()
+        self._undo = ExitStack()
+        self._driver: Driver | None = None
+        self._context = self._stream = self._event = self._fence_room = 0
+        self._windows: list[_Window] = []
+        self._map: DeviceMap | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this process has a context on the device, which takes memory there."""
+        return self._driver is not None
+
+    def move(self, target: int, source: int, size_bytes: int) -> None:
+        """Copy bytes of the arena, or of host memory, to host memory.
+
+        Raises:
+            LateError: the device has not finished what the trainer published last, or never will.
+            DeviceError: the driver refused.
+        """
+        if source < BASE:
+            ctypes.memmove(target, source, size_bytes)
+            return
+        with self._lock:
+            published = self._words[Word.DEVICE_FENCE]
+            self._ready()
+            assert self._map is not None
+            self._copy(target, self._map.address + source - BASE, size_bytes)
+            # 0: nothing was queued under this page, whose predecessor's memory is whole.
+            if published and (self._fence_found() - published) & _FENCE_MASK > _FENCE_MASK // 2:
+                raise LateError
+
+    def is_whole(self) -> bool:
+        """Whether the device finished what the trainer published last. Raises DeviceError."""
+        room = ctypes.c_uint32()
+        try:
+            self.move(ctypes.addressof(room), BASE + fence_begin(self.size_bytes), 4)
+        except LateError:
+            return False
+        return True
+
+    def end(self) -> str:
+        """Note that the trainer has ended; why what it told of last is not whole, empty if it is.
+
+        Slow the first time: call it off the event loop.
+        """
+        self.trainer_ended = True
+        try:
+            whole = self.is_whole()
+        except DeviceError as error:
+            return f"the device cannot be read ({error})"
+        return "" if whole else "the device had not finished the trainer's last update"
+
+    def _fence_found(self) -> int:
+        """The fence as it was before the bytes that were copied last."""
+        return ctypes.c_uint32.from_address(self._fence_room).value
+
+    def close(self) -> None:
+        """Give context, windows and map back. Idempotent; a lost device keeps what it has."""
+        with self._lock, suppress(DeviceError):
+            if self._driver is not None:
+                self._driver.enter(self._context)
+            self._driver, self._windows, self._map = None, [], None
+            self._undo.close()
+
+    def _ready(self) -> None:
+        """Open the device at the first read, and have what follows wait for the trainer's event."""
+        driver = self._driver
+        if driver is None:
+            driver = self._open()
+        driver.enter(self._context)
+        if self.trainer_ended:
+            return
+        if not self._event:
+            self._event = driver.open_event(self._request.event)
+        self._until_done(driver, self._event)
+        driver.wait(self._stream, self._event)
+
+    def _open(self) -> Driver:
+        driver = load()
+        with ExitStack() as undo:
+            device = driver.device(self._request.uuid)
+            self._context = driver.retain(device)
+            undo.callback(driver.let_go, device)
+            driver.enter(self._context)
+            found = DeviceMap(driver, device, self.descriptor, self.size_bytes)
+            undo.callback(found.close)
+            self._stream = driver.stream()
+            undo.callback(driver.destroy_stream, self._stream)
+            self._fence_room = driver.pinned(_FENCE_BYTES)
+            undo.callback(driver.free_pinned, self._fence_room)
+            windows = []
+            for _ in range(WINDOWS):
+                window = _Window(driver.pinned(WINDOW_BYTES), driver.event())
+                undo.callback(driver.free_pinned, window.address)
+                undo.callback(driver.destroy_event, window.event)
+                windows.append(window)
+            self._undo = undo.pop_all()
+        self._windows, self._map, self._driver = windows, found, driver
+        return driver
+
+    def _copy(self, target: int, source: int, size_bytes: int) -> None:
+        """Fill windows in turn, and empty each while those after it are filled."""
+        driver = self._driver
+        assert driver is not None
+        assert self._map is not None
+        driver.to_host(self._fence_room, self._map.fence, 4, self._stream)
+        filled: deque[tuple[_Window, int, int]] = deque()
+        windows = cycle(self._windows)
+        for begin in range(0, size_bytes, WINDOW_BYTES):
+            if len(filled) == WINDOWS:
+                self._empty(driver, target, *filled.popleft())
+            window, size = next(windows), min(WINDOW_BYTES, size_bytes - begin)
+            driver.to_host(window.address, source + begin, size, self._stream)
+            driver.record(window.event, self._stream)
+            filled.append((window, begin, size))
+        for one in filled:
+            self._empty(driver, target, *one)
+
+    def _empty(self, driver: Driver, target: int, window: _Window, begin: int, size: int) -> None:
+        self._until_done(driver, window.event)
+        ctypes.memmove(target + begin, window.address, size)
+
+    def _until_done(self, driver: Driver, event: int) -> None:
+        # Polled, not awaited: a device that hangs must not hang the thread that copies.
+        deadline_s = time.monotonic() + LATE_S
+        while not driver.is_done(event):
+            # What an ended trainer left in its queue is never done.
+            if time.monotonic() > deadline_s or (event == self._event and self.trainer_ended):
+                raise LateError
+            time.sleep(_POLL_S)

@@ -1,0 +1,226 @@
+"""A home on a CUDA device: parameters in memory that the sidecar owns, read without the trainer.
+
+As in host memory, parameters are moved once and stay; what differs is how their memory is wrapped,
+that the device is behind the host (memory/device_arena.py), and that the processor does not look
+at the bytes: changes outside of updates are noticed by version counters alone.
+
+On the simulated driver of the tests, device memory is the host's, and so are the tensors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import nn
+
+from paramd.errors import ConflictError
+from paramd.layout.types import TensorKind
+from paramd.memory.control_page import ControlPage
+from paramd.memory.device_arena import DeviceMap, TrainerDevice, why_not
+from paramd.memory.device_driver import DeviceError, Driver, load
+from paramd.trainer.home.moving import Memory, live_tensors
+from paramd.trainer.home.owned import ParameterStorage
+from paramd.trainer.home.plan import ALIGN_BYTES, ArenaPlan, plan_arena
+from paramd.trainer.home.watch import Contents, Slots
+from paramd.trainer.model.local_shard import LocalShard
+from paramd.trainer.model.shards import find_shards
+
+DEVICE_ALIGN_BYTES = 512
+"""torch's own alignment on CUDA devices."""
+
+CAPTURED = (
+    "an update was captured in a CUDA graph, whose replays run no hooks, so nobody knows when the "
+    "parameters change; leave the optimizer's step out of the graph, and attach again"
+)
+
+
+class DeviceMemory:
+    """An arena on a device as tensors, in place of a `HostArena`."""
+
+    def __init__(self, mapped: DeviceMap, device: torch.device) -> None:
+        self._mapped = mapped
+        self._device = device
+        self.descriptor = mapped.descriptor
+        self.size_bytes = mapped.size_bytes
+        self.address = mapped.address
+
+    @property
+    def nbytes(self) -> int:
+        return self.size_bytes
+
+    @property
+    def buffer(self) -> DeviceMemory:
+        """What parameters are moved into."""
+        return self
+
+    def at(self, begin: int, size_bytes: int) -> torch.Tensor:
+        """A span as a 1-D uint8 tensor whose storage has exactly that size; nothing is copied."""
+        span = _Span(self._mapped, self.address + begin, size_bytes)
+        if self._device.type == "cpu":
+            return torch.frombuffer(span.of_host(), dtype=torch.uint8)
+        return torch.as_tensor(span, dtype=torch.uint8, device=self._device)
+
+    def populate(self) -> None:
+        """Device memory is there from the start."""
+
+    def close(self) -> None:
+        """Nothing: it is unmapped with the last tensor in it. The descriptor is its owner's."""
+
+
+class _Span:
+    """Bytes of a map, for torch to make a tensor of; they keep the map."""
+
+    def __init__(self, mapped: DeviceMap, address: int, size_bytes: int) -> None:
+        self._mapped = mapped
+        self._address, self._size_bytes = address, size_bytes
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (size_bytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+    def of_host(self) -> Any:
+        """The same as a buffer, where device memory is the host's."""
+        found: Any = (ctypes.c_ubyte * self._size_bytes).from_address(self._address)
+        found.span = self
+        return found
+
+
+class Versions(Contents):
+    """In place of samples of an arena that the processor cannot read: version counters alone.
+
+    Changes that bump none, such as through `.data`, go unnoticed outside of updates.
+    """
+
+    def __init__(self) -> None:
+        self._slots: Slots = ((), ())
+        self._noted: tuple[int, ...] = ()
+        super().__init__(memoryview(bytes(8)), ())
+
+    def watch(self, slots: Slots) -> None:
+        self._slots = slots
+        self.note()
+        super().watch(slots)
+
+    def note(self) -> None:
+        """Take the parameters as they are now for those of the state that rests, or is settled."""
+        self._noted = self._now()
+
+    def unchanged(self) -> bool:
+        """Whether none has changed since."""
+        return self._now() == self._noted
+
+    def digest(self) -> int:
+        """What readers compute too, of no samples; another number once something changed."""
+        digest = super().digest()
+        return digest if self.unchanged() else ~digest
+
+    def strayed(self) -> bool:
+        _, tensors, versions = self._seen
+        return tuple(tensor._version for tensor in tensors) != versions
+
+    def _now(self) -> tuple[int, ...]:
+        return tuple(tensor._version for tensor in map(getitem, *self._slots))
+
+
+class DeviceHome(ParameterStorage):
+    """Parameters in an arena on their own device. States as of a `ParameterStorage`."""
+
+    device: TrainerDevice
+
+    def __init__(self, model: nn.Module, device: TrainerDevice, place: torch.device) -> None:
+        """
+        Args:
+            device: where the parameters are.
+            place: the same for torch; the processor with the simulated driver.
+        """
+        self.device = device
+        self._place = place
+        super().__init__(model)
+
+    def _plan_for(self, shards: Sequence[LocalShard], alive: Sequence[torch.Tensor]) -> ArenaPlan:
+        for shard in shards:
+            self._check_movable(shard)
+        simulated = self._place.type == "cpu"
+        return plan_arena(shards, alive, ALIGN_BYTES if simulated else DEVICE_ALIGN_BYTES)
+
+    def _check_movable(self, shard: LocalShard) -> None:
+        if shard.kind is TensorKind.PARAMETER and shard.tensor.device != self._place:
+            raise ConflictError(
+                f"parameter {shard.fqn!r} is on {shard.tensor.device}, others on {self._place}; "
+                "an arena is on one device: attach with arena='mirror'"
+            )
+
+    def _alive(self) -> list[torch.Tensor]:
+        return list(live_tensors(self._place.type))
+
+    def _contents_of(self, arena: Memory) -> Contents:
+        return Versions()
+
+    def open_arena(self, descriptor: int, page: ControlPage) -> DeviceMemory:
+        mapped = self.device.open(descriptor, self.arena_bytes, page.words)
+        return DeviceMemory(mapped, self._place)
+
+    def finish(self) -> None:
+        self.device.finish()
+
+    def check(self, full: bool = False) -> list[str]:
+        if self.device.captured:
+            raise ConflictError(CAPTURED)
+        left = super().check(full)
+        if isinstance(self.contents, Versions):
+            self.contents.note()
+        return left
+
+    def in_place(self) -> bool:
+        """As of any home; and nothing has changed since the update."""
+        contents = self.contents
+        return super().in_place() and isinstance(contents, Versions) and contents.unchanged()
+
+    def copy_buffers(self) -> None:
+        super().copy_buffers()
+        # The state was told before: readers have to wait for these copies too.
+        self.device.publish()
+
+    def move_out(self) -> None:
+        if self._bases:
+            self.finish()
+        super().move_out()
+        self.device.close()
+
+
+def device_home(model: nn.Module) -> tuple[DeviceHome | None, str]:
+    """A home on the device where all parameters are, or why there is none.
+
+    Parameters in host memory are those of the simulated driver's device, where that is loaded.
+    """
+    places = {
+        shard.tensor.device
+        for shard in find_shards(model)
+        if shard.kind is TensorKind.PARAMETER and shard.tensor.numel()
+    }
+    if len(places) != 1:
+        return None, f"the parameters are on {len(places)} devices"
+    (place,) = places
+    try:
+        driver = load()
+        if place.type != ("cpu" if driver.simulated else "cuda") or torch.version.hip is not None:
+            return None, f"parameters on {place} are none of this driver's"
+        device = driver.device_at(place.index if place.index is not None else 0)
+        reason = why_not(driver, device)
+        if reason:
+            return None, reason
+        return DeviceHome(model, _trainer_device(driver, device, place), place), ""
+    except DeviceError as error:
+        return None, str(error)
+
+
+def _trainer_device(driver: Driver, device: int, place: torch.device) -> TrainerDevice:
+    if place.type != "cuda":
+        return TrainerDevice(driver, device)
+    return TrainerDevice(driver, device, lambda: int(torch.cuda.current_stream(place).cuda_stream))

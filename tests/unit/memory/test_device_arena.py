@@ -1,0 +1,260 @@
+"""The driver's binding and arenas on a device, on the simulated driver of tests/gpu/driver."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paramd.errors import ExhaustedError, UsageError
+from paramd.memory import device_arena, device_driver
+from paramd.memory.control_page import Word
+from paramd.memory.device_arena import (
+    BASE,
+    WINDOW_BYTES,
+    WINDOWS,
+    DeviceArenaRequest,
+    DeviceMap,
+    DeviceReader,
+    TrainerDevice,
+    create,
+    why_not,
+)
+from paramd.memory.device_driver import CURES, SYMBOLS, DeviceError, Driver
+from paramd.memory.gate import LateError
+from tests.gpu.driver import POISON, Standin, driver_in, environment
+
+ARENA_BYTES = 3 * WINDOW_BYTES * WINDOWS // 2 + 4096
+WORD = 0x01010101
+
+
+@pytest.fixture
+def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Driver, Standin]]:
+    monkeypatch.setenv("PARAMD_STANDIN_LATE_US", "3000")
+    with driver_in(tmp_path) as (driver, standin):
+        monkeypatch.setattr(device_arena, "load", lambda: driver)
+        yield driver, standin
+
+
+class Both:
+    """A trainer's device and a sidecar's reader of one arena."""
+
+    def __init__(self, driver: Driver, arena_bytes: int = ARENA_BYTES) -> None:
+        self.driver = driver
+        self.words = [0] * 512
+        self.descriptor = create(driver, 0, arena_bytes)
+        self.trainer = TrainerDevice(driver, 0)
+        self.map = self.trainer.open(self.descriptor, arena_bytes, self.words)
+        self.reader = DeviceReader(self.trainer.request, self.descriptor, arena_bytes, self.words)
+
+    def update(self, value: int) -> None:
+        """Queue an update; it is not done when this returns."""
+        self.driver.fill(self.map.address, value * WORD, self.map.size_bytes // 4, 0)
+
+    def read(self) -> set[int]:
+        """The values of the bytes that a reader gets."""
+        room = ctypes.create_string_buffer(self.map.size_bytes)
+        self.reader.move(ctypes.addressof(room), BASE, self.map.size_bytes)
+        return set(room.raw)
+
+    def close(self) -> None:
+        self.trainer.finish()
+        self.reader.close()
+        self.map.close()
+        self.trainer.close()
+        os.close(self.descriptor)
+
+
+@pytest.fixture
+def both(loaded: tuple[Driver, Standin]) -> Iterator[Both]:
+    made = Both(loaded[0])
+    yield made
+    made.close()
+
+
+def test_an_arena_is_made_without_a_context_and_read_with_one(
+    both: Both, loaded: tuple[Driver, Standin]
+) -> None:
+    _, standin = loaded
+    before = standin.contexts  # the trainer's, in this process
+    assert not both.reader.is_open
+    both.update(1)
+    both.trainer.publish()
+    assert both.read() == {1}
+    assert both.reader.is_open
+    assert standin.contexts == before == 1
+
+
+def test_a_copy_waits_for_the_update_that_was_published(both: Both) -> None:
+    for value in range(1, 6):
+        both.update(value)
+        both.trainer.publish()
+        assert both.read() == {value}
+
+
+def test_a_copy_that_no_event_orders_is_seen(both: Both, loaded: tuple[Driver, Standin]) -> None:
+    both.update(1)
+    both.trainer.publish()
+    assert both.read() == {1}
+    assert loaded[1].unordered == 0
+    both.words[Word.DEVICE_FENCE] = 0
+    both.update(2)
+    assert both.read() == {POISON}
+    assert loaded[1].unordered > 0
+
+
+def test_a_device_that_does_not_finish_costs_the_reader_a_deadline(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_arena, "LATE_S", 0.05)
+    monkeypatch.setenv("PARAMD_STANDIN_LATE_US", "400000")
+    both.update(1)
+    both.trainer.publish()
+    with pytest.raises(LateError):
+        both.read()
+    monkeypatch.setenv("PARAMD_STANDIN_LATE_US", "0")
+    both.trainer.finish()
+    assert both.read() == {1}
+
+
+def test_the_fence_tells_whether_the_device_finished_what_was_told(both: Both) -> None:
+    assert both.reader.is_whole()  # nothing was told
+    both.update(1)
+    both.trainer.publish()
+    assert both.reader.is_whole()
+    told = both.words[Word.DEVICE_FENCE]
+    both.words[Word.DEVICE_FENCE] = told + 1  # as if killed before the device came to it
+    assert not both.reader.is_whole()
+    with pytest.raises(LateError):
+        both.read()
+    both.reader.trainer_ended = True
+    with pytest.raises(LateError):
+        both.read()
+    both.words[Word.DEVICE_FENCE] = told
+    assert both.read() == {1}
+
+
+def test_host_memory_is_moved_without_the_device(both: Both) -> None:
+    source, target = ctypes.create_string_buffer(b"host"), ctypes.create_string_buffer(5)
+    both.reader.move(ctypes.addressof(target), ctypes.addressof(source), 5)
+    assert target.value == b"host"
+    assert not both.reader.is_open
+
+
+def test_memory_lives_as_long_as_its_last_descriptor(loaded: tuple[Driver, Standin]) -> None:
+    driver, _ = loaded
+    descriptor = create(driver, 0, 8)
+    first = DeviceMap(driver, 0, descriptor, 8)
+    ctypes.memmove(first.address, b"stays", 5)
+    first.close()
+    second = DeviceMap(driver, 0, descriptor, 8)
+    assert ctypes.string_at(second.address, 5) == b"stays"
+    second.close()
+    second.close()
+    os.close(descriptor)
+
+
+def test_what_is_mapped_without_access_faults(tmp_path: Path) -> None:
+    script = textwrap.dedent("""
+        import ctypes
+        from paramd.memory.device_driver import load
+        driver = load()
+        size = driver.granularity(0)
+        at = driver.reserve(size)
+        driver._call("cuMemMap", at, size, 0, driver.create(0, size), 0)
+        print("mapped", flush=True)
+        ctypes.memset(at, 1, 1)
+    """)
+    ended = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, **environment(tmp_path)},
+        check=False,
+        capture_output=True,
+        timeout=60,
+    )
+    assert (ended.stdout, ended.returncode) == (b"mapped\n", -signal.SIGSEGV), ended.stderr
+
+
+@pytest.mark.parametrize("code", [1, 3, 100, 101, 201, 304, 400, 800, 801, 999])
+@pytest.mark.parametrize("call", ["cuMemCreate", "cuMemExportToShareableHandle", "cuMemMap"])
+def test_every_refusal_names_call_code_and_cure(
+    loaded: tuple[Driver, Standin], call: str, code: int
+) -> None:
+    driver, standin = loaded
+    standin.fail(f"{call}={code}")
+    with pytest.raises(DeviceError) as refused:
+        made_and_mapped(driver)
+    assert (refused.value.call, refused.value.code) == (call, code)
+    text = str(refused.value)
+    assert call in text
+    assert str(code) in text
+    assert CURES.get(code, "arena='mirror'") in text
+
+
+def made_and_mapped(driver: Driver) -> None:
+    descriptor = create(driver, 0, 8)
+    try:
+        DeviceMap(driver, 0, descriptor, 8)
+    finally:
+        os.close(descriptor)
+
+
+def test_a_full_device_is_told_as_such(loaded: tuple[Driver, Standin]) -> None:
+    with pytest.raises(ExhaustedError, match=r"bytes of device memory.*CUDA_ERROR_OUT_OF_MEMORY"):
+        create(loaded[0], 0, 1 << 40)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "reason"),
+    [
+        ("PARAMD_STANDIN_LIMITS", "vmm", "virtual memory"),
+        ("PARAMD_STANDIN_LIMITS", "fd", "by file descriptors"),
+        ("PARAMD_STANDIN_FAIL", "cuMemExportToShareableHandle=801", "with 801"),
+        ("PARAMD_STANDIN_FAIL", "cuMemSetAccess=800", "forbids it"),
+    ],
+)
+def test_a_device_that_cannot_have_arenas_says_why(
+    loaded: tuple[Driver, Standin],
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    value: str,
+    reason: str,
+) -> None:
+    assert why_not(loaded[0], 0) == ""
+    monkeypatch.setenv(variable, value)
+    assert reason in why_not(loaded[0], 0)
+
+
+def test_a_process_without_a_driver_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(device_driver.VARIABLE, "/no/libcuda.so")
+    with pytest.raises(DeviceError, match=r"install one, or name its library in PARAMD_CUDA"):
+        device_driver.load()
+
+
+def test_a_device_of_another_process_is_found_by_its_uuid(loaded: tuple[Driver, Standin]) -> None:
+    driver, _ = loaded
+    assert driver.device(driver.uuid(0)) == 0
+    with pytest.raises(DeviceError, match="is not visible here"):
+        driver.device(bytes(16))
+
+
+def test_a_request_that_is_no_device_is_refused() -> None:
+    good = DeviceArenaRequest(bytes(16), bytes(64))
+    assert DeviceArenaRequest.from_message(good.to_message()) == good
+    for bad in (None, {}, {"uuid": "zz", "event": ""}, {"uuid": "00", "event": "00" * 64}):
+        with pytest.raises(UsageError, match=r"^attach: "):
+            DeviceArenaRequest.from_message(bad)
+
+
+def test_all_symbols_of_the_table_are_in_the_simulated_driver(
+    loaded: tuple[Driver, Standin],
+) -> None:
+    assert loaded[0].simulated
+    assert all(hasattr(loaded[0]._library, name) for name in SYMBOLS)

@@ -1,0 +1,138 @@
+"""Parameters that live on a device, within one process and on the simulated driver."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from paramd.errors import ConflictError
+from paramd.memory.control_page import PAGE_BYTES, ControlPage, Word, digest_of
+from paramd.memory.descriptors import create_memory
+from paramd.memory.device_arena import DeviceReader, create
+from paramd.trainer.home import device as device_module
+from paramd.trainer.home.device import CAPTURED, DeviceHome, device_home
+from paramd.trainer.home.mirrored import MirroredHome, home_of
+from tests.gpu.driver import Standin, driver_in
+
+
+class Inside:
+    """A model in an arena on the simulated device, and a sidecar's reader of it."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        self.model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7))
+        self.before = {n: p.detach().clone() for n, p in self.model.named_parameters()}
+        home = home_of(self.model, "device")
+        assert isinstance(home, DeviceHome)
+        self.home = home
+        self._page = create_memory("page", PAGE_BYTES)
+        self.page = ControlPage(self._page)
+        device = home.device
+        self._arena = create(device.driver, device.device, home.arena_bytes)
+        self.arena = home.open_arena(self._arena, self.page)
+        home.move_in(self.arena.buffer)
+        self.reader = DeviceReader(device.request, self._arena, home.arena_bytes, self.page.words)
+
+    def bytes_of(self, name: str) -> bytes:
+        """A parameter's bytes as the sidecar reads them."""
+        room = torch.empty(self.before[name].numel())
+        begins = {shard.fqn: begin for shard, begin in self.home.pieces()}
+        address = self.reader.address + begins[name]
+        self.reader.move(room.data_ptr(), address, room.nbytes)
+        return bytes(room.numpy())
+
+    def close(self) -> None:
+        self.home.move_out()
+        self.reader.close()
+        self.page.close()
+        os.close(self._arena)
+        os.close(self._page)
+
+
+@pytest.fixture
+def standin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Standin]:
+    with driver_in(tmp_path) as (driver, found):
+        for module in (device_module, __import__("paramd.memory.device_arena", fromlist=["x"])):
+            monkeypatch.setattr(module, "load", lambda: driver)
+        yield found
+
+
+@pytest.fixture
+def inside(standin: Standin) -> Iterator[Inside]:
+    made = Inside()
+    yield made
+    made.close()
+
+
+def test_parameters_move_without_changing_and_are_read_by_the_sidecar(inside: Inside) -> None:
+    inside.home.device.publish()
+    for name, parameter in inside.model.named_parameters():
+        assert torch.equal(parameter, inside.before[name])
+        address = parameter.data_ptr() - inside.arena.address
+        assert 0 <= address < inside.home.arena_bytes
+        assert inside.bytes_of(name) == bytes(inside.before[name].numpy())
+
+
+def test_a_model_that_moved_out_keeps_its_values(inside: Inside) -> None:
+    with torch.no_grad():
+        inside.model[0].weight.fill_(3)
+    inside.home.move_out()
+    assert bool((inside.model[0].weight == 3).all())
+    low = inside.arena.address
+    assert not low <= inside.model[0].weight.data_ptr() < low + inside.home.arena_bytes
+
+
+def test_a_parameter_that_left_is_brought_back(inside: Inside) -> None:
+    inside.model[0].weight.data = torch.full((7, 5), 4.0)
+    assert inside.home.check() == ["0.weight"]
+    assert inside.home.take_back() == ["0.weight"]
+    inside.home.device.publish()
+    assert inside.bytes_of("0.weight") == bytes(torch.full((35,), 4.0).numpy())
+
+
+def test_changes_at_rest_and_strays_show_by_version_counters(inside: Inside) -> None:
+    home, contents = inside.home, inside.home.contents
+    assert contents is not None
+    home.check()
+    contents.remember()
+    assert contents.digest() == digest_of(b"")
+    assert home.in_place()
+    assert not contents.strayed()
+    with torch.no_grad():
+        inside.model[0].bias.add_(1)
+    assert contents.digest() != digest_of(b"")
+    assert not home.in_place()
+    assert contents.strayed()
+
+
+def test_an_update_captured_in_a_graph_is_refused_from_then_on(
+    inside: Inside, standin: Standin
+) -> None:
+    inside.home.device.publish()
+    fence = inside.page[Word.DEVICE_FENCE]
+    assert fence
+    standin.capture(True)
+    inside.home.device.publish()
+    standin.capture(False)
+    assert inside.page[Word.DEVICE_FENCE] == fence  # nothing was queued into the graph
+    with pytest.raises(ConflictError, match="CUDA graph") as refused:
+        inside.home.check()
+    assert str(refused.value) == CAPTURED
+
+
+def test_what_cannot_be_owned_is_mirrored(
+    standin: Standin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(2, 2)
+    monkeypatch.setenv("PARAMD_STANDIN_LIMITS", "vmm")
+    assert isinstance(home_of(model, "device"), MirroredHome)
+    assert [record.getMessage() for record in caplog.records] == [
+        "paramd: the parameters cannot be owned on their device: the device does not support "
+        "virtual memory management"
+    ]
+    assert device_home(nn.Identity())[1] == "the parameters are on 0 devices"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from paramd.errors import ConflictError, DeadlineError, NotFoundError
+from paramd.errors import ConflictError, DeadlineError, NotFoundError, UsageError
 from paramd.mesh.mesh import Mesh
 from tests.launch import start_ranks
 from tests.multiprocess.truth import connect_to, wait_until
@@ -47,6 +48,16 @@ def steps_to_come(mesh: Mesh) -> None:
     assert {row.name for row in found} == NAMES
     assert all(0 < row.norm < row.norm_a for row in found)
     assert all(row.cosine > 0.99 for row in found)
+    ahead = mesh.diff("+1", "+4", "we*", cells=2)
+    first, last = (int(label.split()[1]) for label in (ahead.a, ahead.b))
+    assert (last - first, len(ahead)) == (3, 1)
+    assert len(ahead[0].cells) == 2
+    assert mesh.diff("now", "+2").b.startswith("step ")
+    for wrong in (("+4", "+4"), ("mark:", "now")):
+        with pytest.raises(UsageError):
+            mesh.diff(*wrong)
+    with pytest.raises(ConflictError, match="keeps none of that name; paramd marks"):
+        mesh.diff("mark:nobody")
     with pytest.raises(ConflictError, match=r"step 1 is past.*checkpoint"):
         mesh.diff(1)
     for never in ((step_of(mesh) + 10**6, "now"), ("now", step_of(mesh) + 10**6)):
@@ -77,6 +88,7 @@ def disk_and_memory(mesh: Mesh, folder: Path) -> None:
     rest = mesh._run(mesh._mesh._rest.send("GET", "/jobs/stuck/updates?filter=we*", timeout_s=40))
     assert [(row["name"], row["numel"]) for row in rest["updates"]] == [("weight", 16)]
     mesh.pause()
+    over_rest(mesh)
     held = mesh.summon("*")
     changed = {name: tensor.clone() for name, tensor in held.items()}
     changed["weight"][2] += 0.5
@@ -94,3 +106,18 @@ def disk_and_memory(mesh: Mesh, folder: Path) -> None:
     with pytest.raises(NotFoundError):
         mesh.diff(folder / "gone")
     mesh.resume()
+
+
+def over_rest(mesh: Mesh) -> None:
+    """As the page asks, while training is held."""
+
+    def ask(query: str) -> Any:
+        return mesh._run(mesh._mesh._rest.send("GET", f"/jobs/stuck/diff?{query}", timeout_s=90))
+
+    same = ask("a=now&b=job:stuck")
+    assert same["a"] == same["b"]
+    assert {row["name"]: row["changed"] for row in same["tensors"]} == dict.fromkeys(NAMES, 0)
+    with pytest.raises(NotFoundError, match="'other' is not served here"):
+        ask("a=job:other")
+    with pytest.raises(UsageError, match="expected now, "):
+        ask("a=/etc/passwd")

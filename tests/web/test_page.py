@@ -307,6 +307,10 @@ def test_every_view_fits_says_where_it_is_from_and_stays_quiet(
             assert tab.page.evaluate(over) <= 0, view
             assert tab.page.locator("main .trouble").all_inner_texts() == [], view
             assert tab.violations() == [], view
+        for part in ("", "heat", "where", "compare"):
+            tab.open("params", name="still.weight", part=part)
+            tab.see("1,920", within=".detail")
+            assert tab.page.evaluate(over) <= 0, part
         tab.check_quiet()
 
 

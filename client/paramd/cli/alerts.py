@@ -40,8 +40,9 @@ def alerts(
 ) -> None:
     """Show alerts: NaN, norm jumps, diverging replicas, stale or slow ranks.
 
-    The control plane evaluates the rules, configured in the [alerts] table of
-    its paramd.toml. --watch prints each alert when it fires and when it resolves.
+    The control plane evaluates the rules, which are configured in the table
+    \\[alerts] of its paramd.toml. --watch prints each alert when it fires and
+    when it is resolved.
     """
     asyncio.run(_follow(target) if watch else _once(target, "all" if everything else "firing"))
 

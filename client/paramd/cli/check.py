@@ -36,10 +36,11 @@ def check(
     count_: Annotated[int, typer.Option("-n", "--count", min=1, help="Check so many updates.")] = 1,
     output: Output = None,
 ) -> None:
-    """Make the next update of a rank again, and compare it bit by bit.
+    """Recompute the next update of a rank, and compare the results bit by bit.
 
-    Its sidecar recomputes it from gradients, parameters and optimizer state, with
-    torch's own Adam, AdamW or SGD. Ends with exit code 1 when something differs.
+    The rank's sidecar recomputes the update from gradients, parameters and
+    optimizer state, with torch's own Adam, AdamW or SGD. Exits with code 1 if
+    anything differs.
     """
     rows, wrong = [], False
     with target.connect() as mesh:

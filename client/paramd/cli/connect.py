@@ -60,9 +60,10 @@ def connect(
 ) -> None:  # fmt: skip
     """Connect to a job on another host over SSH; runs until Ctrl-C.
 
-    Meanwhile all commands here find the job by its name. One port is forwarded,
-    the control plane's; its certificate is checked against the job's own CA, as
-    that host knows it. The token travels within SSH, and is nowhere in an argument.
+    While it runs, all commands on this machine find the job by its name. Only
+    the control plane's port is forwarded; its certificate is checked against
+    the job's own CA, which is read from that host. The token travels within
+    SSH and never appears in an argument.
     """
     job = job if job is not None else os.environ.get("PARAMD_JOB") or None
     if show:

@@ -40,8 +40,8 @@ def diff(
         str,
         typer.Argument(
             metavar="A",
-            help="'now', '+N' (N steps from now), a step to come, job:NAME, or a safetensors file "
-            "or directory.",
+            help="'now', '+N' (N steps from now), a step to come, mark:NAME, job:NAME, or a "
+            "safetensors file or directory.",
         ),
     ],
     b: Annotated[str, typer.Argument(metavar="B", help="The same.")] = "now",
@@ -57,8 +57,7 @@ def diff(
     """
     with ExitStack() as stack:
         mesh = stack.enter_context(target.connect())
-        step = min((row.step for row in mesh.status()), default=0)
-        one, other = (_source(stack, target, text, step) for text in (a, b))
+        one, other = (_source(stack, target, text) for text in (a, b))
         found = mesh.diff(one, other, *(only or ()))
     rows = [asdict(row) for row in found]
     emit(
@@ -68,16 +67,9 @@ def diff(
     say(found.summary())
 
 
-def _source(stack: ExitStack, target: Target, text: str, step: int) -> str | int | Mesh:
+def _source(stack: ExitStack, target: Target, text: str) -> str | int | Mesh:
     if text.startswith("job:"):
         return stack.enter_context(target.named(text.removeprefix("job:")).connect())
-    if text.startswith("+"):
-        if not text[1:].isdecimal():
-            raise UsageError(f"{text[:40]!r}: expected +N, the steps from now")
-        # One step ahead at least: what has begun cannot be asked for any more.
-        return step + int(text[1:]) + AHEAD
+    if text.startswith("+") and not text[1:].isdecimal():
+        raise UsageError(f"{text[:40]!r}: expected +N, the steps from now")
     return int(text) if text.isdecimal() else text
-
-
-AHEAD = 4
-"""Steps that may pass before the sidecars have heard of a request."""

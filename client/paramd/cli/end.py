@@ -77,9 +77,9 @@ def end(
     """Free the memory of a training that has ended or died.
 
     Its sidecars keep the last step for 10 minutes (PARAMD_LINGER_S). This asks
-    those of this user on this host to leave now, and ends the job's control
-    plane. Refused while a trainer is alive: stop the training itself first.
-    Nothing is left to do if nothing of the job runs.
+    those of this user on this host to exit now, and ends the job's control
+    plane. It is refused while a trainer is alive: stop the training first. If
+    nothing of the job is running, there is nothing to do.
     """
     job = _named(target, name)
     found = list(sidecars(job))

@@ -50,11 +50,11 @@ def log(
 ) -> None:
     """Log statistics of parameters to an experiment tracker, with alerts and edits as notes.
 
-    Computed by the sidecars: training is not involved. Of more than 200
-    tensors only the total is logged. The tracker's own settings are read, as
-    WANDB_MODE or MLFLOW_TRACKING_URI; for Prometheus a file is written that
-    node_exporter's textfile collector reads. Needs an extra: pip install
-    'paramd[trackers]'.
+    The sidecars compute the statistics; training is not involved. If more than
+    200 tensors match, only their total is logged. Settings of the tracker
+    itself apply, such as WANDB_MODE or MLFLOW_TRACKING_URI; for Prometheus a
+    file is written that node_exporter's textfile collector reads. Needs an
+    extra: pip install 'paramd\\[trackers]'.
     """
     opened = partial(_opened, to, project, directory)
     asyncio.run(_log(target, opened, glob or ["*"], also or [], every, looks))

@@ -45,9 +45,10 @@ def logs(
 ) -> None:
     """Show the last lines of a rank's sidecar, and of its trainer.
 
-    The trainer's lines need its output in a file (torchrun --log-dir DIR --redirects 3), and
-    remain readable after it has died, while its sidecar lingers. For a job that has ended, the
-    sidecar's log is read from this host's state dir. Needs an editor's or an admin's token.
+    The trainer's lines are available if its output goes to a file (torchrun
+    --log-dir DIR --redirects 3), also after it has died, until its sidecar
+    exits. For a job that has ended, the sidecar's log is read from this host's
+    state dir. Needs an editor's or an admin's token.
     """
     past = ended.find(target)
     if past is not None:

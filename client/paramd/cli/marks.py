@@ -34,8 +34,9 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="The mark's name.")]
 def mark(target: Target, name: Name, timeout: Timeout = 60.0, output: Output = None) -> None:
     """Keep the complete present state of a training under a name, to roll back to.
 
-    It lies in the sidecars' memory and ends with them: no checkpoint. Training
-    pauses while it is copied. Needs attach(..., resume="auto").
+    A mark is kept in the sidecars' memory and lost when they end; it is not a
+    checkpoint. Training pauses while the state is copied. Needs
+    attach(..., resume="auto").
     """
     with target.connect() as mesh:
         made = mesh.mark(name, timeout=timeout)
@@ -74,8 +75,8 @@ def rollback(
 ) -> None:
     """Put a training back to a mark or a step, on all ranks or on none.
 
-    Parameters, optimizer state, hyper-parameters and everything in keep are what
-    they were. `paramd undo` goes forward again to what is left.
+    Restores parameters, optimizer state, hyper-parameters and everything in
+    keep. `paramd undo` goes forward again to the state that was left.
     """
     wanted: str | int = int(to) if to.isdigit() else to
     with target.connect() as mesh:

@@ -36,11 +36,11 @@ def mcp(
 ) -> None:
     """Serve the job to an agent, over the Model Context Protocol.
 
-    Read-only by default. With --changes every change is told before it is
-    made, and made only when called again with the code from then. What the
-    token's role may not do is refused. Over HTTP a client sends the job's
+    Read-only by default. With --changes a first call describes the change and
+    returns a code, and a second call with that code makes it. Whatever the
+    token's role does not permit is refused. Over HTTP a client sends the job's
     token (PARAMD_TOKEN or the one in endpoint.json) as a bearer token. Needs
-    an extra: pip install 'paramd[mcp]'.
+    an extra: pip install 'paramd\\[mcp]'.
     """
     asyncio.run(_serve(target, changes=changes, port=http_port))
 

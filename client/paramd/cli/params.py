@@ -56,9 +56,9 @@ def params(
 ) -> None:
     """List parameters: full shape, dtype and how they are distributed.
 
-    Terms compare name, placement, kind, dtype, shape, numel, dims, rank,
-    tied and trainable. Terms on norm, mean, std, min, max, absmax, nan, inf and zero first
-    compute statistics of all tensors that pass the other terms.
+    Terms compare name, placement, kind, dtype, shape, numel, dims, rank, tied
+    and trainable. Terms on norm, mean, std, min, max, absmax, nan, inf and
+    zero first compute statistics of all tensors that match the other terms.
     """
     chosen = parse_filter(" ".join(wanted if wanted is not None else ()))
     with target.connect() as mesh:

@@ -35,8 +35,8 @@ def spectrum(
 ) -> None:
     """Show the largest singular values of a weight, and its dead and equal rows.
 
-    The sidecars multiply their shards with narrow random matrices; the weight never
-    travels.
+    The sidecars multiply their shards with narrow random matrices; the weight
+    itself is not sent.
     """
     need("paramd spectrum", "torch")
     with target.connect() as mesh:

@@ -193,7 +193,7 @@ def status(target: Target, watch: Watch = False, every: Every = 2.0, output: Out
 
     STALLS counts updates that waited for a copy, STALLED is the total wait.
     Exits with code 6 if a rank is unreachable or unhealthy. --watch keeps
-    refreshing until Ctrl-C regardless. Of a job that has ended it tells when,
+    refreshing until Ctrl-C regardless. For a job that has ended, it prints when,
     and after which step.
     """
     past = ended.find(target)

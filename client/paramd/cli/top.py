@@ -23,8 +23,8 @@ def top(target: Target, every: Every = 1.0) -> None:
 
     Arrow keys scroll, / filters ranks by number, phase or note, Escape clears
     the filter, q quits. Needs an extra: pip install 'paramd\\[top]'.
-    Without a terminal, as in a pipe or under cron, it prints one look as text
-    and exits; `paramd status -w` goes on.
+    Without a terminal, as in a pipe or under cron, it prints the state once as
+    text and exits; `paramd status -w` keeps printing.
     """
     if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
         asyncio.run(_print(target))

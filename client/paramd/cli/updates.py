@@ -42,8 +42,9 @@ def updates(
 ) -> None:
     """Show what the next update does: its norm, and its ratio to the weight.
 
-    Computed by the sidecars from snapshots of two steps; training goes on. A ratio
-    that rises, or an effective learning rate, announces a jump of the loss.
+    The sidecars compute it from snapshots of two steps; training continues. A
+    rising ratio, or a rising effective learning rate, often precedes a jump of
+    the loss.
     """
     with target.connect() as mesh:
         found = mesh.updates(*(glob or ()), steps=steps)

@@ -50,8 +50,8 @@ def why(
 ) -> None:
     """Show why training is stuck: what each rank is doing, and a verdict.
 
-    Works while training hangs, and neither stops nor slows it. Stacks come from the
-    trainers through their sidecars, without ptrace.
+    Works while training hangs, and neither stops nor slows it. Stacks come
+    from the trainers, through their sidecars, without ptrace.
     """
     with target.connect() as mesh:
         found = mesh.why(*(rank or ()), log_lines=lines)

@@ -143,6 +143,8 @@ def train(arguments: argparse.Namespace) -> None:
         # One all-reduce for both: the mean loss, and whether any rank got a signal.
         said = torch.tensor([loss.item(), float(stop.asked)], dtype=torch.float64)
         dist.all_reduce(said)
+        if arguments.attach:
+            attachment.log(loss=said[0].item() / dist.get_world_size())
         if dist.get_rank() == 0 and (step % arguments.every == 0 or step == 1):
             print(f"step {step} loss {said[0].item() / dist.get_world_size():.9f}", flush=True)
         if said[1] > 0:

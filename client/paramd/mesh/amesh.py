@@ -312,22 +312,27 @@ class AsyncMesh:
         a: Now | int | str | Path | Mapping[str, torch.Tensor] | AsyncMesh,
         b: Now | int | str | Path | Mapping[str, torch.Tensor] | AsyncMesh = "now",
         *patterns: str,
+        cells: int = 0,
         timeout: Timeout = UNSET,
     ) -> Diff:
         """How the weights of b differ from those of a, tensor by tensor.
 
             mesh.diff("checkpoints/step-1000")         # a checkpoint and the training now
-            mesh.diff(step + 100, step + 200)          # two steps to come
+            mesh.diff("+1", "+101")                    # two steps to come, 100 steps apart
+            mesh.diff("mark:before")                   # a mark, and the training now
             mesh.diff(params)                          # what was summoned before, and now
             mesh.diff(other)                           # another job, and this one
 
         Reads tensor by tensor while both states are pinned, so memory is that of a few tensors.
 
         Args:
-            a, b: "now"; a step of this job to come (not above the snapshots' budget together); a
-                safetensors file or directory on this machine, such as an export; tensors by
-                name; another mesh, as it is now.
+            a, b: "now"; a step of this job to come, or "+N": N steps after the next one that can
+                surely be asked for (both states must fit into the snapshots' budget);
+                "mark:NAME"; a safetensors file or directory on this machine, such as an export;
+                tensors by name; another mesh, as it is now.
             patterns: Globs over names; none means all parameters.
+            cells: Also a heat map of each tensor's difference (`row.cells`), of at most this many
+                rows and columns, up to 512; 0 for none.
             timeout: Seconds for all of it; None means no limit.
 
         Returns:
@@ -336,7 +341,7 @@ class AsyncMesh:
 
         Raises:
             UsageError: an argument is wrong. ConflictError: a step is past, or the training has
-                ended before it. DeadlineError: it did not come in time.
+                ended before it; or there is no such mark. DeadlineError: it did not come in time.
             NotFoundError: a pattern matches nothing, a path does not exist.
             ParamdError: as `summon`.
         """
@@ -348,6 +353,7 @@ class AsyncMesh:
             patterns or ("*",),
             self._deadline(timeout),
             lambda source: source._reach if isinstance(source, AsyncMesh) else None,
+            cells=cells,
         )
 
     async def updates(self, *patterns: str, steps: int = 1, timeout: Timeout = UNSET) -> Updates:

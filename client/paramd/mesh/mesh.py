@@ -191,10 +191,17 @@ class Mesh:
     params = _blocking(AsyncMesh.params)
     stats = _blocking(AsyncMesh.stats)
 
-    def diff(self, a: Any, b: Any = "now", *patterns: str, timeout: Timeout = UNSET) -> Diff:
+    def diff(
+        self,
+        a: Any,
+        b: Any = "now",
+        *patterns: str,
+        cells: int = 0,
+        timeout: Timeout = UNSET,
+    ) -> Diff:
         """Args, Returns, Raises: as `AsyncMesh.diff`; another mesh is a `Mesh` here."""
         one, other = (source._mesh if isinstance(source, Mesh) else source for source in (a, b))
-        return self._run(self._mesh.diff(one, other, *patterns, timeout=timeout))
+        return self._run(self._mesh.diff(one, other, *patterns, cells=cells, timeout=timeout))
 
     edit = _blocking(AsyncMesh.edit)
     edits = _blocking(AsyncMesh.edits)

@@ -356,6 +356,7 @@ class PinSnapshotRequest(google.protobuf.message.Message):
     REDUCTION_FIELD_NUMBER: builtins.int
     LOSSLESS_EVERY_FIELD_NUMBER: builtins.int
     UNSETTLED_FIELD_NUMBER: builtins.int
+    MARK_FIELD_NUMBER: builtins.int
     incarnation: builtins.int
     layout_digest: builtins.str
     lease_ms: builtins.int
@@ -366,6 +367,7 @@ class PinSnapshotRequest(google.protobuf.message.Message):
     state_key: builtins.str
     lossless_every: builtins.int
     unsettled: builtins.bool
+    mark: builtins.str
     @property
     def spans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Span]: ...
     @property
@@ -385,9 +387,10 @@ class PinSnapshotRequest(google.protobuf.message.Message):
         reduction: global___Reduction | None = ...,
         lossless_every: builtins.int = ...,
         unsettled: builtins.bool = ...,
+        mark: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["reduction", b"reduction"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["at_boundary", b"at_boundary", "at_step", b"at_step", "incarnation", b"incarnation", "layout_digest", b"layout_digest", "lease_ms", b"lease_ms", "lossless_every", b"lossless_every", "reduction", b"reduction", "source", b"source", "spans", b"spans", "state_key", b"state_key", "unsettled", b"unsettled", "with_buffers", b"with_buffers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["at_boundary", b"at_boundary", "at_step", b"at_step", "incarnation", b"incarnation", "layout_digest", b"layout_digest", "lease_ms", b"lease_ms", "lossless_every", b"lossless_every", "mark", b"mark", "reduction", b"reduction", "source", b"source", "spans", b"spans", "state_key", b"state_key", "unsettled", b"unsettled", "with_buffers", b"with_buffers"]) -> None: ...
 
 global___PinSnapshotRequest = PinSnapshotRequest
 

@@ -1,7 +1,8 @@
 import { describe, expect, it } from "vitest";
 
 import type { SpectrumDocument, UpdateDocument } from "../src/api/schema";
-import { inOrder, MEASURES, shading } from "../src/views/param_changes";
+import { inOrder, shading } from "../src/views/measures";
+import { MEASURES } from "../src/views/param_changes";
 import { factsOf } from "../src/views/param_spectrum";
 
 const row = (name: string, ratio: number | null): UpdateDocument => ({
@@ -12,9 +13,9 @@ const ROWS = [row("b", 1e-3), row("a", null), row("c", 1e-1), row("d", 1e-3)];
 
 describe("changes", () => {
   it("are sorted by any column, those without a number last", () => {
-    expect(inOrder(ROWS, "-ratio").map((one) => one.name)).toEqual(["c", "b", "d", "a"]);
-    expect(inOrder(ROWS, "ratio").map((one) => one.name)).toEqual(["b", "d", "c", "a"]);
-    expect(inOrder(ROWS, "name").map((one) => one.name)).toEqual(["a", "b", "c", "d"]);
+    expect(inOrder(ROWS, "-ratio", MEASURES).map((one) => one.name)).toEqual(["c", "b", "d", "a"]);
+    expect(inOrder(ROWS, "ratio", MEASURES).map((one) => one.name)).toEqual(["b", "d", "c", "a"]);
+    expect(inOrder(ROWS, "name", MEASURES).map((one) => one.name)).toEqual(["a", "b", "c", "d"]);
   });
 
   it("shade what is far from the median", () => {

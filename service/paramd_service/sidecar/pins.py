@@ -9,7 +9,7 @@ Runs on the event loop. Memory is allocated on an executor, bytes are copied by 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from paramd.memory.arena import is_mirror
 from paramd.memory.control_page import Word, label_of, unserved_reason
 from paramd.memory.gate import State, resting_state, state_of
 from paramd_service.admission import CALLER, Who
+from paramd_service.aio import uncancelled
 from paramd_service.sidecar.boundaries import Boundaries
 from paramd_service.sidecar.copying.capture import UNSERVED_NS, Copier, CopyJob
 from paramd_service.sidecar.faults import Faults
@@ -34,6 +35,7 @@ from paramd_service.sidecar.snapshots.live_moments import (
     is_moments,
 )
 from paramd_service.sidecar.snapshots.moments import Moments, is_table, table_key
+from paramd_service.sidecar.snapshots.standing import StandingLabel
 from paramd_service.sidecar.snapshots.store import (
     BlockMaker,
     Fill,
@@ -170,6 +172,30 @@ class Pins:
         if (key, 0, False) in self._fillings:
             raise ConflictError("another reader is about to have the optimizer state; try again")
         return self._lease(await self._join_filling(key, timeout_s, 0, False), lease_s)
+
+    async def pin_mark(
+        self, key: Key, read: Callable[[memoryview], StandingLabel], *, lease_s: float
+    ) -> Lease:
+        """Lease the spans' bytes of a mark, which `read` copies on a thread. Raises as `read`."""
+        self.sweep()
+        who = CALLER.get()
+
+        def fill() -> StandingLabel:
+            if snapshot.block is None and snapshot.size_bytes:
+                snapshot.block = self._blocks.make(snapshot.size_bytes)
+            return read(snapshot.view())
+
+        # Never shared: a mark of the same name may be another one by the next request.
+        snapshot = self.store.reserve(key, at_boundary=True, who=who)
+        try:
+            label = await uncancelled(self._loop.run_in_executor(self._executor, fill))
+            snapshot.step, snapshot.edits, snapshot.fill = label.step, label.edits, Fill.FILLED
+        except BaseException:
+            self.store.drop(snapshot)
+            raise
+        finally:
+            self.store.uncharge(snapshot, who)
+        return self._lease(snapshot, lease_s)
 
     def _found(self, key: Key, at_step: int) -> Snapshot | None:
         if at_step:

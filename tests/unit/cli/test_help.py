@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
 
-from paramd.cli.main import main
+from paramd.cli.main import app, main
 
 COMMANDS = [
     "status",
@@ -24,6 +29,9 @@ COMMANDS = [
     "doctor",
     "demo",
 ]
+HELP_COLUMNS = 77
+"""Of a body's line: longer ones are broken again at 80 columns."""
+
 HELP_IN_TYPERS = 6
 """CPU time of `paramd --help`, in times that of importing typer."""
 
@@ -129,3 +137,18 @@ def test_the_service_itself_answers_help(module: str) -> None:
     )
     assert found.returncode == 0, found.stderr
     assert "--job" in found.stdout
+
+
+def test_no_text_of_help_is_broken_at_80_columns_or_taken_for_markup() -> None:
+    for path, text in texts(typer.main.get_command(app), "paramd"):
+        for line in inspect.cleandoc(text).split("\n")[1:]:
+            assert len(line) <= HELP_COLUMNS, (path, line)
+        # "[top]" would be taken for a style, and left out.
+        assert not re.search(r"(?<!\\)\[[a-z]", text), (path, text)
+
+
+def texts(command: Any, path: str) -> Iterator[tuple[str, str]]:
+    """The help of a command and of all below it, by path."""
+    yield path, command.help or ""
+    for name, below in getattr(command, "commands", {}).items():
+        yield from texts(below, f"{path} {name}")

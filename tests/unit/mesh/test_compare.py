@@ -14,6 +14,7 @@ from paramd.mesh.insight import compare as module
 from paramd.mesh.insight.compare import Diff, compare, not_compared
 from paramd.mesh.insight.diff import check_order
 from paramd.mesh.insight.states import stored_state
+from paramd_service.control.insight.diff import state_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
@@ -97,3 +98,38 @@ def test_files_on_disk_are_a_state(tmp_path: Path) -> None:
 def test_what_is_no_state_is_refused(a: object, b: object) -> None:
     with pytest.raises(UsageError, match="expected"):
         check_order(a, b)
+
+
+@pytest.mark.parametrize("shape", [(40, 48), (3, 5, 7), (100,), (2, 3)])
+def test_cells_are_the_means_of_their_elements(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(module, "BLOCK_NUMEL", 11)
+    a = torch.zeros(shape)
+    b = torch.randn(shape)
+    most = 8
+    matrix = b.double().reshape(shape[0] if len(shape) > 1 else 1, -1)
+    rows, columns = matrix.shape
+    height, width = min(rows, most), min(columns, most)
+    cells: dict[tuple[int, int], list[float]] = {}
+    for row in range(rows):
+        for column in range(columns):
+            at = row * height // rows, column * width // columns
+            cells.setdefault(at, []).append(float(matrix[row, column]))
+    found = compare("w", a, b, most).cells
+    assert (len(found), len(found[0])) == (height, width)
+    for (row, column), values in cells.items():
+        assert found[row][column] == pytest.approx(sum(values) / len(values), abs=1e-9)
+    b.view(-1)[0] = math.nan
+    assert math.isnan(compare("w", a, b, most).cells[0][0])
+    assert compare("w", a, b).cells == ()
+
+
+def test_rest_takes_states_and_never_paths() -> None:
+    texts = ("now", "+10", "mark:before the bump")
+    assert [state_of(text) for text in texts] == [("text", text) for text in texts]
+    assert state_of("export:3f2a") == ("export", "3f2a")
+    assert state_of("job:a:b") == ("job", "a:b")
+    for wrong in ("", "/etc/passwd", "mark:", "export:", "job:", "+", "812", "file:///x", "./now"):
+        with pytest.raises(UsageError, match="expected now"):
+            state_of(wrong)

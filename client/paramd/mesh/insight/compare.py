@@ -40,6 +40,9 @@ class TensorDiff:
     """(row, norm of its difference) of the rows that differ most; of tensors with rows."""
     problem: str = ""
     """Why it was not compared: only one state has it, or the shapes differ."""
+    cells: tuple[tuple[float, ...], ...] = ()
+    """A heat map, if one was asked for: the mean of b - a in each cell, NaN where it is not finite.
+    Rows of the grid are rows of the tensor; dims beyond the second count as columns."""
 
 
 class Diff(Table[TensorDiff]):
@@ -80,8 +83,11 @@ def _order(row: TensorDiff) -> tuple[bool, float, str]:
     return bool(row.problem), -relative, row.name
 
 
-def compare(name: str, a: torch.Tensor, b: torch.Tensor) -> TensorDiff:
-    """How b differs from a, in float64; NaN and infinities are computed as they come."""
+def compare(name: str, a: torch.Tensor, b: torch.Tensor, cells: int = 0) -> TensorDiff:
+    """How b differs from a, in float64; NaN and infinities are computed as they come.
+
+    `cells`: most rows and columns of a heat map; 0 for none.
+    """
     if a.shape != b.shape:
         what = f"the shapes differ: {list(a.shape)} and {list(b.shape)}"
         return not_compared(name, a, problem=what)
@@ -93,6 +99,7 @@ def compare(name: str, a: torch.Tensor, b: torch.Tensor) -> TensorDiff:
     squares_a = squares_b = dot = squares = max_abs = 0.0
     changed = 0
     of_rows: list[torch.Tensor] = []
+    grid = _Grid(rows if rows else 1, width, cells) if cells and a.numel() else None
     for begin in range(0, a.numel(), step):
         one, other = flat_a[begin : begin + step], flat_b[begin : begin + step]
         one, other = one.to(torch.float64), other.to(torch.float64)
@@ -109,6 +116,8 @@ def compare(name: str, a: torch.Tensor, b: torch.Tensor) -> TensorDiff:
         max_abs = _larger(max_abs, float(delta.abs().max()))
         if rows:
             of_rows.append(delta.view(-1, width).norm(dim=1))
+        if grid is not None:
+            grid.add(begin, delta)
     norm, norm_a, norm_b = math.sqrt(squares), math.sqrt(squares_a), math.sqrt(squares_b)
     return TensorDiff(
         name=name,
@@ -123,7 +132,32 @@ def compare(name: str, a: torch.Tensor, b: torch.Tensor) -> TensorDiff:
         changed=changed,
         numel=a.numel(),
         largest_rows=_largest(torch.cat(of_rows)) if of_rows and changed else (),
+        cells=grid.means() if grid is not None else (),
     )
+
+
+class _Grid:
+    """Means of a matrix' cells, of which there are at most `most` by `most`."""
+
+    def __init__(self, rows: int, columns: int, most: int) -> None:
+        self._rows, self._columns = rows, columns
+        self._shape = min(rows, most), min(columns, most)
+        self._sums, self._counts = torch.zeros(2, math.prod(self._shape), dtype=torch.float64)
+
+    def add(self, begin: int, elements: torch.Tensor) -> None:
+        """Add elements from a flat index on."""
+        at = torch.arange(begin, begin + elements.numel())
+        height, width = self._shape
+        row = (at // self._columns) * height // self._rows
+        cell = row * width + (at % self._columns) * width // self._columns
+        self._sums.index_add_(0, cell, elements)
+        self._counts += torch.bincount(cell, minlength=self._counts.numel())
+
+    def means(self) -> tuple[tuple[float, ...], ...]:
+        """The cells, row by row."""
+        means = self._sums / self._counts
+        means[~means.isfinite()] = math.nan
+        return tuple(map(tuple, means.view(self._shape).tolist()))
 
 
 def not_compared(name: str, tensor: torch.Tensor, *, problem: str) -> TensorDiff:

@@ -9,11 +9,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paramd.errors import UsageError
-from paramd.mesh.insight.states import HeldTensors, State, live_state, stored_state
+from paramd.mesh.insight.states import (
+    MARK,
+    HeldTensors,
+    State,
+    live_state,
+    next_step,
+    stored_state,
+)
 from paramd.mesh.peers.discovery import SidecarFinder
+from paramd.mesh.reading.transfer import all_ended
 
 if TYPE_CHECKING:
     from paramd.mesh.insight.compare import Diff, TensorDiff
+
+MAX_CELLS = 512
 
 Source = Any
 """As the arguments of `AsyncMesh.diff`."""
@@ -26,9 +36,13 @@ async def compute_diff(
     patterns: Sequence[str],
     deadline_s: float,
     reach_of: Any,
+    *,
+    cells: int = 0,
 ) -> Diff:
     """Args, Returns, Raises: as `AsyncMesh.diff`. `reach_of` finds another mesh's sidecars."""
     check_order(a, b)
+    if not 0 <= cells <= MAX_CELLS:
+        raise UsageError(f"cells: {cells}; expected 0 to {MAX_CELLS}")
 
     async def opened(stack: AsyncExitStack, source: Source, name: str) -> State:
         if isinstance(source, Mapping):
@@ -37,21 +51,31 @@ async def compute_diff(
         other = reach_of(source)
         if other is not None:
             return await stack.enter_async_context(live_state(other, patterns, "now", deadline_s))
-        if source == "now" or isinstance(source, int):
+        if is_ahead(source):
+            # Looked up as late as possible: what is open before takes steps, too.
+            source = await next_step(reach, deadline_s) + int(source)
+        if isinstance(source, int) or source == "now" or is_mark(source):
             return await stack.enter_async_context(live_state(reach, patterns, source, deadline_s))
         return await asyncio.to_thread(stored_state, Path(source), patterns)
 
     async with AsyncExitStack() as stack:
         from paramd.mesh.insight.compare import Diff
 
-        if isinstance(a, int) and isinstance(b, int):
+        if is_to_come(a) and is_to_come(b):
             # Both are asked for before either comes: steps may follow each other quickly.
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(opened(stack, s, n)) for s, n in ((a, "a"), (b, "b"))]
-            one, other = (task.result() for task in tasks)
+            first = await next_step(reach, deadline_s) if is_ahead(a) or is_ahead(b) else 0
+            steps = [first + int(s) if is_ahead(s) else s for s in (a, b)]
+            found: dict[str, State] = {}
+
+            async def keep(name: str, step: int) -> None:
+                found[name] = await opened(stack, step, name)
+
+            await all_ended([keep("a", steps[0]), keep("b", steps[1])])
+            one, other = found["a"], found["b"]
         else:
             one, other = await opened(stack, a, "a"), await opened(stack, b, "b")
-        rows = [await _row(name, one, other) for name in dict.fromkeys([*one.names, *other.names])]
+        names = dict.fromkeys([*one.names, *other.names])
+        rows = [await _row(name, one, other, cells) for name in names]
         return Diff(rows, a=one.label, b=other.label)
 
 
@@ -60,13 +84,32 @@ def check_order(a: Source, b: Source) -> None:
     for name, one in (("a", a), ("b", b)):
         if isinstance(one, bool) or one is None or (isinstance(one, int) and one < 0):
             raise UsageError(
-                f"{name}: {one!r}; expected 'now', a step to come, a path, tensors or a mesh"
+                f"{name}: {one!r}; expected 'now', a step to come, '+N', 'mark:NAME', a path, "
+                "tensors or a mesh"
             )
-    if isinstance(a, int) and isinstance(b, int) and a >= b:
+        if is_mark(one) and not one.removeprefix(MARK):
+            raise UsageError(f"{name}: {one!r}; expected the name of a mark after {MARK!r}")
+    same_kind = is_to_come(a) and is_to_come(b) and is_ahead(a) == is_ahead(b)
+    if same_kind and int(a) >= int(b):
         raise UsageError(f"a, b: {a} and {b}; expected two steps to come, the earlier one first")
 
 
-async def _row(name: str, a: State, b: State) -> TensorDiff:
+def is_ahead(source: Source) -> bool:
+    """Whether a source is "+N", so many steps from now."""
+    return isinstance(source, str) and source[:1] == "+" and source[1:].isdecimal()
+
+
+def is_mark(source: Source) -> bool:
+    """Whether a source is "mark:NAME"."""
+    return isinstance(source, str) and source.startswith(MARK)
+
+
+def is_to_come(source: Source) -> bool:
+    """Whether a source is a step to come."""
+    return isinstance(source, int) or is_ahead(source)
+
+
+async def _row(name: str, a: State, b: State, cells: int) -> TensorDiff:
     from paramd.mesh.insight.compare import compare, not_compared
 
     if name not in b.names:
@@ -74,4 +117,4 @@ async def _row(name: str, a: State, b: State) -> TensorDiff:
     if name not in a.names:
         return not_compared(name, await b.read(name), problem=f"only {b.label} has it")
     one, other = await a.read(name), await b.read(name)
-    return await asyncio.to_thread(compare, name, one, other)
+    return await asyncio.to_thread(compare, name, one, other, cells)

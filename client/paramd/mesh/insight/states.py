@@ -39,6 +39,15 @@ if TYPE_CHECKING:
 
 Now = Literal["now"]
 
+AHEAD = 4
+"""Steps that may pass before the sidecars have heard of a request."""
+
+AHEAD_S = 0.5
+"""The same, as time: of a quick training, more steps than that."""
+
+MARK = "mark:"
+"""How the name of a mark begins where other states can be given, too."""
+
 MAX_FILES = 10_000
 MAX_WAIT_S = 500.0
 """Longest wait for a step to come, and longest time that it is then held; sidecars accept no
@@ -128,12 +137,13 @@ class StoredState:
 
 @asynccontextmanager
 async def live_state(
-    reach: SidecarFinder, patterns: Sequence[str], at: Now | int, deadline_s: float
+    reach: SidecarFinder, patterns: Sequence[str], at: str | int, deadline_s: float
 ) -> AsyncIterator[LiveState]:
-    """A job's tensors, pinned now or at a step to come.
+    """A job's tensors, pinned now, at a step to come, or as a mark ("mark:NAME") has them.
 
     Raises:
-        ConflictError: the step is past, or the training has ended before it.
+        ConflictError: the step is past, or the training has ended before it; or there is no such
+            mark.
         DeadlineError: it did not come in time.
         ParamdError: as `AsyncMesh.summon`.
     """
@@ -142,14 +152,28 @@ async def live_state(
         async def attempt(sidecars: Sidecars) -> LiveState:
             chosen = await choose(reach, sidecars, patterns, buffers=False)
             job = sidecars.document.job
-            if at == "now":
-                pins = await stack.enter_async_context(pinned(reach, sidecars, chosen, deadline_s))
-            else:
+            mark = at.removeprefix(MARK) if isinstance(at, str) and at.startswith(MARK) else ""
+            if isinstance(at, int):
                 pins = await pin_step(stack, sidecars, chosen.plan, at, deadline_s)
-            label = f"step {pins.step} of {job}"
+            else:
+                pins = await stack.enter_async_context(
+                    pinned(reach, sidecars, chosen, deadline_s, mark=mark)
+                )
+            label = f"mark {mark}, " * bool(mark) + f"step {pins.step} of {job}"
             return LiveState(sidecars, chosen, pins, deadline_s, label)
 
         yield await reach.attempts(attempt, deadline_s)
+
+
+async def next_step(reach: SidecarFinder, deadline_s: float) -> int:
+    """The step that "+0" means: the first that can surely be asked for before it begins."""
+
+    async def attempt(sidecars: Sidecars) -> int:
+        found = await sidecars.state(min(sidecars.document.peers, default=0), STATE_TIMEOUT_S)
+        step_s = found.state.step_time_ns / 1e9
+        return found.header.step + max(AHEAD, int(AHEAD_S / step_s) if step_s > 0 else 0)
+
+    return await reach.attempts(attempt, deadline_s)
 
 
 async def pin_step(

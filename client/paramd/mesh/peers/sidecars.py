@@ -127,6 +127,8 @@ class PinKind:
     with_buffers: bool = False
     unsettled: bool = False
     """Accept parameters changed after their update while training has not continued."""
+    mark: str = ""
+    """Not the present parameters but those of this mark."""
 
 
 def one_step(pins: Sequence[RankPin]) -> tuple[int, int, int] | None:
@@ -326,6 +328,7 @@ class Sidecars:
             at_boundary=how.at_boundary,
             with_buffers=how.with_buffers,
             unsettled=how.unsettled,
+            mark=how.mark,
         )
         return RankPin.of(rank, await self._pinned(rank, request, timeout_s))
 

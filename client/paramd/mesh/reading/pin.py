@@ -70,6 +70,7 @@ class Pinner:
         deadline_s: float,
         with_buffers: bool = False,
         unsettled: bool = False,
+        mark: str = "",
     ) -> AsyncIterator[Pinned]:
         """Snapshots of `spans` at one step, with leases renewed until the block ends.
 
@@ -79,15 +80,15 @@ class Pinner:
                 mirrored arenas.
             unsettled: Accept parameters changed after their update while training has not
                 continued.
+            mark: Not the present parameters but those of this mark.
 
         Raises:
             UnreachableError, PartialError: a needed sidecar does not respond.
-            ConflictError: torn, no trainer, stale incarnation or layout.
+            ConflictError: torn, no trainer, stale incarnation or layout, no such mark.
             DeadlineError: no common step in time; the message says why.
         """
-        found = await self.pin(
-            spans, deadline_s=deadline_s, with_buffers=with_buffers, unsettled=unsettled
-        )
+        how = PinKind(with_buffers=with_buffers, unsettled=unsettled, mark=mark)
+        found = await self._pin(spans, how, deadline_s)
         renewing = asyncio.create_task(self._renew(found), name="paramd-leases")
         try:
             yield found
@@ -108,6 +109,10 @@ class Pinner:
 
         Args, Raises: as `pinned`.
         """
+        how = PinKind(with_buffers=with_buffers, unsettled=unsettled)
+        return await self._pin(spans, how, deadline_s)
+
+    async def _pin(self, spans: Spans, how: PinKind, deadline_s: float) -> Pinned:
         reason = ""
         backoff_s = _FIRST_BACKOFF_S
         patience_until_s = self._clock() + _BUDGET_PATIENCE_S
@@ -116,7 +121,7 @@ class Pinner:
             if left_s <= 0:
                 raise no_step_in_time(spans, reason if reason else "no attempt was made")
             try:
-                found, reason = await self._try_once(spans, left_s, with_buffers, unsettled)
+                found, reason = await self._try_once(spans, left_s, how)
             except AbortedError as error:
                 # An attempt that had hardly any time left says less than an earlier one.
                 if not reason or left_s >= _ANOTHER_CALL_S:
@@ -140,12 +145,12 @@ class Pinner:
             backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
 
     async def _try_once(
-        self, spans: Spans, left_s: float, with_buffers: bool, unsettled: bool
+        self, spans: Spans, left_s: float, how: PinKind
     ) -> tuple[Pinned | None, str]:
-        if with_buffers:
+        if how.with_buffers:
             return await self._at_boundary(spans, left_s, True)
-        if unsettled:
-            return await self.try_now(spans, left_s, PinKind(unsettled=True))
+        if how.unsettled or how.mark:
+            return await self.try_now(spans, left_s, how)
         if len(spans) == 1 or self._backoff.tries(self._clock()):
             return await self.try_now(spans, left_s)
         return await self._boundary_or_now(spans, left_s)
@@ -303,6 +308,7 @@ async def pinned(
     deadline_s: float,
     *,
     unsettled: bool = False,
+    mark: str = "",
 ) -> AsyncIterator[Pinned]:
     """Snapshots of `chosen`. Args, Raises: as `Pinner.pinned`."""
     spans: dict[int, Sequence[tuple[int, int]]] = {
@@ -314,8 +320,9 @@ async def pinned(
     async with Pinner(sidecars, backoff=reach.backoff).pinned(
         spans,
         deadline_s=deadline_s,
-        with_buffers=chosen.at_boundary,
+        with_buffers=chosen.at_boundary and not mark,
         unsettled=unsettled,
+        mark=mark,
     ) as found:
         yield found
 

@@ -197,6 +197,28 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/jobs/{job}/diff": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Get Diff
+         * @description How two states of the weights differ, tensor by tensor. A process of its own on the
+         *     control plane's host reads both, with the caller's rights; training goes on. An export is
+         *     read from that host's disk. Both must be there within 30 s.
+         */
+        get: operations["get_diff"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/jobs/{job}/edits": {
         parameters: {
             query?: never;
@@ -1554,6 +1576,77 @@ export interface components {
             destinations: components["schemas"]["DestinationDocument"][];
         };
         /**
+         * DiffDocument
+         * @description How one tensor of b differs from that of a; null where there is no finite number.
+         */
+        DiffDocument: {
+            /**
+             * Cells
+             * @description With `heat`: mean of b - a in each cell of a grid over the tensor
+             */
+            cells: (number | null)[][];
+            /**
+             * Changed
+             * @description Elements that differ
+             */
+            changed: number;
+            /** Cosine */
+            cosine: number | null;
+            /** Dtype */
+            dtype: string;
+            /** Largest Rows */
+            largest_rows: components["schemas"]["LargestRow"][];
+            /** Max Abs */
+            max_abs: number | null;
+            /** Name */
+            name: string;
+            /**
+             * Norm
+             * @description Of b - a
+             */
+            norm: number | null;
+            /** Norm A */
+            norm_a: number | null;
+            /** Norm B */
+            norm_b: number | null;
+            /** Numel */
+            numel: number;
+            /**
+             * Problem
+             * @description Why it was not compared; empty when it was
+             */
+            problem: string;
+            /**
+             * Relative
+             * @description That divided by the norm of a
+             */
+            relative: number | null;
+            /** Shape */
+            shape: number[];
+        };
+        /**
+         * DiffList
+         * @description Two states compared.
+         */
+        DiffList: {
+            /**
+             * A
+             * @description The states in words, with their steps
+             */
+            a: string;
+            /** B */
+            b: string;
+            /** Incarnation */
+            incarnation: number;
+            /** Job */
+            job: string;
+            /**
+             * Tensors
+             * @description The largest relative difference first
+             */
+            tensors: components["schemas"]["DiffDocument"][];
+        };
+        /**
          * DroppedMark
          * @description Whether there was a mark to forget.
          */
@@ -2428,6 +2521,16 @@ export interface components {
              * @description Ranks of the mesh
              */
             world_size: number;
+        };
+        /**
+         * LargestRow
+         * @description A row of a tensor, and how far it is from the same row of the other state.
+         */
+        LargestRow: {
+            /** Norm */
+            norm: number | null;
+            /** Row */
+            row: number;
         };
         /**
          * LeaseDocument
@@ -4181,6 +4284,8 @@ export type AuditRecord = components['schemas']['AuditRecord'];
 export type CollectiveDocument = components['schemas']['CollectiveDocument'];
 export type DestinationDocument = components['schemas']['DestinationDocument'];
 export type DestinationList = components['schemas']['DestinationList'];
+export type DiffDocument = components['schemas']['DiffDocument'];
+export type DiffList = components['schemas']['DiffList'];
 export type DroppedMark = components['schemas']['DroppedMark'];
 export type EditDocument = components['schemas']['EditDocument'];
 export type EditList = components['schemas']['EditList'];
@@ -4205,6 +4310,7 @@ export type JobDocument = components['schemas']['JobDocument'];
 export type JobList = components['schemas']['JobList'];
 export type JobRegistration = components['schemas']['JobRegistration'];
 export type JobSummary = components['schemas']['JobSummary'];
+export type LargestRow = components['schemas']['LargestRow'];
 export type LeaseDocument = components['schemas']['LeaseDocument'];
 export type LeaseRequest = components['schemas']['LeaseRequest'];
 export type LogTailDocument = components['schemas']['LogTailDocument'];
@@ -4539,6 +4645,38 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["AuditPage"];
+                };
+            };
+        };
+    };
+    get_diff: {
+        parameters: {
+            query: {
+                /** @description now, +N (N steps from now), mark:NAME, export:ID (or the first characters of its id) or job:NAME */
+                a: string;
+                /** @description now, +N (N steps from now), mark:NAME, export:ID (or the first characters of its id) or job:NAME */
+                b?: string;
+                /** @description Globs over names; default: all */
+                filter?: string[] | null;
+                /** @description Also a heat map of each tensor */
+                heat?: boolean;
+            };
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["DiffList"];
                 };
             };
         };

@@ -26,9 +26,7 @@ export function pollMs(worldSize: number): number {
 }
 
 export default function Mesh(): ReactNode {
-  const { job, live } = useShared();
-  const jobs = usePoll(`job-of-${job}`, (signal) => get("/api/v1/jobs", { signal }), 5000);
-  const summary = jobs.data?.jobs.find((one) => one.job === job);
+  const { job, live, summary } = useShared();
   const world = summary?.world_size ?? 0;
   const ranks = usePoll(
     world ? `${job}/ranks` : null,

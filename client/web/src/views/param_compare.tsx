@@ -129,7 +129,8 @@ function Table(props: { before: Sample; after: Sample }): ReactNode {
   );
 }
 
-function Change(props: { heat: Heat; dark: boolean }): ReactNode {
+/** A heat map of differences, 0 in the middle of the scale. */
+export function Change(props: { heat: Heat; dark: boolean }): ReactNode {
   const { heat, dark } = props;
   const [canvas, setCanvas] = useState<HTMLCanvasElement | null>(null);
   const most = Math.max(0, ...heat.values.map((value) => Math.abs(value ?? 0)));

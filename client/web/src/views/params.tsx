@@ -12,9 +12,11 @@ import { patchQuery, useQuery, useSettled } from "../ui/hooks";
 import { type Column, Rows } from "../ui/rows";
 import { Changes } from "./param_changes";
 import { ParamDetail } from "./param_detail";
+import { States } from "./param_states";
 import { MAX_WHOLE, useNumbers, useParams } from "./params_load";
 
 const TYPING_MS = 180;
+const SHOWN = [["list", "List"], ["tree", "Tree"], ["changes", "Changes"], ["states", "Two states"]] as const;
 type Item = Row<ParamDocument>;
 
 export default function Params(): ReactNode {
@@ -97,7 +99,7 @@ export default function Params(): ReactNode {
                 onChange={(event) => setFilter(event.target.value)}
               />
             </div>
-            <Choice label="Show as" value={as === "tree" || as === "changes" ? as : "list"} options={[["list", "List"], ["tree", "Tree"], ["changes", "Changes"]] as const} onChange={setAs} />
+            <Choice label="Show as" value={SHOWN.find(([one]) => one === as)?.[0] ?? "list"} options={SHOWN} onChange={setAs} />
           </div>
           {listed.error && <Trouble>{listed.error}</Trouble>}
           {numbers.error && !listed.error && <Trouble>{numbers.error}</Trouble>}
@@ -120,7 +122,8 @@ export default function Params(): ReactNode {
           </Empty>
         )}
         {as === "changes" && <Changes />}
-        {as !== "changes" && (rows.length > 0 || !(listed.done || listed.error)) && <Rows
+        {as === "states" && <States />}
+        {as !== "changes" && as !== "states" && (rows.length > 0 || !(listed.done || listed.error)) && <Rows
           label="Parameters"
           columns={columns}
           items={rows}

@@ -80,6 +80,7 @@ OPERATIONS: Final[dict[str, Action]] = {
     "get_why": Action.READ,
     "get_rank_log": Action.LOGS,
     "get_updates": Action.READ,
+    "get_diff": Action.READ,
     "get_spectrum": Action.READ,
     "list_alerts": Action.VIEW,
     "acknowledge_alerts": Action.EDIT,

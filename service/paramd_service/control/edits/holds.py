@@ -342,9 +342,14 @@ class Hold:
         self._on_change(self._mesh.job, now)
 
 
+def is_held(state: common_pb2.RankState) -> bool:
+    """Whether a rank waits in a hold, or is about to. Cheap: pages ask it of all ranks."""
+    return bool(state.hold_left_ms) or state.phase == common_pb2.PHASE_HELD
+
+
 def hold_of(state: common_pb2.RankState, step: int) -> HoldView:
     """The hold in a rank's state; the holder is not part of it."""
-    if not state.hold_left_ms and state.phase != common_pb2.PHASE_HELD:
+    if not is_held(state):
         return HoldView(state=HoldState.RUNNING, step=step)
     return HoldView(
         state=HoldState.STEPPING if state.hold_steps_left else HoldState.HELD,

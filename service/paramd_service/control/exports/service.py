@@ -169,6 +169,28 @@ class ExportService:
             if not row.removed
         ]
 
+    async def directory(self, job: str, given: str) -> tuple[str, str]:
+        """(directory, destination) of a finished export in safetensors files, by the first
+        characters of its id.
+
+        Raises:
+            NotFoundError: there is no such export, or it was removed.
+            ConflictError: it is not finished, of another format, or not in a directory.
+        """
+        row = await self.store.get(job, await self.store.whole_id(job, given))
+        if row.state != "DONE" or row.removed:
+            state = "removed" if row.removed else row.state
+            raise ConflictError(f"export {row.id[:8]} is {state}; only a finished one can be read")
+        if row.format != "safetensors":
+            raise ConflictError(
+                f"export {row.id[:8]} is in the format {row.format}; only safetensors files are "
+                "compared"
+            )
+        found = self._directory(row.destination)
+        if found["why_not"]:
+            raise ConflictError(f"export {row.id[:8]}: {found['why_not']}")
+        return found["directory"], row.destination
+
     def _directory(self, named: str) -> dict[str, str]:
         """The directory of an export, or why it is in none."""
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from google.protobuf.message import Message
 
 from paramd.errors import ConflictError, UsageError
@@ -146,6 +148,9 @@ class _PinCalls:
         pins = rank.pins
         if request.source == pb.SOURCE_MOMENTS:
             return await self._moments(request, key, lease_s, timeout_s)
+        if request.mark:
+            read = partial(rank.marks.read, request.mark, request.layout_digest, spans)
+            return self._answer(await pins.pin_mark(key, read, lease_s=lease_s), lease_s)
         if request.at_boundary:
             lease = await pins.prepare(key, with_buffers=request.with_buffers, lease_s=lease_s)
         else:
@@ -231,6 +236,10 @@ def _check(request: pb.PinSnapshotRequest) -> None:
         raise UsageError(
             f"at_step: {request.at_step}; expected 1 or more, and not with at_boundary"
         )
+    if request.mark and (
+        request.at_boundary or request.at_step or request.unsettled or request.source
+    ):
+        raise UsageError("mark: only parameters of a mark can be pinned, and only by itself")
     if request.source == pb.SOURCE_GRADIENTS and not request.at_step:
         raise UsageError("at_step: gradients are those of one update; name it")
     moments = request.source == pb.SOURCE_MOMENTS

@@ -13,7 +13,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -166,6 +166,37 @@ class Marks:
                 yield Found(label, buffer, descriptor)
         finally:
             os.close(descriptor)
+
+    def read(
+        self, name: str, layout_digest: str, spans: Sequence[tuple[int, int]], into: memoryview
+    ) -> StandingLabel:
+        """Copy half-open spans of a mark's arena to `into`, one after the other. Slow.
+
+        Raises:
+            ConflictError: there is no such mark, or it is of another layout.
+            DataLossError: it is damaged.
+        """
+        with self._lock:
+            mark = self._marks.get(name)
+        label = mark.label if mark is not None else None
+        if label is None:
+            # Not NOT_FOUND, which clients take for a lease that has ended, and try again.
+            raise ConflictError(
+                f"mark {name[:MAX_NAME]!r}: this rank keeps none of that name; paramd marks lists "
+                "them"
+            )
+        if label.layout_digest != layout_digest:
+            raise ConflictError(
+                f"mark {name!r} was made on another layout: the model, its sharding or the number "
+                "of ranks has changed since"
+            )
+        with self.found(name, label.step, label.lineage, label.edits) as found:
+            found.check()
+            filled = 0
+            for begin, end in spans:
+                found.read_into(into[filled : filled + end - begin], begin)
+                filled += end - begin
+        return label
 
     def close(self) -> None:
         """Give all memory back."""

@@ -12,10 +12,12 @@ from pydantic import BaseModel, Field
 from paramd.errors import ParamdError
 from paramd.v1 import common_pb2
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.control.access.doorway import may_see_logs
+from paramd_service.control.access.doorway import may_see_logs, principal_of
 from paramd_service.control.api.choice import choose_one, pattern_of
+from paramd_service.control.api.routes.jobs import job_document
 from paramd_service.control.api.routes.params import Name
 from paramd_service.control.api.services import Services
+from paramd_service.control.insight.diff import Comparisons, state_of
 from paramd_service.control.insight.logs import tails_of
 from paramd_service.control.insight.verdict import verdict_of
 from paramd_service.control.insight.why import Found, chosen, evidence_of, inspect
@@ -43,6 +45,15 @@ Lines = Annotated[int, Query(ge=1, le=1000, description="Most last lines of each
 
 Steps = Annotated[int, Query(ge=1, le=100_000, description="So many updates together")]
 Values = Annotated[int, Query(ge=1, le=32, description="How many singular values")]
+
+State = Annotated[
+    str,
+    Query(
+        max_length=200,
+        description="now, +N (N steps from now), mark:NAME, export:ID (or the first characters "
+        "of its id) or job:NAME",
+    ),
+]
 
 Patterns = Annotated[
     list[str] | None, Query(max_length=64, description="Globs over names; default: all")
@@ -138,6 +149,44 @@ class UpdateList(BaseModel):
     moments_missing: str = Field(description="Why there are no second moments, if there are none")
 
 
+class LargestRow(BaseModel):
+    """A row of a tensor, and how far it is from the same row of the other state."""
+
+    row: int
+    norm: float | None
+
+
+class DiffDocument(BaseModel):
+    """How one tensor of b differs from that of a; null where there is no finite number."""
+
+    name: str
+    shape: list[int]
+    dtype: str
+    norm: float | None = Field(description="Of b - a")
+    relative: float | None = Field(description="That divided by the norm of a")
+    norm_a: float | None
+    norm_b: float | None
+    cosine: float | None
+    max_abs: float | None
+    changed: int = Field(description="Elements that differ")
+    numel: int
+    largest_rows: list[LargestRow]
+    problem: str = Field(description="Why it was not compared; empty when it was")
+    cells: list[list[float | None]] = Field(
+        description="With `heat`: mean of b - a in each cell of a grid over the tensor"
+    )
+
+
+class DiffList(BaseModel):
+    """Two states compared."""
+
+    job: str
+    incarnation: int
+    a: str = Field(description="The states in words, with their steps")
+    b: str
+    tensors: list[DiffDocument] = Field(description="The largest relative difference first")
+
+
 class SpectrumDocument(BaseModel):
     """Singular values of one weight; null where a number is not finite."""
 
@@ -205,8 +254,9 @@ class WhyDocument(BaseModel):
 
 
 def router(services: Services) -> APIRouter:
-    """/jobs/{job}/why, /jobs/{job}/updates, /jobs/{job}/params/spectrum."""
+    """/jobs/{job}/why, /updates, /diff, /params/spectrum."""
     routes = APIRouter(tags=["insight"])
+    comparisons = Comparisons()
 
     @routes.get("/jobs/{job}/why")
     async def get_why(
@@ -266,6 +316,45 @@ def router(services: Services) -> APIRouter:
             moments_missing=found.moments_missing,
         )
 
+    @routes.get("/jobs/{job}/diff")
+    async def get_diff(
+        job: str,
+        request: Request,
+        a: State,
+        b: State = "now",
+        filter: Patterns = None,
+        heat: Annotated[bool, Query(description="Also a heat map of each tensor")] = False,
+    ) -> DiffList:
+        """How two states of the weights differ, tensor by tensor. A process of its own on the
+        control plane's host reads both, with the caller's rights; training goes on. An export is
+        read from that host's disk. Both must be there within 30 s.
+        """
+        mesh, who = services.jobs.get(job), principal_of(request)
+        jobs = {job: job_document(services, mesh, who)}
+
+        async def resolved(text: str) -> dict[str, str]:
+            kind, rest = state_of(text)
+            if kind == "export":
+                path, destination = await services.exports.directory(job, rest)
+                return {"path": path, "label": f"export {destination}"}
+            if kind == "job":
+                jobs[rest] = job_document(services, services.jobs.get(rest), who)
+            return {kind: rest}
+
+        one, other = await resolved(a), await resolved(b)
+        documents = {name: found.model_dump(mode="json") for name, found in jobs.items()}
+        found = await comparisons.compare(
+            job, one, other, filter or ["*"], jobs=documents, heat=heat
+        )
+        tensors = [DiffDocument(**_diff_row(row)) for row in found["rows"]]
+        return DiffList(
+            job=job,
+            incarnation=mesh.number,
+            a=one.get("label", found["a"]),
+            b=other.get("label", found["b"]),
+            tensors=tensors,
+        )
+
     @routes.get("/jobs/{job}/params/spectrum")
     async def get_spectrum(job: str, name: Name, k: Values = 8) -> SpectrumDocument:
         """The largest singular values of one weight or a slice of it, its condition number, and
@@ -278,6 +367,14 @@ def router(services: Services) -> APIRouter:
         return SpectrumDocument(**_finite(asdict(found)))
 
     return routes
+
+
+def _diff_row(row: dict[str, Any]) -> dict[str, Any]:
+    cells = [[value if isfinite(value) else None for value in line] for line in row["cells"]]
+    largest = [
+        {"row": at, "norm": norm if isfinite(norm) else None} for at, norm in row["largest_rows"]
+    ]
+    return _finite(row) | {"cells": cells, "largest_rows": largest}
 
 
 def _finite(row: dict[str, Any]) -> dict[str, Any]:

@@ -32,9 +32,9 @@ from paramd_service.control.api.models import (
 )
 from paramd_service.control.api.services import Services
 from paramd_service.control.base.config import Bootstrap
-from paramd_service.control.edits.holds import HoldState, hold_of
+from paramd_service.control.edits.holds import HoldState, hold_of, is_held
 from paramd_service.control.mesh.jobs import Incarnation
-from paramd_service.control.mesh.registry import MeshView
+from paramd_service.control.mesh.registry import MeshView, Report
 
 
 def router(services: Services) -> APIRouter:
@@ -70,7 +70,7 @@ def router(services: Services) -> APIRouter:
     async def get_job(job: str, request: Request) -> JobDocument:
         """A job, its sidecars, and a fresh ticket with the rights of the token."""
         mesh = services.jobs.get(job)
-        return _document(services, mesh, mesh.registry.view(), principal_of(request))
+        return job_document(services, mesh, principal_of(request))
 
     @routes.post("/jobs/{job}/end")
     async def end_job(job: str, request: Request) -> JobSummary:
@@ -145,16 +145,17 @@ def _rank_tickets(mine: Bootstrap, role: Role) -> list[str]:
 def _summary(services: Services, mesh: Incarnation, view: MeshView) -> JobSummary:
     watcher = services.watchers.get(mesh.job)
     firing = watcher.book.firing if watcher is not None else ()
+    joined = view.joined
     critical = sum(alert.finding.severity is Severity.CRITICAL for alert in firing)
     return JobSummary(
         job=mesh.job,
         incarnation=mesh.number,
         world_size=mesh.bootstrap.world_size,
-        joined_count=len(view.joined),
-        step=min((report.step for report in view.joined), default=-1),
+        joined_count=len(joined),
+        step=min((report.step for report in joined), default=-1),
         state=view.state.value,
         reason=str(mesh.over) if mesh.over is not None else view.reason,
-        hold=_hold(view),
+        hold=_hold(joined),
         critical_count=critical,
         warning_count=len(firing) - critical,
         open_count=sum(
@@ -164,15 +165,15 @@ def _summary(services: Services, mesh: Incarnation, view: MeshView) -> JobSummar
     )
 
 
-def _hold(view: MeshView) -> str:
-    states = (hold_of(report.state, report.step).state for report in view.joined)
-    return next((state for state in states if state is not HoldState.RUNNING), HoldState.RUNNING)
+def _hold(joined: Sequence[Report]) -> str:
+    held = (report for report in joined if is_held(report.state))
+    first = next(held, None)
+    return hold_of(first.state, first.step).state if first is not None else HoldState.RUNNING
 
 
-def _document(
-    services: Services, mesh: Incarnation, view: MeshView, principal: Principal
-) -> JobDocument:
-    mine, now_s = mesh.bootstrap, clock.now_s()
+def job_document(services: Services, mesh: Incarnation, principal: Principal) -> JobDocument:
+    """A job for one caller, with a ticket of the caller's rights."""
+    mine, view, now_s = mesh.bootstrap, mesh.registry.view(), clock.now_s()
     ttl_s = _ticket_ttl_s(services.config.ticket_ttl_s, principal, now_s)
     ticket = mine.signer.mint(
         job=mine.job,

@@ -1,0 +1,104 @@
+"""A process that compares two states for REST, then ends: torch and tensors stay out of ours.
+
+It is an ordinary client of the sidecars, with the ticket of whoever asked. One JSON object comes in
+through standard input, so that the ticket is in no argument; one goes out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paramd.errors import CODES, NotFoundError, ParamdError
+from paramd.mesh.insight.diff import compute_diff
+from paramd.mesh.peers.control import JobDocument, parse_job
+from paramd.mesh.peers.discovery import SidecarFinder
+from paramd_service import core_dumps
+
+if TYPE_CHECKING:
+    from paramd.mesh.insight.compare import Diff
+
+CELLS = 64
+"""Most rows and columns of a heat map."""
+
+
+class GivenDirectory:
+    """Knows the jobs that it was given; implements `Directory`."""
+
+    def __init__(self, jobs: Mapping[str, JobDocument]) -> None:
+        self._jobs = jobs
+
+    @property
+    def url(self) -> str:
+        return "the control plane"
+
+    def look_again(self) -> None:
+        """No-op: it is always the same."""
+
+    async def jobs(self) -> list[str]:
+        return list(self._jobs)
+
+    async def job(self, job: str) -> JobDocument:
+        if job not in self._jobs:
+            raise NotFoundError(f"job {job[:64]!r} was not given")
+        return self._jobs[job]
+
+    async def close(self) -> None:
+        """No-op: nothing is open."""
+
+
+async def compare(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """As `Comparisons.compare`."""
+    jobs = {job: parse_job(document) for job, document in asked["jobs"].items()}
+    directory = GivenDirectory(jobs)
+    finders = {job: SidecarFinder(directory, job) for job in jobs}
+    states = [_state(asked[side], finders) for side in ("a", "b")]
+    try:
+        for finder in finders.values():
+            await finder.start()
+        found = await compute_diff(
+            finders[asked["job"]],
+            states[0],
+            states[1],
+            asked["patterns"],
+            time.monotonic() + asked["timeout_s"],
+            lambda state: state if isinstance(state, SidecarFinder) else None,
+            cells=CELLS if asked["heat"] else 0,
+        )
+    finally:
+        for finder in finders.values():
+            await finder.close()
+    return _document(found)
+
+
+def _state(given: Mapping[str, str], finders: Mapping[str, SidecarFinder]) -> Any:
+    if "job" in given:
+        return finders[given["job"]]
+    return Path(given["path"]) if "path" in given else given["text"]
+
+
+def _document(found: Diff) -> dict[str, Any]:
+    return {"a": found.a, "b": found.b, "rows": [asdict(row) for row in found]}
+
+
+def main() -> None:
+    """Answer the one request."""
+    core_dumps.forbid()
+    os.nice(10)
+    try:
+        answer = asyncio.run(compare(json.load(sys.stdin)))
+    except ParamdError as error:
+        known = next(kind for kind in type(error).__mro__ if kind in CODES)
+        answer = {"error": known.__name__, "message": str(error)}
+    json.dump(answer, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

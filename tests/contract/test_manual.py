@@ -11,7 +11,7 @@ from docs.build import clean
 from paramd_service.control.api.guard import MANUAL
 from tests.needs import missing
 
-MAX_BYTES = 3_000_000
+MAX_BYTES = 3_500_000
 LOADED = re.compile(r"<(?:script|link|img|iframe)\b[^>]*?\b(?:src|href)=\"([^\"]*)\"")
 
 

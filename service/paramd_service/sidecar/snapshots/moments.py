@@ -46,11 +46,39 @@ MISSES = 2
 """Boundaries at which the copying thread was late, or the state was not recorded, after which the
 trainer is asked to mirror it: that holds it up, and always works."""
 
+BY_TRAINER = 2 * MISSES
+"""Boundaries that the trainer is asked for then. More than MISSES, since each rank counts its own
+misses: the others, which may have begun to count later, come to ask their trainers meanwhile. With
+fewer, ranks could for ever ask by turns."""
+
 ROOMS_IDLE_S = 10.0
 """How long memory of a mirror that was missed is kept for the next attempt."""
 
 MOVE_BYTES = 16 << 20
 """Bytes per move: what mirror and snapshot hold twice."""
+
+
+class WhoMirrors:
+    """Whether the copying thread mirrors the state at the next boundary, or the trainer."""
+
+    def __init__(self) -> None:
+        self._missed = 0
+        self._by_trainer = 0
+
+    def trainer(self) -> bool:
+        """Whether the trainer is to do it this time."""
+        self._by_trainer -= self._by_trainer > 0
+        return self._by_trainer > 0
+
+    def missed(self) -> None:
+        """The boundary of this time was missed."""
+        self._missed += 1
+        if self._missed >= MISSES:
+            self._missed, self._by_trainer = 0, BY_TRAINER + 1
+
+    def mirrored(self) -> None:
+        """The state was mirrored this time."""
+        self._missed = 0
 
 
 class Moments:
@@ -81,7 +109,7 @@ class Moments:
         self._moving = 0
         self._asked = 0
         """Tables asked for that are not there yet."""
-        self._missed = 0
+        self._who = WhoMirrors()
         self._reserved = 0
         """First bytes of the memory that have pages. Of the copying thread while one is asked."""
         self._sweeping: asyncio.TimerHandle | None = None
@@ -104,7 +132,7 @@ class Moments:
             What mirrors the state on the copying thread; None: the trainer has to.
         """
         self._asked += 1
-        if not self.is_live or (at_boundary and self._missed >= MISSES):
+        if not self.is_live or (at_boundary and self._who.trainer()):
             return None
         return self._mirror
 
@@ -119,10 +147,11 @@ class Moments:
         """
         self._asked -= 1
         if snapshot is not None:
-            self._missed = 0
+            self._who.mirrored()
             self._mirrored(snapshot)
             return
-        self._missed += int(missed)
+        if missed:
+            self._who.missed()
         if self._sweeping is None:
             loop = asyncio.get_running_loop()
             self._sweeping = loop.call_later(ROOMS_IDLE_S, self._sweep_rooms)

@@ -61,6 +61,7 @@ EXPECTED: dict[tuple[str, str], set[UserRole]] = {
     ("GET", "/api/v1/jobs/{job}/why"): READERS,
     ("GET", "/api/v1/jobs/{job}/ranks/{rank}/log"): {E, A},
     ("GET", "/api/v1/jobs/{job}/updates"): READERS,
+    ("GET", "/api/v1/jobs/{job}/diff"): READERS,
     ("GET", "/api/v1/jobs/{job}/params/spectrum"): READERS,
     ("POST", "/api/v1/jobs/{job}/alerts/acknowledge"): {E, A},
     ("GET", "/api/v1/jobs/{job}/alert-silences"): EVERYBODY,

@@ -209,8 +209,10 @@ async def eight_cost_the_sidecars_one_comparison(job: Training) -> None:
     told = {name: after[name] - before[name] for name in after if "delta" in name}
     answered = 2 * sum(map(len, steps.values()))
     different = {pair for known in steps.values() for pair in pairwise([0, *known])}
-    assert told["paramd_sidecar_deltas_answered_total"] == answered
-    assert told["paramd_sidecar_deltas_computed_total"] <= 2 * len(different)
+    # Who leaves may have asked for the next frame already, both ranks or one.
+    ahead = told["paramd_sidecar_deltas_answered_total"] - answered
+    assert 0 <= ahead <= 2 * FOLLOWERS
+    assert told["paramd_sidecar_deltas_computed_total"] <= 2 * len(different) + ahead
     assert 2 * len(different) < answered / 3, steps
     assert told["paramd_sidecar_delta_sent_bytes_total"] > 0
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paramd import places
-from paramd.errors import UnreachableError
+from paramd.errors import ConflictError, UnreachableError
 from paramd.state_files import file_places
 from paramd_service.control.access.authority import Tokens, no_audit
 from paramd_service.control.access.doorway import Doorway
@@ -231,14 +231,18 @@ class ControlPlane:
         assert self._bootstrap is not None
         mesh = jobs.get(self._bootstrap.job)
         if mesh.over is None:
-            self._gathering = asyncio.create_task(
-                self._voters.gather(
-                    mesh.registry.view(),
-                    generation=self._terms.generation,
-                    control_address=self._grpc_target,
-                ),
-                name="paramd-gather-ranks",
-            )
+            gathering = self._gather(self._voters, mesh)
+            self._gathering = asyncio.create_task(gathering, name="paramd-gather-ranks")
+
+    async def _gather(self, voters: Voters, mesh: Incarnation) -> None:
+        met = await voters.gather(
+            mesh.registry.view(),
+            generation=self._terms.generation,
+            control_address=self._grpc_target,
+        )
+        # Ranks that follow another one never come here, where their streams would tell of it.
+        with contextlib.suppress(ConflictError):
+            mesh.saw_generation(met)
 
     async def stop(self) -> None:
         """Drain, in the numbered order. Safe after a failed start."""

@@ -334,9 +334,11 @@ class RankSidecar:
     def move_control(self, generation: int, address: str) -> None:
         """Follow the control plane at another address. Raises ConflictError as `follow_control`."""
         mesh = self.ready_mesh()
+        if generation != self.control_generation:
+            # Also at the same address: there it is another process, which may still start.
+            self.joined_control = ""
         self.follow_control(generation)
         if address != mesh.control_address:
-            self.joined_control = ""
             self.mesh = replace(mesh, control_address=address)
             self.log("control-plane-moved", generation=generation, address=address)
             self._changed()

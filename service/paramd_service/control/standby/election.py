@@ -123,13 +123,18 @@ class Voters:
             reached=told.reached,
         )
 
-    async def gather(self, view: MeshView, *, generation: int, control_address: str) -> None:
-        """Have the ranks that are not joined follow the elected control plane."""
+    async def gather(self, view: MeshView, *, generation: int, control_address: str) -> int:
+        """Have the ranks that are not joined follow the elected control plane.
+
+        Returns:
+            The highest generation that they have met: a higher one has been elected since.
+        """
         joined = {report.rank for report in view.joined}
         absent = [rank for rank in self._peers if rank not in joined]
-        await self.ask(
+        answers = await self.ask(
             ELECTED, generation=generation, control_address=control_address, ranks=absent
         )
+        return max((answer.generation for answer in answers), default=generation)
 
     async def close(self) -> None:
         """Close the connections."""

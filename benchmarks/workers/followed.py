@@ -9,8 +9,7 @@ from torch.nn import functional
 
 import paramd
 from benchmarks.ranks import obey
-from paramd.examples.train_gpt import GPT, batches, draw
-from paramd.examples.train_gpt import topics as topics_by_name
+from paramd.examples.train_gpt import GPT, Passages
 from paramd.trainer.attaching.attachment import Attachment
 from tests.ending import end
 
@@ -19,8 +18,6 @@ class Training:
     """One attached model after the other."""
 
     def __init__(self) -> None:
-        text = "\n".join(topics_by_name.values()).encode()
-        self._text = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
         self._attachment: Attachment | None = None
 
     def build(self, dtype: str, lr: float, job: str) -> int:
@@ -33,14 +30,14 @@ class Training:
         fully_shard(model)
         self._model = model
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-        self._generator = batches(dist.get_rank())
+        self._passages = Passages(dist.get_rank())
         self._attachment = paramd.attach(model, self._optimizer, job=job)
         return size_bytes
 
     def train(self, count: int) -> None:
         """Some updates."""
         for _ in range(count):
-            tokens = draw(self._text, self._generator)
+            tokens = next(self._passages)
             logits = self._model(tokens[:, :-1]).float()
             functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
             self._optimizer.step()

@@ -100,15 +100,31 @@ def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def batches(seed: int) -> torch.Generator:
-    """Each rank draws its own passages."""
-    return torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+class Passages:
+    """Random passages of the text, without end, others on each rank.
 
+    Can be iterated, so that paramd notes its state when an update ends: the next passages are drawn
+    before the next update begins.
+    """
 
-def draw(text: Tensor, generator: torch.Generator) -> Tensor:
-    """(batch, context + 1) bytes as int64, from random positions in the text."""
-    begins = torch.randint(len(text) - CONTEXT - 1, (BATCH,), generator=generator)
-    return torch.stack([text[b : b + CONTEXT + 1] for b in begins.tolist()]).long()
+    def __init__(self, seed: int) -> None:
+        self._text = torch.tensor(list("\n".join(topics.values()).encode()), dtype=torch.uint8)
+        self._generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+
+    def __iter__(self) -> Passages:
+        return self
+
+    def __next__(self) -> Tensor:
+        """(batch, context + 1) bytes as int64."""
+        last = len(self._text) - CONTEXT - 1
+        begins = torch.randint(last, (BATCH,), generator=self._generator)
+        return torch.stack([self._text[b : b + CONTEXT + 1] for b in begins.tolist()]).long()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self._generator.set_state(state["generator"])
 
 
 class Stop:
@@ -128,12 +144,18 @@ class Stop:
 def train(arguments: argparse.Namespace) -> None:
     """Train until the steps are done or a signal arrives."""
     model, optimizer = build(arguments.seed)
+    passages, stop, step = Passages(arguments.seed), Stop(), 0
     if arguments.attach:
-        attachment = paramd.attach(model, optimizer, job=arguments.job, control=arguments.control)
-    text = torch.tensor(list("\n".join(topics.values()).encode()), dtype=torch.uint8)
-    generator, stop, step = batches(arguments.seed), Stop(), 0
+        attachment = paramd.attach(
+            model,
+            optimizer,
+            job=arguments.job,
+            control=arguments.control,
+            keep={"passages": passages},  # for those who set PARAMD_RESUME=auto
+        )
+        step = attachment.step
     while arguments.keep or step < arguments.steps:
-        tokens = draw(text, generator)
+        tokens = next(passages)
         logits = model(tokens[:, :-1])
         loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()

@@ -263,7 +263,9 @@ class Stages:
         new = choice.mark.lineage if choice.how == "live" else answers[0]["lineage"]
         self._lineage = (choice.mark.lineage, new)
         if exchange.rank == 0:
-            tell = log.warning if choice.lost_steps else log.info
+            # A warning, so that those see it who have not set up logging: most do not.
+            nothing = choice.how == "fresh" and not choice.lost_steps
+            tell = log.info if nothing else log.warning
             tell("paramd: job %r %s", self._job, succession.said())
         if choice.how == "fresh":
             return found

@@ -29,7 +29,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         return
     if folders & {"integration", "multiprocess", "web"}:
         launch.warm_services()
-    if folders & {"multiprocess", "web"}:
         launch.warm_start()
 
 

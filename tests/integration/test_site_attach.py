@@ -93,6 +93,36 @@ def test_a_job_of_a_site_is_read_by_its_name_and_restarts_in_a_higher_incarnatio
         assert all("all 1 ranks have detached" in reason for reason in reasons[:1])
 
 
+def test_two_jobs_of_a_site_are_compared(tmp_path: Path) -> None:
+    with (
+        site_plane() as control,
+        trainer(control, "one", tmp_path / "a"),
+        trainer(control, "two", tmp_path / "b"),
+        paramd.connect(control.url, site_token(), job="one") as one,
+        paramd.connect(control.url, site_token(), job="two") as two,
+    ):
+        two.edit("weight", add=1.0)
+        one.pause()
+        two.pause()
+        answer = httpx2.get(
+            f"{control.url}/api/v1/jobs/one/diff",
+            params={"a": "now", "b": "job:two"},
+            headers={"authorization": f"Bearer {site_token()}"},
+            trust_env=False,
+            timeout=PATIENCE_S,
+        )
+        assert answer.status_code == 200, answer.text
+        ours, theirs = one.summon("*"), two.summon("*")
+        found = {row["name"]: row for row in answer.json()["tensors"]}
+        assert set(found) == {"weight", "bias"}
+        for name, row in found.items():
+            norm = (theirs[name] - ours[name]).double().norm().item()
+            assert row["norm"] == pytest.approx(norm, rel=1e-5)
+        assert found["weight"]["norm"] > 0.1
+        assert f"step {ours.step}" in answer.json()["a"]
+        assert "two" in answer.json()["b"]
+
+
 def settings(url: str, token: str = "") -> AttachSettings:
     return AttachSettings(control=url, token=token, control_timeout_s=0.0)
 

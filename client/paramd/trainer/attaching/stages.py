@@ -59,7 +59,7 @@ from paramd.trainer.helpers.site_link import Registration
 from paramd.trainer.home.device import DeviceMemory
 from paramd.trainer.home.mirrored import MirroredHome, home_of
 from paramd.trainer.home.owned import ParameterStorage
-from paramd.trainer.model import zero
+from paramd.trainer.model import partitions
 from paramd.trainer.resume.choice import RankOffer
 from paramd.trainer.resume.copies import buddies
 from paramd.trainer.resume.exported import Exported, Offered, opened
@@ -718,7 +718,7 @@ class Stages:
             mirror=mirror,
             order=home.device.publish if home.device is not None else None,
             always_strict=self._warned(changes_in_forward(model)),
-            after_edit=partial(zero.refresh, model),
+            after_edit=partial(partitions.refresh, model),
         )
         return Attachment(
             model,

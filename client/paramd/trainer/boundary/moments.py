@@ -46,7 +46,7 @@ from paramd.tensors.edit_ops import Views
 from paramd.trainer.home.device import DeviceMemory
 from paramd.trainer.home.mirrored import MirroredHome
 from paramd.trainer.home.moving import Range, extent
-from paramd.trainer.model import zero
+from paramd.trainer.model import partitions
 from paramd.trainer.model.dtensor import split
 from paramd.trainer.model.local_shard import dtype_name
 
@@ -112,7 +112,7 @@ def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, torch.Te
     for number, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             yield number, param
-    yield from zero.unlisted(optimizer)
+    yield from partitions.unlisted(optimizer)
 
 
 def owner_of(owned: Sequence[Owned], record: Record) -> Owned | None:

@@ -39,4 +39,4 @@ def enter() -> None:
     """For the rest of this thread, and of the process."""
     torch.cuda.current_device = lambda: HOST  # type: ignore[assignment, return-value]
     torch.cuda.set_device = lambda _: None  # type: ignore[assignment]
-    _OnHost().__enter__()
+    _OnHost().__enter__()  # type: ignore[no-untyped-call]

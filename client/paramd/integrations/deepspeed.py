@@ -14,6 +14,7 @@ from paramd.integrations.partitioned import attach_partitioned, override
 from paramd.integrations.versions import require
 from paramd.layout.types import Interval
 from paramd.trainer.attaching.attachment import Attachment
+from paramd.trainer.model.local_shard import dtype_name
 from paramd.trainer.model.partitions import Kept, Part, Partitions
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ class _Groups:
 
     def __init__(self, optimizer: Any, stage: int) -> None:
         self._optimizer = optimizer
-        self.dtype: torch.dtype = optimizer.single_partition_of_fp32_groups[0].dtype
+        self.dtype = dtype_name(optimizer.single_partition_of_fp32_groups[0].dtype)
         self._placement = f"ZeRO-{stage} over {optimizer.real_dp_process_group[0].size()}"
 
     def tensors(self) -> list[torch.Tensor]:
@@ -134,7 +135,7 @@ class _SubGroups:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self.dtype: torch.dtype = optimizer.fp32_partitioned_groups_flat[0].dtype
+        self.dtype = dtype_name(optimizer.fp32_partitioned_groups_flat[0].dtype)
         self._placement = f"ZeRO-3 over {optimizer.dp_process_group.size()}"
 
     def tensors(self) -> list[torch.Tensor]:

@@ -29,7 +29,7 @@ SUPPORTED = (
 
 
 def attach(model: Any, optimizer: Any, *, job: str, **options: Any) -> Attachment:
-    """Serve the parameters that a Megatron-Core optimizer trains; as `paramd.attach`, on every rank.
+    """Serve the parameters that Megatron-Core trains; as `paramd.attach`, on every rank.
 
     A call of the optimizer's `step` is a step of the job, also one that it skips because of an
     overflow. The parameters stay in Megatron-Core's buffers and are mirrored.
@@ -119,7 +119,7 @@ def _inner(optimizer: Any) -> list[Any]:
         UsageError: not Megatron-Core's, or not supported.
     """
     from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer
-    from megatron.core.optimizer.optimizer import FP32Optimizer, Float16OptimizerWithFloat16Params
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
     inner = optimizer.chained_optimizers if type(optimizer) is ChainedOptimizer else [optimizer]
     known = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
@@ -151,9 +151,7 @@ class _Partitions:
     """The parameters of one DistributedDataParallel, as its optimizers have them."""
 
     def __init__(self, module: Any, inner: list[Any]) -> None:
-        import torch
-
-        self.dtype = torch.float32
+        self.dtype = "float32"
         self._module = module
         self._inner = inner
         self.optimizers: list[torch.optim.Optimizer] = [one.optimizer for one in inner]
@@ -181,18 +179,15 @@ class _Partitions:
         return []
 
     def refresh(self) -> None:
-        import torch
-
-        with torch.no_grad():
-            for one in self._inner:
-                if hasattr(one, "_copy_main_params_to_model_params"):
-                    one._copy_main_params_to_model_params()
-            if self._module.ddp_config.use_distributed_optimizer:
-                for group in self._module.bucket_groups:
-                    if group.param_gather_handle is not None:
-                        # With one under way, the next call would only wait for it.
-                        group.start_param_sync(force_sync=True)
-                self._module.start_param_sync(force_sync=True)
+        for one in self._inner:
+            if hasattr(one, "_copy_main_params_to_model_params"):
+                one._copy_main_params_to_model_params()
+        if self._module.ddp_config.use_distributed_optimizer:
+            for group in self._module.bucket_groups:
+                if group.param_gather_handle is not None:
+                    # With one under way, the next call would only wait for it.
+                    group.start_param_sync(force_sync=True)
+            self._module.start_param_sync(force_sync=True)
 
     def _held(self) -> Iterator[tuple[nn.Parameter, torch.Tensor, int]]:
         """Each parameter, what the optimizer updates of it on this rank, and where that begins."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from paramd.errors import ConflictError, UsageError
@@ -49,10 +50,14 @@ def attach_partitioned(
     try:
         attachment = attach(module, optimizers, **options)
     except BaseException:
-        declared.pop(module, None)
+        _undeclare(module)
         raise
-    attachment.at_detach(lambda: declared.pop(module, None))
+    attachment.at_detach(partial(_undeclare, module))
     return attachment
+
+
+def _undeclare(module: nn.Module) -> None:
+    declared.pop(module, None)
 
 
 def override(attachment: Attachment, owner: Any, name: str, method: Callable[..., Any]) -> None:

@@ -8,6 +8,7 @@ The package is the real one; only that it allocates on a CUDA device is seen to 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +44,7 @@ class Case:
     experts: int | None = None
 
 
-class Network(MegatronModule):
+class Network(MegatronModule):  # type: ignore[misc]
     """A layer that is split by rows, one that is split by columns, and one that is not."""
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -220,17 +221,72 @@ def training(name: str, **options: Any) -> None:
 
 
 training("fp32")
-training("bf16", dtype=torch.bfloat16, overlap=True)
 training("fp16", dtype=torch.float16, context_parallel=2)
-training("plain-fp32", distributed=False)
 training("plain-bf16", dtype=torch.bfloat16, distributed=False)
 training("tp-bf16", dtype=torch.bfloat16, tensor_parallel=2, overlap=True)
 training("tp-plain-fp32", distributed=False, tensor_parallel=2)
 
 
+@contextmanager
+def set_to(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """For what cannot be made without a GPU: only its setting is there."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    yield
+    setattr(owner, name, before)
+
+
+def refused() -> None:
+    """What attach refuses, on all ranks; the same training is then attached, twice."""
+    training = Megatron(Case(dtype=torch.bfloat16))
+    ddp, optimizer, inner = training.ddp, training.optimizer, training.inner
+    with pytest.raises(UsageError, match=r"be Megatron-Core's DistributedDataParallel, not .*Fl"):
+        attach(ddp.module, optimizer, job=JOB)
+    with pytest.raises(UsageError, match=r"2 chunks \(virtual pipelines\) are not supported; one"):
+        attach([ddp, ddp], optimizer, job=JOB)
+    with pytest.raises(UsageError, match=r"get_megatron_optimizer returns, not torch.*AdamW"):
+        attach(ddp, inner.optimizer, job=JOB)
+    with pytest.raises(UsageError, match="parameters of another model"):
+        attach(ddp, Megatron(training.case).optimizer, job=JOB)
+    with pytest.raises(UsageError, match="arena='device' is not supported with Megatron-Core"):
+        attach(ddp, optimizer, job=JOB, arena="device")
+    with pytest.raises(UsageError, match="resume and replicas are not supported"):
+        attach(ddp, optimizer, job=JOB, resume="auto")
+    with pytest.raises(UsageError, match=r"Core's Distr.*integrations.megatron.attach\(model, opt"):
+        paramd.attach(ddp, inner.optimizer, job=JOB)
+    with pytest.raises(ConflictError, match=r"up.weight' is in the buffers of Megatron-Core"):
+        paramd.attach(ddp.module, inner.optimizer, job=JOB)
+    with pytest.raises(ConflictError, match="read the mesh"), paramd.summon_full_params(ddp):
+        pass
+    settings = [
+        (ddp.ddp_config, "num_distributed_optimizer_instances", 2, "several instances"),
+        (inner.config, "use_precision_aware_optimizer", True, "the precision-aware optimizer"),
+        (inner.config, "optimizer_cpu_offload", True, "offload of the optimizer"),
+        (ddp.buffers[0], "param_dtype", torch.uint8, "parameters in fp8 or fp4"),
+    ]
+    for owner, name, value, said in settings:
+        with set_to(owner, name, value), pytest.raises(UsageError, match=f"^{said}.*: not supp"):
+            attach(ddp, optimizer, job=JOB)
+    for begun in range(2):
+        attachment = training.attach()
+        assert attachment.step == begun
+        with pytest.raises(ConflictError, match="already attached"):
+            attach(ddp, optimizer, job="other")
+        training.step(begun + 1)
+        assert attachment.step == begun + 1
+        attachment.detach()
+        assert not {"step", "step_with_ready_grads"} & set(vars(optimizer))
+    for case, said in ((Case(pipeline=2), "pipeline parallelism"), (Case(experts=2), "experts")):
+        parallel_state.destroy_model_parallel()
+        other = Megatron(case)
+        with pytest.raises(UsageError, match=said):
+            attach(other.ddp, other.optimizer, job=JOB)
+    print("all refused", flush=True)
+
+
 def main() -> None:
     cuda_on_host.enter()
-    shardings.main()
+    shardings.main(refused)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,8 @@ class Kept:
 class Partitions(Protocol):
     """What an integration knows of one optimizer's partitions."""
 
-    dtype: torch.dtype
+    dtype: str
+    """Of all of them, without torch's prefix."""
 
     def tensors(self) -> list[torch.Tensor]:
         """This rank's partitions, in an order that does not change."""
@@ -155,17 +156,18 @@ def refresh(model: nn.Module) -> None:
     """After an edit of all ranks: let it reach the copies with which the module computes."""
     partitions = declared.get(model)
     if partitions is not None:
-        partitions.refresh()
+        with torch.no_grad():
+            partitions.refresh()
 
 
-def _entry(dtype: torch.dtype, slots: list[Slot], param: object, kept: Kept) -> Entry:
+def _entry(dtype: str, slots: list[Slot], param: object, kept: Kept) -> Entry:
     return Entry(id(param), lambda names: _shards(dtype, slots, kept, names))
 
 
-def _shards(dtype: torch.dtype, slots: list[Slot], kept: Kept, names: Names) -> list[LocalShard]:
+def _shards(dtype: str, slots: list[Slot], kept: Kept, names: Names) -> list[LocalShard]:
     if kept.parts:
         return [_shard(slots[part.partition], part, kept, names) for part in kept.parts]
-    nothing = torch.empty(0, dtype=dtype)
+    nothing = torch.empty(0, dtype=getattr(torch, dtype))
     slot = Slot({names[0]: nothing}, names[0])
     return [_described(Interval(0, 0), nothing, slot, (), kept, names)]
 

@@ -2,7 +2,8 @@
 
 `find_shards` walks the tree once and asks the adapter of each parameter's manager: fsdp1.py
 (flat parameters), fsdp2.py (`fully_shard`), partitions.py (DeepSpeed, Megatron-Core), else
-plain.py (plain modules, DDP, tensor parallelism; all buffers). dtensor.py determines what a DTensor holds.
+plain.py (plain modules, DDP, tensor parallelism; all buffers). dtensor.py determines what a
+DTensor holds.
 """
 
 from __future__ import annotations

@@ -179,14 +179,15 @@ class _Partitions:
         return []
 
     def refresh(self) -> None:
+        distributed = self._module.ddp_config.use_distributed_optimizer
+        for group in self._module.bucket_groups if distributed else ():
+            if group.param_gather_handle is not None:
+                # Waits for the gather under way, which would write older values over the copies.
+                group.start_param_sync(force_sync=True)
         for one in self._inner:
             if hasattr(one, "_copy_main_params_to_model_params"):
                 one._copy_main_params_to_model_params()
-        if self._module.ddp_config.use_distributed_optimizer:
-            for group in self._module.bucket_groups:
-                if group.param_gather_handle is not None:
-                    # With one under way, the next call would only wait for it.
-                    group.start_param_sync(force_sync=True)
+        if distributed:
             self._module.start_param_sync(force_sync=True)
 
     def _held(self) -> Iterator[tuple[nn.Parameter, torch.Tensor, int]]:

@@ -26,6 +26,7 @@ from torch import nn
 import paramd
 from paramd.errors import ConflictError, UsageError
 from paramd.integrations.megatron import attach
+from paramd.trainer.model import partitions
 from tests import cuda_on_host
 from tests.ending import end
 from tests.multiprocess.workers import shardings
@@ -236,9 +237,20 @@ def set_to(owner: Any, name: str, value: Any) -> Iterator[None]:
     setattr(owner, name, before)
 
 
+def check_edit_within_a_gather(training: Megatron) -> None:
+    with torch.no_grad():
+        for held in training._held().values():
+            held.mul_(FACTOR)
+    training.ddp.start_param_sync()
+    assert all(group.param_gather_handle is not None for group in training.ddp.bucket_groups)
+    partitions.refresh(training.ddp)
+    for name, value in training.values().items():
+        assert torch.equal(training.params[name], value.to(training.case.dtype)), name
+
+
 def refused() -> None:
     """What attach refuses, on all ranks; the same training is then attached, twice."""
-    training = Megatron(Case(dtype=torch.bfloat16))
+    training = Megatron(Case(dtype=torch.bfloat16, overlap=True))
     ddp, optimizer, inner = training.ddp, training.optimizer, training.inner
     with pytest.raises(UsageError, match=r"be Megatron-Core's DistributedDataParallel, not .*Fl"):
         attach(ddp.module, optimizer, job=JOB)
@@ -272,6 +284,7 @@ def refused() -> None:
         assert attachment.step == begun
         with pytest.raises(ConflictError, match="already attached"):
             attach(ddp, optimizer, job="other")
+        check_edit_within_a_gather(training)
         training.step(begun + 1)
         assert attachment.step == begun + 1
         attachment.detach()

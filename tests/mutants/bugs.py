@@ -439,4 +439,11 @@ BUGS = (
         new="DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC",
         tests=("unit/exports/test_destinations.py", "integration/test_export_files.py"),
     ),
+    Bug(
+        name="every rank's slice of a parameter is taken for the first one's",
+        file=CLIENT + "integrations/megatron.py",
+        old="        first = rank * prod(shape) if split == 0 else 0\n",
+        new="        first = 0\n",
+        tests=("unit/test_partitioned.py",),
+    ),
 )

@@ -149,6 +149,14 @@ class Megatron:
     def values(self) -> Values:
         return {name: self._whole(name, held) for name, held in self._held().items()}
 
+    def averages(self) -> Values:
+        state = self.inner.optimizer.state
+        return {
+            name: self._whole(name, state[held].get("exp_avg") if held in state else None)
+            for name, held in self._held().items()
+            if name != "frozen"
+        }
+
     def edit(self) -> None:
         with torch.no_grad():
             for held in self._held().values():
@@ -160,6 +168,7 @@ class Megatron:
 
     def state(self) -> list[torch.Tensor]:
         self._gather()
+        assert (self.skipped > 0) == (self.case.dtype is torch.float16)
         moments = [v for s in self.inner.optimizer.state.values() for v in s.values()]
         return [*self.params.values(), *self.values().values(), *moments]
 

@@ -54,6 +54,9 @@ class Training(Protocol):
     def values(self) -> Values:
         """What this rank knows of the parameters, whole. Collective."""
 
+    def averages(self) -> Values:
+        """What it can tell of the optimizer's `exp_avg` after a step, whole. Collective."""
+
     def edit(self) -> None:
         """Multiply every parameter by FACTOR, and forget its moments."""
 
@@ -96,6 +99,10 @@ class Modules:
 
     def values(self) -> Values:
         return {name: p.detach().clone() for name, p in self.named().items()}
+
+    def averages(self) -> Values:
+        state = self.optimizer.state
+        return {name: state[p]["exp_avg"].clone() for name, p in self.named().items()}
 
     def gradients(self) -> Values:
         found = {name: p.grad for name, p in self.named().items()}
@@ -234,6 +241,9 @@ class Zero:
         named = self.engine.module.named_parameters()
         return {name: safe_get_full_fp32_param(p).clone() for name, p in named}
 
+    def averages(self) -> Values:
+        return {}
+
     def edit(self) -> None:
         optimizer: Any = self.engine.optimizer
         three = hasattr(optimizer, "fp32_partitioned_groups_flat")
@@ -279,7 +289,8 @@ class Client(threading.Thread):
         self.held = self.edited = -1
         self.before: Values = {}
         self.after: Values = {}
-        self.exported = -1
+        self.averages: Values = {}
+        self.averaged = self.exported = -1
         self.listed: list[str] = []
 
     def run(self) -> None:
@@ -307,6 +318,9 @@ class Client(threading.Thread):
         mesh.edit("*", mul=FACTOR, reset_moments=True, if_step=found.step)
         self.after = dict(mesh.summon("*"))
         mesh.resume()
+        state = mesh.optimizer()
+        self.averaged = state.step
+        self.averages = {name: of["exp_avg"] for name, of in state.items() if of}
         self.exported = mesh.export("out/one", include=("parameters",)).wait(ALLOWED_S).step
 
 
@@ -330,7 +344,7 @@ def same(found: Mapping[str, torch.Tensor], wanted: Values, names: list[str], wh
 def attached_training(training: Training, client: Client | None) -> tuple[int, int]:
     """Trains until the client is done; the step that was edited, and the last one."""
     attachment = training.attach()
-    history, gradients = {0: training.values()}, {}
+    history, gradients, averages = {0: training.values()}, {}, {}
     if client is not None:
         client.start()
     left = AFTER
@@ -339,24 +353,27 @@ def attached_training(training: Training, client: Client | None) -> tuple[int, i
         gradients[number] = training.step(number)
         assert attachment.step == number
         history[number] = training.values()
+        averages[number] = training.averages()
         done = torch.tensor([int(client is None or client.done.is_set())])
         dist.all_reduce(done, op=dist.ReduceOp.MIN)
         left -= int(done)
     last = attachment.step
     attachment.detach()
-    everything = gathered((history, gradients))
+    everything = gathered((history, gradients, averages))
     plan = [0]
     if client is not None:
         client.join()
         if client.failure is not None:
             raise client.failure
-        compare(client, [one[0] for one in everything], [one[1] for one in everything], training)
+        compare(client, training, *zip(*everything, strict=True))
         plan = [client.held]
     dist.broadcast_object_list(plan, src=0)
     return plan[0], last
 
 
-def compare(client: Client, history: list[Any], gradients: list[Any], training: Training) -> None:
+def compare(
+    client: Client, training: Training, history: Any, gradients: Any, averages: Any
+) -> None:
     """What was read against what the ranks had."""
     names = training.names
     assert sorted(client.listed) == sorted(names), client.listed
@@ -368,6 +385,9 @@ def compare(client: Client, history: list[Any], gradients: list[Any], training: 
         wanted = united([one[step] for one in gradients])
         assert set(frame) == set(wanted) == set(names) - {"frozen"}
         same(frame, wanted, list(wanted), f"gradients of {step}")
+    wanted = united([one[client.averaged] for one in averages])
+    assert set(client.averages) == set(names) - {"frozen"}
+    same(client.averages, wanted, list(wanted), "averages")
     assert set(client.before) >= set(names)
     edited = {name: value * FACTOR for name, value in client.before.items()}
     same(client.after, edited, names, "edited")

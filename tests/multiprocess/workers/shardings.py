@@ -201,7 +201,7 @@ class Zero:
         self.names = [name for name, _ in model.named_parameters()]
         decay = [p for p in model.parameters() if p.dim() > 1]
         rest = [p for p in model.parameters() if p.dim() == 1]
-        groups = [{"params": decay}, {"params": rest, "weight_decay": 0.0}]
+        groups: list[dict[str, Any]] = [{"params": decay}, {"params": rest, "weight_decay": 0.0}]
         config = {
             "train_micro_batch_size_per_gpu": 3,
             "gradient_accumulation_steps": 2,

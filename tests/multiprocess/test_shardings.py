@@ -33,7 +33,7 @@ def test_megatrons_training_is_the_same_and_every_value_is_that_of_its_step(
     case: str, ranks: int, tmp_path: Path
 ) -> None:
     """The same; on four ranks both tensor and data parallel."""
-    pytest.importorskip("megatron.core")
+    pytest.importorskip("megatron")
     results = run_ranks(MEGATRON, ranks, args=[case, "--folder", str(tmp_path)], timeout_s=100)
     assert all("the same after" in result.stdout for result in results)
 

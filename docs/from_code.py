@@ -45,6 +45,8 @@ EVERYWHERE = (
     ("PARAMD_SUMMON_TIMEOUT_S", "60", "Longest wait of `summon_full_params` for other ranks, s"),
     ("PARAMD_STORE_URL", "SQLite in the state dir", "Store of a control plane, also PostgreSQL"),
     ("PARAMD_READONLY", "0", "1: a control plane refuses every change"),
+    ("PARAMD_ENGINE_TOKEN", "", "API key of the inference engine of `paramd follow --to`"),
+    ("PARAMD_CUDA_DRIVER", "", "Library to load as the CUDA driver; empty: `libcuda.so.1`"),
     ("PARAMD_LOG_LEVEL", "INFO", "Level of a control plane's log"),
     ("PARAMD_DESTINATIONS", "", "Export destinations as JSON, see [exports](exports.md)"),
     ("PARAMD_ALERTS", "", "Settings of `[alerts]` as JSON, below"),

@@ -137,6 +137,9 @@ OLD_READERS = {
 }
 """Files that read what older versions wrote under the old names."""
 
+OTHERS_WORDS = {"client/paramd/integrations/hf.py"}
+"""Files that need a word of the framework that they are for: what the Trainer calls an epoch."""
+
 
 def words_of_the_code() -> dict[str, set[str]]:
     """Words in identifiers and comments of our Python, each with the files it stands in."""
@@ -162,4 +165,4 @@ def test_the_words_are_those_of_the_code_and_the_retired_ones_are_gone() -> None
     assert not [stem for stem in stems if not any(word.startswith(stem) for word in used)]
     (retired,) = re.findall(r"^Retired: (.+?)\.$", page, re.MULTILINE | re.DOTALL)
     for word in re.findall(r"\w+", retired):
-        assert used.get(word, set()) <= OLD_READERS, word
+        assert used.get(word, set()) <= OLD_READERS | OTHERS_WORDS, word

@@ -7,6 +7,10 @@
     DeviceReader(...)                     the sidecar again, once somebody reads: a context, a side
                                           stream, windows of page-locked memory
 
+The optimizer's state that is on the device has memory of the same kind, in pieces, since it grows:
+the sidecar makes one when the trainer needs it (`create_piece`), and both map them one behind the
+other (`Addresses`).
+
 SEQ on the host says which state the trainer has *queued*, not which one the device has reached.
 So before it publishes a state, the trainer queues two things behind the update: a number, the
 *fence*, that the device writes behind the arena's last byte, and an event. Readers queue their
@@ -23,7 +27,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import cycle
@@ -40,9 +44,13 @@ from paramd.memory.device_driver import (
     rounded,
 )
 from paramd.memory.gate import LateError
+from paramd.memory.handover import StatePiece, optimizer_bytes
 
 BASE = 1 << 62
 """First address of an arena in a process that has not mapped it: no memory of the host is there."""
+
+STATE_BASE = BASE + (1 << 61)
+"""The same of the optimizer's state on the device."""
 
 WINDOW_BYTES, WINDOWS = 1 << 20, 4
 """Page-locked memory of a reader: while one window is emptied, the others are filled."""
@@ -66,6 +74,11 @@ class DeviceArenaRequest:
         """A descriptor of a new arena there (`create`)."""
         driver = load()
         return create(driver, driver.device(self.uuid), arena_bytes)
+
+    def create_piece(self, size_bytes: int) -> StatePiece:
+        """Memory there for optimizer state (`create_piece`)."""
+        driver = load()
+        return create_piece(driver, driver.device(self.uuid), size_bytes)
 
     def to_message(self) -> dict[str, str]:
         """As a part of the handover's "attach" message."""
@@ -104,37 +117,60 @@ def create(driver: Driver, device: int, arena_bytes: int) -> int:
     Raises:
         DeviceError, ExhaustedError: the driver refused.
     """
-    handle = driver.create(device, device_bytes(driver, device, arena_bytes))
+    return _created(driver, device, device_bytes(driver, device, arena_bytes))
+
+
+def create_piece(driver: Driver, device: int, size_bytes: int) -> StatePiece:
+    """New device memory for optimizer state, of at least that size. As `create`."""
+    size_bytes = rounded(size_bytes, driver.granularity(device))
+    return StatePiece(_created(driver, device, size_bytes), size_bytes)
+
+
+def _created(driver: Driver, device: int, size_bytes: int) -> int:
+    handle = driver.create(device, size_bytes)
     try:
         return driver.export(handle)
     finally:
         driver.release(handle)
 
 
-class DeviceMap:
-    """An arena's memory, mapped for the device by this process."""
+class Addresses:
+    """Addresses for the device in this process, with memory mapped to them from the first on."""
 
-    def __init__(self, driver: Driver, device: int, descriptor: int, arena_bytes: int) -> None:
-        """The descriptor stays the caller's. Raises DeviceError."""
-        self._mapped_bytes = 0
-        self.descriptor = descriptor
-        self.size_bytes = arena_bytes
+    def __init__(self, driver: Driver, device: int, size_bytes: int) -> None:
+        """Reserve that many addresses, which takes no memory. Raises DeviceError."""
+        self._reserved_bytes = 0
+        self._pieces: list[int] = []
         self._driver = driver
-        mapped_bytes = device_bytes(driver, device, arena_bytes)
-        with ExitStack() as undo:
-            handle = driver.import_(descriptor)
-            undo.callback(driver.release, handle)
-            self.address = driver.reserve(mapped_bytes)
-            with ExitStack() as failed:
-                failed.callback(driver.free_addresses, self.address, mapped_bytes)
-                driver.map(self.address, mapped_bytes, handle, device)
-                failed.pop_all()
-        self._mapped_bytes = mapped_bytes
+        self._device = device
+        size_bytes = rounded(size_bytes, driver.granularity(device))
+        self.address = driver.reserve(size_bytes)
+        self._reserved_bytes = size_bytes
 
     @property
-    def fence(self) -> int:
-        """The fence's address."""
-        return self.address + fence_begin(self.size_bytes)
+    def mapped_bytes(self) -> int:
+        """How many of the addresses have memory."""
+        return sum(self._pieces)
+
+    @property
+    def piece_count(self) -> int:
+        """How often memory was mapped."""
+        return len(self._pieces)
+
+    def map(self, descriptor: int, size_bytes: int) -> None:
+        """Map the next piece, whole. The descriptor stays the caller's. Raises DeviceError."""
+        handle = self._driver.import_(descriptor)
+        try:
+            at = self.address + self.mapped_bytes
+            self._driver.map(at, size_bytes, handle, self._device)
+        finally:
+            self._driver.release(handle)
+        self._pieces.append(size_bytes)
+
+    def unmap(self) -> None:
+        """Unmap the last piece: nothing may use its addresses any more."""
+        size_bytes = self._pieces.pop()
+        self._driver.unmap(self.address + self.mapped_bytes, size_bytes)
 
     def __del__(self) -> None:
         # Where tensors may use it, it goes with the last of them.
@@ -142,11 +178,29 @@ class DeviceMap:
             self.close()
 
     def close(self) -> None:
-        """Unmap it: nothing may use its addresses any more. Idempotent."""
-        if self._mapped_bytes:
-            mapped_bytes, self._mapped_bytes = self._mapped_bytes, 0
-            self._driver.unmap(self.address, mapped_bytes)
-            self._driver.free_addresses(self.address, mapped_bytes)
+        """Unmap everything and free the addresses. Idempotent."""
+        while self._pieces:
+            self.unmap()
+        if self._reserved_bytes:
+            reserved_bytes, self._reserved_bytes = self._reserved_bytes, 0
+            self._driver.free_addresses(self.address, reserved_bytes)
+
+
+class DeviceMap(Addresses):
+    """An arena's memory, mapped for the device by this process."""
+
+    def __init__(self, driver: Driver, device: int, descriptor: int, arena_bytes: int) -> None:
+        """The descriptor stays the caller's. Raises DeviceError."""
+        self.descriptor = descriptor
+        self.size_bytes = arena_bytes
+        mapped_bytes = device_bytes(driver, device, arena_bytes)
+        super().__init__(driver, device, mapped_bytes)
+        self.map(descriptor, mapped_bytes)
+
+    @property
+    def fence(self) -> int:
+        """The fence's address."""
+        return self.address + fence_begin(self.size_bytes)
 
 
 def why_not(driver: Driver, device: int) -> str:
@@ -238,13 +292,23 @@ class _Window:
 class DeviceReader:
     """An arena as its sidecar has it: bytes are at `address`, and only `move` can read them.
 
-    Constructed without touching the device. Any thread may call.
+    The optimizer's state is at STATE_BASE. Constructed without touching the device. Any thread may
+    call.
     """
 
     def __init__(
-        self, request: DeviceArenaRequest, descriptor: int, arena_bytes: int, words: Words
+        self,
+        request: DeviceArenaRequest,
+        descriptor: int,
+        arena_bytes: int,
+        words: Words,
+        state: Sequence[StatePiece] = (),
     ) -> None:
-        """The descriptor stays the caller's; `words` are the control page's."""
+        """
+        Args:
+            words: the control page's.
+            state: pieces of optimizer state. Descriptors stay the caller's, these too.
+        """
         self.descriptor = descriptor
         self.size_bytes = arena_bytes
         self.address = BASE
@@ -258,6 +322,8 @@ class DeviceReader:
         self._context = self._stream = self._event = self._fence_room = 0
         self._windows: list[_Window] = []
         self._map: DeviceMap | None = None
+        self._pieces = list(state)
+        self._state: Addresses | None = None
 
     @property
     def is_open(self) -> bool:
@@ -277,11 +343,35 @@ class DeviceReader:
         with self._lock:
             published = self._words[Word.DEVICE_FENCE]
             self._ready()
-            assert self._map is not None
-            self._copy(target, self._map.address + source - BASE, size_bytes)
+            self._copy(target, self._mapped_at(source, size_bytes), size_bytes)
             # 0: nothing was queued under this page, whose predecessor's memory is whole.
             if published and (self._fence_found() - published) & _FENCE_MASK > _FENCE_MASK // 2:
                 raise LateError
+
+    def _mapped_at(self, source: int, size_bytes: int) -> int:
+        """Where bytes of the arena or of the state are mapped; maps state when it is first read."""
+        assert self._map is not None
+        if source < STATE_BASE:
+            return self._map.address + source - BASE
+        state = self._state
+        if state is None:
+            driver = load()
+            device = driver.device(self._request.uuid)
+            state = self._state = Addresses(driver, device, optimizer_bytes(self.size_bytes))
+        for piece in self._pieces[state.piece_count :]:
+            state.map(piece.descriptor, piece.size_bytes)
+        if source - STATE_BASE + size_bytes > state.mapped_bytes:
+            # A piece went since the copy began: in an update, which has overtaken it.
+            raise LateError
+        return state.address + source - STATE_BASE
+
+    def has_state(self, pieces: Sequence[StatePiece]) -> None:
+        """Note that the optimizer's state has these pieces now; all but the last are known."""
+        with self._lock:
+            self._pieces = list(pieces)
+            # The last may have taken the place of one that its trainer never got.
+            while self._state is not None and self._state.piece_count >= len(pieces):
+                self._state.unmap()
 
     def is_whole(self) -> bool:
         """Whether the device finished what the trainer published last. Raises DeviceError."""
@@ -313,7 +403,9 @@ class DeviceReader:
         with self._lock, suppress(DeviceError):
             if self._driver is not None:
                 self._driver.enter(self._context)
-            self._driver, self._windows, self._map = None, [], None
+            if self._state is not None:
+                self._state.close()
+            self._driver, self._windows, self._map, self._state = None, [], None, None
             self._undo.close()
 
     def _ready(self) -> None:

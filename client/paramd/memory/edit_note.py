@@ -52,7 +52,7 @@ class Kept:
     lineage: int
     """Of the state that is put back; 0: the history branches there."""
     optimizer_bytes: int
-    """Bytes of the optimizer memory that are the state's."""
+    """Bytes of the optimizer's state, wherever it is."""
     record: bytes
     table: bytes
 

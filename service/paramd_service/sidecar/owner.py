@@ -48,7 +48,7 @@ from paramd.memory.arena import HostArena, is_mirror
 from paramd.memory.control_page import MAGIC, ControlPage, Word, Words
 from paramd.memory.device_arena import DeviceArenaRequest, DeviceReader
 from paramd.memory.gate import Move
-from paramd.memory.handover import Descriptors
+from paramd.memory.handover import MAX_STATE_PIECES, Descriptors, StatePiece, optimizer_bytes
 from paramd.security.tickets import MAX_TICKET_BYTES, key_from_hex
 from paramd.v1 import common_pb2
 from paramd.version import __version__
@@ -163,6 +163,8 @@ class AttachRequest:
     """Ticket with which this sidecar sends copies of them to another host; empty: it sends none."""
     device: DeviceArenaRequest | None = None
     """Where the arena is; None: in host memory."""
+    state_bytes: tuple[int, ...] = ()
+    """Sizes of the pieces of optimizer state there that the trainer hands over."""
 
 
 def parse_attach(message: dict[str, Any]) -> AttachRequest:
@@ -191,9 +193,12 @@ def parse_attach(message: dict[str, Any]) -> AttachRequest:
     continues = message.get("continues", [0, 0, -1])
     if not (isinstance(continues, list) and [type(one) for one in continues] == [int] * 3):
         raise UsageError(f"attach: continues is {continues!r}; expected three numbers")
-    device = message.get("device")
+    device, state = message.get("device"), message.get("state_bytes", [])
+    if not isinstance(state, list) or any(type(one) is not int or one <= 0 for one in state):
+        raise UsageError(f"attach: state_bytes is {state!r}; expected numbers above 0")
     return AttachRequest(
         device=DeviceArenaRequest.from_message(device) if device is not None else None,
+        state_bytes=tuple(state),
         continues=(continues[0], continues[1], continues[2]),
         job=texts["job"],
         version=texts["version"],
@@ -301,9 +306,10 @@ class AttachedMemory:
         self.trainer_pid = 0 if elsewhere else request.pid
         """The trainer's process; 0: it runs in another container, where pids are others."""
         self.page = ControlPage(shared.page)
+        device, words = request.device, self.page.words
         self.arena: HostArena | DeviceReader = (
-            DeviceReader(request.device, shared.arena, request.arena_bytes, self.page.words)
-            if request.device is not None
+            DeviceReader(device, shared.arena, request.arena_bytes, words, shared.state)
+            if device is not None
             else HostArena(shared.arena, request.arena_bytes)
         )
 
@@ -325,6 +331,36 @@ class AttachedMemory:
     def move(self) -> Move:
         """Copies bytes from the arena's addresses, or from other host memory."""
         return self.arena.move if isinstance(self.arena, DeviceReader) else ctypes.memmove
+
+    def add_state(self, known_count: int, size_bytes: int) -> StatePiece:
+        """Make device memory for more of the optimizer's state. Slow.
+
+        Args:
+            known_count: pieces that the trainer has; a later one never reached it, and goes.
+
+        Raises:
+            UsageError: there is no device, or never so much state on it.
+            ExhaustedError, DeviceError: the driver refused.
+        """
+        request, known = self.request, self.shared.state
+        if request.device is None or not isinstance(self.arena, DeviceReader):
+            raise UsageError("state: the parameters are in host memory")
+        before_bytes = sum(piece.size_bytes for piece in known[:known_count])
+        most_bytes = optimizer_bytes(request.arena_bytes)
+        if not 0 <= known_count <= min(len(known), MAX_STATE_PIECES - 1):
+            raise UsageError(f"state: {known_count} pieces are known of {len(known)}")
+        if not 0 < size_bytes <= most_bytes - before_bytes:
+            raise UsageError(
+                f"state: {size_bytes:,} bytes after {before_bytes:,}; at most {most_bytes:,} have "
+                "a place beside these parameters"
+            )
+        piece = request.device.create_piece(size_bytes)
+        gone = known[known_count:]
+        known[known_count:] = [piece]
+        self.arena.has_state(known)
+        for one in gone:
+            os.close(one.descriptor)
+        return piece
 
     def fault_in(self) -> None:
         """Prefault the arena for reading, so that the first copy is a warm one. Slow."""
@@ -366,8 +402,12 @@ def attach_memory(
                 create_memory=create_memory,
                 create_arena=request.device.create if request.device is not None else None,
             ).as_list()
-        on_device = request.device is not None
-        shared = Descriptors.received(fds, request.arena_bytes, on_device=on_device)
+        shared = Descriptors.received(
+            fds,
+            request.arena_bytes,
+            on_device=request.device is not None,
+            state_bytes=request.state_bytes,
+        )
         fds.append(_trainer_pidfd(request) if elsewhere is None else os.dup(elsewhere))
         attached = AttachedMemory(request, shared, fds[-1], elsewhere=elsewhere is not None)
     except BaseException:

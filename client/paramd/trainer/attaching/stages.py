@@ -56,7 +56,7 @@ from paramd.trainer.boundary.moments import Moments
 from paramd.trainer.helpers.control_link import ControlLink
 from paramd.trainer.helpers.sidecar_link import Identity, OwnTls, SidecarLink
 from paramd.trainer.helpers.site_link import Registration
-from paramd.trainer.home.device import DeviceMemory
+from paramd.trainer.home.device import DeviceMemory, DeviceState
 from paramd.trainer.home.mirrored import MirroredHome, home_of
 from paramd.trainer.home.owned import ParameterStorage
 from paramd.trainer.model import partitions
@@ -535,7 +535,7 @@ class Stages:
         succession = self._succession
         if succession is not None:
             words[Word.EDITS_BEFORE] = succession.edits_before
-            words[Word.OPTIMIZER_BYTES] = succession.optimizer_bytes
+            words[Word.OPTIMIZER_BYTES], words[Word.STATE_BYTES] = succession.used_bytes
             words[Word.STANDING_MADE] = words[Word.STANDING_COMMON] = succession.common_step
             # Last: from now on the memory can be resumed.
             words[Word.LINEAGE] = self._lineage[1]
@@ -566,6 +566,11 @@ class Stages:
 
         succession = self._succession
         optimizer_memory = SparseMemory(shared.optimizer)
+        state_memory = None
+        if self._keeps_state:
+            state_memory = found.home.open_state(
+                shared.state, optimizer_memory.size_bytes, self._sidecar.add_state
+            )
 
         def move() -> dict[str, Any]:
             self._undo.callback(found.home.move_out)
@@ -578,7 +583,7 @@ class Stages:
             else:
                 if succession.survived is None:
                     arena.populate()
-                    succession.fill(arena, optimizer_memory)
+                    succession.fill(arena, optimizer_memory, state_memory)
                 found.home.adopt(arena.buffer)
             self._pass("moved")
             return {}
@@ -586,7 +591,7 @@ class Stages:
         made: list[Attachment] = []
 
         def begin() -> dict[str, Any]:
-            state = self._optimizer_home(optimizer_memory, page, found)
+            state = self._optimizer_home(optimizer_memory, state_memory, page, found)
             page[Word.MOMENTS_LIVE] = int(self._settings.reads_optimizer_live)
             self._introduce(page, identity, found.first_step)
             agreement = self._agreement()
@@ -613,13 +618,22 @@ class Stages:
         self._go_on(made[0], found.first_step)
         return made[0]
 
+    @property
+    def _keeps_state(self) -> bool:
+        """Whether optimizer state lives in memory that outlives this trainer."""
+        return self._succession is not None or self._settings.reads_optimizer_live
+
     def _optimizer_home(
-        self, memory: SparseMemory, page: ControlPage, found: Found
+        self,
+        memory: SparseMemory,
+        on_device: DeviceState | None,
+        page: ControlPage,
+        found: Found,
     ) -> OptimizerHome | None:
-        if self._succession is None and not self._settings.reads_optimizer_live:
+        if not self._keeps_state:
             memory.close()
             return None
-        state = OptimizerHome(memory, page, found.optimizers)
+        state = OptimizerHome(memory, page, found.optimizers, on_device)
         self._undo.callback(state.move_out)
         if self._succession is not None:
             self._succession.restore(state)

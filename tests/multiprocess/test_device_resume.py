@@ -5,18 +5,34 @@ No GPU is involved: see tests/gpu/driver.
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 
+from paramd.errors import ParamdError
+from paramd.mesh.results import Summoned
+from paramd.trainer.resume.succession import NO_SIDECAR
 from tests.gpu.driver import driver_in, environment
 from tests.longer import sample
-from tests.multiprocess.test_resume import KINDS, Life, undisturbed
+from tests.multiprocess.striking import helper, is_down
+from tests.multiprocess.test_optimizer_state import (
+    assert_exported,
+    assert_told,
+    training,
+    truth,
+)
+from tests.multiprocess.test_resume import LONG, Life, kill, offered, undisturbed, wait_for
+from tests.multiprocess.test_rollback import at, begun, ended, final, left, mesh_held
+from tests.multiprocess.test_rollback import undisturbed as rewinding_undisturbed
+from tests.multiprocess.workers.optimizer_state import digest
 
 LATE_US = 100
+KINDS = ["plain", "ddp", "fsdp1-flat", "fsdp2", "tp-fsdp2"]
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +55,7 @@ def allocations(folder: Path) -> int:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("kind", sample(list(KINDS), {"plain", "fsdp2", "fsdp1-flat"}))
+@pytest.mark.parametrize("kind", sample(KINDS, {"plain", "fsdp1-flat"}))
 def test_killed_trainings_go_on_in_device_memory_with_the_bits_of_one_that_was_not(
     tmp_path: Path, kind: str, stack: ExitStack
 ) -> None:
@@ -59,3 +75,106 @@ def test_killed_trainings_go_on_in_device_memory_with_the_bits_of_one_that_was_n
         assert started[2] is not None
         assert (started[2]["how"], started[2]["step"] >= 20) == ("snapshot", True)
     assert life.final() == undisturbed(tmp_path, kind)
+
+
+@pytest.mark.timeout(400)
+def test_memory_that_is_gone_with_trainer_and_sidecar_is_said_and_training_begins_anew(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    life = Life(tmp_path, "plain", stack)
+    ranks = life.start("--pause-s", "0.01")
+    wait_for(lambda: int(life.at()[0] or 0) >= 5, ranks)
+    ranks.kill()  # helpers, too
+    (rank,) = life.ended()
+    assert life.starts() == [[None, None]]
+    assert f"starts afresh: {NO_SIDECAR}" in rank.stderr
+    assert life.final() == undisturbed(tmp_path, "plain")
+
+
+@pytest.mark.timeout(400)
+def test_a_sidecar_that_took_the_place_of_a_killed_one_has_the_state_for_a_successor(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    life = Life(tmp_path, "plain", stack, *LONG)
+    ranks = life.start("--pause-s", "0.02")
+    wait_for(lambda: int(life.at()[0] or 0) >= 3, ranks)
+    killed = helper(ranks, "sidecar", 0)
+    killed.kill()
+    wait_for(lambda: is_down(killed) and helper(ranks, "sidecar", 0) != killed, ranks)
+    wait_for(lambda: is_owned(tmp_path / "state" / "resuming" / "rank-0.sock"), ranks)
+    (life.folder / "die-0").write_text(f"forward {int(life.at()[0]) + 20}")
+    wait_for(lambda: ranks[0].process.poll() == -signal.SIGKILL, ranks)
+    life.ended()
+    (started,) = life.starts()
+    assert started[1] is not None
+    assert (started[1]["how"], started[1]["lost"]) == ("live", 0)
+    assert life.final() == undisturbed(tmp_path, "plain", steps=200)
+
+
+def is_owned(socket_path: Path) -> bool:
+    """Whether a sidecar there has a trainer."""
+    try:
+        return bool(offered(socket_path)["ownership"] == "OWNED")
+    except (ParamdError, OSError, EOFError):
+        return False
+
+
+@pytest.mark.timeout(180)
+def test_state_on_the_device_is_read_and_exported_while_it_trains_and_when_the_trainers_are_dead(
+    tmp_path: Path,
+) -> None:
+    # The trainer must not be asked for copies.
+    with training(tmp_path, "--no-mirror", ends=False) as (mesh, ranks):
+        found = mesh.summon("*", optimizer=True)
+        assert found.optimizer is not None
+        known = truth(tmp_path, found.step)
+        assert_told(found.optimizer, known)
+        assert {name: digest(tensor) for name, tensor in found.items()} == {
+            name: one[""] for name, one in known.items() if name in found
+        }
+        updates = mesh.updates("*")
+        rms = {row.name: row.moment_rms for row in updates}
+        stated = [name for name, state in found.optimizer.items() if state]
+        assert stated
+        assert all(math.isfinite(rms[name]) for name in stated)
+        mesh.export("here/dcp", format="dcp", include=["optimizer", "parameters"]).wait(timeout=60)
+        kill(ranks)
+        died = mesh.optimizer(timeout=30.0)
+        known = truth(tmp_path, died.step)
+        assert_told(died, known)
+        include = ["parameters", "optimizer"]
+        mesh.export("here/last", include=include).wait(timeout=60)
+        assert_exported(tmp_path / "out" / "last", known)
+
+
+@pytest.mark.timeout(300)
+def test_a_rollback_puts_state_on_the_device_back_and_is_undone(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    ranks, mesh = begun(stack, tmp_path, "plain")
+    wait_for(lambda: at(tmp_path) >= 3, ranks)
+    mark = mesh.mark("before")
+    wait_for(lambda: at(tmp_path) >= mark.step + 12, ranks)
+    with mesh_held(mesh):
+        before = mesh.summon("*", optimizer=True)
+        edit = mesh.rollback("before")
+        back = mesh.summon("*", optimizer=True)
+        assert back.step == mark.step < before.step
+        mesh.undo(edit.id)
+        again = mesh.summon("*", optimizer=True)
+        assert again.step == before.step
+        assert_same_state(again, before)
+    mesh.rollback("before")
+    last = ended(tmp_path, ranks)
+    assert left(tmp_path, 0)[-1][1] == mark.step
+    assert final(tmp_path / "life", 1) == rewinding_undisturbed(tmp_path, "plain", last)
+
+
+def assert_same_state(found: Summoned, other: Summoned) -> None:
+    assert found.optimizer is not None
+    assert other.optimizer is not None
+    for name, tensor in found.items():
+        assert torch.equal(tensor, other[name])
+    for name, state in found.optimizer.items():
+        for key, value in state.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other.optimizer[name][key]))

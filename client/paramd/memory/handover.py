@@ -157,7 +157,9 @@ class Descriptors:
             for descriptor in [*made, *(one.descriptor for one in state)]:
                 os.close(descriptor)
             raise
-        return cls(*made, state=state)
+        found = cls(*made)
+        found.state.extend(state)
+        return found
 
     @classmethod
     def received(
@@ -182,8 +184,8 @@ class Descriptors:
                 f"{len(fds)} descriptors; expected page, wake, arena, edits, gradients, moments, "
                 f"optimizer, continuation, and {len(state_bytes)} of state on a device"
             )
-        state = list(map(StatePiece, fds[_SHARED:], state_bytes))
-        found = cls(*fds[:_SHARED], state=state)
+        found = cls(*fds[:_SHARED])
+        found.state.extend(map(StatePiece, fds[_SHARED:], state_bytes))
         least = {
             found.page: PAGE_BYTES,
             found.arena: 0 if on_device else arena_bytes,

@@ -18,13 +18,16 @@ from paramd.memory import device_arena, device_driver
 from paramd.memory.control_page import Word
 from paramd.memory.device_arena import (
     BASE,
+    STATE_BASE,
     WINDOW_BYTES,
     WINDOWS,
+    Addresses,
     DeviceArenaRequest,
     DeviceMap,
     DeviceReader,
     TrainerDevice,
     create,
+    create_piece,
     why_not,
 )
 from paramd.memory.device_driver import CURES, SYMBOLS, DeviceError, Driver
@@ -139,6 +142,48 @@ def test_the_fence_tells_whether_the_device_finished_what_was_told(both: Both) -
         both.read()
     both.words[Word.DEVICE_FENCE] = told
     assert both.read() == {1}
+
+
+def read_state(reader: DeviceReader, begin: int, size_bytes: int) -> set[int]:
+    """The values of bytes of optimizer state as a reader gets them."""
+    room = ctypes.create_string_buffer(size_bytes)
+    reader.move(ctypes.addressof(room), STATE_BASE + begin, size_bytes)
+    return set(room.raw)
+
+
+def test_state_is_read_across_its_pieces_once_the_event_behind_it_has_come(
+    both: Both, loaded: tuple[Driver, Standin]
+) -> None:
+    driver, standin = loaded
+    pieces = [create_piece(driver, 0, 4096)]
+    size = pieces[0].size_bytes
+    state = Addresses(driver, 0, 4 * size)
+    both.reader.has_state(pieces)
+    state.map(pieces[0].descriptor, size)
+    driver.fill(state.address, WORD, size // 4, 0)
+    both.trainer.publish()
+    assert read_state(both.reader, 0, size) == {1}
+    with pytest.raises(LateError):
+        read_state(both.reader, 0, size + 4)  # what has no memory yet
+    pieces.append(create_piece(driver, 0, 1))
+    both.reader.has_state(pieces)
+    state.map(pieces[1].descriptor, size)
+    driver.fill(state.address, 2 * WORD, 2 * size // 4, 0)
+    assert read_state(both.reader, size - 64, 128) == {POISON}  # behind no event
+    assert standin.unordered
+    both.trainer.publish()
+    assert read_state(both.reader, size - 64, 128) == {2}
+    # A piece that never reached the trainer gives way to the next.
+    lost, pieces[1] = pieces[1], create_piece(driver, 0, 1)
+    both.reader.has_state(pieces)
+    state.unmap()
+    state.map(pieces[1].descriptor, size)
+    driver.fill(state.address, 3 * WORD, 2 * size // 4, 0)
+    both.trainer.publish()
+    assert read_state(both.reader, 0, 2 * size) == {3}
+    state.close()
+    for piece in (lost, *pieces):
+        os.close(piece.descriptor)
 
 
 def test_host_memory_is_moved_without_the_device(both: Both) -> None:

@@ -112,7 +112,7 @@ class Descriptors:
     moments: int
     optimizer: int
     continuation: int
-    state: list[StatePiece] = field(default_factory=list)
+    state: list[StatePiece] = field(default_factory=list, init=False)
     """Optimizer state on the device of a device arena; grows while training runs."""
 
     @classmethod

@@ -24,7 +24,8 @@ from paramd.memory.handover import MAX_MESSAGE_BYTES
 from paramd_service.sidecar.insight.activity import Activity, Frame, activity_of, parse_faulthandler
 from paramd_service.sidecar.insight.numbers import LoggedNumbers
 from paramd_service.sidecar.insight.process import catches
-from paramd_service.sidecar.owner import STOPPED_STATES, process_state
+from paramd_service.sidecar.owner import process_state
+from paramd_service.sidecar.phase import STOPPED_STATES
 
 ANSWER_S = 2.0
 """The trainer's thread needs the GIL to answer; a running training gives it within 5 ms."""

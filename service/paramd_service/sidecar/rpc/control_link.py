@@ -18,7 +18,8 @@ from paramd.places import host_id
 from paramd.security.tls import open_channel, tls_for
 from paramd.v1 import common_pb2, control_pb2, control_pb2_grpc
 from paramd.version import __version__
-from paramd_service.sidecar.owner import LASTING, Mesh, Ownership, PeerInfo
+from paramd_service.sidecar.owner import Mesh, Ownership, PeerInfo
+from paramd_service.sidecar.phase import LASTING
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc import messages
 

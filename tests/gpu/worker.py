@@ -3,6 +3,7 @@
     --mode stamp       each update writes its number into every element
     --mode frozen      updates change nothing; what is there was edited
     --mode gradients   each update finds gradients that are its number (modulo 200)
+    --mode moments     as stamp, and so for optimizer state of each parameter's shape
     --mode train       AdamW (or `--optimizer sgd`) on random data, exactly `--steps` updates
 
 and --wrap plain (one rank), ddp (ranks share the device, over gloo) or fsdp2 (one rank, NCCL).
@@ -40,9 +41,9 @@ SLOW_CYCLES = 400_000
 class Slow(torch.optim.Optimizer):
     """Fills each parameter with the number of the update, in parts; or leaves it."""
 
-    def __init__(self, parameters: Any, *, fills: bool) -> None:
+    def __init__(self, parameters: Any, *, fills: bool, keeps: bool = False) -> None:
         super().__init__(list(parameters), {})
-        self._fills = fills
+        self._fills, self._keeps = fills, keeps
         self.updates = 0
 
     @torch.no_grad()
@@ -54,6 +55,10 @@ class Slow(torch.optim.Optimizer):
                     sleep()
                     if self._fills:
                         late_fill(part, self.updates)
+                if self._keeps:
+                    state = self.state[parameter]
+                    sleep()
+                    late_fill(state.setdefault("stamp", torch.zeros_like(parameter)), self.updates)
 
 
 def sleep() -> None:
@@ -99,7 +104,8 @@ def updating(
             adam.step()
 
         return adam, train
-    slow = Slow(model.parameters(), fills=mode == "stamp")
+    keeps = mode == "moments"
+    slow = Slow(model.parameters(), fills=keeps or mode == "stamp", keeps=keeps)
     with torch.no_grad():
         for parameter in model.parameters():
             local_of(parameter).fill_(0)
@@ -110,6 +116,8 @@ def updating(
                 parameter.grad = torch.zeros_like(parameter)
                 sleep()
                 local_of(parameter.grad).fill_(number % MODULUS)
+        if keeps:
+            model(torch.randn(16, 31, device=DEVICE)).mean().backward()
         slow.step()
 
     return slow, update

@@ -718,7 +718,9 @@ class Stages:
         editor = Editor(
             page, arena, edits, at_point=self._at_point, mirror=mirror, finish=home.finish
         )
-        moments = Moments(page, arena, SparseMemory(shared.moments), mirror=mirror)
+        moments = Moments(
+            page, arena, SparseMemory(shared.moments), mirror=mirror, finish=home.finish
+        )
         boundary = Boundary(
             page,
             shared.wake,

@@ -167,8 +167,14 @@ class Moments:
         memory: SparseMemory,
         *,
         mirror: MirroredHome | None = None,
+        finish: Callable[[], None] = lambda: None,
     ) -> None:
-        """`mirror` holds the parameters when they do not live in the arena."""
+        """
+        Args:
+            mirror: holds the parameters when they do not live in the arena.
+            finish: waits until a device has done what training queued.
+        """
+        self._finish = finish
         self._words = page.words
         self._arena = arena
         self._memory = memory
@@ -184,6 +190,7 @@ class Moments:
         The table records what could not be copied; raises only if the table cannot be written.
         """
         table: dict[str, Any] = {"step": self._words[Word.STEP], "keys": [], "failure": ""}
+        self._finish()
         try:
             table.update(self._copied())
         except ParamdError as error:

@@ -7,9 +7,9 @@
     DeviceReader(...)                     the sidecar again, once somebody reads: a context, a side
                                           stream, windows of page-locked memory
 
-The optimizer's state that is on the device has memory of the same kind, in pieces, since it grows:
-the sidecar makes one when the trainer needs it (`create_piece`), and both map them one behind the
-other (`Addresses`).
+The optimizer's state on the device has memory of the same kind, in several allocations, since it
+grows: the sidecar makes one when the trainer needs it (`create_allocation`), and both map them one
+behind the other (`Addresses`). The same fence and event stand behind it.
 
 SEQ on the host says which state the trainer has *queued*, not which one the device has reached.
 So before it publishes a state, the trainer queues two things behind the update: a number, the
@@ -44,7 +44,7 @@ from paramd.memory.device_driver import (
     rounded,
 )
 from paramd.memory.gate import LateError
-from paramd.memory.handover import StatePiece, optimizer_bytes
+from paramd.memory.handover import Allocation, optimizer_bytes
 
 BASE = 1 << 62
 """First address of an arena in a process that has not mapped it: no memory of the host is there."""
@@ -75,10 +75,10 @@ class DeviceArenaRequest:
         driver = load()
         return create(driver, driver.device(self.uuid), arena_bytes)
 
-    def create_piece(self, size_bytes: int) -> StatePiece:
-        """Memory there for optimizer state (`create_piece`)."""
+    def create_allocation(self, size_bytes: int) -> Allocation:
+        """Memory there for optimizer state (`create_allocation`)."""
         driver = load()
-        return create_piece(driver, driver.device(self.uuid), size_bytes)
+        return create_allocation(driver, driver.device(self.uuid), size_bytes)
 
     def to_message(self) -> dict[str, str]:
         """As a part of the handover's "attach" message."""
@@ -120,10 +120,10 @@ def create(driver: Driver, device: int, arena_bytes: int) -> int:
     return _created(driver, device, device_bytes(driver, device, arena_bytes))
 
 
-def create_piece(driver: Driver, device: int, size_bytes: int) -> StatePiece:
+def create_allocation(driver: Driver, device: int, size_bytes: int) -> Allocation:
     """New device memory for optimizer state, of at least that size. As `create`."""
     size_bytes = rounded(size_bytes, driver.granularity(device))
-    return StatePiece(_created(driver, device, size_bytes), size_bytes)
+    return Allocation(_created(driver, device, size_bytes), size_bytes)
 
 
 def _created(driver: Driver, device: int, size_bytes: int) -> int:
@@ -140,7 +140,7 @@ class Addresses:
     def __init__(self, driver: Driver, device: int, size_bytes: int) -> None:
         """Reserve that many addresses, which takes no memory. Raises DeviceError."""
         self._reserved_bytes = 0
-        self._pieces: list[int] = []
+        self._allocations: list[int] = []
         self._driver = driver
         self._device = device
         size_bytes = rounded(size_bytes, driver.granularity(device))
@@ -150,26 +150,26 @@ class Addresses:
     @property
     def mapped_bytes(self) -> int:
         """How many of the addresses have memory."""
-        return sum(self._pieces)
+        return sum(self._allocations)
 
     @property
-    def piece_count(self) -> int:
+    def allocation_count(self) -> int:
         """How often memory was mapped."""
-        return len(self._pieces)
+        return len(self._allocations)
 
     def map(self, descriptor: int, size_bytes: int) -> None:
-        """Map the next piece, whole. The descriptor stays the caller's. Raises DeviceError."""
+        """Map the next allocation, whole. The descriptor stays the caller's. Raises DeviceError."""
         handle = self._driver.import_(descriptor)
         try:
             at = self.address + self.mapped_bytes
             self._driver.map(at, size_bytes, handle, self._device)
         finally:
             self._driver.release(handle)
-        self._pieces.append(size_bytes)
+        self._allocations.append(size_bytes)
 
     def unmap(self) -> None:
-        """Unmap the last piece: nothing may use its addresses any more."""
-        size_bytes = self._pieces.pop()
+        """Unmap the last allocation: nothing may use its addresses any more."""
+        size_bytes = self._allocations.pop()
         self._driver.unmap(self.address + self.mapped_bytes, size_bytes)
 
     def __del__(self) -> None:
@@ -179,7 +179,7 @@ class Addresses:
 
     def close(self) -> None:
         """Unmap everything and free the addresses. Idempotent."""
-        while self._pieces:
+        while self._allocations:
             self.unmap()
         if self._reserved_bytes:
             reserved_bytes, self._reserved_bytes = self._reserved_bytes, 0
@@ -302,12 +302,12 @@ class DeviceReader:
         descriptor: int,
         arena_bytes: int,
         words: Words,
-        state: Sequence[StatePiece] = (),
+        state: Sequence[Allocation] = (),
     ) -> None:
         """
         Args:
             words: the control page's.
-            state: pieces of optimizer state. Descriptors stay the caller's, these too.
+            state: allocations of optimizer state. Descriptors stay the caller's, these too.
         """
         self.descriptor = descriptor
         self.size_bytes = arena_bytes
@@ -322,7 +322,7 @@ class DeviceReader:
         self._context = self._stream = self._event = self._fence_room = 0
         self._windows: list[_Window] = []
         self._map: DeviceMap | None = None
-        self._pieces = list(state)
+        self._allocations = list(state)
         self._state: Addresses | None = None
 
     @property
@@ -358,19 +358,19 @@ class DeviceReader:
             driver = load()
             device = driver.device(self._request.uuid)
             state = self._state = Addresses(driver, device, optimizer_bytes(self.size_bytes))
-        for piece in self._pieces[state.piece_count :]:
-            state.map(piece.descriptor, piece.size_bytes)
+        for allocation in self._allocations[state.allocation_count :]:
+            state.map(allocation.descriptor, allocation.size_bytes)
         if source - STATE_BASE + size_bytes > state.mapped_bytes:
-            # A piece went since the copy began: in an update, which has overtaken it.
+            # An allocation went since the copy began: in an update, which has overtaken it.
             raise LateError
         return state.address + source - STATE_BASE
 
-    def has_state(self, pieces: Sequence[StatePiece]) -> None:
-        """Note that the optimizer's state has these pieces now; all but the last are known."""
+    def has_state(self, allocations: Sequence[Allocation]) -> None:
+        """Note that the optimizer's state has these now; all but the last are known."""
         with self._lock:
-            self._pieces = list(pieces)
+            self._allocations = list(allocations)
             # The last may have taken the place of one that its trainer never got.
-            while self._state is not None and self._state.piece_count >= len(pieces):
+            while self._state is not None and self._state.allocation_count >= len(allocations):
                 self._state.unmap()
 
     def is_whole(self) -> bool:

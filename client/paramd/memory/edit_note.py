@@ -9,7 +9,8 @@ note says and leaves there what undoes it, so that the same note, carried out ag
 
 HYPERPARAMETERS   numbers: optimizer, group; payload: the values by name, JSON
 ROLLBACK          numbers: where the arena's bytes lie in the edit memory, where the optimizer
-                  memory's, and how many of those there is room for; payload: a `Kept` state
+                  memory's, how many of those there is room for, and, on whole pages behind them,
+                  for how many of the state on a device; payload: a `Kept` state
 """
 
 from __future__ import annotations

@@ -37,13 +37,13 @@ OPTIMIZER_EXTRA_BYTES = 64 << 20
 CONTINUATION_SLOT_BYTES = 16 << 20
 """Most bytes of one continuation record or table (memory/continuation.py)."""
 
-MAX_STATE_PIECES = 32
-"""Most pieces of device memory for optimizer state. Each is at least a quarter of those before it
-together, so that there is no end of growing in sight."""
+MAX_ALLOCATIONS = 32
+"""Most allocations for optimizer state on a device. Each is at least a quarter of those before it
+together, so that growing does not end here."""
 
 MAX_MESSAGE_BYTES = 128 << 10
 _SHARED = 8
-MAX_DESCRIPTORS = _SHARED + MAX_STATE_PIECES
+MAX_DESCRIPTORS = _SHARED + MAX_ALLOCATIONS
 # sockaddr_un holds 108 bytes including the terminating NUL.
 _MAX_PATH_BYTES = 107
 _FULL_PAUSE_S = 0.01
@@ -83,8 +83,8 @@ def continuation_bytes() -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class StatePiece:
-    """Device memory that has optimizer state."""
+class Allocation:
+    """Memory on a device, for optimizer state."""
 
     descriptor: int
     size_bytes: int
@@ -97,7 +97,7 @@ class Survived:
     arena: int
     optimizer: int
     continuation: int
-    state: Sequence[StatePiece] = ()
+    state: Sequence[Allocation] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class Descriptors:
     moments: int
     optimizer: int
     continuation: int
-    state: list[StatePiece] = field(default_factory=list, init=False)
+    state: list[Allocation] = field(default_factory=list, init=False)
     """Optimizer state on the device of a device arena; grows while training runs."""
 
     @classmethod
@@ -133,7 +133,7 @@ class Descriptors:
             ExhaustedError: not enough memory for the arena.
         """
         made: list[int] = []
-        state: list[StatePiece] = []
+        state: list[Allocation] = []
         try:
             made.append(create_memory("paramd-page", PAGE_BYTES))
             made.append(descriptors.wake_event())
@@ -149,7 +149,7 @@ class Descriptors:
             if survived is not None:
                 made += map(_duplicate, (survived.optimizer, survived.continuation))
                 for one in survived.state:
-                    state.append(StatePiece(_duplicate(one.descriptor), one.size_bytes))
+                    state.append(Allocation(_duplicate(one.descriptor), one.size_bytes))
             else:
                 made.append(create_sparse("paramd-optimizer", optimizer_bytes(arena_bytes)))
                 made.append(create_sparse("paramd-continuation", continuation_bytes()))
@@ -168,24 +168,24 @@ class Descriptors:
         arena_bytes: int,
         *,
         on_device: bool = False,
-        state_bytes: Sequence[int] = (),
+        allocations: Sequence[int] = (),
     ) -> Descriptors:
         """Adopt descriptors from the Unix socket. On error the caller still owns `fds`.
 
         Args:
             on_device: only a device's driver can tell what the arena's stands for.
-            state_bytes: sizes of the pieces of optimizer state on that device.
+            allocations: sizes of those that have optimizer state on that device.
 
         Raises:
             UsageError: they are not the expected objects.
         """
-        if len(fds) != _SHARED + len(state_bytes):
+        if len(fds) != _SHARED + len(allocations):
             raise UsageError(
                 f"{len(fds)} descriptors; expected page, wake, arena, edits, gradients, moments, "
-                f"optimizer, continuation, and {len(state_bytes)} of state on a device"
+                f"optimizer, continuation, and {len(allocations)} of state on a device"
             )
         found = cls(*fds[:_SHARED])
-        found.state.extend(map(StatePiece, fds[_SHARED:], state_bytes))
+        found.state.extend(map(Allocation, fds[_SHARED:], allocations))
         least = {
             found.page: PAGE_BYTES,
             found.arena: 0 if on_device else arena_bytes,

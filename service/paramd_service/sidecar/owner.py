@@ -32,7 +32,7 @@ from paramd.memory.arena import HostArena, is_mirror
 from paramd.memory.control_page import MAGIC, ControlPage, Word, Words
 from paramd.memory.device_arena import DeviceArenaRequest, DeviceReader
 from paramd.memory.gate import Move
-from paramd.memory.handover import MAX_STATE_PIECES, Descriptors, StatePiece, optimizer_bytes
+from paramd.memory.handover import MAX_ALLOCATIONS, Allocation, Descriptors, optimizer_bytes
 from paramd.security.tickets import MAX_TICKET_BYTES, key_from_hex
 from paramd.version import __version__
 
@@ -146,8 +146,8 @@ class AttachRequest:
     """Ticket with which this sidecar sends copies of them to another host; empty: it sends none."""
     device: DeviceArenaRequest | None = None
     """Where the arena is; None: in host memory."""
-    state_bytes: tuple[int, ...] = ()
-    """Sizes of the pieces of optimizer state there that the trainer hands over."""
+    allocations: tuple[int, ...] = ()
+    """Sizes of those for optimizer state there that the trainer hands over."""
 
 
 def parse_attach(message: dict[str, Any]) -> AttachRequest:
@@ -176,12 +176,12 @@ def parse_attach(message: dict[str, Any]) -> AttachRequest:
     continues = message.get("continues", [0, 0, -1])
     if not (isinstance(continues, list) and [type(one) for one in continues] == [int] * 3):
         raise UsageError(f"attach: continues is {continues!r}; expected three numbers")
-    device, state = message.get("device"), message.get("state_bytes", [])
-    if not isinstance(state, list) or any(type(one) is not int or one <= 0 for one in state):
-        raise UsageError(f"attach: state_bytes is {state!r}; expected numbers above 0")
+    device, sizes = message.get("device"), message.get("allocations", [])
+    if not isinstance(sizes, list) or any(type(one) is not int or one <= 0 for one in sizes):
+        raise UsageError(f"attach: allocations is {sizes!r}; expected numbers above 0")
     return AttachRequest(
         device=DeviceArenaRequest.from_message(device) if device is not None else None,
-        state_bytes=tuple(state),
+        allocations=tuple(sizes),
         continues=(continues[0], continues[1], continues[2]),
         job=texts["job"],
         version=texts["version"],
@@ -315,11 +315,11 @@ class AttachedMemory:
         """Copies bytes from the arena's addresses, or from other host memory."""
         return self.arena.move if isinstance(self.arena, DeviceReader) else ctypes.memmove
 
-    def add_state(self, known_count: int, size_bytes: int) -> StatePiece:
+    def add_state(self, known_count: int, size_bytes: int) -> Allocation:
         """Make device memory for more of the optimizer's state. Slow.
 
         Args:
-            known_count: pieces that the trainer has; a later one never reached it, and goes.
+            known_count: how many the trainer has; a later one never reached it, and goes.
 
         Raises:
             UsageError: there is no device, or never so much state on it.
@@ -328,22 +328,25 @@ class AttachedMemory:
         request, known = self.request, self.shared.state
         if request.device is None or not isinstance(self.arena, DeviceReader):
             raise UsageError("state: the parameters are in host memory")
-        before_bytes = sum(piece.size_bytes for piece in known[:known_count])
+        before_bytes = sum(one.size_bytes for one in known[:known_count])
         most_bytes = optimizer_bytes(request.arena_bytes)
-        if not 0 <= known_count <= min(len(known), MAX_STATE_PIECES - 1):
-            raise UsageError(f"state: {known_count} pieces are known of {len(known)}")
+        if not 0 <= known_count <= min(len(known), MAX_ALLOCATIONS - 1):
+            raise UsageError(
+                f"state: {known_count} allocations are known; there are {len(known)}, and at most "
+                f"{MAX_ALLOCATIONS}"
+            )
         if not 0 < size_bytes <= most_bytes - before_bytes:
             raise UsageError(
                 f"state: {size_bytes:,} bytes after {before_bytes:,}; at most {most_bytes:,} have "
                 "a place beside these parameters"
             )
-        piece = request.device.create_piece(size_bytes)
+        allocation = request.device.create_allocation(size_bytes)
         gone = known[known_count:]
-        known[known_count:] = [piece]
+        known[known_count:] = [allocation]
         self.arena.has_state(known)
         for one in gone:
             os.close(one.descriptor)
-        return piece
+        return allocation
 
     def fault_in(self) -> None:
         """Prefault the arena for reading, so that the first copy is a warm one. Slow."""
@@ -389,7 +392,7 @@ def attach_memory(
             fds,
             request.arena_bytes,
             on_device=request.device is not None,
-            state_bytes=request.state_bytes,
+            allocations=request.allocations,
         )
         fds.append(_trainer_pidfd(request) if elsewhere is None else os.dup(elsewhere))
         attached = AttachedMemory(request, shared, fds[-1], elsewhere=elsewhere is not None)

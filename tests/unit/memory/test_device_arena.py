@@ -27,7 +27,7 @@ from paramd.memory.device_arena import (
     DeviceReader,
     TrainerDevice,
     create,
-    create_piece,
+    create_allocation,
     why_not,
 )
 from paramd.memory.device_driver import CURES, SYMBOLS, DeviceError, Driver
@@ -151,39 +151,39 @@ def read_state(reader: DeviceReader, begin: int, size_bytes: int) -> set[int]:
     return set(room.raw)
 
 
-def test_state_is_read_across_its_pieces_once_the_event_behind_it_has_come(
+def test_state_is_read_across_allocations_once_the_event_behind_it_has_come(
     both: Both, loaded: tuple[Driver, Standin]
 ) -> None:
     driver, standin = loaded
-    pieces = [create_piece(driver, 0, 4096)]
-    size = pieces[0].size_bytes
+    allocations = [create_allocation(driver, 0, 4096)]
+    size = allocations[0].size_bytes
     state = Addresses(driver, 0, 4 * size)
-    both.reader.has_state(pieces)
-    state.map(pieces[0].descriptor, size)
+    both.reader.has_state(allocations)
+    state.map(allocations[0].descriptor, size)
     driver.fill(state.address, WORD, size // 4, 0)
     both.trainer.publish()
     assert read_state(both.reader, 0, size) == {1}
     with pytest.raises(LateError):
         read_state(both.reader, 0, size + 4)  # what has no memory yet
-    pieces.append(create_piece(driver, 0, 1))
-    both.reader.has_state(pieces)
-    state.map(pieces[1].descriptor, size)
+    allocations.append(create_allocation(driver, 0, 1))
+    both.reader.has_state(allocations)
+    state.map(allocations[1].descriptor, size)
     driver.fill(state.address, 2 * WORD, 2 * size // 4, 0)
     assert read_state(both.reader, size - 64, 128) == {POISON}  # behind no event
     assert standin.unordered
     both.trainer.publish()
     assert read_state(both.reader, size - 64, 128) == {2}
-    # A piece that never reached the trainer gives way to the next.
-    lost, pieces[1] = pieces[1], create_piece(driver, 0, 1)
-    both.reader.has_state(pieces)
+    # An allocation that never reached the trainer gives way to the next.
+    lost, allocations[1] = allocations[1], create_allocation(driver, 0, 1)
+    both.reader.has_state(allocations)
     state.unmap()
-    state.map(pieces[1].descriptor, size)
+    state.map(allocations[1].descriptor, size)
     driver.fill(state.address, 3 * WORD, 2 * size // 4, 0)
     both.trainer.publish()
     assert read_state(both.reader, 0, 2 * size) == {3}
     state.close()
-    for piece in (lost, *pieces):
-        os.close(piece.descriptor)
+    for allocation in (lost, *allocations):
+        os.close(allocation.descriptor)
 
 
 def test_host_memory_is_moved_without_the_device(both: Both) -> None:

@@ -15,8 +15,8 @@ from torch import nn
 from paramd.errors import ConflictError, UnreachableError
 from paramd.memory.control_page import PAGE_BYTES, ControlPage, Word, digest_of
 from paramd.memory.descriptors import SparseMemory, create_memory, create_sparse
-from paramd.memory.device_arena import STATE_BASE, DeviceReader, create, create_piece
-from paramd.memory.handover import StatePiece
+from paramd.memory.device_arena import STATE_BASE, DeviceReader, create, create_allocation
+from paramd.memory.handover import Allocation
 from paramd.memory.optimizer_state import DEVICE_PLACES, parse_state
 from paramd.trainer.home import device as device_module
 from paramd.trainer.home.device import CAPTURED, DeviceHome, DeviceState, device_home
@@ -137,14 +137,14 @@ class State:
     """Memory for optimizer state beside such a model, as a trainer has it."""
 
     def __init__(self, inside: Inside) -> None:
-        self.pieces: list[StatePiece] = []
+        self.allocations: list[Allocation] = []
         self.answers = True
         self._inside = inside
         self._host = create_sparse("optimizer", LIMIT_BYTES)
         self.host = SparseMemory(self._host)
 
     def open(self) -> DeviceState:
-        return self._inside.home.open_state(self.pieces, LIMIT_BYTES, self.add)
+        return self._inside.home.open_state(self.allocations, LIMIT_BYTES, self.add)
 
     def home(self, optimizer: torch.optim.Optimizer) -> OptimizerHome:
         return OptimizerHome(self.host, self._inside.page, [optimizer], self.open())
@@ -153,14 +153,14 @@ class State:
         if not self.answers:
             raise UnreachableError("no sidecar")
         device = self._inside.home.device
-        self.pieces.append(create_piece(device.driver, device.device, size_bytes))
-        self._inside.reader.has_state(self.pieces)
+        self.allocations.append(create_allocation(device.driver, device.device, size_bytes))
+        self._inside.reader.has_state(self.allocations)
 
     def close(self) -> None:
         self.host.close()
         os.close(self._host)
-        for piece in self.pieces:
-            os.close(piece.descriptor)
+        for allocation in self.allocations:
+            os.close(allocation.descriptor)
 
 
 @pytest.fixture
@@ -192,7 +192,7 @@ def test_state_moves_to_the_device_where_a_successor_finds_it_and_the_sidecar_re
     assert same(plain, ours)
     on_host, on_device = inside.page[Word.OPTIMIZER_BYTES], inside.page[Word.STATE_BYTES]
     assert 0 < on_host < on_device
-    assert len(state.pieces) == 1
+    assert len(state.allocations) == 1
     table = decode(encode(home.table(inside.arena.address)))
     inside.home.device.publish()
     found = parse_state(encode(table))
@@ -212,14 +212,12 @@ def test_state_moves_to_the_device_where_a_successor_finds_it_and_the_sidecar_re
     trained(alone, plain, 9)
     trained(inside.model, heir, 9)
     assert same(plain, heir)
-    assert len(state.pieces) == 1
+    assert len(state.allocations) == 1
     successor.move_out()
     home.move_out()
 
 
-def test_state_that_finds_no_sidecar_waits_for_one_and_grows_in_pieces(
-    inside: Inside, state: State
-) -> None:
+def test_state_that_finds_no_sidecar_waits_for_one_and_grows(inside: Inside, state: State) -> None:
     optimizer = torch.optim.AdamW(inside.model.parameters())
     home = state.home(optimizer)
     trained(inside.model, optimizer, 0)
@@ -232,11 +230,11 @@ def test_state_that_finds_no_sidecar_waits_for_one_and_grows_in_pieces(
     assert home.settle()
     assert home.used_bytes == used
     before = copy.deepcopy(optimizer.state_dict()["state"])
-    # More than the first piece has room for.
+    # More than the first allocation has room for.
     weight = inside.model[0].weight
     optimizer.state[weight]["more"] = torch.full((1 << 20,), 5.0)
     assert home.settle()
-    assert len(state.pieces) == 2
+    assert len(state.allocations) == 2
     assert bool((optimizer.state[weight].pop("more") == 5).all())
     assert encode(optimizer.state_dict()["state"]) == encode(before)
     home.move_out()

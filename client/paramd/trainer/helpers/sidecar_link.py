@@ -21,7 +21,7 @@ from paramd.errors import ConflictError, ParamdError, UnreachableError, UsageErr
 from paramd.helpers import end, spawn
 from paramd.memory import descriptors, handover
 from paramd.memory.device_arena import TrainerDevice, create
-from paramd.memory.handover import Descriptors, StatePiece
+from paramd.memory.handover import Allocation, Descriptors
 from paramd.security.tls import Pems, host_of, is_of_job
 from paramd.state_files import HOST_SOCKET, sidecars_dir
 from paramd.trainer.helpers.insight import Insight
@@ -149,18 +149,18 @@ class SidecarLink:
             connection.settimeout(STATE_TIMEOUT_S)
             known = {"known": len(shared.state), "number": self._asked}
             handover.send(connection, {"op": "state", "size_bytes": size_bytes, **known})
-            shared.state.append(self._state_piece(connection))
+            shared.state.append(self._allocated(connection))
         except (OSError, EOFError) as error:
             raise UnreachableError(f"the sidecar does not answer ({error!r})") from None
         finally:
             self._handing.release()
 
-    def _state_piece(self, connection: socket.socket) -> StatePiece:
+    def _allocated(self, connection: socket.socket) -> Allocation:
         """The answer to what was asked last; those to earlier questions came too late."""
         while True:
             answer, received = _answer(connection, "state")
             if answer["number"] == self._asked and len(received) == 1:
-                return StatePiece(received[0], int(answer["size_bytes"]))
+                return Allocation(received[0], int(answer["size_bytes"]))
             for descriptor in received:
                 os.close(descriptor)
 
@@ -335,7 +335,7 @@ class SidecarLink:
         if self._device is not None:
             message["device"] = self._device.request.to_message()
             state = shared.state if shared is not None else ()
-            message["state_bytes"] = [piece.size_bytes for piece in state]
+            message["allocations"] = [allocation.size_bytes for allocation in state]
         if identity.own_tls is not None:
             message["tls"] = identity.own_tls.pems.to_json()
         # A sidecar in another container takes an attach only from a process it has a pidfd of.

@@ -22,7 +22,7 @@ from paramd.layout.types import TensorKind
 from paramd.memory.control_page import ControlPage
 from paramd.memory.device_arena import Addresses, DeviceMap, TrainerDevice, why_not
 from paramd.memory.device_driver import DeviceError, Driver, load
-from paramd.memory.handover import StatePiece
+from paramd.memory.handover import Allocation
 from paramd.trainer.home.moving import Memory, live_tensors
 from paramd.trainer.home.owned import ParameterStorage
 from paramd.trainer.home.plan import ALIGN_BYTES, ArenaPlan, plan_arena
@@ -86,7 +86,7 @@ class DeviceMemory(_Mapped):
 
 
 class DeviceState(_Mapped):
-    """Memory on a device for optimizer state, in pieces that the sidecar makes when needed."""
+    """Memory on a device for optimizer state, which the sidecar makes as it is needed."""
 
     def __init__(
         self,
@@ -94,19 +94,19 @@ class DeviceState(_Mapped):
         place: torch.device,
         *,
         size_bytes: int,
-        pieces: Sequence[StatePiece],
+        allocations: Sequence[Allocation],
         add: Callable[[int], object],
     ) -> None:
         """
         Args:
             size_bytes: how much there can be at most; takes addresses alone.
-            pieces: what there is; `add` appends to it.
-            add: has the sidecar make another piece, of so many bytes at least.
+            allocations: what there is; `add` appends to it.
+            add: has the sidecar make another, of so many bytes at least.
         """
         super().__init__(
             Addresses(device.driver, device.device, size_bytes), device=place, size_bytes=size_bytes
         )
-        self._pieces = pieces
+        self._allocations = allocations
         self._add = add
 
     @property
@@ -130,15 +130,15 @@ class DeviceState(_Mapped):
             ExhaustedError: the device has no more.
             UnreachableError: no sidecar is there to make it.
         """
-        self._map_pieces()
+        self._map_new()
         mapped = self._mapped
         while mapped.mapped_bytes < end:
             self._add(max(end - mapped.mapped_bytes, mapped.mapped_bytes // 4))
-            self._map_pieces()
+            self._map_new()
 
-    def _map_pieces(self) -> None:
-        for piece in self._pieces[self._mapped.piece_count :]:
-            self._mapped.map(piece.descriptor, piece.size_bytes)
+    def _map_new(self) -> None:
+        for allocation in self._allocations[self._mapped.allocation_count :]:
+            self._mapped.map(allocation.descriptor, allocation.size_bytes)
 
 
 class _Span:
@@ -236,9 +236,11 @@ class DeviceHome(ParameterStorage):
         return DeviceMemory(mapped, self._place)
 
     def open_state(
-        self, pieces: Sequence[StatePiece], size_bytes: int, add: Callable[[int], object]
+        self, allocations: Sequence[Allocation], size_bytes: int, add: Callable[[int], object]
     ) -> DeviceState:
-        return DeviceState(self.device, self._place, size_bytes=size_bytes, pieces=pieces, add=add)
+        return DeviceState(
+            self.device, self._place, size_bytes=size_bytes, allocations=allocations, add=add
+        )
 
     def finish(self) -> None:
         self.device.finish()

@@ -59,7 +59,7 @@ from paramd.trainer.model.shards import find_shards
 if TYPE_CHECKING:
     from paramd.memory.control_page import ControlPage
     from paramd.memory.device_arena import TrainerDevice
-    from paramd.memory.handover import StatePiece
+    from paramd.memory.handover import Allocation
     from paramd.trainer.home.device import DeviceMemory, DeviceState
 
 MIRRORED_DEVICES = ("cpu", "cuda")
@@ -164,7 +164,7 @@ class ParameterStorage:
         return arena
 
     def open_state(
-        self, pieces: Sequence[StatePiece], size_bytes: int, add: Callable[[int], object]
+        self, allocations: Sequence[Allocation], size_bytes: int, add: Callable[[int], object]
     ) -> DeviceState | None:
         """Memory for optimizer state beside these parameters; None: they are in host memory."""
         return None

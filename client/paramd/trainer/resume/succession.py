@@ -31,7 +31,7 @@ from paramd.memory import handover, left
 from paramd.memory.arena import HostArena
 from paramd.memory.continuation import read_pair
 from paramd.memory.descriptors import SparseMemory, pages
-from paramd.memory.handover import StatePiece, Survived, continuation_bytes
+from paramd.memory.handover import Allocation, Survived, continuation_bytes
 from paramd.trainer.home.device import DeviceMemory, DeviceState
 from paramd.trainer.home.moving import bytes_at
 from paramd.trainer.resume.choice import OVER_AN_EXPORT, Choice, How, Mark, RankOffer, choose
@@ -116,7 +116,7 @@ class Succession:
         self._layout_digest = layout_digest
         self._socket_path = socket_path
         self._descriptors: list[int] = []
-        self._pieces: list[StatePiece] = []
+        self._allocations: list[Allocation] = []
         """Optimizer state on the device that came with the live state."""
         self._live: _State | None = None
         self._snapshots: list[_State] = []
@@ -154,8 +154,8 @@ class Succession:
         why_not = str(offer["why_not_live"])
         fds = list(self._descriptors)
         if not why_not:
-            sizes = [int(size) for size in offer["state_bytes"]]
-            self._pieces = list(map(StatePiece, fds[3:], sizes))
+            sizes = [int(size) for size in offer["allocations"]]
+            self._allocations = list(map(Allocation, fds[3:], sizes))
             continuation, fds = fds[2], fds[3 + len(sizes) :]
             mark = Mark(int(offer["step"]), int(offer["lineage"]), int(offer["edits"]))
             try:
@@ -256,7 +256,7 @@ class Succession:
             return None
         arena, optimizer, continuation = self._descriptors[:3]
         return Survived(
-            arena=arena, optimizer=optimizer, continuation=continuation, state=self._pieces
+            arena=arena, optimizer=optimizer, continuation=continuation, state=self._allocations
         )
 
     @property

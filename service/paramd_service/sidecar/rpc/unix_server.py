@@ -314,7 +314,7 @@ class _Connection:
             self._check_owner("state")
             attached = self._rank.attached
             assert attached is not None
-            piece = await uncancelled(
+            allocation = await uncancelled(
                 asyncio.get_running_loop().run_in_executor(
                     self._rank.executor, attached.add_state, known_count, size_bytes
                 )
@@ -322,9 +322,9 @@ class _Connection:
             answer = {
                 "op": "state",
                 "number": message.get("number"),
-                "size_bytes": piece.size_bytes,
+                "size_bytes": allocation.size_bytes,
             }
-            handover.send(self._socket, answer, [piece.descriptor])
+            handover.send(self._socket, answer, [allocation.descriptor])
 
     async def _detach(self, message: dict[str, Any], descriptors: list[int]) -> None:
         self._check_owner("detach")

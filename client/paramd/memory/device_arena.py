@@ -137,9 +137,10 @@ def _created(driver: Driver, device: int, size_bytes: int) -> int:
 class Addresses:
     """Addresses for the device in this process, with memory mapped to them from the first on."""
 
+    _reserved_bytes = 0
+
     def __init__(self, driver: Driver, device: int, size_bytes: int) -> None:
         """Reserve that many addresses, which takes no memory. Raises DeviceError."""
-        self._reserved_bytes = 0
         self._allocations: list[int] = []
         self._driver = driver
         self._device = device
@@ -179,9 +180,9 @@ class Addresses:
 
     def close(self) -> None:
         """Unmap everything and free the addresses. Idempotent."""
-        while self._allocations:
-            self.unmap()
         if self._reserved_bytes:
+            while self._allocations:
+                self.unmap()
             reserved_bytes, self._reserved_bytes = self._reserved_bytes, 0
             self._driver.free_addresses(self.address, reserved_bytes)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paramd.errors import ConflictError
+from paramd.errors import ConflictError, ExhaustedError
 from paramd.layout.types import TensorKind
 from paramd.memory.control_page import ControlPage
 from paramd.memory.device_arena import Addresses, DeviceMap, TrainerDevice, why_not
@@ -133,8 +133,19 @@ class DeviceState(_Mapped):
         self._map_new()
         mapped = self._mapped
         while mapped.mapped_bytes < end:
-            self._add(max(end - mapped.mapped_bytes, mapped.mapped_bytes // 4))
+            there, left = mapped.mapped_bytes, self.size_bytes - mapped.mapped_bytes
+            self._grow(max(end - there, min(there // 4, left)))
             self._map_new()
+
+    def _grow(self, size_bytes: int) -> None:
+        try:
+            self._add(size_bytes)
+        except ExhaustedError:
+            if self._device.type == "cpu":
+                raise
+            # torch keeps what was freed, such as activations, for itself.
+            torch.cuda.empty_cache()
+            self._add(size_bytes)
 
     def _map_new(self) -> None:
         for allocation in self._allocations[self._mapped.allocation_count :]:

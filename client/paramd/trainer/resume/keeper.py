@@ -44,8 +44,8 @@ log = logging.getLogger("paramd")
 LEAST_PACE, MOST_PACE = 10, 10_000
 """Fewest and most steps between standing snapshots when their cost decides."""
 
-RETRY_S = 5.0
-"""How long no memory is asked of a sidecar that did not answer: the training waits for it."""
+RETRY_S, MOST_RETRY_S = 5.0, 600.0
+"""How long no memory is asked of a sidecar that did not make it, which training waits for."""
 
 SOON_COUNT = 8
 """So many steps of each start all have a standing snapshot; then those of powers of two."""
@@ -155,8 +155,8 @@ class Keeper:
         self._written: dict[str, Any] = {}
         self._forward: dict[str, Any] | None = None
         self._why = ""
-        self._retry_s = 0.0
-        """Not before this time is state brought home again, after the sidecar did not answer."""
+        self._retry_s, self._pause_s = 0.0, RETRY_S
+        """When memory is asked for again that the sidecar did not make, and how long after that."""
         self._count, self._total_ns, self._longest_ns, self._last_bytes = 0, 0, 0, 0
         self.explicit = self._given_count > 1
         """Whether only `kept` completes records."""
@@ -210,6 +210,8 @@ class Keeper:
                 self._complete(step)
             self._write(self._parts | {"random_forward": random_state()})
         except UnreachableError as error:
+            # As on the other ranks: the steps of the first standing snapshots follow from it.
+            self._settled_count += 1
             self._postpone(step, error)
             return False
         except Exception as error:
@@ -307,6 +309,7 @@ class Keeper:
             self._table_number = self._table.write(
                 encode(self._state.table(self._home.arena_address))
             )
+        self._pause_s = RETRY_S
         self._home.copy_buffers()
         late = {
             name: one.state_dict() for name, one in self._keep.items() if name not in self._loaders
@@ -383,7 +386,8 @@ class Keeper:
         """Leave this step without a record: the optimizer's new state has no place yet."""
         if time.monotonic() < self._retry_s:
             return
-        self._retry_s = time.monotonic() + RETRY_S
+        self._retry_s = time.monotonic() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, MOST_RETRY_S)
         log.warning(
             "paramd: the optimizer's state of step %d has no memory on the device, since %s; until "
             "it has, this training cannot be resumed where it is",

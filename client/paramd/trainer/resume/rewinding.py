@@ -150,8 +150,9 @@ class Rollback:
         self._kept = Kept.unpacked(note.payload)
         self._record = read_record(self._kept.record)
         self._table = decode(self._kept.table)
-        if self._rooms[1] and len(owner.state.places) == 1:
-            raise UsageError(f"a rollback has {self._rooms[1]:,} bytes of state on a device")
+        limits = [*(places.memory.size_bytes for places in owner.state.places), 0]
+        if any(room > limit for room, limit in zip(self._rooms, limits, strict=False)):
+            raise UsageError(f"a rollback has {self._rooms} bytes of state for {limits}")
 
     @property
     def spans(self) -> list[tuple[int, int]]:

@@ -22,6 +22,8 @@ class StateMemory(Protocol):
 
     @property
     def buffer(self) -> Memory: ...
+    @property
+    def size_bytes(self) -> int: ...
     def reserve(self, begin: int, end: int) -> None:
         """Make [begin, end), whole pages, usable."""
 

@@ -325,6 +325,7 @@ class _Connection:
                 "size_bytes": allocation.size_bytes,
             }
             handover.send(self._socket, answer, [allocation.descriptor])
+            self._rank.log("state-allocated", size_bytes=allocation.size_bytes, after=known_count)
 
     async def _detach(self, message: dict[str, Any], descriptors: list[int]) -> None:
         self._check_owner("detach")

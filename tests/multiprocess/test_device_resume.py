@@ -13,16 +13,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from paramd.errors import ParamdError
 from paramd.mesh.results import Summoned
 from paramd.trainer.resume.succession import NO_SIDECAR
 from tests.gpu.driver import driver_in, environment
 from tests.longer import sample
-from tests.multiprocess.striking import helper, is_down
+from tests.multiprocess.striking import arm, helper, is_down
 from tests.multiprocess.test_optimizer_state import (
-    assert_exported,
+    assert_stored,
     assert_told,
+    stored_in,
     training,
     truth,
 )
@@ -111,6 +114,28 @@ def test_a_sidecar_that_took_the_place_of_a_killed_one_has_the_state_for_a_succe
     assert life.final() == undisturbed(tmp_path, "plain", steps=200)
 
 
+@pytest.mark.timeout(400)
+def test_a_sidecar_killed_as_it_makes_memory_for_the_state_costs_records_until_its_successor_does(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = tmp_path / "faults"
+    faults.mkdir()
+    monkeypatch.setenv("PARAMD_FAULTS_DIR", str(faults))
+    arm(faults, 0, "state-allocated:kill")
+    life = Life(tmp_path, "plain", stack, "--steps", "400")
+    ranks = life.start("--pause-s", "0.05")
+    told = tmp_path / "state" / "resuming" / "rank-0.log"
+    wait_for(lambda: told.exists() and "state-allocated" in told.read_text(), ranks)
+    (life.folder / "die-0").write_text(f"forward {int(life.at()[0]) + 20}")
+    wait_for(lambda: ranks[0].process.poll() == -signal.SIGKILL, ranks)
+    assert "has no memory on the device, since the sidecar does not answer" in ranks[0].stderr
+    life.ended()
+    (started,) = life.starts()
+    assert started[1] is not None
+    assert (started[1]["how"], started[1]["lost"]) == ("live", 0)
+    assert life.final() == undisturbed(tmp_path, "plain", steps=400)
+
+
 def is_owned(socket_path: Path) -> bool:
     """Whether a sidecar there has a trainer."""
     try:
@@ -137,14 +162,27 @@ def test_state_on_the_device_is_read_and_exported_while_it_trains_and_when_the_t
         stated = [name for name, state in found.optimizer.items() if state]
         assert stated
         assert all(math.isfinite(rms[name]) for name in stated)
-        mesh.export("here/dcp", format="dcp", include=["optimizer", "parameters"]).wait(timeout=60)
+        include = ["parameters", "optimizer"]
+        done = mesh.export("here/dcp", format="dcp", include=include).wait(timeout=60)
+        assert_stored(stored_by_dcp(tmp_path / "out" / "dcp"), truth(tmp_path, done.step))
         kill(ranks)
         died = mesh.optimizer(timeout=30.0)
         known = truth(tmp_path, died.step)
         assert_told(died, known)
-        include = ["parameters", "optimizer"]
         mesh.export("here/last", include=include).wait(timeout=60)
-        assert_exported(tmp_path / "out" / "last", known)
+        assert_stored(stored_in(tmp_path / "out" / "last"), known)
+
+
+def stored_by_dcp(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of an export for torch.distributed.checkpoint, as that reads them."""
+    told = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    found = {
+        name: torch.empty(one.size, dtype=one.properties.dtype)
+        for name, one in told.items()
+        if isinstance(one, TensorStorageMetadata)
+    }
+    dcp.load(dict(found), checkpoint_id=str(folder), no_dist=True)
+    return found
 
 
 @pytest.mark.timeout(300)

@@ -148,13 +148,17 @@ def test_state_of_a_training_that_hangs_and_of_one_that_died(tmp_path: Path) -> 
         # A checkpoint of the last step, optimizer included, after every trainer is gone.
         include = ["parameters", "optimizer"]
         mesh.export("here/last", include=include).wait(timeout=60)
-        assert_exported(tmp_path / "out" / "last", known)
+        assert_stored(stored_in(tmp_path / "out" / "last"), known)
 
 
-def assert_exported(folder: Path, known: dict[str, dict[str, Any]]) -> None:
-    """The state that a safetensors export has is the trainer's, every bit."""
+def stored_in(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of an export as safetensors."""
     files = [load_file(path) for path in folder.glob("*.safetensors")]
-    stored = {name: tensor for one in files for name, tensor in one.items()}
+    return {name: tensor for one in files for name, tensor in one.items()}
+
+
+def assert_stored(stored: dict[str, torch.Tensor], known: dict[str, dict[str, Any]]) -> None:
+    """The state that an export has is the trainer's, every bit."""
     for name, state in known.items():
         for key, value in state.items():
             if key and isinstance(value, str):

@@ -44,7 +44,7 @@ log = logging.getLogger("paramd")
 LEAST_PACE, MOST_PACE = 10, 10_000
 """Fewest and most steps between standing snapshots when their cost decides."""
 
-RETRY_S, MOST_RETRY_S = 5.0, 600.0
+RETRY_S, MOST_RETRY_S = 2.0, 600.0
 """How long no memory is asked of a sidecar that did not make it, which training waits for."""
 
 SOON_COUNT = 8

@@ -324,6 +324,7 @@ class _Connection:
                 "number": message.get("number"),
                 "size_bytes": allocation.size_bytes,
             }
+            self._rank.faults.at("state-allocated")
             handover.send(self._socket, answer, [allocation.descriptor])
             self._rank.log("state-allocated", size_bytes=allocation.size_bytes, after=known_count)
 

@@ -1,0 +1,94 @@
+"""Device memory that a sidecar makes for its trainer's optimizer state; simulated."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paramd import places
+from paramd.errors import ExhaustedError, UsageError
+from paramd.memory import device_arena
+from paramd.memory.device_arena import STATE_BASE, DeviceArenaRequest, TrainerDevice
+from paramd.memory.handover import MAX_ALLOCATIONS, optimizer_bytes
+from paramd_service.sidecar.owner import AttachedMemory, AttachRequest, attach_memory
+from tests.gpu.driver import Standin, driver_in
+
+ARENA_BYTES = 4096
+
+
+@pytest.fixture
+def standin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Standin]:
+    with driver_in(tmp_path) as (driver, found):
+        monkeypatch.setattr(device_arena, "load", lambda: driver)
+        yield found
+
+
+def attached_to(device: DeviceArenaRequest | None) -> AttachedMemory:
+    pid = os.getpid()
+    request = AttachRequest(
+        job="job",
+        incarnation=1,
+        rank=0,
+        world_size=1,
+        pid=pid,
+        start=places.process_start(pid),
+        arena_bytes=ARENA_BYTES,
+        public_key=b"",
+        version="",
+        rank_ticket="",
+        device=device,
+    )
+    return attach_memory(request, [])
+
+
+@pytest.fixture
+def attached(standin: Standin) -> Iterator[AttachedMemory]:
+    trainer = TrainerDevice(device_arena.load(), 0)
+    made = attached_to(trainer.request)
+    yield made
+    made.close()
+    trainer.close()
+
+
+def test_memory_that_never_reached_the_trainer_gives_way_to_the_next(
+    attached: AttachedMemory,
+) -> None:
+    first = attached.add_state(0, 100)
+    lost = attached.add_state(1, 100)
+    room = ctypes.create_string_buffer(8)
+    second_begin = STATE_BASE + first.size_bytes
+    attached.move(ctypes.addressof(room), second_begin, 8)
+    assert not any(room.raw)
+    second = attached.add_state(1, 100)
+    assert attached.shared.state == [first, second]
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(lost.descriptor)
+    os.pwrite(second.descriptor, b"second's", 0)  # the simulated device's memory is a file
+    attached.move(ctypes.addressof(room), second_begin, 8)
+    assert room.raw == b"second's"
+
+
+def test_no_more_is_made_than_has_a_place(attached: AttachedMemory, standin: Standin) -> None:
+    most_bytes = optimizer_bytes(ARENA_BYTES)
+    for known_count, size_bytes in ((0, most_bytes + 1), (0, 0), (-1, 8), (1, 8)):
+        with pytest.raises(UsageError, match="state: "):
+            attached.add_state(known_count, size_bytes)
+    for known_count in range(MAX_ALLOCATIONS):
+        attached.add_state(known_count, 8)
+    with pytest.raises(UsageError, match=f"at most {MAX_ALLOCATIONS}"):
+        attached.add_state(MAX_ALLOCATIONS, 8)
+    standin.fail("cuMemCreate=2")
+    with pytest.raises(ExhaustedError, match="bytes of device memory"):
+        attached.add_state(0, 8)
+    assert len(attached.shared.state) == MAX_ALLOCATIONS
+
+
+def test_there_is_none_beside_parameters_in_host_memory() -> None:
+    attached = attached_to(None)
+    with pytest.raises(UsageError, match="in host memory"):
+        attached.add_state(0, 8)
+    attached.close()

@@ -57,6 +57,19 @@ def allocations(folder: Path) -> int:
         return standin.allocations
 
 
+def die_in(life: Life, steps: int) -> bool:
+    """Have rank 0 kill itself some steps from now; False if it is not known where it is."""
+    step = step_of(life)
+    if step:
+        (life.folder / "die-0").write_text(f"forward {step + steps}")
+    return bool(step)
+
+
+def step_of(life: Life) -> int:
+    """What rank 0 told last; 0 before it has, or while it does."""
+    return int(life.at()[0] or 0)
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("kind", sample(KINDS, {"plain", "fsdp1-flat"}))
 def test_killed_trainings_go_on_in_device_memory_with_the_bits_of_one_that_was_not(
@@ -86,7 +99,7 @@ def test_memory_that_is_gone_with_trainer_and_sidecar_is_said_and_training_begin
 ) -> None:
     life = Life(tmp_path, "plain", stack)
     ranks = life.start("--pause-s", "0.01")
-    wait_for(lambda: int(life.at()[0] or 0) >= 5, ranks)
+    wait_for(lambda: step_of(life) >= 5, ranks)
     ranks.kill()  # helpers, too
     (rank,) = life.ended()
     assert life.starts() == [[None, None]]
@@ -100,12 +113,12 @@ def test_a_sidecar_that_took_the_place_of_a_killed_one_has_the_state_for_a_succe
 ) -> None:
     life = Life(tmp_path, "plain", stack, *LONG)
     ranks = life.start("--pause-s", "0.02")
-    wait_for(lambda: int(life.at()[0] or 0) >= 3, ranks)
+    wait_for(lambda: step_of(life) >= 3, ranks)
     killed = helper(ranks, "sidecar", 0)
     killed.kill()
     wait_for(lambda: is_down(killed) and helper(ranks, "sidecar", 0) != killed, ranks)
     wait_for(lambda: is_owned(tmp_path / "state" / "resuming" / "rank-0.sock"), ranks)
-    (life.folder / "die-0").write_text(f"forward {int(life.at()[0]) + 20}")
+    wait_for(lambda: die_in(life, 20), ranks)
     wait_for(lambda: ranks[0].process.poll() == -signal.SIGKILL, ranks)
     life.ended()
     (started,) = life.starts()
@@ -126,7 +139,7 @@ def test_a_sidecar_killed_as_it_makes_memory_for_the_state_costs_records_until_i
     ranks = life.start("--pause-s", "0.05")
     told = tmp_path / "state" / "resuming" / "rank-0.log"
     wait_for(lambda: told.exists() and "state-allocated" in told.read_text(), ranks)
-    (life.folder / "die-0").write_text(f"forward {int(life.at()[0]) + 20}")
+    wait_for(lambda: die_in(life, 20), ranks)
     wait_for(lambda: ranks[0].process.poll() == -signal.SIGKILL, ranks)
     assert "has no memory on the device, since the sidecar does not answer" in ranks[0].stderr
     life.ended()
@@ -146,9 +159,10 @@ def is_owned(socket_path: Path) -> bool:
 
 @pytest.mark.timeout(180)
 def test_state_on_the_device_is_read_and_exported_while_it_trains_and_when_the_trainers_are_dead(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The trainer must not be asked for copies.
+    # The trainer must not be asked for copies; the simulated device is late with each one.
+    monkeypatch.setenv("PARAMD_STALL_BUDGET_MS", "200")
     with training(tmp_path, "--no-mirror", ends=False) as (mesh, ranks):
         found = mesh.summon("*", optimizer=True)
         assert found.optimizer is not None

@@ -29,7 +29,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Any
 
@@ -43,7 +43,7 @@ from paramd.memory.device_driver import (
     load,
     rounded,
 )
-from paramd.memory.gate import LateError
+from paramd.memory.gate import CopySpan, LateError, batches
 from paramd.memory.handover import Allocation, optimizer_bytes
 
 BASE = 1 << 62
@@ -331,29 +331,34 @@ class DeviceReader:
         """Whether this process has a context on the device, which takes memory there."""
         return self._driver is not None
 
-    def move(self, target: int, source: int, size_bytes: int) -> None:
-        """Copy bytes of the arena, or of host memory, to host memory.
+    def move(self, spans: Sequence[CopySpan]) -> None:
+        """Copy bytes of the arena or the state, or of host memory, to host memory.
+
+        Those on the device are of one moment: the fence is read once, before all of them.
 
         Raises:
             LateError: the device has not finished what the trainer published last, or never will.
             DeviceError: the driver refused.
         """
-        if source < BASE:
-            ctypes.memmove(target, source, size_bytes)
+        here = [span for span in spans if span.source >= BASE]
+        for span in spans:
+            if span.source < BASE:
+                span.copy()
+        if not here:
             return
         with self._lock:
             published = self._words[Word.DEVICE_FENCE]
             self._ready()
-            self._copy(target, self._mapped_at(source, size_bytes), size_bytes)
+            self._copy([replace(span, source=self._mapped_at(span)) for span in here])
             # 0: nothing was queued under this page, whose predecessor's memory is whole.
             if published and (self._fence_found() - published) & _FENCE_MASK > _FENCE_MASK // 2:
                 raise LateError
 
-    def _mapped_at(self, source: int, size_bytes: int) -> int:
+    def _mapped_at(self, span: CopySpan) -> int:
         """Where bytes of the arena or of the state are mapped; maps state when it is first read."""
         assert self._map is not None
-        if source < STATE_BASE:
-            return self._map.address + source - BASE
+        if span.source < STATE_BASE:
+            return self._map.address + span.source - BASE
         state = self._state
         if state is None:
             driver = load()
@@ -361,10 +366,11 @@ class DeviceReader:
             state = self._state = Addresses(driver, device, optimizer_bytes(self.size_bytes))
         for allocation in self._allocations[state.allocation_count :]:
             state.map(allocation.descriptor, allocation.size_bytes)
-        if source - STATE_BASE + size_bytes > state.mapped_bytes:
+        begin = span.source - STATE_BASE
+        if begin + span.size_bytes > state.mapped_bytes:
             # An allocation went since the copy began: in an update, which has overtaken it.
             raise LateError
-        return state.address + source - STATE_BASE
+        return state.address + begin
 
     def has_state(self, allocations: Sequence[Allocation]) -> None:
         """Note that the optimizer's state has these now; all but the last are known."""
@@ -378,7 +384,8 @@ class DeviceReader:
         """Whether the device finished what the trainer published last. Raises DeviceError."""
         room = ctypes.c_uint32()
         try:
-            self.move(ctypes.addressof(room), BASE + fence_begin(self.size_bytes), 4)
+            fence = BASE + fence_begin(self.size_bytes)
+            self.move([CopySpan(fence, ctypes.addressof(room), 4)])
         except LateError:
             return False
         return True
@@ -445,27 +452,32 @@ class DeviceReader:
         self._windows, self._map, self._driver = windows, found, driver
         return driver
 
-    def _copy(self, target: int, source: int, size_bytes: int) -> None:
+    def _copy(self, spans: Sequence[CopySpan]) -> None:
         """Fill windows in turn, and empty each while those after it are filled."""
         driver = self._driver
         assert driver is not None
         assert self._map is not None
         driver.to_host(self._fence_room, self._map.fence, 4, self._stream)
-        filled: deque[tuple[_Window, int, int]] = deque()
+        filled: deque[tuple[_Window, list[CopySpan]]] = deque()
         windows = cycle(self._windows)
-        for begin in range(0, size_bytes, WINDOW_BYTES):
+        for batch in batches(spans, WINDOW_BYTES, WINDOW_BYTES):
             if len(filled) == WINDOWS:
-                self._empty(driver, target, *filled.popleft())
-            window, size = next(windows), min(WINDOW_BYTES, size_bytes - begin)
-            driver.to_host(window.address, source + begin, size, self._stream)
+                self._empty(driver, *filled.popleft())
+            window, held = next(windows), []
+            at = window.address
+            for part in batch:
+                driver.to_host(at, part.source, part.size_bytes, self._stream)
+                held.append(replace(part, source=at))
+                at += part.size_bytes
             driver.record(window.event, self._stream)
-            filled.append((window, begin, size))
+            filled.append((window, held))
         for one in filled:
-            self._empty(driver, target, *one)
+            self._empty(driver, *one)
 
-    def _empty(self, driver: Driver, target: int, window: _Window, begin: int, size: int) -> None:
+    def _empty(self, driver: Driver, window: _Window, held: Sequence[CopySpan]) -> None:
         self._until_done(driver, window.event)
-        ctypes.memmove(target + begin, window.address, size)
+        for span in held:
+            span.copy()
 
     def _until_done(self, driver: Driver, event: int) -> None:
         # Polled, not awaited: a device that hangs must not hang the thread that copies.

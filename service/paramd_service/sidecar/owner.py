@@ -15,7 +15,6 @@ step is still served (or refused, if torn).
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -31,7 +30,7 @@ from paramd.memory import descriptors
 from paramd.memory.arena import HostArena, is_mirror
 from paramd.memory.control_page import MAGIC, ControlPage, Word, Words
 from paramd.memory.device_arena import DeviceArenaRequest, DeviceReader
-from paramd.memory.gate import Move
+from paramd.memory.gate import CopySpan, Move
 from paramd.memory.handover import MAX_ALLOCATIONS, Allocation, Descriptors, optimizer_bytes
 from paramd.security.tickets import MAX_TICKET_BYTES, key_from_hex
 from paramd.version import __version__
@@ -311,9 +310,17 @@ class AttachedMemory:
         return self.arena.buffer if isinstance(self.arena, HostArena) else memoryview(b"")
 
     @property
-    def move(self) -> Move:
-        """Copies bytes from the arena's addresses, or from other host memory."""
-        return self.arena.move if isinstance(self.arena, DeviceReader) else ctypes.memmove
+    def move(self) -> Move | None:
+        """Copies bytes from the arena's device, or from host memory; None: it is on no device."""
+        return self.arena.move if isinstance(self.arena, DeviceReader) else None
+
+    def copy(self, spans: Sequence[CopySpan]) -> None:
+        """Copy bytes that nobody changes meanwhile. Raises as `move`."""
+        if isinstance(self.arena, DeviceReader):
+            self.arena.move(spans)
+            return
+        for span in spans:
+            span.copy()
 
     def add_state(self, known_count: int, size_bytes: int) -> Allocation:
         """Make device memory for more of the optimizer's state. Slow.

@@ -31,7 +31,7 @@ from paramd.memory.device_arena import (
     why_not,
 )
 from paramd.memory.device_driver import CURES, SYMBOLS, DeviceError, Driver
-from paramd.memory.gate import LateError
+from paramd.memory.gate import CopySpan, LateError
 from tests.gpu.driver import POISON, Standin, driver_in, environment
 
 ARENA_BYTES = 3 * WINDOW_BYTES * WINDOWS // 2 + 4096
@@ -64,7 +64,7 @@ class Both:
     def read(self) -> set[int]:
         """The values of the bytes that a reader gets."""
         room = ctypes.create_string_buffer(self.map.size_bytes)
-        self.reader.move(ctypes.addressof(room), BASE, self.map.size_bytes)
+        self.reader.move([CopySpan(BASE, ctypes.addressof(room), self.map.size_bytes)])
         return set(room.raw)
 
     def close(self) -> None:
@@ -100,6 +100,24 @@ def test_a_copy_waits_for_the_update_that_was_published(both: Both) -> None:
         both.update(value)
         both.trainer.publish()
         assert both.read() == {value}
+
+
+def test_scattered_spans_are_copied_behind_one_look_at_the_fence(both: Both) -> None:
+    both.update(1)
+    both.driver.fill(both.map.address + 4096, 2 * WORD, 1024, 0)
+    both.trainer.publish()
+    size = 3 * WINDOW_BYTES // 2
+    room = ctypes.create_string_buffer(size + 8 + 100)
+    target = ctypes.addressof(room)
+    host = ctypes.create_string_buffer(b"h" * 100)
+    both.reader.move(
+        [
+            CopySpan(BASE + 4096 + 1024 * 4, target, size),
+            CopySpan(BASE + 4096, target + size, 8),
+            CopySpan(ctypes.addressof(host), target + size + 8, 100),
+        ]
+    )
+    assert room.raw == bytes([1]) * size + bytes([2]) * 8 + b"h" * 100
 
 
 def test_a_copy_that_no_event_orders_is_seen(both: Both, loaded: tuple[Driver, Standin]) -> None:
@@ -147,7 +165,7 @@ def test_the_fence_tells_whether_the_device_finished_what_was_told(both: Both) -
 def read_state(reader: DeviceReader, begin: int, size_bytes: int) -> set[int]:
     """The values of bytes of optimizer state as a reader gets them."""
     room = ctypes.create_string_buffer(size_bytes)
-    reader.move(ctypes.addressof(room), STATE_BASE + begin, size_bytes)
+    reader.move([CopySpan(STATE_BASE + begin, ctypes.addressof(room), size_bytes)])
     return set(room.raw)
 
 
@@ -188,7 +206,7 @@ def test_state_is_read_across_allocations_once_the_event_behind_it_has_come(
 
 def test_host_memory_is_moved_without_the_device(both: Both) -> None:
     source, target = ctypes.create_string_buffer(b"host"), ctypes.create_string_buffer(5)
-    both.reader.move(ctypes.addressof(target), ctypes.addressof(source), 5)
+    both.reader.move([CopySpan(ctypes.addressof(source), ctypes.addressof(target), 5)])
     assert target.value == b"host"
     assert not both.reader.is_open
 

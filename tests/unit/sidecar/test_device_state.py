@@ -13,6 +13,7 @@ from paramd import places
 from paramd.errors import ExhaustedError, UsageError
 from paramd.memory import device_arena
 from paramd.memory.device_arena import STATE_BASE, DeviceArenaRequest, TrainerDevice
+from paramd.memory.gate import CopySpan
 from paramd.memory.handover import MAX_ALLOCATIONS, optimizer_bytes
 from paramd_service.sidecar.owner import AttachedMemory, AttachRequest, attach_memory
 from tests.gpu.driver import Standin, driver_in
@@ -61,14 +62,14 @@ def test_memory_that_never_reached_the_trainer_gives_way_to_the_next(
     lost = attached.add_state(1, 100)
     room = ctypes.create_string_buffer(8)
     second_begin = STATE_BASE + first.size_bytes
-    attached.move(ctypes.addressof(room), second_begin, 8)
+    attached.copy([CopySpan(second_begin, ctypes.addressof(room), 8)])
     assert not any(room.raw)
     second = attached.add_state(1, 100)
     assert attached.shared.state == [first, second]
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(lost.descriptor)
     os.pwrite(second.descriptor, b"second's", 0)  # the simulated device's memory is a file
-    attached.move(ctypes.addressof(room), second_begin, 8)
+    attached.copy([CopySpan(second_begin, ctypes.addressof(room), 8)])
     assert room.raw == b"second's"
 
 

@@ -16,6 +16,7 @@ from paramd.errors import ConflictError, UnreachableError
 from paramd.memory.control_page import PAGE_BYTES, ControlPage, Word, digest_of
 from paramd.memory.descriptors import SparseMemory, create_memory, create_sparse
 from paramd.memory.device_arena import STATE_BASE, DeviceReader, create, create_allocation
+from paramd.memory.gate import CopySpan
 from paramd.memory.handover import Allocation
 from paramd.memory.optimizer_state import DEVICE_PLACES, parse_state
 from paramd.trainer.home import device as device_module
@@ -51,7 +52,7 @@ class Inside:
         room = torch.empty(self.before[name].numel())
         begins = {shard.fqn: begin for shard, begin in self.home.pieces()}
         address = self.reader.address + begins[name]
-        self.reader.move(room.data_ptr(), address, room.nbytes)
+        self.reader.move([CopySpan(address, room.data_ptr(), room.nbytes)])
         return bytes(room.numpy())
 
     def close(self) -> None:
@@ -202,7 +203,7 @@ def test_state_moves_to_the_device_where_a_successor_finds_it_and_the_sidecar_re
     place = weight.places["exp_avg"] - DEVICE_PLACES
     assert 0 <= place < on_device
     room = torch.empty(7, 5)
-    inside.reader.move(room.data_ptr(), STATE_BASE + place, room.nbytes)
+    inside.reader.move([CopySpan(STATE_BASE + place, room.data_ptr(), room.nbytes)])
     assert torch.equal(room, ours.state[inside.model[0].weight]["exp_avg"])
     heir = make(inside.model.parameters())
     successor = state.home(heir)

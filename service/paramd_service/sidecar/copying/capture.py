@@ -13,7 +13,6 @@ the next update overtakes is reported as missed, with timings, and never repaire
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -101,7 +100,7 @@ class Capture:
         clock_ns: Callable[[], int],
         at_point: Callable[[str], None] = lambda _: None,
         copy: Copy | None = None,
-        move: Move = ctypes.memmove,
+        move: Move | None = None,
         digest: Callable[[], int] = lambda: 0,
         stopped: Callable[[], bool] = lambda: False,
         serve_standing: Callable[[], None] = lambda: None,
@@ -109,7 +108,7 @@ class Capture:
         """
         Args:
             copy: copies a settled state; None: `copy_at_one_step`.
-            move: copies bytes; from a device it may be refused (DeviceError).
+            move: copies from a device, which may be refused (DeviceError); None: there is none.
             digest: of the samples as they are in the arena (memory/control_page.py).
             stopped: whether the trainer's process is stopped, for example by SIGSTOP.
             serve_standing: makes the standing snapshot that the trainer asks for, if any.

@@ -47,7 +47,7 @@ class LiveMoments:
 
     def __init__(self, attached: AttachedMemory) -> None:
         self._page = attached.page
-        self._move = attached.move
+        self._copy = attached.copy
         self._memory = SparseMemory(attached.shared.optimizer)
         self._continuation = SparseMemory(attached.shared.continuation)
         self._parsed: tuple[bytes, OptimizerState] | None = None
@@ -86,7 +86,7 @@ class LiveMoments:
                 room = ctypes.create_string_buffer(
                     max(min(READ_BYTES, self._page[Word.STATE_BYTES] - begin), 0)
                 )
-                self._move(ctypes.addressof(room), STATE_BASE + begin, len(room))
+                self._copy([CopySpan(STATE_BASE + begin, ctypes.addressof(room), len(room))])
                 blocks[number] = room.raw
             return blocks[number]
 

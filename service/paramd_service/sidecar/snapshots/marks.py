@@ -274,8 +274,7 @@ def copied(attached: AttachedMemory, block: Block, layout_digest: str) -> Standi
         raise ExhaustedError("the state has grown since memory was made for it; try again")
     optimizer = SparseMemory(attached.shared.optimizer)
     try:
-        for span in spans_of(attached, optimizer, label, block.address):
-            attached.move(span.target, span.source, span.size_bytes)
+        attached.copy(spans_of(attached, optimizer, label, block.address))
     except LateError:
         raise ConflictError("the device has not finished the last update; try again") from None
     finally:

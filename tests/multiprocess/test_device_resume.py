@@ -148,6 +148,7 @@ def is_owned(socket_path: Path) -> bool:
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_state_on_the_device_is_read_and_exported_while_it_trains_and_when_the_trainers_are_dead(
     tmp_path: Path,
 ) -> None:
@@ -160,11 +161,10 @@ def test_state_on_the_device_is_read_and_exported_while_it_trains_and_when_the_t
         assert {name: digest(tensor) for name, tensor in found.items()} == {
             name: one[""] for name, one in known.items() if name in found
         }
-        updates = mesh.updates("*")
-        rms = {row.name: row.moment_rms for row in updates}
-        stated = [name for name, state in found.optimizer.items() if state]
-        assert stated
-        assert all(math.isfinite(rms[name]) for name in stated)
+        # Of tied parameters there is one row, under either name.
+        rms = [row.moment_rms for row in mesh.updates("*") if found.optimizer[row.name]]
+        assert len(rms) > 3
+        assert all(map(math.isfinite, rms))
         include = ["parameters", "optimizer"]
         done = mesh.export("here/dcp", format="dcp", include=include).wait(timeout=60)
         assert_stored(stored_by_dcp(tmp_path / "out" / "dcp"), truth(tmp_path, done.step))

@@ -93,9 +93,15 @@ class LiveMoments:
         def read(place: int, size_bytes: int) -> bytes:
             if place < DEVICE_PLACES:
                 return bytes(self._memory.buffer[place : place + size_bytes])
-            number, begin = divmod(place - DEVICE_PLACES, READ_BYTES)
-            found = block(number)[begin : begin + size_bytes]
-            return found + block(number + 1)[: size_bytes - len(found)]
+            found = b""
+            while len(found) < size_bytes:
+                number, at = divmod(place - DEVICE_PLACES + len(found), READ_BYTES)
+                part = block(number)[at : at + size_bytes - len(found)]
+                if not part:
+                    # Beyond the state: the table is of another one, whose copy will not count.
+                    raise LateError
+                found += part
+            return found
 
         return read
 

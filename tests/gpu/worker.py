@@ -4,7 +4,7 @@
     --mode frozen      updates change nothing; what is there was edited
     --mode gradients   each update finds gradients that are its number (modulo 200)
     --mode moments     as stamp, and so for optimizer state of each parameter's shape
-    --mode train       AdamW (or `--optimizer sgd`) on random data, exactly `--steps` updates
+    --mode train       AdamW on random data, exactly `--steps` updates
 
 and --wrap plain (one rank), ddp (ranks share the device, over gloo) or fsdp2 (one rank, NCCL).
 Ends when `--stop` exists, except "train". At the end each rank prints "holds" and a digest of
@@ -89,13 +89,10 @@ def make_model(wrap: str) -> nn.Module:
     return model
 
 
-def updating(
-    mode: str, model: nn.Module, optimizer: str = "adamw"
-) -> tuple[torch.optim.Optimizer, Callable[[int], None]]:
+def updating(mode: str, model: nn.Module) -> tuple[torch.optim.Optimizer, Callable[[int], None]]:
     """The optimizer, and what does update n."""
     if mode == "train":
-        kind = torch.optim.AdamW if optimizer == "adamw" else torch.optim.SGD
-        adam = kind(model.parameters(), lr=0.01)
+        adam = torch.optim.AdamW(model.parameters(), lr=0.01)
 
         def train(number: int) -> None:
             torch.manual_seed(number)
@@ -130,7 +127,6 @@ def main() -> None:
     parser.add_argument("--stop", type=Path)
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--bare", action="store_true")
-    parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--pause-at", type=int, default=0)
     parser.add_argument("--go", type=Path)
     arguments = parser.parse_args()
@@ -142,7 +138,7 @@ def main() -> None:
         backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
         dist.init_process_group(backend)
     model = make_model(arguments.wrap)
-    optimizer, update = updating(arguments.mode, model, arguments.optimizer)
+    optimizer, update = updating(arguments.mode, model)
     attachment = None
     if not arguments.bare:
         attachment = paramd.attach(model, optimizer, job=JOB)

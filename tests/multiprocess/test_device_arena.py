@@ -120,8 +120,8 @@ def test_a_sidecar_has_no_context_before_somebody_reads_and_its_death_changes_no
 def test_a_killed_trainer_leaves_its_weights_readable_and_a_successor_maps_them_where_they_lie(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = ("--mode", "train", "--steps", str(STEPS), "--optimizer", "sgd")
-    bare = trained_bare("--optimizer", "sgd")
+    options = ("--mode", "train", "--steps", str(STEPS))
+    bare = trained_bare()
     monkeypatch.setenv("PARAMD_RESUME", "auto")
     with ExitStack() as stack:
         with paused(tmp_path, stack, *options) as (ranks, mesh):

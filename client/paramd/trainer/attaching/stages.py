@@ -566,14 +566,15 @@ class Stages:
 
         succession = self._succession
         optimizer_memory = SparseMemory(shared.optimizer)
-        state_memory = None
-        if self._keeps_state:
-            state_memory = found.home.open_state(
-                shared.state, optimizer_memory.size_bytes, self._sidecar.add_state
-            )
+        state_memory: DeviceState | None = None
+        add_state = self._sidecar.add_state
 
         def move() -> dict[str, Any]:
+            nonlocal state_memory
             self._undo.callback(found.home.move_out)
+            if self._keeps_state:
+                most_bytes = optimizer_memory.size_bytes
+                state_memory = found.home.open_state(shared.state, most_bytes, add_state)
             if succession is None or succession.resumed is None:
                 arena.populate()
                 found.home.move_in(arena.buffer)

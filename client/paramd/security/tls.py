@@ -41,6 +41,12 @@ CA_PATH = "/ca.pem"
 RANK_NAME = "paramd rank "
 """How a rank's certificate names its holder, before the number."""
 
+CERTIFICATE_S = 7 * 86_400.0
+"""Validity of a rank's and of the control plane's certificate by a job's own CA; renewed."""
+
+LONGEST_CERTIFICATE_S = 366 * 86_400.0
+"""No certificate outlives the ticket of its rank."""
+
 PINNED_S = 5.0
 MAX_FILE_BYTES = 1 << 20
 

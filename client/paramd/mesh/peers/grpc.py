@@ -216,6 +216,10 @@ CHANNEL_OPTIONS: Final[tuple[tuple[str, int | str], ...]] = (
 )
 
 
+class NotTrustedError(UnreachableError):
+    """The peer's certificate was not accepted; trying again does not help."""
+
+
 class LeaseEndedError(NotFoundError):
     """A snapshot's lease ended before it was read; pin again."""
 
@@ -503,10 +507,25 @@ async def cancelled(task: asyncio.Future[Any]) -> None:
         task.exception()
 
 
+def why_not_trusted(error: grpc.aio.AioRpcError) -> str:
+    """What is wrong with a peer's certificate, and what to do; empty if it is something else."""
+    # gRPC tells it in BoringSSL's words alone.
+    _, refused, why = (error.details() or "").partition("CERTIFICATE_VERIFY_FAILED: ")
+    if not refused:
+        return ""
+    return (
+        f"has a certificate that cannot be trusted: {why.removesuffix(': OK')}; either a host's "
+        "clock is wrong, or no control plane answered there to renew it. Attach again to have new "
+        "ones made"
+    )
+
+
 def error_of(error: grpc.aio.AioRpcError, who: str) -> ParamdError:
     """The domain error for a gRPC status; `who` names the peer."""
     code = error.code()
     details = error.details() or code.name
+    if why := why_not_trusted(error):
+        return NotTrustedError(f"{who} {why}")
     # A draining server cancels running calls: to a client that is an outage.
     name = "UNAVAILABLE" if code is grpc.StatusCode.CANCELLED else code.name
     return error_of_grpc(name)(f"{who}: {details}")

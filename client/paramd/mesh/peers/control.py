@@ -26,7 +26,7 @@ from paramd.errors import (
 from paramd.mesh.peers import tunnels
 from paramd.mesh.peers.grpc import Asked, RankUnreachableError, check_way
 from paramd.mesh.peers.trust import client_tls
-from paramd.security.tls import ClientTls, Pems, https_context, is_loopback, not_accepted
+from paramd.security.tls import ClientTls, Pems, https_context, if_moved, not_accepted
 
 REST_TIMEOUT_S = 5.0
 """Default timeout of one REST request."""
@@ -278,7 +278,7 @@ class RestClient:
         except httpx2.TimeoutException as error:
             raise UnreachableError(
                 f"{self.url} did not answer in time; is the control plane stopped? "
-                f"Run: paramd doctor{self._if_moved()}"
+                f"Run: paramd doctor.{self._if_moved()}"
             ) from error
         except httpx2.HTTPError as error:
             ca = self._tls.ca if self._tls is not None else client_tls(self.url).ca
@@ -288,7 +288,7 @@ class RestClient:
                 ) from error
             raise UnreachableError(
                 f"{self.url} does not answer ({error}); is the job running? "
-                f"Run: paramd status --job JOB, or give the right url{self._if_moved()}"
+                f"Run: paramd status --job JOB, or give the right url.{self._if_moved()}"
             ) from error
         except RuntimeError as error:
             # httpx raises RuntimeError when the client is closed during the request.
@@ -302,14 +302,7 @@ class RestClient:
         return answer
 
     def _if_moved(self) -> str:
-        """What to do if the host of a url that does not change is lost."""
-        if self._find is not None or is_loopback(urlsplit(self.url).hostname or ""):
-            return ""
-        return (
-            ". If that host is lost, the control plane of a job on several hosts is on another one "
-            "within seconds: its new url is in <state dir>/JOB/endpoint.json there; token and "
-            "fingerprint are the same"
-        )
+        return if_moved(self.url) if self._find is None else ""
 
     async def _sent(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float

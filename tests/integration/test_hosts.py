@@ -164,6 +164,7 @@ def test_a_job_on_two_hosts_makes_its_own_tls_and_is_read_from_everywhere(tmp_pa
         check_summon(login, env, ["stream", "grpc"])
         doctor = login.run([*PARAMD, "doctor", "--job", "far"], env=env, check=False).stdout
         assert "through the control plane" in " ".join(doctor.split()), doctor
+        assert "issued by paramd job far" in " ".join(doctor.split()), doctor
         # Strangers get nothing: another CA's fingerprint, no certificate of the job, no TLS.
         wrong = client_env(endpoint, PARAMD_TLS_CA="sha256:" + "0" * 64)
         refused = login.run([*PARAMD, "status", "--job", "far"], env=wrong, check=False)

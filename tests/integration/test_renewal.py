@@ -19,7 +19,7 @@ from paramd.errors import UnreachableError
 from paramd.mesh.peers.control import JobDocument, PeerAddress
 from paramd.mesh.peers.grpc import Background, Channels, RankUnreachableError
 from paramd.mesh.peers.sidecars import Sidecars
-from paramd.security.job_authority import JobAuthority, NextKey
+from paramd.security.job_authority import JobAuthority, NextKey, validity
 from paramd.security.tickets import Role
 from paramd.security.tls import JOB_SCHEME, ClientTls, Pems, open_channel
 from paramd.v1 import control_pb2, control_pb2_grpc, sidecar_pb2_grpc
@@ -29,6 +29,8 @@ from tests.integration.control_process import (
     FakeSidecar,
     control_plane,
     first_grpc_use,
+    site_plane,
+    site_token,
     ticket,
 )
 from tests.integration.fake_trainer import TrainerSettings, attach
@@ -117,6 +119,43 @@ async def test_the_control_plane_renews_each_ranks_certificate_and_nobody_elses(
         later = JobAuthority(PRIVATE_KEY, job=JOB, incarnation=2).issue_ranks([HOST, HOST])[1]
         mixed = Pems(ca=made.pem, cert=later.cert, key=later.key)
         assert (await refusal(address, mixed, right, mine))[0] == "UNAVAILABLE"
+
+
+async def test_a_site_renews_also_what_has_ended_while_it_was_away() -> None:
+    """Its own certificate is the operator's, so who has an expired one still reaches it."""
+    with site_plane("--certificate-s", "1") as site:
+        answer = httpx2.post(
+            f"{site.url}/api/v1/jobs",
+            json={"job": JOB, "world_size": 2, "rank_hosts": [HOST, "10.0.0.2"]},
+            headers={"authorization": f"Bearer {site_token()}"},
+            trust_env=False,
+        )
+        found = answer.json()
+        assert answer.status_code == 201, found
+        one = Pems.of_json(found["rank_tls"][1])
+        begin_s, end_s = validity(one.cert)
+        assert end_s - begin_s == 1.0
+        wait_until(lambda: time.time() > end_s, "its end")
+        key = NextKey(one)
+        request = control_pb2.RenewCertificateRequest(
+            job=JOB, incarnation=found["incarnation"], rank=1,
+            certificate=one.cert, public_key=key.public_key, proof=key.proof,
+        )  # fmt: skip
+        async with open_channel(site.grpc_address) as channel:
+            stub: Any = control_pb2_grpc.ControlServiceStub(channel)
+            answers = [
+                await stub.RenewCertificate(
+                    request, metadata=(("authorization", f"Bearer {mine}"),), timeout=10.0
+                )
+                for mine in found["rank_tickets"][1:]
+            ]
+            with pytest.raises(grpc.aio.AioRpcError, match="not valid for rank 1"):
+                await stub.RenewCertificate(
+                    request,
+                    metadata=(("authorization", f"Bearer {found['rank_tickets'][0]}"),),
+                    timeout=10.0,
+                )
+        assert validity(key.certified(answers[0].certificate).cert)[1] > end_s
 
 
 async def test_the_control_planes_own_certificate_is_renewed_while_connections_go_on() -> None:

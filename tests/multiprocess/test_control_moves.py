@@ -152,7 +152,7 @@ def test_the_control_plane_moves_with_its_store_and_back_and_outlives_its_host(
         old = {"PARAMD_URL": before["url"], "PARAMD_TOKEN": before["token"]}
         old["PARAMD_TLS_CA"] = before["ca_pin"]
         failed = two.run([*PARAMD, "status", "--job", "far"], env=old, check=False)
-        assert failed.returncode != 0
+        assert failed.returncode == 3, failed
         assert before["url"] in failed.stderr
         assert "new url is in <state dir>/JOB/endpoint.json" in " ".join(failed.stderr.split())
         after = at.endpoint(two)

@@ -14,6 +14,7 @@ from cryptography import x509
 
 from paramd.errors import DeniedError, UsageError
 from paramd.security.job_authority import (
+    BACKDATED,
     CLIENT_S,
     RENEWED_AT,
     JobAuthority,
@@ -149,6 +150,9 @@ def test_a_renewed_certificate_has_another_key_and_serial_and_the_same_names(
     assert following.key != present.key
     certificates = [x509.load_pem_x509_certificate(one.cert) for one in (present, following)]
     assert len({one.serial_number for one in certificates}) == 2
+    # As the first: clocks may differ by hours.
+    begin = certificates[1].not_valid_before_utc.timestamp()
+    assert begin + BACKDATED.total_seconds() == pytest.approx(time.time(), abs=60.0)
     for host in ("10.0.0.2", "localhost"):
         assert shaken(following, following, host) == "paramd rank 1"
     with pytest.raises(ssl.SSLCertVerificationError):

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from paramd.errors import DeniedError, UsageError
+from paramd.errors import DeniedError, UnreachableError, UsageError
 
 if TYPE_CHECKING:
     # Trainers have certificates and open no channels: gRPC stays out of their processes.
@@ -43,9 +43,6 @@ RANK_NAME = "paramd rank "
 
 CERTIFICATE_S = 7 * 86_400.0
 """Validity of a rank's and of the control plane's certificate by a job's own CA; renewed."""
-
-LONGEST_CERTIFICATE_S = 366 * 86_400.0
-"""No certificate outlives the ticket of its rank."""
 
 PINNED_S = 5.0
 MAX_FILE_BYTES = 1 << 20
@@ -249,6 +246,7 @@ def https_context(url: str, tls: ClientTls | None = None) -> ssl.SSLContext | bo
     Raises:
         UsageError: the URL would send a token unencrypted to another host, or a TLS file
             cannot be used.
+        UnreachableError, UsageError: as `pinned`.
     """
     parts = urlsplit(url)
     if parts.scheme == "https":
@@ -268,6 +266,7 @@ def pinned(url: str, pin: str) -> ClientTls:
     What is asked for is public and is checked against `pin`; no token is sent.
 
     Raises:
+        UnreachableError: nobody answers there.
         UsageError: it shows another CA, or none.
     """
     import http.client  # here, because sidecars and ranks pin nothing
@@ -283,7 +282,7 @@ def pinned(url: str, pin: str) -> ClientTls:
         answer = connection.getresponse()
         found = answer.read(MAX_FILE_BYTES) if answer.status == 200 else b""
     except (OSError, http.client.HTTPException) as error:
-        raise UsageError(
+        raise UnreachableError(
             f"tls_ca: {url} does not show its CA ({error}); is the job running?{if_moved(url)}"
         ) from error
     finally:

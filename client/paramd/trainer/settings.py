@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from paramd.errors import UsageError
 from paramd.extras import TRACKERS
 from paramd.memory.gate import STALL_BUDGET_MS
-from paramd.security.tls import CERTIFICATE_S, LONGEST_CERTIFICATE_S
+from paramd.security.tickets import RANK_TICKET_TTL_S
+from paramd.security.tls import CERTIFICATE_S
 
 CHOICES = {
     "arena": ("auto", "host", "device", "mirror"),
@@ -181,9 +182,9 @@ class AttachSettings:
             if getattr(self, name) <= 0:
                 raise UsageError(f"{name} must be above 0, is {getattr(self, name)}")
 
-        if not 0 < self.certificate_s <= LONGEST_CERTIFICATE_S:
+        if not 0 < self.certificate_s <= RANK_TICKET_TTL_S:
             raise UsageError(
-                f"certificate_s must be above 0 and at most {LONGEST_CERTIFICATE_S:.0f}, is "
+                f"certificate_s must be above 0 and at most {RANK_TICKET_TTL_S:.0f}, is "
                 f"{self.certificate_s}"
             )
         self._check_limits()

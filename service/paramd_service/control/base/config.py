@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from paramd.errors import UsageError
 from paramd.places import check_job_name
-from paramd.security.tickets import Signer, key_from_hex
-from paramd.security.tls import CERTIFICATE_S, LONGEST_CERTIFICATE_S
+from paramd.security.tickets import RANK_TICKET_TTL_S, Signer, key_from_hex
+from paramd.security.tls import CERTIFICATE_S
 from paramd_service.control.base.certificates import JobCertificates
 
 if TYPE_CHECKING:
@@ -84,10 +84,10 @@ class ControlConfig:
             )
         if not 1 <= self.ticket_ttl_s <= 86_400:
             raise UsageError(f"ticket_ttl_s: {self.ticket_ttl_s}; expected 1 to 86400")
-        if not 0 < self.certificate_s <= LONGEST_CERTIFICATE_S:
+        if not 0 < self.certificate_s <= RANK_TICKET_TTL_S:
             raise UsageError(
                 f"certificate_s: {self.certificate_s}; expected above 0 and at most "
-                f"{LONGEST_CERTIFICATE_S:.0f}"
+                f"{RANK_TICKET_TTL_S:.0f}"
             )
         if self.job and self.token_file:
             raise UsageError("token_file: only for a site; with --job the token comes on stdin")

@@ -513,11 +513,15 @@ def why_not_trusted(error: grpc.aio.AioRpcError) -> str:
     _, refused, why = (error.details() or "").partition("CERTIFICATE_VERIFY_FAILED: ")
     if not refused:
         return ""
-    return (
-        f"has a certificate that cannot be trusted: {why.removesuffix(': OK')}; either a host's "
-        "clock is wrong, or no control plane answered there to renew it. Attach again to have new "
-        "ones made"
-    )
+    why = why.removesuffix(": OK")
+    cure = "it is of another CA, or for another name, than is expected here (PARAMD_TLS_CA)"
+    if "expired" in why or "not yet valid" in why:
+        cure = (
+            "if no host's clock is wrong, it was not renewed. One of the operator's needs new "
+            "files (PARAMD_TLS_CERT); one of the job's own (mtls://) found no control plane that "
+            "renews it: attach again"
+        )
+    return f"has a certificate that cannot be trusted: {why}; {cure}"
 
 
 def error_of(error: grpc.aio.AioRpcError, who: str) -> ParamdError:

@@ -13,13 +13,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-import grpc.aio
-
 from paramd.errors import ParamdError, UnreachableError
 from paramd.mesh.peers.grpc import Channels
 from paramd.security.tls import Pems
 from paramd.v1 import control_pb2
 from paramd_service.sidecar.rank import RankSidecar
+from paramd_service.sidecar.rpc.control_link import short
 
 ANSWER_S = 5.0
 """How long the control plane may take."""
@@ -92,18 +91,21 @@ class Renewing:
         assert own is not None
         try:
             found = await self._asked(pems)
-        except (grpc.aio.AioRpcError, ParamdError) as error:
-            self._note_failure(_short(error), end_s)
+        except Exception as error:  # the next attempt may succeed
+            self._note_failure(short(error), end_s)
             return False
         # Unless a successor has brought one of its incarnation meanwhile.
         if own.pems is pems:
             own.replace(found)
             self._failing, self._expired = "", False
+            if rank.tls is not None:
+                # Now, for metrics; handshakes would do it, too.
+                rank.tls.refresh()
             rank.log("certificate-renewed")
         return True
 
     async def _asked(self, pems: Pems) -> Pems:
-        """The next one. Raises AioRpcError or ParamdError."""
+        """The next one."""
         from paramd.security.job_authority import NextKey
 
         mesh, attached = self._rank.mesh, self._rank.attached
@@ -153,9 +155,3 @@ class Renewing:
         with suppress(ParamdError):
             if self._rank.insight.line.tell(message):
                 self._trainer_has = pems
-
-
-def _short(error: Exception) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name}: {error.details()}"
-    return str(error)

@@ -6,8 +6,8 @@ without having recorded anything, and nothing new is secret. It ends with its in
 
 A certificate says only that its holder belongs to the job. What a caller may do is in its ticket.
 It is renewed after two thirds of its validity: its holder makes the next key, and has the key that
-it has sign it (`NextKey`); who has the authority's signs the certificate (`renew`). So no private
-key leaves the process that made it.
+it has sign it (`NextKey`); who has the authority's signs the certificate (`renew`). So its private
+key crosses no network.
 """
 
 from __future__ import annotations

@@ -109,8 +109,12 @@ class SidecarLink:
         self.continues = (0, 0, -1)
         """Lineage, the lineage it becomes, and the step up to which the sidecar keeps standing
         snapshots; 0 drops them all."""
+        own = identity.own_tls
+        self._pems = own.pems if own is not None else None
+        """The certificate of this rank's sidecar; each sidecar renews it, and tells us."""
         self.insight = Insight()
         """What the sidecar may ask of this process; its line is made anew with each sidecar."""
+        self.insight.on_certificate = self._take_certificate
         self.address = ""
 
     def open(self) -> None:
@@ -203,6 +207,9 @@ class SidecarLink:
             self.descriptors.close()
             self.descriptors = None
 
+    def _take_certificate(self, tls: object) -> None:
+        self._pems = Pems.of_json(tls)
+
     def _restart(self) -> int:
         with self._handing:
             if self._connection is not None:
@@ -229,7 +236,7 @@ class SidecarLink:
             *(["--job-tls", "--advertise", own.name] if own is not None else []),
             *self._settings.sidecar_options(),
         ]  # fmt: skip
-        stdin = json.dumps(own.pems.to_json()) + "\n" if own is not None else None
+        stdin = json.dumps(self._pems.to_json()) + "\n" if self._pems is not None else None
         if self._settings.sidecar == "external":
             with self._ask_host(arguments, stdin) as host:
                 return self._await_socket(lambda: _ended(host))
@@ -336,8 +343,8 @@ class SidecarLink:
             message["device"] = self._device.request.to_message()
             state = shared.state if shared is not None else ()
             message["allocations"] = [allocation.size_bytes for allocation in state]
-        if identity.own_tls is not None:
-            message["tls"] = identity.own_tls.pems.to_json()
+        if self._pems is not None:
+            message["tls"] = self._pems.to_json()
         # A sidecar in another container takes an attach only from a process it has a pidfd of.
         os.close(_pidfd_of_peer(connection))
         ours = shared.as_list() if shared is not None else []

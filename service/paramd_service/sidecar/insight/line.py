@@ -119,6 +119,16 @@ class TrainerLine:
             answer.cancel()
         self._answers.clear()
 
+    def tell(self, message: Mapping[str, Any]) -> bool:
+        """Send what needs no answer; False if there is no line at present, or it is full."""
+        if self._socket is None:
+            return False
+        try:
+            self._socket.send(json.dumps(message).encode())
+        except OSError:
+            return False
+        return True
+
     async def stacks(self, *, collectives: bool) -> Stacks:
         """The trainer's stacks, at most `FRESH_S` old; says what is missing instead of failing.
 

@@ -61,10 +61,11 @@ def follow(
     """Keep an inference engine at the weights of a running training.
 
     Each frame of parameters, all of one step, is written to a safetensors file
-    in --dir, and the engine is told to load it. Its version is JOB-INCARNATION-STEP.
-    An engine that refuses or dies has the last good weights put back, and is
-    tried again with the newest. PARAMD_ENGINE_TOKEN is the engine's key, if it
-    has one. vLLM has the routes with VLLM_SERVER_DEV_MODE=1.
+    in --dir, and the engine is told to load it. Its version is
+    JOB-INCARNATION-STEP. An engine that refuses or dies has the last good
+    weights put back, and is tried again with the newest. PARAMD_ENGINE_TOKEN is
+    the engine's key, if it has one. vLLM has the routes with
+    VLLM_SERVER_DEV_MODE=1.
     """
     from paramd.integrations.engines import EngineFollower, open_engine
     from paramd.layout.exports.settings import NameMap

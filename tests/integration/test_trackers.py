@@ -168,7 +168,7 @@ def test_attach_logs_to_a_tracker_until_it_detaches(
 ) -> None:
     """The example, for as long as its first numbers take; no process of it stays."""
     example = ROOT / "examples" / "train_tracked.py"
-    given = environment | {"PARAMD_STATE_DIR": str(private_state_dir), "PARAMD_LINGER_S": "0"}
+    given = environment | {"PARAMD_STATE_DIR": str(private_state_dir), "PARAMD_LINGER_S": "1"}
     command = [sys.executable, str(example), "--job", "logged"]
     with subprocess.Popen(
         command, cwd=tmp_path, env=given, stderr=subprocess.PIPE, text=True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -97,14 +98,17 @@ class Rank:
         continuation.close()
         page[Word.STEP] = page[Word.STANDING_STEP] = step
 
-        def made() -> bool:
-            if page[Word.STANDING_MADE] == step:
-                return True
+        def answered() -> bool:
+            return page[Word.STANDING_MADE] == step or page[Word.COPY_SETTLED] == step
+
+        end_s = time.monotonic() + DEADLINE_S
+        while page[Word.STANDING_MADE] != step:
+            # One at a time: another one that is asked for meanwhile would be made, and sent, again.
+            page[Word.COPY_SETTLED] = step - 1
             page[Word.STANDING] += 1
             os.eventfd_write(fds[1], 1)
-            return False
-
-        wait_until(made, f"standing {step}: {self.process.log}", DEADLINE_S)
+            left_s = end_s - time.monotonic()
+            wait_until(answered, f"standing {step}: {self.process.log}", left_s)
 
     def await_word(self, word: Word, step: int) -> None:
         wait_until(lambda: self.page[word] >= step, f"{word}: {self.process.log}", DEADLINE_S)

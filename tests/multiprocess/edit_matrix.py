@@ -43,6 +43,9 @@ SIDECAR_POINTS = ("edit-staging", "edit-staged", "edit-ready", "edit-applied")
 TRAINER_POINTS = ("agreed", "applying", "applied")
 ACTIONS = ("kill", "stop")
 
+ENDING_S = 2.0
+"""From its last socket closed until a killed process counts as ended, on a busy machine."""
+
 STOPPED_S = 2.0
 """Long enough for the control plane to notice and to act on it."""
 
@@ -136,7 +139,11 @@ def _wait_for(struck: Callable[[], bool], ended: threading.Event, what: str, mes
     """Waits for the strike; an edit that has ended without one will never pass the point."""
     deadline_s = time.monotonic() + allowed_s(15)
     while not struck():
-        over = ended.is_set() or time.monotonic() > deadline_s
+        if ended.is_set():
+            # A killed process closes its sockets, which ends the edit, before it counts as ended.
+            deadline_s = min(deadline_s, time.monotonic() + ENDING_S)
+            ended.clear()
+        over = time.monotonic() > deadline_s
         assert not over or struck(), f"not struck: {what}; the last edit: {mesh.edits(limit=1)}"
         time.sleep(0.01)
 

@@ -4,7 +4,8 @@
 
 and in another terminal, for example: `paramd stats "head.*"` or
 `paramd summon "head.*" -o head.safetensors`.
-With --no-attach it trains without paramd; the losses are bit-identical.
+With --no-attach it trains without paramd; the losses are bit-identical. With PARAMD_RESUME=auto, a
+training that was killed and is started again goes on at the step it was at.
 
 The training text is Python's own help topics, byte by byte.
 """
@@ -101,10 +102,10 @@ def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 class Passages:
-    """Random passages of the text, without end, others on each rank.
+    """Random passages of the text, endless, different on each rank.
 
-    Can be iterated, so that paramd notes its state when an update ends: the next passages are drawn
-    before the next update begins.
+    An iterator, because paramd notes the state of those when an update ends, before the next
+    passages are drawn; of other objects, only when the next forward begins.
     """
 
     def __init__(self, seed: int) -> None:
@@ -151,7 +152,7 @@ def train(arguments: argparse.Namespace) -> None:
             optimizer,
             job=arguments.job,
             control=arguments.control,
-            keep={"passages": passages},  # for those who set PARAMD_RESUME=auto
+            keep={"passages": passages},
         )
         step = attachment.step
     while arguments.keep or step < arguments.steps:

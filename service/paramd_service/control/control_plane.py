@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paramd import places
-from paramd.errors import ConflictError, UnreachableError
+from paramd.errors import ParamdError, UnreachableError
 from paramd.state_files import file_places
 from paramd_service.control.access.authority import Tokens, no_audit
 from paramd_service.control.access.doorway import Doorway
@@ -240,8 +240,8 @@ class ControlPlane:
             generation=self._terms.generation,
             control_address=self._grpc_target,
         )
-        # Ranks that follow another one never come here, where their streams would tell of it.
-        with contextlib.suppress(ConflictError):
+        # Ranks that follow a newer one do not join here, where their streams would tell of it.
+        with contextlib.suppress(ParamdError):
             mesh.saw_generation(met)
 
     async def stop(self) -> None:

@@ -334,10 +334,11 @@ class RankSidecar:
     def move_control(self, generation: int, address: str) -> None:
         """Follow the control plane at another address. Raises ConflictError as `follow_control`."""
         mesh = self.ready_mesh()
-        if generation != self.control_generation:
-            # Also at the same address: there it is another process, which may still start.
-            self.joined_control = ""
+        another = generation != self.control_generation
         self.follow_control(generation)
+        if another:
+            # Even at the same address it is another process, which may still be starting.
+            self.joined_control = ""
         if address != mesh.control_address:
             self.mesh = replace(mesh, control_address=address)
             self.log("control-plane-moved", generation=generation, address=address)

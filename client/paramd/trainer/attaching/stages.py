@@ -263,7 +263,7 @@ class Stages:
         new = choice.mark.lineage if choice.how == "live" else answers[0]["lineage"]
         self._lineage = (choice.mark.lineage, new)
         if exchange.rank == 0:
-            # A warning, so that those see it who have not set up logging: most do not.
+            # A warning, because most scripts set up no logging and would not show an info.
             nothing = choice.how == "fresh" and not choice.lost_steps
             tell = log.info if nothing else log.warning
             tell("paramd: job %r %s", self._job, succession.said())

@@ -127,7 +127,8 @@ class Voters:
         """Have the ranks that are not joined follow the elected control plane.
 
         Returns:
-            The highest generation that they have met: a higher one has been elected since.
+            The highest generation that they have met; above `generation`, another control plane
+            has been elected since.
         """
         joined = {report.rank for report in view.joined}
         absent = [rank for rank in self._peers if rank not in joined]

@@ -47,9 +47,9 @@ MISSES = 2
 trainer is asked to mirror it: that holds it up, and always works."""
 
 BY_TRAINER = 2 * MISSES
-"""Boundaries that the trainer is asked for then. More than MISSES, since each rank counts its own
-misses: the others, which may have begun to count later, come to ask their trainers meanwhile. With
-fewer, ranks could for ever ask by turns."""
+"""Boundaries for which the trainer is asked then. More than MISSES, since each rank counts its own
+misses: a rank that began to count later asks its trainer, too, before the first one stops. With
+fewer, two ranks could ask by turns for ever, and a table needs all of them at one boundary."""
 
 ROOMS_IDLE_S = 10.0
 """How long memory of a mirror that was missed is kept for the next attempt."""
@@ -66,18 +66,20 @@ class WhoMirrors:
         self._by_trainer = 0
 
     def trainer(self) -> bool:
-        """Whether the trainer is to do it this time."""
-        self._by_trainer -= self._by_trainer > 0
-        return self._by_trainer > 0
+        """Whether the trainer is asked for this boundary; counts it."""
+        if not self._by_trainer:
+            return False
+        self._by_trainer -= 1
+        return True
 
     def missed(self) -> None:
-        """The boundary of this time was missed."""
+        """This boundary was missed, whoever was to mirror the state at it."""
         self._missed += 1
         if self._missed >= MISSES:
-            self._missed, self._by_trainer = 0, BY_TRAINER + 1
+            self._missed, self._by_trainer = 0, BY_TRAINER
 
     def mirrored(self) -> None:
-        """The state was mirrored this time."""
+        """The state was mirrored at this boundary."""
         self._missed = 0
 
 

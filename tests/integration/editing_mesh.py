@@ -71,6 +71,8 @@ class EditingSidecar(FakeSidecar):
     staged: dict[str, Staged] = field(default_factory=dict)
     doubts: int = 0
     """Times that a withdrawal is answered with doubt."""
+    away: int = 0
+    """Times that it does not answer when it is to forget an edit."""
     withdrawn: int = 0
     edit_digest: bytes = b"d" * 16
     world_size: int = 2
@@ -97,6 +99,9 @@ class EditingSidecar(FakeSidecar):
         return pb.PreviewEditResponse(header=self.now(), before=[one] * count, after=[one] * count)
 
     async def DropEdit(self, request: Any, context: Any) -> Any:
+        if self.away:
+            self.away -= 1
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the sidecar is restarting")
         self.staged.pop(request.edit_id, None)
         return pb.DropEditResponse(header=self.now())
 

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from paramd.cli.main import main
+from paramd.mesh.connect import connect
 from tests.integration.client_job import JOB, Job, running_job, wait_for
 from tests.integration.test_client import layout, write_arenas
 
@@ -33,6 +34,8 @@ def job(job_state: Path) -> Iterator[Job]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PARAMD_STATE_DIR", str(job_state))
         with running_job(layout()) as job:
+            with connect(job.url, job.token, job=JOB) as mesh:
+                wait_for(lambda: all(r.step >= 0 for r in mesh.status()), "all have joined")
             yield job
 
 

@@ -321,6 +321,17 @@ async def restarted(
             return dict(answer.json())
 
 
+async def test_a_rank_that_is_away_when_an_edit_was_aborted_forgets_it_once_it_is_back(
+    ranks: list[EditingSidecar],
+) -> None:
+    with control_plane() as control:
+        async with both_joined(control, ranks):
+            ranks[1].away = 5
+            assert (await make(control, dry_run=True))["state"] == "ABORTED"
+            await until(lambda: not ranks[0].staged and not ranks[1].staged)
+            assert not ranks[1].away
+
+
 async def test_a_killed_control_plane_finds_out_that_it_was_applied(
     ranks: list[EditingSidecar],
 ) -> None:

@@ -77,7 +77,8 @@ class Job:
         for process in self.processes:
             process.kill()
             process.wait()
-        return at
+        # Once more: those that are left train on until they are killed.
+        return max(at, *self._numbers("at"))
 
     def starts(self, rank: int) -> list[Any]:
         lines = (self.folder / f"starts-{rank}").read_text().splitlines()

@@ -150,9 +150,9 @@ def test_an_export_is_started_followed_and_verified(tab: Tab, door: Door, export
     tab.open("exports")
     page.fill("input[name=key]", "run/one")
     page.get_by_role("button", name="Export", exact=True).click()
-    shown = page.locator("li[data-export]").first
+    shown = page.locator("li[data-export]").filter(has_text="local/run/one")
     shown.get_by_text("DONE").wait_for()
-    (told,) = door.get("exports")["exports"]
+    (told,) = (e for e in door.get("exports")["exports"] if e["destination"] == "local/run/one")
     assert told["state"] == "DONE"
     assert f"step {told['step']:,}" in shown.inner_text()
     assert "local/run/one" in shown.inner_text()

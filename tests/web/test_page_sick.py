@@ -124,6 +124,8 @@ def test_alerts_are_acknowledged_and_silenced_and_stay_red(tab: Tab, door: Door)
     question.get_by_label("Note").fill("looking at it")
     question.get_by_role("combobox").select_option("3600")
     question.get_by_role("button", name="Acknowledge", exact=True).click()
+    # It closes once both are done; the first shows before.
+    question.wait_for(state="detached")
     item.get_by_text("seen by owner").wait_for()
     item.get_by_text("looking at it").wait_for()
     seen = [a for a in door.get("alerts")["alerts"] if a["rule"] == "non-finite"]

@@ -36,6 +36,8 @@ from paramd_service.control.store.edits import EditRow
 from paramd_service.control.store.engine import StoreError
 
 LOAD_AGAIN_S = 1.0
+FORGOTTEN_S = 10.0
+"""How long a rollback waits until ranks have forgotten what was staged before it."""
 OPEN_STATES = (EditState.STAGING, EditState.STAGED, EditState.COMMITTED)
 _NS = 1e9
 
@@ -105,6 +107,9 @@ class IncarnationEdits:
     ) -> None:
         """Stage an edit without data on all ranks, then commit it; a dry run stops at preview."""
         try:
+            if planned.manifest.HasField("rollback") and self._ending:
+                # A rank has room for one: the last one's is free once the rank has forgotten it.
+                await asyncio.wait(self._ending, timeout=FORGOTTEN_S)
             view = self._mesh.coordinator.joined()
             await stage_all(driver, self.calls, view, planned.manifest)
             if driver.row.detail.get("dry_run"):

@@ -54,7 +54,8 @@ AGAIN_S = 0.1
 """First pause before a rank in doubt or unreachable is asked again; doubles up to MAX_AGAIN_S."""
 MAX_AGAIN_S = 2.0
 STORE_AGAIN_S = 1.0
-FORGET_TRIES = 3
+FORGET_S = 600.0
+"""How long a rank is asked to forget what it has staged: after that it does so by itself."""
 
 _FATES = {
     pb.BOUNDARY_FATE_WITHDRAWN: Outcome.WITHDRAWN,
@@ -376,7 +377,9 @@ class EditRun:
         return Shown(rank, applied_of(answer))
 
     async def _forget(self, rank: int) -> None:
-        for attempt in range(FORGET_TRIES):
+        # A sidecar that was killed takes seconds to come back, and then still has it.
+        pause_s, end_s = AGAIN_S, time.monotonic() + FORGET_S
+        while time.monotonic() < end_s:
             try:
                 address = address_of(self._view(), rank)
                 if self.machine.boundary:
@@ -384,9 +387,9 @@ class EditRun:
                 await self._calls.drop(rank, address, self.row.id)
                 return
             except ParamdError as error:
-                # If all tries fail, the sidecar drops staged data itself after some minutes.
                 log.debug("edit %s at rank %d: %s", self.row.id, rank, error)
-                await asyncio.sleep(AGAIN_S * 2**attempt)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, MAX_AGAIN_S)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -119,6 +119,33 @@ class Host:
         """What a piece of Python prints there."""
         return self.run([sys.executable, "-c", code], env=env, timeout_s=timeout_s).stdout
 
+    @contextmanager
+    def conversation(
+        self, code: str, env: Mapping[str, str] | None = None
+    ) -> Iterator[Callable[..., str]]:
+        """Run a piece of Python there; to be told a line by it, after one is said to it."""
+        talker = subprocess.Popen(
+            self.command([sys.executable, "-c", code]),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=self.environment(env),
+        )
+        assert talker.stdin is not None
+        assert talker.stdout is not None
+        with talker.stdin as said, talker.stdout as told:
+
+            def ask(line: str = "") -> str:
+                if line:
+                    print(line, file=said, flush=True)
+                return told.readline().strip()
+
+            try:
+                yield ask
+            finally:
+                said.close()
+                talker.wait(30.0)
+
     def link(self, *words: str, device: str = "eth0") -> None:
         """`ip link set dev eth0 ...` there: "down" unplugs it."""
         self.network("ip", "link", "set", "dev", device, *words)

@@ -95,6 +95,7 @@ def _handover() -> list[bytes]:
         "public_key": SIGNER.public_key.hex(),
         "rank_ticket": "x",
         "version": "1",
+        "allocations": [4096],
     }
     peer = {"rank": 0, "address": "127.0.0.1:1", "socket_path": "/s", "host_id": "h"}
     mesh = {"op": "mesh", "peers": [peer], "control_address": None, "layout_digest": "d"}
@@ -106,6 +107,7 @@ def _handover() -> list[bytes]:
         {"op": "lend", "ticket": "t"},
         {"op": "take", "offset_bytes": 0, "spans": [[0, 0, 8]]},
         {"op": "share", "ticket": "t", "edit_id": "0" * 32},
+        {"op": "state", "known": 0, "size_bytes": 4096, "number": 1},
         {"op": "detach"},
     ]
     return [b"[" * 2000, *(json.dumps(one).encode() for one in (attach, mesh, *others))]

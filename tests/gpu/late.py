@@ -18,6 +18,12 @@ _NOT_THERE = {1, 201}
 """CUresults for memory that is not the device's, and before there is a context."""
 
 
+def finish() -> None:
+    """Wait for the simulated device, as a training does that looks at its loss; else nothing."""
+    if VARIABLE in os.environ:
+        load().synchronize(0)
+
+
 def late_fill(part: torch.Tensor, value: float) -> None:
     """Write to all elements; of the simulated device's memory on its stream, so late."""
     whole = part.dtype is torch.float32 and part.is_contiguous()

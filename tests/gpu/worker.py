@@ -3,7 +3,8 @@
     --mode stamp       each update writes its number into every element
     --mode frozen      updates change nothing; what is there was edited
     --mode gradients   each update finds gradients that are its number (modulo 200)
-    --mode train       AdamW (or `--optimizer sgd`) on random data, exactly `--steps` updates
+    --mode moments     as stamp, and so for optimizer state of each parameter's shape
+    --mode train       AdamW on random data, exactly `--steps` updates
 
 and --wrap plain (one rank), ddp (ranks share the device, over gloo) or fsdp2 (one rank, NCCL).
 Ends when `--stop` exists, except "train". At the end each rank prints "holds" and a digest of
@@ -40,9 +41,9 @@ SLOW_CYCLES = 400_000
 class Slow(torch.optim.Optimizer):
     """Fills each parameter with the number of the update, in parts; or leaves it."""
 
-    def __init__(self, parameters: Any, *, fills: bool) -> None:
+    def __init__(self, parameters: Any, *, fills: bool, keeps: bool = False) -> None:
         super().__init__(list(parameters), {})
-        self._fills = fills
+        self._fills, self._keeps = fills, keeps
         self.updates = 0
 
     @torch.no_grad()
@@ -54,6 +55,10 @@ class Slow(torch.optim.Optimizer):
                     sleep()
                     if self._fills:
                         late_fill(part, self.updates)
+                if self._keeps:
+                    state = self.state[parameter]
+                    sleep()
+                    late_fill(state.setdefault("stamp", torch.zeros_like(parameter)), self.updates)
 
 
 def sleep() -> None:
@@ -84,13 +89,10 @@ def make_model(wrap: str) -> nn.Module:
     return model
 
 
-def updating(
-    mode: str, model: nn.Module, optimizer: str = "adamw"
-) -> tuple[torch.optim.Optimizer, Callable[[int], None]]:
+def updating(mode: str, model: nn.Module) -> tuple[torch.optim.Optimizer, Callable[[int], None]]:
     """The optimizer, and what does update n."""
     if mode == "train":
-        kind = torch.optim.AdamW if optimizer == "adamw" else torch.optim.SGD
-        adam = kind(model.parameters(), lr=0.01)
+        adam = torch.optim.AdamW(model.parameters(), lr=0.01)
 
         def train(number: int) -> None:
             torch.manual_seed(number)
@@ -99,7 +101,8 @@ def updating(
             adam.step()
 
         return adam, train
-    slow = Slow(model.parameters(), fills=mode == "stamp")
+    keeps = mode == "moments"
+    slow = Slow(model.parameters(), fills=keeps or mode == "stamp", keeps=keeps)
     with torch.no_grad():
         for parameter in model.parameters():
             local_of(parameter).fill_(0)
@@ -110,6 +113,8 @@ def updating(
                 parameter.grad = torch.zeros_like(parameter)
                 sleep()
                 local_of(parameter.grad).fill_(number % MODULUS)
+        if keeps:
+            model(torch.randn(16, 31, device=DEVICE)).mean().backward()
         slow.step()
 
     return slow, update
@@ -122,7 +127,6 @@ def main() -> None:
     parser.add_argument("--stop", type=Path)
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--bare", action="store_true")
-    parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--pause-at", type=int, default=0)
     parser.add_argument("--go", type=Path)
     arguments = parser.parse_args()
@@ -134,7 +138,7 @@ def main() -> None:
         backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
         dist.init_process_group(backend)
     model = make_model(arguments.wrap)
-    optimizer, update = updating(arguments.mode, model, arguments.optimizer)
+    optimizer, update = updating(arguments.mode, model)
     attachment = None
     if not arguments.bare:
         attachment = paramd.attach(model, optimizer, job=JOB)

@@ -88,6 +88,7 @@ def control_plane(
     world_size: int = 2,
     job: str = JOB,
     resumes: bool = False,
+    own_tls: bool = False,
 ) -> Iterator[Control]:
     """Starts an embedded one and ends it, whatever the test did to it."""
     bootstrap = {
@@ -97,6 +98,7 @@ def control_plane(
         "private_key": PRIVATE_KEY.hex(),
         "token": TOKEN,
         "resumes": resumes,
+        "own_tls": own_tls,
     }
     stdin = json.dumps(bootstrap).encode() + b"\n"
     with _started(["--job", job, "--listen", listen, *options], stdin) as (process, log, ready):

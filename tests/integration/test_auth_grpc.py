@@ -71,7 +71,12 @@ SIDECAR: dict[str, set[Role]] = {
     "ListKeptStates": ALL - {S, K},
     **{method: {C} for method in EXPORTS},
 }
-CONTROL: dict[str, set[Role]] = {"Join": {S}, "ScheduleBoundary": READS, "FollowStore": {C}}
+CONTROL: dict[str, set[Role]] = {
+    "Join": {S},
+    "RenewCertificate": {S},
+    "ScheduleBoundary": READS,
+    "FollowStore": {C},
+}
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 OPEN = {f"/grpc.health.v1.Health/{method}" for method in ("Check", "List", "Watch")}
 UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED

@@ -295,6 +295,7 @@ def test_every_grpc_method_but_health_is_denied_without_a_good_ticket(
     ("method", "allowed"),
     [
         ("/paramd.v1.ControlService/Join", {Role.SIDECAR}),
+        ("/paramd.v1.ControlService/RenewCertificate", {Role.SIDECAR}),
         ("/paramd.v1.ControlService/ScheduleBoundary", {Role.READER, Role.EDITOR, Role.CONTROL}),
         ("/paramd.v1.ControlService/Unknown", set()),
         ("/x.Y/Z", set()),

@@ -8,8 +8,9 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.hosts import Host, hosts, wait_until
+from tests.hosts import SECOND, Host, hosts, wait_until
 from tests.launch import ROOT
 from tests.needs import program
 
@@ -163,6 +164,7 @@ def test_a_job_on_two_hosts_makes_its_own_tls_and_is_read_from_everywhere(tmp_pa
         check_summon(login, env, ["stream", "grpc"])
         doctor = login.run([*PARAMD, "doctor", "--job", "far"], env=env, check=False).stdout
         assert "through the control plane" in " ".join(doctor.split()), doctor
+        assert "issued by paramd job far" in " ".join(doctor.split()), doctor
         # Strangers get nothing: another CA's fingerprint, no certificate of the job, no TLS.
         wrong = client_env(endpoint, PARAMD_TLS_CA="sha256:" + "0" * 64)
         refused = login.run([*PARAMD, "status", "--job", "far"], env=wrong, check=False)
@@ -199,6 +201,90 @@ def test_a_killed_job_comes_back_on_its_hosts_with_new_certificates(tmp_path: Pa
         job.stop()
 
 
+READ_AND_EDIT = """
+import sys, paramd
+with paramd.connect(job="far") as mesh:
+    print(*sorted({one.address for one in mesh.reaches()}), flush=True)
+    for line in sys.stdin:
+        try:
+            if line != "read\\n":
+                mesh.edit("0.weight[0:1]", fill=float(line))
+            found = mesh.summon("*")["0.weight"]
+            print(*found[:1].unique().tolist(), *sorted(found[1:].unique().tolist()), flush=True)
+        except paramd.errors.ParamdError as error:
+            print(repr(error), flush=True)
+"""
+
+
+def shown(host: Host, addresses: Sequence[str]) -> list[str]:
+    """The certificates that servers show to a new connection from there."""
+    places = [address.rpartition("://")[2].rsplit(":", 1) for address in addresses]
+    told = host.python(
+        "import json, ssl\n"
+        f"print(json.dumps([ssl.get_server_certificate((h, int(p))) for h, p in {places}]))"
+    )
+    found: list[str] = json.loads(told)
+    return found
+
+
+def kill(folder: Path, *words: str) -> None:
+    """Kill the processes on all hosts that have these words as arguments."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            here = process.environ().get("HOME") == str(folder)
+            if here and set(words) <= set(process.cmdline()):
+                process.kill()
+
+
+LIFETIME_S = 24.0
+"""Time for attach, and for renewing in the last third, on a busy machine."""
+
+
+@pytest.mark.timeout(300)
+def test_certificates_are_renewed_while_a_job_is_read_and_edited(tmp_path: Path) -> None:
+    """Its hosts have two links, of which the process group is told to use the second."""
+    with training(2, tmp_path, second=True) as (job, login), ExitStack() as stack:
+        one, two = job.hosts
+        env = {"GLOO_SOCKET_IFNAME": "eth1", "PARAMD_CERTIFICATE_S": str(LIFETIME_S)}
+        job.start(env=[env, env])
+        endpoint = job.wait_attached()
+        begun_s = time.monotonic()
+        assert endpoint["url"] == f"https://{one.second_ip}:8470"
+        assert f"h2 {two.second_ip} (from GLOO_SOCKET_IFNAME" in job.told()
+        ask = stack.enter_context(login.conversation(READ_AND_EDIT, client_env(endpoint)))
+        addresses = [endpoint["url"], *ask().split()]
+        assert len(addresses) == 4, "REST and gRPC of the control plane, two sidecars"
+        assert all(f"//{SECOND}." in address for address in addresses), addresses
+        edits, told = 0, ""
+
+        def is_right() -> bool:
+            nonlocal edits, told
+            edits += 1
+            told = ask(str(edits))
+            return told == f"{edits}.0 1.0 2.0"
+
+        for _ in range(2):
+            before = shown(login, addresses)
+
+            def renewed() -> bool:
+                pairs = zip(shown(login, addresses), before, strict=True)  # noqa: B023
+                assert is_right(), told
+                return all(now != then for now, then in pairs)
+
+            wait_until("other certificates", renewed, timeout_s=60.0, told=job.told)
+        # What a rank began with has ended. Its trainer has what its sidecar has now.
+        wait_until("ended", lambda: time.monotonic() - begun_s > LIFETIME_S, timeout_s=60.0)
+        kill(two.folder, "paramd_service.sidecar", "--rank", "1")
+        wait_until("right with another sidecar", is_right, timeout_s=60.0, told=lambda: told)
+        assert key_text_on(one, tmp_path) == key_text_on(two, tmp_path) == []
+        # Nobody is left who could renew: what is there is good until its end.
+        login.run([*PARAMD, "pause", "--job", "far"], env=client_env(endpoint))
+        for name in (str(ROOT / "tests/integration/far_trainer.py"), "paramd_service.control"):
+            kill(one.folder, name)
+        told = ask("read")
+        assert told == f"{edits}.0 1.0 2.0"
+
+
 CUT = """
 import sys, time, paramd
 from paramd.errors import ParamdError
@@ -225,24 +311,12 @@ def test_a_host_that_is_cut_off_is_named_and_right_again_when_it_is_back(tmp_pat
         one, two = job.hosts
         job.start()
         job.wait_attached()
-        reader = subprocess.Popen(
-            one.command([sys.executable, "-c", CUT]),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=one.environment(),
-        )
-        assert reader.stdin is not None
-        assert reader.stdout is not None
+        with one.conversation(CUT) as told:
 
-        def ask() -> tuple[float, str]:
-            assert reader.stdin is not None
-            assert reader.stdout is not None
-            print("go", file=reader.stdin, flush=True)
-            took_s, found = reader.stdout.readline().split(" ", 1)
-            return float(took_s), found.strip()
+            def ask() -> tuple[float, str]:
+                took_s, found = told("go").split(" ", 1)
+                return float(took_s), found
 
-        try:
             assert ask()[1] == "[1.0, 2.0]"
             assert "2 hosts reach each other" in doctors(one)["job far hosts"]["detail"]
             two.link("down")
@@ -257,10 +331,6 @@ def test_a_host_that_is_cut_off_is_named_and_right_again_when_it_is_back(tmp_pat
             two.link("up")
             # Training, and with it the next boundary, goes on once TCP has tried again.
             wait_until("right again", lambda: ask()[1] == "[1.0, 2.0]", timeout_s=60.0)
-        finally:
-            reader.stdin.close()
-            reader.wait(30.0)
-            reader.stdout.close()
         job.stop()
 
 

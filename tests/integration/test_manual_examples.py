@@ -18,6 +18,13 @@ DOCS = ROOT / "docs"
 PAGES = sorted((DOCS / "integrations").glob("*.md"))
 # Ray's is a change to a script that its own test runs (multiprocess/test_ray.py).
 EXAMPLES = [path for path in PAGES if path.stem not in ("index", "ray")]
+BEFORE = {
+    # It allocates on CUDA devices alone.
+    "megatron": f"import sys\nsys.path.append({str(ROOT)!r})\n"
+    "from tests import cuda_on_host\ncuda_on_host.enter()\n",
+}
+"""By page, what its script needs on a machine without a GPU."""
+
 STARTS = ("torchrun", "python", "accelerate", "pip", ". ")
 """Lines that a person types before anything of ours runs."""
 
@@ -78,7 +85,7 @@ def test_an_integration_trains_and_is_read(
     page: Path, tmp_path: Path, private_state_dir: Path
 ) -> None:
     script, beside = blocks(page)
-    (tmp_path / "train.py").write_text(script)
+    (tmp_path / "train.py").write_text(BEFORE.get(page.stem, "") + script)
     with start_ranks(tmp_path / "train.py", 2, state_dir=private_state_dir) as ranks:
         wait_until_trained(ranks)
         said = [run(kind, text, tmp_path) for kind, text in beside]

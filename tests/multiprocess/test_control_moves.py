@@ -145,8 +145,18 @@ def test_the_control_plane_moves_with_its_store_and_back_and_outlives_its_host(
         at.trains()
 
         # Lost, its trainer and sidecar too.
+        before = at.endpoint(one)
         one.kill()
         lost_s = at.wait_moved(two, two)
+        # Who was given the first one's address is told where the new one is.
+        old = {"PARAMD_URL": before["url"], "PARAMD_TOKEN": before["token"]}
+        old["PARAMD_TLS_CA"] = before["ca_pin"]
+        failed = two.run([*PARAMD, "status", "--job", "far"], env=old, check=False)
+        assert failed.returncode == 3, failed
+        assert before["url"] in failed.stderr
+        assert "new url is in <state dir>/JOB/endpoint.json" in " ".join(failed.stderr.split())
+        after = at.endpoint(two)
+        assert (after["token"], after["ca_pin"]) == (before["token"], before["ca_pin"])
         assert "during" in at.tokens(two)
         at.paramd(two, "audit", "verify")
         print(f"moved {cut_s:.1f} s after the cut, {lost_s:.1f} s after the loss")

@@ -120,8 +120,8 @@ def test_a_sidecar_has_no_context_before_somebody_reads_and_its_death_changes_no
 def test_a_killed_trainer_leaves_its_weights_readable_and_a_successor_maps_them_where_they_lie(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = ("--mode", "train", "--steps", str(STEPS), "--optimizer", "sgd")
-    bare = trained_bare("--optimizer", "sgd")
+    options = ("--mode", "train", "--steps", str(STEPS))
+    bare = trained_bare()
     monkeypatch.setenv("PARAMD_RESUME", "auto")
     with ExitStack() as stack:
         with paused(tmp_path, stack, *options) as (ranks, mesh):
@@ -155,6 +155,35 @@ def test_weights_that_the_device_had_not_finished_are_refused_once_the_trainer_i
         ranks[0].process.send_signal(signal.SIGKILL)
         with pytest.raises(ConflictError, match="mix two states"):
             summoned(mesh)
+
+
+def test_every_moment_equals_the_step_the_answer_carries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PARAMD_OPTIMIZER", "arena")
+    stop = tmp_path / "stop"
+    with start_ranks(WORKER, 1, args=["--mode", "moments", "--stop", str(stop)]) as ranks:
+        ranks.wait_for_text("attached", rank=0, timeout_s=DEADLINE_S)
+        with connect_to(ranks.state_dir, JOB) as mesh:
+            wait_until(lambda: mesh.status().step > 1, "it trains")
+            steps = set()
+            for _ in range(10):
+                found = mesh.summon("*", optimizer=True, timeout=DEADLINE_S)
+                assert found.optimizer is not None
+                steps.add(found.step)
+                for name, tensor in found.items():
+                    stamp = found.optimizer[name]["stamp"]
+                    assert isinstance(stamp, torch.Tensor)
+                    assert bool((stamp == found.step).all()), (name, found.step)
+                    assert bool((tensor == found.step).all()), (name, found.step)
+        stop.touch()
+        (ended,) = ranks.wait(timeout_s=DEADLINE_S)
+    assert ended.returncode == 0, ended.stderr
+    assert len(steps) > 3
+    with driver_in(tmp_path) as (_, standin):
+        assert standin.unordered == 0
+        # One was tried, and the state has one of its own.
+        assert standin.allocations == 3
 
 
 def test_a_driver_that_forbids_it_leaves_the_parameters_mirrored_with_one_line(

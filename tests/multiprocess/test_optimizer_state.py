@@ -148,13 +148,22 @@ def test_state_of_a_training_that_hangs_and_of_one_that_died(tmp_path: Path) -> 
         # A checkpoint of the last step, optimizer included, after every trainer is gone.
         include = ["parameters", "optimizer"]
         mesh.export("here/last", include=include).wait(timeout=60)
-        files = [load_file(path) for path in (tmp_path / "out" / "last").glob("*.safetensors")]
-        stored = {name: tensor for one in files for name, tensor in one.items()}
-        for name, state in known.items():
-            for key, value in state.items():
-                if key and isinstance(value, str):
-                    matching = [t for n, t in stored.items() if name in n and n.endswith(key)]
-                    assert value in [digest(t) for t in matching], (name, key, list(stored))
+        assert_stored(stored_in(tmp_path / "out" / "last"), known)
+
+
+def stored_in(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of an export as safetensors."""
+    files = [load_file(path) for path in folder.glob("*.safetensors")]
+    return {name: tensor for one in files for name, tensor in one.items()}
+
+
+def assert_stored(stored: dict[str, torch.Tensor], known: dict[str, dict[str, Any]]) -> None:
+    """The state that an export has is the trainer's, every bit."""
+    for name, state in known.items():
+        for key, value in state.items():
+            if key and isinstance(value, str):
+                matching = [t for n, t in stored.items() if name in n and n.endswith(key)]
+                assert value in [digest(t) for t in matching], (name, key, list(stored))
 
 
 @pytest.mark.timeout(180)

@@ -1,4 +1,4 @@
-"""Shardings beyond DDP, FSDP and tensor parallelism: pipelines, experts, DeepSpeed's partitions."""
+"""Pipelines, experts, and the partitions of DeepSpeed's and Megatron-Core's optimizers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from tests.launch import run_ranks
 from tests.longer import sample
 
 WORKER = "tests.multiprocess.workers.shardings"
+MEGATRON = "tests.multiprocess.workers.megatron"
 
 MODULES = ["gpipe", "1f1b", "experts"]
 ZERO = ["zero1", "zero1-bf16", "zero2", "zero2-bf16", "zero3", "zero3-bf16"]
+BUFFERS = [("fp32", 2), ("fp16", 2), ("plain-bf16", 2), ("tp-plain-fp32", 2), ("tp-bf16", 4)]
 
 
 @pytest.mark.parametrize("case", sample([*MODULES, *ZERO], ["1f1b", "zero2-bf16", "zero3"]))
@@ -26,9 +28,20 @@ def test_training_is_the_same_and_every_value_is_that_of_its_step(
     assert all("the same after" in result.stdout for result in results)
 
 
-def test_what_cannot_be_served_is_refused_by_name_and_leaves_the_training_alone(
-    tmp_path: Path,
+@pytest.mark.parametrize(("case", "ranks"), sample(BUFFERS, [("fp32", 2), ("tp-bf16", 4)]))
+def test_megatrons_training_is_the_same_and_every_value_is_that_of_its_step(
+    case: str, ranks: int, tmp_path: Path
 ) -> None:
-    pytest.importorskip("deepspeed")
-    results = run_ranks(WORKER, 2, args=["refused", "--folder", str(tmp_path)], timeout_s=100)
+    """The same; on four ranks both tensor and data parallel."""
+    pytest.importorskip("megatron")
+    results = run_ranks(MEGATRON, ranks, args=[case, "--folder", str(tmp_path)], timeout_s=100)
+    assert all("the same after" in result.stdout for result in results)
+
+
+@pytest.mark.parametrize(("worker", "package"), [(WORKER, "deepspeed"), (MEGATRON, "megatron")])
+def test_what_cannot_be_served_is_refused_by_name_and_leaves_the_training_alone(
+    worker: str, package: str, tmp_path: Path
+) -> None:
+    pytest.importorskip(package)
+    results = run_ranks(worker, 2, args=["refused", "--folder", str(tmp_path)], timeout_s=100)
     assert all("all refused" in result.stdout for result in results)

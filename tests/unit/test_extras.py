@@ -72,6 +72,7 @@ def test_the_extras_of_integrations_have_the_ranges_that_these_check() -> None:
         "deepspeed",
         "hf",
         "lightning",
+        "megatron",
         "torchtitan",
         "ray",
         "mcp",

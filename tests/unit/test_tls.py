@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from pathlib import Path
 
@@ -10,9 +11,9 @@ import grpc
 import pytest
 
 from paramd.cli.main import main as paramd_command
-from paramd.errors import ConflictError, DeniedError, UsageError
+from paramd.errors import ConflictError, DeniedError, UnreachableError, UsageError
 from paramd.security import authority
-from paramd.security.tls import ClientTls, check_address, https_context, open_channel
+from paramd.security.tls import ClientTls, check_address, https_context, open_channel, pinned
 from paramd_service.control.base.endpoint import Address, parse_listen
 from paramd_service.sidecar.main import parse
 from paramd_service.tls import ServerTls, TlsFiles, advertised, grpc_address, tls_files
@@ -147,3 +148,10 @@ def test_certs_init_writes_private_keys_for_us_alone_and_keeps_its_ca(
     (directory / "ca.key").write_bytes(b"x")
     with pytest.raises(ConflictError, match="cannot be read"):
         authority.write(directory, names=["x"], days=1)
+
+
+def test_a_control_plane_that_is_gone_is_unreachable_also_to_who_has_a_fingerprint() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"https://127.0.0.1:{listener.getsockname()[1]}"
+    with pytest.raises(UnreachableError, match="does not show its CA"):
+        pinned(url, "sha256:" + "0" * 64)

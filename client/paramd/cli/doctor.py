@@ -419,8 +419,10 @@ def control_plane(url: str, tls_ca: str | None) -> Iterator[Finding]:
     host = parts.netloc
     try:
         from paramd.mesh.peers.trust import client_tls
+        from paramd.security.tls import pinned
 
         tls = client_tls(url, tls_ca)
+        tls = pinned(url, tls.pin) if tls.pin else tls
         if parts.scheme == "https":
             certificate = _certificate(host, parts.hostname or "", parts.port or 443, tls)
             yield certificate
@@ -514,14 +516,18 @@ def _certificate(host: str, name: str, port: int, tls: ClientTls) -> Finding:
     parts: Any = found["issuer"]
     issuer = ", ".join(value for part in parts for _, value in part)
     end_s = float(ssl.cert_time_to_seconds(str(found["notAfter"])))
-    return expiry_finding(check, f"issued by {issuer}", end_s, time.time())
+    # A job's own CA renews it by itself.
+    soon_s = SOON_S if tls.pems is None else 0.0
+    return expiry_finding(check, f"issued by {issuer}", end_s, time.time(), soon_s=soon_s)
 
 
-def expiry_finding(check: str, what: str, end_s: float, now_s: float) -> Finding:
-    """Whether a certificate is valid at `now_s` and does not expire within `SOON_S`."""
+def expiry_finding(
+    check: str, what: str, end_s: float, now_s: float, *, soon_s: float = SOON_S
+) -> Finding:
+    """Whether a certificate is valid at `now_s` and does not expire within `soon_s`."""
     left_s = end_s - now_s
     day = time.strftime("%Y-%m-%d", time.gmtime(end_s))
-    verdict = Verdict.OK if left_s > SOON_S else Verdict.WARNING
+    verdict = Verdict.OK if left_s > soon_s else Verdict.WARNING
     if left_s <= 0:
         verdict = Verdict.FAILED
     return Finding(

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-from paramd.errors import ConflictError, UsageError
+from paramd.errors import UsageError
+from paramd.integrations.partitioned import attach_partitioned, override
 from paramd.integrations.versions import require
-from paramd.trainer.attaching.attach import attach as attach_module
+from paramd.layout.types import Interval
 from paramd.trainer.attaching.attachment import Attachment
-from paramd.trainer.model import zero
+from paramd.trainer.model.local_shard import dtype_name
+from paramd.trainer.model.partitions import Kept, Part, Partitions
 
 if TYPE_CHECKING:
     import torch
@@ -42,22 +44,14 @@ def attach(engine: Any, *, job: str, **options: Any) -> Attachment:
     """
     require("deepspeed", at_least="0.18", below="0.20", extra="deepspeed")
     partitions = _partitions(engine)
-    if options.get("resume", "never") != "never" or options.get("replicas"):
-        raise UsageError(
-            "resume and replicas are not supported with DeepSpeed, whose engine has a state of its "
-            "own; resume from its checkpoint, then attach"
-        )
-    module, optimizer = engine.module, engine.optimizer
-    if module in zero.declared:
-        raise ConflictError("this engine is already attached; detach it first")
-    zero.declared[module] = partitions
-    try:
-        attachment = attach_module(
-            module, optimizer.optimizer, job=job, step=engine.global_steps, **options
-        )
-    except BaseException:
-        zero.declared.pop(module, None)
-        raise
+    optimizer = engine.optimizer
+    attachment = attach_partitioned(
+        engine.module,
+        [optimizer.optimizer],
+        partitions,
+        package="DeepSpeed",
+        options={"job": job, "step": engine.global_steps, **options},
+    )
     step = optimizer.step
 
     def counted_step(*args: Any, **kwargs: Any) -> Any:
@@ -65,18 +59,11 @@ def attach(engine: Any, *, job: str, **options: Any) -> Attachment:
         with attachment.update():
             return step(*args, **kwargs)
 
-    optimizer.step = counted_step
-    attachment.at_detach(lambda: _undo(module, optimizer, counted_step))
+    override(attachment, optimizer, "step", counted_step)
     return attachment
 
 
-def _undo(module: nn.Module, optimizer: Any, counted_step: Any) -> None:
-    zero.declared.pop(module, None)
-    if vars(optimizer).get("step") is counted_step:
-        del optimizer.step
-
-
-def _partitions(engine: Any) -> zero.Partitions:
+def _partitions(engine: Any) -> Partitions:
     """What is known of the engine's partitions.
 
     Raises:
@@ -119,19 +106,22 @@ class _Groups:
 
     def __init__(self, optimizer: Any, stage: int) -> None:
         self._optimizer = optimizer
-        self.stage = stage
-        self.dtype: torch.dtype = optimizer.single_partition_of_fp32_groups[0].dtype
-        self.world_size = int(optimizer.real_dp_process_group[0].size())
+        self.dtype = dtype_name(optimizer.single_partition_of_fp32_groups[0].dtype)
+        self._placement = f"ZeRO-{stage} over {optimizer.real_dp_process_group[0].size()}"
 
-    def flats(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[torch.Tensor]:
         return list(self._optimizer.single_partition_of_fp32_groups)
 
-    def part(self, param: nn.Parameter) -> tuple[int, int, int, int] | None:
-        mapping: Any = getattr(param, "_hp_mapping", None)
-        if mapping is None:
+    def kept(self, param: nn.Parameter) -> Kept | None:
+        if not hasattr(param, "_hp_mapping"):
             return None
-        hp, lp = mapping.hp_fragment_address, mapping.lp_fragment_address
-        return mapping.param_group_index, hp.start, lp.start, hp.numel
+        mapping: Any = param._hp_mapping
+        parts: tuple[Part, ...] = ()
+        if mapping is not None:
+            hp, lp = mapping.hp_fragment_address, mapping.lp_fragment_address
+            region = Interval(lp.start, lp.start + hp.numel)
+            parts = (Part(mapping.param_group_index, hp.start, region),)
+        return Kept(shape=tuple(param.shape), placement=self._placement, parts=parts)
 
     def unlisted(self, optimizer: torch.optim.Optimizer) -> list[tuple[int, torch.Tensor]]:
         return []
@@ -143,29 +133,30 @@ class _Groups:
 class _SubGroups:
     """Stage 3: a partition of each parameter, some of which share a flat tensor."""
 
-    stage = 3
-
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self.dtype: torch.dtype = optimizer.fp32_partitioned_groups_flat[0].dtype
-        self.world_size = int(optimizer.dp_process_group.size())
+        self.dtype = dtype_name(optimizer.fp32_partitioned_groups_flat[0].dtype)
+        self._placement = f"ZeRO-3 over {optimizer.dp_process_group.size()}"
 
-    def flats(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[torch.Tensor]:
         return list(self._optimizer.fp32_partitioned_groups_flat)
 
-    def part(self, param: nn.Parameter) -> tuple[int, int, int, int] | None:
+    def kept(self, param: nn.Parameter) -> Kept | None:
+        if not hasattr(param, "ds_id"):
+            return None
         optimizer, partitioned = self._optimizer, cast(Any, param)
         group, offset, padded = optimizer.grad_position[optimizer.get_param_id(param)]
         begin = partitioned.ds_process_group.rank() * padded
         numel = min(padded, partitioned.ds_numel - begin)
-        return (group, offset, begin, numel) if numel > 0 else None
+        parts = (Part(group, offset, Interval(begin, begin + numel)),) if numel > 0 else ()
+        return Kept(shape=tuple(partitioned.ds_shape), placement=self._placement, parts=parts)
 
     def unlisted(self, optimizer: torch.optim.Optimizer) -> list[tuple[int, torch.Tensor]]:
         if optimizer is not self._optimizer.optimizer:
             return []
         # A group lists one of them while it is stepped, and none else.
         groups = self._optimizer.sub_group_to_group_id
-        return [(groups[index], flat) for index, flat in enumerate(self.flats())]
+        return [(groups[index], flat) for index, flat in enumerate(self.tensors())]
 
     def refresh(self) -> None:
         optimizer = self._optimizer

@@ -220,7 +220,7 @@ class Word(IntEnum):
     # Trainer's words again: what a successor asks for (trainer/resume).
     LINEAGE = 96  # number of this training's history: the same as long as no step is lost; 0 none
     EDITS_BEFORE = 97  # edits applied in earlier incarnations of this history
-    OPTIMIZER_BYTES = 98  # bytes of the optimizer memory in use
+    OPTIMIZER_BYTES = 98  # bytes of the optimizer memory in use, in host memory
     STANDING = 99  # counts standing snapshots asked for; each with an announced boundary
     STANDING_STEP = 100  # step of the last of them
     STANDING_COMMON = 101  # lowest STANDING_MADE of all ranks, as they last agreed
@@ -230,6 +230,7 @@ class Word(IntEnum):
     REWOUND = 105  # counts how often there was one; steps come again after that
     MOMENTS_LIVE = 106  # 1: optimizer state is read where it lies, in the optimizer memory
     DEVICE_FENCE = 107  # what the device writes behind all work of the state told (device_arena.py)
+    STATE_BYTES = 108  # bytes of the optimizer's state on the device
 
     # Words 128 to 191 are the trainer's: the last requests agreed.
     # Words 192 to 511 are the trainer's: its text and its sample places.

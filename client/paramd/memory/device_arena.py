@@ -7,6 +7,10 @@
     DeviceReader(...)                     the sidecar again, once somebody reads: a context, a side
                                           stream, windows of page-locked memory
 
+The optimizer's state on the device has memory of the same kind, in several allocations, since it
+grows: the sidecar makes one when the trainer needs it (`create_allocation`), and both map them one
+behind the other (`Addresses`). The same fence and event stand behind it.
+
 SEQ on the host says which state the trainer has *queued*, not which one the device has reached.
 So before it publishes a state, the trainer queues two things behind the update: a number, the
 *fence*, that the device writes behind the arena's last byte, and an event. Readers queue their
@@ -23,9 +27,9 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Any
 
@@ -39,10 +43,14 @@ from paramd.memory.device_driver import (
     load,
     rounded,
 )
-from paramd.memory.gate import LateError
+from paramd.memory.gate import CopySpan, LateError, batches
+from paramd.memory.handover import Allocation, optimizer_bytes
 
 BASE = 1 << 62
 """First address of an arena in a process that has not mapped it: no memory of the host is there."""
+
+STATE_BASE = BASE + (1 << 61)
+"""The same of the optimizer's state on the device."""
 
 WINDOW_BYTES, WINDOWS = 1 << 20, 4
 """Page-locked memory of a reader: while one window is emptied, the others are filled."""
@@ -66,6 +74,11 @@ class DeviceArenaRequest:
         """A descriptor of a new arena there (`create`)."""
         driver = load()
         return create(driver, driver.device(self.uuid), arena_bytes)
+
+    def create_allocation(self, size_bytes: int) -> Allocation:
+        """Memory there for optimizer state (`create_allocation`)."""
+        driver = load()
+        return create_allocation(driver, driver.device(self.uuid), size_bytes)
 
     def to_message(self) -> dict[str, str]:
         """As a part of the handover's "attach" message."""
@@ -104,37 +117,61 @@ def create(driver: Driver, device: int, arena_bytes: int) -> int:
     Raises:
         DeviceError, ExhaustedError: the driver refused.
     """
-    handle = driver.create(device, device_bytes(driver, device, arena_bytes))
+    return _created(driver, device, device_bytes(driver, device, arena_bytes))
+
+
+def create_allocation(driver: Driver, device: int, size_bytes: int) -> Allocation:
+    """New device memory for optimizer state, of at least that size. As `create`."""
+    size_bytes = rounded(size_bytes, driver.granularity(device))
+    return Allocation(_created(driver, device, size_bytes), size_bytes)
+
+
+def _created(driver: Driver, device: int, size_bytes: int) -> int:
+    handle = driver.create(device, size_bytes)
     try:
         return driver.export(handle)
     finally:
         driver.release(handle)
 
 
-class DeviceMap:
-    """An arena's memory, mapped for the device by this process."""
+class Addresses:
+    """Addresses for the device in this process, with memory mapped to them from the first on."""
 
-    def __init__(self, driver: Driver, device: int, descriptor: int, arena_bytes: int) -> None:
-        """The descriptor stays the caller's. Raises DeviceError."""
-        self._mapped_bytes = 0
-        self.descriptor = descriptor
-        self.size_bytes = arena_bytes
+    _reserved_bytes = 0
+
+    def __init__(self, driver: Driver, device: int, size_bytes: int) -> None:
+        """Reserve that many addresses, which takes no memory. Raises DeviceError."""
+        self._allocations: list[int] = []
         self._driver = driver
-        mapped_bytes = device_bytes(driver, device, arena_bytes)
-        with ExitStack() as undo:
-            handle = driver.import_(descriptor)
-            undo.callback(driver.release, handle)
-            self.address = driver.reserve(mapped_bytes)
-            with ExitStack() as failed:
-                failed.callback(driver.free_addresses, self.address, mapped_bytes)
-                driver.map(self.address, mapped_bytes, handle, device)
-                failed.pop_all()
-        self._mapped_bytes = mapped_bytes
+        self._device = device
+        size_bytes = rounded(size_bytes, driver.granularity(device))
+        self.address = driver.reserve(size_bytes)
+        self._reserved_bytes = size_bytes
 
     @property
-    def fence(self) -> int:
-        """The fence's address."""
-        return self.address + fence_begin(self.size_bytes)
+    def mapped_bytes(self) -> int:
+        """How many of the addresses have memory."""
+        return sum(self._allocations)
+
+    @property
+    def allocation_count(self) -> int:
+        """How often memory was mapped."""
+        return len(self._allocations)
+
+    def map(self, descriptor: int, size_bytes: int) -> None:
+        """Map the next allocation, whole. The descriptor stays the caller's. Raises DeviceError."""
+        handle = self._driver.import_(descriptor)
+        try:
+            at = self.address + self.mapped_bytes
+            self._driver.map(at, size_bytes, handle, self._device)
+        finally:
+            self._driver.release(handle)
+        self._allocations.append(size_bytes)
+
+    def unmap(self) -> None:
+        """Unmap the last allocation: nothing may use its addresses any more."""
+        size_bytes = self._allocations.pop()
+        self._driver.unmap(self.address + self.mapped_bytes, size_bytes)
 
     def __del__(self) -> None:
         # Where tensors may use it, it goes with the last of them.
@@ -142,11 +179,29 @@ class DeviceMap:
             self.close()
 
     def close(self) -> None:
-        """Unmap it: nothing may use its addresses any more. Idempotent."""
-        if self._mapped_bytes:
-            mapped_bytes, self._mapped_bytes = self._mapped_bytes, 0
-            self._driver.unmap(self.address, mapped_bytes)
-            self._driver.free_addresses(self.address, mapped_bytes)
+        """Unmap everything and free the addresses. Idempotent."""
+        if self._reserved_bytes:
+            while self._allocations:
+                self.unmap()
+            reserved_bytes, self._reserved_bytes = self._reserved_bytes, 0
+            self._driver.free_addresses(self.address, reserved_bytes)
+
+
+class DeviceMap(Addresses):
+    """An arena's memory, mapped for the device by this process."""
+
+    def __init__(self, driver: Driver, device: int, descriptor: int, arena_bytes: int) -> None:
+        """The descriptor stays the caller's. Raises DeviceError."""
+        self.descriptor = descriptor
+        self.size_bytes = arena_bytes
+        mapped_bytes = device_bytes(driver, device, arena_bytes)
+        super().__init__(driver, device, mapped_bytes)
+        self.map(descriptor, mapped_bytes)
+
+    @property
+    def fence(self) -> int:
+        """The fence's address."""
+        return self.address + fence_begin(self.size_bytes)
 
 
 def why_not(driver: Driver, device: int) -> str:
@@ -238,13 +293,23 @@ class _Window:
 class DeviceReader:
     """An arena as its sidecar has it: bytes are at `address`, and only `move` can read them.
 
-    Constructed without touching the device. Any thread may call.
+    The optimizer's state is at STATE_BASE. Constructed without touching the device. Any thread may
+    call.
     """
 
     def __init__(
-        self, request: DeviceArenaRequest, descriptor: int, arena_bytes: int, words: Words
+        self,
+        request: DeviceArenaRequest,
+        descriptor: int,
+        arena_bytes: int,
+        words: Words,
+        state: Sequence[Allocation] = (),
     ) -> None:
-        """The descriptor stays the caller's; `words` are the control page's."""
+        """
+        Args:
+            words: the control page's.
+            state: allocations of optimizer state. Descriptors stay the caller's, these too.
+        """
         self.descriptor = descriptor
         self.size_bytes = arena_bytes
         self.address = BASE
@@ -258,36 +323,69 @@ class DeviceReader:
         self._context = self._stream = self._event = self._fence_room = 0
         self._windows: list[_Window] = []
         self._map: DeviceMap | None = None
+        self._allocations = list(state)
+        self._state: Addresses | None = None
 
     @property
     def is_open(self) -> bool:
         """Whether this process has a context on the device, which takes memory there."""
         return self._driver is not None
 
-    def move(self, target: int, source: int, size_bytes: int) -> None:
-        """Copy bytes of the arena, or of host memory, to host memory.
+    def move(self, spans: Sequence[CopySpan]) -> None:
+        """Copy bytes of the arena or the state, or of host memory, to host memory.
+
+        Those on the device are of one moment: the fence is read once, before all of them.
 
         Raises:
             LateError: the device has not finished what the trainer published last, or never will.
             DeviceError: the driver refused.
         """
-        if source < BASE:
-            ctypes.memmove(target, source, size_bytes)
+        here = [span for span in spans if span.source >= BASE]
+        for span in spans:
+            if span.source < BASE:
+                span.copy()
+        if not here:
             return
         with self._lock:
             published = self._words[Word.DEVICE_FENCE]
             self._ready()
-            assert self._map is not None
-            self._copy(target, self._map.address + source - BASE, size_bytes)
+            self._copy([replace(span, source=self._mapped_at(span)) for span in here])
             # 0: nothing was queued under this page, whose predecessor's memory is whole.
             if published and (self._fence_found() - published) & _FENCE_MASK > _FENCE_MASK // 2:
                 raise LateError
+
+    def _mapped_at(self, span: CopySpan) -> int:
+        """Where bytes of the arena or of the state are mapped; maps state when it is first read."""
+        assert self._map is not None
+        if span.source < STATE_BASE:
+            return self._map.address + span.source - BASE
+        state = self._state
+        if state is None:
+            driver = load()
+            device = driver.device(self._request.uuid)
+            state = self._state = Addresses(driver, device, optimizer_bytes(self.size_bytes))
+        for allocation in self._allocations[state.allocation_count :]:
+            state.map(allocation.descriptor, allocation.size_bytes)
+        begin = span.source - STATE_BASE
+        if begin + span.size_bytes > state.mapped_bytes:
+            # An allocation went since the copy began: in an update, which has overtaken it.
+            raise LateError
+        return state.address + begin
+
+    def has_state(self, allocations: Sequence[Allocation]) -> None:
+        """Note that the optimizer's state has these now; all but the last are known."""
+        with self._lock:
+            self._allocations = list(allocations)
+            # The last may have taken the place of one that its trainer never got.
+            while self._state is not None and self._state.allocation_count >= len(allocations):
+                self._state.unmap()
 
     def is_whole(self) -> bool:
         """Whether the device finished what the trainer published last. Raises DeviceError."""
         room = ctypes.c_uint32()
         try:
-            self.move(ctypes.addressof(room), BASE + fence_begin(self.size_bytes), 4)
+            fence = BASE + fence_begin(self.size_bytes)
+            self.move([CopySpan(fence, ctypes.addressof(room), 4)])
         except LateError:
             return False
         return True
@@ -313,7 +411,9 @@ class DeviceReader:
         with self._lock, suppress(DeviceError):
             if self._driver is not None:
                 self._driver.enter(self._context)
-            self._driver, self._windows, self._map = None, [], None
+            if self._state is not None:
+                self._state.close()
+            self._driver, self._windows, self._map, self._state = None, [], None, None
             self._undo.close()
 
     def _ready(self) -> None:
@@ -352,27 +452,32 @@ class DeviceReader:
         self._windows, self._map, self._driver = windows, found, driver
         return driver
 
-    def _copy(self, target: int, source: int, size_bytes: int) -> None:
+    def _copy(self, spans: Sequence[CopySpan]) -> None:
         """Fill windows in turn, and empty each while those after it are filled."""
         driver = self._driver
         assert driver is not None
         assert self._map is not None
         driver.to_host(self._fence_room, self._map.fence, 4, self._stream)
-        filled: deque[tuple[_Window, int, int]] = deque()
+        filled: deque[tuple[_Window, list[CopySpan]]] = deque()
         windows = cycle(self._windows)
-        for begin in range(0, size_bytes, WINDOW_BYTES):
+        for batch in batches(spans, WINDOW_BYTES, WINDOW_BYTES):
             if len(filled) == WINDOWS:
-                self._empty(driver, target, *filled.popleft())
-            window, size = next(windows), min(WINDOW_BYTES, size_bytes - begin)
-            driver.to_host(window.address, source + begin, size, self._stream)
+                self._empty(driver, *filled.popleft())
+            window, held = next(windows), []
+            at = window.address
+            for part in batch:
+                driver.to_host(at, part.source, part.size_bytes, self._stream)
+                held.append(replace(part, source=at))
+                at += part.size_bytes
             driver.record(window.event, self._stream)
-            filled.append((window, begin, size))
+            filled.append((window, held))
         for one in filled:
-            self._empty(driver, target, *one)
+            self._empty(driver, *one)
 
-    def _empty(self, driver: Driver, target: int, window: _Window, begin: int, size: int) -> None:
+    def _empty(self, driver: Driver, window: _Window, held: Sequence[CopySpan]) -> None:
         self._until_done(driver, window.event)
-        ctypes.memmove(target + begin, window.address, size)
+        for span in held:
+            span.copy()
 
     def _until_done(self, driver: Driver, event: int) -> None:
         # Polled, not awaited: a device that hangs must not hang the thread that copies.

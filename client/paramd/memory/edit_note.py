@@ -9,7 +9,8 @@ note says and leaves there what undoes it, so that the same note, carried out ag
 
 HYPERPARAMETERS   numbers: optimizer, group; payload: the values by name, JSON
 ROLLBACK          numbers: where the arena's bytes lie in the edit memory, where the optimizer
-                  memory's, and how many of those there is room for; payload: a `Kept` state
+                  memory's, how many of those there is room for, and, on whole pages behind them,
+                  for how many of the state on a device; payload: a `Kept` state
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Kept:
     lineage: int
     """Of the state that is put back; 0: the history branches there."""
     optimizer_bytes: int
-    """Bytes of the optimizer memory that are the state's."""
+    """Bytes of the optimizer's state, wherever it is."""
     record: bytes
     table: bytes
 

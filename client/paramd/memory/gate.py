@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, NamedTuple
@@ -210,10 +210,6 @@ class LateError(Exception):
     """A device has not finished the update in time: the copy counts as overtaken."""
 
 
-Move = Callable[[int, int, int], object]
-"""Copies bytes: target, source (of a CopySpan) and how many. May raise LateError."""
-
-
 @dataclass(frozen=True, slots=True)
 class CopySpan:
     """Bytes to copy: addresses in this process, and a length."""
@@ -221,6 +217,32 @@ class CopySpan:
     source: int
     target: int
     size_bytes: int
+
+    def copy(self) -> None:
+        """Copy them, within host memory."""
+        ctypes.memmove(self.target, self.source, self.size_bytes)
+
+
+Move = Callable[[Sequence[CopySpan]], object]
+"""Copies what is on a device, COPY_CHUNK_BYTES at most. May raise LateError."""
+
+
+def batches(
+    spans: Sequence[CopySpan], chunk_bytes: int, most_bytes: int
+) -> Iterator[list[CopySpan]]:
+    """The spans in order: cut into chunks, of which as many come together as make `most_bytes`."""
+    batch: list[CopySpan] = []
+    size_bytes = 0
+    for span in spans:
+        for begin in range(0, span.size_bytes, chunk_bytes):
+            size = min(chunk_bytes, span.size_bytes - begin)
+            if batch and size_bytes + size > most_bytes:
+                yield batch
+                batch, size_bytes = [], 0
+            batch.append(CopySpan(span.source + begin, span.target + begin, size))
+            size_bytes += size
+    if batch:
+        yield batch
 
 
 def state_of(page: Page) -> State:
@@ -255,7 +277,7 @@ def copy_at_rest(
     *,
     changed_too: bool = False,
     at_point: Callable[[str], None] = lambda _: None,
-    move: Move = ctypes.memmove,
+    move: Move | None = None,
 ) -> tuple[CopyEnd, State]:
     """As `copy_at_one_step`, of a resting state.
 
@@ -281,13 +303,14 @@ def copy_at_one_step(
     spans: Sequence[CopySpan],
     *,
     at_point: Callable[[str], None] = lambda _: None,
-    move: Move = ctypes.memmove,
+    move: Move | None = None,
 ) -> tuple[CopyEnd, State]:
     """The sidecar's side: copy all spans of one state, or say why not.
 
     Runs on the sidecar's one copying thread; releases the GIL while bytes move. Targets must
     be pre-faulted, since the trainer may be waiting. `at_point` is called at the points
-    "copy-begun", "copy-chunk" and "copy-moved" (fault injection); `move` copies bytes.
+    "copy-begun", "copy-chunk" and "copy-moved" (fault injection); `move` copies what is on
+    a device.
 
     Returns how the copy ended and the state its bytes belong to (meaningful only for DONE).
     """
@@ -308,7 +331,7 @@ def copy_of_request(
     if page.words[Word.MIRRORED_FOR] != number:
         return CopyEnd.UPDATING, state_of(page)
     state = (Word.MIRRORED_STEP, Word.MIRRORED_EDITS, Word.MIRRORED_ITERATION)
-    return _copy_while(page, spans, (Word.MIRRORED_FOR, number), state, at_point, ctypes.memmove)
+    return _copy_while(page, spans, (Word.MIRRORED_FOR, number), state, at_point, None)
 
 
 _STATE_WORDS = (Word.STEP, Word.EDITS, Word.ITERATION)
@@ -320,7 +343,7 @@ def _copy_while(
     good: tuple[Word, int],
     state_words: tuple[Word, Word, Word],
     at_point: Callable[[str], None],
-    move: Move,
+    move: Move | None,
 ) -> tuple[CopyEnd, State]:
     """Copy for as long as the proof word keeps its value; three other words name the state."""
     words, (proof, value) = page.words, good
@@ -330,13 +353,14 @@ def _copy_while(
         # These change only while the proof word has another value: the last check covers them.
         step, edits, iteration = (words[word] for word in state_words)
         state = State(step, edits, iteration, proof=value)
-        for span in spans:
-            for begin in range(0, span.size_bytes, COPY_CHUNK_BYTES):
-                if words[proof] != value:
-                    return CopyEnd.OVERTAKEN, state
-                size = min(COPY_CHUNK_BYTES, span.size_bytes - begin)
-                move(span.target + begin, span.source + begin, size)
-                at_point("copy-chunk")
+        for batch in batches(spans, COPY_CHUNK_BYTES, 0 if move is None else COPY_CHUNK_BYTES):
+            if words[proof] != value:
+                return CopyEnd.OVERTAKEN, state
+            if move is None:
+                batch[0].copy()
+            else:
+                move(batch)
+            at_point("copy-chunk")
         at_point("copy-moved")
         if words[proof] != value:
             return CopyEnd.OVERTAKEN, state

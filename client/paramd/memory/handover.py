@@ -1,4 +1,4 @@
-"""Handover between trainer and sidecar: eight shared descriptors, sent over a Unix socket.
+"""Handover between trainer and sidecar: shared descriptors, sent over a Unix socket.
 
 SOCK_SEQPACKET preserves message boundaries; each message is one JSON object, with descriptors
 alongside (SCM_RIGHTS). docs/design.md gives the order of messages.
@@ -15,7 +15,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,13 @@ OPTIMIZER_EXTRA_BYTES = 64 << 20
 CONTINUATION_SLOT_BYTES = 16 << 20
 """Most bytes of one continuation record or table (memory/continuation.py)."""
 
+MAX_ALLOCATIONS = 32
+"""Most allocations for optimizer state on a device. Each is at least a quarter of those before it
+together, so that growing does not end here."""
+
 MAX_MESSAGE_BYTES = 128 << 10
-MAX_DESCRIPTORS = 8
+_SHARED = 8
+MAX_DESCRIPTORS = _SHARED + MAX_ALLOCATIONS
 # sockaddr_un holds 108 bytes including the terminating NUL.
 _MAX_PATH_BYTES = 107
 _FULL_PAUSE_S = 0.01
@@ -77,6 +82,14 @@ def continuation_bytes() -> int:
     return 4 * CONTINUATION_SLOT_BYTES
 
 
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Memory on a device, for optimizer state."""
+
+    descriptor: int
+    size_bytes: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Survived:
     """Memory of a trainer that has ended, for its successor to move into."""
@@ -84,6 +97,7 @@ class Survived:
     arena: int
     optimizer: int
     continuation: int
+    state: Sequence[Allocation] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +112,8 @@ class Descriptors:
     moments: int
     optimizer: int
     continuation: int
+    state: list[Allocation] = field(default_factory=list, init=False)
+    """Optimizer state on the device of a device arena; grows while training runs."""
 
     @classmethod
     def create(
@@ -117,6 +133,7 @@ class Descriptors:
             ExhaustedError: not enough memory for the arena.
         """
         made: list[int] = []
+        state: list[Allocation] = []
         try:
             made.append(create_memory("paramd-page", PAGE_BYTES))
             made.append(descriptors.wake_event())
@@ -131,32 +148,44 @@ class Descriptors:
             made.append(create_sparse("paramd-moments", moments_bytes(arena_bytes)))
             if survived is not None:
                 made += map(_duplicate, (survived.optimizer, survived.continuation))
+                for one in survived.state:
+                    state.append(Allocation(_duplicate(one.descriptor), one.size_bytes))
             else:
                 made.append(create_sparse("paramd-optimizer", optimizer_bytes(arena_bytes)))
                 made.append(create_sparse("paramd-continuation", continuation_bytes()))
         except BaseException:
-            for descriptor in made:
+            for descriptor in [*made, *(one.descriptor for one in state)]:
                 os.close(descriptor)
             raise
-        return cls(*made)
+        found = cls(*made)
+        found.state.extend(state)
+        return found
 
     @classmethod
     def received(
-        cls, fds: Sequence[int], arena_bytes: int, *, on_device: bool = False
+        cls,
+        fds: Sequence[int],
+        arena_bytes: int,
+        *,
+        on_device: bool = False,
+        allocations: Sequence[int] = (),
     ) -> Descriptors:
         """Adopt descriptors from the Unix socket. On error the caller still owns `fds`.
 
-        `on_device`: only a device's driver can tell what the arena's stands for.
+        Args:
+            on_device: only a device's driver can tell what the arena's stands for.
+            allocations: sizes of those that have optimizer state on that device.
 
         Raises:
             UsageError: they are not the expected objects.
         """
-        if len(fds) != 8:
+        if len(fds) != _SHARED + len(allocations):
             raise UsageError(
                 f"{len(fds)} descriptors; expected page, wake, arena, edits, gradients, moments, "
-                "optimizer, continuation"
+                f"optimizer, continuation, and {len(allocations)} of state on a device"
             )
-        found = cls(*fds)
+        found = cls(*fds[:_SHARED])
+        found.state.extend(map(Allocation, fds[_SHARED:], allocations))
         least = {
             found.page: PAGE_BYTES,
             found.arena: 0 if on_device else arena_bytes,
@@ -174,8 +203,11 @@ class Descriptors:
         return found
 
     def as_list(self) -> list[int]:
-        """In handover order."""
-        return list(astuple(self))
+        """In handover order, those of the state last."""
+        return [
+            self.page, self.wake, self.arena, self.edits, self.gradients, self.moments,
+            self.optimizer, self.continuation, *(one.descriptor for one in self.state),
+        ]  # fmt: skip
 
     def close(self) -> None:
         for descriptor in self.as_list():

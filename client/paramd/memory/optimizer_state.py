@@ -3,7 +3,8 @@
 The trainer's record and its table (trainer/resume/keeper.py, optimizer_home.py) say where each
 state tensor lies and which parameter of the arena it belongs to. State with the dtype, shape and
 strides of its parameter corresponds to it byte by byte: the state of the element at arena byte
-x is at byte `place + x - begin`. Other state is left out, with the reason.
+x is at byte `place + x - begin`. Other state is left out, with the reason. Places from
+DEVICE_PLACES on are on the arena's device.
 
 Record and table are written inside updates, while SEQ is odd. So what is read while SEQ is even, by
 a record of the page's own step, is of that step if SEQ has not changed since.
@@ -15,13 +16,19 @@ import json
 import math
 import struct
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 from typing import Any
 
 from paramd.errors import UsageError
 from paramd.layout.dtypes import DTYPES
+
+DEVICE_PLACES = 1 << 48
+"""The place of the first byte of state on a device."""
+
+Read = Callable[[int, int], bytes]
+"""Reads state: its place, and how many bytes."""
 
 _SIZE = struct.Struct("=Q")
 _SCALARS = {"float32": "=f", "float64": "=d", "int64": "=q", "int32": "=i"}
@@ -42,9 +49,9 @@ class Stated:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     places: dict[str, int]
-    """First byte in the optimizer memory of each state tensor that corresponds to it."""
+    """Place of each state tensor that corresponds to it."""
     scalars: Mapping[str, tuple[int, str]]
-    """First byte and dtype of each state tensor of one number."""
+    """Place and dtype of each state tensor of one number."""
     left_out: dict[str, str]
     """State that is neither, with the reason."""
     others: Mapping[str, int]
@@ -70,7 +77,7 @@ class OptimizerState:
         return list(dict.fromkeys(key for one in self.params for key in one.places))
 
     def pieces(self, key: str, begin: int, end: int) -> list[tuple[int, int, int]]:
-        """Where the state of arena bytes [begin, end) lies: (arena byte, memory byte, size)."""
+        """Where the state of arena bytes [begin, end) lies: (arena byte, place, size)."""
         first = max(bisect_right(self.params, begin, key=lambda one: one.begin) - 1, 0)
         found = []
         for one in self.params[first:]:
@@ -89,19 +96,13 @@ class OptimizerState:
                     return f"state {key!r}: {reason}"
         return ""
 
-    def table(
-        self, record: Mapping[str, Any], memory: memoryview, arena_bytes: int
-    ) -> dict[str, Any]:
-        """The table of the moments memory (moments_table.py), as the trainer would write it.
-
-        Args:
-            memory: the optimizer memory.
-        """
+    def table(self, record: Mapping[str, Any], read: Read, arena_bytes: int) -> dict[str, Any]:
+        """The table of the moments memory (moments_table.py), as the trainer would write it."""
         params = []
         for one in self.params:
             if not 0 <= one.begin < one.end <= arena_bytes:
                 continue
-            scalars = self._numbers(one, memory)
+            scalars = self._numbers(one, read)
             for key in one.others:
                 value = self._other(one, key, record)
                 if value is not None:
@@ -131,13 +132,14 @@ class OptimizerState:
         return others[one.others[key]] if one.others[key] < len(others) else ""
 
     @staticmethod
-    def _numbers(one: Stated, memory: memoryview) -> dict[str, Any]:
+    def _numbers(one: Stated, read: Read) -> dict[str, Any]:
+        forms = {key: (place, _SCALARS[dtype]) for key, (place, dtype) in one.scalars.items()}
         return {
-            key: _plain(struct.unpack_from(_SCALARS[dtype], memory, at)[0])
-            for key, (at, dtype) in one.scalars.items()
+            key: _plain(struct.unpack(form, read(place, struct.calcsize(form)))[0])
+            for key, (place, form) in forms.items()
         }
 
-    def facts(self, record: Mapping[str, Any], memory: memoryview) -> dict[str, Any]:
+    def facts(self, record: Mapping[str, Any], read: Read) -> dict[str, Any]:
         """What a reader of the state needs beside its bytes; the proto documents the form."""
         params = [
             {
@@ -149,7 +151,7 @@ class OptimizerState:
                 "optimizer": one.optimizer,
                 "group": one.group,
                 "keys": list(one.places),
-                "scalars": self._numbers(one, memory),
+                "scalars": self._numbers(one, read),
                 "left_out": dict(one.left_out),
             }
             for one in self.params

@@ -128,18 +128,35 @@ def sign_leaf(
     end: datetime,
 ) -> Signed:
     """A certificate with a fresh key."""
-    ca_key, ca = authority
     key = ec.generate_private_key(ec.SECP256R1())
+    subject = common_name(name)
+    return key, sign(
+        authority, subject, key.public_key(), alternatives, purposes, begin=begin, end=end
+    )
+
+
+def sign(
+    authority: Signed,
+    subject: x509.Name,
+    key: ec.EllipticCurvePublicKey,
+    alternatives: Sequence[x509.GeneralName],
+    purposes: Sequence[x509.ObjectIdentifier],
+    *,
+    begin: datetime,
+    end: datetime,
+) -> x509.Certificate:
+    """A certificate for a key that somebody else may hold."""
+    ca_key, ca = authority
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key())
     builder = (
-        _builder(common_name(name), ca.subject, key.public_key(), begin, end)
+        _builder(subject, ca.subject, key, begin, end)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
         .add_extension(issuer, critical=False)
     )
     if alternatives:
         builder = builder.add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
-    return key, builder.sign(ca_key, hashes.SHA256())
+    return builder.sign(ca_key, hashes.SHA256())
 
 
 def _builder(

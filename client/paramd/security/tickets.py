@@ -44,7 +44,8 @@ KEY_BYTES = 32
 
 RANK_TICKET_TTL_S = 366 * 86_400.0
 """Validity of a rank's own ticket. The next incarnation ends it; it has no short expiry, so that
-sidecars can rejoin after a control plane outage of any length, with no one to renew tickets."""
+sidecars can rejoin after a control plane outage of any length, with no one to renew tickets (over
+TLS of a job's own: while their certificates last)."""
 
 _CACHED_TICKETS = 1024
 _HEADER = base64.urlsafe_b64encode(b'{"alg":"EdDSA","typ":"JWT"}').rstrip(b"=")
@@ -73,7 +74,7 @@ class Role(Enum):
     CONTROL = "control"
     """As editor, and requests to all ranks together (ReachBoundary and the like)."""
     SIDECAR = "sidecar"
-    """Join of the control plane, as the rank named in the ticket; nothing else."""
+    """Join and RenewCertificate of the control plane, as the rank named in the ticket."""
     COPIER = "copier"
     """PutCopy of the sidecar that keeps copies of the rank named in the ticket; nothing else."""
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from paramd.errors import DeniedError, UsageError
+from paramd.errors import DeniedError, UnreachableError, UsageError
 
 if TYPE_CHECKING:
     # Trainers have certificates and open no channels: gRPC stays out of their processes.
@@ -40,6 +40,9 @@ CA_PATH = "/ca.pem"
 
 RANK_NAME = "paramd rank "
 """How a rank's certificate names its holder, before the number."""
+
+CERTIFICATE_S = 7 * 86_400.0
+"""Validity of a rank's and of the control plane's certificate by a job's own CA; renewed."""
 
 PINNED_S = 5.0
 MAX_FILE_BYTES = 1 << 20
@@ -243,6 +246,7 @@ def https_context(url: str, tls: ClientTls | None = None) -> ssl.SSLContext | bo
     Raises:
         UsageError: the URL would send a token unencrypted to another host, or a TLS file
             cannot be used.
+        UnreachableError, UsageError: as `pinned`.
     """
     parts = urlsplit(url)
     if parts.scheme == "https":
@@ -262,6 +266,7 @@ def pinned(url: str, pin: str) -> ClientTls:
     What is asked for is public and is checked against `pin`; no token is sent.
 
     Raises:
+        UnreachableError: nobody answers there.
         UsageError: it shows another CA, or none.
     """
     import http.client  # here, because sidecars and ranks pin nothing
@@ -277,8 +282,8 @@ def pinned(url: str, pin: str) -> ClientTls:
         answer = connection.getresponse()
         found = answer.read(MAX_FILE_BYTES) if answer.status == 200 else b""
     except (OSError, http.client.HTTPException) as error:
-        raise UsageError(
-            f"tls_ca: {url} does not show its CA ({error}); is the job running?"
+        raise UnreachableError(
+            f"tls_ca: {url} does not show its CA ({error}); is the job running?{if_moved(url)}"
         ) from error
     finally:
         connection.close()
@@ -289,6 +294,17 @@ def pinned(url: str, pin: str) -> ClientTls:
             "job, or another program; take the fingerprint from its endpoint.json"
         )
     return ClientTls(pems=Pems(ca=found))
+
+
+def if_moved(url: str) -> str:
+    """What to do about a url that does not answer, if its host may be lost."""
+    if is_loopback(urlsplit(url).hostname or ""):
+        return ""
+    return (
+        " If that host is lost, the control plane of a job on several hosts is on another one "
+        "within seconds: its new url is in <state dir>/JOB/endpoint.json there; token and "
+        "fingerprint are the same"
+    )
 
 
 def verify_advice(code: int, ca: Path | None) -> str:

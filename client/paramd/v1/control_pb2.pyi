@@ -103,6 +103,56 @@ class Revocations(google.protobuf.message.Message):
 global___Revocations = Revocations
 
 @typing.final
+class RenewCertificateRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    CERTIFICATE_FIELD_NUMBER: builtins.int
+    PUBLIC_KEY_FIELD_NUMBER: builtins.int
+    PROOF_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    incarnation: builtins.int
+    rank: builtins.int
+    certificate: builtins.bytes
+    public_key: builtins.bytes
+    proof: builtins.bytes
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        incarnation: builtins.int = ...,
+        rank: builtins.int = ...,
+        certificate: builtins.bytes = ...,
+        public_key: builtins.bytes = ...,
+        proof: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["certificate", b"certificate", "incarnation", b"incarnation", "job", b"job", "proof", b"proof", "public_key", b"public_key", "rank", b"rank"]) -> None: ...
+
+global___RenewCertificateRequest = RenewCertificateRequest
+
+@typing.final
+class RenewCertificateResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    CERTIFICATE_FIELD_NUMBER: builtins.int
+    certificate: builtins.bytes
+    @property
+    def header(self) -> paramd.v1.common_pb2.Header: ...
+    def __init__(
+        self,
+        *,
+        header: paramd.v1.common_pb2.Header | None = ...,
+        certificate: builtins.bytes = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["certificate", b"certificate", "header", b"header"]) -> None: ...
+
+global___RenewCertificateResponse = RenewCertificateResponse
+
+@typing.final
 class SnapshotRef(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -39,6 +39,11 @@ class ControlServiceStub(object):
                 request_serializer=paramd_dot_v1_dot_control__pb2.JoinRequest.SerializeToString,
                 response_deserializer=paramd_dot_v1_dot_control__pb2.JoinResponse.FromString,
                 _registered_method=True)
+        self.RenewCertificate = channel.unary_unary(
+                '/paramd.v1.ControlService/RenewCertificate',
+                request_serializer=paramd_dot_v1_dot_control__pb2.RenewCertificateRequest.SerializeToString,
+                response_deserializer=paramd_dot_v1_dot_control__pb2.RenewCertificateResponse.FromString,
+                _registered_method=True)
         self.ScheduleBoundary = channel.unary_unary(
                 '/paramd.v1.ControlService/ScheduleBoundary',
                 request_serializer=paramd_dot_v1_dot_control__pb2.ScheduleBoundaryRequest.SerializeToString,
@@ -55,6 +60,12 @@ class ControlServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Join(self, request_iterator, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RenewCertificate(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -79,6 +90,11 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.Join,
                     request_deserializer=paramd_dot_v1_dot_control__pb2.JoinRequest.FromString,
                     response_serializer=paramd_dot_v1_dot_control__pb2.JoinResponse.SerializeToString,
+            ),
+            'RenewCertificate': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenewCertificate,
+                    request_deserializer=paramd_dot_v1_dot_control__pb2.RenewCertificateRequest.FromString,
+                    response_serializer=paramd_dot_v1_dot_control__pb2.RenewCertificateResponse.SerializeToString,
             ),
             'ScheduleBoundary': grpc.unary_unary_rpc_method_handler(
                     servicer.ScheduleBoundary,
@@ -118,6 +134,33 @@ class ControlService(object):
             '/paramd.v1.ControlService/Join',
             paramd_dot_v1_dot_control__pb2.JoinRequest.SerializeToString,
             paramd_dot_v1_dot_control__pb2.JoinResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RenewCertificate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramd.v1.ControlService/RenewCertificate',
+            paramd_dot_v1_dot_control__pb2.RenewCertificateRequest.SerializeToString,
+            paramd_dot_v1_dot_control__pb2.RenewCertificateResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -24,6 +24,11 @@ class ControlServiceStub:
         paramd.v1.control_pb2.JoinResponse,
     ]
 
+    RenewCertificate: grpc.UnaryUnaryMultiCallable[
+        paramd.v1.control_pb2.RenewCertificateRequest,
+        paramd.v1.control_pb2.RenewCertificateResponse,
+    ]
+
     ScheduleBoundary: grpc.UnaryUnaryMultiCallable[
         paramd.v1.control_pb2.ScheduleBoundaryRequest,
         paramd.v1.control_pb2.ScheduleBoundaryResponse,
@@ -38,6 +43,11 @@ class ControlServiceAsyncStub:
     Join: grpc.aio.StreamStreamMultiCallable[
         paramd.v1.control_pb2.JoinRequest,
         paramd.v1.control_pb2.JoinResponse,
+    ]
+
+    RenewCertificate: grpc.aio.UnaryUnaryMultiCallable[
+        paramd.v1.control_pb2.RenewCertificateRequest,
+        paramd.v1.control_pb2.RenewCertificateResponse,
     ]
 
     ScheduleBoundary: grpc.aio.UnaryUnaryMultiCallable[
@@ -57,6 +67,13 @@ class ControlServiceServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[paramd.v1.control_pb2.JoinRequest],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[paramd.v1.control_pb2.JoinResponse], collections.abc.AsyncIterator[paramd.v1.control_pb2.JoinResponse]]: ...
+
+    @abc.abstractmethod
+    def RenewCertificate(
+        self,
+        request: paramd.v1.control_pb2.RenewCertificateRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[paramd.v1.control_pb2.RenewCertificateResponse, collections.abc.Awaitable[paramd.v1.control_pb2.RenewCertificateResponse]]: ...
 
     @abc.abstractmethod
     def ScheduleBoundary(

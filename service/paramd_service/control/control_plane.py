@@ -23,6 +23,7 @@ from paramd_service.control.alerts.book import KeptAlerts
 from paramd_service.control.alerts.service import Watchers, open_watchers
 from paramd_service.control.api.app import build_app
 from paramd_service.control.api.services import Services
+from paramd_service.control.base.certificates import ServedCertificate
 from paramd_service.control.base.config import Bootstrap, ControlConfig
 from paramd_service.control.base.endpoint import Claim, Whereabouts, successor
 from paramd_service.control.base.site import (
@@ -47,7 +48,7 @@ from paramd_service.control.records.records import Records, open_records
 from paramd_service.control.standby.election import Voters
 from paramd_service.control.standby.shipping import Shipping
 from paramd_service.control.store.engine import StoreError
-from paramd_service.tls import JobPems, ServerTls, advertised
+from paramd_service.tls import ServerTls, advertised
 
 TICK_S = 1.0
 JOINED_S = 2.0
@@ -91,6 +92,8 @@ class ControlPlane:
         self._claim = claim
         self._tls = ServerTls(claim.files) if claim.files is not None else None
         self._grpc_tls = self._tls
+        self._served: ServedCertificate | None = None
+        """By the job's own CA."""
         if claim.of_job:
             self._take_own_tls()
         self._grpc = GrpcServer()
@@ -134,12 +137,13 @@ class ControlPlane:
         await self._revocations.start(self._records.tokens)
         # 2. Settle our generation and secrets; an embedded one opens its job.
         jobs = self._open_jobs(self._records)
+        files = self._tls_of_files
         self._watchers = open_watchers(
             watch=not self._config.no_watch,
             strict=jobs.is_site,
             publish=self._events.publish,
             store=KeptAlerts(self._records.alerts, self._records.history, self._records.silences),
-            expires_s=lambda: self._tls.expires_s if self._tls is not None else None,
+            expires_s=lambda: files.expires_s if files is not None else None,
         )
         self._exports = ExportService(
             self._records,
@@ -198,6 +202,8 @@ class ControlPlane:
             reason = self._why_end(self._jobs)
             if reason is not None:
                 self.ask_to_stop(reason)
+            if self._served is not None:
+                self._served.keep_valid()
             await self._jobs.keep_channels()
             self._gather_ranks(self._jobs)
 
@@ -275,10 +281,18 @@ class ControlPlane:
         assert self._bootstrap is not None
         host = advertised(self._claim.http.host, self._config.advertise, tls=True)
         names = (host, socket.gethostname())
-        authority = self._bootstrap.certificates.authority
-        pems = authority.issue("paramd control plane", [name for name in names if name])
-        self._tls = ServerTls(JobPems(pems, mutual=False))
-        self._grpc_tls = ServerTls(JobPems(pems, mutual=True))
+        self._served = ServedCertificate(
+            self._bootstrap.certificates,
+            [name for name in names if name],
+            lifetime_s=self._config.certificate_s,
+        )
+        self._tls = ServerTls(self._served.rest)
+        self._grpc_tls = ServerTls(self._served.grpc)
+
+    @property
+    def _tls_of_files(self) -> ServerTls | None:
+        """TLS that the operator has to renew; None if there is none, or it is the job's own."""
+        return self._tls if self._served is None else None
 
     def _open_jobs(self, records: Records) -> Jobs:
         mine = self._bootstrap
@@ -294,6 +308,7 @@ class ControlPlane:
             control_address=lambda: self._grpc_target,
             report_s=self._config.report_s,
             silent_after_s=self._config.silent_after_s,
+            certificate_s=self._config.certificate_s,
         )
         empty_end_s = self._config.empty_end_s if mine is not None else math.inf
         self._jobs = jobs = Jobs(
@@ -363,7 +378,7 @@ class ControlPlane:
                 jobs,
                 self._lag,
                 self._watchers,
-                self._tls,
+                self._tls_of_files,
                 exports=self._exports,
                 edits=self._edits,
                 records=records,

@@ -1,4 +1,4 @@
-"""The control plane's gRPC server: ControlService (Join, ScheduleBoundary), health, reflection."""
+"""The control plane's gRPC server: ControlService, health, reflection."""
 
 from __future__ import annotations
 
@@ -160,6 +160,27 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
                 async for answer in answers:
                     await context.write(answer)
 
+    async def RenewCertificate(
+        self, request: control_pb2.RenewCertificateRequest, context: Any
+    ) -> control_pb2.RenewCertificateResponse:
+        async with errors_as_statuses(context, "RenewCertificate"):
+            check_incarnation(request.job, request.incarnation)
+            check_rank(request.rank)
+            _check_certificate(context, request.rank)
+            mesh = self._jobs.at(request.job, request.incarnation)
+            # A tenth of a millisecond, and ranks do not ask at the same moment.
+            certificate = mesh.bootstrap.certificates.authority.renew(
+                request.rank,
+                request.certificate,
+                request.public_key,
+                request.proof,
+                lifetime_s=mesh.terms.certificate_s,
+            )
+            return control_pb2.RenewCertificateResponse(
+                header=_header(mesh), certificate=certificate
+            )
+        raise AssertionError("errors have become statuses")
+
     async def ScheduleBoundary(
         self, request: control_pb2.ScheduleBoundaryRequest, context: Any
     ) -> control_pb2.ScheduleBoundaryResponse:
@@ -188,7 +209,7 @@ def _check_certificate(context: Any, rank: int) -> None:
     names = context.auth_context().get("x509_common_name", ())
     told = [name.decode(errors="replace") for name in names]
     if any(name.startswith(RANK_NAME) and name != f"{RANK_NAME}{rank}" for name in told):
-        raise DeniedError(f"Join: {told[0]!r} joins as rank {rank}; each rank has its own key")
+        raise DeniedError(f"{told[0]!r} calls as rank {rank}; each rank has its own key")
 
 
 async def _read(mesh: Incarnation, member: Member, requests: Requests) -> None:

@@ -12,7 +12,7 @@ from paramd.errors import ConflictError, ParamdError, UsageError
 from paramd.memory.arena import is_mirror, pack_wanted
 from paramd.memory.control_page import Word
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.sidecar.copying.capture import Copier
+from paramd_service.sidecar.copying.copier import Copier
 from paramd_service.sidecar.copying.page_requests import (
     CAPTURE,
     EDIT,

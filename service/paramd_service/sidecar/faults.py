@@ -11,9 +11,9 @@ respawned sidecar is not struck again. Each file replaces the rules of the one b
 one clears them.
 
 Points: pin-prepared, copy-begun, copy-chunk, copy-moved, pin-answered, capture-ready,
-boundary-copied, read-chunk, stats-item, pool, mapped, live, stream-granted, stream-open,
-stream-window, gradients-copied, gradients-reduced, standing-copied (all but its label), copy-sent,
-copy-received; of
+boundary-copied, read-chunk, stats-item, pool, mapped, live, state-allocated, stream-granted,
+stream-open, stream-window, gradients-copied, gradients-reduced, standing-copied (all but its
+label), copy-sent, copy-received; of
 edits edit-staging, edit-staged, edit-ready, edit-applied; mark-made; of
 exports export-begun, export-file-begun, export-chunk, export-file-written, export-file-done,
 export-stored, export-verify, export-finish, export-marker, export-renamed, export-dropped.
@@ -47,6 +47,7 @@ POINTS = frozenset(
         "pool",
         "mapped",
         "live",
+        "state-allocated",
         "stream-granted",
         "stream-open",
         "stream-window",

@@ -11,27 +11,10 @@ One trainer at a time owns it, identified by pid and start time:
 GONE is ORPHANED with a mirrored arena: the arena holds an earlier step, so only snapshots that
 are already held are served. The memory is kept unchanged in ORPHANED and TORN, so that the last
 step is still served (or refused, if torn).
-
-The phase of a rank, judged by its control page, the clock and its trainer's process:
-
-    PHASE              reported when
-    WAITING            no trainer has attached
-    TORN, ORPHANED     the trainer's process has ended, inside or outside an update
-    STALLED            the process is stopped
-    HELD               the trainer waits at a boundary on request
-    STALLED            its next boundary is long overdue
-    UPDATE             SEQ is odd and nothing rests
-    SUMMON             a copy is in progress, or a boundary request waits for the trainers
-    IDLE               no boundary yet, or none for longer than a step takes
-    FORWARD_BACKWARD   otherwise: between two updates of a running training
-
-The first match wins. STALLED comes before UPDATE because an optimizer may hang too. Copies
-depend on none of this; their correctness rests on SEQ alone (memory/gate.py).
 """
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -47,10 +30,9 @@ from paramd.memory import descriptors
 from paramd.memory.arena import HostArena, is_mirror
 from paramd.memory.control_page import MAGIC, ControlPage, Word, Words
 from paramd.memory.device_arena import DeviceArenaRequest, DeviceReader
-from paramd.memory.gate import Move
-from paramd.memory.handover import Descriptors
+from paramd.memory.gate import CopySpan, Move
+from paramd.memory.handover import MAX_ALLOCATIONS, Allocation, Descriptors, optimizer_bytes
 from paramd.security.tickets import MAX_TICKET_BYTES, key_from_hex
-from paramd.v1 import common_pb2
 from paramd.version import __version__
 
 # madvise(2): prefault all pages for reading (Linux 5.14).
@@ -163,6 +145,8 @@ class AttachRequest:
     """Ticket with which this sidecar sends copies of them to another host; empty: it sends none."""
     device: DeviceArenaRequest | None = None
     """Where the arena is; None: in host memory."""
+    allocations: tuple[int, ...] = ()
+    """Sizes of those for optimizer state there that the trainer hands over."""
 
 
 def parse_attach(message: dict[str, Any]) -> AttachRequest:
@@ -191,9 +175,12 @@ def parse_attach(message: dict[str, Any]) -> AttachRequest:
     continues = message.get("continues", [0, 0, -1])
     if not (isinstance(continues, list) and [type(one) for one in continues] == [int] * 3):
         raise UsageError(f"attach: continues is {continues!r}; expected three numbers")
-    device = message.get("device")
+    device, sizes = message.get("device"), message.get("allocations", [])
+    if not isinstance(sizes, list) or any(type(one) is not int or one <= 0 for one in sizes):
+        raise UsageError(f"attach: allocations is {sizes!r}; expected numbers above 0")
     return AttachRequest(
         device=DeviceArenaRequest.from_message(device) if device is not None else None,
+        allocations=tuple(sizes),
         continues=(continues[0], continues[1], continues[2]),
         job=texts["job"],
         version=texts["version"],
@@ -301,9 +288,10 @@ class AttachedMemory:
         self.trainer_pid = 0 if elsewhere else request.pid
         """The trainer's process; 0: it runs in another container, where pids are others."""
         self.page = ControlPage(shared.page)
+        device, words = request.device, self.page.words
         self.arena: HostArena | DeviceReader = (
-            DeviceReader(request.device, shared.arena, request.arena_bytes, self.page.words)
-            if request.device is not None
+            DeviceReader(device, shared.arena, request.arena_bytes, words, shared.state)
+            if device is not None
             else HostArena(shared.arena, request.arena_bytes)
         )
 
@@ -322,9 +310,50 @@ class AttachedMemory:
         return self.arena.buffer if isinstance(self.arena, HostArena) else memoryview(b"")
 
     @property
-    def move(self) -> Move:
-        """Copies bytes from the arena's addresses, or from other host memory."""
-        return self.arena.move if isinstance(self.arena, DeviceReader) else ctypes.memmove
+    def move(self) -> Move | None:
+        """Copies bytes from the arena's device, or from host memory; None: it is on no device."""
+        return self.arena.move if isinstance(self.arena, DeviceReader) else None
+
+    def copy(self, spans: Sequence[CopySpan]) -> None:
+        """Copy bytes that nobody changes meanwhile. Raises as `move`."""
+        if isinstance(self.arena, DeviceReader):
+            self.arena.move(spans)
+            return
+        for span in spans:
+            span.copy()
+
+    def add_state(self, known_count: int, size_bytes: int) -> Allocation:
+        """Make device memory for more of the optimizer's state. Slow.
+
+        Args:
+            known_count: how many the trainer has; a later one never reached it, and goes.
+
+        Raises:
+            UsageError: there is no device, or never so much state on it.
+            ExhaustedError, DeviceError: the driver refused.
+        """
+        request, known = self.request, self.shared.state
+        if request.device is None or not isinstance(self.arena, DeviceReader):
+            raise UsageError("state: the parameters are in host memory")
+        before_bytes = sum(one.size_bytes for one in known[:known_count])
+        most_bytes = optimizer_bytes(request.arena_bytes)
+        if not 0 <= known_count <= min(len(known), MAX_ALLOCATIONS - 1):
+            raise UsageError(
+                f"state: {known_count} allocations are known; there are {len(known)}, and at most "
+                f"{MAX_ALLOCATIONS}"
+            )
+        if not 0 < size_bytes <= most_bytes - before_bytes:
+            raise UsageError(
+                f"state: {size_bytes:,} bytes after {before_bytes:,}; at most {most_bytes:,} have "
+                "a place beside these parameters"
+            )
+        allocation = request.device.create_allocation(size_bytes)
+        gone = known[known_count:]
+        known[known_count:] = [allocation]
+        self.arena.has_state(known)
+        for one in gone:
+            os.close(one.descriptor)
+        return allocation
 
     def fault_in(self) -> None:
         """Prefault the arena for reading, so that the first copy is a warm one. Slow."""
@@ -366,8 +395,12 @@ def attach_memory(
                 create_memory=create_memory,
                 create_arena=request.device.create if request.device is not None else None,
             ).as_list()
-        on_device = request.device is not None
-        shared = Descriptors.received(fds, request.arena_bytes, on_device=on_device)
+        shared = Descriptors.received(
+            fds,
+            request.arena_bytes,
+            on_device=request.device is not None,
+            allocations=request.allocations,
+        )
         fds.append(_trainer_pidfd(request) if elsewhere is None else os.dup(elsewhere))
         attached = AttachedMemory(request, shared, fds[-1], elsewhere=elsewhere is not None)
     except BaseException:
@@ -410,93 +443,3 @@ def _greet(attached: AttachedMemory) -> None:
     # Or the trainer's next update would wait for copies that died with the predecessor.
     page[Word.COPY_ENDED] = page[Word.COPY_BEGUN]
     page[Word.SERVED] = page[Word.ANNOUNCE]
-
-
-STALL_STEPS = 20
-"""A boundary is long overdue after this many of the trainer's smoothed step times ..."""
-
-STALL_LEAST_S = 30.0
-"""... but not before this time: a validation or a checkpoint takes longer than a step."""
-
-IDLE_STEPS = 4
-IDLE_LEAST_S = 1.0
-"""A rank is idle after this many step times without a boundary, and at least this long."""
-
-STOPPED_STATES = frozenset("Tt")
-"""States in /proc/<pid>/stat: stopped by a signal, or by a debugger."""
-
-LASTING = frozenset(
-    {
-        common_pb2.PHASE_WAITING,
-        common_pb2.PHASE_ORPHANED,
-        common_pb2.PHASE_TORN,
-        common_pb2.PHASE_STALLED,
-        common_pb2.PHASE_HELD,
-    }
-)
-"""Phases reported at once when entered or left; the others change many times a second."""
-
-_HELD = 1
-
-_ENDED = {
-    Ownership.TORN: common_pb2.PHASE_TORN,
-    Ownership.ORPHANED: common_pb2.PHASE_ORPHANED,
-    Ownership.GONE: common_pb2.PHASE_ORPHANED,
-    Ownership.WAITING: common_pb2.PHASE_WAITING,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Doing:
-    """A phase, and why it needs attention (empty if it does not)."""
-
-    phase: common_pb2.Phase.ValueType
-    reason: str = ""
-
-
-def doing(ownership: Ownership, words: Sequence[int], *, process_state: str, now_ns: int) -> Doing:
-    """What the rank is doing now.
-
-    Args:
-        words: The control page's; read only when `ownership` is OWNED.
-        process_state: The trainer's state letter from /proc/<pid>/stat; empty if unknown.
-        now_ns: CLOCK_MONOTONIC.
-    """
-    if ownership is not Ownership.OWNED:
-        return Doing(_ENDED[ownership], ownership.value)
-    if process_state in STOPPED_STATES:
-        return Doing(common_pb2.PHASE_STALLED, "its trainer's process is stopped (SIGSTOP)")
-    if words[Word.HELD] == _HELD:
-        return Doing(common_pb2.PHASE_HELD, "training is held on request; it resumes by itself")
-    inside = words[Word.SEQ] & 1 == 1 and not words[Word.REST]
-    boundary_ns, step_ns = words[Word.BOUNDARY_NS], words[Word.STEP_TIME_NS]
-    age_ns = max(now_ns - boundary_ns, 0) if boundary_ns else 0
-    if age_ns > stall_after_ns(step_ns):
-        return Doing(common_pb2.PHASE_STALLED, _overdue(age_ns, step_ns, inside=inside))
-    if inside:
-        return Doing(common_pb2.PHASE_UPDATE)
-    if _summoned(words):
-        return Doing(common_pb2.PHASE_SUMMON)
-    if not boundary_ns or age_ns > max(IDLE_STEPS * step_ns, IDLE_LEAST_S * 1e9):
-        return Doing(common_pb2.PHASE_IDLE)
-    return Doing(common_pb2.PHASE_FORWARD_BACKWARD)
-
-
-def stall_after_ns(step_time_ns: int) -> int:
-    """Age of the last boundary beyond which a training with this step time has stalled."""
-    return max(STALL_STEPS * step_time_ns, round(STALL_LEAST_S * 1e9))
-
-
-def _summoned(words: Sequence[int]) -> bool:
-    copying = words[Word.COPY_BEGUN] != words[Word.COPY_ENDED]
-    announced = words[Word.SERVED] < words[Word.ANNOUNCE]
-    return copying or announced or words[Word.READY] > words[Word.AGREED]
-
-
-def _overdue(age_ns: int, step_ns: int, *, inside: bool) -> str:
-    where = "inside an update" if inside else "outside an update"
-    usual = f"its steps take {step_ns / 1e9:.3g} s" if step_ns else "it has had one step"
-    return (
-        f"no boundary for {age_ns // 1_000_000_000} s, {usual}: the trainer lives, but hangs "
-        f"{where} or runs something long (evaluation, checkpoint)"
-    )

@@ -22,7 +22,8 @@ from paramd.memory.gate import State, resting_state, state_of
 from paramd_service.admission import CALLER, Who
 from paramd_service.aio import uncancelled
 from paramd_service.sidecar.boundaries import Boundaries
-from paramd_service.sidecar.copying.capture import UNSERVED_NS, Copier, CopyJob
+from paramd_service.sidecar.copying.capture import UNSERVED_NS, CopyJob
+from paramd_service.sidecar.copying.copier import Copier
 from paramd_service.sidecar.faults import Faults
 from paramd_service.sidecar.gradients.pins import GradientPins
 from paramd_service.sidecar.gradients.slots import Gradients

@@ -32,7 +32,8 @@ from paramd.memory.gate import State, resting_state, state_of
 from paramd.security.tickets import CLOCK_SKEW_S, Claims, Verifier
 from paramd.security.tls import Pems
 from paramd_service.sidecar.config import SidecarConfig
-from paramd_service.sidecar.copying.capture import Capture, Copier
+from paramd_service.sidecar.copying.capture import Capture
+from paramd_service.sidecar.copying.copier import Copier
 from paramd_service.sidecar.edits.entry import EditLimits
 from paramd_service.sidecar.edits.manager import Edits, States
 from paramd_service.sidecar.edits.memory import EditMemory

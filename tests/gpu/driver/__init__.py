@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from paramd.memory.device_driver import VARIABLE, Driver
 from tests.needs import program
 
@@ -86,10 +88,10 @@ class Standin:
 @contextmanager
 def driver_in(folder: Path) -> Iterator[tuple[Driver, Standin]]:
     """The simulated driver in this process, with a device of its own."""
-    os.environ["PARAMD_STANDIN_DIR"] = str(folder)
-    standin = Standin()
-    try:
-        yield Driver(str(built())), standin
-    finally:
-        standin.close()
-        del os.environ["PARAMD_STANDIN_DIR"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PARAMD_STANDIN_DIR", str(folder))
+        standin = Standin()
+        try:
+            yield Driver(str(built())), standin
+        finally:
+            standin.close()

@@ -1,9 +1,10 @@
 /* A simulated CUDA driver for tests: libcuda's exported names over memory descriptors of the host.
 
-   No device, no kernels. What is real here: every process has its own mapping of one allocation,
-   reached through a file descriptor; a range without access rights faults; calls that need a
-   context fail without one; sizes must be multiples of the granularity; the work of a stream runs
-   late, in order, on a thread of its own; events order streams, also of different processes.
+   No device, no kernels. What is real here: every process has its own mapping of an allocation,
+   reached through a file descriptor; copies may cross allocations that are mapped one behind the
+   other; a range without access rights faults; calls that need a context fail without one; sizes
+   must be multiples of the granularity; the work of a stream runs late, in order, on a thread of
+   its own; events order streams, also of different processes.
 
    The checker: each stream carries a vector clock, events and waits join clocks, and writes on
    streams leave theirs with the allocation. A copy to the host that no event orders after every
@@ -260,10 +261,20 @@ static int allocation_of(int fd) {
   return -1;
 }
 
-static int allocation_at(uint64_t begin, size_t size) {
-  for (int i = 0; i < mapped_count; i++)
-    if (mapped[i].begin <= begin && begin + size <= mapped[i].end) return mapped[i].allocation;
-  return -1;
+/* The allocations in which [begin, begin + size) lies, one behind the other; how many, and 0 if
+   some of it is not mapped. */
+static int allocations_at(uint64_t begin, size_t size, int *found) {
+  uint64_t end = begin + size;
+  int count = 0;
+  for (int i = 0; i < mapped_count && begin < end;) {
+    if (mapped[i].begin <= begin && begin < mapped[i].end) {
+      found[count++] = mapped[i].allocation, begin = mapped[i].end;
+      i = 0;
+    } else {
+      i++;
+    }
+  }
+  return begin < end ? 0 : count;
 }
 
 CUresult cuMemAddressReserve(CUdeviceptr *at, size_t size, size_t alignment, CUdeviceptr address,
@@ -476,11 +487,13 @@ void paramd_standin_close(void) {
 
 static CUresult write_to(Stream *stream, uint64_t begin, size_t bytes, Work work) {
   if (!stream) return OUT_OF_MEMORY;
+  int at[ALLOCATIONS];
   lock();
-  int at = allocation_at(begin, bytes);
-  if (at >= 0) shared->all[at].written.at[stream->id] = queue(stream, work);
+  int count = allocations_at(begin, bytes, at);
+  uint64_t number = count ? queue(stream, work) : 0;
+  for (int i = 0; i < count; i++) shared->all[at[i]].written.at[stream->id] = number;
   unlock();
-  return at >= 0 ? OK : INVALID_VALUE;
+  return count ? OK : INVALID_VALUE;
 }
 
 CUresult cuMemsetD32Async(CUdeviceptr at, unsigned value, size_t count, void *stream) {
@@ -516,18 +529,21 @@ CUresult cuMemcpyDtoHAsync_v2(void *target, CUdeviceptr at, size_t size, void *g
   IN_CONTEXT();
   Stream *stream = stream_of(given);
   if (!stream) return OUT_OF_MEMORY;
+  int found[ALLOCATIONS], ordered = 1;
   lock();
-  int found = allocation_at(at, size), ordered = 1;
-  if (found >= 0) {
-    const Clock *written = &shared->all[found].written;
-    for (int i = 0; i < shared->streams && ordered; i++)
-      ordered = written->at[i] <= stream->clock.at[i] || has_ended(shared->process[i]);
+  int count = allocations_at(at, size, found);
+  if (count) {
+    for (int i = 0; i < count * shared->streams && ordered; i++) {
+      const Clock *written = &shared->all[found[i / shared->streams]].written;
+      int other = i % shared->streams;
+      ordered = written->at[other] <= stream->clock.at[other] || has_ended(shared->process[other]);
+    }
     if (!ordered) shared->unordered++;
     Work work = {.kind = ordered ? COPY : SPOIL, .target = target, .source = (void *)at, .size = size};
     queue(stream, work);
   }
   unlock();
-  return found >= 0 ? OK : INVALID_VALUE;
+  return count ? OK : INVALID_VALUE;
 }
 
 /* Events: what was queued on a stream when one was recorded. All are fit for other processes. */

@@ -31,6 +31,7 @@ from xxhash import xxh3_64_hexdigest
 
 import paramd
 from tests.ending import end
+from tests.gpu.late import finish
 
 WIDTH = 17
 
@@ -210,6 +211,7 @@ def strike(folder: str, rank: int, point: str, step: int) -> None:
     """Dies here if told to: `<folder>/die-<rank>` holds "point step"."""
     order = Path(folder, f"die-{rank}")
     if order.exists() and order.read_text() == f"{point} {step}":
+        finish()
         order.unlink()
         os.kill(os.getpid(), signal.SIGKILL)
 

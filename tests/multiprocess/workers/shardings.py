@@ -42,6 +42,8 @@ class Training(Protocol):
     """All names of the mesh."""
     edited_within_step: bool
     """Whether a step ends after the edits of its boundary."""
+    has_gradients: bool
+    """Whether frames of gradients have them."""
 
     def attach(self) -> Any:
         """Attach it as job JOB."""
@@ -51,6 +53,9 @@ class Training(Protocol):
 
     def values(self) -> Values:
         """What this rank knows of the parameters, whole. Collective."""
+
+    def averages(self) -> Values:
+        """What it can tell of the optimizer's `exp_avg` after a step, whole. Collective."""
 
     def edit(self) -> None:
         """Multiply every parameter by FACTOR, and forget its moments."""
@@ -74,6 +79,7 @@ class Modules:
 
     names: list[str]
     edited_within_step = False
+    has_gradients = True
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self.modules = dict(modules)
@@ -93,6 +99,10 @@ class Modules:
 
     def values(self) -> Values:
         return {name: p.detach().clone() for name, p in self.named().items()}
+
+    def averages(self) -> Values:
+        state = self.optimizer.state
+        return {name: state[p]["exp_avg"].clone() for name, p in self.named().items()}
 
     def gradients(self) -> Values:
         found = {name: p.grad for name, p in self.named().items()}
@@ -179,6 +189,7 @@ class Zero:
     """DeepSpeed's engine over a network whose parameters lie across the partitions' borders."""
 
     edited_within_step = True
+    has_gradients = False
 
     def __init__(self, stage: int, *, bf16: bool) -> None:
         import deepspeed
@@ -190,7 +201,7 @@ class Zero:
         self.names = [name for name, _ in model.named_parameters()]
         decay = [p for p in model.parameters() if p.dim() > 1]
         rest = [p for p in model.parameters() if p.dim() == 1]
-        groups = [{"params": decay}, {"params": rest, "weight_decay": 0.0}]
+        groups: list[dict[str, Any]] = [{"params": decay}, {"params": rest, "weight_decay": 0.0}]
         config = {
             "train_micro_batch_size_per_gpu": 3,
             "gradient_accumulation_steps": 2,
@@ -229,6 +240,9 @@ class Zero:
 
         named = self.engine.module.named_parameters()
         return {name: safe_get_full_fp32_param(p).clone() for name, p in named}
+
+    def averages(self) -> Values:
+        return {}
 
     def edit(self) -> None:
         optimizer: Any = self.engine.optimizer
@@ -275,7 +289,8 @@ class Client(threading.Thread):
         self.held = self.edited = -1
         self.before: Values = {}
         self.after: Values = {}
-        self.exported = -1
+        self.averages: Values = {}
+        self.averaged = self.exported = -1
         self.listed: list[str] = []
 
     def run(self) -> None:
@@ -292,8 +307,9 @@ class Client(threading.Thread):
             if not self._gradients:
                 assert set(frame.none) == set(self.listed)
                 break
-            assert not frame.none, dict(frame.none)
-            self.grads.append((frame.step, {name: frame[name].clone() for name in frame}))
+            assert set(frame.none) <= {"frozen"}, dict(frame.none)
+            gradients = {name: one.clone() for name, one in frame.items() if one is not None}
+            self.grads.append((frame.step, gradients))
             if len(self.grads) == 2:
                 break
         mesh.pause()
@@ -302,6 +318,9 @@ class Client(threading.Thread):
         mesh.edit("*", mul=FACTOR, reset_moments=True, if_step=found.step)
         self.after = dict(mesh.summon("*"))
         mesh.resume()
+        state = mesh.optimizer()
+        self.averaged = state.step
+        self.averages = {name: of["exp_avg"] for name, of in state.items() if of}
         self.exported = mesh.export("out/one", include=("parameters",)).wait(ALLOWED_S).step
 
 
@@ -317,13 +336,15 @@ def united(parts: list[Values]) -> Values:
 
 def same(found: Mapping[str, torch.Tensor], wanted: Values, names: list[str], what: str) -> None:
     for name in names:
-        assert torch.equal(found[name], wanted[name].to(found[name].dtype)), (what, name)
+        one, other = found[name], wanted[name].to(found[name].dtype)
+        # Gradients of a step that is skipped may be NaN.
+        assert torch.equal(one.nan_to_num(), other.nan_to_num()), (what, name)
 
 
 def attached_training(training: Training, client: Client | None) -> tuple[int, int]:
     """Trains until the client is done; the step that was edited, and the last one."""
     attachment = training.attach()
-    history, gradients = {0: training.values()}, {}
+    history, gradients, averages = {0: training.values()}, {}, {}
     if client is not None:
         client.start()
     left = AFTER
@@ -332,24 +353,27 @@ def attached_training(training: Training, client: Client | None) -> tuple[int, i
         gradients[number] = training.step(number)
         assert attachment.step == number
         history[number] = training.values()
+        averages[number] = training.averages()
         done = torch.tensor([int(client is None or client.done.is_set())])
         dist.all_reduce(done, op=dist.ReduceOp.MIN)
         left -= int(done)
     last = attachment.step
     attachment.detach()
-    everything = gathered((history, gradients))
+    everything = gathered((history, gradients, averages))
     plan = [0]
     if client is not None:
         client.join()
         if client.failure is not None:
             raise client.failure
-        compare(client, [one[0] for one in everything], [one[1] for one in everything], training)
+        compare(client, training, *zip(*everything, strict=True))
         plan = [client.held]
     dist.broadcast_object_list(plan, src=0)
     return plan[0], last
 
 
-def compare(client: Client, history: list[Any], gradients: list[Any], training: Training) -> None:
+def compare(
+    client: Client, training: Training, history: Any, gradients: Any, averages: Any
+) -> None:
     """What was read against what the ranks had."""
     names = training.names
     assert sorted(client.listed) == sorted(names), client.listed
@@ -358,12 +382,16 @@ def compare(client: Client, history: list[Any], gradients: list[Any], training: 
         return united([one[step] for one in history])
 
     for step, frame in client.grads:
-        assert set(frame) == set(names)
-        same(frame, united([one[step] for one in gradients]), names, f"gradients of {step}")
+        wanted = united([one[step] for one in gradients])
+        assert set(frame) == set(wanted) == set(names) - {"frozen"}
+        same(frame, wanted, list(wanted), f"gradients of {step}")
+    wanted = united([one[client.averaged] for one in averages])
+    assert set(client.averages) == set(names) - {"frozen"}
+    same(client.averages, wanted, list(wanted), "averages")
     assert set(client.before) >= set(names)
     edited = {name: value * FACTOR for name, value in client.before.items()}
     same(client.after, edited, names, "edited")
-    # A pause within DeepSpeed's step: the ranks looked at it when it was edited.
+    # A pause within a step: the ranks looked at it when it was edited.
     held = client.after if training.edited_within_step else client.before
     same(held, at(client.held), names, "held")
     assert client.exported > client.held
@@ -410,7 +438,8 @@ def refused() -> None:
     print("all refused", flush=True)
 
 
-def main() -> None:
+def main(refusals: Callable[[], None] = refused) -> None:
+    """Runs a case of CASES, or the refusals."""
     parser = argparse.ArgumentParser()
     parser.add_argument("case")
     parser.add_argument("--folder", type=Path, required=True)
@@ -422,11 +451,11 @@ def main() -> None:
     os.environ["PARAMD_DESTINATIONS"] = json.dumps({"out": str(out)})
     dist.init_process_group("gloo")
     if arguments.case == "refused":
-        refused()
+        refusals()
         return
     make = CASES[arguments.case]
     first = make()
-    client = Client(gradients=isinstance(first, Modules)) if dist.get_rank() == 0 else None
+    client = Client(gradients=first.has_gradients) if dist.get_rank() == 0 else None
     edited, last = attached_training(first, client)
     second = make()
     for number in range(1, last + 1):

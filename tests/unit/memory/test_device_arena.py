@@ -18,17 +18,20 @@ from paramd.memory import device_arena, device_driver
 from paramd.memory.control_page import Word
 from paramd.memory.device_arena import (
     BASE,
+    STATE_BASE,
     WINDOW_BYTES,
     WINDOWS,
+    Addresses,
     DeviceArenaRequest,
     DeviceMap,
     DeviceReader,
     TrainerDevice,
     create,
+    create_allocation,
     why_not,
 )
 from paramd.memory.device_driver import CURES, SYMBOLS, DeviceError, Driver
-from paramd.memory.gate import LateError
+from paramd.memory.gate import CopySpan, LateError
 from tests.gpu.driver import POISON, Standin, driver_in, environment
 
 ARENA_BYTES = 3 * WINDOW_BYTES * WINDOWS // 2 + 4096
@@ -61,7 +64,7 @@ class Both:
     def read(self) -> set[int]:
         """The values of the bytes that a reader gets."""
         room = ctypes.create_string_buffer(self.map.size_bytes)
-        self.reader.move(ctypes.addressof(room), BASE, self.map.size_bytes)
+        self.reader.move([CopySpan(BASE, ctypes.addressof(room), self.map.size_bytes)])
         return set(room.raw)
 
     def close(self) -> None:
@@ -97,6 +100,24 @@ def test_a_copy_waits_for_the_update_that_was_published(both: Both) -> None:
         both.update(value)
         both.trainer.publish()
         assert both.read() == {value}
+
+
+def test_scattered_spans_are_copied_behind_one_look_at_the_fence(both: Both) -> None:
+    both.update(1)
+    both.driver.fill(both.map.address + 4096, 2 * WORD, 1024, 0)
+    both.trainer.publish()
+    size = 3 * WINDOW_BYTES // 2
+    room = ctypes.create_string_buffer(size + 8 + 100)
+    target = ctypes.addressof(room)
+    host = ctypes.create_string_buffer(b"h" * 100)
+    both.reader.move(
+        [
+            CopySpan(BASE + 4096 + 1024 * 4, target, size),
+            CopySpan(BASE + 4096, target + size, 8),
+            CopySpan(ctypes.addressof(host), target + size + 8, 100),
+        ]
+    )
+    assert room.raw == bytes([1]) * size + bytes([2]) * 8 + b"h" * 100
 
 
 def test_a_copy_that_no_event_orders_is_seen(both: Both, loaded: tuple[Driver, Standin]) -> None:
@@ -141,9 +162,51 @@ def test_the_fence_tells_whether_the_device_finished_what_was_told(both: Both) -
     assert both.read() == {1}
 
 
+def read_state(reader: DeviceReader, begin: int, size_bytes: int) -> set[int]:
+    """The values of bytes of optimizer state as a reader gets them."""
+    room = ctypes.create_string_buffer(size_bytes)
+    reader.move([CopySpan(STATE_BASE + begin, ctypes.addressof(room), size_bytes)])
+    return set(room.raw)
+
+
+def test_state_is_read_across_allocations_once_the_event_behind_it_has_come(
+    both: Both, loaded: tuple[Driver, Standin]
+) -> None:
+    driver, standin = loaded
+    allocations = [create_allocation(driver, 0, 4096)]
+    size = allocations[0].size_bytes
+    state = Addresses(driver, 0, 4 * size)
+    both.reader.has_state(allocations)
+    state.map(allocations[0].descriptor, size)
+    driver.fill(state.address, WORD, size // 4, 0)
+    both.trainer.publish()
+    assert read_state(both.reader, 0, size) == {1}
+    with pytest.raises(LateError):
+        read_state(both.reader, 0, size + 4)  # what has no memory yet
+    allocations.append(create_allocation(driver, 0, 1))
+    both.reader.has_state(allocations)
+    state.map(allocations[1].descriptor, size)
+    driver.fill(state.address, 2 * WORD, 2 * size // 4, 0)
+    assert read_state(both.reader, size - 64, 128) == {POISON}  # behind no event
+    assert standin.unordered
+    both.trainer.publish()
+    assert read_state(both.reader, size - 64, 128) == {2}
+    # An allocation that never reached the trainer gives way to the next.
+    lost, allocations[1] = allocations[1], create_allocation(driver, 0, 1)
+    both.reader.has_state(allocations)
+    state.unmap()
+    state.map(allocations[1].descriptor, size)
+    driver.fill(state.address, 3 * WORD, 2 * size // 4, 0)
+    both.trainer.publish()
+    assert read_state(both.reader, 0, 2 * size) == {3}
+    state.close()
+    for allocation in (lost, *allocations):
+        os.close(allocation.descriptor)
+
+
 def test_host_memory_is_moved_without_the_device(both: Both) -> None:
     source, target = ctypes.create_string_buffer(b"host"), ctypes.create_string_buffer(5)
-    both.reader.move(ctypes.addressof(target), ctypes.addressof(source), 5)
+    both.reader.move([CopySpan(ctypes.addressof(source), ctypes.addressof(target), 5)])
     assert target.value == b"host"
     assert not both.reader.is_open
 

@@ -65,6 +65,27 @@ async def test_the_document_is_read_and_the_token_sent() -> None:
     assert "ticket-1" not in repr(found)
 
 
+@pytest.mark.parametrize("error", [httpx2.ConnectError("no route"), httpx2.ConnectTimeout("")])
+async def test_a_url_whose_host_may_be_lost_is_told_with_where_to_find_the_new_one(
+    error: httpx2.HTTPError,
+) -> None:
+    def unreachable(_: httpx2.Request) -> httpx2.Response:
+        raise error
+
+    def told(url: str, **more: Any) -> RestClient:
+        return RestClient(url, "token", transport=httpx2.MockTransport(unreachable), **more)
+
+    new = "its new url is in <state dir>/JOB/endpoint.json there"
+    # One that is read from the state dir is read again, and loopback is this host.
+    found = told(URL, find=lambda: (URL, "token"))
+    for rest, hinted in ((told(URL), True), (told("http://127.0.0.1:8470"), False), (found, False)):
+        with pytest.raises(UnreachableError) as raised:
+            await rest.job("my-run")
+        assert (new in str(raised.value)) == hinted
+        assert rest.url in str(raised.value)
+        await rest.close()
+
+
 async def test_a_rank_without_a_sidecar_is_unreachable() -> None:
     rest = client(lambda _: httpx2.Response(200, json=document()))
     found = await rest.job("my-run")

@@ -17,9 +17,9 @@ from paramd_service.sidecar.copying.capture import (
     REST_NS,
     RETRY_NS,
     Capture,
-    Copier,
     CopyJob,
 )
+from paramd_service.sidecar.copying.copier import Copier
 from paramd_service.sidecar.copying.page_requests import Boundary, Outcome
 from paramd_service.sidecar.log import Log
 

@@ -38,14 +38,14 @@ def test_buffers_are_not_compared() -> None:
     assert len(before) == 2
 
 
-def test_megatrons_wrapper_is_refused_with_what_is_supported(
+def test_megatrons_wrapper_is_refused_with_how_to_attach_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A stand-in for its class: megatron-core is not among what the tests install."""
+    """A stand-in for its class, whose package takes seconds to import."""
     name = "megatron.core.distributed.data_parallel_base"
     stand_in = ModuleType(name)
     wrapper = type("_BaseDataParallel", (nn.Module,), {})
     stand_in._BaseDataParallel = wrapper  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, name, stand_in)
-    with pytest.raises(UsageError, match=r"Megatron-Core.*not supported.*pipelines, and DeepSpeed"):
+    with pytest.raises(UsageError, match=r"_BaseDataParallel.*integrations.megatron.attach\(model"):
         resolve(nn.Sequential(wrapper()), None, "job", None)

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from paramd.errors import ConflictError
+from paramd.errors import ConflictError, UnreachableError
 from paramd.memory.control_page import PAGE_BYTES, ControlPage, Word, digest_of
-from paramd.memory.descriptors import create_memory
-from paramd.memory.device_arena import DeviceReader, create
+from paramd.memory.descriptors import SparseMemory, create_memory, create_sparse
+from paramd.memory.device_arena import STATE_BASE, DeviceReader, create, create_allocation
+from paramd.memory.gate import CopySpan
+from paramd.memory.handover import Allocation
+from paramd.memory.optimizer_state import DEVICE_PLACES, parse_state
 from paramd.trainer.home import device as device_module
-from paramd.trainer.home.device import CAPTURED, DeviceHome, device_home
+from paramd.trainer.home.device import CAPTURED, DeviceHome, DeviceState, device_home
 from paramd.trainer.home.mirrored import MirroredHome, home_of
+from paramd.trainer.resume.codec import decode, encode
+from paramd.trainer.resume.optimizer_home import OptimizerHome
 from tests.gpu.driver import Standin, driver_in
+
+LIMIT_BYTES = 64 << 20
 
 
 class Inside:
@@ -43,7 +52,7 @@ class Inside:
         room = torch.empty(self.before[name].numel())
         begins = {shard.fqn: begin for shard, begin in self.home.pieces()}
         address = self.reader.address + begins[name]
-        self.reader.move(room.data_ptr(), address, room.nbytes)
+        self.reader.move([CopySpan(address, room.data_ptr(), room.nbytes)])
         return bytes(room.numpy())
 
     def close(self) -> None:
@@ -123,6 +132,117 @@ def test_an_update_captured_in_a_graph_is_refused_from_then_on(
     with pytest.raises(ConflictError, match="CUDA graph") as refused:
         inside.home.check()
     assert str(refused.value) == CAPTURED
+
+
+class State:
+    """Memory for optimizer state beside such a model, as a trainer has it."""
+
+    def __init__(self, inside: Inside) -> None:
+        self.allocations: list[Allocation] = []
+        self.answers = True
+        self._inside = inside
+        self._host = create_sparse("optimizer", LIMIT_BYTES)
+        self.host = SparseMemory(self._host)
+
+    def open(self) -> DeviceState:
+        return self._inside.home.open_state(self.allocations, LIMIT_BYTES, self.add)
+
+    def home(self, optimizer: torch.optim.Optimizer) -> OptimizerHome:
+        return OptimizerHome(self.host, self._inside.page, [optimizer], self.open())
+
+    def add(self, size_bytes: int) -> None:
+        if not self.answers:
+            raise UnreachableError("no sidecar")
+        device = self._inside.home.device
+        self.allocations.append(create_allocation(device.driver, device.device, size_bytes))
+        self._inside.reader.has_state(self.allocations)
+
+    def close(self) -> None:
+        self.host.close()
+        os.close(self._host)
+        for allocation in self.allocations:
+            os.close(allocation.descriptor)
+
+
+@pytest.fixture
+def state(inside: Inside) -> Iterator[State]:
+    made = State(inside)
+    yield made
+    made.close()
+
+
+def trained(net: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    torch.manual_seed(seed)
+    optimizer.zero_grad()
+    net(torch.randn(4, 5)).square().sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_state_moves_to_the_device_where_a_successor_finds_it_and_the_sidecar_reads_it(
+    inside: Inside, state: State, amsgrad: bool
+) -> None:
+    alone = copy.deepcopy(inside.model)
+    make = partial(torch.optim.AdamW, amsgrad=amsgrad)
+    plain, ours = make(alone.parameters()), make(inside.model.parameters())
+    home = state.home(ours)
+    for step in range(3):
+        trained(alone, plain, step)
+        trained(inside.model, ours, step)
+        home.settle()
+    assert same(plain, ours)
+    on_host, on_device = inside.page[Word.OPTIMIZER_BYTES], inside.page[Word.STATE_BYTES]
+    assert 0 < on_host < on_device
+    assert len(state.allocations) == 1
+    table = decode(encode(home.table(inside.arena.address)))
+    inside.home.device.publish()
+    found = parse_state(encode(table))
+    assert found.keys == ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else [])]
+    (weight,) = (one for one in found.params if one.shape == (7, 5))
+    assert weight.scalars["step"][0] < on_host
+    place = weight.places["exp_avg"] - DEVICE_PLACES
+    assert 0 <= place < on_device
+    room = torch.empty(7, 5)
+    inside.reader.move([CopySpan(STATE_BASE + place, room.data_ptr(), room.nbytes)])
+    assert torch.equal(room, ours.state[inside.model[0].weight]["exp_avg"])
+    heir = make(inside.model.parameters())
+    successor = state.home(heir)
+    successor.adopt(table, home.others())
+    assert same(plain, heir)
+    assert not successor.settle()
+    trained(alone, plain, 9)
+    trained(inside.model, heir, 9)
+    assert same(plain, heir)
+    assert len(state.allocations) == 1
+    successor.move_out()
+    home.move_out()
+
+
+def test_state_that_finds_no_sidecar_waits_for_one_and_grows(inside: Inside, state: State) -> None:
+    optimizer = torch.optim.AdamW(inside.model.parameters())
+    home = state.home(optimizer)
+    trained(inside.model, optimizer, 0)
+    state.answers = False
+    for _ in range(2):
+        with pytest.raises(UnreachableError):
+            home.settle()
+    used = home.used_bytes
+    state.answers = True
+    assert home.settle()
+    assert home.used_bytes == used
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    # More than the first allocation has room for.
+    weight = inside.model[0].weight
+    optimizer.state[weight]["more"] = torch.full((1 << 20,), 5.0)
+    assert home.settle()
+    assert len(state.allocations) == 2
+    assert bool((optimizer.state[weight].pop("more") == 5).all())
+    assert encode(optimizer.state_dict()["state"]) == encode(before)
+    home.move_out()
+
+
+def same(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
+    return encode(one.state_dict()["state"]) == encode(other.state_dict()["state"])
 
 
 def test_what_cannot_be_owned_is_mirrored(

@@ -144,7 +144,8 @@ def test_moving_out_leaves_private_tensors_with_the_same_values(memory: Memory) 
     home.settle()
     before = encode(optimizer.state_dict()["state"])
     home.move_out()
-    memory.optimizer.buffer[: home.used_bytes] = bytes(home.used_bytes)
+    (used_bytes,) = home.used_bytes
+    memory.optimizer.buffer[:used_bytes] = bytes(used_bytes)
     assert encode(optimizer.state_dict()["state"]) == before
 
 

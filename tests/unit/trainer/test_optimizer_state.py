@@ -64,9 +64,13 @@ def test_state_is_found_by_the_bytes_of_its_parameter() -> None:
     assert "shape" in state.params[0].left_out["factor"]
     assert "float32" in state.params[1].left_out["exp_avg"]
     assert state.params[1].left_out["count"] == "it is no tensor"
-    memory = memoryview(struct.pack("=f", 9.0))
-    facts = state.facts({"step": 9, "groups": [], "threads": 1}, memory)
+    facts = state.facts({"step": 9, "groups": [], "threads": 1}, nine)
     assert facts["params"][0]["scalars"] == {"step": 9.0}
+
+
+def nine(place: int, size_bytes: int) -> bytes:
+    """What is read at place 0."""
+    return struct.pack("=f", 9.0)[place : place + size_bytes]
 
 
 def test_parameters_that_interleave_have_no_state_of_their_own() -> None:
@@ -98,9 +102,8 @@ def test_the_table_of_a_mirror_has_what_corresponds_and_all_numbers() -> None:
     )
     record = recorded(float("inf"), None)
     assert state.unfit(record) == ""
-    memory = memoryview(struct.pack("=f", 9.0))
     # The second parameter lies beyond the arena: it is not one of the attached model.
-    assert state.table(record, memory, arena_bytes=4096) == {
+    assert state.table(record, nine, arena_bytes=4096) == {
         "step": 9,
         "keys": ["exp_avg"],
         "groups": [[{"lr": 0.5}]],

@@ -26,7 +26,7 @@ from paramd.errors import (
 from paramd.mesh.peers import tunnels
 from paramd.mesh.peers.grpc import Asked, RankUnreachableError, check_way
 from paramd.mesh.peers.trust import client_tls
-from paramd.security.tls import ClientTls, Pems, https_context, not_accepted
+from paramd.security.tls import ClientTls, Pems, https_context, if_moved, not_accepted
 
 REST_TIMEOUT_S = 5.0
 """Default timeout of one REST request."""
@@ -278,7 +278,7 @@ class RestClient:
         except httpx2.TimeoutException as error:
             raise UnreachableError(
                 f"{self.url} did not answer in time; is the control plane stopped? "
-                "Run: paramd doctor"
+                f"Run: paramd doctor.{self._if_moved()}"
             ) from error
         except httpx2.HTTPError as error:
             ca = self._tls.ca if self._tls is not None else client_tls(self.url).ca
@@ -288,7 +288,7 @@ class RestClient:
                 ) from error
             raise UnreachableError(
                 f"{self.url} does not answer ({error}); is the job running? "
-                "Run: paramd status --job JOB, or give the right url"
+                f"Run: paramd status --job JOB, or give the right url.{self._if_moved()}"
             ) from error
         except RuntimeError as error:
             # httpx raises RuntimeError when the client is closed during the request.
@@ -300,6 +300,9 @@ class RestClient:
         if answer.status_code >= 400:
             raise error_of_http(self.url, answer.status_code, *problem_of(answer))
         return answer
+
+    def _if_moved(self) -> str:
+        return if_moved(self.url) if self._find is None else ""
 
     async def _sent(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float

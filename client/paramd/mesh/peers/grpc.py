@@ -216,6 +216,10 @@ CHANNEL_OPTIONS: Final[tuple[tuple[str, int | str], ...]] = (
 )
 
 
+class NotTrustedError(UnreachableError):
+    """The peer's certificate was not accepted; trying again does not help."""
+
+
 class LeaseEndedError(NotFoundError):
     """A snapshot's lease ended before it was read; pin again."""
 
@@ -503,10 +507,29 @@ async def cancelled(task: asyncio.Future[Any]) -> None:
         task.exception()
 
 
+def why_not_trusted(error: grpc.aio.AioRpcError) -> str:
+    """What is wrong with a peer's certificate, and what to do; empty if it is something else."""
+    # gRPC tells it in BoringSSL's words alone.
+    _, refused, why = (error.details() or "").partition("CERTIFICATE_VERIFY_FAILED: ")
+    if not refused:
+        return ""
+    why = why.removesuffix(": OK")
+    cure = "it is of another CA, or for another name, than is expected here (PARAMD_TLS_CA)"
+    if "expired" in why or "not yet valid" in why:
+        cure = (
+            "if no host's clock is wrong, it was not renewed. One of the operator's needs new "
+            "files (PARAMD_TLS_CERT); one of the job's own (mtls://) found no control plane that "
+            "renews it: attach again"
+        )
+    return f"has a certificate that cannot be trusted: {why}; {cure}"
+
+
 def error_of(error: grpc.aio.AioRpcError, who: str) -> ParamdError:
     """The domain error for a gRPC status; `who` names the peer."""
     code = error.code()
     details = error.details() or code.name
+    if why := why_not_trusted(error):
+        return NotTrustedError(f"{who} {why}")
     # A draining server cancels running calls: to a client that is an outage.
     name = "UNAVAILABLE" if code is grpc.StatusCode.CANCELLED else code.name
     return error_of_grpc(name)(f"{who}: {details}")

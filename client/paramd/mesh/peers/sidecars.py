@@ -25,6 +25,7 @@ from paramd.mesh.peers.grpc import (
     Background,
     Channels,
     LeaseEndedError,
+    NotTrustedError,
     RankUnreachableError,
     cancelled,
     told_errors,
@@ -618,6 +619,8 @@ class Sidecars:
         try:
             await self.state(rank, _PROBE_TIMEOUT_S)
         except (DeadlineError, UnreachableError) as error:
+            if isinstance(error.__cause__, NotTrustedError):
+                raise
             raise RankUnreachableError(
                 rank,
                 f"{self.who(rank)} does not answer: its sidecar is stopped, dead or cut off; "
@@ -647,6 +650,8 @@ class Sidecars:
         """Await `call`; give its errors the rank and advice."""
         try:
             return await call
+        except NotTrustedError as error:
+            raise RankUnreachableError(rank, str(error), stopped=True) from error
         except UnreachableError as error:
             raise RankUnreachableError(
                 rank, f"{error}; its sidecar may be restarting, try again in a few seconds"

@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -102,7 +102,7 @@ class Attachment:
         self.keeper: Keeper | None = None
         self._state: OptimizerHome | None = None
         self._rewinder: Rewinder | None = None
-        self._at_detach: Callable[[], None] = lambda: None
+        self._at_detach = ExitStack()
         self._tracking: Tracking | None = None
         self.resumed: Resumed | None = None
         """From which state this training goes on (`step`, `how`, `lost_steps`, `reason`); None
@@ -195,8 +195,11 @@ class Attachment:
         self._state, self.resumed = state, resumed
 
     def at_detach(self, undo: Callable[[], None]) -> None:
-        """Have `undo` called when the attachment ends, once the parameters have moved out."""
-        self._at_detach = undo
+        """Have `undo` called when the attachment ends, once the parameters have moved out.
+
+        Of several, the last is called first.
+        """
+        self._at_detach.callback(undo)
 
     def rewind_with(self, rewinder: Rewinder) -> None:
         """Have rollbacks done by `rewinder`."""
@@ -349,7 +352,7 @@ class Attachment:
             self.keeper.close()
             self._state.move_out()
         self._home.move_out()
-        self._at_detach()
+        self._at_detach.close()
         if self._control is not None:
             # First, or the supervisor would restart it when it ends with the last sidecar.
             self._control.release()

@@ -13,7 +13,7 @@ from paramd import places
 from paramd.errors import ConflictError, UsageError
 from paramd.trainer.attaching.attachment import attached
 from paramd.trainer.boundary.signals import members
-from paramd.trainer.model import zero
+from paramd.trainer.model import partitions
 
 
 class Missing(Enum):
@@ -131,9 +131,9 @@ def check_attachable(
             f"another model is attached as job {job!r} in this process; detach it, or attach "
             "this one under another job name"
         )
-    zero.check_declared(model)
-    if zero.masters(model):
-        # DeepSpeed keeps its partitions from its optimizer's groups while it does not step.
+    partitions.check_declared(model)
+    if model in partitions.declared:
+        # The groups list partitions, and DeepSpeed's not even those while it does not step.
         return
     updated: set[int] = set()
     for index, optimizer in enumerate(optimizers):

@@ -146,12 +146,12 @@ def _own_incarnation(
         rank_tickets=minted(Role.SIDECAR),
         copy_tickets=minted(Role.COPIER) if settings.replicas else [],
         private_key=private_key,
-        rank_pems=_certificates(private_key, job, incarnation, hosts),
+        rank_pems=_certificates(settings, private_key, job, incarnation, hosts),
     )
 
 
 def _certificates(
-    private_key: bytes, job: str, incarnation: int, hosts: Sequence[str]
+    settings: AttachSettings, private_key: bytes, job: str, incarnation: int, hosts: Sequence[str]
 ) -> list[Pems]:
     if not hosts:
         return []
@@ -159,7 +159,7 @@ def _certificates(
     from paramd.security.job_authority import JobAuthority
 
     authority = JobAuthority(private_key, job=job, incarnation=incarnation)
-    return authority.issue_ranks(hosts)
+    return authority.issue_ranks(hosts, lifetime_s=settings.certificate_s)
 
 
 class Exchange:

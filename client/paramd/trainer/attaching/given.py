@@ -13,6 +13,7 @@ import torch
 
 from paramd.errors import UsageError
 from paramd.trainer.attaching.checks import Missing, check_given
+from paramd.trainer.model import partitions
 from paramd.trainer.model.local_shard import loaded_class
 
 NOT_SERVED = {
@@ -59,14 +60,15 @@ def resolve(model: Any, optimizer: Any, job: Any, accelerator: Any) -> tuple[tor
 
 
 def _refuse_megatron(model: Any) -> None:
-    """Raise UsageError if Megatron-Core keeps the parameters in buffers of its own."""
+    """Raise UsageError for a wrapper of Megatron-Core that its own integration did not give."""
     wrapper: Any = loaded_class("megatron.core.distributed.data_parallel_base", "_BaseDataParallel")
-    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    if wrapper is not None and any(isinstance(module, wrapper) for module in modules):
+    if wrapper is None or not isinstance(model, torch.nn.Module) or model in partitions.declared:
+        return
+    found = next((module for module in model.modules() if isinstance(module, wrapper)), None)
+    if found is not None:
         raise UsageError(
-            "Megatron-Core's DistributedDataParallel and its buffers are not supported; paramd "
-            "serves torch's DDP, FSDP1, FSDP2, tensor parallelism and pipelines, and DeepSpeed's "
-            "ZeRO 1, 2 and 3"
+            f"this is Megatron-Core's {type(found).__qualname__}; attach it by "
+            "paramd.integrations.megatron.attach(model, optimizer, job=NAME)"
         )
 
 

@@ -46,7 +46,7 @@ from paramd.tensors.edit_ops import Views
 from paramd.trainer.home.device import DeviceMemory
 from paramd.trainer.home.mirrored import MirroredHome
 from paramd.trainer.home.moving import Range, extent
-from paramd.trainer.model import zero
+from paramd.trainer.model import partitions
 from paramd.trainer.model.dtensor import split
 from paramd.trainer.model.local_shard import dtype_name
 
@@ -112,7 +112,7 @@ def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, torch.Te
     for number, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             yield number, param
-    yield from zero.unlisted(optimizer)
+    yield from partitions.unlisted(optimizer)
 
 
 def owner_of(owned: Sequence[Owned], record: Record) -> Owned | None:
@@ -167,8 +167,14 @@ class Moments:
         memory: SparseMemory,
         *,
         mirror: MirroredHome | None = None,
+        finish: Callable[[], None] = lambda: None,
     ) -> None:
-        """`mirror` holds the parameters when they do not live in the arena."""
+        """
+        Args:
+            mirror: holds the parameters when they do not live in the arena.
+            finish: waits until a device has done what training queued.
+        """
+        self._finish = finish
         self._words = page.words
         self._arena = arena
         self._memory = memory
@@ -184,6 +190,7 @@ class Moments:
         The table records what could not be copied; raises only if the table cannot be written.
         """
         table: dict[str, Any] = {"step": self._words[Word.STEP], "keys": [], "failure": ""}
+        self._finish()
         try:
             table.update(self._copied())
         except ParamdError as error:

@@ -88,6 +88,7 @@ class ControlLink:
         arguments = ["--job", identity.job, "--listen", self._wanted_listen()]
         if own is not None:
             arguments += ["--advertise", own.name]
+            arguments += ["--certificate-s", str(self._settings.certificate_s)]
         if self.grpc_address:
             arguments += ["--grpc-listen", self._grpc_listen]
         secrets = {

@@ -8,6 +8,7 @@ import os
 import select
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from paramd.errors import ConflictError, ParamdError, UnreachableError, UsageErr
 from paramd.helpers import end, spawn
 from paramd.memory import descriptors, handover
 from paramd.memory.device_arena import TrainerDevice, create
-from paramd.memory.handover import Descriptors
+from paramd.memory.handover import Allocation, Descriptors
 from paramd.security.tls import Pems, host_of, is_of_job
 from paramd.state_files import HOST_SOCKET, sidecars_dir
 from paramd.trainer.helpers.insight import Insight
@@ -29,6 +30,9 @@ from paramd.trainer.settings import AttachSettings
 from paramd.version import __version__
 
 CONNECT_POLL_S = 0.02
+
+STATE_TIMEOUT_S = 2.0
+"""How long the training waits for device memory that the sidecar makes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,13 +101,20 @@ class SidecarLink:
         self._connection: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._mesh: tuple[dict[str, Any], bytes] | None = None
+        self._handing = threading.Lock()
+        """Held while descriptors go over the connection, or the sidecar is started again."""
+        self._asked = 0
         self._supervisor = Supervisor(f"sidecar-{identity.rank}", self._restart)
         self.descriptors: Descriptors | None = None
         self.continues = (0, 0, -1)
         """Lineage, the lineage it becomes, and the step up to which the sidecar keeps standing
         snapshots; 0 drops them all."""
+        own = identity.own_tls
+        self._pems = own.pems if own is not None else None
+        """The certificate of this rank's sidecar; each sidecar renews it, and tells us."""
         self.insight = Insight()
         """What the sidecar may ask of this process; its line is made anew with each sidecar."""
+        self.insight.on_certificate = self._take_certificate
         self.address = ""
 
     def open(self) -> None:
@@ -122,6 +133,40 @@ class SidecarLink:
             create_arena = partial(create, device.driver, device.device) if device else None
             self.descriptors = Descriptors.create(self._arena_bytes, create_arena=create_arena)
         return self.descriptors
+
+    def add_state(self, size_bytes: int) -> None:
+        """Have the sidecar make device memory for more of the optimizer's state.
+
+        It is added to `descriptors`, so that a sidecar that is started again gets it, too.
+
+        Raises:
+            UnreachableError: none answers now.
+            ExhaustedError: the device has not so much memory.
+        """
+        if not self._handing.acquire(blocking=False):
+            raise UnreachableError("the sidecar is being started again")
+        try:
+            connection, shared = self._connection, self.descriptors
+            if connection is None or shared is None:
+                raise UnreachableError("no sidecar is connected")
+            self._asked += 1
+            connection.settimeout(STATE_TIMEOUT_S)
+            known = {"known": len(shared.state), "number": self._asked}
+            handover.send(connection, {"op": "state", "size_bytes": size_bytes, **known})
+            shared.state.append(self._allocated(connection))
+        except (OSError, EOFError) as error:
+            raise UnreachableError(f"the sidecar does not answer ({error!r})") from None
+        finally:
+            self._handing.release()
+
+    def _allocated(self, connection: socket.socket) -> Allocation:
+        """The answer to what was asked last; those to earlier questions came too late."""
+        while True:
+            answer, received = _answer(connection, "state")
+            if answer["number"] == self._asked and len(received) == 1:
+                return Allocation(received[0], int(answer["size_bytes"]))
+            for descriptor in received:
+                os.close(descriptor)
 
     def serve(self, mesh: dict[str, Any], layout: bytes) -> None:
         """Send the sidecar its mesh and layout; from now on one is always kept alive."""
@@ -162,14 +207,18 @@ class SidecarLink:
             self.descriptors.close()
             self.descriptors = None
 
+    def _take_certificate(self, tls: object) -> None:
+        self._pems = Pems.of_json(tls)
+
     def _restart(self) -> int:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-        self._reap(grace_s=0.0)
-        self._attach(self._reach())
-        self._send_mesh()
-        return self._pidfd()
+        with self._handing:
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
+            self._reap(grace_s=0.0)
+            self._attach(self._reach())
+            self._send_mesh()
+            return self._pidfd()
 
     def _reach(self) -> socket.socket:
         with contextlib.suppress(UnreachableError):
@@ -187,7 +236,7 @@ class SidecarLink:
             *(["--job-tls", "--advertise", own.name] if own is not None else []),
             *self._settings.sidecar_options(),
         ]  # fmt: skip
-        stdin = json.dumps(own.pems.to_json()) + "\n" if own is not None else None
+        stdin = json.dumps(self._pems.to_json()) + "\n" if self._pems is not None else None
         if self._settings.sidecar == "external":
             with self._ask_host(arguments, stdin) as host:
                 return self._await_socket(lambda: _ended(host))
@@ -289,13 +338,16 @@ class SidecarLink:
             "version": __version__,
             "continues": list(self.continues),
         }
+        shared = self.descriptors
         if self._device is not None:
             message["device"] = self._device.request.to_message()
-        if identity.own_tls is not None:
-            message["tls"] = identity.own_tls.pems.to_json()
+            state = shared.state if shared is not None else ()
+            message["allocations"] = [allocation.size_bytes for allocation in state]
+        if self._pems is not None:
+            message["tls"] = self._pems.to_json()
         # A sidecar in another container takes an attach only from a process it has a pidfd of.
         os.close(_pidfd_of_peer(connection))
-        ours = self.descriptors.as_list() if self.descriptors is not None else []
+        ours = shared.as_list() if shared is not None else []
         # A sidecar given the memory answers at once; creating an arena takes longer.
         connection.settimeout(self._settings.sidecar_start_timeout_s + self._arena_bytes / 1e9)
         handover.send(connection, message, ours)

@@ -10,18 +10,19 @@ On the simulated driver of the tests, device memory is the host's, and so are th
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import getitem
 from typing import Any
 
 import torch
 from torch import nn
 
-from paramd.errors import ConflictError
+from paramd.errors import ConflictError, ExhaustedError
 from paramd.layout.types import TensorKind
 from paramd.memory.control_page import ControlPage
-from paramd.memory.device_arena import DeviceMap, TrainerDevice, why_not
+from paramd.memory.device_arena import Addresses, DeviceMap, TrainerDevice, why_not
 from paramd.memory.device_driver import DeviceError, Driver, load
+from paramd.memory.handover import Allocation
 from paramd.trainer.home.moving import Memory, live_tensors
 from paramd.trainer.home.owned import ParameterStorage
 from paramd.trainer.home.plan import ALIGN_BYTES, ArenaPlan, plan_arena
@@ -32,20 +33,25 @@ from paramd.trainer.model.shards import find_shards
 DEVICE_ALIGN_BYTES = 512
 """torch's own alignment on CUDA devices."""
 
+
+def align_bytes(device: torch.device) -> int:
+    """What torch aligns tensors to there; with the simulated driver they are the processor's."""
+    return ALIGN_BYTES if device.type == "cpu" else DEVICE_ALIGN_BYTES
+
+
 CAPTURED = (
     "an update was captured in a CUDA graph, whose replays run no hooks, so nobody knows when the "
     "parameters change; leave the optimizer's step out of the graph, and attach again"
 )
 
 
-class DeviceMemory:
-    """An arena on a device as tensors, in place of a `HostArena`."""
+class _Mapped:
+    """Mapped device memory as tensors."""
 
-    def __init__(self, mapped: DeviceMap, device: torch.device) -> None:
+    def __init__(self, mapped: Addresses, device: torch.device, size_bytes: int) -> None:
         self._mapped = mapped
         self._device = device
-        self.descriptor = mapped.descriptor
-        self.size_bytes = mapped.size_bytes
+        self.size_bytes = size_bytes
         self.address = mapped.address
 
     @property
@@ -53,8 +59,8 @@ class DeviceMemory:
         return self.size_bytes
 
     @property
-    def buffer(self) -> DeviceMemory:
-        """What parameters are moved into."""
+    def buffer(self) -> _Mapped:
+        """What tensors are moved into."""
         return self
 
     def at(self, begin: int, size_bytes: int) -> torch.Tensor:
@@ -64,6 +70,14 @@ class DeviceMemory:
             return torch.frombuffer(span.of_host(), dtype=torch.uint8)
         return torch.as_tensor(span, dtype=torch.uint8, device=self._device)
 
+
+class DeviceMemory(_Mapped):
+    """An arena on a device as tensors, in place of a `HostArena`."""
+
+    def __init__(self, mapped: DeviceMap, device: torch.device) -> None:
+        super().__init__(mapped, device, mapped.size_bytes)
+        self.descriptor = mapped.descriptor
+
     def populate(self) -> None:
         """Device memory is there from the start."""
 
@@ -71,10 +85,77 @@ class DeviceMemory:
         """Nothing: it is unmapped with the last tensor in it. The descriptor is its owner's."""
 
 
+class DeviceState(_Mapped):
+    """Memory on a device for optimizer state, which the sidecar makes as it is needed."""
+
+    def __init__(
+        self,
+        device: TrainerDevice,
+        place: torch.device,
+        *,
+        size_bytes: int,
+        allocations: Sequence[Allocation],
+        add: Callable[[int], object],
+    ) -> None:
+        """
+        Args:
+            size_bytes: how much there can be at most; takes addresses alone.
+            allocations: what there is; `add` appends to it.
+            add: has the sidecar make another, of so many bytes at least.
+        """
+        super().__init__(
+            Addresses(device.driver, device.device, size_bytes), device=place, size_bytes=size_bytes
+        )
+        self._allocations = allocations
+        self._add = add
+
+    @property
+    def align_bytes(self) -> int:
+        """As of `plan_arena`."""
+        return align_bytes(self._device)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a state tensor is on this device.
+
+        Where the processor stands in for it, all that has dimensions is taken for being there, and
+        the rest, such as counts of steps, for being in host memory: as torch has it by default.
+        """
+        simulated = self._device.type == "cpu"
+        return tensor.device == self._device and not (simulated and tensor.dim() == 0)
+
+    def reserve(self, begin: int, end: int) -> None:
+        """Have memory up to `end`.
+
+        Raises:
+            ExhaustedError: the device has no more.
+            UnreachableError: no sidecar is there to make it.
+        """
+        self._map_new()
+        mapped = self._mapped
+        while mapped.mapped_bytes < end:
+            there, left = mapped.mapped_bytes, self.size_bytes - mapped.mapped_bytes
+            self._grow(max(end - there, min(there // 4, left)))
+            self._map_new()
+
+    def _grow(self, size_bytes: int) -> None:
+        try:
+            self._add(size_bytes)
+        except ExhaustedError:
+            if self._device.type == "cpu":
+                raise
+            # torch keeps what was freed, such as activations, for itself.
+            torch.cuda.empty_cache()
+            self._add(size_bytes)
+
+    def _map_new(self) -> None:
+        for allocation in self._allocations[self._mapped.allocation_count :]:
+            self._mapped.map(allocation.descriptor, allocation.size_bytes)
+
+
 class _Span:
     """Bytes of a map, for torch to make a tensor of; they keep the map."""
 
-    def __init__(self, mapped: DeviceMap, address: int, size_bytes: int) -> None:
+    def __init__(self, mapped: Addresses, address: int, size_bytes: int) -> None:
         self._mapped = mapped
         self._address, self._size_bytes = address, size_bytes
         self.__cuda_array_interface__ = {
@@ -146,8 +227,7 @@ class DeviceHome(ParameterStorage):
     def _plan_for(self, shards: Sequence[LocalShard], alive: Sequence[torch.Tensor]) -> ArenaPlan:
         for shard in shards:
             self._check_movable(shard)
-        simulated = self._place.type == "cpu"
-        return plan_arena(shards, alive, ALIGN_BYTES if simulated else DEVICE_ALIGN_BYTES)
+        return plan_arena(shards, alive, align_bytes(self._place))
 
     def _check_movable(self, shard: LocalShard) -> None:
         if shard.kind is TensorKind.PARAMETER and shard.tensor.device != self._place:
@@ -165,6 +245,13 @@ class DeviceHome(ParameterStorage):
     def open_arena(self, descriptor: int, page: ControlPage) -> DeviceMemory:
         mapped = self.device.open(descriptor, self.arena_bytes, page.words)
         return DeviceMemory(mapped, self._place)
+
+    def open_state(
+        self, allocations: Sequence[Allocation], size_bytes: int, add: Callable[[int], object]
+    ) -> DeviceState:
+        return DeviceState(
+            self.device, self._place, size_bytes=size_bytes, allocations=allocations, add=add
+        )
 
     def finish(self) -> None:
         self.device.finish()

@@ -17,7 +17,7 @@ and low-precision memory, which stays where it is.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -59,7 +59,8 @@ from paramd.trainer.model.shards import find_shards
 if TYPE_CHECKING:
     from paramd.memory.control_page import ControlPage
     from paramd.memory.device_arena import TrainerDevice
-    from paramd.trainer.home.device import DeviceMemory
+    from paramd.memory.handover import Allocation
+    from paramd.trainer.home.device import DeviceMemory, DeviceState
 
 MIRRORED_DEVICES = ("cpu", "cuda")
 """Device types whose tensors can be copied into host memory."""
@@ -161,6 +162,12 @@ class ParameterStorage:
         arena = HostArena(descriptor, self.arena_bytes)
         private_in_children(arena)
         return arena
+
+    def open_state(
+        self, allocations: Sequence[Allocation], size_bytes: int, add: Callable[[int], object]
+    ) -> DeviceState | None:
+        """Memory for optimizer state beside these parameters; None: they are in host memory."""
+        return None
 
     def finish(self) -> None:
         """Wait until a device has done what training queued; nothing to do in host memory."""

@@ -61,7 +61,7 @@ def like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 def leaf_of(param: torch.Tensor) -> torch.Tensor:
     """The tensor that holds the gradient: torch's TP+DDP leaves a DTensor derived from it."""
-    if param.is_leaf or param.grad_fn is None:
+    if param.is_leaf or param.grad_fn is None or not is_dtensor(param):
         return param
     (source, *_) = param.grad_fn.next_functions[0]
     leaf: torch.Tensor = getattr(source, "variable", param)

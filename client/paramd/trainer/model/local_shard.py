@@ -26,6 +26,8 @@ _WRAPPERS = (
         "_fsdp_wrapped_module",
     ),
     ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
+    ("megatron.core.distributed.data_parallel_base", "_BaseDataParallel", "module"),
+    ("megatron.core.transformer.module", "Float16Module", "module"),
     (
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
         "ActivationWrapper",

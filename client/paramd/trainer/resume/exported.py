@@ -191,13 +191,18 @@ class Exported:
             # Counts such as Adam's "step": a tensor if it is of a float type, as torch keeps them.
             value = torch.zeros((), dtype=dtype, device="cpu")
             self._copy(first, Piece(self._rank, 0, Box((), ())), _as_bytes(value), 0)
-            return value if dtype.is_floating_point else value.item()
+            if not dtype.is_floating_point:
+                return value.item()
+            group = owned.optimizer.param_groups[owned.group]
+            with_it = group.get("capturable") or group.get("fused")
+            return value.to(owned.local.device) if with_it else value
         local = owned.local
         size = (owned.end - owned.begin) // local.itemsize
         flat = torch.zeros(size, dtype=dtype, device="cpu")
         for piece, one, _ in stored:
             begin = (piece.arena_begin - owned.begin) // local.itemsize * flat.itemsize
             self._copy(one, piece, _as_bytes(flat), begin)
+        flat = flat.to(local.device)
         return like(owned.param, flat.as_strided(local.shape, local.stride()))
 
     def _pieces(self, tensor: TensorLayout) -> Iterator[Piece]:

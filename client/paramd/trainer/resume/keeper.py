@@ -29,7 +29,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from paramd.errors import ConflictError, UsageError
+from paramd.errors import ConflictError, UnreachableError, UsageError
 from paramd.memory.continuation import MAX_PAYLOAD_BYTES, RECORD, TABLE, KeptSlots
 from paramd.memory.control_page import ControlPage, Word, Words, step_of
 from paramd.memory.descriptors import SparseMemory
@@ -43,6 +43,9 @@ log = logging.getLogger("paramd")
 
 LEAST_PACE, MOST_PACE = 10, 10_000
 """Fewest and most steps between standing snapshots when their cost decides."""
+
+RETRY_S, MOST_RETRY_S = 2.0, 600.0
+"""How long no memory is asked of a sidecar that did not make it, which training waits for."""
 
 SOON_COUNT = 8
 """So many steps of each start all have a standing snapshot; then those of powers of two."""
@@ -152,6 +155,8 @@ class Keeper:
         self._written: dict[str, Any] = {}
         self._forward: dict[str, Any] | None = None
         self._why = ""
+        self._retry_s, self._pause_s = 0.0, RETRY_S
+        """When memory is asked for again that the sidecar did not make, and how long after that."""
         self._count, self._total_ns, self._longest_ns, self._last_bytes = 0, 0, 0, 0
         self.explicit = self._given_count > 1
         """Whether only `kept` completes records."""
@@ -204,6 +209,11 @@ class Keeper:
             if self._complete_step != step:
                 self._complete(step)
             self._write(self._parts | {"random_forward": random_state()})
+        except UnreachableError as error:
+            # As on the other ranks: the steps of the first standing snapshots follow from it.
+            self._settled_count += 1
+            self._postpone(step, error)
+            return False
         except Exception as error:
             self._give_up(error)
             return False
@@ -220,6 +230,8 @@ class Keeper:
             self._early, self._early_step = self._noted_early(), step
             self._complete(step)
             self._write(self._parts)
+        except UnreachableError as error:
+            self._postpone(step, error)
         except Exception as error:
             self._give_up(error)
         self._note_cost(begin_ns)
@@ -291,10 +303,13 @@ class Keeper:
             raise ConflictError(
                 "an optimizer that was not given to attach updates the model; give it all of them"
             )
+        if time.monotonic() < self._retry_s:
+            raise UnreachableError("the sidecar did not answer a moment ago")
         if self._state.settle() or not self._table_number:
             self._table_number = self._table.write(
                 encode(self._state.table(self._home.arena_address))
             )
+        self._pause_s = RETRY_S
         self._home.copy_buffers()
         late = {
             name: one.state_dict() for name, one in self._keep.items() if name not in self._loaders
@@ -366,6 +381,19 @@ class Keeper:
         self._count += 1
         self._total_ns += took_ns
         self._longest_ns = max(self._longest_ns, took_ns)
+
+    def _postpone(self, step: int, error: UnreachableError) -> None:
+        """Leave this step without a record: the optimizer's new state has no place yet."""
+        if time.monotonic() < self._retry_s:
+            return
+        self._retry_s = time.monotonic() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, MOST_RETRY_S)
+        log.warning(
+            "paramd: the optimizer's state of step %d has no memory on the device, since %s; until "
+            "it has, this training cannot be resumed where it is",
+            step,
+            error,
+        )
 
     def _give_up(self, error: Exception) -> None:
         self._why = str(error) or repr(error)

@@ -1,9 +1,10 @@
 """Optimizer state in memory that outlives the trainer.
 
 Every state tensor (moments, momentum buffers, `step` tensors, factors of any shape) gets a place
-of its own in the optimizer memory, with the shape, strides and alignment it had; the tensor object
-stays the same and only its address changes, so training computes the same bits. State appears with
-the first updates and is replaced by `load_state_dict`, so whoever needs it calls `settle` first.
+of its own (state_places.py) in the optimizer memory, or on the device where it is, with the shape,
+strides and alignment it had; the tensor object stays the same and only its address changes, so
+training computes the same bits. State appears with the first updates and is replaced by
+`load_state_dict`, so whoever needs it calls `settle` first.
 
 What is no tensor stays in the optimizer; `others` lists it for the continuation record.
 """
@@ -11,7 +12,6 @@ What is no tensor stays in the optimizer; `others` lists it for the continuation
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
@@ -22,13 +22,15 @@ import torch
 
 from paramd.errors import ConflictError
 from paramd.memory.control_page import ControlPage, Word
-from paramd.memory.descriptors import SparseMemory, pages
-from paramd.memory.forking import private_in_children
-from paramd.trainer.home.moving import address, bytes_at, extent, has_unseen_users, placed, repoint
+from paramd.memory.descriptors import SparseMemory
+from paramd.memory.optimizer_state import DEVICE_PLACES
+from paramd.trainer.home.device import DeviceState
+from paramd.trainer.home.moving import address, extent, has_unseen_users, placed, repoint
 from paramd.trainer.home.plan import ALIGN_BYTES
 from paramd.trainer.model.dtensor import is_dtensor, like, split
 from paramd.trainer.model.local_shard import dtype_name
 from paramd.trainer.model.plain import has_plain_memory
+from paramd.trainer.resume.state_places import Places
 
 LOOKS = 8
 """Addresses looked at in each update; the identity of tensors is looked at for all."""
@@ -41,8 +43,7 @@ Place = tuple[int, int, Any]
 class _Lodged:
     """A state tensor in its place."""
 
-    begin: int
-    """First byte in the optimizer memory."""
+    place: int
     size_bytes: int
     local: torch.Tensor
     base: torch.Tensor
@@ -54,7 +55,7 @@ class _Lodged:
         local = self.local
         shape, strides = list(local.shape), list(local.stride())
         return [
-            self.begin,
+            self.place,
             self.size_bytes,
             dtype_name(local.dtype),
             shape,
@@ -63,13 +64,15 @@ class _Lodged:
         ]
 
 
-class _Used:
-    """The part of the memory in use, for `private_in_children`."""
+@dataclass(slots=True, eq=False)
+class _Move:
+    """A state tensor on its way to a place."""
 
-    def __init__(self, memory: SparseMemory) -> None:
-        self.descriptor = memory.descriptor
-        self.address = memory.address
-        self.size_bytes = 0
+    key: Place
+    local: torch.Tensor
+    size_bytes: int
+    distributed: bool
+    place: int = 0
 
 
 class OptimizerHome:
@@ -80,9 +83,18 @@ class OptimizerHome:
         memory: SparseMemory,
         page: ControlPage,
         optimizers: Sequence[torch.optim.Optimizer],
+        device: DeviceState | None = None,
     ) -> None:
-        self._memory = memory
+        """`device`: memory on the parameters' device; None: they are in host memory."""
+        self._most_bytes = memory.size_bytes
         self._page = page
+        self._device = device
+        self._host = Places(memory, first=0, align_bytes=ALIGN_BYTES)
+        self._on_device = (
+            Places(device, first=DEVICE_PLACES, align_bytes=device.align_bytes)
+            if device is not None
+            else None
+        )
         # Weakly: an optimizer that the script drops must not keep its parameters alive.
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._lodged: dict[Place, _Lodged] = {}
@@ -91,10 +103,6 @@ class OptimizerHome:
         self._others: list[int] = []
         self._no_tensors: frozenset[int] = frozenset()
         self._placed: list[_Lodged] = []
-        self._used = _Used(memory)
-        private_in_children(self._used)
-        self._cursor = 0
-        self._free: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         self._turn = count()
 
     def settle(self) -> bool:
@@ -103,6 +111,7 @@ class OptimizerHome:
         Raises:
             ConflictError: state that cannot live here; the message names it.
             ExhaustedError: no memory for it.
+            UnreachableError: no sidecar is there to make memory on the device; ask again later.
         """
         now = self._values()
         if len(now) == len(self._expected):
@@ -125,6 +134,8 @@ class OptimizerHome:
             entries.append([*place, lodged.described() if lodged is not None else None])
         return {
             "optimizers": signature(self.alive()),
+            "on_device": self._on_device is not None,
+            "used_bytes": self.used_bytes,
             "entries": entries,
             "params": [_in_arena(optimizer, arena_address) for optimizer in self.alive()],
             "classes": [
@@ -142,6 +153,8 @@ class OptimizerHome:
 
         The optimizers must have the table's signature.
         """
+        for places, used_bytes in zip(self.places, table["used_bytes"], strict=True):
+            places.begin_again(used_bytes)
         params = [_params(optimizer) for optimizer in self.alive()]
         for optimizer in self.alive():
             optimizer.state.clear()
@@ -151,21 +164,19 @@ class OptimizerHome:
             optimizer = self.alive()[number]
             value = next(values) if described is None else self._adopted(param, described)
             if described is not None:
-                begin, size, *_ = described
+                place, size, *_ = described
                 local, _ = split(value)
                 base = placed(torch.uint8, local.untyped_storage(), 0, (size,), (1,))
                 self._lodged[number, index, key] = _Lodged(
-                    begin, size, local, base, is_dtensor(value)
+                    place, size, local, base, is_dtensor(value)
                 )
             optimizer.state[param][key] = value
-        ends = [one.begin + one.size_bytes for one in self._lodged.values()]
-        self._advance(max(ends, default=0))
+        self._tell()
         self._remember()
 
     def adopt_again(self, table: dict[str, Any], others: Sequence[Any]) -> None:
         """As `adopt`, when the bytes of this memory were replaced while training runs."""
         self._lodged.clear()
-        self._free.clear()
         self.adopt(table, others)
 
     def move_out(self) -> None:
@@ -183,14 +194,14 @@ class OptimizerHome:
         self._entries, self._expected, self._others = [], [], []
 
     @property
-    def memory(self) -> SparseMemory:
-        """Where the state lives."""
-        return self._memory
+    def places(self) -> tuple[Places, ...]:
+        """Where state lives: in host memory, then on the device if parameters are on one."""
+        return (self._host,) if self._on_device is None else (self._host, self._on_device)
 
     @property
-    def used_bytes(self) -> int:
-        """Bytes of the optimizer memory in use."""
-        return self._cursor
+    def used_bytes(self) -> list[int]:
+        """Bytes of each of `places` in use."""
+        return [places.used_bytes for places in self.places]
 
     def alive(self) -> list[torch.optim.Optimizer]:
         """The optimizers. Raises ConflictError once the script has dropped one."""
@@ -219,15 +230,17 @@ class OptimizerHome:
         gone = set(self._lodged) - {place for place, _, _ in found}
         for place in gone:
             self._release(self._lodged.pop(place))
-        moves: list[tuple[Place, torch.Tensor, bool, int]] = []
+        moves = []
         for place, value, param in found:
             if isinstance(value, torch.Tensor):
                 move = self._move(place, value, param)
                 if move is not None:
                     moves.append(move)
-        self._advance(self._cursor)
-        for place, local, distributed, begin in moves:
-            self._lodge(place, local, distributed, begin)
+        # Numbers come to lie together, where the sidecar reads them at once.
+        moves.sort(key=lambda move: move.size_bytes)
+        self._make_room(moves)
+        for move in moves:
+            self._lodge(move)
         self._remember()
 
     def _found(self) -> Iterator[tuple[Place, Any, torch.Tensor]]:
@@ -243,10 +256,8 @@ class OptimizerHome:
                 for key, value in state.items():
                     yield (number, known[0], key), value, known[1]
 
-    def _move(
-        self, place: Place, value: torch.Tensor, param: torch.Tensor
-    ) -> tuple[Place, torch.Tensor, bool, int] | None:
-        """Where a tensor has to go; None when it is at home."""
+    def _move(self, place: Place, value: torch.Tensor, param: torch.Tensor) -> _Move | None:
+        """A tensor that has to go to a place; None when it is in its own."""
         local, distributed = self._checked(place, value, param)
         known = self._lodged.get(place)
         memory = extent(local)
@@ -255,79 +266,97 @@ class OptimizerHome:
             if known.local is local and (not size or address(local) == address(known.base)):
                 return None
             self._release(self._lodged.pop(place))
-        if not size:
-            return place, local, distributed, 0
-        if has_unseen_users([local]):
+        if size and has_unseen_users([local]):
             raise ConflictError(
                 f"{_named(place)} shares its memory with another tensor, so it cannot be moved"
             )
-        return place, local, distributed, self._room(size, memory.begin % ALIGN_BYTES)
+        return _Move(place, local, size, distributed)
 
-    @staticmethod
     def _checked(
-        place: Place, value: torch.Tensor, param: torch.Tensor
+        self, place: Place, value: torch.Tensor, param: torch.Tensor
     ) -> tuple[torch.Tensor, bool]:
         distributed = is_dtensor(value)
         local = split(value)[0] if distributed else value
-        if local.device.type != "cpu" or not has_plain_memory(local):
+        known = local.device.type == "cpu" or self._places_of(local) is self._on_device
+        if not known or not has_plain_memory(local):
+            where = f"in host memory{' or on their device' if self._device is not None else ''}"
             raise ConflictError(
                 f"{_named(place)} is a {type(local).__name__} on {local.device}; expected a plain "
-                "tensor in host memory"
+                f"tensor {where}"
             )
         if distributed and not _spread_alike(value, param):
             raise ConflictError(f"{_named(place)} is spread in another way than its parameter")
         return local, distributed
 
-    def _room(self, size: int, offset: int) -> int:
-        free = self._free[size, offset]
-        if free:
-            return free.pop()
-        begin = -(-self._cursor // ALIGN_BYTES) * ALIGN_BYTES + offset
-        self._cursor = begin + size
-        return begin
+    def _places_of(self, tensor: torch.Tensor) -> Places:
+        on_device = self._on_device
+        if on_device is not None and self._device is not None and self._device.holds(tensor):
+            return on_device
+        return self._host
 
-    def _advance(self, cursor: int) -> None:
-        """Reserve all memory below `cursor`."""
-        if cursor > self._memory.size_bytes:
-            raise ConflictError(
-                f"the optimizer's state takes {cursor:,} bytes; at most "
-                f"{self._memory.size_bytes:,} have a place beside these parameters"
-            )
-        self._cursor = cursor
-        begin, end = self._used.size_bytes, pages(cursor)
-        if end > begin:
-            self._memory.reserve(begin, end)
-            self._used.size_bytes = end
-        self._page[Word.OPTIMIZER_BYTES] = cursor
+    def _of_place(self, place: int) -> Places:
+        on_device = self._on_device
+        return on_device if on_device is not None and place >= on_device.first else self._host
 
-    def _lodge(self, place: Place, local: torch.Tensor, distributed: bool, begin: int) -> None:
-        memory = extent(local)
-        size = memory.end - memory.begin
+    def _make_room(self, moves: Sequence[_Move]) -> None:
+        """Give each of them a place with memory."""
+        for move in moves:
+            places = self._places_of(move.local)
+            move.place = places.first
+            if move.size_bytes:
+                offset = extent(move.local).begin % places.align_bytes
+                move.place = places.room(move.size_bytes, offset)
+        used_bytes = sum(self.used_bytes)
+        try:
+            if used_bytes > self._most_bytes:
+                raise ConflictError(
+                    f"the optimizer's state takes {used_bytes:,} bytes; at most "
+                    f"{self._most_bytes:,} have a place beside these parameters"
+                )
+            for places in self.places:
+                places.reserve()
+        except BaseException:
+            # The next attempt gets the same.
+            for move in moves:
+                if move.size_bytes:
+                    self._of_place(move.place).give_back(move.place, move.size_bytes)
+            raise
+        self._tell()
+
+    def _tell(self) -> None:
+        """Tell the sidecar how far places reach."""
+        self._page[Word.OPTIMIZER_BYTES] = self._host.used_bytes
+        if self._on_device is not None:
+            self._page[Word.STATE_BYTES] = self._on_device.used_bytes
+
+    def _lodge(self, move: _Move) -> None:
+        local, size = move.local, move.size_bytes
         base = local
         if size:
-            base = bytes_at(self._memory.buffer, begin, size)
+            base = self._of_place(move.place).at(move.place, size)
             offset = int(local.storage_offset()) * local.itemsize
             with torch.no_grad():
                 # As bytes, so that any strides will do.
                 base.copy_(placed(torch.uint8, local.untyped_storage(), offset, (size,), (1,)))
             view = placed(local.dtype, base.untyped_storage(), 0, local.shape, local.stride())
             repoint([(local, view)])
-        self._lodged[place] = _Lodged(begin, size, local, base, distributed)
+        self._lodged[move.key] = _Lodged(move.place, size, local, base, move.distributed)
 
     def _release(self, old: _Lodged) -> None:
         """Reuse a place, unless the script still has the tensor that was there."""
         reference, old.local = weakref.ref(old.local), old.base
         if old.size_bytes and reference() is None and not has_unseen_users([old.base]):
-            self._free[old.size_bytes, old.begin % ALIGN_BYTES].append(old.begin)
+            self._of_place(old.place).give_back(old.place, old.size_bytes)
 
     def _adopted(self, param: torch.Tensor, described: Sequence[Any]) -> torch.Tensor:
-        begin, size, name, shape, strides, distributed = described
+        place, size, name, shape, strides, distributed = described
         dtype = getattr(torch, name)
         if size:
-            storage = bytes_at(self._memory.buffer, begin, size).untyped_storage()
+            storage = self._of_place(place).at(place, size).untyped_storage()
             local = placed(dtype, storage, 0, shape, strides)
         else:
-            local = torch.empty(shape, dtype=dtype, device="cpu")
+            device = split(param)[0].device if place >= DEVICE_PLACES else "cpu"
+            local = torch.empty(shape, dtype=dtype, device=device)
         return like(param, local) if distributed else local
 
     def _remember(self) -> None:

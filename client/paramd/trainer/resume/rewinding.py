@@ -140,24 +140,28 @@ class Rollback:
         self._owner = owner
         self._edits = edits
         self._note = note
-        self._arena_begin, self._optimizer_begin, self._room, _ = note.numbers
-        ends = (self._arena_begin + owner.arena.size_bytes, self._optimizer_begin + self._room)
-        if min(note.numbers) < 0 or max(ends) > edits.size_bytes:
-            raise UsageError(f"a rollback names bytes up to {max(ends):,} of {edits.size_bytes:,}")
+        self._arena_begin, optimizer_begin, *self._rooms = note.numbers
+        self._begins = (optimizer_begin, optimizer_begin + pages(self._rooms[0]))
+        """Where the state is that goes into host memory, and what goes on the device."""
+        end = max(begin + size for begin, size in zip(self._begins, self._rooms, strict=True))
+        end = max(end, self._arena_begin + owner.arena.size_bytes)
+        if min(note.numbers) < 0 or end > edits.size_bytes:
+            raise UsageError(f"a rollback names bytes up to {end:,} of {edits.size_bytes:,}")
         self._kept = Kept.unpacked(note.payload)
         self._record = read_record(self._kept.record)
         self._table = decode(self._kept.table)
-        if self._room > owner.state.memory.size_bytes:
-            raise UsageError(f"a rollback has {self._room:,} bytes of optimizer state")
+        limits = [*(places.memory.size_bytes for places in owner.state.places), 0]
+        if any(room > limit for room, limit in zip(self._rooms, limits, strict=False)):
+            raise UsageError(f"a rollback has {self._rooms} bytes of state for {limits}")
 
     @property
     def spans(self) -> list[tuple[int, int]]:
         """What it touches of the edit memory."""
-        arena, optimizer = self._arena_begin, self._optimizer_begin
+        arena = self._arena_begin
         parts = [
             (self._note.begin, self._note.begin + self._note.capacity),
             (arena, arena + self._owner.arena.size_bytes),
-            (optimizer, optimizer + self._room),
+            *((at, at + size) for at, size in zip(self._begins, self._rooms, strict=True)),
         ]
         return [(begin, end) for begin, end in parts if end > begin]
 
@@ -171,12 +175,13 @@ class Rollback:
         present = self._present()
         if isinstance(present, str):
             return present
-        if len(present.packed()) > self._note.capacity or self._room < max(
-            present.optimizer_bytes, self._kept.optimizer_bytes
-        ):
+        needed = zip(self._rooms, owner.state.used_bytes, self._table["used_bytes"], strict=False)
+        small = any(room < max(sizes) for room, *sizes in needed)
+        if small or len(present.packed()) > self._note.capacity:
             return "the state has grown since the rollback was staged; try again"
         try:
             optimizers = owner.state.alive()
+            self._have_room()
         except ParamdError as error:
             return str(error)
         found = signature_difference(self._table["optimizers"], signature(optimizers))
@@ -197,13 +202,13 @@ class Rollback:
         if isinstance(present, str):
             raise ConflictError(present)
         page, step = owner.page, int(record["step"])
-        if self._room:
-            owner.state.memory.reserve(0, pages(self._room))
+        self._have_room()
         edits = self._edits.buffer
         owner.home.finish()
         _swap(edits, self._arena_begin, owner.arena.buffer, owner.arena.size_bytes)
         owner.at_point("applying")
-        _swap(edits, self._optimizer_begin, owner.state.memory.buffer, self._room)
+        for begin, room, places in zip(self._begins, self._rooms, owner.state.places, strict=False):
+            _swap(edits, begin, places.memory.buffer, room)
         write_payload(edits, self._note.begin, present.packed())
         owner.home.restore_buffers()
         owner.state.adopt_again(self._table, record["others"])
@@ -219,6 +224,12 @@ class Rollback:
         page[Word.LINEAGE] = kept.lineage or branch_of(token)
         owner.moved(step)
 
+    def _have_room(self) -> None:
+        """Have memory for as much state as may change places."""
+        for room, places in zip(self._rooms, self._owner.state.places, strict=False):
+            if room:
+                places.memory.reserve(0, pages(room))
+
     def _present(self) -> Kept | str:
         """What belongs to the present state, or why it is not known."""
         page = self._owner.page
@@ -230,7 +241,7 @@ class Rollback:
             )
         return Kept(
             lineage=page[Word.LINEAGE],
-            optimizer_bytes=page[Word.OPTIMIZER_BYTES],
+            optimizer_bytes=sum(self._owner.state.used_bytes),
             record=pair[0],
             table=pair[1],
         )

@@ -31,8 +31,8 @@ from paramd.memory import handover, left
 from paramd.memory.arena import HostArena
 from paramd.memory.continuation import read_pair
 from paramd.memory.descriptors import SparseMemory, pages
-from paramd.memory.handover import Survived, continuation_bytes
-from paramd.trainer.home.device import DeviceMemory
+from paramd.memory.handover import Allocation, Survived, continuation_bytes
+from paramd.trainer.home.device import DeviceMemory, DeviceState
 from paramd.trainer.home.moving import bytes_at
 from paramd.trainer.resume.choice import OVER_AN_EXPORT, Choice, How, Mark, RankOffer, choose
 from paramd.trainer.resume.codec import decode
@@ -116,6 +116,8 @@ class Succession:
         self._layout_digest = layout_digest
         self._socket_path = socket_path
         self._descriptors: list[int] = []
+        self._allocations: list[Allocation] = []
+        """Optimizer state on the device that came with the live state."""
         self._live: _State | None = None
         self._snapshots: list[_State] = []
         self._choice: Choice | None = None
@@ -152,7 +154,9 @@ class Succession:
         why_not = str(offer["why_not_live"])
         fds = list(self._descriptors)
         if not why_not:
-            continuation, fds = fds[2], fds[3:]
+            sizes = [int(size) for size in offer["allocations"]]
+            self._allocations = list(map(Allocation, fds[3:], sizes))
+            continuation, fds = fds[2], fds[3 + len(sizes) :]
             mark = Mark(int(offer["step"]), int(offer["lineage"]), int(offer["edits"]))
             try:
                 why_not = self._read_live(offer, continuation, mark)
@@ -251,7 +255,9 @@ class Succession:
         if self._choice is None or self._choice.how != "live":
             return None
         arena, optimizer, continuation = self._descriptors[:3]
-        return Survived(arena=arena, optimizer=optimizer, continuation=continuation)
+        return Survived(
+            arena=arena, optimizer=optimizer, continuation=continuation, state=self._allocations
+        )
 
     @property
     def resumed(self) -> Resumed | None:
@@ -277,9 +283,9 @@ class Succession:
         return self._choice.common_step if self._choice is not None else 0
 
     @property
-    def optimizer_bytes(self) -> int:
-        """Bytes of the optimizer memory in use."""
-        return _used_bytes(self._chosen.table) if self._chosen is not None else 0
+    def used_bytes(self) -> tuple[int, int]:
+        """Bytes of optimizer state in host memory, and on the device."""
+        return _used_bytes(self._chosen.table) if self._chosen is not None else (0, 0)
 
     def said(self) -> str:
         """One line for the log: what was chosen, what is lost, and why."""
@@ -305,20 +311,29 @@ class Succession:
         more = f" and {len(told) - 8} more" if len(told) > 8 else ""
         return f"; {', '.join(told[:8])}{more}" if told else ""
 
-    def fill(self, arena: HostArena | DeviceMemory, optimizer: SparseMemory) -> None:
+    def fill(
+        self,
+        arena: HostArena | DeviceMemory,
+        optimizer: SparseMemory,
+        on_device: DeviceState | None = None,
+    ) -> None:
         """Copy a snapshot's bytes into new memory."""
         state = self._chosen
         if state is None:
             return
-        used = state.optimizer_bytes
-        if used:
-            optimizer.reserve(0, pages(used))
+        host_bytes, device_bytes = _used_bytes(state.table)
         source = torch.frombuffer(state.parts[0], dtype=torch.uint8)
         begin = state.arena_bytes
         if begin:
             bytes_at(arena.buffer, 0, begin).copy_(source[:begin])
-        if used:
-            ctypes.memmove(optimizer.address, source.data_ptr() + begin, used)
+        if host_bytes:
+            optimizer.reserve(0, pages(host_bytes))
+            ctypes.memmove(optimizer.address, source.data_ptr() + begin, host_bytes)
+        if device_bytes:
+            assert on_device is not None, "else `_difference` has refused it"
+            on_device.reserve(0, pages(device_bytes))
+            begin += host_bytes
+            bytes_at(on_device, 0, device_bytes).copy_(source[begin : begin + device_bytes])
 
     def restore(self, home: OptimizerHome) -> None:
         """Give optimizers and kept objects the state that was chosen."""
@@ -397,6 +412,9 @@ class Succession:
             return f"the world size was {told['world_size']} and is {self._world_size}"
         if told["layout_digest"] != self._layout_digest:
             return "the model's parameters, or how they are sharded, are not those in memory"
+        if (was := bool(state.table["on_device"])) != bool(self._device):
+            where = ("in host memory", "on a device")
+            return f"the parameters were {where[was]} and are {where[not was]}"
         if found := signature_difference(state.table["optimizers"], signature(self._optimizers)):
             return found
         return keep_difference(state.record, self._keep)
@@ -531,9 +549,9 @@ def _mapped(descriptor: int, size_bytes: int) -> memoryview:
     return memoryview(mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_PRIVATE))[:size_bytes]
 
 
-def _used_bytes(table: dict[str, Any]) -> int:
-    places = [described for *_, described in table["entries"] if described is not None]
-    return max((begin + size for begin, size, *_ in places), default=0)
+def _used_bytes(table: dict[str, Any]) -> tuple[int, int]:
+    host_bytes, device_bytes = (*map(int, table["used_bytes"]), 0)[:2]
+    return host_bytes, device_bytes
 
 
 def _kept(record: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d
 
 from paramd.errors import AbortedError, ConflictError, DeadlineError, ParamdError
 from paramd.layout.types import TensorKind
-from paramd.trainer.model import fsdp1, fsdp2, zero
+from paramd.trainer.model import fsdp1, fsdp2, partitions
 from paramd.trainer.model.local_shard import LocalShard, loaded_class, walk
 from paramd.trainer.model.shards import find_tensors
 from paramd.trainer.summon.wire import Wire
@@ -64,11 +64,7 @@ def find_holdings(module: nn.Module, *, recurse: bool) -> list[LocalParam]:
     Raises:
         ConflictError: a parameter of a kind whose elements cannot be determined exactly.
     """
-    if name := zero.partitioned(module):
-        raise ConflictError(
-            f"parameter {name!r} is partitioned by DeepSpeed; gather it with "
-            "deepspeed.zero.GatheredParameters, or attach the engine and read the mesh"
-        )
+    partitions.check_local(module)
     left_out = set() if recurse else _managed_below(module)
     found = []
     for tensor in find_tensors(module):

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from paramd.security.tls import Pems
+from paramd_service.tls import JobPems
 
 if TYPE_CHECKING:
     from paramd.security.job_authority import JobAuthority
 
-RENEWED_AT = 0.5
-"""Part of its validity after which a certificate is issued again."""
+CLIENT_RENEWED_AT = 0.5
+"""Part of its validity after which a client's certificate is issued again."""
 
 MAX_CLIENTS = 1024
 """Most clients' certificates kept; past the cap, the oldest is issued again when next needed."""
 
-DAY_S = 86_400.0
+
+def _since_boot_s() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)  # unlike MONOTONIC, includes suspend
 
 
 class JobCertificates:
@@ -30,7 +33,7 @@ class JobCertificates:
         *,
         job: str,
         incarnation: int,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = _since_boot_s,
     ) -> None:
         """No I/O. Cheap: most jobs have one host and need no certificate."""
         self._private_key = private_key
@@ -60,13 +63,45 @@ class JobCertificates:
         return self._of(f"client {token_id or ''}", f"paramd client {token_id or ''}".strip())
 
     def _of(self, key: str, name: str) -> Pems:
-        from paramd.security.job_authority import CLIENT_DAYS
+        from paramd.security.job_authority import CLIENT_S
 
         now_s = self._clock()
         renew_s, pems = self._kept.get(key, (0.0, None))
         if pems is None or now_s >= renew_s:
-            pems = self.authority.issue(name, days=CLIENT_DAYS)
-            self._kept[key] = (now_s + RENEWED_AT * CLIENT_DAYS * DAY_S, pems)
+            pems = self.authority.issue(name, lifetime_s=CLIENT_S)
+            self._kept[key] = (now_s + CLIENT_RENEWED_AT * CLIENT_S, pems)
             if len(self._kept) > MAX_CLIENTS:
                 self._kept.popitem(last=False)
+        return pems
+
+
+class ServedCertificate:
+    """The control plane's own in its handshakes, by the job's CA. Event loop only."""
+
+    def __init__(
+        self, certificates: JobCertificates, names: Sequence[str], *, lifetime_s: float
+    ) -> None:
+        """Issue it. `names` is what others connect to."""
+        self._certificates = certificates
+        self._names = names
+        self._lifetime_s = lifetime_s
+        pems = self._issued()
+        self.rest = JobPems(pems, mutual=False)
+        """For everyone with a token."""
+        self.grpc = JobPems(pems, mutual=True)
+        """Within the job."""
+
+    def keep_valid(self) -> None:
+        """Issue it again once it is due; connections that there are keep theirs."""
+        if time.time() >= self._due_s:
+            pems = self._issued()
+            self.rest.replace(pems)
+            self.grpc.replace(pems)
+
+    def _issued(self) -> Pems:
+        from paramd.security.job_authority import renew_at_s
+
+        authority = self._certificates.authority
+        pems = authority.issue("paramd control plane", self._names, lifetime_s=self._lifetime_s)
+        self._due_s = renew_at_s(pems.cert)
         return pems

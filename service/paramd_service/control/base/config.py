@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from paramd.errors import UsageError
 from paramd.places import check_job_name
-from paramd.security.tickets import Signer, key_from_hex
+from paramd.security.tickets import RANK_TICKET_TTL_S, Signer, key_from_hex
+from paramd.security.tls import CERTIFICATE_S
 from paramd_service.control.base.certificates import JobCertificates
 
 if TYPE_CHECKING:
@@ -52,6 +53,9 @@ class ControlConfig:
     above report_s."""
     ticket_ttl_s: float = 600.0
     """Validity of a reader's ticket, in seconds, 1 to 86400."""
+    certificate_s: float = CERTIFICATE_S
+    """Validity of certificates that it issues to ranks on several hosts, and of its own by their
+    CA, in seconds, above 0; renewed after two thirds of it."""
     no_watch: bool = False
     """Never sample or compare parameters for alerts; the sidecars' own reports are still
     checked."""
@@ -80,6 +84,11 @@ class ControlConfig:
             )
         if not 1 <= self.ticket_ttl_s <= 86_400:
             raise UsageError(f"ticket_ttl_s: {self.ticket_ttl_s}; expected 1 to 86400")
+        if not 0 < self.certificate_s <= RANK_TICKET_TTL_S:
+            raise UsageError(
+                f"certificate_s: {self.certificate_s}; expected above 0 and at most "
+                f"{RANK_TICKET_TTL_S:.0f}"
+            )
         if self.job and self.token_file:
             raise UsageError("token_file: only for a site; with --job the token comes on stdin")
         if not 0 <= self.drain_s <= 600:

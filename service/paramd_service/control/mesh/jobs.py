@@ -30,6 +30,7 @@ from paramd.errors import (
 )
 from paramd.places import IncarnationRecord
 from paramd.security.tickets import Signer, Verifier
+from paramd.security.tls import CERTIFICATE_S
 from paramd.state_files import is_job_name
 from paramd_service.control.base.config import MAX_WORLD_SIZE, Bootstrap
 from paramd_service.control.base.site import Site
@@ -70,6 +71,8 @@ class ControlIdentity:
     """Seconds between two reports of a sidecar."""
     silent_after_s: float = 4.5
     """Seconds without a report after which a joined sidecar is silent."""
+    certificate_s: float = CERTIFICATE_S
+    """Validity of a rank's certificate by a job's own CA, in seconds."""
 
 
 class Incarnation:

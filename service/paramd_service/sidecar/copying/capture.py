@@ -1,4 +1,4 @@
-"""The copying thread, and its decisions: what to copy, and when.
+"""What the copying thread copies, and when.
 
 A copy belongs right after a boundary, where forward and backward hide it. So a request
 that finds the rank inside an update, or too close to the next one, raises WANT; the
@@ -8,24 +8,16 @@ that finds the rank between updates with time to spare is copied at once.
 A boundary that all trainers agreed on (AGREED) is copied when it is announced. A copy that
 the next update overtakes is reported as missed, with timings, and never repaired.
 
-`Capture` decides, without a thread of its own; `Copier` runs it on the one thread that copies,
-which sleeps until the trainer or a request wakes it.
+`Capture` has no thread of its own: `Copier` (copier.py) runs it.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
-import select
-import threading
-from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 from paramd.errors import ParamdError
-from paramd.memory import descriptors
 from paramd.memory.arena import is_mirror
 from paramd.memory.control_page import STANDS_IN, ControlPage, Word, unserved_reason
 from paramd.memory.device_driver import DeviceError
@@ -42,7 +34,6 @@ from paramd.memory.gate import (
     worth_starting,
 )
 from paramd_service.sidecar.copying.page_requests import Boundary, Outcome, PageRequests
-from paramd_service.sidecar.log import Log
 
 RETRY_NS = 250_000_000
 """Polling interval while something waits and nothing was announced."""
@@ -109,7 +100,7 @@ class Capture:
         clock_ns: Callable[[], int],
         at_point: Callable[[str], None] = lambda _: None,
         copy: Copy | None = None,
-        move: Move = ctypes.memmove,
+        move: Move | None = None,
         digest: Callable[[], int] = lambda: 0,
         stopped: Callable[[], bool] = lambda: False,
         serve_standing: Callable[[], None] = lambda: None,
@@ -117,7 +108,7 @@ class Capture:
         """
         Args:
             copy: copies a settled state; None: `copy_at_one_step`.
-            move: copies bytes; from a device it may be refused (DeviceError).
+            move: copies from a device, which may be refused (DeviceError); None: there is none.
             digest: of the samples as they are in the arena (memory/control_page.py).
             stopped: whether the trainer's process is stopped, for example by SIGSTOP.
             serve_standing: makes the standing snapshot that the trainer asks for, if any.
@@ -456,91 +447,3 @@ class Capture:
             "training continued (parameters change between forward and the optimizer's step, so "
             "copies are made at boundaries only; put those changes into attachment.update())"
         )
-
-
-class Copier:
-    """Runs a Capture on its own thread; every method may be called from any thread."""
-
-    def __init__(self, capture: Capture, trainer_wake: int, log: Log) -> None:
-        self.capture = capture
-        self._trainer_wake = trainer_wake
-        self.on_wake: Callable[[], None] = lambda: None
-        """Called on the copying thread after each wake; must be quick."""
-        self._log = log
-        self._inbox: deque[Callable[[], None]] = deque()
-        self._request_wake = descriptors.wake_event()
-        self._stopping = False
-        self._stopped = False
-        self._posting = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="paramd-copier", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stop the thread after the copy in progress; pending work is given up."""
-        # Before the post, whose wake may be the thread's last.
-        self._stopping = True
-        self._post(lambda: self.capture.give_up("the sidecar is stopping", jobs_too=True))
-        self._thread.join()
-        with self._posting:
-            self._stopped = True
-            os.close(self._request_wake)
-
-    def submit(self, job: CopyJob) -> None:
-        self._post(lambda: self.capture.submit(job))
-
-    def cancel(self, job: CopyJob) -> None:
-        self._post(lambda: self.capture.cancel(job))
-
-    def arm(self, boundary: Boundary) -> None:
-        self._post(lambda: self.capture.reaching.arm(boundary))
-
-    def withdraw(self, number: int, reason: str) -> None:
-        self._post(lambda: self.capture.reaching.withdraw(number, reason))
-
-    def take_back(self, number: int, done: Callable[[], None]) -> None:
-        """`done` is called on the copying thread."""
-
-        def act() -> None:
-            self.capture.reaching.take_back(number)
-            done()
-
-        self._post(act)
-
-    def give_up(self, reason: str, *, jobs_too: bool) -> None:
-        self._post(lambda: self.capture.give_up(reason, jobs_too=jobs_too))
-
-    def _post(self, action: Callable[[], None]) -> None:
-        with self._posting:
-            # Once closed, the descriptor's number may be reused: drop late posts.
-            if not self._stopped:
-                self._inbox.append(action)
-                descriptors.wake(self._request_wake)
-
-    def _run(self) -> None:
-        poll = select.poll()
-        for descriptor in (self._trainer_wake, self._request_wake):
-            poll.register(descriptor, select.POLLIN)
-        while True:
-            poll.poll(RETRY_NS // 1_000_000 if self.capture.waiting else None)
-            # Drained before serving, so that a wake in between shows up in the next poll.
-            for descriptor in (self._trainer_wake, self._request_wake):
-                with suppress(BlockingIOError):
-                    os.eventfd_read(descriptor)
-            try:
-                self._serve_once()
-                self.on_wake()
-            except Exception as error:  # one failure must not end the thread
-                self._log("copier-failed", error=repr(error))
-            if self._stopping and not self._inbox:
-                return
-
-    def _serve_once(self) -> None:
-        while self._inbox:
-            try:
-                self._inbox.popleft()()
-            except Exception as error:
-                # The others' wake is spent, and the one that ends this thread may be among them.
-                self._log("copier-failed", error=repr(error))
-        self.capture.serve()

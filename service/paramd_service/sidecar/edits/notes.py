@@ -52,6 +52,10 @@ class Label(Protocol):
     @property
     def optimizer_bytes(self) -> int: ...
     @property
+    def device_bytes(self) -> int:
+        """The last so many of the optimizer's bytes are for the device."""
+
+    @property
     def record_bytes(self) -> int: ...
     @property
     def table_bytes(self) -> int: ...
@@ -122,6 +126,9 @@ class StateSizes:
 
     arena: int
     optimizer: int
+    """In host memory."""
+    device: int
+    """The optimizer's on the device."""
     beside: int
     """Record and table."""
 
@@ -130,7 +137,8 @@ class StateSizes:
         """`beside_bytes`: of the present record and table."""
         return cls(
             arena=label.arena_bytes,
-            optimizer=max(label.optimizer_bytes, page[Word.OPTIMIZER_BYTES]),
+            optimizer=max(label.optimizer_bytes - label.device_bytes, page[Word.OPTIMIZER_BYTES]),
+            device=max(label.device_bytes, page[Word.STATE_BYTES]),
             beside=max(label.record_bytes + label.table_bytes, beside_bytes) + RECORD_SPARE_BYTES,
         )
 
@@ -145,7 +153,8 @@ def rollback_body(sizes: StateSizes) -> Body:
     """The same of a rollback; the state's bytes begin at `preimage_begin`."""
     note_begin = 2 * PROGRAM_ROOM
     state_begin = pages(note_begin + note_bytes(sizes.beside))
-    return _body(note_begin, state_begin, pages(sizes.arena) + pages(sizes.optimizer))
+    state = (sizes.arena, sizes.optimizer, sizes.device)
+    return _body(note_begin, state_begin, sum(map(pages, state)))
 
 
 def placed(body: Body, begin: int, end: int) -> Body:
@@ -193,10 +202,16 @@ def write_rollback(memory: memoryview, body: Body, found: Found, sizes: StateSiz
     label = found.label
     arena_begin = body.preimage_begin
     optimizer_begin = arena_begin + pages(label.arena_bytes)
+    device_begin = optimizer_begin + pages(sizes.optimizer)
     state_end = label.arena_bytes + label.optimizer_bytes
-    found.read_into(memory[arena_begin : arena_begin + label.arena_bytes], 0)
-    state = memory[optimizer_begin : optimizer_begin + label.optimizer_bytes]
-    found.read_into(state, label.arena_bytes)
+    state_begin = 0
+    for begin, size in (
+        (arena_begin, label.arena_bytes),
+        (optimizer_begin, label.optimizer_bytes - label.device_bytes),
+        (device_begin, label.device_bytes),
+    ):
+        found.read_into(memory[begin : begin + size], state_begin)
+        state_begin += size
     record_end = state_end + label.record_bytes
     kept = Kept(
         lineage=0,
@@ -212,6 +227,6 @@ def write_rollback(memory: memoryview, body: Body, found: Found, sizes: StateSiz
         NoteKind.ROLLBACK,
         kept.packed(),
         capacity=sizes.beside,
-        numbers=(arena_begin, optimizer_begin, sizes.optimizer, 0),
+        numbers=(arena_begin, optimizer_begin, sizes.optimizer, sizes.device),
     )
     write_program(memory, body.programs[0], (), note=body.data_begin)

@@ -24,7 +24,8 @@ from paramd.memory.handover import MAX_MESSAGE_BYTES
 from paramd_service.sidecar.insight.activity import Activity, Frame, activity_of, parse_faulthandler
 from paramd_service.sidecar.insight.numbers import LoggedNumbers
 from paramd_service.sidecar.insight.process import catches
-from paramd_service.sidecar.owner import STOPPED_STATES, process_state
+from paramd_service.sidecar.owner import process_state
+from paramd_service.sidecar.phase import STOPPED_STATES
 
 ANSWER_S = 2.0
 """The trainer's thread needs the GIL to answer; a running training gives it within 5 ms."""
@@ -117,6 +118,16 @@ class TrainerLine:
         for answer in self._answers.values():
             answer.cancel()
         self._answers.clear()
+
+    def tell(self, message: Mapping[str, Any]) -> bool:
+        """Send what needs no answer; False if there is no line at present, or it is full."""
+        if self._socket is None:
+            return False
+        try:
+            self._socket.send(json.dumps(message).encode())
+        except OSError:
+            return False
+        return True
 
     async def stacks(self, *, collectives: bool) -> Stacks:
         """The trainer's stacks, at most `FRESH_S` old; says what is missing instead of failing.

@@ -18,7 +18,8 @@ from paramd.places import host_id
 from paramd.security.tls import open_channel, tls_for
 from paramd.v1 import common_pb2, control_pb2, control_pb2_grpc
 from paramd.version import __version__
-from paramd_service.sidecar.owner import LASTING, Mesh, Ownership, PeerInfo
+from paramd_service.sidecar.owner import Mesh, Ownership, PeerInfo
+from paramd_service.sidecar.phase import LASTING
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc import messages
 
@@ -107,7 +108,7 @@ class Joining:
                     attempt = 0
             except Exception as error:  # the next attempt may succeed
                 if attempt == 0:
-                    self._rank.log("control-plane-away", error=_short(error))
+                    self._rank.log("control-plane-away", error=short(error))
             if not self._rank.detached and self._rank.mesh is mesh:
                 pause_s = backoff_s(attempt, random.random(), world_size=self._world_size)
                 await self._pause(pause_s, mesh)
@@ -144,7 +145,7 @@ class Joining:
             except (grpc.aio.AioRpcError, ConflictError) as error:
                 if not joined:
                     raise
-                self._rank.log("control-plane-lost", error=_short(error))
+                self._rank.log("control-plane-lost", error=short(error))
             except asyncio.CancelledError:
                 # Ours, or the call's by `_on_change`.
                 task = asyncio.current_task()
@@ -229,7 +230,8 @@ class Joining:
         return (("authorization", f"Bearer {attached.request.rank_ticket}"),)
 
 
-def _short(error: Exception) -> str:
+def short(error: Exception) -> str:
+    """For one line of the log."""
     if isinstance(error, grpc.aio.AioRpcError):
         return f"{error.code().name}: {error.details()}"
     return repr(error)

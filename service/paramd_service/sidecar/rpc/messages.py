@@ -22,13 +22,8 @@ from paramd.v1 import common_pb2, layout_pb2, sidecar_pb2
 from paramd_service.sidecar.boundaries import GAVE_UP
 from paramd_service.sidecar.copying.page_requests import apart_reason
 from paramd_service.sidecar.log import Log
-from paramd_service.sidecar.owner import (
-    Doing,
-    Ownership,
-    PeerInfo,
-    doing,
-    process_state,
-)
+from paramd_service.sidecar.owner import Ownership, PeerInfo, process_state
+from paramd_service.sidecar.phase import Doing, doing
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.snapshots.store import Snapshot
 

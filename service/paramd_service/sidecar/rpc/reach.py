@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paramd.errors import ParamdError
-from paramd.mesh.peers.grpc import Channels
+from paramd.mesh.peers.grpc import Channels, why_not_trusted
 from paramd.state_files import host_id
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.owner import Mesh
@@ -96,4 +96,6 @@ def _why(error: grpc.aio.AioRpcError) -> str:
     # Whatever answers speaks gRPC, and so is reached.
     if error.code() is not grpc.StatusCode.UNAVAILABLE:
         return ""
+    if why := why_not_trusted(error):
+        return f"it {why}"
     return str(error.details()).rpartition("last error: ")[2][:300]

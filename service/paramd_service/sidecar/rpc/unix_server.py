@@ -19,6 +19,7 @@ from paramd.memory.descriptors import is_pidfd_of_elsewhere, pidfd
 from paramd.security.tickets import Claims
 from paramd.security.tls import Pems
 from paramd_service.admission import Shares, Who
+from paramd_service.aio import uncancelled
 from paramd_service.sidecar.edits.lent import Lent
 from paramd_service.sidecar.owner import (
     AttachedMemory,
@@ -165,6 +166,7 @@ class _Connection:
             "attach": self._attach,
             "mesh": self._mesh,
             "insight": self._insight,
+            "state": self._state,
             "detach": self._detach,
             "where": self._where,
             "leave": self._leave,
@@ -304,6 +306,27 @@ class _Connection:
         self._check_owner("insight")
         self._rank.insight.line.open(message, descriptors)
         handover.send(self._socket, {"op": "insight"})
+
+    async def _state(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        """Device memory for more of the optimizer's state."""
+        known_count, size_bytes = _whole(message, "known"), _whole(message, "size_bytes")
+        async with self._rank.using_memory:
+            self._check_owner("state")
+            attached = self._rank.attached
+            assert attached is not None
+            allocation = await uncancelled(
+                asyncio.get_running_loop().run_in_executor(
+                    self._rank.executor, attached.add_state, known_count, size_bytes
+                )
+            )
+            answer = {
+                "op": "state",
+                "number": message.get("number"),
+                "size_bytes": allocation.size_bytes,
+            }
+            self._rank.faults.at("state-allocated")
+            handover.send(self._socket, answer, [allocation.descriptor])
+            self._rank.log("state-allocated", size_bytes=allocation.size_bytes, after=known_count)
 
     async def _detach(self, message: dict[str, Any], descriptors: list[int]) -> None:
         self._check_owner("detach")

@@ -17,8 +17,15 @@ from paramd.errors import ConflictError, NotFoundError, UsageError
 from paramd.memory.continuation import read_pair
 from paramd.memory.control_page import Word
 from paramd.memory.descriptors import SparseMemory
-from paramd.memory.gate import CopySpan
-from paramd.memory.optimizer_state import OptimizerState, parse_state, read_record
+from paramd.memory.device_arena import STATE_BASE
+from paramd.memory.gate import CopySpan, LateError
+from paramd.memory.optimizer_state import (
+    DEVICE_PLACES,
+    OptimizerState,
+    Read,
+    parse_state,
+    read_record,
+)
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.owner import AttachedMemory
 from paramd_service.sidecar.snapshots.store import Key, Snapshot
@@ -30,6 +37,9 @@ NOT_KEPT = (
 
 Prepare = Callable[[], Sequence[CopySpan] | None]
 
+READ_BYTES = 64 << 10
+"""Bytes fetched at once for numbers that are on a device."""
+
 
 class LiveMoments:
     """One attachment's optimizer state. Event loop, but for what `filling` returns: it runs on the
@@ -37,6 +47,7 @@ class LiveMoments:
 
     def __init__(self, attached: AttachedMemory) -> None:
         self._page = attached.page
+        self._copy = attached.copy
         self._memory = SparseMemory(attached.shared.optimizer)
         self._continuation = SparseMemory(attached.shared.continuation)
         self._parsed: tuple[bytes, OptimizerState] | None = None
@@ -52,10 +63,47 @@ class LiveMoments:
         """Whether the trainer has its state here: for a successor, or to be read."""
         return self._page[Word.LINEAGE] != 0 or self._page[Word.MOMENTS_LIVE] != 0
 
-    @property
-    def memory(self) -> SparseMemory:
-        """The optimizer memory."""
-        return self._memory
+    def address_of(self, place: int) -> int:
+        """The address that state at a place is copied from."""
+        if place >= DEVICE_PLACES:
+            return STATE_BASE + place - DEVICE_PLACES
+        return self._memory.address + place
+
+    def reader(self) -> Read:
+        """What reads a few numbers of the state as it is now, one after the other.
+
+        On the copying thread. Where they are on a device, whole blocks are fetched, since state of
+        one number lies together there (trainer/resume/optimizer_home.py).
+
+        Raises:
+            LateError, DeviceError: when it is called.
+        """
+        blocks: dict[int, bytes] = {}
+
+        def block(number: int) -> bytes:
+            if number not in blocks:
+                begin = number * READ_BYTES
+                room = ctypes.create_string_buffer(
+                    max(min(READ_BYTES, self._page[Word.STATE_BYTES] - begin), 0)
+                )
+                self._copy([CopySpan(STATE_BASE + begin, ctypes.addressof(room), len(room))])
+                blocks[number] = room.raw
+            return blocks[number]
+
+        def read(place: int, size_bytes: int) -> bytes:
+            if place < DEVICE_PLACES:
+                return bytes(self._memory.buffer[place : place + size_bytes])
+            found = b""
+            while len(found) < size_bytes:
+                number, at = divmod(place - DEVICE_PLACES + len(found), READ_BYTES)
+                part = block(number)[at : at + size_bytes - len(found)]
+                if not part:
+                    # Beyond the state: the table is of another one, whose copy will not count.
+                    raise LateError
+                found += part
+            return found
+
+        return read
 
     def now(self) -> tuple[OptimizerState, dict[str, Any]] | None:
         """The state, and the record of it, if it is recorded at the page's step."""
@@ -102,7 +150,10 @@ class LiveMoments:
             if found is None:
                 return None
             state, record = found
-            self._facts[snapshot] = state.facts(record, self._memory.buffer)
+            try:
+                self._facts[snapshot] = state.facts(record, self.reader())
+            except LateError:
+                return None
             return self._spans(snapshot, state)
 
         return prepare
@@ -123,7 +174,7 @@ class LiveMoments:
         for begin, end in snapshot.key.spans:
             for at, place, size in state.pieces(snapshot.key.state_key, begin, end):
                 target = base + at - begin
-                spans.append(CopySpan(self._memory.address + place, target, size))
+                spans.append(CopySpan(self.address_of(place), target, size))
                 filled += size
             base += end - begin
         if filled < snapshot.size_bytes:

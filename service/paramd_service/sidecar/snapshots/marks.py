@@ -30,7 +30,13 @@ from paramd.memory.control_page import Word
 from paramd.memory.descriptors import SparseMemory
 from paramd.memory.gate import LateError
 from paramd_service.sidecar.owner import AttachedMemory, check_keeps_states
-from paramd_service.sidecar.snapshots.standing import Standing, StandingLabel, digest_of, label_of
+from paramd_service.sidecar.snapshots.standing import (
+    Standing,
+    StandingLabel,
+    digest_of,
+    label_of,
+    spans_of,
+)
 from paramd_service.sidecar.snapshots.store import Block, BlockMaker
 
 MAX_MARKS = 64
@@ -230,7 +236,8 @@ def check_name(name: str) -> None:
 
 def state_bytes(attached: AttachedMemory) -> int:
     """Size of the present state of everything; its record is that of the last boundary."""
-    state = attached.request.arena_bytes + attached.page[Word.OPTIMIZER_BYTES]
+    page = attached.page
+    state = attached.request.arena_bytes + page[Word.OPTIMIZER_BYTES] + page[Word.STATE_BYTES]
     return state + beside_bytes(attached)
 
 
@@ -267,8 +274,7 @@ def copied(attached: AttachedMemory, block: Block, layout_digest: str) -> Standi
         raise ExhaustedError("the state has grown since memory was made for it; try again")
     optimizer = SparseMemory(attached.shared.optimizer)
     try:
-        attached.move(block.address, attached.arena.address, label.arena_bytes)
-        ctypes.memmove(block.address + label.arena_bytes, optimizer.address, label.optimizer_bytes)
+        attached.copy(spans_of(attached, optimizer, label, block.address))
     except LateError:
         raise ConflictError("the device has not finished the last update; try again") from None
     finally:

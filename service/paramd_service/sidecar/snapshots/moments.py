@@ -19,7 +19,7 @@ from typing import Any
 from paramd.errors import AbortedError, ConflictError, NotFoundError
 from paramd.memory.control_page import Word
 from paramd.memory.descriptors import PAGE, SparseMemory
-from paramd.memory.gate import CopySpan
+from paramd.memory.gate import CopySpan, LateError
 from paramd.memory.handover import MOMENT_ROOMS
 from paramd.memory.moments_table import (
     TABLE_BYTES,
@@ -170,7 +170,10 @@ class Moments:
         if found is None or found[0].unfit(found[1]):
             return None
         state, record = found
-        table = state.table(record, self._live.memory.buffer, self._arena_bytes)
+        try:
+            table = state.table(record, self._live.reader(), self._arena_bytes)
+        except LateError:
+            return None
         if len(table["keys"]) > MOMENT_ROOMS:
             return None
         needed = room_begin(len(table["keys"]), self._arena_bytes)
@@ -182,7 +185,7 @@ class Moments:
         for number, key in enumerate(table["keys"]):
             room = self._memory.address + room_begin(number, self._arena_bytes)
             for at, place, size in state.pieces(key, 0, self._arena_bytes):
-                spans.append(CopySpan(self._live.memory.address + place, room + at, size))
+                spans.append(CopySpan(self._live.address_of(place), room + at, size))
         return spans
 
     def check_free(self) -> None:

@@ -26,8 +26,8 @@ def offer_of(
 ) -> tuple[dict[str, Any], list[int]]:
     """The offer, and the descriptors it goes with: new ones, which the caller closes.
 
-    They are arena, optimizer memory and continuation memory if the live state is offered, then
-    one for each snapshot, read-only.
+    They are arena, optimizer memory, continuation memory and the state's allocations on a device if
+    the live state is offered, then one for each snapshot, read-only.
     """
     page, request = attached.page, attached.request
     resting = resting_state(page)
@@ -37,6 +37,7 @@ def offer_of(
     if not why_not:
         shared = attached.shared
         descriptors += map(os.dup, (shared.arena, shared.optimizer, shared.continuation))
+        descriptors += [os.dup(one.descriptor) for one in shared.state]
     snapshots = _snapshots(standing, descriptors)
     offer = {
         "op": "offered",
@@ -52,6 +53,7 @@ def offer_of(
         "edits": page[Word.EDITS] + page[Word.EDITS_BEFORE],
         "why_not_live": why_not,
         "optimizer_bytes": page[Word.OPTIMIZER_BYTES],
+        "allocations": [one.size_bytes for one in attached.shared.state],
         "digests": standing.left_digests(attached),
         "reached": standing.reached,
         "snapshots": snapshots,

@@ -26,6 +26,7 @@ from paramd.errors import ExhaustedError
 from paramd.memory.continuation import read_pair
 from paramd.memory.control_page import Word, in_time
 from paramd.memory.descriptors import SparseMemory
+from paramd.memory.device_arena import STATE_BASE
 from paramd.memory.device_driver import DeviceError
 from paramd.memory.gate import CopyEnd, CopySpan, copy_at_one_step
 from paramd.memory.left import digests_of
@@ -50,7 +51,8 @@ DIGEST_CHUNK_BYTES = 16 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StandingLabel:
-    """What a buffer holds: arena, optimizer memory, record and table, one after the other."""
+    """What a buffer holds: arena, optimizer's state in host memory and on the device, record and
+    table, one after the other."""
 
     lineage: int
     """History that the state belongs to (word LINEAGE)."""
@@ -59,6 +61,7 @@ class StandingLabel:
     """Edits applied in this history."""
     arena_bytes: int
     optimizer_bytes: int
+    """Bytes of the optimizer's state, wherever it was."""
     record_bytes: int
     table_bytes: int
     world_size: int
@@ -68,6 +71,8 @@ class StandingLabel:
     before: tuple[int, ...] = ()
     """Histories that it belonged to, newest first: those that were continued from it. A start that
     dies while it resumes may leave ranks of which only some have a new history."""
+    device_bytes: int = 0
+    """The last so many of the optimizer's bytes were on the device. Unknown of copies."""
 
     @property
     def size_bytes(self) -> int:
@@ -240,10 +245,7 @@ class Standing:
             why = "the one before is still sent to another host" if sending else ""
             return self._missed(step, why if why else "its memory is being made")
         target = buffer.block.address
-        spans = [
-            CopySpan(attached.arena.address, target, label.arena_bytes),
-            CopySpan(optimizer.address, target + label.arena_bytes, label.optimizer_bytes),
-        ]
+        spans = spans_of(attached, optimizer, label, target)
         begin_ns = time.monotonic_ns()
         try:
             end, state = copy_at_one_step(page, spans, move=attached.move)
@@ -353,12 +355,31 @@ def label_of(
         step=step,
         edits=page[Word.EDITS] + page[Word.EDITS_BEFORE],
         arena_bytes=attached.request.arena_bytes,
-        optimizer_bytes=page[Word.OPTIMIZER_BYTES],
+        optimizer_bytes=page[Word.OPTIMIZER_BYTES] + page[Word.STATE_BYTES],
         record_bytes=len(record),
         table_bytes=len(table),
         world_size=attached.request.world_size,
         layout_digest=layout_digest,
+        device_bytes=page[Word.STATE_BYTES],
     )
+
+
+def spans_of(
+    attached: AttachedMemory, optimizer: SparseMemory, label: StandingLabel, target: int
+) -> list[CopySpan]:
+    """Where the bytes of the present state are, to be copied to `target`: one after the other."""
+    on_host = label.optimizer_bytes - label.device_bytes
+    sources = [
+        (attached.arena.address, label.arena_bytes),
+        (optimizer.address, on_host),
+        (STATE_BASE, label.device_bytes),
+    ]
+    spans = []
+    for source, size_bytes in sources:
+        if size_bytes:
+            spans.append(CopySpan(source, target, size_bytes))
+        target += size_bytes
+    return spans
 
 
 def rebased(

@@ -1,0 +1,334 @@
+"""The first stages: what to attach, what to go on from, and which rank of which incarnation."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import secrets
+import socket
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from paramd import extras, places
+from paramd.errors import UsageError
+from paramd.layout.codec import decode_local, encode_layout, encode_local
+from paramd.layout.merge import check_replicas, layout_digest, merge_layouts, whole_parameters
+from paramd.security.tickets import new_token
+from paramd.security.tls import Pems
+from paramd.state_files import same_network
+from paramd.trainer.attaching.addresses import Meeting, meet
+from paramd.trainer.attaching.attempt import Attempt
+from paramd.trainer.attaching.checks import (
+    check_attachable,
+    check_versions,
+    optimizers_of,
+    steps_done,
+)
+from paramd.trainer.attaching.contents import contents
+from paramd.trainer.attaching.exchange import Exchange, TakenIncarnation, take_incarnation
+from paramd.trainer.attaching.given import resolve
+from paramd.trainer.helpers.sidecar_link import Identity, OwnTls
+from paramd.trainer.helpers.site_link import Registration
+from paramd.trainer.home.mirrored import home_of
+from paramd.trainer.home.owned import ParameterStorage
+from paramd.trainer.resume.choice import RankOffer
+from paramd.trainer.resume.copies import buddies
+from paramd.trainer.resume.keeper import check_keep
+from paramd.trainer.resume.succession import Succession, agreed_choice, new_lineage
+from paramd.trainer.settings import AttachSettings
+from paramd.version import __version__
+
+log = logging.getLogger("paramd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What to attach, as agreed by all ranks."""
+
+    model: torch.nn.Module
+    optimizers: list[torch.optim.Optimizer]
+    home: ParameterStorage
+    layout: bytes
+    """All ranks' layouts as one: a serialized paramd.v1.Layout."""
+    layout_digest: str
+    first_step: int
+
+
+class Discovering(Attempt):
+    """Nothing is changed yet."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        settings: AttachSettings,
+        job: str | None,
+        keep: Mapping[str, Any],
+    ) -> None:
+        super().__init__(exchange, settings, job, keep)
+        self._succession: Succession | None = None
+        self._lineage = (0, 0)
+        self._known_incarnation = 0
+        """The last one that a rank's sidecar served: the host that counted them may be lost."""
+        self._hosts: list[str] = []
+        """By rank, its `host_id`."""
+        self._buddies: list[int] = []
+        """By rank, who keeps copies of its standing snapshots; empty: nobody."""
+        self._site: Registration | None = None
+        self._meeting: Meeting | None = None
+        """The ranks' addresses if they are on several hosts and paramd makes certificates."""
+
+    def discover(self, model: Any, optimizer: Any, accelerator: Any, step: int | None) -> Found:
+        """Inspect the model and agree on layout and first step; change nothing."""
+        optimizers: list[torch.optim.Optimizer] = []
+        modules: list[torch.nn.Module] = []
+        homes: list[ParameterStorage] = []
+        local: list[bytes] = []
+
+        def stage() -> dict[str, Any]:
+            # The helper processes need them: better said here than in their logs.
+            extras.need("paramd.attach", "service")
+            module, given = resolve(model, optimizer, self._job, accelerator)
+            modules.append(module)
+            optimizers.extend(optimizers_of(given))
+            check_attachable(module, optimizers, self._job)
+            home = home_of(module, self._settings.arena)
+            homes.append(home)
+            if home.device is not None:
+                self._undo.callback(home.device.close)
+            _check_resumable(self._settings, home, self._keep)
+            local.append(encode_local(home.local_layout(self._exchange.rank)))
+            return {
+                "job": self._job,
+                "version": __version__,
+                "host_id": places.host_id(),
+                "hostname": socket.gethostname(),
+                "mirrored": home.mirrored,
+                "step": step if step is not None else steps_done(optimizers),
+                "resume": self._settings.resume,
+                "keep_every": self._settings.keep_every,
+                "standing_every": self._settings.standing_every,
+                "replicas": self._settings.replicas,
+                "optimizer": self._settings.optimizer,
+            }
+
+        answers = self._together(stage)
+        check_versions(answers)
+        for name in ("job", "resume", "keep_every", "standing_every", "replicas", "optimizer"):
+            for rank, answer in enumerate(answers):
+                if answer[name] != answers[0][name]:
+                    raise UsageError(
+                        f"{name} must be the same on every rank: rank 0 says "
+                        f"{answers[0][name]!r}, rank {rank} says {answer[name]!r}"
+                    )
+        self._hosts = hosts = [str(answer["host_id"]) for answer in answers]
+        if not all(same_network(host, hosts[0]) for host in hosts):
+            self._meeting = meet(self._together, self._exchange.rank, self._settings)
+        self._buddies = self._found_buddies(hosts)
+        mirrored = any(answer["mirrored"] for answer in answers)
+        if mirrored and self._exchange.rank == 0:
+            log.info(
+                "paramd: parameters stay where they are and are copied into host memory at agreed "
+                "boundaries; a trainer that hangs or has ended is not read"
+            )
+        layout, digest = self._merged(local[0], homes[0], mirrored=mirrored)
+        return Found(
+            model=modules[0],
+            optimizers=optimizers,
+            home=homes[0],
+            layout=layout,
+            layout_digest=digest,
+            first_step=max(answer["step"] for answer in answers),
+        )
+
+    def _merged(self, local: bytes, home: ParameterStorage, *, mirrored: bool) -> tuple[bytes, str]:
+        """All ranks' layouts as one, and its digest; merged once, as it has pieces of all ranks."""
+        found = self._exchange.collect(local)
+        mine = contents(home.shards, whole_parameters(decode_local(local)))
+        digests = self._exchange.collect(mine.tobytes())
+
+        def stage() -> dict[str, Any]:
+            if not found:
+                return {}
+            locals_ = [decode_local(one) for one in found]
+            layout = merge_layouts(locals_, mirrored=mirrored)
+            names = [whole_parameters(one) for one in locals_]
+            check_replicas(
+                [
+                    dict(zip(known, array("Q", told), strict=True))
+                    for known, told in zip(names, digests, strict=True)
+                ]
+            )
+            told = base64.b64encode(encode_layout(layout).SerializeToString()).decode()
+            return {"layout": told, "digest": layout_digest(layout)}
+
+        first = self._together(stage)[0]
+        return base64.b64decode(first["layout"]), first["digest"]
+
+    def _found_buddies(self, hosts: list[str]) -> list[int]:
+        found = buddies(hosts) if self._settings.replicas else []
+        if self._settings.replicas and not found and self._exchange.rank == 0:
+            log.warning(
+                "paramd: replicas=1, but all ranks are on one host: no copies of standing "
+                "snapshots are kept elsewhere, and what this host holds is lost with it"
+            )
+        return found
+
+    @property
+    def _resumes(self) -> bool:
+        return self._settings.resume != "never"
+
+    def look_back(self, found: Found) -> Found:
+        """Agree on the state of an earlier incarnation to go on from; change nothing."""
+        if not self._resumes:
+            return found
+        exchange = self._exchange
+
+        device = found.home.device
+
+        def look() -> dict[str, Any]:
+            self._succession = Succession(
+                job=self._job,
+                rank=exchange.rank,
+                world_size=exchange.world_size,
+                optimizers=found.optimizers,
+                keep=self._keep,
+                layout_digest=found.layout_digest,
+                socket_path=places.socket_path(self._job, exchange.rank),
+                hosts=self._hosts,
+                device=device.request.uuid.hex() if device is not None else "",
+            )
+            self._undo.callback(self._succession.close)
+            return {"offer": self._succession.look().to_message(), "lineage": new_lineage()}
+
+        answers = self._together(look)
+        succession = self._succession
+        assert succession is not None
+        offers = [RankOffer.from_message(answer["offer"]) for answer in answers]
+        self._known_incarnation = max(offer.incarnation for offer in offers)
+        choice = agreed_choice(succession, offers, self._together, exchange.group)
+        self._pass("looked")
+        # History branches where steps were lost; a fresh start has none.
+        new = choice.mark.lineage if choice.how == "live" else answers[0]["lineage"]
+        self._lineage = (choice.mark.lineage, new)
+        if exchange.rank == 0:
+            # A warning, because most scripts set up no logging and would not show an info.
+            nothing = choice.how == "fresh" and not choice.lost_steps
+            tell = log.info if nothing else log.warning
+            tell("paramd: job %r %s", self._job, succession.said())
+        if choice.how == "fresh":
+            return found
+        return replace(found, first_step=choice.mark.step)
+
+    def identify(self) -> Identity:
+        """Rank 0 obtains the next incarnation, the job's keys, and a ticket for each rank."""
+        exchange = self._exchange
+        taken: list[TakenIncarnation] = []
+        mark = secrets.token_hex(8)
+
+        def stage() -> dict[str, Any]:
+            places.job_dir(self._job)
+            served = {"served": places.generation(self._job)}
+            if exchange.rank != 0:
+                return served
+            meeting = self._meeting
+            if meeting is not None:
+                places.mark_state_dir(self._job, mark)
+            mine = take_incarnation(
+                self._settings,
+                job=self._job,
+                world_size=exchange.world_size,
+                hosts=[one.name for one in meeting.addresses] if meeting is not None else (),
+                above=self._known_incarnation,
+            )
+            taken.append(mine)
+            self._site = mine.site
+            public = {"incarnation": mine.incarnation, "public_key": mine.public_key.hex()}
+            return {**served, **public, "own": mine.private_key is not None, "mark": mark}
+
+        answers = self._together(stage)
+        first = answers[0]
+        leader, standby = 0, None
+        if self._meeting is not None and first["own"]:
+            leader, standby = self._control_ranks(
+                [answer["served"] for answer in answers], first["mark"]
+            )
+        # Scattered, not gathered: a rank learns only its own ticket, and no private key of others.
+        holders = [leader] if standby is None else [leader, standby]
+        mine = json.loads(exchange.scatter(_secrets(taken[0], holders) if taken else None))
+        return Identity(
+            job=self._job,
+            incarnation=first["incarnation"],
+            rank=exchange.rank,
+            world_size=exchange.world_size,
+            public_key=bytes.fromhex(first["public_key"]),
+            rank_ticket=mine["ticket"],
+            copy_ticket=mine.get("copy_ticket", ""),
+            private_key=bytes.fromhex(mine["private_key"]) if "private_key" in mine else None,
+            control_token=mine.get("control_token", ""),
+            leader=leader,
+            standby=standby,
+            own_tls=self._own_tls(mine.get("tls")),
+        )
+
+    def _control_ranks(self, served: Sequence[int], mark: str) -> tuple[int, int | None]:
+        """Who starts the control plane, and who the standby. Collective.
+
+        Args:
+            served: By rank, how new the store of its host is: the newest is gone on with.
+            mark: Of rank 0's state dir: a shared one has one store, which nobody can copy.
+        """
+        answers = self._together(lambda: {"mark": places.mark_of_state_dir(self._job)})
+        shared = [rank for rank, answer in enumerate(answers) if answer["mark"] == mark]
+        # The first rank of each host; other ranks of a host share its files.
+        first = {host: rank for rank, host in reversed(list(enumerate(self._hosts)))}
+        ranks = sorted(first.values())
+        leader = max(ranks, key=lambda rank: (served[rank], -rank))
+        if leader in shared:
+            ranks = [leader, *(rank for rank in ranks if rank not in shared)]
+        return leader, next((rank for rank in ranks if rank != leader), None)
+
+    def _own_tls(self, pems: dict[str, str] | None) -> OwnTls | None:
+        if self._meeting is None or pems is None:
+            return None
+        mine = self._meeting.addresses[self._exchange.rank]
+        return OwnTls(name=mine.name, ip=mine.ip, pems=Pems.of_json(pems))
+
+
+def _secrets(taken: TakenIncarnation, holders: Sequence[int]) -> list[str]:
+    """Each rank's ticket and certificate, as JSON; for `holders` the control plane's secrets."""
+    told: list[dict[str, Any]] = [{"ticket": ticket} for ticket in taken.rank_tickets]
+    for one, ticket in zip(told, taken.copy_tickets, strict=False):
+        one["copy_ticket"] = ticket
+    for one, pems in zip(told, taken.rank_pems, strict=False):
+        one["tls"] = pems.to_json()
+    if taken.private_key is not None:
+        own = {"private_key": taken.private_key.hex(), "control_token": new_token()}
+        for rank in holders:
+            told[rank] |= own
+    return [json.dumps(one) for one in told]
+
+
+def _check_resumable(
+    settings: AttachSettings, home: ParameterStorage, keep: Mapping[str, Any]
+) -> None:
+    """Raise UsageError if `resume` is wanted and cannot work here."""
+    if settings.resume == "never" and settings.replicas:
+        raise UsageError("replicas=1 needs resume='auto', which makes what is copied")
+    if settings.optimizer == "arena" and home.mirrored:
+        raise UsageError(
+            "optimizer='arena' needs the parameters to live in the arena, which those on devices "
+            "or with arena='mirror' do not; leave it out, or keep them in host memory"
+        )
+    if settings.resume == "never":
+        return
+    if home.mirrored:
+        raise UsageError(
+            "resume='auto' needs the parameters to live in the arena, which those on devices or "
+            "with arena='mirror' do not; leave it out, or keep them in host memory"
+        )
+    check_keep(keep)

@@ -117,7 +117,7 @@ class AttachSettings:
     """Trackers that rank 0 starts `paramd log` for, separated by commas, see docs/trackers.md:
     "tensorboard", "wandb", "mlflow", "trackio", "prometheus"; empty: none."""
     linger_s: float = 600.0
-    """How long a sidecar serves the last step after its trainer has ended, in seconds."""
+    """How long a sidecar serves the last step after its trainer has ended, in seconds, above 0."""
 
     stream_port: float | None = None
     """TCP port of the sidecar's bulk streams, for hosts behind forwarded ports; 0 and None pick a
@@ -157,7 +157,7 @@ class AttachSettings:
     """Most bytes kept on a rank for followers that read deltas; 0 or more, 0 keeps nothing."""
 
     def __post_init__(self) -> None:
-        for name in ("stall_budget_ms", "lossless_budget_ms", "linger_s", "control_timeout_s"):
+        for name in ("stall_budget_ms", "lossless_budget_ms", "control_timeout_s"):
             if getattr(self, name) < 0:
                 raise UsageError(f"{name} must not be negative, is {getattr(self, name)}")
         for name, known in CHOICES.items():
@@ -178,10 +178,14 @@ class AttachSettings:
                 "replicas=1 copies standing snapshots, and standing_every=0 makes none; leave "
                 "one of them out"
             )
-        for name in ("agreement_timeout_s", "attach_timeout_s", "sidecar_start_timeout_s"):
-            if getattr(self, name) <= 0:
+        for name in (
+            "agreement_timeout_s",
+            "attach_timeout_s",
+            "sidecar_start_timeout_s",
+            "linger_s",
+        ):
+            if not getattr(self, name) > 0:
                 raise UsageError(f"{name} must be above 0, is {getattr(self, name)}")
-
         if not 0 < self.certificate_s <= RANK_TICKET_TTL_S:
             raise UsageError(
                 f"certificate_s must be above 0 and at most {RANK_TICKET_TTL_S:.0f}, is "

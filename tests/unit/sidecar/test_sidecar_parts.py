@@ -414,6 +414,11 @@ def test_what_attach_is_set_to_reaches_every_limit_of_its_sidecar(
             AttachSettings(**{name: math.inf})
 
 
+def test_attach_refuses_the_lingering_time_that_its_sidecar_would_refuse() -> None:
+    with pytest.raises(UsageError, match="linger_s must be above 0, is 0"):
+        AttachSettings(linger_s=0)
+
+
 @pytest.mark.parametrize(
     "values",
     [

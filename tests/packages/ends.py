@@ -23,10 +23,12 @@ from packaging.requirements import Requirement
 from tests.launch import ROOT
 
 TRAINERS = "tests/multiprocess/test_trainers.py"
+SHARDINGS = "tests/multiprocess/test_shardings.py"
 TESTS = {
     "hf": [TRAINERS, "-k", "hf-plain or hf-fsdp2-2 or hf-scaled or accelerate-ddp or train_hf"],
     "lightning": [TRAINERS, "-k", "lightning-plain or lightning-model or lightning-raises"],
-    "megatron": ["tests/multiprocess/test_shardings.py", "-k", "megatron"],
+    "deepspeed": [SHARDINGS, "-k", "zero or deepspeed"],
+    "megatron": [SHARDINGS, "-k", "megatron"],
     "ray": ["tests/multiprocess/test_ray.py"],
     "mcp": ["tests/integration/test_mcp.py"],
     "notebook": ["tests/integration/test_notebook.py"],

@@ -156,6 +156,9 @@ def ticket(
     return (("authorization", f"Bearer {text}"),)
 
 
+PINS_NOTHING = "a fake sidecar pins nothing"
+
+
 @dataclass
 class FakeSidecar(sidecar_pb2_grpc.SidecarServiceServicer):  # type: ignore[misc]
     """Joins as a rank; answers ReachBoundary with `step`, once `gate` is open."""
@@ -169,6 +172,7 @@ class FakeSidecar(sidecar_pb2_grpc.SidecarServiceServicer):  # type: ignore[misc
     asked: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
     welcome: control_pb2.JoinResponse | None = None
     address: str = ""
+    layout_reads: int = 0
 
     async def ReachBoundary(self, request: Any, context: Any) -> Any:
         authorization = dict(context.invocation_metadata())["authorization"]
@@ -190,7 +194,11 @@ class FakeSidecar(sidecar_pb2_grpc.SidecarServiceServicer):  # type: ignore[misc
     async def GetState(self, request: Any, context: Any) -> Any:
         return sidecar_pb2.GetStateResponse(header=self.header(1, 0))
 
+    async def PinSnapshot(self, request: Any, context: Any) -> Any:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, PINS_NOTHING)
+
     async def GetLayout(self, request: Any, context: Any) -> Any:
+        self.layout_reads += 1
         for batch in layout_batches(LAYOUT, max_tensors=2):
             yield sidecar_pb2.GetLayoutResponse(header=self.header(1, 0), layout=batch)
 

@@ -28,6 +28,7 @@ from tests.integration.control_process import (
     DIGEST,
     JOB,
     PATIENCE_S,
+    PINS_NOTHING,
     PRIVATE_KEY,
     TOKEN,
     Control,
@@ -228,6 +229,18 @@ async def test_parameters_come_page_by_page_from_the_sidecars_layout() -> None:
             assert foreign.status_code == 409
             broken = await asyncio.to_thread(control.get, f"{path}?page_token=%F0")
             assert broken.status_code == 422
+
+
+async def test_a_layout_is_read_once_and_kept_once() -> None:
+    with control_plane() as control:
+        path = f"/api/v1/jobs/{JOB}/params"
+        async with mesh(control) as sidecars:
+            listed = await asyncio.to_thread(control.get, path)
+            assert listed.status_code == 200
+            # The layout comes before the pin, which is as far as it gets here.
+            stats = await asyncio.to_thread(control.get, f"{path}/stats?filter=*")
+            assert PINS_NOTHING in stats.json()["detail"]
+            assert sum(one.layout_reads for one in sidecars) == 1
 
 
 def grpc_methods(control: Control) -> list[str]:

@@ -17,6 +17,7 @@ import pytest
 from paramd.errors import NotFoundError
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd_service.control.access.roles import ELEMENTS_OF_BIN, SMALL_NUMEL
+from paramd_service.control.api.routes.paging import KEPT
 from paramd_service.control.mesh.held import MAX_HELD
 from tests.integration.client_job import Job, running_job
 from tests.integration.test_client import layout, write_arenas
@@ -128,6 +129,16 @@ def test_pages_join_up(rest: Ready) -> None:
     for token in ("!", "AAAA", "MTo=", "LTE6eA=="):
         problem = asked.get("/params", page_token=token, status=422 if token != "MTo=" else 200)
         assert token == "MTo=" or problem["type"] == "urn:paramd:error:usage"
+
+
+def test_others_who_begin_the_same_list_do_not_end_it(rest: Ready) -> None:
+    asked, _ = rest
+    first = asked.get("/params", limit=2)
+    for _ in range(KEPT + 1):
+        again = asked.get("/params", limit=2)
+    assert again["next_page_token"] == first["next_page_token"]
+    rest_of_it = asked.get("/params", page_token=first["next_page_token"])["params"]
+    assert len(first["params"]) + len(rest_of_it) == first["total_count"]
 
 
 def test_layout_answers_have_an_etag_that_holds(rest: Ready) -> None:

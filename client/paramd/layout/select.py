@@ -424,6 +424,15 @@ class Selection(Sequence[SelectedTensor]):
         return self._index.layout
 
     @property
+    def tensors(self) -> tuple[TensorLayout, ...]:
+        """The tensors without their parts. No item is created; of all, the layout's own tuple."""
+        index, layout = self._index, self._index.layout
+        if self._mask == index.columns.all:
+            return layout.tensors
+        owners = dict.fromkeys(compress(index.owners, index.columns.flags(self._mask)))
+        return tuple(map(layout.tensors.__getitem__, owners))
+
+    @property
     def with_buffers(self) -> bool:
         """Whether a buffer is among the tensors."""
         return bool(self._mask & self._index.buffers)

@@ -7,7 +7,7 @@ import { count } from "../src/lib/format";
 import { healthOf, type Known, STALE_MS } from "../src/lib/health";
 import { alongSteps, meanOf, parseRun } from "../src/lib/runs";
 import { indexTicks, roundStep, valueTicks } from "../src/lib/ticks";
-import { changeBefore, drawnOf, editText, type Happening, sizeOf, timelineOf } from "../src/lib/timeline";
+import { changeBefore, drawnOf, editText, type Happening, linesOf, sizeOf, timelineOf } from "../src/lib/timeline";
 
 const JOB: JobSummary = {
   job: "run", incarnation: 1, world_size: 2, joined_count: 2, step: 9, state: "ok", reason: "", hold: "running",
@@ -193,5 +193,14 @@ describe("what charts over time mark", () => {
     expect(drawnOf(timeline).map((each) => each.time_s)).toEqual([9, 7, 3]);
     const many = Array.from({ length: 40 }, (_, i) => one("edit", "APPLIED", 100 - i));
     expect(drawnOf(many).map((each) => each.time_s)).toEqual(many.slice(0, 12).map((each) => each.time_s));
+  });
+
+  it("names lines that are too close to read apart once", () => {
+    const events = [one("edit", "APPLIED", 502), one("export", "DONE", 501), one("edit", "APPLIED", 500), one("hold", "held", 560), one("edit", "APPLIED", 700)];
+    expect(linesOf(events, 400_000, 600_000)).toEqual([
+      { name: "edit, export", xAxis: 500_000 }, { name: "", xAxis: 501_000 }, { name: "", xAxis: 502_000 },
+      { name: "hold", xAxis: 560_000 },
+    ]);
+    expect(linesOf([], 0, 1)).toEqual([]);
   });
 });

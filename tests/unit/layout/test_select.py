@@ -54,6 +54,17 @@ def names_of(pattern: str | list[str], with_buffers: bool = False) -> list[str]:
     return [item.name for item in select(SMALL, pattern, with_buffers)]
 
 
+@pytest.mark.parametrize("buffers", [False, True])
+@pytest.mark.parametrize("pattern", ["*", "*.weight", "head.*", "layers.1*", "*.up.weight[0:2]"])
+def test_the_tensors_alone_are_those_of_the_items(pattern: str, buffers: bool) -> None:
+    found = select(SMALL, pattern, buffers)
+    assert list(found.tensors) == [item.tensor for item in found]
+
+
+def test_all_tensors_are_listed_without_a_copy() -> None:
+    assert select(SMALL, "*", with_buffers=True).tensors is SMALL.layout.tensors
+
+
 GLOB_CHARS = st.text(alphabet="ab1.*?[]!-", max_size=14)
 NAMES = st.lists(st.text(alphabet="ab1.[]-!*?\0é", max_size=8), max_size=8, unique=True)
 

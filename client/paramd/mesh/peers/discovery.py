@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 from paramd.errors import (
     ConflictError,
@@ -71,6 +72,10 @@ class Directory(Protocol):
         """Closes connections. Idempotent."""
 
 
+KnownLayout: TypeAlias = Callable[[], Awaitable[tuple[str, NameIndex]]]
+"""Digest and names of the layout that this process has anyway. Raises UnreachableError."""
+
+
 class SidecarFinder:
     """Finds the sidecars of one job, again after each outage, respawn or new incarnation."""
 
@@ -81,12 +86,15 @@ class SidecarFinder:
         *,
         tls: ClientTls | None = None,
         relay: TunnelRelay | None = None,
+        known: KnownLayout | None = None,
     ) -> None:
         """No I/O. `job` None means the directory's only one. `close` closes `directory` too.
 
-        Sidecars that cannot be reached from here are reached through `relay`, if given.
+        Sidecars that cannot be reached from here are reached through `relay`, if given. A layout
+        that is `known` here is not read from them, and not kept a second time.
         """
         self._relay = relay
+        self._known = known
         self._directory = directory
         self._job = job
         self._document: JobDocument | None = None
@@ -171,6 +179,11 @@ class SidecarFinder:
         document = sidecars.document
         wanted = (document.incarnation, document.layout_digest)
         async with self._indexing:
+            if self._known is not None:
+                with suppress(UnreachableError):
+                    digest, index = await self._known()
+                    if digest == document.layout_digest:
+                        return index
             if self._index is None or self._index[0] != wanted:
                 self._index = (wanted, await self._read_index(sidecars))
             return self._index[1]

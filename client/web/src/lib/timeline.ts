@@ -171,6 +171,28 @@ function ofHold(event: Live["recent"][number]): Happening {
   };
 }
 
+/** Share of a chart's width, or of a minute if that is longer, that a name beside a line takes. */
+const NAME_SHARE = 0.04;
+
+/** Lines in a chart over `[begin, end]` in milliseconds; names that would overlap are told at the first one. */
+export function linesOf(events: readonly Happening[], begin: number, end: number): { name: string; xAxis: number }[] {
+  const apart = NAME_SHARE * Math.max(end - begin, 60_000);
+  const lines = events
+    .map((one) => ({ name: one.kind as string, xAxis: one.time_s * 1000 }))
+    .filter((line) => line.xAxis >= begin && line.xAxis <= end)
+    .sort((a, b) => a.xAxis - b.xAxis);
+  let named = lines[0];
+  for (const line of lines.slice(1)) {
+    if (!named || line.xAxis - named.xAxis >= apart) {
+      named = line;
+      continue;
+    }
+    if (!named.name.split(", ").includes(line.name)) named.name += `, ${line.name}`;
+    line.name = "";
+  }
+  return lines;
+}
+
 /** What was changed last before a time, at most `withinS` earlier: an edit or a restart. */
 export function changeBefore(timeline: readonly Happening[], time_s: number, withinS: number): Happening | null {
   const found = timeline.find(

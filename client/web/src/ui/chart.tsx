@@ -11,7 +11,7 @@ import type {
 import type { ComposeOption } from "echarts/core";
 import { type ReactNode, Suspense, lazy } from "react";
 
-import type { Happening } from "../lib/timeline";
+import { type Happening, linesOf } from "../lib/timeline";
 
 export type ChartOption = ComposeOption<
   | LineSeriesOption
@@ -84,8 +84,6 @@ export function eventLines(ink: Ink, events: readonly Happening[], begin: number
     animation: false,
     lineStyle: { color: ink.faint, type: "dashed", width: 1 },
     label: { color: ink.faint, fontSize: 10, position: "insideEndTop", formatter: (line) => line.name },
-    data: events
-      .filter((one) => one.time_s * 1000 >= begin && one.time_s * 1000 <= end)
-      .map((one) => ({ name: one.kind, xAxis: one.time_s * 1000 })),
+    data: linesOf(events, begin, end),
   };
 }

@@ -92,10 +92,8 @@ function useValues(job: string, summary: JobSummary | null): Values {
 
 async function valuesOf(job: string, signal: AbortSignal): Promise<Values> {
   const path = { job };
-  const listed = await get("/api/v1/jobs/{job}/params", { path, query: { limit: MAX_CHECKED }, signal });
-  const numel = listed.params.reduce((sum, one) => sum + one.numel, 0);
   let why = "the model is too large to be read every minute";
-  if (listed.total_count <= MAX_CHECKED && numel <= MAX_CHECKED_NUMEL) {
+  if (await isSmall(job, signal)) {
     const stats = await get("/api/v1/jobs/{job}/params/stats", { path, query: { filter: "*" }, signal });
     const bad = stats.stats.filter((row) => row.nan_count + row.inf_count > 0);
     const missing = stats.missing[0];
@@ -107,6 +105,14 @@ async function valuesOf(job: string, signal: AbortSignal): Promise<Values> {
   const bad = alerts.alerts.filter((alert) => alert.rule === "non-finite");
   if (bad.length === 0 && !alerts.watch) return { ...UNCHECKED, why: `${why}, and watch in [alerts] is off` };
   return { bad: bad.length, first: bad.at(-1)?.subject ?? "", why: "" };
+}
+
+async function isSmall(job: string, signal: AbortSignal): Promise<boolean> {
+  const list = (limit: number) => get("/api/v1/jobs/{job}/params", { path: { job }, query: { limit }, signal });
+  // The names of a model that is large anyway need not be sent to count them.
+  if ((await list(1)).total_count > MAX_CHECKED) return false;
+  const numel = (await list(MAX_CHECKED)).params.reduce((sum, one) => sum + one.numel, 0);
+  return numel <= MAX_CHECKED_NUMEL;
 }
 
 function useEvents(job: string): Live {

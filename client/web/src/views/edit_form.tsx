@@ -72,7 +72,7 @@ export function EditForm(): ReactNode {
           Parameters (names or globs, optionally with a slice)
           <input type="text" className="mono" name="pattern" spellCheck={false} placeholder="layers.0.up.weight[0:4]" value={pattern} onChange={(event) => { setPattern(event.target.value); setTried(null); }} />
         </label>
-        <label className="field">
+        <label className="field broad">
           Operation
           <select name="op" value={draft.op} onChange={(event) => set({ op: event.target.value as Op })}>
             {OPS.map((op) => (

@@ -57,7 +57,7 @@ export function Marks(props: { mayEdit: boolean }): ReactNode {
             act(post("/api/v1/jobs/{job}/marks", { path, body: { name: name.trim() } }));
           }}
         >
-          <input aria-label="Name of the mark" placeholder="name, e.g. before-lr-bump" maxLength={64} value={name} onChange={(event) => setName(event.target.value)} />
+          <input aria-label="Name of the mark" placeholder="name of the mark" maxLength={64} value={name} onChange={(event) => setName(event.target.value)} />
           <button type="submit" disabled={busy || !name.trim()}>
             Mark the present state
           </button>

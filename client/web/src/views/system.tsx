@@ -49,7 +49,7 @@ const stallColumns = (budgetS: number): readonly Column<RankDocument>[] => [
   { key: "mean", title: "mean wait", width: "6rem", numeric: true, render: (r) => duration(r.stall_count ? r.stall_total_ns / r.stall_count / 1e9 : 0) },
   { key: "max", title: "longest", width: "6rem", numeric: true, render: (r) => duration(r.stall_max_ns / 1e9) },
   { key: "share", title: "longest of budget", width: "minmax(8rem, 1fr)", render: (r) => <Bar share={r.stall_max_ns / 1e9 / budgetS} tone={r.stall_max_ns / 1e9 > budgetS ? "bad" : "ok"} label={`rank ${r.rank}: longest wait of the budget`} /> },
-  { key: "given", title: "abandoned", width: "5rem", numeric: true, render: (r) => count(r.abandoned_copy_count) },
+  { key: "given", title: "abandoned", width: "6.5rem", numeric: true, render: (r) => count(r.abandoned_copy_count) },
   { key: "agreement", title: "agreement", width: "6rem", wide: true, render: (r) => (r.agreement_works ? "works" : <span title={r.agreement_reason}>failed</span>) },
   { key: "version", title: "version", width: "6rem", wide: true, render: (r) => r.version || "–" },
 ];

@@ -109,7 +109,7 @@ function Create(props: { onMade: (token: NewToken) => void }): ReactNode {
         Name of its owner or purpose
         <input type="text" name="token-name" maxLength={64} placeholder="made up when empty" value={name} onChange={(event) => setName(event.target.value)} />
       </label>
-      <label className="field">
+      <label className="field broad">
         Role
         <select name="role" value={role} onChange={(event) => setRole(event.target.value as TokenRequest["role"])}>
           {ROLES.map(([each, what]) => (

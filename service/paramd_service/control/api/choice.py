@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from paramd.clock import now_s
 from paramd.errors import DeniedError, NotFoundError, UsageError
@@ -85,12 +85,22 @@ def choose(index: NameIndex, wanted: Filter, *, with_buffers: bool) -> list[Sele
     if not wanted.facts:
         return found
     chosen = [item for item in found if wanted.matches(facts_of(item.tensor))]
-    if not chosen:
-        terms = " ".join(map(str, wanted.facts))
-        raise NotFoundError(
-            f"none of {len(found):,} tensors meets {terms}; drop a term to match more"
-        )
-    return chosen
+    return chosen or _none_meets(wanted, len(found))
+
+
+def choose_whole(index: NameIndex, wanted: Filter) -> tuple[TensorLayout, ...]:
+    """As `choose`, buffers included, but without slices: a list of 50,000 tensors costs 1 ms
+    instead of 100, and no memory instead of 15 MiB while it is made."""
+    found = select(index, wanted.patterns, with_buffers=True).tensors
+    if not wanted.facts:
+        return found
+    chosen = tuple(tensor for tensor in found if wanted.matches(facts_of(tensor)))
+    return chosen or _none_meets(wanted, len(found))
+
+
+def _none_meets(wanted: Filter, count: int) -> NoReturn:
+    terms = " ".join(map(str, wanted.facts))
+    raise NotFoundError(f"none of {count:,} tensors meets {terms}; drop a term to match more")
 
 
 def choose_one(index: NameIndex, name: str) -> SelectedTensor:

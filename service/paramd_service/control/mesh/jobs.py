@@ -102,7 +102,10 @@ class Incarnation:
             incarnation=bootstrap.incarnation,
             generation=terms.generation,
         )
-        self.reaching = OwnFinder(OwnDirectory(bootstrap, self.registry, terms.control_address))
+        self.reaching = OwnFinder(
+            OwnDirectory(bootstrap, self.registry, terms.control_address),
+            lambda: self.layouts.get(self.registry.view()),
+        )
         self.statistics = StatsSource(self.reaching)
         self.refusals = RefusalBook()
         self.watch = StateWatch(

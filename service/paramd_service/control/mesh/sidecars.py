@@ -26,7 +26,7 @@ from paramd_service.control.mesh.registry import MeshView, Registry
 
 if TYPE_CHECKING:
     from paramd.mesh.peers.control import JobDocument
-    from paramd.mesh.peers.discovery import SidecarFinder
+    from paramd.mesh.peers.discovery import KnownLayout, SidecarFinder
 
 TICKET_TTL_S = 600.0
 LAYOUT_TIMEOUT_S = 20.0
@@ -97,9 +97,10 @@ def _of_job(registry: Registry) -> bool:
 class OwnFinder:
     """Connections to the sidecars of one incarnation, opened on first use."""
 
-    def __init__(self, directory: OwnDirectory) -> None:
+    def __init__(self, directory: OwnDirectory, layout: KnownLayout) -> None:
         """No I/O."""
         self._directory = directory
+        self._layout = layout
         self._reach: SidecarFinder | None = None
         self._opening = asyncio.Lock()
 
@@ -111,7 +112,7 @@ class OwnFinder:
                 # Lazy import: it is most of what this process would load.
                 from paramd.mesh.peers.discovery import SidecarFinder
 
-                reach = SidecarFinder(self._directory, None)
+                reach = SidecarFinder(self._directory, None, known=self._layout)
                 await reach.start()
                 self._reach = reach
             return self._reach

@@ -37,10 +37,18 @@ class Pages(Generic[Item]):
     def __init__(self) -> None:
         self._kept: OrderedDict[str, Kept[Item]] = OrderedDict()
 
-    def keep(self, items: Sequence[Item]) -> str:
-        """Keep a result for its next pages; return its name for `make_token`."""
-        name = secrets.token_hex(8)
-        self._kept[name] = Kept(items, time.monotonic() + KEPT_S)
+    def keep(self, items: Sequence[Item], *, name: str = "") -> str:
+        """Keep a result for its next pages; return its name for `make_token`.
+
+        Args:
+            name: The same for equal results, which are then kept once for all who list them.
+        """
+        now_s = time.monotonic()
+        for old in [old for old, kept in self._kept.items() if kept.expires_s < now_s]:
+            del self._kept[old]
+        name = name or secrets.token_hex(8)
+        self._kept[name] = Kept(items, now_s + KEPT_S)
+        self._kept.move_to_end(name)
         while len(self._kept) > KEPT:
             self._kept.popitem(last=False)
         return name

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Request, Response
@@ -18,6 +20,7 @@ from paramd_service.control.api.choice import (
     Missing,
     choose,
     choose_one,
+    choose_whole,
     pattern_of,
     split,
     without_small,
@@ -127,7 +130,8 @@ def _add_list(routes: APIRouter, services: Services, pages: Pages[Found]) -> Non
         end = min(begin + limit, len(found.tensors))
         token = ""
         if end < len(found.tensors):
-            token = make_token(end, name if name else pages.keep([found]))
+            name = name or pages.keep([found], name=_shared_name(found, wanted, found_filter))
+            token = make_token(end, name)
         return ParamPage(
             layout_digest=found.digest,
             total_count=len(found.tensors),
@@ -164,16 +168,22 @@ def _add_detail(routes: APIRouter, services: Services) -> None:
         )
 
 
+def _shared_name(found: Found, text: str, wanted: Filter) -> str:
+    """Without statistics a list depends on layout and filter alone; empty otherwise."""
+    if wanted.statistics:
+        return ""
+    return hashlib.sha256(f"{found.digest} {text}".encode()).hexdigest()[:16]
+
+
 async def _find(mesh: Incarnation, wanted: Filter, *, reads: bool) -> Found:
     view = mesh.registry.view()
     digest, index = await mesh.layouts.get(view)
-    buffers = not wanted.statistics
-    if wanted.facts and len(index.names) > _MANY:
-        chosen = await asyncio.to_thread(choose, index, wanted, with_buffers=buffers)
-    else:
-        chosen = choose(index, wanted, with_buffers=buffers)
+    many = bool(wanted.facts) and len(index.names) > _MANY
     if not wanted.statistics:
-        return Found(tuple(item.tensor for item in chosen), digest=digest)
+        listed = partial(choose_whole, index, wanted)
+        return Found(await asyncio.to_thread(listed) if many else listed(), digest=digest)
+    choosing = partial(choose, index, wanted, with_buffers=False)
+    chosen = await asyncio.to_thread(choosing) if many else choosing()
     chosen, small = without_small(chosen, may_read=reads)
     present, missing = available(mesh, chosen)
     missing += small

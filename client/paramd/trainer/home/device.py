@@ -144,7 +144,7 @@ class DeviceState(_Mapped):
             if self._device.type == "cpu":
                 raise
             # torch keeps what was freed, such as activations, for itself.
-            torch.cuda.empty_cache()
+            torch.accelerator.empty_cache()
             self._add(size_bytes)
 
     def _map_new(self) -> None:

@@ -37,6 +37,7 @@ from paramd.errors import UsageError
 from paramd.memory.control_page import Word, Words
 from paramd.memory.device_driver import CUDA, HIP, DeviceError, Driver, load, rounded
 from paramd.memory.device_symbols import EVENT_HANDLE_BYTES, UUID_BYTES
+from paramd.memory.device_usage import used_bytes
 from paramd.memory.gate import CopySpan, LateError, batches
 from paramd.memory.handover import Allocation, optimizer_bytes
 
@@ -319,6 +320,8 @@ class DeviceReader:
         self.descriptor = descriptor
         self.size_bytes = arena_bytes
         self.address = BASE
+        self.context_bytes: int | None = None
+        """What this process's context takes of the device; None before, and where nobody tells."""
         self.trainer_ended = False
         """Once True, nothing is awaited any more: what the trainer's queue did is done."""
         self._request = request
@@ -439,9 +442,14 @@ class DeviceReader:
         driver = load(self._request.kind)
         with ExitStack() as undo:
             device = driver.device(self._request.uuid)
+            before = used_bytes(self._request.uuid)
             self._context = driver.retain(device)
             undo.callback(driver.let_go, device)
             driver.enter(self._context)
+            # Before the arena is mapped, which may count as this process's.
+            after = used_bytes(self._request.uuid)
+            if before is not None and after is not None and after > before:
+                self.context_bytes = after - before
             found = DeviceMap(driver, device, self.descriptor, self.size_bytes)
             undo.callback(found.close)
             self._stream = driver.stream()

@@ -322,3 +322,13 @@ def test_all_symbols_of_the_table_are_in_the_simulated_driver(
 ) -> None:
     assert loaded[0].simulated
     assert all(hasattr(loaded[0]._library, name) for name in CUDA_SYMBOLS)
+
+
+def test_what_the_context_takes_is_measured_around_its_making(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = [1_000, 300_001_000]
+    monkeypatch.setattr(device_arena, "used_bytes", lambda _: told.pop(0))
+    assert both.reader.context_bytes is None
+    assert both.reader.is_whole()
+    assert (both.reader.context_bytes, told) == (300_000_000, [])

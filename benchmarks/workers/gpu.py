@@ -41,11 +41,20 @@ def main() -> None:
     idle = train(model, optimizer, batch, seconds)
     reads: list[float] = []
     stop = threading.Event()
-    reader = threading.Thread(target=read, args=(stop, reads))
+    every_s = min(READ_EVERY_S, seconds)
+    reader = threading.Thread(target=read, args=(stop, reads, every_s))
     reader.start()
-    read_from = train(model, optimizer, batch, max(seconds, 2 * READ_EVERY_S))
+    read_from = train(model, optimizer, batch, max(seconds, 2 * every_s))
     stop.set()
     reader.join()
+    frames, stop = Frames(), threading.Event()
+    follower = threading.Thread(target=frames.follow, args=(stop,))
+    follower.start()
+    with_statistics = train(model, optimizer, batch, seconds)
+    stop.set()
+    while follower.is_alive():
+        # A frame comes of a step.
+        train(model, optimizer, batch, 0.0)
     size_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     answer = {
         "device": torch.cuda.get_device_name() if DEVICE == "cuda" else "simulated",
@@ -53,6 +62,8 @@ def main() -> None:
         "bare_s": bare,
         "idle_s": idle,
         "read_s": read_from,
+        "statistics_s": with_statistics,
+        "statistics_frames": frames.count,
         "summon_s": statistics.median(reads),
         "longest_stall_s": attachment.stalls().longest_s,
         "pinned_bytes_per_s": pinned_rate(),
@@ -65,8 +76,9 @@ def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor, seconds: float
 ) -> float:
     """Median seconds of a step."""
-    times, until_s = [], time.perf_counter() + seconds
-    while time.perf_counter() < until_s:
+    times: list[float] = []
+    until_s = time.perf_counter() + seconds
+    while not times or time.perf_counter() < until_s:
         begin_s = time.perf_counter()
         optimizer.zero_grad()
         model(batch).float().square().mean().backward()
@@ -76,13 +88,27 @@ def train(
     return statistics.median(times)
 
 
-def read(stop: threading.Event, reads: list[float]) -> None:
+class Frames:
+    """A reader of gradient statistics, of each step that it can follow."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def follow(self, stop: threading.Event) -> None:
+        with paramd.connect(job=JOB) as mesh:
+            for _ in mesh.grads("*", kind="stats"):
+                self.count += 1
+                if stop.is_set():
+                    return
+
+
+def read(stop: threading.Event, reads: list[float], every_s: float) -> None:
     with paramd.connect(job=JOB) as mesh:
         while True:
             begin_s = time.perf_counter()
             mesh.summon("*", timeout=60)
             reads.append(time.perf_counter() - begin_s)
-            if stop.wait(READ_EVERY_S):
+            if stop.wait(every_s):
                 return
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from paramd.errors import ConflictError, ParamdError
+from paramd.memory.device_driver import CUDA, HIP
 from paramd.mesh.edits.calls import EditState
 from paramd.mesh.mesh import Mesh
 from tests.gpu.driver import driver_in, environment
@@ -43,11 +44,12 @@ CASES = [
 
 
 @pytest.fixture(autouse=True)
-def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What every process of these tests has in its environment."""
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What every process of these tests has in its environment; the parameter is a kind."""
+    kind = getattr(request, "param", CUDA)
     monkeypatch.setenv("PARAMD_ARENA", "device")
     monkeypatch.setenv("PARAMD_GPU_TESTS_ON", "cpu")
-    for name, value in environment(tmp_path, late_us=LATE_US).items():
+    for name, value in environment(tmp_path, late_us=LATE_US, kind=kind).items():
         monkeypatch.setenv(name, value)
 
 
@@ -117,6 +119,7 @@ def test_a_sidecar_has_no_context_before_somebody_reads_and_its_death_changes_no
     assert held(ended.stdout) == bare
 
 
+@pytest.mark.parametrize("device", [CUDA, HIP], indirect=True)
 def test_a_killed_trainer_leaves_its_weights_readable_and_a_successor_maps_them_where_they_lie(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,10 +160,13 @@ def test_weights_that_the_device_had_not_finished_are_refused_once_the_trainer_i
             summoned(mesh)
 
 
+@pytest.mark.parametrize("device", [CUDA, HIP], indirect=True)
 def test_every_moment_equals_the_step_the_answer_carries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PARAMD_OPTIMIZER", "arena")
+    # Copies that an update overtook are thrown away, but the checker counts them.
+    monkeypatch.setenv("PARAMD_STALL_BUDGET_MS", "10000")
     stop = tmp_path / "stop"
     with start_ranks(WORKER, 1, args=["--mode", "moments", "--stop", str(stop)]) as ranks:
         ranks.wait_for_text("attached", rank=0, timeout_s=DEADLINE_S)

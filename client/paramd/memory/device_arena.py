@@ -1,4 +1,4 @@
-"""The arena on a CUDA device: memory behind a descriptor that the device's driver made.
+"""The arena on a device: memory behind a descriptor that the device's driver made.
 
     create(driver, uuid, arena_bytes)     the sidecar: allocated and exported, never mapped, so it
                                           takes no context and no device memory of its own
@@ -35,14 +35,9 @@ from typing import Any
 
 from paramd.errors import UsageError
 from paramd.memory.control_page import Word, Words
-from paramd.memory.device_driver import (
-    EVENT_HANDLE_BYTES,
-    UUID_BYTES,
-    DeviceError,
-    Driver,
-    load,
-    rounded,
-)
+from paramd.memory.device_driver import CUDA, HIP, DeviceError, Driver, load, rounded
+from paramd.memory.device_symbols import EVENT_HANDLE_BYTES, UUID_BYTES
+from paramd.memory.device_usage import used_bytes
 from paramd.memory.gate import CopySpan, LateError, batches
 from paramd.memory.handover import Allocation, optimizer_bytes
 
@@ -69,28 +64,34 @@ class DeviceArenaRequest:
     uuid: bytes
     event: bytes
     """With what the trainer's event is opened (`Driver.open_event`)."""
+    kind: str = CUDA
+    """Of which kind the driver is (`Driver.kind`)."""
 
     def create(self, arena_bytes: int) -> int:
         """A descriptor of a new arena there (`create`)."""
-        driver = load()
+        driver = load(self.kind)
         return create(driver, driver.device(self.uuid), arena_bytes)
 
     def create_allocation(self, size_bytes: int) -> Allocation:
         """Memory there for optimizer state (`create_allocation`)."""
-        driver = load()
+        driver = load(self.kind)
         return create_allocation(driver, driver.device(self.uuid), size_bytes)
 
     def to_message(self) -> dict[str, str]:
         """As a part of the handover's "attach" message."""
-        return {"uuid": self.uuid.hex(), "event": self.event.hex()}
+        return {"uuid": self.uuid.hex(), "event": self.event.hex(), "kind": self.kind}
 
     @classmethod
     def from_message(cls, told: Any) -> DeviceArenaRequest:
         """Raises UsageError."""
         try:
-            found = cls(bytes.fromhex(told["uuid"]), bytes.fromhex(told["event"]))
+            found = cls(
+                bytes.fromhex(told["uuid"]), bytes.fromhex(told["event"]), told.get("kind", CUDA)
+            )
         except (KeyError, TypeError, ValueError):
             raise UsageError("attach: device must have uuid and event, in hex") from None
+        if found.kind not in (CUDA, HIP):
+            raise UsageError(f"attach: a device's kind is {CUDA!r} or {HIP!r}")
         if (len(found.uuid), len(found.event)) != (UUID_BYTES, EVENT_HANDLE_BYTES):
             raise UsageError(
                 f"attach: a device's uuid has {UUID_BYTES} bytes and an event {EVENT_HANDLE_BYTES}"
@@ -160,7 +161,7 @@ class Addresses:
 
     def map(self, descriptor: int, size_bytes: int) -> None:
         """Map the next allocation, whole. The descriptor stays the caller's. Raises DeviceError."""
-        handle = self._driver.import_(descriptor)
+        handle = self._driver.import_(descriptor, self._device)
         try:
             at = self.address + self.mapped_bytes
             self._driver.map(at, size_bytes, handle, self._device)
@@ -240,9 +241,10 @@ class TrainerDevice:
         self._words: Words | None = None
         self._context = driver.retain(device)
         try:
-            driver.enter(self._context)
-            self._event = driver.event(shared=True)
-            self.request = DeviceArenaRequest(driver.uuid(device), driver.event_handle(self._event))
+            with driver.inside(self._context):
+                self._event = driver.event(shared=True)
+                handle = driver.event_handle(self._event)
+            self.request = DeviceArenaRequest(driver.uuid(device), handle, driver.kind)
         except BaseException:
             driver.let_go(device)
             raise
@@ -257,23 +259,28 @@ class TrainerDevice:
         """Queue fence and event behind what the training has queued; then a state may be told."""
         assert self._map is not None, "open comes first"
         assert self._words is not None
-        # An optimizer that steps within backward does so on a thread of autograd's.
-        self.driver.enter(self._context)
+        # The training's device may be another one here; and an optimizer that steps within backward
+        # does so on a thread of autograd's.
+        with self.driver.inside(self._context):
+            self._publish(self._map.fence, self._words)
+
+    def _publish(self, fence: int, words: Words) -> None:
         stream = self._stream()
         if self.driver.is_capturing(stream):
             self.captured = True
             return
-        before = self._words[Word.DEVICE_FENCE]
+        before = words[Word.DEVICE_FENCE]
         # Begins anywhere: the memory may have the fence of a predecessor, which must not do.
         number = (before + 1) & _FENCE_MASK if before else secrets.randbits(31) + 1
-        self.driver.fill(self._map.fence, number, 1, stream)
+        self.driver.fill(fence, number, 1, stream)
         self.driver.record(self._event, stream)
         # Last, and before SEQ: a reader of this number finds the event recorded.
-        self._words[Word.DEVICE_FENCE] = number
+        words[Word.DEVICE_FENCE] = number
 
     def finish(self) -> None:
         """Wait for what the training has queued, before its memory is used in another way."""
-        self.driver.synchronize(self._stream())
+        with self.driver.inside(self._context):
+            self.driver.synchronize(self._stream())
 
     def close(self) -> None:
         """Let go of event and context. The map goes with its last tensor. Idempotent."""
@@ -313,6 +320,8 @@ class DeviceReader:
         self.descriptor = descriptor
         self.size_bytes = arena_bytes
         self.address = BASE
+        self.context_bytes: int | None = None
+        """What this process's context takes of the device; None before, and where nobody tells."""
         self.trainer_ended = False
         """Once True, nothing is awaited any more: what the trainer's queue did is done."""
         self._request = request
@@ -361,7 +370,7 @@ class DeviceReader:
             return self._map.address + span.source - BASE
         state = self._state
         if state is None:
-            driver = load()
+            driver = load(self._request.kind)
             device = driver.device(self._request.uuid)
             state = self._state = Addresses(driver, device, optimizer_bytes(self.size_bytes))
         for allocation in self._allocations[state.allocation_count :]:
@@ -430,12 +439,17 @@ class DeviceReader:
         driver.wait(self._stream, self._event)
 
     def _open(self) -> Driver:
-        driver = load()
+        driver = load(self._request.kind)
         with ExitStack() as undo:
             device = driver.device(self._request.uuid)
+            before = used_bytes(self._request.uuid)
             self._context = driver.retain(device)
             undo.callback(driver.let_go, device)
             driver.enter(self._context)
+            # Before the arena is mapped, which may count as this process's.
+            after = used_bytes(self._request.uuid)
+            if before is not None and after is not None and after > before:
+                self.context_bytes = after - before
             found = DeviceMap(driver, device, self.descriptor, self.size_bytes)
             undo.callback(found.close)
             self._stream = driver.stream()

@@ -1,6 +1,7 @@
 """The CUDA driver's own interface, as far as device arenas need it, through its exported C symbols.
 
     driver = load()                    # libcuda, or what PARAMD_CUDA_DRIVER names
+    driver = load(HIP)                 # the same of HIP's runtime (PARAMD_HIP_RUNTIME)
     device = driver.device(uuid)
     handle = driver.create(device, size_bytes); descriptor = driver.export(handle)
 
@@ -13,144 +14,101 @@ from __future__ import annotations
 
 import ctypes
 import os
-from ctypes import byref, c_char, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from ctypes import byref, c_int, c_size_t, c_ubyte, c_uint64, c_void_p
 from functools import cache
-from typing import Any, Final
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar, Final
 
 from paramd.errors import ExhaustedError, UnreachableError
+from paramd.memory.device_symbols import (
+    CAPTURE_IMPLICIT,
+    CUDA_SYMBOLS,
+    CURES,
+    DISABLE_TIMING,
+    HIP_SYMBOLS,
+    HIP_VALUE_VERSION,
+    INTERPROCESS,
+    NON_BLOCKING,
+    NOT_READY,
+    ON_DEVICE,
+    OUT_OF_MEMORY,
+    PINNED,
+    POSIX_DESCRIPTOR,
+    READ_WRITE,
+    UUID_BYTES,
+    Access,
+    EventHandle,
+    Location,
+    Prop,
+    hip_name,
+)
+
+CUDA: Final = "cuda"
+HIP: Final = "hip"
 
 VARIABLE = "PARAMD_CUDA_DRIVER"
-"""Environment variable: the driver's library, if it is not where the loader finds it."""
+HIP_VARIABLE = "PARAMD_HIP_RUNTIME"
+"""Environment variables: the library, if it is not where it is looked for."""
 
 _DEFAULT = "libcuda.so.1"
+_HIP_DEFAULT = "libamdhip64.so"
 
-_POSIX_DESCRIPTOR, _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 1, 3
-_HAS_VIRTUAL_MEMORY, _HAS_POSIX_DESCRIPTORS = 102, 103
-_NON_BLOCKING = 1
-_DISABLE_TIMING, _INTERPROCESS = 2, 4
-_OUT_OF_MEMORY, _NOT_READY, _CAPTURE_IMPLICIT = 2, 600, 906
-
-EVENT_HANDLE_BYTES: Final = 64
-UUID_BYTES: Final = 16
-
-CURES: Final = {
-    2: "free device memory, or use a smaller model or a larger device",
-    3: "this is a bug in paramd: it did not initialize the driver first",
-    100: "start it where a device is visible (CUDA_VISIBLE_DEVICES, the container's devices)",
-    101: "give trainer and sidecar the same devices (CUDA_VISIBLE_DEVICES)",
-    304: "raise the limit of open files (ulimit -n), or let the container share descriptors",
-    800: "the driver or container forbids it; attach with arena='mirror'",
-    801: "this driver cannot do it; update it, or attach with arena='mirror'",
-    999: "see the kernel's log for the device (dmesg); a reset of the device may be needed",
-}
-"""By CUresult, what to do about it."""
+_CUDA_ATTRIBUTES = ((102, "virtual memory management"), (103, "sharing memory by file descriptors"))
+_HIP_ATTRIBUTES = ((89, "virtual memory management"),)
+"""What arenas need, by the number with which the device is asked for it."""
 
 _OTHERWISE = "attach with arena='mirror', which needs none of this, and report the code"
 
 
 class DeviceError(UnreachableError):
-    """The CUDA driver is missing, or refused a call."""
+    """The CUDA driver or HIP runtime is missing, or refused a call."""
 
     def __init__(self, text: str, *, call: str = "", code: int = 0) -> None:
         super().__init__(text)
         self.call = call
-        """The driver's function; empty if there is no driver."""
+        """The function; empty if there is no driver."""
         self.code = code
-        """Its CUresult."""
-
-
-class _Location(ctypes.Structure):
-    _fields_ = [("type", c_int), ("id", c_int)]
-
-
-class _Prop(ctypes.Structure):
-    """CUmemAllocationProp."""
-
-    _fields_ = [
-        ("type", c_int),
-        ("handle_types", c_int),
-        ("location", _Location),
-        ("win32", c_void_p),
-        ("flags", c_ubyte * 8),
-    ]
-
-
-class _Access(ctypes.Structure):
-    """CUmemAccessDesc."""
-
-    _fields_ = [("location", _Location), ("flags", c_int)]
-
-
-class _EventHandle(ctypes.Structure):
-    _fields_ = [("reserved", c_char * EVENT_HANDLE_BYTES)]
-
-
-_address, _size, _flags = c_uint64, c_size_t, ctypes.c_ulonglong
-_out = c_void_p
-
-SYMBOLS: Final[dict[str, tuple[Any, ...]]] = {
-    "cuInit": (c_uint,),
-    "cuGetErrorName": (c_int, _out),
-    "cuDeviceGetCount": (_out,),
-    "cuDeviceGet": (_out, c_int),
-    "cuDeviceGetUuid_v2": (_out, c_int),
-    "cuDeviceGetAttribute": (_out, c_int, c_int),
-    "cuDevicePrimaryCtxRetain": (_out, c_int),
-    "cuDevicePrimaryCtxRelease_v2": (c_int,),
-    "cuCtxGetCurrent": (_out,),
-    "cuCtxSetCurrent": (c_void_p,),
-    "cuMemGetAllocationGranularity": (_out, _out, c_int),
-    "cuMemCreate": (_out, _size, _out, _flags),
-    "cuMemRelease": (_address,),
-    "cuMemExportToShareableHandle": (_out, _address, c_int, _flags),
-    "cuMemImportFromShareableHandle": (_out, c_void_p, c_int),
-    "cuMemAddressReserve": (_out, _size, _size, _address, _flags),
-    "cuMemAddressFree": (_address, _size),
-    "cuMemMap": (_address, _size, _size, _address, _flags),
-    "cuMemUnmap": (_address, _size),
-    "cuMemSetAccess": (_address, _size, _out, _size),
-    "cuMemAllocHost_v2": (_out, _size),
-    "cuMemFreeHost": (c_void_p,),
-    "cuMemsetD32Async": (_address, c_uint, _size, c_void_p),
-    "cuMemcpyDtoHAsync_v2": (c_void_p, _address, _size, c_void_p),
-    "cuMemcpyHtoDAsync_v2": (_address, c_void_p, _size, c_void_p),
-    "cuStreamCreate": (_out, c_uint),
-    "cuStreamDestroy_v2": (c_void_p,),
-    "cuStreamSynchronize": (c_void_p,),
-    "cuStreamIsCapturing": (c_void_p, _out),
-    "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
-    "cuEventCreate": (_out, c_uint),
-    "cuEventDestroy_v2": (c_void_p,),
-    "cuEventRecord": (c_void_p, c_void_p),
-    "cuEventQuery": (c_void_p,),
-    "cuIpcGetEventHandle": (_out, c_void_p),
-    "cuIpcOpenEventHandle": (_out, _EventHandle),
-}
-"""The driver's functions and the types of their arguments; each returns a CUresult."""
+        """Its CUresult or hipError_t."""
 
 
 class Driver:
-    """One loaded driver, initialized. Methods may be called from any thread.
+    """The CUDA driver, loaded and initialized. Methods may be called from any thread.
 
     Those below "with a context" need the device's primary context to be current on the calling
-    thread (`enter`).
+    thread (`enter`, `inside`).
     """
+
+    kind: ClassVar[str] = CUDA
+    """Which of the two it is, as processes tell one another."""
+    title: ClassVar[str] = "CUDA driver"
+    variable: ClassVar[str] = VARIABLE
+    symbols: ClassVar[Mapping[str, Sequence[Any]]] = CUDA_SYMBOLS
+    attributes: ClassVar[Sequence[tuple[int, str]]] = _CUDA_ATTRIBUTES
+    visible: ClassVar[str] = "CUDA_VISIBLE_DEVICES"
+    """The variable that selects devices."""
 
     def __init__(self, path: str) -> None:
         """Raises DeviceError: it cannot be loaded, or finds no device."""
         try:
             self._library = ctypes.CDLL(path)
-            for name, types in SYMBOLS.items():
+            for name, types in self.symbols.items():
                 getattr(self._library, name).argtypes = types
         except (OSError, AttributeError) as error:
             raise DeviceError(
-                f"the CUDA driver {path!r} cannot be used ({error}); install one, or name its "
-                f"library in {VARIABLE}"
+                f"the {self.title} {path!r} cannot be used ({error}); install one, or name its "
+                f"library in {self.variable}"
             ) from None
         self.path = path
         self.simulated = hasattr(self._library, "paramd_standin")
         """Whether it is the simulated driver of the tests, whose device memory is the host's."""
         self._call("cuInit", 0)
+
+    def name(self, name: str) -> str:
+        """What a function is called here, by its name in CUDA."""
+        return name
 
     def device(self, uuid: bytes) -> int:
         """The device with that UUID: processes may number their devices differently."""
@@ -162,7 +120,7 @@ class Driver:
                 return device
         raise DeviceError(
             f"device {uuid.hex()} is not visible here; give trainer and sidecar the same devices "
-            "(CUDA_VISIBLE_DEVICES, the container's devices)"
+            f"({self.visible}, the container's devices)"
         )
 
     def device_at(self, ordinal: int) -> int:
@@ -180,10 +138,7 @@ class Driver:
     def why_not(self, device: int) -> str:
         """Why its memory cannot be shared by descriptors; empty if it can, as far as it says."""
         value = c_int()
-        for attribute, what in (
-            (_HAS_VIRTUAL_MEMORY, "virtual memory management"),
-            (_HAS_POSIX_DESCRIPTORS, "sharing memory by file descriptors"),
-        ):
+        for attribute, what in self.attributes:
             self._call("cuDeviceGetAttribute", byref(value), attribute, device)
             if not value.value:
                 return f"the device does not support {what}"
@@ -193,7 +148,10 @@ class Driver:
         """Sizes and addresses of memory are multiples of this many bytes."""
         found = c_size_t()
         recommended = 1
-        self._call("cuMemGetAllocationGranularity", byref(found), byref(_prop(device)), recommended)
+        with self._on(device):
+            self._call(
+                "cuMemGetAllocationGranularity", byref(found), byref(_prop(device)), recommended
+            )
         return found.value
 
     def create(self, device: int, size_bytes: int) -> int:
@@ -204,9 +162,10 @@ class Driver:
         """
         handle = c_uint64()
         try:
-            self._call("cuMemCreate", byref(handle), size_bytes, byref(_prop(device)), 0)
+            with self._on(device):
+                self._call("cuMemCreate", byref(handle), size_bytes, byref(_prop(device)), 0)
         except DeviceError as error:
-            if error.code == _OUT_OF_MEMORY:
+            if error.code == OUT_OF_MEMORY:
                 raise ExhaustedError(f"{size_bytes:,} bytes of device memory: {error}") from None
             raise
         return handle.value
@@ -214,15 +173,25 @@ class Driver:
     def export(self, handle: int) -> int:
         """A new descriptor of the memory, which keeps it alive. Needs no context."""
         descriptor = c_int(-1)
-        self._call("cuMemExportToShareableHandle", byref(descriptor), handle, _POSIX_DESCRIPTOR, 0)
+        self._call("cuMemExportToShareableHandle", byref(descriptor), handle, POSIX_DESCRIPTOR, 0)
         os.set_inheritable(descriptor.value, False)
         return descriptor.value
 
-    def import_(self, descriptor: int) -> int:
+    def import_(self, descriptor: int, device: int) -> int:
         """A handle of the memory behind a descriptor, which stays the caller's."""
-        handle = c_uint64()
-        self._call("cuMemImportFromShareableHandle", byref(handle), descriptor, _POSIX_DESCRIPTOR)
+        handle, told = c_uint64(), self._told(descriptor)
+        with self._on(device):
+            self._call("cuMemImportFromShareableHandle", byref(handle), told, POSIX_DESCRIPTOR)
         return handle.value
+
+    def _told(self, descriptor: int) -> Any:
+        """A descriptor as it is passed for import."""
+        return descriptor
+
+    @contextmanager
+    def _on(self, device: int) -> Iterator[None]:
+        """What memory needs of the thread beside the device's number: nothing."""
+        yield
 
     def release(self, handle: int) -> None:
         """Give a handle back; maps and descriptors keep the memory."""
@@ -241,7 +210,7 @@ class Driver:
         """Map memory at reserved addresses, for the device to read and write."""
         self._call("cuMemMap", at, size_bytes, 0, handle, 0)
         try:
-            access = _Access(_Location(_ON_DEVICE, device), _READ_WRITE)
+            access = Access(Location(ON_DEVICE, device), READ_WRITE)
             self._call("cuMemSetAccess", at, size_bytes, byref(access), 1)
         except BaseException:
             self.unmap(at, size_bytes)
@@ -261,11 +230,29 @@ class Driver:
         self._call("cuDevicePrimaryCtxRelease_v2", device)
 
     def enter(self, context: int) -> None:
-        """Make the context current on this thread, unless one is."""
+        """Make the context current on this thread, for good."""
+        if self._current() != context:
+            self._make_current(context)
+
+    @contextmanager
+    def inside(self, context: int) -> Iterator[None]:
+        """Make the context current on somebody else's thread, and then the one that was."""
+        before = self._current()
+        self.enter(context)
+        try:
+            yield
+        finally:
+            # Where there was none nobody misses it.
+            if before not in (0, context):
+                self._make_current(before)
+
+    def _current(self) -> int:
         found = c_void_p()
         self._call("cuCtxGetCurrent", byref(found))
-        if not found.value:
-            self._call("cuCtxSetCurrent", context)
+        return _number(found)
+
+    def _make_current(self, context: int) -> None:
+        self._call("cuCtxSetCurrent", context)
 
     # With a context:
 
@@ -281,7 +268,7 @@ class Driver:
     def stream(self) -> int:
         """A stream that does not wait for the default one."""
         made = c_void_p()
-        self._call("cuStreamCreate", byref(made), _NON_BLOCKING)
+        self._call("cuStreamCreate", byref(made), NON_BLOCKING)
         return _number(made)
 
     def destroy_stream(self, stream: int) -> None:
@@ -294,8 +281,8 @@ class Driver:
     def is_capturing(self, stream: int) -> bool:
         """Whether work queued on the stream is recorded into a graph now, instead of done."""
         status = c_int()
-        code = self._library.cuStreamIsCapturing(stream, byref(status))
-        if code not in (0, _CAPTURE_IMPLICIT):
+        code = self._code("cuStreamIsCapturing", stream, byref(status))
+        if code not in (0, CAPTURE_IMPLICIT):
             raise self._refused("cuStreamIsCapturing", code)
         return bool(code or status.value)
 
@@ -314,20 +301,20 @@ class Driver:
     def event(self, *, shared: bool = False) -> int:
         """An event without times; `shared`: other processes may open it."""
         made = c_void_p()
-        flags = _DISABLE_TIMING | (_INTERPROCESS if shared else 0)
+        flags = DISABLE_TIMING | (INTERPROCESS if shared else 0)
         self._call("cuEventCreate", byref(made), flags)
         return _number(made)
 
     def event_handle(self, event: int) -> bytes:
         """With what another process opens a shared event."""
-        handle = _EventHandle()
+        handle = EventHandle()
         self._call("cuIpcGetEventHandle", byref(handle), event)
         return bytes(handle)
 
     def open_event(self, handle: bytes) -> int:
         """The event of another process."""
         event = c_void_p()
-        packed = _EventHandle.from_buffer_copy(handle)
+        packed = EventHandle.from_buffer_copy(handle)
         self._call("cuIpcOpenEventHandle", byref(event), packed)
         return _number(event)
 
@@ -344,39 +331,110 @@ class Driver:
 
     def is_done(self, event: int) -> bool:
         """Whether all that the event stands for is done."""
-        code = self._library.cuEventQuery(event)
-        if code not in (0, _NOT_READY):
+        code = self._code("cuEventQuery", event)
+        if code not in (0, NOT_READY):
             raise self._refused("cuEventQuery", code)
         return bool(code == 0)
 
+    def _code(self, name: str, *arguments: Any) -> int:
+        code: int = getattr(self._library, self.name(name))(*arguments)
+        return code
+
     def _call(self, name: str, *arguments: Any) -> None:
-        code = getattr(self._library, name)(*arguments)
+        code = self._code(name, *arguments)
         if code:
             raise self._refused(name, code)
 
     def _refused(self, name: str, code: int) -> DeviceError:
-        text = c_void_p()
-        self._library.cuGetErrorName(code, byref(text))
-        known = ctypes.string_at(text.value).decode() if text.value else "unknown to the driver"
-        cure = CURES.get(code, _OTHERWISE)
+        text, call = c_void_p(), self.name(name)
+        self._code("cuGetErrorName", code, byref(text))
+        known = ctypes.string_at(text.value).decode() if text.value else "unknown to it"
+        cure = CURES.get(code, _OTHERWISE).replace(Driver.visible, self.visible)
         return DeviceError(
-            f"the CUDA driver refused {name} with {code} ({known}): {cure}", call=name, code=code
+            f"the {self.title} refused {call} with {code} ({known}): {cure}", call=call, code=code
         )
 
 
+class HipDriver(Driver):
+    """HIP's runtime in the same place. It opens every visible device as soon as it is loaded.
+
+    In the place of contexts are the devices' numbers, from 1: each thread has a current device, and
+    what is imported, or made by some versions, is on that one whatever else is said.
+    """
+
+    kind = HIP
+    title = "HIP runtime"
+    variable = HIP_VARIABLE
+    symbols = HIP_SYMBOLS
+    attributes = _HIP_ATTRIBUTES
+    visible = "HIP_VISIBLE_DEVICES"
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        version = c_int()
+        self._call("hipRuntimeGetVersion", byref(version))
+        self._by_value = version.value >= HIP_VALUE_VERSION
+
+    def name(self, name: str) -> str:
+        return hip_name(name) if name.startswith("cu") else name
+
+    def _told(self, descriptor: int) -> Any:
+        return descriptor if self._by_value else byref(c_int(descriptor))
+
+    @contextmanager
+    def _on(self, device: int) -> Iterator[None]:
+        with self.inside(self.retain(device)):
+            yield
+
+    def retain(self, device: int) -> int:
+        return device + 1
+
+    def let_go(self, device: int) -> None:
+        """Nothing: the runtime keeps its devices as long as the process lives."""
+
+    def _current(self) -> int:
+        device = c_int()
+        self._call("hipGetDevice", byref(device))
+        return device.value + 1
+
+    def _make_current(self, context: int) -> None:
+        self._call("hipSetDevice", context - 1)
+
+    def pinned(self, size_bytes: int) -> int:
+        found = c_void_p()
+        self._call("cuMemAllocHost_v2", byref(found), size_bytes, 0)
+        return _number(found)
+
+
 @cache
-def _loaded(path: str) -> Driver:
-    return Driver(path)
+def _loaded(kind: str, path: str) -> Driver:
+    return HipDriver(path) if kind == HIP else Driver(path)
 
 
-def load() -> Driver:
-    """This process's driver. Raises DeviceError."""
-    named = os.environ.get(VARIABLE)
-    return _loaded(named if named else _DEFAULT)
+def load(kind: str = CUDA) -> Driver:
+    """This process's driver of that kind. Raises DeviceError."""
+    named = os.environ.get(HIP_VARIABLE if kind == HIP else VARIABLE)
+    if named:
+        return _loaded(kind, named)
+    return _loaded(kind, _hip_library() if kind == HIP else _DEFAULT)
 
 
-def _prop(device: int) -> _Prop:
-    return _Prop(_PINNED, _POSIX_DESCRIPTOR, _Location(_ON_DEVICE, device))
+def _hip_library() -> str:
+    """torch's own if it brought one: two runtimes in a process know nothing of each other."""
+    loaded = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line]
+    for path in ("/" + line.partition("/")[2] for line in loaded):
+        if Path(path).name.startswith(_HIP_DEFAULT):
+            return path
+    torch = find_spec("torch")
+    if torch is not None and torch.origin is not None:
+        bundled = Path(torch.origin).parent / "lib" / _HIP_DEFAULT
+        if bundled.exists():
+            return str(bundled)
+    return _HIP_DEFAULT
+
+
+def _prop(device: int) -> Prop:
+    return Prop(PINNED, POSIX_DESCRIPTOR, Location(ON_DEVICE, device))
 
 
 def _number(pointer: c_void_p) -> int:

@@ -1,4 +1,4 @@
-"""The simulated CUDA driver (standin.c), built with the compiler at hand.
+"""The simulated CUDA driver and HIP runtime (standin.c), built with the compiler at hand.
 
 No GPU and no CUDA is involved in what runs on it; the head of standin.c says what it has of them.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from paramd.memory.device_driver import VARIABLE, Driver
+from paramd.memory.device_driver import CUDA, HIP, HIP_VARIABLE, VARIABLE, Driver, HipDriver
 from tests.needs import program
 
 SOURCE = Path(__file__).with_name("standin.c")
@@ -40,10 +40,12 @@ def built() -> Path:
     return target
 
 
-def environment(folder: Path, *, late_us: int = 0, **others: str) -> dict[str, str]:
+def environment(
+    folder: Path, *, late_us: int = 0, kind: str = CUDA, **others: str
+) -> dict[str, str]:
     """What processes need in their environment to share the simulated device of `folder`."""
     return {
-        VARIABLE: str(built()),
+        HIP_VARIABLE if kind == HIP else VARIABLE: str(built()),
         "PARAMD_STANDIN_DIR": str(folder),
         "PARAMD_STANDIN_LATE_US": str(late_us),
         **others,
@@ -86,12 +88,12 @@ class Standin:
 
 
 @contextmanager
-def driver_in(folder: Path) -> Iterator[tuple[Driver, Standin]]:
+def driver_in(folder: Path, kind: str = CUDA) -> Iterator[tuple[Driver, Standin]]:
     """The simulated driver in this process, with a device of its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PARAMD_STANDIN_DIR", str(folder))
         standin = Standin()
         try:
-            yield Driver(str(built())), standin
+            yield (HipDriver if kind == HIP else Driver)(str(built())), standin
         finally:
             standin.close()

@@ -1,4 +1,5 @@
-/* A simulated CUDA driver for tests: libcuda's exported names over memory descriptors of the host.
+/* A simulated CUDA driver for tests: libcuda's exported names over memory descriptors of the host,
+   and those of HIP's runtime over the same.
 
    No device, no kernels. What is real here: every process has its own mapping of an allocation,
    reached through a file descriptor; copies may cross allocations that are mapped one behind the
@@ -16,7 +17,8 @@
      PARAMD_STANDIN_DIR      where the processes of one device meet; required
      PARAMD_STANDIN_LATE_US  how late each work of a stream begins
      PARAMD_STANDIN_FAIL     "cuMemCreate=2,cuMemMap=801": calls that fail, and their codes
-     PARAMD_STANDIN_LIMITS   "vmm", "fd": device attributes that are 0 */
+     PARAMD_STANDIN_LIMITS   "vmm", "fd": device attributes that are 0
+     PARAMD_STANDIN_HIP_VERSION  which version of HIP it is, by itself 70200000 */
 
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -628,3 +630,147 @@ CUresult cuStreamWaitEvent(void *given, void *on, unsigned flags) {
   unlock();
   return OK;
 }
+
+/* HIP's names for the same device, with HIP's structures; what HIP does otherwise is written out.
+   A thread has a current device from the start, the first. The second one is there to be in the way:
+   while it is current, nothing works but what goes by a handle or an address. */
+
+typedef int hipError_t;
+typedef struct { unsigned char compression_type, gpu_direct_rdma_capable; unsigned short usage; } hipAllocFlags;
+typedef struct { int type, id; } hipMemLocation;
+typedef struct {
+  int type, requested_handle_type;
+  hipMemLocation location;
+  void *win32_handle_meta_data;
+  hipAllocFlags alloc_flags;
+} hipMemAllocationProp;
+typedef struct { hipMemLocation location; int flags; } hipMemAccessDesc;
+typedef struct { char bytes[16]; } hipUUID;
+typedef struct { char reserved[64]; } hipIpcEventHandle_t;
+_Static_assert(sizeof(hipMemAllocationProp) == sizeof(Prop), "as CUDA's");
+_Static_assert(sizeof(hipMemAccessDesc) == sizeof(Access), "as CUDA's");
+_Static_assert(sizeof(hipIpcEventHandle_t) == sizeof(Handle), "as CUDA's");
+enum { HIP_DEVICES = 2, BY_VALUE_SINCE = 70100000, HIP_VIRTUAL_MEMORY = 89 };
+
+static __thread int hip_device;
+#define HERE() do { \
+  if (hip_device) return INVALID_DEVICE; \
+  if (shared) current = &primary_count; } while (0)
+#define HIP(name, cuda, declared, passed) \
+  hipError_t name declared { HERE(); return cuda passed; }
+#define ANYWHERE(name, cuda, declared, passed) \
+  hipError_t name declared { return cuda passed; }
+
+static int hip_version(void) {
+  const char *told = getenv("PARAMD_STANDIN_HIP_VERSION");
+  return told ? atoi(told) : 70200000;
+}
+
+/* The runtime opens its devices at once. */
+hipError_t hipInit(unsigned flags) {
+  hipError_t code = cuInit(flags);
+  void *context;
+  return code || primary_count ? code : cuDevicePrimaryCtxRetain(&context, 0);
+}
+
+hipError_t hipRuntimeGetVersion(int *version) { *version = hip_version(); return OK; }
+hipError_t hipDrvGetErrorName(int code, const char **name) { return cuGetErrorName(code, name); }
+hipError_t hipGetDeviceCount(int *count) { *count = HIP_DEVICES; return OK; }
+hipError_t hipGetDevice(int *device) { *device = hip_device; return OK; }
+
+hipError_t hipSetDevice(int device) {
+  if (device < 0 || device >= HIP_DEVICES) return INVALID_DEVICE;
+  hip_device = device;
+  return OK;
+}
+
+hipError_t hipDeviceGet(int *device, int ordinal) {
+  if (ordinal < 0 || ordinal >= HIP_DEVICES) return INVALID_DEVICE;
+  *device = ordinal;
+  return OK;
+}
+
+hipError_t hipDeviceGetUuid(hipUUID *uuid, int device) {
+  memcpy(uuid->bytes, device ? "in everyones way" : "simulated device", sizeof uuid->bytes);
+  return OK;
+}
+
+hipError_t hipDeviceGetAttribute(int *value, int attribute, int device) {
+  if (device < 0 || device >= HIP_DEVICES) return INVALID_DEVICE;
+  *value = attribute == HIP_VIRTUAL_MEMORY && !limited("vmm");
+  return OK;
+}
+
+static Prop prop_of(const hipMemAllocationProp *given) {
+  return (Prop){given->type, given->requested_handle_type, {given->location.type, given->location.id},
+                given->win32_handle_meta_data, 0};
+}
+
+hipError_t hipMemGetAllocationGranularity(size_t *size, const hipMemAllocationProp *given, int option) {
+  HERE();
+  Prop prop = prop_of(given);
+  return cuMemGetAllocationGranularity(size, &prop, option);
+}
+
+hipError_t hipMemCreate(uint64_t *handle, size_t size, const hipMemAllocationProp *given,
+                        unsigned long long flags) {
+  HERE();
+  if (given->requested_handle_type != 1) return NOT_SUPPORTED;
+  Prop prop = prop_of(given);
+  return cuMemCreate(handle, size, &prop, flags);
+}
+
+hipError_t hipMemImportFromShareableHandle(uint64_t *handle, void *os_handle, int type) {
+  HERE();
+  if (!os_handle) return INVALID_VALUE;
+  intptr_t fd = hip_version() < BY_VALUE_SINCE ? *(int *)os_handle : (intptr_t)os_handle;
+  return cuMemImportFromShareableHandle(handle, (void *)fd, type);
+}
+
+hipError_t hipMemSetAccess(void *at, size_t size, const hipMemAccessDesc *given, size_t count) {
+  Access access = {{given->location.type, given->location.id}, given->flags};
+  return cuMemSetAccess((CUdeviceptr)at, size, &access, count);
+}
+
+hipError_t hipIpcOpenEventHandle(void **event, hipIpcEventHandle_t given) {
+  HERE();
+  Handle handle;
+  memcpy(&handle, &given, sizeof handle);
+  return cuIpcOpenEventHandle(event, handle);
+}
+
+hipError_t hipHostMalloc(void **out, size_t size, unsigned flags) {
+  HERE();
+  return flags ? INVALID_VALUE : cuMemAllocHost_v2(out, size);
+}
+
+ANYWHERE(hipHostFree, cuMemFreeHost, (void *memory), (memory))
+ANYWHERE(hipMemRelease, cuMemRelease, (uint64_t handle), (handle))
+ANYWHERE(hipMemExportToShareableHandle, cuMemExportToShareableHandle,
+    (void *out, uint64_t handle, int type, unsigned long long flags), (out, handle, type, flags))
+ANYWHERE(hipMemAddressReserve, cuMemAddressReserve,
+    (void **at, size_t size, size_t alignment, void *address, unsigned long long flags),
+    ((CUdeviceptr *)at, size, alignment, (CUdeviceptr)address, flags))
+ANYWHERE(hipMemAddressFree, cuMemAddressFree, (void *at, size_t size), ((CUdeviceptr)at, size))
+ANYWHERE(hipMemMap, cuMemMap,
+    (void *at, size_t size, size_t offset, uint64_t handle, unsigned long long flags),
+    ((CUdeviceptr)at, size, offset, handle, flags))
+ANYWHERE(hipMemUnmap, cuMemUnmap, (void *at, size_t size), ((CUdeviceptr)at, size))
+HIP(hipMemsetD32Async, cuMemsetD32Async, (void *at, int value, size_t count, void *stream),
+    ((CUdeviceptr)at, value, count, stream))
+HIP(hipMemcpyDtoHAsync, cuMemcpyDtoHAsync_v2, (void *target, void *at, size_t size, void *stream),
+    (target, (CUdeviceptr)at, size, stream))
+HIP(hipMemcpyHtoDAsync, cuMemcpyHtoDAsync_v2, (void *at, void *source, size_t size, void *stream),
+    ((CUdeviceptr)at, source, size, stream))
+HIP(hipStreamCreateWithFlags, cuStreamCreate, (void **stream, unsigned flags), (stream, flags))
+ANYWHERE(hipStreamDestroy, cuStreamDestroy_v2, (void *stream), (stream))
+HIP(hipStreamSynchronize, cuStreamSynchronize, (void *stream), (stream))
+HIP(hipStreamIsCapturing, cuStreamIsCapturing, (void *stream, int *status), (stream, status))
+HIP(hipStreamWaitEvent, cuStreamWaitEvent, (void *stream, void *event, unsigned flags),
+    (stream, event, flags))
+HIP(hipEventCreateWithFlags, cuEventCreate, (void **event, unsigned flags), (event, flags))
+ANYWHERE(hipEventDestroy, cuEventDestroy_v2, (void *event), (event))
+HIP(hipEventRecord, cuEventRecord, (void *event, void *stream), (event, stream))
+ANYWHERE(hipEventQuery, cuEventQuery, (void *event), (event))
+HIP(hipIpcGetEventHandle, cuIpcGetEventHandle, (hipIpcEventHandle_t *handle, void *event),
+    ((Handle *)handle, event))

@@ -30,7 +30,8 @@ from paramd.memory.device_arena import (
     create_allocation,
     why_not,
 )
-from paramd.memory.device_driver import CURES, SYMBOLS, DeviceError, Driver
+from paramd.memory.device_driver import DeviceError, Driver
+from paramd.memory.device_symbols import CUDA_SYMBOLS, CURES
 from paramd.memory.gate import CopySpan, LateError
 from tests.gpu.driver import POISON, Standin, driver_in, environment
 
@@ -42,7 +43,7 @@ WORD = 0x01010101
 def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Driver, Standin]]:
     monkeypatch.setenv("PARAMD_STANDIN_LATE_US", "3000")
     with driver_in(tmp_path) as (driver, standin):
-        monkeypatch.setattr(device_arena, "load", lambda: driver)
+        monkeypatch.setattr(device_arena, "load", lambda *_: driver)
         yield driver, standin
 
 
@@ -320,4 +321,14 @@ def test_all_symbols_of_the_table_are_in_the_simulated_driver(
     loaded: tuple[Driver, Standin],
 ) -> None:
     assert loaded[0].simulated
-    assert all(hasattr(loaded[0]._library, name) for name in SYMBOLS)
+    assert all(hasattr(loaded[0]._library, name) for name in CUDA_SYMBOLS)
+
+
+def test_what_the_context_takes_is_measured_around_its_making(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = [1_000, 300_001_000]
+    monkeypatch.setattr(device_arena, "used_bytes", lambda _: told.pop(0))
+    assert both.reader.context_bytes is None
+    assert both.reader.is_whole()
+    assert (both.reader.context_bytes, told) == (300_000_000, [])

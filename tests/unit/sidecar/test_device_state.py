@@ -27,7 +27,7 @@ ARENA_BYTES = 4096
 @pytest.fixture
 def standin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Standin]:
     with driver_in(tmp_path) as (driver, found):
-        monkeypatch.setattr(device_arena, "load", lambda: driver)
+        monkeypatch.setattr(device_arena, "load", lambda *_: driver)
         yield found
 
 

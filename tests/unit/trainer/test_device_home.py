@@ -67,7 +67,7 @@ class Inside:
 def standin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Standin]:
     with driver_in(tmp_path) as (driver, found):
         for module in (device_module, __import__("paramd.memory.device_arena", fromlist=["x"])):
-            monkeypatch.setattr(module, "load", lambda: driver)
+            monkeypatch.setattr(module, "load", lambda *_: driver)
         yield found
 
 

@@ -35,6 +35,7 @@ import torch
 
 from paramd.errors import UsageError
 from paramd.memory.handover import MAX_MESSAGE_BYTES, Message
+from paramd.trainer.model import accelerator
 
 log = logging.getLogger("paramd")
 
@@ -223,7 +224,7 @@ class _Entry:
     step: int
     time_s: float
     numbers: Mapping[str, float | torch.Tensor]
-    computed: torch.cuda.Event | None
+    computed: torch.Event | None
     """Passed once the tensors among them can be read without waiting for their device."""
 
     def is_computed(self) -> bool:
@@ -234,11 +235,11 @@ class _Entry:
         return [self.step, self.time_s, numbers]
 
 
-def _computed(numbers: Mapping[str, float | torch.Tensor]) -> torch.cuda.Event | None:
+def _computed(numbers: Mapping[str, float | torch.Tensor]) -> torch.Event | None:
     for value in numbers.values():
-        if isinstance(value, torch.Tensor) and value.is_cuda:
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(value.device))
+        if isinstance(value, torch.Tensor) and accelerator.holds(value):
+            event = torch.Event(value.device)
+            event.record(torch.accelerator.current_stream(value.device))
             return event
     return None
 
@@ -264,9 +265,9 @@ def checked_numbers(numbers: Mapping[str, float | torch.Tensor]) -> dict[str, An
                     f"log: {name} is a {value.dtype} tensor of shape {tuple(value.shape)}; "
                     "expected one real number"
                 )
-            if value.is_cuda and torch.cuda.is_current_stream_capturing():
+            if accelerator.holds(value) and accelerator.captures(value.device):
                 raise UsageError(
-                    f"log: {name} is a tensor of a CUDA graph that is being captured; call log "
+                    f"log: {name} is a tensor of a graph that is being captured; call log "
                     "after the graph was replayed"
                 )
             # Converted on the thread: reading a device's tensor waits for the device.
@@ -324,13 +325,15 @@ def _collective(entry: Mapping[str, Any], now_ns: int) -> dict[str, Any]:
 
 
 def device_memory() -> dict[str, Any]:
-    """Bytes of CUDA memory that torch has in use and reserved; empty without CUDA."""
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+    """Bytes of device memory that torch has in use and reserved; empty where it uses no device."""
+    if accelerator.in_use() is None:
         return {}
     try:
+        # Of all: this thread has a current device of its own, the first, wherever the training is.
+        devices = range(torch.accelerator.device_count())
         return {
-            "device_bytes": torch.cuda.memory_allocated(),
-            "device_reserved_bytes": torch.cuda.memory_reserved(),
+            "device_bytes": sum(map(torch.accelerator.memory_allocated, devices)),
+            "device_reserved_bytes": sum(map(torch.accelerator.memory_reserved, devices)),
         }
     except Exception:
         return {}

@@ -1,4 +1,4 @@
-"""A home on a CUDA device: parameters in memory that the sidecar owns, read without the trainer.
+"""A home on a device: parameters in memory that the sidecar owns, read without the trainer.
 
 As in host memory, parameters are moved once and stay; what differs is how their memory is wrapped,
 that the device is behind the host (memory/device_arena.py), and that the processor does not look
@@ -10,6 +10,7 @@ On the simulated driver of the tests, device memory is the host's, and so are th
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Sequence
 from operator import getitem
 from typing import Any
@@ -21,7 +22,7 @@ from paramd.errors import ConflictError, ExhaustedError
 from paramd.layout.types import TensorKind
 from paramd.memory.control_page import ControlPage
 from paramd.memory.device_arena import Addresses, DeviceMap, TrainerDevice, why_not
-from paramd.memory.device_driver import DeviceError, Driver, load
+from paramd.memory.device_driver import CUDA, HIP, HIP_VARIABLE, DeviceError, Driver, load
 from paramd.memory.handover import Allocation
 from paramd.trainer.home.moving import Memory, live_tensors
 from paramd.trainer.home.owned import ParameterStorage
@@ -144,7 +145,7 @@ class DeviceState(_Mapped):
             if self._device.type == "cpu":
                 raise
             # torch keeps what was freed, such as activations, for itself.
-            torch.cuda.empty_cache()
+            torch.accelerator.empty_cache()
             self._add(size_bytes)
 
     def _map_new(self) -> None:
@@ -295,8 +296,9 @@ def device_home(model: nn.Module) -> tuple[DeviceHome | None, str]:
         return None, f"the parameters are on {len(places)} devices"
     (place,) = places
     try:
-        driver = load()
-        if place.type != ("cpu" if driver.simulated else "cuda") or torch.version.hip is not None:
+        driver = load(_kind())
+        # Devices of HIP's are called "cuda" by torch, too.
+        if place.type != ("cpu" if driver.simulated else "cuda"):
             return None, f"parameters on {place} are none of this driver's"
         device = driver.device_at(place.index if place.index is not None else 0)
         reason = why_not(driver, device)
@@ -305,6 +307,12 @@ def device_home(model: nn.Module) -> tuple[DeviceHome | None, str]:
         return DeviceHome(model, _trainer_device(driver, device, place), place), ""
     except DeviceError as error:
         return None, str(error)
+
+
+def _kind() -> str:
+    """Which driver torch was built for; a torch for neither has HIP's where that is named."""
+    named = torch.version.cuda is None and HIP_VARIABLE in os.environ
+    return HIP if torch.version.hip is not None or named else CUDA
 
 
 def _trainer_device(driver: Driver, device: int, place: torch.device) -> TrainerDevice:

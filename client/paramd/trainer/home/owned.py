@@ -51,7 +51,7 @@ from paramd.trainer.home.moving import (
 )
 from paramd.trainer.home.plan import ALIGN_BYTES, ArenaPlan, plan_arena
 from paramd.trainer.home.watch import Contents, Watch, Watched
-from paramd.trainer.model import fsdp2
+from paramd.trainer.model import accelerator, fsdp2
 from paramd.trainer.model.dtensor import split
 from paramd.trainer.model.local_shard import LocalShard
 from paramd.trainer.model.shards import find_shards
@@ -62,8 +62,11 @@ if TYPE_CHECKING:
     from paramd.memory.handover import Allocation
     from paramd.trainer.home.device import DeviceMemory, DeviceState
 
-MIRRORED_DEVICES = ("cpu", "cuda")
-"""Device types whose tensors can be copied into host memory."""
+
+def mirrored_devices() -> tuple[str, ...]:
+    """Device types whose tensors can be copied into host memory."""
+    found = accelerator.kind()
+    return ("cpu",) if found is None else ("cpu", found)
 
 
 def arena_kind(tensor: torch.Tensor) -> str:
@@ -85,10 +88,10 @@ def check_reachable(shard: LocalShard) -> None:
     Raises:
         ConflictError: naming the tensor.
     """
-    if shard.tensor.device.type not in MIRRORED_DEVICES:
+    if shard.tensor.device.type not in mirrored_devices():
         raise ConflictError(
             f"tensor {shard.fqn!r} is on {shard.tensor.device}; expected one of "
-            f"{', '.join(MIRRORED_DEVICES)}"
+            f"{', '.join(mirrored_devices())}"
         )
 
 

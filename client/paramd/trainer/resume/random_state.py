@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 
+from paramd.trainer.model import accelerator
+
 
 def random_state() -> dict[str, Any]:
-    """Python's, NumPy's global one once it was imported, torch's on the host and each CUDA device.
+    """Python's, NumPy's global one once it was imported, torch's on the host and each device.
 
-    A device costs a synchronization with it.
+    A device costs a synchronization with it. Their states are under the accelerator's name, "cuda"
+    for CUDA and HIP, and left out while the training has not used it.
     """
     version, words, gauss = random.getstate()
     found: dict[str, Any] = {
@@ -24,8 +27,9 @@ def random_state() -> dict[str, Any]:
     if numpy is not None:
         name, keys, *rest = numpy.random.get_state()
         found["numpy"] = [name, keys, *rest]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found["cuda"] = torch.cuda.get_rng_state_all()
+    devices = accelerator.in_use()
+    if devices is not None:
+        found[str(accelerator.kind())] = devices.get_rng_state_all()
     return found
 
 
@@ -37,8 +41,10 @@ def set_random_state(found: dict[str, Any]) -> None:
         import numpy
 
         numpy.random.set_state(tuple(found["numpy"]))
-    if "cuda" in found and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(found["cuda"][: torch.cuda.device_count()])
+    kind = accelerator.kind()
+    if kind in found and torch.accelerator.is_available():
+        states = found[kind][: torch.accelerator.device_count()]
+        torch.get_device_module(kind).set_rng_state_all(states)
     torch.set_rng_state(found["torch"])
 
 

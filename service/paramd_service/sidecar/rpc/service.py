@@ -32,6 +32,7 @@ from google.protobuf.message import DecodeError, Message
 
 from paramd.errors import RANK_KEY, DeadlineError, ParamdError, UsageError
 from paramd.memory.control_page import Word
+from paramd.memory.device_arena import DeviceReader
 from paramd.state_files import resident_bytes
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import CHUNK_BYTES, data_chunk
@@ -143,6 +144,7 @@ def _rank_samples(rank: RankSidecar) -> list[Sample]:
             "1 once this sidecar has a context on a GPU, which takes memory there",
             int(device is not None and device.is_open),
         ),
+        *_context_samples(device),
         Sample("paramd_sidecar_snapshots", "Snapshots under lease", state.snapshot_count),
         Sample("paramd_sidecar_snapshot_bytes", "Held by snapshots", state.snapshot_bytes),
         Sample(
@@ -170,6 +172,14 @@ def _rank_samples(rank: RankSidecar) -> list[Sample]:
         *_edit_samples(rank),
         *_tls_samples(rank),
     ]
+
+
+def _context_samples(device: DeviceReader | None) -> list[Sample]:
+    found = device.context_bytes if device is not None else None
+    if found is None:
+        return []
+    text = "Device memory that this sidecar's context takes, by NVML"
+    return [Sample("paramd_sidecar_device_context_bytes", text, found)]
 
 
 def _tls_samples(rank: RankSidecar) -> list[Sample]:

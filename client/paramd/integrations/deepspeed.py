@@ -42,7 +42,7 @@ def attach(engine: Any, *, job: str, **options: Any) -> Attachment:
         UsageError: not an engine, or one with what is not supported; the message names it.
         ConflictError, DeniedError, ExhaustedError: as `paramd.attach`.
     """
-    require("deepspeed", at_least="0.18", below="0.20", extra="deepspeed")
+    require("deepspeed", at_least="0.19.8", below="0.20", extra="deepspeed")
     partitions = _partitions(engine)
     optimizer = engine.optimizer
     attachment = attach_partitioned(

@@ -33,7 +33,9 @@ PostgreSQL, all links going through `links`."""
 
 RESUMABLE = frozenset({"standing-copied", "copy-sent", "copy-received", "mark-made"})
 """Points that only a training with resume="auto" passes: those of resume.py, and of tests."""
-SIDECAR_POINTS = sidecar_faults.POINTS - RESUMABLE
+ON_DEVICE = frozenset({"state-allocated"})
+"""Points that only parameters on a device pass: those of multiprocess/test_device_resume.py."""
+SIDECAR_POINTS = sidecar_faults.POINTS - RESUMABLE - ON_DEVICE
 TRAINER_POINTS = trainer_faults.POINTS - trainer_faults.ATTACH_POINTS
 
 ANYWHERE = (

@@ -25,6 +25,7 @@ from tests.multiprocess.striking import arm, helper, is_down
 from tests.multiprocess.test_optimizer_state import (
     assert_stored,
     assert_told,
+    hanging,
     stored_in,
     training,
     truth,
@@ -168,6 +169,8 @@ def test_state_on_the_device_is_read_and_exported_while_it_trains_and_when_the_t
         include = ["parameters", "optimizer"]
         done = mesh.export("here/dcp", format="dcp", include=include).wait(timeout=60)
         assert_stored(stored_by_dcp(tmp_path / "out" / "dcp"), truth(tmp_path, done.step))
+        # Killed within an update they would leave parameters alone.
+        hanging(tmp_path)
         kill(ranks)
         died = mesh.optimizer(timeout=30.0)
         known = truth(tmp_path, died.step)

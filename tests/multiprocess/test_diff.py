@@ -41,7 +41,7 @@ def step_of(mesh: Mesh) -> int:
 
 
 def steps_to_come(mesh: Mesh) -> None:
-    step = step_of(mesh) + 20
+    step = step_of(mesh) + 100
     found = mesh.diff(step, step + 3)
     assert found.a.startswith(f"step {step} of ")
     assert found.b.startswith(f"step {step + 3} of ")

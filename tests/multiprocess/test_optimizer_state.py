@@ -54,6 +54,12 @@ def training(
             raise
 
 
+def hanging(folder: Path) -> None:
+    """Wait until every rank hangs in a forward pass, its step settled."""
+    (folder / "hang").touch()
+    wait_until(lambda: all((folder / f"hangs-{rank}").exists() for rank in range(2)), "they hang")
+
+
 def truth(folder: Path, step: int) -> dict[str, dict[str, Any]]:
     path = folder / f"truth-{step}"
     wait_until(path.exists, f"the truth of step {step}")
@@ -130,10 +136,7 @@ def test_state_without_tensors_is_no_obstacle(optimizer: str, tmp_path: Path) ->
 @pytest.mark.timeout(180)
 def test_state_of_a_training_that_hangs_and_of_one_that_died(tmp_path: Path) -> None:
     with training(tmp_path, "--no-mirror", ends=False) as (mesh, ranks):
-        (tmp_path / "hang").touch()
-        wait_until(
-            lambda: all((tmp_path / f"hangs-{rank}").exists() for rank in range(2)), "they hang"
-        )
+        hanging(tmp_path)
         hung = mesh.optimizer(timeout=30.0)
         known = truth(tmp_path, hung.step)
         assert not (tmp_path / f"truth-{hung.step + 1}").exists()

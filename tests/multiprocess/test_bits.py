@@ -18,7 +18,7 @@ from tests.multiprocess.truth import connect_to, wait_until
 WORKER = "tests.multiprocess.workers.insight"
 JOB = "insight"
 EVERY = 20
-SLACK = 20
+SLACK = 10
 """Steps that pass while digests are made and compared; requests are made three ahead."""
 
 

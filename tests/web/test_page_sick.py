@@ -217,6 +217,6 @@ def verdict_after_asking(tab: Tab) -> list[str]:
     with tab.page.expect_response(lambda answer: answer.url.endswith("/why")) as answered:
         tab.page.get_by_role("button", name="Ask every rank").click()
     assert answered.value.ok
-    said = tab.page.locator("section.panel", has_text="Stuck?").locator("p strong")
+    said = tab.page.locator("section.panel", has_text="Stuck or slow?").locator("p strong")
     said.wait_for()
     return [text for text in said.all_inner_texts() if " wait" in text]

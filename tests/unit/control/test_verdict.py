@@ -43,6 +43,24 @@ def loading(rank: int) -> Evidence:
             "Nothing is stuck: steps 7 to 8; the last boundary of rank 1 was 500 ms ago.",
         ),
         (
+            [
+                running(0, kind="backward", what="in backward"),
+                running(1, kind="backward", what="in backward"),
+                running(2, kind="other", what="at train.py:14 in <module>"),
+            ],
+            "Nothing is stuck: step 7; the last boundary of rank 0 was 200 ms ago. At this look "
+            "ranks 0 and 1 were in backward, and rank 2 at train.py:14 in <module>: if it is the "
+            "same rank when you ask again, it slows the others.",
+        ),
+        (
+            [
+                running(0, kind="backward", what="in backward"),
+                running(1, kind="other", what="at a.py:1 in f"),
+                running(2, kind="other", what="at a.py:1 in f"),
+            ],
+            "Nothing is stuck: step 7; the last boundary of rank 0 was 200 ms ago.",
+        ),
+        (
             [running(0, held=True), running(1, held=True)],
             "Training is held on request; paramd resume lets it go on.",
         ),

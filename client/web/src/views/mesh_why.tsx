@@ -21,7 +21,7 @@ export function WhyPanel(): ReactNode {
   const found = asked > 0 ? why.data : null;
   return (
     <Panel
-      title="Stuck?"
+      title="Stuck or slow?"
       source={<Source what={`/jobs/${job}/why`} at={why.at} error={why.error} busy={why.busy} />}
       actions={
         <button type="button" disabled={!mayRead || why.busy} onClick={() => setAsked(asked + 1)}>

@@ -101,7 +101,7 @@ export function Timeline(props: { history: History }): ReactNode {
           <li key={one.key} data-kind={one.kind}>
             <span className="faint when">{clock(one.time_s)}</span>
             <Badge state={one.state} tone={toneOf(one.state)} />
-            <a href={placeHash({ job, view: one.view, query: one.query })}>{one.kind}</a>
+            <a href={placeHash({ job, view: one.view, query: one.query })}>{one.kind === "restart" ? "run" : one.kind}</a>
             <span className="wrap what">{one.what}</span>
             <span className="faint">
               {one.who && (

@@ -83,7 +83,26 @@ def _running(here: Sequence[Evidence]) -> str:
     steps = sorted({one.step for one in here})
     at = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     age = seconds(slowest.boundary_age_s)
-    return f"Nothing is stuck: {at}; the last boundary of rank {slowest.rank} was {age} ago."
+    text = f"Nothing is stuck: {at}; the last boundary of rank {slowest.rank} was {age} ago."
+    return " ".join([text, *_holding_up(here)])
+
+
+def _holding_up(here: Sequence[Evidence]) -> list[str]:
+    """The one rank that is elsewhere than all others, which are where ranks wait for each other.
+
+    Where ranks meet at every step their step times are equal, so no alert can name the slow one.
+    """
+    meeting = [one for one in here if one.waits or one.kind == "backward"]
+    elsewhere = [one for one in here if one not in meeting and one.what]
+    if len(elsewhere) != 1 or len(meeting) != len(here) - 1 or not meeting:
+        return []
+    (slow,) = elsewhere
+    verb = "was" if len(meeting) == 1 else "were"
+    doing = " and ".join(sorted({one.what for one in meeting}))
+    return [
+        f"At this look {ranks_text(one.rank for one in meeting)} {verb} {doing}, and rank "
+        f"{slow.rank} {slow.what}: if it is the same rank when you ask again, it slows the others."
+    ]
 
 
 def _gone(found: Sequence[Evidence]) -> list[str]:

@@ -60,6 +60,7 @@ def test_a_hanging_rank_is_named_with_its_stack_while_training_hangs(
                     mesh.why(7)
                 numbers_are_kept(mesh)
                 logs_are_told(mesh, state_dir)
+                slow_in_data(mesh, tmp_path)
                 hung_in_data(mesh, tmp_path)
                 hung_with_the_gil(mesh, tmp_path)
                 stopped(mesh, ranks[0].process.send_signal)
@@ -90,6 +91,14 @@ def numbers_are_kept(mesh: Mesh) -> None:
 
     wait_until(lambda: len(fired()) == 3, "the rule fires for each rank")
     assert fired() == {f"lr of rank {rank}: lr > 0" for rank in range(3)}
+
+
+def slow_in_data(mesh: Mesh, folder: Path) -> None:
+    """All step times are those of the slow rank; what the ranks are doing tells them apart."""
+    (folder / "slow.2").touch()
+    told = "and rank 2 in DataLoader.next: if it is the same rank when you ask again, it slows"
+    until(mesh, lambda why: told in why.verdict, "the slow rank is named")
+    (folder / "slow.2").unlink()
 
 
 def logs_are_told(mesh: Mesh, state_dir: Path) -> None:

@@ -2,6 +2,7 @@
 
 <folder>/hang.<rank>       the rank's dataset hangs until the file has gone
 <folder>/keep-gil.<rank>   likewise, in native code that keeps the GIL
+<folder>/slow.<rank>       each of its rows takes 0.2 s, until the file has gone
 <folder>/end               training ends
 """
 
@@ -39,6 +40,8 @@ class Rows(Dataset[torch.Tensor]):
 
     def read(self) -> None:
         rank, deadline_s = dist.get_rank(), time.monotonic() + DEADLINE_S
+        if (self._folder / f"slow.{rank}").exists():
+            time.sleep(0.2)
         while (self._folder / f"hang.{rank}").exists() and time.monotonic() < deadline_s:
             time.sleep(0.05)
         while (self._folder / f"keep-gil.{rank}").exists() and time.monotonic() < deadline_s:

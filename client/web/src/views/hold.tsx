@@ -56,10 +56,16 @@ export function Hold(props: { mayEdit: boolean }): ReactNode {
             <span>
               by {found.holder || "an unknown holder"}
               {found.since_s ? ` since ${clock(found.since_s)}` : ""}
-              {found.steps_left > 0 ? `, ${count(found.steps_left)} steps to go` : ""}; resumes automatically in{" "}
-              <strong data-testid="lease" className={left < 10 ? "source bad" : ""}>
-                {Math.ceil(left)} s
-              </strong>
+              {found.steps_left > 0 ? `, ${count(found.steps_left)} steps to go` : ""}
+              {/* No lease runs before the ranks are held. */}
+              {found.lease_left_s > 0 && (
+                <>
+                  ; resumes automatically in{" "}
+                  <strong data-testid="lease" className={left < 10 ? "source bad" : ""}>
+                    {Math.ceil(left)} s
+                  </strong>
+                </>
+              )}
             </span>
           )}
           {props.mayEdit && (

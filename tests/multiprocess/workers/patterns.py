@@ -438,7 +438,9 @@ HALVES = {
 """Patterns that add a half after each update."""
 
 REFUSED = {
-    "skipped_on_one_rank": "not at the same step of training: (update .* rank [01]|this one is)",
+    "skipped_on_one_rank": (
+        "rank [01].*not at the same step of training|not at the same step of training.*by rank [01]"
+    ),
     "adapters_injected": "adapter.*was absent",
     "functional": "functional_call.*attachment.update",
     "made_bfloat16": "bfloat16",

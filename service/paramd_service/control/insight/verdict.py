@@ -92,9 +92,11 @@ def _holding_up(here: Sequence[Evidence]) -> list[str]:
 
     Where ranks meet at every step their step times are equal, so no alert can name the slow one.
     """
-    meeting = [one for one in here if one.waits or one.kind == "backward"]
-    elsewhere = [one for one in here if one not in meeting and one.what]
-    if len(elsewhere) != 1 or len(meeting) != len(here) - 1 or not meeting:
+    meeting: list[Evidence] = []
+    elsewhere: list[Evidence] = []
+    for one in here:
+        (meeting if one.waits or one.kind == "backward" else elsewhere).append(one)
+    if not meeting or len(elsewhere) != 1 or not elsewhere[0].what:
         return []
     (slow,) = elsewhere
     verb = "was" if len(meeting) == 1 else "were"

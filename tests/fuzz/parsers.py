@@ -32,6 +32,7 @@ from paramd.memory.moments_table import parse_table
 from paramd.mesh.exports.restoring import loaded
 from paramd.mesh.reading import stream as reading
 from paramd.security import tickets
+from paramd.state import StateName
 from paramd.v1 import common_pb2, layout_pb2, sidecar_pb2
 from paramd.wire import Chunk, data_chunk, parse_chunk
 from paramd_service.sidecar.edits.entry import body_at, records_of
@@ -227,7 +228,9 @@ def stream(data: bytes) -> None:
     """A read ends with the snapshot's very bytes, or is refused."""
     whole = bytes(range(256))
     sink = _Sink()
-    reader = reading.Reader(_Source(whole, data), sink, reading.Expected(1, 1, len(whole)))
+    reader = reading.Reader(
+        _Source(whole, data), sink, reading.Expected(StateName(1, 0, 1, -1), len(whole))
+    )
     try:
         _without_pauses(reader)
     except ParamdError:

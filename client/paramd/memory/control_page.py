@@ -160,7 +160,7 @@ class Word(IntEnum):
     HOLD_STEPS_LEFT = 34
     REFUSED = 35  # request this trainer cannot carry out and will never promise
     EDIT_FAILED = 36  # request of an edit that failed half way; SEQ stays odd from then on
-    SLOT_DONE0 = 40  # update whose gradients slot 0 holds
+    SLOT_DONE0 = 40  # update (`in_time`) whose gradients slot 0 holds
     SLOT_DONE1 = 41
     MOMENTS_STEP = 42  # step at which optimizer state was last mirrored; -1 while being written
     GRADIENTS_STEP = 43  # last update before which the ARM_SLOT words were read
@@ -204,13 +204,14 @@ class Word(IntEnum):
     HOLD_UNTIL_NS = 75  # end of the hold's lease
     MOMENTS_WANTED = 76  # request that needs optimizer state mirrored
     ARM_STEP = 80  # announce the boundary of this step; 0 none
-    ARM_SLOT0 = 81  # update whose gradients are wanted in slot 0; 0 none
+    ARM_SLOT0 = 81  # update (`in_time`) whose gradients are wanted in slot 0; 0 none
     ARM_SLOT1 = 82
     LOSSLESS_EVERY = 83  # updates between frames of lossless readers; 0 no such reader
     LOSSLESS_UNTIL_NS = 84  # until when there is a lossless reader
     EXPECTED_NS = 85  # until when a request is expected soon, such as an edit being uploaded
     LOOK_WANTED = 87  # counts copies at rest, each waiting for a check by the trainer
     EDIT_HOLES = 86  # counts ranges of edit memory whose pages were given back
+    PROGRAMS = 93  # counts gradient programs written in this incarnation, each one's version
     STANDING_NS = 89  # how long the last standing snapshot took to copy
     STANDING_MADE = 90  # when the last whole standing snapshot is of (`in_time`); 0 none
     COPIED = 91  # step of the last one that is whole on another host too; 0 none

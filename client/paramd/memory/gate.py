@@ -35,11 +35,12 @@ POLL_S = 50e-6
 
 
 # Plain ints: an enum lookup costs more than reading the word.
-_SEQ, _STEP, _EDITS, _ITERATION = (
+_SEQ, _STEP, _EDITS, _ITERATION, _REWOUND = (
     int(Word.SEQ),
     int(Word.STEP),
     int(Word.EDITS),
     int(Word.ITERATION),
+    int(Word.REWOUND),
 )
 _REST, _REST_STEP, _REST_NS = int(Word.REST), int(Word.REST_STEP), int(Word.REST_NS)
 _REST_DIGEST, _REST_ITERATION = int(Word.REST_DIGEST), int(Word.REST_ITERATION)
@@ -49,7 +50,7 @@ _COPY_BEGUN, _COPY_ENDED = int(Word.COPY_BEGUN), int(Word.COPY_ENDED)
 
 
 class State(NamedTuple):
-    """Names a state of one incarnation's parameters: updates finished, edits applied."""
+    """Names a state of one incarnation's parameters, and says what proved the copy of it."""
 
     step: int
     edits: int
@@ -61,6 +62,8 @@ class State(NamedTuple):
     """SEQ of a settled state, -REST of a resting one: equal proofs mean equal bytes."""
     label: str = ""
     """Of the weights that stand in for the training's; empty: the training's own."""
+    history: int = 0
+    """Rollbacks before it, as in `paramd.state.StateName`."""
 
 
 STALL_BUDGET_MS: Final = 5.0
@@ -248,7 +251,8 @@ def batches(
 def state_of(page: Page) -> State:
     """The current state; consistent only if SEQ is the same even value before and after."""
     words = page.words
-    return State(words[_STEP], words[_EDITS], words[_ITERATION], proof=words[_SEQ])
+    proof, history = words[_SEQ], words[_REWOUND]
+    return State(words[_STEP], words[_EDITS], words[_ITERATION], proof=proof, history=history)
 
 
 def resting_state(page: ControlPage) -> State | None:
@@ -258,7 +262,8 @@ def resting_state(page: ControlPage) -> State | None:
     if not rest:
         return None
     iteration, label = words[_REST_ITERATION], label_of(page)
-    return State(words[_REST_STEP], words[_EDITS], iteration, True, -rest, label)
+    history = words[_REWOUND]
+    return State(words[_REST_STEP], words[_EDITS], iteration, True, -rest, label, history)
 
 
 def is_changed(page: Page, state: State, digest: int) -> bool:
@@ -345,14 +350,14 @@ def _copy_while(
     at_point: Callable[[str], None],
     move: Move | None,
 ) -> tuple[CopyEnd, State]:
-    """Copy for as long as the proof word keeps its value; three other words name the state."""
+    """Copy for as long as the proof word keeps its value; the state words name the state."""
     words, (proof, value) = page.words, good
     words[Word.COPY_BEGUN] += 1
     try:
         at_point("copy-begun")
         # These change only while the proof word has another value: the last check covers them.
         step, edits, iteration = (words[word] for word in state_words)
-        state = State(step, edits, iteration, proof=value)
+        state = State(step, edits, iteration, proof=value, history=words[_REWOUND])
         for batch in batches(spans, COPY_CHUNK_BYTES, 0 if move is None else COPY_CHUNK_BYTES):
             if words[proof] != value:
                 return CopyEnd.OVERTAKEN, state

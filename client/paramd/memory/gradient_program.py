@@ -5,19 +5,26 @@
     notes    written by the trainer: which update they are from, and what the bytes do not tell
 
 The sidecar writes the program, then the slot's ARM word; the trainer reads them in the
-pre-hook of that update, fills the room, writes the notes, then the slot's DONE word. A
-program's version is odd while it is written; the notes name the version served, which reveals
-a program changed a moment too late. Room and tail must be reserved (descriptors.py) before the
-slot is armed.
+pre-hook of that update, fills the room, writes the notes, then the slot's DONE word. ARM and DONE
+hold the update in `in_time`'s order, since updates come again after a rollback.
+
+A program's version is a number that never comes again within an incarnation: it is counted in
+the control page (PROGRAMS), because this memory is given back while nobody reads gradients, and
+reads as zeros then. Version 0 is no program. The notes repeat the version and the digest of the
+spans that were served, which reveals a program changed a moment too late, and memory given back
+under the trainer's hands. Room and tail must be reserved (descriptors.py) before the slot is armed.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from paramd.memory.control_page import Word
+from xxhash import xxh3_64_intdigest
+
+from paramd.memory.control_page import Word, Words
 from paramd.memory.descriptors import pages
 from paramd.memory.handover import ROOM_EXTRA_BYTES, slot_bytes
 
@@ -36,7 +43,7 @@ MAX_NOTES = (ROOM_EXTRA_BYTES - _NOTES_BEGIN_BYTES) // 16 - _HEAD
 # Words of the program's head.
 _VERSION, _SPAN_COUNT = 0, 1
 # Words of the notes' head; scale and clip factor are doubles.
-_STEP, _SERVED_VERSION, _NOTE_COUNT, _SCALE, _CLIP, _ITERATION = 0, 1, 2, 3, 4, 5
+_STEP, _SERVED_VERSION, _NOTE_COUNT, _SCALE, _CLIP, _ITERATION, _DIGEST = 0, 1, 2, 3, 4, 5, 6
 
 Spans = Sequence[tuple[int, int]]
 """Half-open bytes of the arena; sorted, neither overlapping nor adjacent."""
@@ -77,6 +84,8 @@ class Notes:
     notes: tuple[Note, ...]
     iteration: int = -1
     """Backward passes before the update; equal on ranks in lock-step."""
+    digest: int = 0
+    """Digest of the spans served (`digest_of_spans`)."""
 
 
 class Slot:
@@ -99,12 +108,18 @@ class Slot:
         notes = tail[_NOTES_BEGIN_BYTES:]
         self._notes, self._doubles = notes.cast("q"), notes.cast("d")
 
-    def write_program(self, spans: Spans) -> int:
-        """Write spans into the program; return its version. At most `MAX_SPANS`."""
+    def write_program(self, spans: Spans, page: Words) -> int:
+        """Write spans into the program; return its version. At most `MAX_SPANS`.
+
+        Args:
+            page: words of the control page, which count the programs.
+        """
         words = self._program
-        # `| 1` also moves past an odd version that a dying writer left behind.
-        version = (words[_VERSION] | 1) + 1
-        words[_VERSION] = version - 1
+        # 0: the one before is over, and this one is not whole yet.
+        words[_VERSION] = 0
+        version = page[Word.PROGRAMS] + 1
+        # Before the program has it: a sidecar respawned in between must not use the number again.
+        page[Word.PROGRAMS] = version
         words[_SPAN_COUNT] = len(spans)
         at = _HEAD
         for begin, end in spans:
@@ -114,14 +129,14 @@ class Slot:
         return version
 
     def version(self) -> int:
-        """Version of the current program; odd while it is being written."""
+        """Version of the current program; 0 while there is none, or it is being written."""
         return self._program[_VERSION]
 
     def read_program(self) -> tuple[int, list[tuple[int, int]]] | None:
         """Version and spans; None while it is being written, or if it is not a program."""
         words = self._program
         version, count = words[_VERSION], words[_SPAN_COUNT]
-        if version & 1 or not 0 <= count <= MAX_SPANS:
+        if version <= 0 or not 0 <= count <= MAX_SPANS:
             return None
         flat = words[_HEAD : _HEAD + 2 * count].tolist()
         if words[_VERSION] != version:
@@ -134,6 +149,7 @@ class Slot:
         words[_STEP], words[_SERVED_VERSION] = found.step, found.version
         words[_NOTE_COUNT], words[_ITERATION] = len(found.notes), found.iteration
         doubles[_SCALE], doubles[_CLIP] = found.scale, found.clip_factor
+        words[_DIGEST] = found.digest
         at = _HEAD
         for note in found.notes:
             words[at], words[at + 1] = note.arena_begin, note.none << 32 | note.partial_group
@@ -150,6 +166,7 @@ class Slot:
             scale=doubles[_SCALE],
             clip_factor=doubles[_CLIP],
             iteration=words[_ITERATION],
+            digest=words[_DIGEST],
             notes=tuple(
                 Note(begin, packed >> 32, packed & 0xFFFF_FFFF)
                 for begin, packed in zip(flat[::2], flat[1::2], strict=True)
@@ -161,6 +178,12 @@ class Slot:
         self._program.release()
         self._notes.release()
         self._doubles.release()
+
+
+def digest_of_spans(spans: Spans) -> int:
+    """XXH3 of spans, less its sign: what was asked for and what was served are compared by it."""
+    flat = [edge for span in spans for edge in span]
+    return xxh3_64_intdigest(struct.pack(f"={len(flat)}q", *flat)) >> 1
 
 
 def united(spans: Spans) -> tuple[tuple[int, int], ...]:

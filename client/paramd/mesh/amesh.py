@@ -516,6 +516,7 @@ class AsyncMesh:
                 incarnation=state.incarnation,
                 step=state.step,
                 edits=state.edits,
+                history=state.history,
                 unsettled=state.unsettled,
                 label=state.label,
                 seconds=time.monotonic() - began_s,

@@ -374,6 +374,7 @@ class Summoned(dict[str, "torch.Tensor"]):
         seconds: float,
         bytes: int,
         edits: int = 0,
+        history: int = 0,
         unsettled: bool = False,
         label: str = "",
         optimizer: OptimizerState | None = None,
@@ -386,7 +387,10 @@ class Summoned(dict[str, "torch.Tensor"]):
         self.step = step
         """Number of finished updates that every value here is of."""
         self.edits = edits
-        """Edits applied in this incarnation; with `incarnation` and `step` it names the state."""
+        """Edits applied in this incarnation."""
+        self.history = history
+        """Rollbacks in this incarnation: steps come again after each, so that `incarnation`,
+        `history`, `step` and `edits` together name the state."""
         self.unsettled = unsettled
         """Training has not continued since update `step`, so the script may still change these
         values (clamp or average them, say) before it does."""

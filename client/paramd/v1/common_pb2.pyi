@@ -65,6 +65,7 @@ class Header(google.protobuf.message.Message):
     ITERATION_FIELD_NUMBER: builtins.int
     UNSETTLED_FIELD_NUMBER: builtins.int
     LABEL_FIELD_NUMBER: builtins.int
+    HISTORY_FIELD_NUMBER: builtins.int
     job: builtins.str
     incarnation: builtins.int
     step: builtins.int
@@ -74,6 +75,7 @@ class Header(google.protobuf.message.Message):
     iteration: builtins.int
     unsettled: builtins.bool
     label: builtins.str
+    history: builtins.int
     def __init__(
         self,
         *,
@@ -86,8 +88,9 @@ class Header(google.protobuf.message.Message):
         iteration: builtins.int = ...,
         unsettled: builtins.bool = ...,
         label: builtins.str = ...,
+        history: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["edits", b"edits", "incarnation", b"incarnation", "iteration", b"iteration", "job", b"job", "label", b"label", "layout_digest", b"layout_digest", "rank", b"rank", "step", b"step", "unsettled", b"unsettled"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["edits", b"edits", "history", b"history", "incarnation", b"incarnation", "iteration", b"iteration", "job", b"job", "label", b"label", "layout_digest", b"layout_digest", "rank", b"rank", "step", b"step", "unsettled", b"unsettled"]) -> None: ...
 
 global___Header = Header
 

@@ -357,6 +357,7 @@ class PinSnapshotRequest(google.protobuf.message.Message):
     LOSSLESS_EVERY_FIELD_NUMBER: builtins.int
     UNSETTLED_FIELD_NUMBER: builtins.int
     MARK_FIELD_NUMBER: builtins.int
+    AT_HISTORY_FIELD_NUMBER: builtins.int
     incarnation: builtins.int
     layout_digest: builtins.str
     lease_ms: builtins.int
@@ -368,6 +369,7 @@ class PinSnapshotRequest(google.protobuf.message.Message):
     lossless_every: builtins.int
     unsettled: builtins.bool
     mark: builtins.str
+    at_history: builtins.int
     @property
     def spans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Span]: ...
     @property
@@ -388,9 +390,11 @@ class PinSnapshotRequest(google.protobuf.message.Message):
         lossless_every: builtins.int = ...,
         unsettled: builtins.bool = ...,
         mark: builtins.str = ...,
+        at_history: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["reduction", b"reduction"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["at_boundary", b"at_boundary", "at_step", b"at_step", "incarnation", b"incarnation", "layout_digest", b"layout_digest", "lease_ms", b"lease_ms", "lossless_every", b"lossless_every", "mark", b"mark", "reduction", b"reduction", "source", b"source", "spans", b"spans", "state_key", b"state_key", "unsettled", b"unsettled", "with_buffers", b"with_buffers"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_at_history", b"_at_history", "at_history", b"at_history", "reduction", b"reduction"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_at_history", b"_at_history", "at_boundary", b"at_boundary", "at_history", b"at_history", "at_step", b"at_step", "incarnation", b"incarnation", "layout_digest", b"layout_digest", "lease_ms", b"lease_ms", "lossless_every", b"lossless_every", "mark", b"mark", "reduction", b"reduction", "source", b"source", "spans", b"spans", "state_key", b"state_key", "unsettled", b"unsettled", "with_buffers", b"with_buffers"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_at_history", b"_at_history"]) -> typing.Literal["at_history"] | None: ...
 
 global___PinSnapshotRequest = PinSnapshotRequest
 
@@ -2116,10 +2120,12 @@ class DeltaSnapshotRequest(google.protobuf.message.Message):
     ITEMS_FIELD_NUMBER: builtins.int
     BASE_STEP_FIELD_NUMBER: builtins.int
     BASE_EDITS_FIELD_NUMBER: builtins.int
+    BASE_HISTORY_FIELD_NUMBER: builtins.int
     KEEP_FIELD_NUMBER: builtins.int
     snapshot_id: builtins.str
     base_step: builtins.int
     base_edits: builtins.int
+    base_history: builtins.int
     keep: builtins.bool
     @property
     def items(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___DeltaItem]: ...
@@ -2130,9 +2136,10 @@ class DeltaSnapshotRequest(google.protobuf.message.Message):
         items: collections.abc.Iterable[global___DeltaItem] | None = ...,
         base_step: builtins.int = ...,
         base_edits: builtins.int = ...,
+        base_history: builtins.int = ...,
         keep: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["base_edits", b"base_edits", "base_step", b"base_step", "items", b"items", "keep", b"keep", "snapshot_id", b"snapshot_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base_edits", b"base_edits", "base_history", b"base_history", "base_step", b"base_step", "items", b"items", "keep", b"keep", "snapshot_id", b"snapshot_id"]) -> None: ...
 
 global___DeltaSnapshotRequest = DeltaSnapshotRequest
 

@@ -193,7 +193,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
                 raise UsageError(f"deadline: expected one of at most {MAX_TIMEOUT_S:.0f} s")
             verdict = await mesh.coordinator.schedule(snapshots, timeout_s=timeout_s)
             return control_pb2.ScheduleBoundaryResponse(
-                header=_header(mesh, verdict.step, verdict.edits),
+                header=_header(mesh, verdict.step, verdict.edits, verdict.history),
                 captured=verdict.captured,
                 reason=verdict.reason,
             )
@@ -255,12 +255,15 @@ def _snapshots(
     return found
 
 
-def _header(mesh: Incarnation, step: int = -1, edits: int = -1) -> common_pb2.Header:
+def _header(
+    mesh: Incarnation, step: int = -1, edits: int = -1, history: int = 0
+) -> common_pb2.Header:
     return common_pb2.Header(
         job=mesh.job,
         incarnation=mesh.number,
         step=step,
         edits=edits,
+        history=history,
         rank=-1,
         layout_digest=mesh.registry.layout_digest,
     )

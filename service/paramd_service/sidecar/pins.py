@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from paramd.errors import AbortedError, ConflictError, TornError
 from paramd.memory.arena import is_mirror
@@ -26,7 +26,7 @@ from paramd_service.sidecar.copying.capture import UNSERVED_NS, CopyJob
 from paramd_service.sidecar.copying.copier import Copier
 from paramd_service.sidecar.faults import Faults
 from paramd_service.sidecar.gradients.pins import GradientPins
-from paramd_service.sidecar.gradients.slots import Gradients
+from paramd_service.sidecar.gradients.slots import Gradients, rolled_back
 from paramd_service.sidecar.owner import AttachedMemory, Ownership
 from paramd_service.sidecar.snapshots.bases import Bases
 from paramd_service.sidecar.snapshots.live_moments import (
@@ -51,6 +51,10 @@ STAND_IN_POLL_S = 0.05
 """Poll interval of a request that waits for the training's own weights."""
 
 
+_Named: TypeAlias = tuple[Key, int, int, bool]
+"""What a filling is of, its history, its exact step or 0, whether changed values are accepted."""
+
+
 @dataclass(eq=False, slots=True)
 class _Filling:
     """A snapshot being filled, and how many requests wait for it."""
@@ -59,6 +63,8 @@ class _Filling:
     done: asyncio.Future[None]
     at_step: int
     """Exact step wanted; 0: any."""
+    history: int
+    """The history that it is of."""
     who: Who
     """Caller that began it; charged for it until it is done."""
     unsettled: bool = False
@@ -67,9 +73,9 @@ class _Filling:
     abandoned: bool = False
 
     @property
-    def named(self) -> tuple[Key, int, bool]:
+    def named(self) -> _Named:
         """Key under which equal requests find it."""
-        return self.snapshot.key, self.at_step, self.unsettled
+        return self.snapshot.key, self.history, self.at_step, self.unsettled
 
 
 class Pins:
@@ -95,7 +101,7 @@ class Pins:
         self._executor = executor
         self._faults = faults
         self._loop = asyncio.get_running_loop()
-        self._fillings: dict[tuple[Key, int, bool], _Filling] = {}
+        self._fillings: dict[_Named, _Filling] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._closing = False
@@ -129,23 +135,28 @@ class Pins:
         lease_s: float,
         timeout_s: float,
         at_step: int = 0,
+        history: int | None = None,
         unsettled: bool = False,
     ) -> Lease:
-        """Lease the spans' bytes at the current step, or at a future one.
+        """Lease the spans' bytes at the current step, or at a future one of a history (None: of
+        the present one).
 
         Equal requests share one copy. `unsettled` also accepts parameters that were changed
-        after their update, while training has not continued.
+        after their update, while training has not continued; such a copy is nobody else's.
 
         Raises:
             TornError: the trainer ended inside an update, and no equal snapshot is left.
             ExhaustedError: the snapshot budget, or the machine, has no room.
-            AbortedError: no copy fitted between two updates in time, or `at_step` has passed.
+            AbortedError: no copy fitted between two updates in time; or `at_step` has passed, or is
+                of a history that a rollback has left.
             ConflictError: the arena is a mirror, whose bytes are of an earlier step, or the
                 trainer cannot serve its parameters; the message says why.
         """
         self.sweep()
         if is_mirror(self._attached.page.words):
             raise ConflictError(self._why_not_now())
+        if at_step and history not in (None, self._attached.page[Word.REWOUND]):
+            raise rolled_back(at_step)
         snapshot = self._found(key, at_step) if not unsettled else None
         if snapshot is None:
             snapshot = await self._join_filling(key, timeout_s, at_step, unsettled)
@@ -170,7 +181,7 @@ class Pins:
             )
         self.moments.check_free()
         key = table_key(self._attached.request.incarnation)
-        if (key, 0, False) in self._fillings:
+        if (key, self._attached.page[Word.REWOUND], 0, False) in self._fillings:
             raise ConflictError("another reader is about to have the optimizer state; try again")
         return self._lease(await self._join_filling(key, timeout_s, 0, False), lease_s)
 
@@ -191,6 +202,8 @@ class Pins:
         try:
             label = await uncancelled(self._loop.run_in_executor(self._executor, fill))
             snapshot.step, snapshot.edits, snapshot.fill = label.step, label.edits, Fill.FILLED
+            # A mark is of a history that may be long left, even of an earlier incarnation's.
+            snapshot.history = label.lineage
         except BaseException:
             self.store.drop(snapshot)
             raise
@@ -199,11 +212,15 @@ class Pins:
         return self._lease(snapshot, lease_s)
 
     def _found(self, key: Key, at_step: int) -> Snapshot | None:
+        page = self._attached.page
         if at_step:
-            return self.store.find(key, step=at_step)
+            # The present step may have been edited since: then what was kept is an earlier state.
+            settled = page[Word.STEP] == at_step and not page[Word.SEQ] & 1
+            proof = page[Word.SEQ] if settled else None
+            history = page[Word.REWOUND]
+            return self.store.find(key, history=history, step=at_step, proof=proof)
         if self.ownership is Ownership.TORN:
             return self.store.find(key)
-        page = self._attached.page
         if not page[Word.SEQ] & 1:
             state: State | None = state_of(page)
         else:
@@ -311,7 +328,8 @@ class Pins:
                 f"{self.ownership.value}, and no equal snapshot of an earlier step is "
                 "left. Restart the training from its last checkpoint"
             )
-        filling = self._fillings.get((key, at_step, unsettled))
+        history = self._attached.page[Word.REWOUND]
+        filling = self._fillings.get((key, history, at_step, unsettled))
         if filling is None:
             filling = self._begin_filling(key, at_step, unsettled)
         filling.waiters += 1
@@ -336,7 +354,11 @@ class Pins:
     def _begin_filling(self, key: Key, at_step: int, unsettled: bool) -> _Filling:
         who = CALLER.get()
         snapshot = self.store.reserve(key, at_boundary=False, who=who)
-        filling = _Filling(snapshot, self._loop.create_future(), at_step, who, unsettled)
+        history = self._attached.page[Word.REWOUND]
+        done = self._loop.create_future()
+        filling = _Filling(snapshot, done, at_step, history, who, unsettled)
+        # Before it is filled: whoever comes to see it must know that it is not for sharing.
+        snapshot.private = unsettled
         self._fillings[filling.named] = filling
         self._start(self._fill(filling))
         return filling
@@ -349,7 +371,7 @@ class Pins:
             state = await self._copy(filling)
             snapshot.step, snapshot.edits = state.step, state.edits
             snapshot.iteration, snapshot.unsettled = state.iteration, state.unsettled
-            snapshot.label = state.label
+            snapshot.label, snapshot.history = state.label, state.history
             # 0: never share a state that may have been changed at rest, or a mirror's table.
             shared = not filling.unsettled and not is_table(snapshot.key)
             snapshot.proof = state.proof if shared else 0
@@ -377,6 +399,7 @@ class Pins:
             copy_spans(snapshot, self._attached.arena.address) if live is None else (),
             lambda state: self._post(copied.set_result, state),
             at_step=filling.at_step,
+            history=filling.history,
             unsettled=filling.unsettled,
             prepare=live,
         )
@@ -389,6 +412,8 @@ class Pins:
                 raise TornError(self.ownership.value)
             if filling.job.refused:
                 raise self._unserved(filling.job.refused)
+            if filling.at_step and self._attached.page[Word.REWOUND] != filling.history:
+                raise rolled_back(filling.at_step)
             if is_moments(filling.snapshot.key) and self.live_moments.missed(filling.at_step):
                 raise ConflictError(self.live_moments.missed(filling.at_step))
             if filling.at_step and self._attached.page[Word.STEP] >= filling.at_step:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from paramd.memory.control_page import Word
 from paramd.memory.descriptors import SparseMemory, create_sparse
 from paramd.memory.gradient_program import Note, Notes, Slot, covers, united
 from paramd.memory.handover import gradients_bytes, slot_bytes
@@ -37,23 +38,36 @@ def test_rooms_do_not_overlap(both: tuple[Slot, Slot]) -> None:
 def test_a_program_is_read_as_it_was_written(both: tuple[Slot, Slot]) -> None:
     sidecar, trainer = both
     spans = [(0, 64), (128, 9_999)]
-    version = sidecar.write_program(spans)
+    page = dict.fromkeys(Word, 0)
+    version = sidecar.write_program(spans, page)
     assert trainer.read_program() == (version, spans)
-    later = sidecar.write_program([(64, 128)])
+    later = sidecar.write_program([(64, 128)], page)
     assert later > version
     assert trainer.read_program() == (later, [(64, 128)])
 
 
+def test_memory_that_was_given_back_has_no_program_and_no_version_comes_again(
+    both: tuple[Slot, Slot],
+) -> None:
+    sidecar, trainer = both
+    page = dict.fromkeys(Word, 0)
+    before = sidecar.write_program([(0, 8)], page)
+    for place in range(len(sidecar._program)):
+        sidecar._program[place] = 0
+    assert trainer.read_program() is None
+    assert sidecar.write_program([(0, 8)], page) > before
+
+
 def test_a_program_that_is_being_written_is_not_read(both: tuple[Slot, Slot]) -> None:
     sidecar, trainer = both
-    version = sidecar.write_program([(0, 8)])
-    sidecar._program[0] = version + 1
+    sidecar.write_program([(0, 8)], dict.fromkeys(Word, 0))
+    sidecar._program[0] = 0
     assert trainer.read_program() is None
 
 
 def test_notes_are_read_as_they_were_written(both: tuple[Slot, Slot]) -> None:
     sidecar, trainer = both
-    told = Notes(7, 4, 65536.0, 0.125, (Note(0, 2), Note(4096, 0, 3)))
+    told = Notes(7, 4, 65536.0, 0.125, (Note(0, 2), Note(4096, 0, 3)), 9, 1 << 62)
     trainer.write_notes(told)
     assert sidecar.read_notes() == told
 

@@ -22,6 +22,7 @@ from paramd.mesh.peers.grpc import LeaseEndedError
 from paramd.mesh.reading import stream as reading
 from paramd.mesh.reading.places import Place, PlaceSink
 from paramd.mesh.reading.stream import Expected, Reader
+from paramd.state import StateName
 from paramd.v1 import common_pb2, sidecar_pb2
 from paramd.wire import Chunk, checksum_of, parse_chunk
 
@@ -80,7 +81,7 @@ async def run(source: Source, seconds: float = 30) -> bytes:
     target = bytearray(len(SNAPSHOT))
     at = ctypes.addressof(ctypes.c_char.from_buffer(target))
     sink = PlaceSink([Place(0, len(target), at)])
-    expected = Expected(1, 5, len(SNAPSHOT), 2)
+    expected = Expected(StateName(1, 0, 5, 2), len(SNAPSHOT))
     await Reader(source, sink, expected).run(time.monotonic() + seconds)
     return bytes(target)
 

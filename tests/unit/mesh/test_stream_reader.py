@@ -36,6 +36,7 @@ from paramd.mesh.reading.places import Place, PlaceSink, Scratch
 from paramd.mesh.reading.stream import Expected, NoStreamError, StreamReader, read_range
 from paramd.security import authority
 from paramd.security.tls import ClientTls
+from paramd.state import StateName
 from paramd.streams import DATA, FAILED, LAST, Grant, Opening, Window
 from paramd.v1 import common_pb2, sidecar_pb2
 from paramd.wire import Chunk, checksum_of, data_chunk, parse_chunk
@@ -198,7 +199,7 @@ class Target:
         return self.memory.raw
 
 
-EXPECTED = Expected(1, 5, len(SNAPSHOT), 2)
+EXPECTED = Expected(StateName(1, 0, 5, 2), len(SNAPSHOT))
 
 
 async def run(source: Source, seconds: float = 30, target: Target | None = None) -> bytes:

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from paramd.errors import AbortedError, ParamdError, UsageError
-from paramd.memory.control_page import PAGE_BYTES, ControlPage, Word
+from paramd.memory.control_page import PAGE_BYTES, ControlPage, Word, in_time
 from paramd.memory.descriptors import SparseMemory, create_memory, create_sparse
-from paramd.memory.gradient_program import ARM_WORDS, Notes, Slot
+from paramd.memory.gradient_program import ARM_WORDS, Notes, Slot, digest_of_spans
 from paramd.memory.handover import GRADIENT_SLOTS, gradients_bytes
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.gradients.pins import GradientPins
@@ -66,7 +66,7 @@ class Training:
         async with asyncio.timeout(30):
             while True:
                 for slot, word in zip(self._slots, ARM_WORDS, strict=True):
-                    if self.page[word] == step:
+                    if self.page[word] == in_time(step, rewound=self.page[Word.REWOUND]):
                         return slot
                 await asyncio.sleep(0.001)
 
@@ -77,14 +77,17 @@ class Training:
             assert program is not None
             room = self._memory.buffer[slot.begin_bytes : slot.begin_bytes + 4 * NUMEL]
             torch.frombuffer(room, dtype=torch.float32).fill_(value)
-            slot.write_notes(Notes(step, program[0], 1.0, 0.5, ()))
-            self.page[slot.done_word] = step
+            digest = digest_of_spans(program[1])
+            slot.write_notes(Notes(step, program[0], 1.0, 0.5, (), digest=digest))
+            self.page[slot.done_word] = in_time(step, rewound=self.page[Word.REWOUND])
         self.page[Word.GRADIENTS_STEP] = step
         self.gradients.woken()
 
-    def reduce(self, step: int, numel: int = NUMEL) -> asyncio.Task[tuple[list[pb.Stats], Notes]]:
+    def reduce(
+        self, step: int, numel: int = NUMEL
+    ) -> asyncio.Task[tuple[list[pb.Stats], Notes, int]]:
         item = pb.StatsItem(begin_bytes=0, numel=numel, dtype="float32")
-        work = self.pins.reduce(KEY, step, pb.Reduction(items=[item]), timeout_s=30.0)
+        work = self.pins.reduce(KEY, step, pb.Reduction(items=[item]), history=None, timeout_s=30.0)
         return asyncio.create_task(work)
 
 
@@ -106,7 +109,8 @@ async def test_two_updates_are_armed_at_once_and_equal_requests_share_one(
     training.update(6, slots[1], 3.0)
     first, again, second = await asyncio.gather(*asked)
     assert first[0] is again[0]
-    (stats,), notes = first
+    (stats,), notes, history = first
+    assert history == 0
     assert (stats.count, stats.sum_squares, stats.min, stats.max) == (NUMEL, 4.0 * NUMEL, 2.0, 2.0)
     assert (notes.step, notes.clip_factor) == (5, 0.5)
     assert (second[0][0].count, second[0][0].mean, second[1].step) == (100, 3.0, 6)
@@ -161,7 +165,7 @@ async def test_who_asks_between_a_frame_and_its_updates_begin_is_answered(
         return "early"
 
     spans = ((0, ARENA_BYTES),)
-    early = asyncio.create_task(training.gradients.capture(5, spans, held))
+    early = asyncio.create_task(training.gradients.capture(0, 5, spans, held))
     slot = await training.armed(5)
     begun, training.page[Word.GRADIENTS_STEP] = training.page[Word.GRADIENTS_STEP], 5
     training.update(5, slot, 2.0)
@@ -170,7 +174,7 @@ async def test_who_asks_between_a_frame_and_its_updates_begin_is_answered(
     async with asyncio.timeout(30):
         while not training.gradients.captured_count:
             await asyncio.sleep(0.001)
-        late = asyncio.create_task(training.gradients.capture(5, spans, lambda *_: "late"))
+        late = asyncio.create_task(training.gradients.capture(0, 5, spans, lambda *_: "late"))
         await asyncio.sleep(0.01)
         gate.set()
         assert [(await one)[0] for one in (early, late)] == ["early", "late"]

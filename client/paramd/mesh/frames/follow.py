@@ -28,6 +28,7 @@ from paramd.mesh.frames.stepping import (
 from paramd.mesh.peers.sidecars import Pinned, Sidecars
 from paramd.mesh.reading.stream import Transport
 from paramd.mesh.reading.transfer import Transfer
+from paramd.state import At, StateName
 from paramd.v1 import sidecar_pb2 as pb
 
 if TYPE_CHECKING:
@@ -89,20 +90,18 @@ class FollowSteps:
         self._tensors: dict[str, torch.Tensor] = {}
         self._mirrors = Mirrors(transfer, plan, wanted.transport) if wanted.deltas else None
 
-    async def hold(self, sidecars: Sidecars, step: int, timeout_s: float) -> PinnedStep:
+    async def hold(self, sidecars: Sidecars, at: At, timeout_s: float) -> PinnedStep:
         """As `Steps.hold`."""
-        return await hold_step(sidecars, self._requests, step, timeout_s)
+        return await hold_step(sidecars, self._requests, at, timeout_s)
 
     def release(self, held: PinnedStep) -> None:
         """As `Steps.release`."""
         held.release()
 
-    async def read(
-        self, sidecars: Sidecars, step: int, dropped: int, held: PinnedStep
-    ) -> ParamFrame:
+    async def read(self, sidecars: Sidecars, at: At, dropped: int, held: PinnedStep) -> ParamFrame:
         """The frame: changed tensors read, the others taken from the last frame."""
         deadline_s = time.monotonic() + READ_S
-        pinned = Pinned(held.incarnation, step, held.pins, held.edits)
+        pinned = Pinned.at(held.state, held.pins)
         if self._mirrors is not None:
             found = await self._mirrors.refresh(sidecars, pinned, deadline_s)
             self._tensors |= await self._landed(self._mirrors, found.changed)
@@ -112,8 +111,9 @@ class FollowSteps:
             {name: self._tensors[name] for names in self._names for name in names},
             changed=[name for number in found.changed for name in self._names[number]],
             job=sidecars.document.job,
-            incarnation=held.incarnation,
-            step=step,
+            incarnation=held.state.incarnation,
+            history=at.history,
+            step=at.step,
             dropped=dropped,
             sent_bytes=found.sent_bytes,
             changed_bytes=found.changed_bytes if self._mirrors is not None else None,
@@ -161,12 +161,11 @@ class FollowSteps:
                 answer = await sidecars.digests(
                     pinned.pins[read.rank], ranges, deadline_s - time.monotonic()
                 )
-                said = (answer.header.step, answer.header.edits)
-                if said != (pinned.step, pinned.edits) or len(answer.digests) != len(ranges):
+                said = StateName.of(answer.header)
+                if said != pinned.state or len(answer.digests) != len(ranges):
                     raise ConflictError(
-                        f"{sidecars.who(read.rank)} returned {len(answer.digests)} digests of step "
-                        f"{said[0]} with {said[1]} edits; expected {len(ranges)} of step "
-                        f"{pinned.step} with {pinned.edits}"
+                        f"{sidecars.who(read.rank)} returned {len(answer.digests)} digests of "
+                        f"{said}; expected {len(ranges)} of {pinned.state}"
                     )
                 found.extend(answer.digests)
             return found

@@ -219,11 +219,15 @@ Value = TypeVar("Value", covariant=True)
 class Frame(Mapping[str, Value], Generic[Value]):
     """Values by name, all at one step of one incarnation."""
 
-    def __init__(self, *, job: str, incarnation: int, step: int, dropped: int) -> None:
+    def __init__(
+        self, *, job: str, incarnation: int, history: int, step: int, dropped: int
+    ) -> None:
         self.job = job
         """Name of the job."""
         self.incarnation = incarnation
         """Incarnation of the job; the same in all frames of a stream."""
+        self.history = history
+        """Rollbacks in this incarnation: steps come again after each."""
         self.step = step
         """Gradients: number of the update that consumes them. Parameters: finished updates."""
         self.dropped = dropped
@@ -242,6 +246,7 @@ class GradFrame(Frame[Value]):
         *,
         job: str,
         incarnation: int,
+        history: int,
         step: int,
         dropped: int,
         none: Mapping[str, str],
@@ -252,7 +257,9 @@ class GradFrame(Frame[Value]):
         bad_ranks: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         """`values` are called on first access. `parts` are given for statistics only."""
-        super().__init__(job=job, incarnation=incarnation, step=step, dropped=dropped)
+        super().__init__(
+            job=job, incarnation=incarnation, history=history, step=step, dropped=dropped
+        )
         self._make = values
         self._values: dict[str, Value] = {}
         self._parts = parts
@@ -335,12 +342,15 @@ class ParamFrame(Frame["torch.Tensor"]):
         changed: Sequence[str],
         job: str,
         incarnation: int,
+        history: int,
         step: int,
         dropped: int,
         sent_bytes: int = 0,
         changed_bytes: int | None = None,
     ) -> None:
-        super().__init__(job=job, incarnation=incarnation, step=step, dropped=dropped)
+        super().__init__(
+            job=job, incarnation=incarnation, history=history, step=step, dropped=dropped
+        )
         self._tensors = dict(tensors)
         self.changed = tuple(changed)
         """Names whose values differ from the last frame; all names in the first one."""

@@ -35,6 +35,7 @@ from paramd.mesh.peers.sidecars import Pinned, Sidecars
 from paramd.mesh.reading.stream import Transport
 from paramd.mesh.reading.summary import compute_parts
 from paramd.mesh.reading.transfer import Transfer
+from paramd.state import At
 from paramd.v1 import sidecar_pb2 as pb
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ class GradSteps:
         """Make the first plan."""
         await self._make_plan(sidecars)
 
-    async def hold(self, sidecars: Sidecars, step: int, timeout_s: float) -> _Held:
+    async def hold(self, sidecars: Sidecars, at: At, timeout_s: float) -> _Held:
         """As `Steps.hold`."""
         if self._plan is None:
             await self._make_plan(sidecars)
@@ -132,7 +133,7 @@ class GradSteps:
         assert plan is not None
         requests = [r for r in (self._requests, self._sum_requests) if r]
         # Concurrently: once the update has begun it is too late to pin its gradients.
-        tasks = [asyncio.create_task(hold_step(sidecars, one, step, timeout_s)) for one in requests]
+        tasks = [asyncio.create_task(hold_step(sidecars, one, at, timeout_s)) for one in requests]
         try:
             found = await asyncio.gather(*tasks)
         except BaseException:
@@ -151,7 +152,7 @@ class GradSteps:
             step.release()
 
     async def read(
-        self, sidecars: Sidecars, step: int, dropped: int, held: _Held
+        self, sidecars: Sidecars, at: At, dropped: int, held: _Held
     ) -> GradFrame[Any] | None:
         """The frame; None if its notes require a new plan."""
         began_s = time.monotonic()
@@ -165,13 +166,14 @@ class GradSteps:
             if note.none and (note.rank, note.asked) in held.plan.used
         }
         bad: dict[str, list[int]] = {}
-        values, parts = await self._values(sidecars, step, held, none, bad)
+        values, parts = await self._values(sidecars, held, none, bad)
         facts = next(iter(held.main.answers.values())).gradients
         return GradFrame(
             values,
             job=sidecars.document.job,
-            incarnation=held.main.incarnation,
-            step=step,
+            incarnation=held.main.state.incarnation,
+            history=at.history,
+            step=at.step,
             dropped=dropped,
             none=none,
             scale=facts.scale,
@@ -201,7 +203,6 @@ class GradSteps:
     async def _values(
         self,
         sidecars: Sidecars,
-        step: int,
         held: _Held,
         none: Mapping[str, str],
         bad: dict[str, list[int]],
@@ -209,10 +210,10 @@ class GradSteps:
         plan, deadline_s = held.plan, time.monotonic() + READ_S
         sums: dict[int, torch.Tensor] = {}
         if plan.sums.tensors:
-            sums = await self._summed(sidecars, step, held, deadline_s)
+            sums = await self._summed(sidecars, held, deadline_s)
         values: dict[str, Callable[[], Any]] = {}
         if self._wanted.kind == "full":
-            tensors = await self._tensors(sidecars, step, held, deadline_s)
+            tensors = await self._tensors(sidecars, held, deadline_s)
             for index, one in enumerate(plan.asked):
                 found = sums[index] if plan.layers[index] else tensors[index]
                 values[one.name] = partial(_same, None if one.name in none else found)
@@ -236,25 +237,25 @@ class GradSteps:
         return values, said
 
     async def _tensors(
-        self, sidecars: Sidecars, step: int, held: _Held, deadline_s: float
+        self, sidecars: Sidecars, held: _Held, deadline_s: float
     ) -> dict[int, torch.Tensor]:
         from paramd.mesh.frames.grad_tensors import read_tensors
 
         return await read_tensors(
             sidecars, self._transfer, self.pool, held.plan.plan, held.plan.asked,
-            held.plan.numbers, Pinned(held.main.incarnation, step, held.main.pins),
+            held.plan.numbers, Pinned.at(held.main.state, held.main.pins),
             self._wanted.dtype, self._wanted.transport, deadline_s,
         )  # fmt: skip
 
     async def _summed(
-        self, sidecars: Sidecars, step: int, held: _Held, deadline_s: float
+        self, sidecars: Sidecars, held: _Held, deadline_s: float
     ) -> dict[int, torch.Tensor]:
         """Partial gradients, summed in rank order so that the result is deterministic."""
         from paramd.mesh.frames.grad_tensors import read_tensors
 
         await self._transfer.load_torch()
         source = held.sums if held.sums is not None else held.main
-        pinned = Pinned(source.incarnation, step, source.pins)
+        pinned = Pinned.at(source.state, source.pins)
         found: dict[int, torch.Tensor] = {}
         for layer in range(max(map(len, held.plan.layers))):
             numbers = [of[layer] if layer < len(of) else range(0) for of in held.plan.layers]
@@ -369,8 +370,7 @@ async def read_parts(
                 ranks.append(rank)
 
     if held.pins and plan.plan.tensors:
-        step = next(iter(held.pins.values())).step
-        pinned = Pinned(held.incarnation, step, held.pins)
+        pinned = Pinned.at(held.state, held.pins)
         parts = await compute_parts(
             sidecars, pinned, items, deadline_s, with_exponents=with_exponents
         )

@@ -25,6 +25,7 @@ from paramd.mesh.peers.sidecars import Pinned, Sidecars
 from paramd.mesh.reading.places import Place
 from paramd.mesh.reading.stream import Transport, memory_at
 from paramd.mesh.reading.transfer import Transfer, all_ended
+from paramd.state import StateName
 from paramd.v1 import sidecar_pb2 as pb
 
 if TYPE_CHECKING:
@@ -62,8 +63,8 @@ class RankMirror:
     """As the rank has them."""
     shown: list[bytes] = field(default_factory=list)
     """When tensors were last made of them."""
-    base: tuple[int, int] | None = None
-    """Step and edits of all that is here; None before the first refresh, or after a failed one."""
+    base: StateName | None = None
+    """The state of all that is here; None before the first refresh, or after a failed one."""
 
     def __post_init__(self) -> None:
         self.digests = [b""] * len(self.items)
@@ -153,7 +154,7 @@ class Mirrors:
         # Tensors without elements have no range, and are news once.
         changed, self._unseen = self._unseen, set()
         for mirror in self._mirrors.values():
-            mirror.base = pinned.step, pinned.edits
+            mirror.base = pinned.state
             for index, landing in enumerate(mirror.read.landings):
                 if mirror.shown[index] != mirror.digests[index]:
                     changed.add(landing.tensor)
@@ -186,16 +187,16 @@ class Mirrors:
             items = mirror.items[first : first + ITEMS_PER_CALL]
             request = pb.DeltaSnapshotRequest(items=items, keep=True)
             if base is not None:
-                request.base_step, request.base_edits = base
+                request.base_step, request.base_edits = base.step, base.edits
+                request.base_history = base.history
             head, data, received_bytes = await sidecars.delta(
                 pinned.pins[rank], request, deadline_s - time.monotonic()
             )
-            said = (head.header.step, head.header.edits)
-            if said != (pinned.step, pinned.edits) or len(head.parts) != len(items):
+            said = StateName.of(head.header)
+            if said != pinned.state or len(head.parts) != len(items):
                 raise ConflictError(
-                    f"{sidecars.who(rank)} told of {len(head.parts)} changes of step {said[0]} "
-                    f"with {said[1]} edits; expected {len(items)} of step {pinned.step} with "
-                    f"{pinned.edits}"
+                    f"{sidecars.who(rank)} told of {len(head.parts)} changes of {said}; expected "
+                    f"{len(items)} of {pinned.state}"
                 )
             sent_bytes += received_bytes
             changed_bytes += mirror.changed_bytes(first, head.parts)

@@ -1,7 +1,8 @@
 """Streams of steps: requests upcoming steps from all ranks and yields what they captured.
 
 Two steps are requested ahead. A step that any rank missed is dropped on all. A slow reader gets
-the newest frame: captures that training has long passed are released unread.
+the newest frame: captures that training has long passed are released unread. Steps are requested of
+a history: after a rollback they come again, and the stream goes on with those.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from paramd.errors import (
 from paramd.layout.select import NameIndex
 from paramd.mesh.peers.control import JobDocument
 from paramd.mesh.peers.sidecars import RankPin, Sidecars, out_of_lockstep
+from paramd.state import At, StateName
 from paramd.v1 import sidecar_pb2
 
 AHEAD = 2
@@ -84,7 +86,7 @@ class Steps(Protocol[Held]):
     ranks: tuple[int, ...]
     """Ranks that are pinned; the first one also reports how far training is."""
 
-    async def hold(self, sidecars: Sidecars, step: int, timeout_s: float) -> Held:
+    async def hold(self, sidecars: Sidecars, at: At, timeout_s: float) -> Held:
         """Pin one upcoming step on all ranks, or on none.
 
         Raises:
@@ -97,7 +99,7 @@ class Steps(Protocol[Held]):
 
 @dataclass(eq=False, slots=True)
 class _Ask(Generic[Held]):
-    step: int
+    at: At
     task: asyncio.Task[Held]
     done_s: float = field(default=0.0)
 
@@ -109,14 +111,14 @@ class StepStream(Generic[Held, Result]):
         self,
         reach: ReachLike,
         steps: Steps[Held],
-        read: Callable[[Sidecars, int, int, Held], Awaitable[Result | None]],
+        read: Callable[[Sidecars, At, int, Held], Awaitable[Result | None]],
         *,
         every: int,
         keep_all: bool = False,
     ) -> None:
         """
         Args:
-            read: makes a frame of (sidecars, step, dropped, held); None drops the step.
+            read: makes a frame of (sidecars, at, dropped, held); None drops the step.
             every: steps are multiples of this.
             keep_all: yield outdated captures too, for readers that want every frame.
         """
@@ -131,8 +133,10 @@ class StepStream(Generic[Held, Result]):
         """Next step to request; 0 to ask a sidecar how far training is."""
         self._asked = 0
         """Last requested step."""
-        self._last = 0
-        """Step of the last frame returned."""
+        self._last = At(0, 0)
+        """Of the last frame returned."""
+        self._history = 0
+        """The history that steps are requested of."""
         self._down_since_s: float | None = None
         self._over = False
 
@@ -156,14 +160,14 @@ class StepStream(Generic[Held, Result]):
             held = ask.task.result()
             try:
                 sidecars = await self._reach.sidecars()
-                found = await self._read(sidecars, ask.step, self._dropped(ask.step), held)
+                found = await self._read(sidecars, ask.at, self._dropped(ask.at), held)
             except (NotFoundError, UnreachableError) as error:
                 await self._after(error)
                 continue
             finally:
                 self._steps.release(held)
             if found is not None:
-                self._last = ask.step
+                self._last = ask.at
                 self._down_since_s = None
                 return found
         raise StreamOverError
@@ -183,8 +187,10 @@ class StepStream(Generic[Held, Result]):
         self._over = True
         await self._drop_asks()
 
-    def _dropped(self, step: int) -> int:
-        return (step - self._last) // self._every - 1 if self._last else 0
+    def _dropped(self, at: At) -> int:
+        if not self._last.step or self._last.history != at.history:
+            return 0
+        return (at.step - self._last.step) // self._every - 1
 
     async def _ask_ahead(self) -> None:
         while len(self._asks) < AHEAD:
@@ -192,8 +198,9 @@ class StepStream(Generic[Held, Result]):
                 self._next = await self._first_step()
             sidecars = await self._reach.sidecars()
             step, self._asked, self._next = self._next, self._next, self._next + self._every
-            task = asyncio.create_task(self._steps.hold(sidecars, step, _STEP_TIMEOUT_S))
-            ask = _Ask(step, task)
+            at = At(self._history, step)
+            task = asyncio.create_task(self._steps.hold(sidecars, at, _STEP_TIMEOUT_S))
+            ask = _Ask(at, task)
             task.add_done_callback(partial(_note_time, ask))
             self._asks.append(ask)
 
@@ -207,6 +214,9 @@ class StepStream(Generic[Held, Result]):
                 break
             except (UnreachableError, DeadlineError) as error:
                 await self._after(error)
+        if found.header.history != self._history:
+            # Steps come again, from the one that the training was put back to.
+            self._history, self._asked = found.header.history, 0
         step_s = found.state.step_time_ns / 1e9
         lead = 1 + int(_ANSWER_S / step_s) if step_s > 0 else 1
         earliest = max(found.header.step + 1 + lead, self._asked + 1)
@@ -226,7 +236,7 @@ class StepStream(Generic[Held, Result]):
             step = await self._first_step()
         except ParamdError:
             return True
-        if step - ask.step <= 2 * self._every + 1:
+        if ask.at.history == self._history and step - ask.at.step <= 2 * self._every + 1:
             return True
         # The reader fell behind: drop outdated captures and request current steps.
         await self._drop_asks()
@@ -321,14 +331,14 @@ class PinnedStep:
     def __init__(
         self,
         sidecars: Sidecars,
-        state: tuple[int, int],
+        state: StateName,
         answers: Mapping[int, Any],
         pins: Mapping[int, RankPin],
         hold_s: float = HOLD_S,
     ) -> None:
-        """`state` is (incarnation, edits); edits are -1 for gradients."""
         self._hold_s = hold_s
-        self.incarnation, self.edits = state
+        self.state = state
+        """Of all ranks."""
         self.answers: Mapping[int, sidecar_pb2.PinSnapshotResponse] = answers
         self.pins = pins
         self._sidecars = sidecars
@@ -357,15 +367,15 @@ class PinnedStep:
 async def hold_step(
     sidecars: Sidecars,
     templates: Mapping[int, sidecar_pb2.PinSnapshotRequest],
-    step: int,
+    at: At,
     timeout_s: float,
     *,
     hold_s: float = HOLD_S,
 ) -> PinnedStep:
-    """Pin `step` on the ranks of `templates`, requests without a step, or on none.
+    """Pin a step on the ranks of `templates`, requests without a step, or on none.
 
-    An edit between two updates changes parameters but not the step, so the responses must also
-    agree on edits: one rank may have copied before the edit, another after it.
+    The responses must name one state: an edit between two updates changes parameters but not the
+    step, and one rank may have copied before the edit, another after it.
 
     Raises:
         AbortedError: a rank missed the step, or has it with other edits.
@@ -376,7 +386,7 @@ async def hold_step(
     for rank, template in templates.items():
         request = sidecar_pb2.PinSnapshotRequest()
         request.CopyFrom(template)
-        request.at_step = step
+        request.at_step, request.at_history = at.step, at.history
         tasks[rank] = asyncio.create_task(sidecars.pin_step(rank, request, timeout_s))
     try:
         await asyncio.gather(*tasks.values())
@@ -390,7 +400,7 @@ async def hold_step(
         raise
     answers = {rank: task.result() for rank, task in tasks.items()}
     try:
-        state = _check(sidecars, answers, step)
+        state = _check(sidecars, answers, at)
     except ParamdError:
         for rank, answer in answers.items():
             _release(sidecars, rank, answer)
@@ -402,22 +412,23 @@ async def hold_step(
 
 
 def _check(
-    sidecars: Sidecars, answers: Mapping[int, sidecar_pb2.PinSnapshotResponse], step: int
-) -> tuple[int, int]:
-    """(incarnation, edits), equal in all responses. Raises as `hold_step`."""
+    sidecars: Sidecars, answers: Mapping[int, sidecar_pb2.PinSnapshotResponse], at: At
+) -> StateName:
+    """The state, equal in all responses. Raises as `hold_step`."""
     if any(answer.ended for answer in answers.values()):
         raise TrainingEndedError("the training has detached")
     headers = [answer.header for answer in answers.values()]
-    said = {(header.incarnation, header.step, header.edits) for header in headers}
-    incarnation, edits = sidecars.document.incarnation, headers[0].edits
-    if said != {(incarnation, step, edits)}:
+    said = {StateName.of(header) for header in headers}
+    wanted = StateName(sidecars.document.incarnation, at.history, at.step, headers[0].edits)
+    # Nobody asks for a step as it rests, nor for weights that stand in.
+    if said != {wanted} or any(header.unsettled for header in headers):
         raise AbortedError(
-            f"requested step {step} of incarnation {incarnation}, but the ranks have "
-            f"(incarnation, step, edits) {sorted(said)}"
+            f"requested {wanted} of incarnation {wanted.incarnation}, but the ranks have "
+            + ", ".join(f"{one} of incarnation {one.incarnation}" for one in sorted(said))
         )
     if len({header.iteration for header in headers}) > 1:
-        raise out_of_lockstep(step, {header.rank: header.iteration for header in headers})
-    return incarnation, edits
+        raise out_of_lockstep(at.step, {header.rank: header.iteration for header in headers})
+    return wanted
 
 
 def _release(sidecars: Sidecars, rank: int, answer: sidecar_pb2.PinSnapshotResponse) -> None:

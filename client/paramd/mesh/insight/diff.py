@@ -14,11 +14,13 @@ from paramd.mesh.insight.states import (
     HeldTensors,
     State,
     live_state,
+    matching,
     next_step,
     stored_state,
 )
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.reading.transfer import all_ended
+from paramd.state import At
 
 if TYPE_CHECKING:
     from paramd.mesh.insight.compare import Diff, TensorDiff
@@ -47,14 +49,16 @@ async def compute_diff(
     async def opened(stack: AsyncExitStack, source: Source, name: str) -> State:
         if isinstance(source, Mapping):
             step = getattr(source, "step", None)
-            return HeldTensors(source, f"{name} (step {step})" if step is not None else name)
+            label = f"{name} (step {step})" if step is not None else name
+            return HeldTensors(matching(source, patterns), label)
         other = reach_of(source)
         if other is not None:
             return await stack.enter_async_context(live_state(other, patterns, "now", deadline_s))
         if is_ahead(source):
             # Looked up as late as possible: what is open before takes steps, too.
-            source = await next_step(reach, deadline_s) + int(source)
-        if isinstance(source, int) or source == "now" or is_mark(source):
+            first = await next_step(reach, deadline_s)
+            source = At(first.history, first.step + int(source))
+        if isinstance(source, int | At) or source == "now" or is_mark(source):
             return await stack.enter_async_context(live_state(reach, patterns, source, deadline_s))
         return await asyncio.to_thread(stored_state, Path(source), patterns)
 
@@ -63,12 +67,13 @@ async def compute_diff(
 
         if is_to_come(a) and is_to_come(b):
             # Both are asked for before either comes: steps may follow each other quickly.
-            first = await next_step(reach, deadline_s) if is_ahead(a) or is_ahead(b) else 0
-            steps = [first + int(s) if is_ahead(s) else s for s in (a, b)]
+            first = await next_step(reach, deadline_s)
+            ahead = [first.step + int(s) if is_ahead(s) else s for s in (a, b)]
+            steps = [At(first.history, step) for step in ahead]
             found: dict[str, State] = {}
 
-            async def keep(name: str, step: int) -> None:
-                found[name] = await opened(stack, step, name)
+            async def keep(name: str, at: At) -> None:
+                found[name] = await opened(stack, at, name)
 
             await all_ended([keep("a", steps[0]), keep("b", steps[1])])
             one, other = found["a"], found["b"]

@@ -15,6 +15,7 @@ from paramd.errors import DataLossError
 from paramd.mesh.frames.stepping import CAPTURE_LEASE_S, PinnedStep, hold_step
 from paramd.mesh.insight.states import MAX_WAIT_S
 from paramd.mesh.peers.sidecars import Pinned, Sidecars
+from paramd.state import At
 from paramd.v1 import sidecar_pb2 as pb
 
 MAX_FACTS_BYTES = 256 << 20
@@ -64,16 +65,16 @@ class Facts:
 
 
 async def pin_at(
-    stack: AsyncExitStack, sidecars: Sidecars, spans: Spans, key: str, step: int, deadline_s: float
+    stack: AsyncExitStack, sidecars: Sidecars, spans: Spans, key: str, at: At, deadline_s: float
 ) -> Pinned:
     """Pin spans of parameters, or with a `key` their optimizer state, at a step to come.
 
     Raises: as `pin_moments_at`.
     """
     if key:
-        return (await pin_moments_at(stack, sidecars, spans, key, step, deadline_s)).pinned
-    held = await hold(stack, sidecars, spans, pb.PinSnapshotRequest(), step, deadline_s)
-    return Pinned(held.incarnation, step, held.pins, held.edits)
+        return (await pin_moments_at(stack, sidecars, spans, key, at, deadline_s)).pinned
+    held = await hold(stack, sidecars, spans, pb.PinSnapshotRequest(), at, deadline_s)
+    return Pinned.at(held.state, held.pins)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ async def pin_moments_at(
     sidecars: Sidecars,
     spans: Spans,
     key: str,
-    step: int,
+    at: At,
     deadline_s: float,
 ) -> HeldMoments:
     """Pin one kind of state at a step to come; `stack` releases it. Bytes are laid out as those of
@@ -103,9 +104,9 @@ async def pin_moments_at(
         ParamdError: as `hold_step`.
     """
     template = pb.PinSnapshotRequest(source=pb.SOURCE_MOMENTS, state_key=key)
-    held = await hold(stack, sidecars, spans, template, step, deadline_s)
+    held = await hold(stack, sidecars, spans, template, at, deadline_s)
     facts = {rank: Facts.parse(answer.optimizer) for rank, answer in held.answers.items()}
-    return HeldMoments(Pinned(held.incarnation, step, held.pins, held.edits), facts)
+    return HeldMoments(Pinned.at(held.state, held.pins), facts)
 
 
 async def hold(
@@ -113,7 +114,7 @@ async def hold(
     sidecars: Sidecars,
     spans: Spans,
     template: pb.PinSnapshotRequest,
-    step: int,
+    at: At,
     deadline_s: float,
 ) -> PinnedStep:
     """Pin what `template` says at a step to come, by the ranks of `spans`; `stack` releases it.
@@ -131,6 +132,6 @@ async def hold(
         )
         request.MergeFrom(template)
     left_s = min(deadline_s - time.monotonic(), MAX_WAIT_S)
-    held = await hold_step(sidecars, templates, step, left_s, hold_s=left_s)
+    held = await hold_step(sidecars, templates, at, left_s, hold_s=left_s)
     stack.callback(held.release)
     return held

@@ -17,14 +17,15 @@ from paramd.errors import AbortedError, DeadlineError, NotFoundError, UsageError
 from paramd.layout.select import SelectedTensor, select
 from paramd.mesh.frames.stepping import PinnedStep
 from paramd.mesh.insight.moments import Facts, hold
+from paramd.mesh.insight.states import present
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.sidecars import Sidecars
 from paramd.mesh.results import Table
+from paramd.state import At
 from paramd.v1 import sidecar_pb2 as pb
 
 AHEAD = 3
 MOST_AHEAD = 100
-STATE_TIMEOUT_S = 5.0
 
 FEW = 64
 """Flipped bits damage few elements; arithmetic that cannot be repeated shows in many."""
@@ -126,7 +127,7 @@ async def compute_replay(
         chosen = list(select(index, patterns, with_buffers=False))
         ahead = AHEAD
         while True:
-            now = (await sidecars.state(rank, STATE_TIMEOUT_S)).header.step
+            now = await present(sidecars, rank)
             try:
                 return await _one(sidecars, rank, chosen, now, ahead, deadline_s)
             except AbortedError as error:
@@ -141,14 +142,14 @@ async def _one(
     sidecars: Sidecars,
     rank: int,
     chosen: Sequence[SelectedTensor],
-    now: int,
+    now: At,
     ahead: int,
     deadline_s: float,
 ) -> Replay:
     """An update about two times `ahead` steps from `now`. Raises AbortedError: it was missed."""
-    step = now + ahead
+    step = now.step + ahead
     async with AsyncExitStack() as stack:
-        known = await _pin(stack, sidecars, rank, [], "any", step, deadline_s)
+        known = await _pin(stack, sidecars, rank, [], "any", At(now.history, step), deadline_s)
         facts = Facts.parse(known.answers[rank].optimizer)
         spans = spans_of(facts, rank, chosen)
         if not spans:
@@ -157,10 +158,11 @@ async def _one(
             )
         step += ahead
         keys = ["", *facts.keys]
+        before_it, after_it = At(now.history, step), At(now.history, step + 1)
         # (spans, key, step): parameters and state before and after, gradients, hyper-parameters.
-        wanted: list[tuple[list[tuple[int, int]], str | None, int]]
-        wanted = [(spans, key, at) for at in (step, step + 1) for key in keys]
-        wanted += [(spans, None, step + 1), ([], "any", step)]
+        wanted: list[tuple[list[tuple[int, int]], str | None, At]]
+        wanted = [(spans, key, at) for at in (before_it, after_it) for key in keys]
+        wanted += [(spans, None, after_it), ([], "any", before_it)]
         tasks = [
             asyncio.create_task(_pin(stack, sidecars, rank, *one, deadline_s)) for one in wanted
         ]
@@ -199,7 +201,7 @@ async def _pin(
     rank: int,
     spans: list[tuple[int, int]],
     key: str | None,
-    step: int,
+    at: At,
     deadline_s: float,
 ) -> PinnedStep:
     """Parameters ("" as key), state, or gradients (None)."""
@@ -208,7 +210,7 @@ async def _pin(
         template.source = pb.SOURCE_GRADIENTS
     elif key:
         template.source, template.state_key = pb.SOURCE_MOMENTS, key
-    return await hold(stack, sidecars, {rank: spans}, template, step, deadline_s)
+    return await hold(stack, sidecars, {rank: spans}, template, at, deadline_s)
 
 
 def spans_of(facts: Facts, rank: int, chosen: Sequence[SelectedTensor]) -> list[tuple[int, int]]:

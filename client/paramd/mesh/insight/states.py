@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from paramd.errors import (
     AbortedError,
@@ -31,11 +31,14 @@ from paramd.mesh.peers.sidecars import Pinned, Sidecars
 from paramd.mesh.reading.pin import choose, pinned
 from paramd.mesh.reading.transfer import Chosen
 from paramd.mesh.results import STATE_TIMEOUT_S
+from paramd.state import At
 from paramd.v1 import common_pb2
 from paramd.v1 import sidecar_pb2 as pb
 
 if TYPE_CHECKING:
     import torch
+
+Value = TypeVar("Value")
 
 Now = Literal["now"]
 
@@ -137,9 +140,10 @@ class StoredState:
 
 @asynccontextmanager
 async def live_state(
-    reach: SidecarFinder, patterns: Sequence[str], at: str | int, deadline_s: float
+    reach: SidecarFinder, patterns: Sequence[str], at: str | int | At, deadline_s: float
 ) -> AsyncIterator[LiveState]:
-    """A job's tensors, pinned now, at a step to come, or as a mark ("mark:NAME") has them.
+    """A job's tensors, pinned now, at a step to come (a number is of the present history), or as a
+    mark ("mark:NAME") has them.
 
     Raises:
         ConflictError: the step is past, or the training has ended before it; or there is no such
@@ -153,8 +157,9 @@ async def live_state(
             chosen = await choose(reach, sidecars, patterns, buffers=False)
             job = sidecars.document.job
             mark = at.removeprefix(MARK) if isinstance(at, str) and at.startswith(MARK) else ""
-            if isinstance(at, int):
-                pins = await pin_step(stack, sidecars, chosen.plan, at, deadline_s)
+            if isinstance(at, int | At):
+                named = at if isinstance(at, At) else At((await present(sidecars)).history, at)
+                pins = await pin_step(stack, sidecars, chosen.plan, named, deadline_s)
             else:
                 pins = await stack.enter_async_context(
                     pinned(reach, sidecars, chosen, deadline_s, mark=mark)
@@ -165,19 +170,27 @@ async def live_state(
         yield await reach.attempts(attempt, deadline_s)
 
 
-async def next_step(reach: SidecarFinder, deadline_s: float) -> int:
+async def present(sidecars: Sidecars, rank: int | None = None) -> At:
+    """Where a rank is; None: the first."""
+    rank = rank if rank is not None else min(sidecars.document.peers, default=0)
+    header = (await sidecars.state(rank, STATE_TIMEOUT_S)).header
+    return At(header.history, header.step)
+
+
+async def next_step(reach: SidecarFinder, deadline_s: float) -> At:
     """The step that "+0" means: the first that can surely be asked for before it begins."""
 
-    async def attempt(sidecars: Sidecars) -> int:
+    async def attempt(sidecars: Sidecars) -> At:
         found = await sidecars.state(min(sidecars.document.peers, default=0), STATE_TIMEOUT_S)
         step_s = found.state.step_time_ns / 1e9
-        return found.header.step + max(AHEAD, int(AHEAD_S / step_s) if step_s > 0 else 0)
+        ahead = max(AHEAD, int(AHEAD_S / step_s) if step_s > 0 else 0)
+        return At(found.header.history, found.header.step + ahead)
 
     return await reach.attempts(attempt, deadline_s)
 
 
 async def pin_step(
-    stack: AsyncExitStack, sidecars: Sidecars, plan: ReadPlan, step: int, deadline_s: float
+    stack: AsyncExitStack, sidecars: Sidecars, plan: ReadPlan, at: At, deadline_s: float
 ) -> Pinned:
     """Pin a step to come on all ranks; `stack` releases it.
 
@@ -198,20 +211,26 @@ async def pin_step(
     }
     try:
         left_s = min(deadline_s - time.monotonic(), MAX_WAIT_S)
-        held = await hold_step(sidecars, templates, step, left_s, hold_s=left_s)
+        held = await hold_step(sidecars, templates, at, left_s, hold_s=left_s)
     except (AbortedError, DeadlineError, TrainingEndedError) as error:
-        raise await _why_not_pinned(sidecars, list(templates), step, left_s, error) from error
+        raise await _why_not_pinned(sidecars, list(templates), at, left_s, error) from error
     stack.callback(held.release)
-    return Pinned(held.incarnation, step, held.pins, held.edits)
+    return Pinned.at(held.state, held.pins)
 
 
 async def _why_not_pinned(
-    sidecars: Sidecars, ranks: Sequence[int], step: int, waited_s: float, error: ParamdError
+    sidecars: Sidecars, ranks: Sequence[int], wanted: At, waited_s: float, error: ParamdError
 ) -> ParamdError:
     """What is true of a step that could not be pinned, by where the ranks are now."""
     asked = (sidecars.state(rank, STATE_TIMEOUT_S) for rank in ranks)
     answers = await asyncio.gather(*asked, return_exceptions=True)
-    states = [answer.state for answer in answers if not isinstance(answer, BaseException)]
+    found = [answer for answer in answers if not isinstance(answer, BaseException)]
+    states, step = [answer.state for answer in found], wanted.step
+    if any(answer.header.history != wanted.history for answer in found):
+        return ConflictError(
+            f"the training was rolled back before step {step} came: it will be another one when it "
+            f"comes again; ask for a step of the present history ({error})"
+        )
     at = max((state.step for state in states), default=-1)
     ended = isinstance(error, TrainingEndedError) or any(
         state.phase in (common_pb2.PHASE_ORPHANED, common_pb2.PHASE_TORN) for state in states
@@ -257,8 +276,13 @@ def stored_state(path: Path, patterns: Sequence[str]) -> StoredState:
     return StoredState(_matching(files, patterns, path), _label(path))
 
 
+def matching(found: Mapping[str, Value], patterns: Sequence[str]) -> dict[str, Value]:
+    """What matches, in order."""
+    return {n: v for n, v in found.items() if any(fnmatchcase(n, p) for p in patterns)}
+
+
 def _matching(found: Mapping[str, Path], patterns: Sequence[str], where: Path) -> dict[str, Path]:
-    chosen = {n: v for n, v in found.items() if any(fnmatchcase(n, p) for p in patterns)}
+    chosen = matching(found, patterns)
     if not chosen:
         raise NotFoundError(f"{where}: no tensor matches {', '.join(patterns)[:200]}")
     return chosen

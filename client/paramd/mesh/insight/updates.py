@@ -26,11 +26,12 @@ from paramd.layout.dtypes import item_bytes
 from paramd.layout.plan import ReadPlan, plan_read
 from paramd.layout.select import SelectedTensor, select
 from paramd.mesh.insight.moments import Facts, HeldMoments, Spans, pin_moments_at
-from paramd.mesh.insight.states import pin_step
+from paramd.mesh.insight.states import pin_step, present
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.sidecars import Pinned, Sidecars
 from paramd.mesh.reading.summary import compute_stats
 from paramd.mesh.results import Table, mesh_status
+from paramd.state import At
 
 AHEAD = 3
 """Steps between asking and the first step asked for; more after each that was missed."""
@@ -173,11 +174,15 @@ async def _next_update(
     while True:
         status = await mesh_status(sidecars, time.monotonic() + STATUS_S)
         step = max(row.step for row in status) + ahead
+        history = (await present(sidecars)).history
         try:
             async with AsyncExitStack() as stack:
+                between = At(history, step), At(history, step + steps)
                 before, after, moments = await _two_steps(
-                    stack, sidecars, plan, (step, step + steps), deadline_s
+                    stack, sidecars, plan, between, deadline_s
                 )
+                if before.edits != after.edits:
+                    raise ConflictError("an edit was applied between the two steps")
                 rows = await _rows(sidecars, plan, before, after, deadline_s)
                 if isinstance(moments, str):
                     return rows, moments
@@ -194,17 +199,18 @@ async def _two_steps(
     stack: AsyncExitStack,
     sidecars: Sidecars,
     plan: ReadPlan,
-    steps: tuple[int, int],
+    steps: tuple[At, At],
     deadline_s: float,
 ) -> tuple[Pinned, Pinned, Moments | str]:
     spans = {read.rank: read.spans for read in plan.ranks}
     tasks: list[asyncio.Task[Any]] = [
         asyncio.create_task(pin_step(stack, sidecars, plan, at, deadline_s)) for at in steps
     ]
+    last = At(steps[1].history, steps[1].step - 1)
     # The hyper-parameters that the last update used are those of the step before it.
     tasks += [
         asyncio.create_task(_moments(stack, sidecars, of, at, deadline_s))
-        for of, at in ((dict.fromkeys(spans, ()), steps[1] - 1), (spans, steps[1]))
+        for of, at in ((dict.fromkeys(spans, ()), last), (spans, steps[1]))
     ]
     try:
         before, after, used, moments = await asyncio.gather(*tasks)
@@ -219,11 +225,11 @@ async def _two_steps(
 
 
 async def _moments(
-    stack: AsyncExitStack, sidecars: Sidecars, spans: Spans, step: int, deadline_s: float
+    stack: AsyncExitStack, sidecars: Sidecars, spans: Spans, at: At, deadline_s: float
 ) -> HeldMoments | str:
     """The second moments at a step; why there are none."""
     try:
-        return await pin_moments_at(stack, sidecars, spans, KEY, step, deadline_s)
+        return await pin_moments_at(stack, sidecars, spans, KEY, at, deadline_s)
     except AbortedError as error:
         raise ConflictError(str(error)) from error
     except (ConflictError, NotFoundError, ExhaustedError) as error:

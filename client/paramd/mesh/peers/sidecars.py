@@ -32,6 +32,7 @@ from paramd.mesh.peers.grpc import (
     watched,
 )
 from paramd.security.tls import host_of, is_loopback
+from paramd.state import StateName
 from paramd.v1 import common_pb2, control_pb2, layout_pb2, sidecar_pb2
 from paramd.wire import LEASE_S, Chunk, checksum_of
 
@@ -47,13 +48,18 @@ class RankPin:
     size_bytes: int
     lease_s: float
     edits: int = -1
-    """With incarnation and step it names the state of the bytes."""
     iteration: int = -1
     """Backward passes before the update that made `step`; equal on ranks in lock-step."""
     unsettled: bool = False
     """Training has not continued since update `step`."""
     label: str = ""
     """Of the weights that stood in for the training's; empty: the training's own."""
+    history: int = 0
+
+    @property
+    def state(self) -> StateName:
+        """Names the state of the bytes."""
+        return StateName(self.incarnation, self.history, self.step, self.edits, self.label)
 
     @classmethod
     def of(cls, rank: int, answer: sidecar_pb2.PinSnapshotResponse) -> RankPin:
@@ -69,6 +75,7 @@ class RankPin:
             iteration=answer.header.iteration,
             unsettled=answer.header.unsettled,
             label=answer.header.label,
+            history=answer.header.history,
         )
 
 
@@ -77,15 +84,13 @@ class Captured:
     """Result of a scheduled boundary: all snapshots filled at `step`, or why not."""
 
     captured: bool
-    incarnation: int
-    step: int
+    state: StateName
     reason: str
-    edits: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """Snapshots of all needed ranks at one state: incarnation, step and edits."""
+    """Snapshots of all needed ranks at one state."""
 
     incarnation: int
     step: int
@@ -96,6 +101,20 @@ class Pinned:
     """On some rank training has not continued since update `step`."""
     label: str = ""
     """Of the weights that stood in for the training's, the same on all ranks."""
+    history: int = 0
+
+    @property
+    def state(self) -> StateName:
+        """Names the state."""
+        return StateName(self.incarnation, self.history, self.step, self.edits, self.label)
+
+    @classmethod
+    def at(
+        cls, state: StateName, pins: Mapping[int, RankPin], *, unsettled: bool = False
+    ) -> Pinned:
+        """`pins` of all ranks, which share a state."""
+        incarnation, history, step, edits, label = state
+        return cls(incarnation, step, pins, edits, unsettled, label, history)
 
 
 Spans = Mapping[int, Sequence[tuple[int, int]]]
@@ -132,20 +151,19 @@ class PinKind:
     """Not the present parameters but those of this mark."""
 
 
-def one_step(pins: Sequence[RankPin]) -> tuple[int, int, int] | None:
-    """The state (incarnation, step, edits) that all pins share, or None.
+def one_step(pins: Sequence[RankPin]) -> StateName | None:
+    """The state that all pins share, or None.
 
     Raises:
         ConflictError: ranks made the same step in different iterations.
     """
-    found = {(pin.incarnation, pin.step, pin.edits) for pin in pins}
-    # Averaged weights of one rank and the training's of another are no state of the job.
-    if len(found) != 1 or len({pin.label for pin in pins}) > 1:
+    found = {pin.state for pin in pins}
+    if len(found) != 1:
         return None
-    ((incarnation, step, edits),) = found
-    if step >= 0 and len({pin.iteration for pin in pins}) > 1:
-        raise out_of_lockstep(step, {pin.rank: pin.iteration for pin in pins})
-    return (incarnation, step, edits) if step >= 0 else None
+    (state,) = found
+    if state.step >= 0 and len({pin.iteration for pin in pins}) > 1:
+        raise out_of_lockstep(state.step, {pin.rank: pin.iteration for pin in pins})
+    return state if state.step >= 0 else None
 
 
 def out_of_lockstep(step: int, iterations: Mapping[int, int]) -> ConflictError:
@@ -166,18 +184,15 @@ def no_step_in_time(spans: Spans, reason: str) -> DeadlineError:
     )
 
 
-def pinned_at(common: tuple[int, int, int], pins: Sequence[RankPin]) -> Pinned:
-    """`pins` of all ranks, which share the (incarnation, step, edits) `common`."""
-    incarnation, step, edits = common
+def pinned_at(common: StateName, pins: Sequence[RankPin]) -> Pinned:
+    """`pins` of all ranks, which share the state `common`."""
     unsettled = any(pin.unsettled for pin in pins)
-    label = next((pin.label for pin in pins), "")
-    return Pinned(incarnation, step, {pin.rank: pin for pin in pins}, edits, unsettled, label)
+    return Pinned.at(common, {pin.rank: pin for pin in pins}, unsettled=unsettled)
 
 
 def told_step(pin: RankPin) -> str:
     """Step of a pin, its number of edits if any, and the label of weights that stood in."""
-    told = f"{pin.step} with {pin.edits} edits" if pin.edits > 0 else str(pin.step)
-    return f"{told} ({pin.label!r})" if pin.label else told
+    return str(pin.state).removeprefix("step ")
 
 
 def _listed(ranks: Sequence[int]) -> str:
@@ -392,7 +407,7 @@ class Sidecars:
                 f"incarnation {header.incarnation}; expected job {document.job!r}, incarnation "
                 f"{document.incarnation}; try again in a moment"
             )
-        return Captured(found.captured, header.incarnation, header.step, found.reason, header.edits)
+        return Captured(found.captured, StateName.of(header), found.reason)
 
     async def renew(self, pin: RankPin, lease_s: float = LEASE_S) -> float:
         """Renew a lease; return the seconds granted."""

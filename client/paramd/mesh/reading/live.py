@@ -54,6 +54,7 @@ class LiveState:
     edits: int
     unsettled: bool = False
     label: str = ""
+    history: int = 0
 
 
 class LivePage:
@@ -191,13 +192,13 @@ def agree(ranks: Mapping[int, LiveRank], incarnation: int, deadline_s: float) ->
         if any(is_mirror(rank.page.words) for rank in ranks.values()):
             return None
         found = [state for state in states if state is not None]
-        alike = {(state.step, state.edits, state.iteration) for state in found}
+        alike = {(state.step, state.edits, state.history, state.iteration) for state in found}
         # Ranks in lock-step differ for microseconds; others never agree, and pins tell them so.
         if len(found) == len(ranks) and len(alike) == 1 and _has_time(ranks, copy_ns):
             for rank, state in zip(ranks.values(), found, strict=True):
                 rank.state = state
-            ((step, edits, _),) = alike
-            return LiveState(incarnation, step, edits)
+            ((step, edits, history, _),) = alike
+            return LiveState(incarnation, step, edits, history=history)
         if time.monotonic() > deadline_s or any(map(_rests, ranks.values())):
             return None
         time.sleep(_LOOK_S)

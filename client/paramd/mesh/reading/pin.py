@@ -1,6 +1,6 @@
 """Pins what patterns select, at one step on all ranks: the latest if equal, else at a boundary.
 
-Either way the pins count only if every rank's response has the same incarnation, step and edits.
+Either way the pins count only if every rank's response names the same state.
 """
 
 from __future__ import annotations
@@ -215,13 +215,13 @@ class Pinner:
         try:
             left_s -= self._clock() - began_s
             answer = await self._schedule(pins, left_s)
-            kept = answer.captured and answer.step >= 0
+            kept = answer.captured and answer.state.step >= 0
         finally:
             if not kept:
                 self._release(pins)
         if not kept:
             return None, answer.reason or "the boundary was missed"
-        return pinned_at((answer.incarnation, answer.step, answer.edits), pins), ""
+        return pinned_at(answer.state, pins), ""
 
     async def _schedule(self, pins: Sequence[RankPin], left_s: float) -> Captured:
         try:
@@ -233,7 +233,7 @@ class Pinner:
                 "(timeout=), or read only parameters (buffers=False), which needs no boundary "
                 "while training has stopped, unless they are mirrored"
             ) from error
-        if any(pin.incarnation != answer.incarnation for pin in pins):
+        if any(pin.incarnation != answer.state.incarnation for pin in pins):
             raise ConflictError("a new incarnation began before the boundary; try again")
         return answer
 

@@ -33,6 +33,7 @@ from paramd.mesh.peers.bulk import BulkStream, NoStreamError, on_thread
 from paramd.mesh.peers.grpc import LIVENESS_S, LeaseEndedError, cancelled, error_of
 from paramd.mesh.peers.sidecars import Pinned, Sidecars, StreamOffer
 from paramd.mesh.reading.places import Place, PlaceSink, Scratch, Sink
+from paramd.state import StateName
 from paramd.v1 import common_pb2
 from paramd.wire import Chunk
 
@@ -78,11 +79,8 @@ class Source(Protocol):
 class Expected:
     """The pin's state and size, which the stream must match."""
 
-    incarnation: int
-    step: int
+    state: StateName
     size_bytes: int
-    edits: int = -1
-    """-1: not compared."""
 
 
 @functools.cache
@@ -134,7 +132,7 @@ async def read_range(
     """Read bytes [begin, end) of one rank's snapshot into `sink`. Raises as `Reader.run`."""
     if begin >= end:
         return
-    expected = Expected(pinned.incarnation, pinned.step, end, pinned.edits)
+    expected = Expected(pinned.state, end)
     source = sidecars.source(pinned.pins[rank], end_bytes=end)
     large = end - begin >= STREAM_FROM_BYTES and sidecars.has_streams(rank)
     if transport == "stream" or (transport == "auto" and large):
@@ -245,13 +243,11 @@ class Reader:
         self._proven = told and self.offset_bytes >= self._expected.size_bytes
 
     def _check_header(self, header: common_pb2.Header) -> None:
-        expected = self._expected
-        same = (header.incarnation, header.step) == (expected.incarnation, expected.step)
-        if not same or expected.edits not in (-1, header.edits):
+        expected, sent = self._expected.state, StateName.of(header)
+        if sent != expected:
             raise ConflictError(
-                f"{self._source.who} sent step {header.step} (edits {header.edits}) of incarnation "
-                f"{header.incarnation}; the pin is of step {expected.step} (edits "
-                f"{expected.edits}) of incarnation {expected.incarnation}; try again"
+                f"{self._source.who} sent {sent} of incarnation {sent.incarnation}; the pin is of "
+                f"{expected} of incarnation {expected.incarnation}; try again"
             )
 
     def _check_next(self, offset_bytes: int, size_bytes: int) -> None:

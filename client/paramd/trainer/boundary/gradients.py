@@ -24,9 +24,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paramd.layout.types import Box
-from paramd.memory.control_page import ControlPage, Word
+from paramd.memory.control_page import ControlPage, Word, in_time
 from paramd.memory.descriptors import SparseMemory, wake
-from paramd.memory.gradient_program import MAX_NOTES, NoGradient, Note, Notes, Slot, Spans
+from paramd.memory.gradient_program import (
+    MAX_NOTES,
+    NoGradient,
+    Note,
+    Notes,
+    Slot,
+    Spans,
+    digest_of_spans,
+)
 from paramd.memory.handover import GRADIENT_SLOTS
 from paramd.trainer.boundary.signals import backward_id
 from paramd.trainer.home.devices import finish_copies
@@ -303,6 +311,7 @@ log = logging.getLogger("paramd")
 # Plain ints: these are read on every update.
 _STEP, _GRADIENTS_STEP = int(Word.STEP), int(Word.GRADIENTS_STEP)
 _ARM_SLOT0, _ARM_SLOT1 = int(Word.ARM_SLOT0), int(Word.ARM_SLOT1)
+_REWOUND = int(Word.REWOUND)
 _LOSSLESS_EVERY = int(Word.LOSSLESS_EVERY)
 
 POLL_S = 50e-6
@@ -314,6 +323,8 @@ class _Plan:
     """How to serve one version of a program for one owner."""
 
     version: int
+    digest: int
+    """Of the program's spans."""
     owner: object
     """Kept alive so that its id is not reused."""
     shape: tuple[int, ...]
@@ -367,12 +378,13 @@ class GradientCapture:
         """
         words = self._words
         step = words[_STEP] + 1
+        moment = in_time(step, rewound=words[_REWOUND])
         if self._budget_ns and words[_LOSSLESS_EVERY]:
-            self._await_reader(step)
-        if words[_ARM_SLOT0] == step:
-            self._serve(0, step, owner)
-        if words[_ARM_SLOT1] == step:
-            self._serve(1, step, owner)
+            self._await_reader(step, moment)
+        if words[_ARM_SLOT0] == moment:
+            self._serve(0, step, moment, owner)
+        if words[_ARM_SLOT1] == moment:
+            self._serve(1, step, moment, owner)
         # After the DONE words: whoever reads this step finds that update's frames complete.
         words[_GRADIENTS_STEP] = step
         self._clip_factor = 0.0
@@ -385,10 +397,10 @@ class GradientCapture:
         self._plans.clear()
         self._memory.close()
 
-    def _serve(self, index: int, step: int, owner: object) -> None:
-        words, done = self._words, -step
+    def _serve(self, index: int, step: int, moment: int, owner: object) -> None:
+        words, done = self._words, -moment
         slot, room = self._slots[index]
-        if words[slot.done_word] == step:
+        if words[slot.done_word] == moment:
             return
         try:
             if (
@@ -396,7 +408,7 @@ class GradientCapture:
                 and backward_id() == -1
                 and self._fill(index, slot, room, step, owner)
             ):
-                done = step
+                done = moment
         except Exception:
             if not self._failed:
                 log.exception("paramd: gradients could not be captured; training goes on")
@@ -423,6 +435,7 @@ class GradientCapture:
                 self._clip_factor,
                 tuple(notes),
                 self.iteration(),
+                plan.digest,
             )
         )
         return True
@@ -439,14 +452,15 @@ class GradientCapture:
         sources, notes = find_sources(self._pieces(), spans, owner)
         found = dict.fromkeys(source.local.device for source in sources)
         devices = tuple(device for device in found if device.type != "cpu")
-        plan = _Plan(version, owner, shape, sources, notes, devices)
+        digest = digest_of_spans(spans)
+        plan = _Plan(version, digest, owner, shape, sources, notes, devices)
         self._plans = {
             k: p for k, p in self._plans.items() if k[0] != index or p.version == version
         }
         self._plans[index, id(owner)] = plan
         return plan
 
-    def _await_reader(self, step: int) -> None:
+    def _await_reader(self, step: int, moment: int) -> None:
         """Wait, within the budget, until a lossless reader has armed this step."""
         words = self._words
         if step % words[Word.LOSSLESS_EVERY]:
@@ -454,7 +468,7 @@ class GradientCapture:
         now_ns = time.monotonic_ns()
         end_ns = now_ns + self._budget_ns
         while (
-            step not in (words[Word.ARM_SLOT0], words[Word.ARM_SLOT1])
+            moment not in (words[Word.ARM_SLOT0], words[Word.ARM_SLOT1])
             and now_ns < end_ns
             and now_ns < words[Word.LOSSLESS_UNTIL_NS]
         ):

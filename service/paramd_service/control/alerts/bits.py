@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from paramd.errors import AbortedError, ConflictError, DeadlineError
 from paramd.layout.types import Layout
+from paramd.state import At
 from paramd_service.control.alerts.book import Alert, Book, Finding
 from paramd_service.control.alerts.config import AlertConfig, Rule
 from paramd_service.control.alerts.drift import (
@@ -104,6 +105,7 @@ class BitRounds:
         self._parts: list[Part] = []
         self._number = 0
         self._begun_step = -1
+        self._history = 0
         self._ahead = AHEAD
         self._turn = 0
         self._said = ""
@@ -127,12 +129,16 @@ class BitRounds:
         ranks = sorted(self._joined())
         if not ranks:
             return False
-        now = (await sidecars.state(ranks[0], STATE_TIMEOUT_S)).header.step
+        header = (await sidecars.state(ranks[0], STATE_TIMEOUT_S)).header
+        now, history = header.step, header.history
         every = self._config.compare_steps
+        if history != self._history:
+            # Steps come again after a rollback: a cycle that is due at a later one would wait.
+            self._history, self._begun_step, self._parts = history, now - every, []
         if self._number >= len(self._parts):
             self._parts = parts_of(
                 self._groups(layout, set(ranks)),
-                await self._keys(sidecars, ranks, now),
+                await self._keys(sidecars, ranks, At(history, now)),
                 most_bytes=self._config.sample_bytes,
             )
             self._number, self._turn = 0, self._turn + 1
@@ -143,7 +149,8 @@ class BitRounds:
         part = self._parts[self._number]
         due = due_step(self._begun_step, self._number, len(self._parts), every)
         try:
-            found = await self._compared(reach, sidecars, part, max(due, now + self._ahead))
+            at = At(history, max(due, now + self._ahead))
+            found = await self._compared(reach, sidecars, part, at)
         except (AbortedError, DeadlineError):
             # Training was quicker than the request, slower than its deadline, or stopped.
             self._ahead = min(2 * self._ahead, MOST_AHEAD)
@@ -165,17 +172,15 @@ class BitRounds:
         ]
         return choose_holders(groups, most_ranks=self._config.sample_ranks, turn=self._turn)
 
-    async def _keys(self, sidecars: Sidecars, ranks: Sequence[int], now: int) -> list[str]:
+    async def _keys(self, sidecars: Sidecars, ranks: Sequence[int], now: At) -> list[str]:
         """Kinds of optimizer state that sidecars have in memory."""
         from paramd.mesh.insight.moments import pin_moments_at
 
         deadline_s = time.monotonic() + self._config.sample_timeout_s
-        step = now + self._ahead
+        at = At(now.history, now.step + self._ahead)
         try:
             async with AsyncExitStack() as stack:
-                held = await pin_moments_at(
-                    stack, sidecars, {ranks[0]: ()}, "any", step, deadline_s
-                )
+                held = await pin_moments_at(stack, sidecars, {ranks[0]: ()}, "any", at, deadline_s)
                 return list(held.facts[ranks[0]].keys)
         except ConflictError as error:
             if self._said != str(error):
@@ -184,14 +189,14 @@ class BitRounds:
             return []
 
     async def _compared(
-        self, reach: SidecarFinder, sidecars: Sidecars, part: Part, step: int
+        self, reach: SidecarFinder, sidecars: Sidecars, part: Part, at: At
     ) -> DigestRound:
         from paramd.mesh.insight.moments import pin_at
 
         spans = spans_of(part.groups)
         deadline_s = time.monotonic() + self._config.sample_timeout_s
         async with AsyncExitStack() as stack:
-            pinned = await pin_at(stack, sidecars, spans, part.key, step, deadline_s)
+            pinned = await pin_at(stack, sidecars, spans, part.key, at, deadline_s)
             return await digests_of(reach, sidecars, pinned, spans, part.groups, deadline_s)
 
 

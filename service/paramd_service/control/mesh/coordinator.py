@@ -94,6 +94,8 @@ class RankAnswer:
     reason: str
     edits: int = 0
     """Edits applied in this incarnation by then."""
+    history: int = 0
+    """Rollbacks in this incarnation by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,7 @@ class Verdict:
     step: int
     reason: str
     edits: int = -1
+    history: int = 0
 
 
 def decide(incarnation: int, world_size: int, answers: Sequence[RankAnswer]) -> Verdict:
@@ -122,13 +125,16 @@ def decide(incarnation: int, world_size: int, answers: Sequence[RankAnswer]) -> 
     if len(steps) > 1:
         told = ", ".join(f"rank {a.rank} at {a.step}" for a in answers[:8])
         return Verdict(False, -1, f"the ranks captured different steps: {told}")
-    if len({answer.edits for answer in answers}) > 1:
-        told = ", ".join(f"rank {a.rank} after {a.edits}" for a in answers[:8])
+    if len({(answer.history, answer.edits) for answer in answers}) > 1:
+        told = ", ".join(
+            f"rank {a.rank} after {a.edits} edits, {a.history} of them rollbacks"
+            for a in answers[:8]
+        )
         return Verdict(False, -1, f"the ranks captured after different edits: {told}")
     silent = set(range(world_size)) - {answer.rank for answer in answers}
     if silent:
         return Verdict(False, -1, f"ranks {listed(sorted(silent))} have not answered")
-    return Verdict(True, steps[0], "", answers[0].edits)
+    return Verdict(True, steps[0], "", answers[0].edits, answers[0].history)
 
 
 def worst(failures: Mapping[int, ParamdError]) -> ParamdError:

@@ -197,7 +197,13 @@ class SidecarCalls:
         answer = await watched(call, lambda: self._probe(rank, address))
         header = answer.header
         return RankAnswer(
-            rank, header.incarnation, header.step, answer.captured, answer.reason, header.edits
+            rank,
+            header.incarnation,
+            header.step,
+            answer.captured,
+            answer.reason,
+            header.edits,
+            header.history,
         )
 
     async def _probe(self, rank: int, address: str) -> None:

@@ -64,6 +64,8 @@ class CopyJob:
     """Called once, on the copying thread, with the state of the bytes; None: given up."""
     at_step: int = 0
     """Exact step wanted; 0: any."""
+    history: int = 0
+    """The history that `at_step` is of."""
     attempts: int = 0
     """Copies that were overtaken."""
     longest_ns: int = 0
@@ -178,16 +180,20 @@ class Capture:
             self._words[Word.SERVED] = announce
 
     def _serve_stepped(self) -> None:
-        """Copy jobs for the current step; give up jobs for an earlier one."""
+        """Copy jobs for the current step; give up jobs for an earlier one, or a history left."""
         for job in list(self._stepped):
             step = self._words[Word.STEP]
-            if step == job.at_step:
+            if self._words[Word.REWOUND] != job.history:
+                self._stepped.remove(job)
+                job.done(None)
+            elif step == job.at_step:
                 try:
                     end, copied = self._copy_for(job)
                 except DeviceError as error:
                     self._refuse(job, error)
                     continue
-                if end is CopyEnd.DONE and copied.step == job.at_step:
+                named = (copied.history, copied.step)
+                if end is CopyEnd.DONE and named == (job.history, job.at_step):
                     self._stepped.remove(job)
                     job.done(copied)
                 elif end is CopyEnd.OVERTAKEN:
@@ -386,7 +392,7 @@ class Capture:
         still = still and (boundary.live is None or state.proof == seq)
         if end is CopyEnd.DONE and state.step == agreed_step and still:
             self._note_rate(size_bytes, took_ns)
-            return Outcome(state.step, "", edits=state.edits)
+            return Outcome(state.step, "", edits=state.edits, history=state.history)
         self.given_up_count += 1
         return Outcome(-1, self.explain(size_bytes, took_ns), missed=True)
 
@@ -404,7 +410,7 @@ class Capture:
         if boundary.with_moments and words[Word.MOMENTS_STEP] != state.step:
             return self._not_there(boundary, announced, "the trainer did not copy its moments")
         self._note_rate(boundary.size_bytes, self._clock_ns() - begin_ns)
-        return Outcome(state.step, "", edits=state.edits)
+        return Outcome(state.step, "", edits=state.edits, history=state.history)
 
     def _not_there(self, boundary: Boundary, announced: bool, reason: str) -> Outcome | None:
         """A miss once announced; before that the trainer is still writing words."""

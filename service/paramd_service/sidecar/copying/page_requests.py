@@ -44,6 +44,8 @@ class Outcome:
     """How long an edit stopped the trainer."""
     missed: bool = False
     """It was agreed, but its bytes could not be had."""
+    history: int = 0
+    """Rollbacks before it was done."""
 
     @property
     def captured(self) -> bool:
@@ -172,7 +174,8 @@ class PageRequests:
             return self._edited(boundary.number)
         if boundary.action == CAPTURE:
             return self._capture(boundary, announced)
-        return Outcome(words[Word.AGREED_STEP], "", edits=words[Word.EDITS])
+        history = words[Word.REWOUND]
+        return Outcome(words[Word.AGREED_STEP], "", edits=words[Word.EDITS], history=history)
 
     def _passed(self, boundary: Boundary) -> Outcome:
         edited = self._edited(boundary.number) if boundary.action == EDIT else None
@@ -181,8 +184,8 @@ class PageRequests:
     def _edited(self, number: int) -> Outcome | None:
         words = self._words
         if words[Word.EDIT_APPLIED] == number:
-            step, edits = words[Word.EDIT_STEP], words[Word.EDITS]
-            return Outcome(step, "", edits=edits, stop_ns=words[Word.EDIT_NS])
+            step, edits, history = words[Word.EDIT_STEP], words[Word.EDITS], words[Word.REWOUND]
+            return Outcome(step, "", edits=edits, stop_ns=words[Word.EDIT_NS], history=history)
         if words[Word.EDIT_FAILED] == number:
             return Outcome(-1, "the edit failed half way on this rank; its trainer's log says why")
         return None

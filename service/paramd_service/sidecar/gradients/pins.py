@@ -15,7 +15,7 @@ from paramd.errors import DeadlineError, UsageError
 from paramd.memory.gradient_program import Notes
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.admission import CALLER
-from paramd_service.sidecar.gradients.slots import Gradients, Places, SlotMemory
+from paramd_service.sidecar.gradients.slots import Gradients, Places, SlotMemory, rolled_back
 from paramd_service.sidecar.snapshots.store import (
     BlockMaker,
     Fill,
@@ -64,29 +64,52 @@ class GradientPins:
         self._shared: dict[Hashable, _Shared] = {}
         self._has_torch = False
 
-    async def pin(self, key: Key, step: int, *, lease_s: float, timeout_s: float) -> Lease:
-        """Lease the gradients that update `step` consumes.
+    async def pin(
+        self, key: Key, step: int, *, history: int | None, lease_s: float, timeout_s: float
+    ) -> Lease:
+        """Lease the gradients that update `step` of a history consumes; None: of the present one.
 
         Raises:
             AbortedError, ExhaustedError, ConflictError, EndedError: as `Gradients.capture`.
             DeadlineError: the update did not come in time.
         """
-        snapshot = self._store.find(key, step=step)
+        history = self._history(step, history)
+        snapshot = self._store.find(key, history=history, step=step)
         if snapshot is None:
-            shared = self._join((key, step), lambda: self._fill(key, step), self._store.drop)
+            shared = self._join(
+                (key, history, step), lambda: self._fill(key, history, step), self._store.drop
+            )
             async with self._waiting(shared, step, timeout_s) as filled:
                 snapshot = self._store.hold(filled)
         return self._lease(snapshot, lease_s)
 
     async def reduce(
-        self, key: Key, step: int, reduction: pb.Reduction, *, timeout_s: float
-    ) -> tuple[list[pb.Stats], Notes]:
-        """Statistics, one per item. Raises as `pin`, and UsageError for a bad item."""
+        self,
+        key: Key,
+        step: int,
+        reduction: pb.Reduction,
+        *,
+        history: int | None,
+        timeout_s: float,
+    ) -> tuple[list[pb.Stats], Notes, int]:
+        """Statistics, one per item, notes and history. Raises as `pin`; UsageError: a bad item."""
+        history = self._history(step, history)
         wanted = reduction.SerializeToString(deterministic=True)
-        shared = self._join((key, step, wanted), lambda: self._reduce(key, step, wanted), _nothing)
+        shared = self._join(
+            (key, history, step, wanted),
+            lambda: self._reduce(key, history, step, wanted),
+            _nothing,
+        )
         async with self._waiting(shared, step, timeout_s) as found:
-            answer: tuple[list[pb.Stats], Notes] = found
-            return answer
+            stats, notes = found
+            return stats, notes, history
+
+    def _history(self, step: int, wanted: int | None) -> int:
+        """The history that a request is about. Raises AbortedError: it was left."""
+        now = self.gradients.history
+        if wanted is not None and wanted != now:
+            raise rolled_back(step)
+        return now
 
     def _join(
         self,
@@ -134,7 +157,7 @@ class GradientPins:
             if not task.cancelled() and task.exception() is None:
                 shared.release(task.result())
 
-    async def _fill(self, key: Key, step: int) -> Snapshot:
+    async def _fill(self, key: Key, history: int, step: int) -> Snapshot:
         # The task inherits the context, and so the caller, of the request that began it.
         who = CALLER.get()
         snapshot = self._store.reserve(key, at_boundary=False, who=who)
@@ -150,10 +173,10 @@ class GradientPins:
                     raise
             snapshot.fill = Fill.PENDING
             _, snapshot.notes = await self.gradients.capture(
-                step, key.spans, lambda memory, slot: self._copy(snapshot, memory, slot)
+                history, step, key.spans, lambda memory, slot: self._copy(snapshot, memory, slot)
             )
             snapshot.iteration = snapshot.notes.iteration
-            snapshot.step, snapshot.fill = step, Fill.FILLED
+            snapshot.history, snapshot.step, snapshot.fill = history, step, Fill.FILLED
             return snapshot
         except BaseException:
             self._store.drop(snapshot)
@@ -169,7 +192,9 @@ class GradientPins:
             target += end - begin
         self._at_point("gradients-copied")
 
-    async def _reduce(self, key: Key, step: int, reduction: bytes) -> tuple[list[pb.Stats], Notes]:
+    async def _reduce(
+        self, key: Key, history: int, step: int, reduction: bytes
+    ) -> tuple[list[pb.Stats], Notes]:
         if not self._has_torch:
             # Before the slot is armed: loading torch takes seconds.
             await self._loop.run_in_executor(self._executor, _load_torch)
@@ -187,7 +212,7 @@ class GradientPins:
             self._at_point("gradients-reduced")
             return found
 
-        return await self.gradients.capture(step, key.spans, work)
+        return await self.gradients.capture(history, step, key.spans, work)
 
 
 def _close_made(making: asyncio.Future[Any]) -> None:

@@ -9,6 +9,12 @@ Life of a frame, which is all requests of one update:
 All decisions are made on the event loop. A slot's bytes are taken (copied into snapshots, or
 reduced) on one low-priority thread while the other slot is armed for a later update; a trainer
 that finds no slot armed goes on, and that frame does not exist.
+
+A frame is of an update of one history: after a rollback updates come again, and frames that were
+asked for before it are over. What a slot holds is proven by the update in its DONE word and by the
+program in its notes: a version that no other program of the incarnation had, and the digest of what
+was asked for. Memory is given back when nothing is asked for, and what is asked for meanwhile waits
+for that: the order is one of awaited work, never of what happens to be queued.
 """
 
 from __future__ import annotations
@@ -29,10 +35,18 @@ from itertools import accumulate
 from typing import Any
 
 from paramd.errors import AbortedError, ExhaustedError, ParamdError
-from paramd.memory.control_page import Word
+from paramd.memory.control_page import Word, Words, in_time, step_of
 from paramd.memory.descriptors import PAGE, SparseMemory
-from paramd.memory.gradient_program import MAX_SPANS, Notes, Slot, covers, united
+from paramd.memory.gradient_program import (
+    MAX_SPANS,
+    Notes,
+    Slot,
+    covers,
+    digest_of_spans,
+    united,
+)
 from paramd.memory.handover import GRADIENT_SLOTS
+from paramd_service.aio import uncancelled
 from paramd_service.sidecar.owner import AttachedMemory
 
 Spans = tuple[tuple[int, int], ...]
@@ -47,7 +61,9 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 class SlotMemory:
     """Memory of all slots. `reserve`, `release` and `close` are slow: call off the event loop."""
 
-    def __init__(self, descriptor: int, arena_bytes: int) -> None:
+    def __init__(self, descriptor: int, arena_bytes: int, page: Words) -> None:
+        """`page`: words of the control page."""
+        self._page = page
         self._memory = SparseMemory(descriptor)
         self._arena_bytes = arena_bytes
         self.slots = [
@@ -82,10 +98,10 @@ class SlotMemory:
                 self._held[index] = united([*self._held[index], span])
 
     def program(self, index: int, spans: Spans) -> int:
-        """Write the program unless it is already there; return its version."""
+        """Write the program unless it is there already; return its version."""
         known = self._programs[index]
         if known is None or known[0] != spans or self.slots[index].version() != known[1]:
-            known = (spans, self.slots[index].write_program(spans))
+            known = (spans, self.slots[index].write_program(spans, self._page))
             self._programs[index] = known
         return known[1]
 
@@ -181,12 +197,24 @@ class Want:
 class Frame:
     """All requests of one update."""
 
-    step: int
+    moment: int
+    """The update, in `in_time`'s order."""
     state: State = State.QUEUED
     wants: list[Want] = field(default_factory=list)
     slot: int = -1
     programs: dict[int, Spans] = field(default_factory=dict)
     """Programs by version: the trainer reports which one it served."""
+
+    @property
+    def step(self) -> int:
+        """Number of the update."""
+        return step_of(self.moment)
+
+    def served(self, notes: Notes) -> Spans:
+        """The spans that the trainer put into the slot for this frame; none if not for this one."""
+        spans = self.programs.get(notes.version, ())
+        same = notes.step == self.step and notes.digest == digest_of_spans(spans)
+        return spans if same else ()
 
     def spans(self) -> Spans:
         """All wanted spans, united."""
@@ -241,7 +269,7 @@ class Gradients:
         self._idle_s = idle_memory_s
         self._loop = asyncio.get_running_loop()
         arena_bytes = attached.request.arena_bytes
-        self._memory = SlotMemory(attached.shared.gradients, arena_bytes)
+        self._memory = SlotMemory(attached.shared.gradients, arena_bytes, self._words)
         # A predecessor's requests have died with it.
         for word in (Word.ARM_SLOT0, Word.ARM_SLOT1, Word.LOSSLESS_EVERY):
             self._words[word] = 0
@@ -249,6 +277,9 @@ class Gradients:
             1, thread_name_prefix="paramd-gradients", initializer=_be_nice
         )
         self._frames: dict[int, Frame] = {}
+        """By moment."""
+        self._releasing: asyncio.Future[None] | None = None
+        """Memory being given back; what is to be armed waits for it."""
         self._in_slot: list[Frame | None] = [None] * GRADIENT_SLOTS
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -260,19 +291,26 @@ class Gradients:
         self.missed_count = 0
         """Requested frames missed: the update began first, or left its gradients out."""
 
-    async def capture(self, step: int, spans: Spans, work: Work) -> tuple[Any, Notes]:
+    @property
+    def history(self) -> int:
+        """The present history: rollbacks in this incarnation."""
+        return self._words[Word.REWOUND]
+
+    async def capture(self, history: int, step: int, spans: Spans, work: Work) -> tuple[Any, Notes]:
         """Run `work` on the gradients that update `step` consumes; return its result and notes.
 
         Cancellation withdraws the request, but waits for a `work` in progress.
 
         Raises:
-            AbortedError: that update has begun already, or left its gradients out.
+            AbortedError: that update has begun already, or left its gradients out; or the training
+                was rolled back, so that it is not of `history` any more.
             ExhaustedError: no memory, too many spans, or too many requests.
             EndedError: the training has detached. ConflictError: it has ended.
         """
-        self._check(step, spans)
+        self._check(history, step, spans)
         want = Want(spans, work, self._loop.create_future())
-        frame = self._frames.setdefault(step, Frame(step))
+        moment = in_time(step, rewound=history)
+        frame = self._frames.setdefault(moment, Frame(moment))
         frame.wants.append(want)
         if frame.state is State.ARMED and not covers(united(frame.program()), spans):
             self._start(frame, self._arm(frame))
@@ -280,9 +318,10 @@ class Gradients:
         try:
             return await asyncio.shield(want.done)
         except asyncio.CancelledError:
-            # `work` uses the slot and the caller's memory until it ends.
+            # `work` uses the slot and the caller's memory until it ends, however often we are told.
             if frame.state is State.SERVING and not want.done.done():
-                await asyncio.wait([want.done])
+                with suppress(asyncio.CancelledError, Exception):
+                    await uncancelled(want.done)
             self._withdraw(frame, want)
             raise
 
@@ -313,12 +352,16 @@ class Gradients:
                 timer.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
+        if self._releasing is not None:
+            await asyncio.wait([self._releasing])
         await self._loop.run_in_executor(self._executor, self._thread.shutdown)
         await self._loop.run_in_executor(self._executor, self._memory.close)
 
-    def _check(self, step: int, spans: Spans) -> None:
+    def _check(self, history: int, step: int, spans: Spans) -> None:
         if self._why_over is not None:
             raise self._why_over
+        if history != self.history:
+            raise rolled_back(step)
         if self._begun(step):
             raise self._passed(step)
         if len(spans) > MAX_SPANS:
@@ -341,12 +384,15 @@ class Gradients:
 
     def _look(self) -> None:
         """Act on the words; called on every wake, every request and every `LOOK_S`."""
-        for frame in sorted(self._frames.values(), key=lambda frame: frame.step):
-            if frame.state is State.ARMED:
+        history = self.history
+        for frame in sorted(self._frames.values(), key=lambda frame: frame.moment):
+            if frame.state is not State.SERVING and frame.moment < in_time(0, rewound=history):
+                self._miss(frame, rolled_back(frame.step))
+            elif frame.state is State.ARMED:
                 self._look_at(frame)
             elif frame.state is State.QUEUED and self._begun(frame.step):
                 self._miss(frame, self._passed(frame.step))
-        for frame in sorted(self._frames.values(), key=lambda frame: frame.step):
+        for frame in sorted(self._frames.values(), key=lambda frame: frame.moment):
             if frame.state is State.QUEUED and None in self._in_slot:
                 frame.slot = self._in_slot.index(None)
                 self._in_slot[frame.slot] = frame
@@ -360,11 +406,11 @@ class Gradients:
         begun = self._begun(frame.step)
         slot = self._memory.slots[frame.slot]
         done = self._words[slot.done_word]
-        if done == frame.step:
+        if done == frame.moment:
             self.captured_count += 1
             frame.state = State.SERVING
             self._start(frame, self._serve(frame, slot))
-        elif done == -frame.step:
+        elif done == -frame.moment:
             self._miss(frame, AbortedError(f"update {frame.step} has no gradient frame"))
         elif begun:
             self._miss(frame, self._passed(frame.step))
@@ -383,12 +429,18 @@ class Gradients:
 
     def _idle(self) -> None:
         self._idle_timer = None
-        if not self._frames:
-            self._executor.submit(self._memory.release)
+        if not self._frames and self._releasing is None:
+            self._releasing = self._loop.run_in_executor(self._executor, self._memory.release)
+            self._releasing.add_done_callback(self._released)
+
+    def _released(self, _done: asyncio.Future[None]) -> None:
+        self._releasing = None
 
     async def _arm(self, frame: Frame) -> None:
         """Populate the slot for all that is wanted, write the program, and arm the slot."""
         slot, index = self._memory.slots[frame.slot], frame.slot
+        while (releasing := self._releasing) is not None:
+            await asyncio.wait([releasing])
         # Repeated: more may be requested while memory is being populated.
         while frame.wants and frame.state in (State.RESERVING, State.ARMED):
             spans = frame.spans()
@@ -414,12 +466,12 @@ class Gradients:
         if self._in_slot[index] is frame and frame.state is State.RESERVING:
             frame.state = State.ARMED
             # Last: the trainer reads the program once it finds its step here.
-            self._words[slot.arm_word] = frame.step
+            self._words[slot.arm_word] = frame.moment
             self._look()
 
     async def _serve(self, frame: Frame, slot: Slot) -> None:
         notes = slot.read_notes()
-        served = frame.programs.get(notes.version, ())
+        served = frame.served(notes)
         # Looked at anew each time: until the update has begun, which is a moment after its frame is
         # there, more may ask for it.
         while want := next((one for one in frame.wants if not one.done.done()), None):
@@ -461,12 +513,12 @@ class Gradients:
             self._look()
 
     def _end(self, frame: Frame) -> None:
-        if self._frames.get(frame.step) is frame:
-            del self._frames[frame.step]
+        if self._frames.get(frame.moment) is frame:
+            del self._frames[frame.moment]
         if frame.slot >= 0 and self._in_slot[frame.slot] is frame:
             self._in_slot[frame.slot] = None
             word = self._memory.slots[frame.slot].arm_word
-            if self._words[word] == frame.step:
+            if self._words[word] == frame.moment:
                 self._words[word] = 0
 
     def _start(self, frame: Frame, work: Coroutine[Any, Any, None]) -> None:
@@ -479,6 +531,14 @@ class Gradients:
         if not task.cancelled() and (error := task.exception()) is not None:
             # A fault of ours must not leave whoever asked waiting.
             self._fail(frame, ParamdError(f"update {frame.step} could not be served: {error!r}"))
+
+
+def rolled_back(step: int) -> AbortedError:
+    """The error of what was asked for in a history that a rollback has left."""
+    return AbortedError(
+        f"the training was rolled back before step {step} could be had; ask again for a step of "
+        "its present history"
+    )
 
 
 def _be_nice() -> None:

@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from paramd.deltas import ELEMENT_BYTES, Delta, make_delta
 from paramd.errors import UsageError
+from paramd.state import StateName
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import CHUNK_BYTES, data_chunk
 from paramd_service.sidecar.rank import RankSidecar
@@ -30,8 +31,8 @@ KEPT_S = 10.0
 Item: TypeAlias = tuple[int, int, int]
 """First byte, byte after the last one, bytes of an element."""
 
-_Named: TypeAlias = tuple[State, tuple[int, int] | None, tuple[Item, ...]]
-"""The new state, step and edits of the base if there is one, what is compared."""
+_Named: TypeAlias = tuple[State, StateName | None, tuple[Item, ...]]
+"""The new state, that of the base if there is one, what is compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,13 @@ class _DeltaCalls:
         snapshot = store.hold(store.filled(request.snapshot_id))
         try:
             items = _checked(request.items, snapshot.size_bytes)
-            before = (request.base_step, request.base_edits)
-            base = bases.find((snapshot.key, *before)) if request.base_step else None
+            before = StateName(
+                snapshot.key.incarnation,
+                request.base_history,
+                request.base_step,
+                request.base_edits,
+            )
+            base = bases.find((snapshot.key, before)) if request.base_step else None
             try:
                 async with asyncio.timeout(timeout_s):
                     named = (state_of(snapshot), before if base is not None else None, items)

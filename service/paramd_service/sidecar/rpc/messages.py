@@ -123,6 +123,7 @@ def header(
         layout_digest=rank.mesh.layout_digest if rank.mesh is not None else "",
         iteration=now.iteration if step is None else -1,
         unsettled=now.unsettled and step is None,
+        history=now.history,
     )
 
 
@@ -130,7 +131,7 @@ def header_of(rank: RankSidecar, snapshot: Snapshot) -> common_pb2.Header:
     """Header of an answer about a snapshot, with the snapshot's state."""
     found = header(rank, snapshot.step, snapshot.edits)
     found.iteration, found.unsettled = snapshot.iteration, snapshot.unsettled
-    found.label = snapshot.label
+    found.label, found.history = snapshot.label, snapshot.history
     return found
 
 

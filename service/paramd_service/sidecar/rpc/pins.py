@@ -8,9 +8,11 @@ from google.protobuf.message import Message
 
 from paramd.errors import ConflictError, UsageError
 from paramd.memory.gradient_program import Notes
+from paramd.v1 import common_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import MAX_LEASE_S
 from paramd_service.sidecar.boundaries import BoundaryRequest
+from paramd_service.sidecar.copying.page_requests import Outcome
 from paramd_service.sidecar.gradients.slots import EndedError
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc import auth, messages
@@ -43,7 +45,7 @@ class _BoundaryCalls:
         rank.follow_control(request.generation)
         outcome = await rank.pins.boundaries.reach(reach, timeout_s=timeout_s)
         return pb.ReachBoundaryResponse(
-            header=messages.header(rank, outcome.step, outcome.edits),
+            header=_header_of(rank, outcome),
             captured=outcome.captured,
             reason=outcome.reason,
             stop_ns=outcome.stop_ns,
@@ -72,6 +74,12 @@ class _BoundaryCalls:
                 f"the request is of incarnation {incarnation}, the job is in incarnation "
                 f"{self._rank.incarnation}"
             )
+
+
+def _header_of(rank: RankSidecar, outcome: Outcome) -> common_pb2.Header:
+    header = messages.header(rank, outcome.step, outcome.edits)
+    header.history = outcome.history
+    return header
 
 
 def check_reach(request: pb.ReachBoundaryRequest) -> BoundaryRequest:
@@ -159,6 +167,7 @@ class _PinCalls:
                 lease_s=lease_s,
                 timeout_s=timeout_s,
                 at_step=request.at_step,
+                history=_history(request),
                 unsettled=request.unsettled,
             )
         rank.faults.at("pin-answered")
@@ -182,7 +191,11 @@ class _PinCalls:
         else:
             pins.live_moments.check(key.state_key if key.spans else "")
             lease = await pins.pin(
-                key, lease_s=lease_s, timeout_s=timeout_s, at_step=request.at_step
+                key,
+                lease_s=lease_s,
+                timeout_s=timeout_s,
+                at_step=request.at_step,
+                history=_history(request),
             )
         self._rank.faults.at("pin-answered")
         return self._answer(lease, lease_s)
@@ -194,17 +207,27 @@ class _PinCalls:
         pins.gradients.update(request.lossless_every)
         try:
             if request.HasField("reduction"):
-                stats, notes = await pins.reduce(
-                    key, request.at_step, request.reduction, timeout_s=timeout_s
+                stats, notes, history = await pins.reduce(
+                    key,
+                    request.at_step,
+                    request.reduction,
+                    history=_history(request),
+                    timeout_s=timeout_s,
                 )
                 header = messages.header(self._rank, request.at_step)
-                header.iteration = notes.iteration
+                header.iteration, header.history = notes.iteration, history
                 return pb.PinSnapshotResponse(
                     header=header,
                     gradients=_facts(notes),
                     stats=stats,
                 )
-            lease = await pins.pin(key, request.at_step, lease_s=lease_s, timeout_s=timeout_s)
+            lease = await pins.pin(
+                key,
+                request.at_step,
+                history=_history(request),
+                lease_s=lease_s,
+                timeout_s=timeout_s,
+            )
         except EndedError:
             return pb.PinSnapshotResponse(header=messages.header(self._rank), ended=True)
         finally:
@@ -224,6 +247,11 @@ class _PinCalls:
             lease_ms=int(lease_s * 1000),
             optimizer=lease.snapshot.optimizer,
         )
+
+
+def _history(request: pb.PinSnapshotRequest) -> int | None:
+    """The history that `at_step` is of; None: the present one."""
+    return request.at_history if request.HasField("at_history") else None
 
 
 def _check(request: pb.PinSnapshotRequest) -> None:

@@ -11,13 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from paramd.state import StateName
 from paramd_service.sidecar.snapshots.store import Key, Snapshot, SnapshotStore, block_bytes
 
 IDLE_S = 600.0
 """How long a base is kept that nobody asks for; a follower may want every hundredth step."""
 
-State: TypeAlias = tuple[Key, int, int]
-"""What bytes are of, their step and their edits."""
+State: TypeAlias = tuple[Key, StateName]
+"""What bytes are of, and of which state."""
 
 
 @dataclass(slots=True)
@@ -35,7 +36,7 @@ class DeltaCounts:
 
 def state_of(snapshot: Snapshot) -> State:
     """What a filled snapshot is found by."""
-    return snapshot.key, snapshot.step, snapshot.edits
+    return snapshot.key, snapshot.state
 
 
 class Bases:

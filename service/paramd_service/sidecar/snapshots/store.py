@@ -36,6 +36,7 @@ from paramd.memory import descriptors
 from paramd.memory.arena import HostArena
 from paramd.memory.gate import CopySpan
 from paramd.memory.gradient_program import Notes
+from paramd.state import StateName
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.admission import Shares, Who
 
@@ -128,7 +129,8 @@ class Snapshot:
     fill: Fill = Fill.EMPTY
     step: int = -1
     edits: int = -1
-    """Together with `step`, identifies the state of the bytes."""
+    history: int = 0
+    """With the key's incarnation, step, edits, history and label name the state of the bytes."""
     iteration: int = -1
     unsettled: bool = False
     """As in `paramd.v1.Header`."""
@@ -136,6 +138,8 @@ class Snapshot:
     """As in `paramd.v1.Header`."""
     proof: int = 0
     """Proof of the copy, as in `memory.gate.State`; 0 if made at an agreed boundary."""
+    private: bool = False
+    """Made for a reader that accepts values changed after their update: nobody else gets it."""
     holders: int = 0
     """Leases, waiting requests, running copies and reductions."""
     is_base: bool = False
@@ -160,7 +164,14 @@ class Snapshot:
 
     @property
     def shareable(self) -> bool:
-        return self.fill is Fill.FILLED and not self.at_boundary and not self.tainted
+        """Whether others may have it: what accepts changed values, or other weights, is its own."""
+        whole = self.fill is Fill.FILLED and not self.tainted
+        return whole and not self.at_boundary and not self.private and not self.label
+
+    @property
+    def state(self) -> StateName:
+        """The name of the state that the bytes are of."""
+        return StateName(self.key.incarnation, self.history, self.step, self.edits, self.label)
 
     def view(self) -> memoryview:
         """The bytes, in this process."""
@@ -336,18 +347,29 @@ class SnapshotStore:
         return sorted(alive, key=lambda lease: lease.expires_ns)
 
     def find(
-        self, key: Key, *, step: int | None = None, proof: int | None = None
+        self,
+        key: Key,
+        *,
+        history: int | None = None,
+        step: int | None = None,
+        proof: int | None = None,
     ) -> Snapshot | None:
-        """A filled snapshot of `key`, of the given state or else the newest, held once more."""
-        held = [snapshot for snapshot in self._live if _answers(snapshot, key, step, proof)]
-        kept = [entry for entry in self._kept if _answers(entry.snapshot, key, step, proof)]
-        best = max(held, key=_state, default=None)
-        if best is not None and all(_state(entry.snapshot) <= _state(best) for entry in kept):
+        """A filled snapshot of `key`, of the given state or else the newest, held once more.
+
+        Args:
+            history, step: of the state; a step alone names none.
+            proof: of the copy.
+        """
+        wanted = (key, history, step, proof)
+        held = [snapshot for snapshot in self._live if _answers(snapshot, *wanted)]
+        kept = [entry for entry in self._kept if _answers(entry.snapshot, *wanted)]
+        best = max(held, key=_order, default=None)
+        if best is not None and all(_order(entry.snapshot) <= _order(best) for entry in kept):
             best.holders += 1
             return best
         if not kept:
             return None
-        entry = max(kept, key=lambda entry: _state(entry.snapshot))
+        entry = max(kept, key=lambda entry: _order(entry.snapshot))
         self._kept.remove(entry)
         assert entry.snapshot is not None
         return self._enliven(entry.snapshot)
@@ -552,15 +574,25 @@ def _taken_bytes(snapshot: Snapshot) -> int:
     return block_bytes(snapshot.size_bytes)
 
 
-def _state(snapshot: Snapshot | None) -> tuple[int, int]:
-    return (snapshot.step, snapshot.edits) if snapshot is not None else (-1, -1)
+def _order(snapshot: Snapshot | None) -> tuple[int, ...]:
+    """The newest state last: a later history's steps are newer, however low."""
+    if snapshot is None:
+        return ()
+    return (snapshot.history, snapshot.step, snapshot.edits)
 
 
-def _answers(snapshot: Snapshot | None, key: Key, step: int | None, proof: int | None) -> bool:
+def _answers(
+    snapshot: Snapshot | None,
+    key: Key,
+    history: int | None,
+    step: int | None,
+    proof: int | None,
+) -> bool:
     return (
         snapshot is not None
         and snapshot.shareable
         and snapshot.key == key
+        and (history is None or snapshot.history == history)
         and (step is None or snapshot.step == step)
         and (proof is None or snapshot.proof == proof)
     )

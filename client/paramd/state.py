@@ -1,0 +1,58 @@
+"""The name of a state: what has to be equal for bytes to be of the same moment of one training.
+
+Everywhere that states are looked up, compared or kept, they go by all of it. A bare step is no
+name: after a rollback steps come again with other values, an edit changes parameters within a step,
+and an incarnation counts edits from 0.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+
+class HeaderLike(Protocol):
+    """The fields of `paramd.v1.Header` that name a state."""
+
+    incarnation: int
+    history: int
+    step: int
+    edits: int
+    label: str
+
+
+class At(NamedTuple):
+    """A step to come, by name; or, for gradients, an update."""
+
+    history: int
+    """As in `StateName`, of the present incarnation."""
+    step: int
+
+
+class StateName(NamedTuple):
+    """Names one state of one training. Ordered as the training made them, within a job."""
+
+    incarnation: int
+    """Rises with every attach."""
+    history: int
+    """Rollbacks in this incarnation so far, undone ones too: steps come again after each."""
+    step: int
+    """Finished updates; for gradients, the update that consumes them. -1: none."""
+    edits: int
+    """Edits applied in this incarnation; -1 for gradients, which edits do not change."""
+    label: str = ""
+    """Of weights that stood in for the training's own; empty: the training's own."""
+
+    @classmethod
+    def of(cls, header: HeaderLike) -> StateName:
+        """The state that an answer is about."""
+        return cls(header.incarnation, header.history, header.step, header.edits, header.label)
+
+    def __str__(self) -> str:
+        said = f"step {self.step}"
+        if self.edits > 0:
+            said += f" with {self.edits} edits"
+        if self.history > 0:
+            said += f" after {self.history} rollbacks"
+        if self.label:
+            said += f" ({self.label!r} weights)"
+        return said

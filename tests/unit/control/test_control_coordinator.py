@@ -48,7 +48,7 @@ def test_equal_steps_of_all_ranks_are_captured() -> None:
         ([answer(0), answer(1, 6)], "different steps: rank 0 at 5, rank 1 at 6"),
         ([answer(0), answer(1, captured=False, reason="overtaken")], "rank 1: overtaken"),
         ([answer(0), answer(1, -1)], "rank 1: no reason given"),
-        ([answer(0), answer(1, edits=1)], "different edits: rank 0 after 0, rank 1 after 1"),
+        ([answer(0), answer(1, edits=1)], "different edits: rank 0 after 0 edits, 0 of"),
         ([answer(0), answer(1, incarnation=2)], "ranks 1 answered for another incarnation than 1"),
         ([answer(0)], "ranks 1 have not answered"),
     ],

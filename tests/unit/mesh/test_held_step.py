@@ -11,10 +11,11 @@ import pytest
 from paramd.errors import AbortedError
 from paramd.mesh.frames.stepping import PinnedStep, TrainingEndedError, hold_step
 from paramd.mesh.peers.sidecars import RankPin, Sidecars
+from paramd.state import At, StateName
 from paramd.v1 import common_pb2
 from paramd.v1 import sidecar_pb2 as pb
 
-INCARNATION, STEP = 3, 7
+INCARNATION, HISTORY, STEP = 3, 2, 7
 
 
 class Answering:
@@ -34,32 +35,49 @@ class Answering:
         self.released.append(pin.snapshot_id)
 
 
-def answer(rank: int, *, step: int = STEP, edits: int, **more: Any) -> pb.PinSnapshotResponse:
-    header = common_pb2.Header(incarnation=INCARNATION, step=step, edits=edits, rank=rank)
+def answer(rank: int, *, edits: int, ended: bool = False, **other: Any) -> pb.PinSnapshotResponse:
+    state = {"incarnation": INCARNATION, "history": HISTORY, "step": STEP, "edits": edits}
+    header = common_pb2.Header(rank=rank, **(state | other))
     return pb.PinSnapshotResponse(
-        header=header, snapshot_id=f"s{rank}", size_bytes=8, lease_ms=900, **more
+        header=header, snapshot_id=f"s{rank}", size_bytes=8, lease_ms=900, ended=ended
     )
 
 
 async def hold(sidecars: Answering) -> PinnedStep:
     requests = {rank: pb.PinSnapshotRequest(at_step=STEP) for rank in sidecars.answers}
-    return await hold_step(cast(Sidecars, sidecars), requests, STEP, 1.0)
+    return await hold_step(cast(Sidecars, sidecars), requests, At(HISTORY, STEP), 1.0)
+
+
+OTHERS: list[dict[str, Any]] = [
+    {"edits": 3},
+    {"edits": 2, "step": STEP + 1},
+    {"edits": 2, "history": HISTORY + 1},
+    {"edits": 2, "unsettled": True},
+    {"edits": 2, "unsettled": True, "label": "ema"},
+]
+"""States beside the one that is asked for."""
 
 
 async def test_equal_states_are_held_with_their_edits() -> None:
     sidecars = Answering({rank: answer(rank, edits=2) for rank in (0, 1)})
     held = await hold(sidecars)
-    assert (held.incarnation, held.edits) == (INCARNATION, 2)
+    assert held.state == StateName(INCARNATION, HISTORY, STEP, 2)
     assert {pin.edits for pin in held.pins.values()} == {2}
     assert not sidecars.released
     held.release()
     assert sorted(sidecars.released) == ["s0", "s1"]
 
 
-@pytest.mark.parametrize("other", [{"edits": 3}, {"edits": 2, "step": STEP + 1}])
-async def test_different_states_are_let_go_of(other: dict[str, int]) -> None:
-    sidecars = Answering({0: answer(0, edits=2), 1: answer(1, **other)})
-    with pytest.raises(AbortedError, match=r"\(incarnation, step, edits\)"):
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("on_all", [False, True])
+async def test_other_states_than_the_one_wanted_are_let_go_of(
+    other: dict[str, Any], on_all: bool
+) -> None:
+    if on_all and set(other) == {"edits"}:
+        return  # a state like any other
+    first = answer(0, **(other if on_all else {"edits": 2}))
+    sidecars = Answering({0: first, 1: answer(1, **other)})
+    with pytest.raises(AbortedError, match="but the ranks have step"):
         await hold(sidecars)
     assert sorted(sidecars.released) == ["s0", "s1"]
 

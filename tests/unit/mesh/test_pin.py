@@ -17,6 +17,7 @@ from paramd.errors import (
 )
 from paramd.mesh.peers.sidecars import Captured, FastPathBackoff, PinKind, RankPin
 from paramd.mesh.reading.pin import Pinner
+from paramd.state import StateName
 
 SPANS = {0: [(0, 8)], 1: [(0, 8)]}
 
@@ -33,6 +34,10 @@ class Clock:
     async def sleep(self, seconds: float) -> None:
         self.now_s += max(seconds, 0.001)
         await asyncio.sleep(0)
+
+
+def captured(step: int, *, edits: int = -1, reason: str = "", incarnation: int = 1) -> Captured:
+    return Captured(step >= 0, StateName(incarnation, 0, step, edits), reason)
 
 
 class Ranks:
@@ -97,7 +102,10 @@ async def test_equal_steps_need_no_boundary() -> None:
 
 async def test_different_steps_go_to_the_boundary_and_release_the_first_try() -> None:
     ranks = Ranks(lambda rank, count: 7 + rank)
-    ranks.captures = [Captured(False, 1, -1, "overtaken"), Captured(True, 1, 9, "")]
+    ranks.captures = [
+        captured(-1, reason="overtaken"),
+        captured(9),
+    ]
     async with pinner(ranks).pinned(SPANS, deadline_s=110) as pinned:
         assert pinned.step == 9
         assert len(ranks.held) == 2
@@ -108,7 +116,7 @@ async def test_different_steps_go_to_the_boundary_and_release_the_first_try() ->
 async def test_one_step_before_and_after_an_edit_is_not_one_state() -> None:
     ranks = Ranks(lambda rank, count: 7)
     ranks.edits = lambda rank, count: 2 + (rank == 1 and count == 0)
-    ranks.captures = [Captured(True, 1, 7, "", 3)]
+    ranks.captures = [captured(7, edits=3)]
     async with pinner(ranks).pinned(SPANS, deadline_s=110) as pinned:
         assert (pinned.step, pinned.edits) == (7, 3)
         assert ranks.held == {"0/1", "1/1"}
@@ -117,7 +125,10 @@ async def test_one_step_before_and_after_an_edit_is_not_one_state() -> None:
 
 async def test_after_different_steps_the_boundary_is_asked_for_at_once_for_a_while() -> None:
     ranks, clock = Ranks(lambda rank, count: 7 + rank * (count == 0)), Clock()
-    ranks.captures = [Captured(True, 1, 9, ""), Captured(True, 1, 10, "")]
+    ranks.captures = [
+        captured(9),
+        captured(10),
+    ]
     one = pinner(ranks, clock)
     for step in (9, 10):
         async with one.pinned(SPANS, deadline_s=200) as pinned:
@@ -150,7 +161,7 @@ async def test_a_boundary_that_never_comes_is_given_up_when_training_comes_to_re
 
 async def test_buffers_always_use_the_boundary() -> None:
     ranks = Ranks(lambda rank, count: 7)
-    ranks.captures = [Captured(True, 1, 8, "")]
+    ranks.captures = [captured(8)]
     async with pinner(ranks).pinned(SPANS, deadline_s=110, with_buffers=True) as pinned:
         assert pinned.step == 8
     assert set(ranks.kinds) == {PinKind(True, True)}
@@ -204,7 +215,7 @@ async def test_an_exhausted_budget_is_waited_for_briefly_then_told() -> None:
 
 async def test_no_common_step_in_time_names_the_steps() -> None:
     ranks = Ranks(lambda rank, count: 7 + rank)
-    ranks.captures = [Captured(False, 1, -1, "rank 1: overtaken")] * 1000
+    ranks.captures = [captured(-1, reason="rank 1: overtaken")] * 1000
     with pytest.raises(DeadlineError, match="rank 1"):
         async with pinner(ranks).pinned(SPANS, deadline_s=102):
             pass
@@ -213,7 +224,7 @@ async def test_no_common_step_in_time_names_the_steps() -> None:
 
 async def test_another_incarnation_at_the_boundary_is_refused() -> None:
     ranks = Ranks(lambda rank, count: 7 + rank)
-    ranks.captures = [Captured(True, 2, 9, "")]
+    ranks.captures = [captured(9, incarnation=2)]
     with pytest.raises(ConflictError, match="new incarnation"):
         async with pinner(ranks).pinned(SPANS, deadline_s=110):
             pass

@@ -172,7 +172,7 @@ async def test_bytes_of_the_same_step_after_another_edit_are_refused() -> None:
     source = Source()
     source.edits = 3
     with pytest.raises(
-        ConflictError, match=r"step 5 \(edits 3\).*the pin is of step 5 \(edits 2\)"
+        ConflictError, match=r"step 5 with 3 edits.*the pin is of step 5 with 2 edits"
     ):
         await run(source)
 

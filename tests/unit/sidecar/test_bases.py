@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paramd.errors import ExhaustedError, UsageError
+from paramd.state import StateName
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.rpc import deltas
 from paramd_service.sidecar.snapshots.bases import IDLE_S, Bases, state_of
@@ -60,9 +61,10 @@ def bench() -> Bench:
 
 def test_a_base_outlives_its_leases_and_is_found_by_its_state(bench: Bench) -> None:
     kept = bench.kept(7)
-    assert bench.bases.find((kept.key, 7, 0)) is kept
-    assert bench.bases.find((kept.key, 7, 1)) is None
-    assert bench.bases.find((kept.key, 8, 0)) is None
+    assert bench.bases.find((kept.key, StateName(1, 0, 7, 0))) is kept
+    assert bench.bases.find((kept.key, StateName(1, 0, 7, 1))) is None
+    assert bench.bases.find((kept.key, StateName(1, 0, 8, 0))) is None
+    assert bench.bases.find((kept.key, StateName(1, 1, 7, 0))) is None
 
 
 def test_the_least_recently_used_base_goes_first(bench: Bench) -> None:

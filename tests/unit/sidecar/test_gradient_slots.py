@@ -31,7 +31,7 @@ KEY = Key(1, ((0, ARENA_BYTES),), pb.SOURCE_GRADIENTS, "")
 class Training:
     """The trainer's side of the slots, and the sidecar's objects on the other."""
 
-    def __init__(self, executor: ThreadPoolExecutor) -> None:
+    def __init__(self, executor: ThreadPoolExecutor, idle_memory_s: float = 60.0) -> None:
         page = create_memory("page", PAGE_BYTES)
         slots = create_sparse("slots", gradients_bytes(ARENA_BYTES))
         self._descriptors = [page, slots]
@@ -45,7 +45,7 @@ class Training:
             request=SimpleNamespace(arena_bytes=ARENA_BYTES),
             shared=SimpleNamespace(gradients=slots),
         )
-        self.gradients = Gradients(attached, executor=executor, idle_memory_s=60.0)
+        self.gradients = Gradients(attached, executor=executor, idle_memory_s=idle_memory_s)
         nothing = cast(Any, None)
         self.pins = GradientPins(
             self.gradients, store=nothing, blocks=nothing, executor=executor, lease=nothing,
@@ -178,6 +178,99 @@ async def test_who_asks_between_a_frame_and_its_updates_begin_is_answered(
         await asyncio.sleep(0.01)
         gate.set()
         assert [(await one)[0] for one in (early, late)] == ["early", "late"]
+
+
+def rolled_back(training: Training, step: int) -> None:
+    """The trainer is put back to a step, as trainer/resume/rewinding.py does it."""
+    page = training.page
+    page[Word.GRADIENTS_STEP] = min(page[Word.GRADIENTS_STEP], step)
+    page[Word.STEP] = step
+    page[Word.REWOUND] += 1
+    training.gradients.woken()
+
+
+async def test_an_update_that_comes_again_is_served_its_own_gradients(training: Training) -> None:
+    before = training.reduce(5)
+    training.update(5, await training.armed(5), 2.0)
+    (stats,), _, history = await before
+    assert (stats.max, history) == (2.0, 0)
+    rolled_back(training, 4)
+    again = training.reduce(5)
+    slot = await training.armed(5)
+    # The slot's DONE word is still of the update before the rollback.
+    training.gradients.woken()
+    training.update(5, slot, 3.0)
+    (stats,), _, history = await again
+    assert (stats.max, history) == (3.0, 1)
+
+
+async def test_what_was_asked_for_before_a_rollback_is_over(training: Training) -> None:
+    asked = training.reduce(5)
+    await training.armed(5)
+    rolled_back(training, 2)
+    with pytest.raises(AbortedError, match="rolled back"):
+        await asked
+    assert [training.page[word] for word in ARM_WORDS] == [0, 0]
+    with pytest.raises(AbortedError, match="rolled back"):
+        await training.gradients.capture(0, 5, ((0, 64),), lambda *_: None)
+
+
+async def test_a_program_after_idle_memory_was_given_back_is_another_one() -> None:
+    """The trainer's plan of a program is kept by version: no version may come again."""
+    with ThreadPoolExecutor(1) as executor:
+        training = Training(executor, idle_memory_s=0.0)
+        versions = []
+        for step in (5, 7, 9):
+            asked = training.reduce(step, step)
+            slot = await training.armed(step)
+            versions.append(slot.version())
+            training.update(step, slot, float(step))
+            (stats,), _, _ = await asked
+            assert (stats.count, stats.max) == (step, float(step))
+            async with asyncio.timeout(30):
+                while slot.version():
+                    await asyncio.sleep(0.001)
+        assert sorted(set(versions)) == versions
+        await training.close()
+
+
+async def test_a_frame_of_a_program_that_is_gone_is_missed(training: Training) -> None:
+    """A trainer that was filling the slot for somebody who has left, as memory was given back."""
+    asked = training.reduce(5)
+    slot = await training.armed(5)
+    program = slot.read_program()
+    assert program is not None
+    asked.cancel()
+    await asyncio.wait([asked])
+    training.gradients._memory.release()
+    again = training.reduce(5)
+    slot = await training.armed(5)
+    slot.write_notes(Notes(5, program[0], 1.0, 0.0, (), digest=digest_of_spans(program[1])))
+    training.page[slot.done_word] = 5
+    training.gradients.woken()
+    with pytest.raises(AbortedError):
+        await again
+
+
+async def test_memory_is_not_given_back_while_a_cancelled_reader_still_reads(
+    training: Training,
+) -> None:
+    gate, running = threading.Event(), threading.Event()
+
+    def held(_memory: object, _slot: int) -> None:
+        running.set()
+        gate.wait(30)
+
+    asked = asyncio.create_task(training.gradients.capture(0, 5, ((0, 64),), held))
+    training.update(5, await training.armed(5), 1.0)
+    await asyncio.to_thread(running.wait, 30)
+    for _ in range(3):
+        asked.cancel()
+        await asyncio.sleep(0)
+    assert not asked.done()
+    gate.set()
+    await asyncio.wait([asked])
+    assert asked.cancelled()
 
 
 async def test_a_fault_of_ours_while_a_frame_is_read_fails_its_requests(

@@ -116,6 +116,26 @@ def test_the_bytes_before_an_edit_are_not_found_after_it(bench: Bench) -> None:
     assert bench.store.find(key(2), proof=10) is before
 
 
+def test_bytes_of_another_history_are_not_found_and_a_later_one_is_newer(bench: Bench) -> None:
+    left, present = bench.filled(2, 9), bench.filled(2, 5)
+    present.history = 1
+    assert bench.store.find(key(2), history=0, step=5) is None
+    assert bench.store.find(key(2), history=1, step=5) is present
+    assert bench.store.find(key(2), history=0, step=9) is left
+    assert bench.store.find(key(2)) is present
+
+
+@pytest.mark.parametrize("of", ["label", "private"])
+def test_what_was_made_for_a_reader_that_takes_other_weights_is_nobody_elses(
+    bench: Bench, of: str
+) -> None:
+    snapshot = bench.filled(2, 5)
+    setattr(snapshot, of, "ema" if of == "label" else True)
+    assert bench.store.find(key(2), history=0, step=5) is None
+    bench.store.drop(snapshot)
+    assert bench.store.find(key(2)) is None
+
+
 def test_the_newest_bytes_are_found_when_any_step_will_do(bench: Bench) -> None:
     old, new = bench.filled(2, 5), bench.filled(2, 6)
     bench.store.drop(new)

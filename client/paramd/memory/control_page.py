@@ -254,6 +254,11 @@ def in_time(step: int, *, rewound: int) -> int:
     return (rewound << _STEP_BITS) + step
 
 
+def history_of(moment: int) -> int:
+    """The rollbacks before what `in_time` gave."""
+    return moment >> _STEP_BITS
+
+
 def step_of(moment: int) -> int:
     """The step of what `in_time` gave."""
     return moment & ((1 << _STEP_BITS) - 1)

@@ -86,6 +86,8 @@ class Notes:
     """Backward passes before the update; equal on ranks in lock-step."""
     digest: int = 0
     """Digest of the spans served (`digest_of_spans`)."""
+    history: int = 0
+    """Of the update, as in `paramd.state.At`; not in memory, the DONE word tells it."""
 
 
 class Slot:

@@ -83,11 +83,9 @@ class Training:
         self.page[Word.GRADIENTS_STEP] = step
         self.gradients.woken()
 
-    def reduce(
-        self, step: int, numel: int = NUMEL
-    ) -> asyncio.Task[tuple[list[pb.Stats], Notes, int]]:
+    def reduce(self, step: int, numel: int = NUMEL) -> asyncio.Task[tuple[list[pb.Stats], Notes]]:
         item = pb.StatsItem(begin_bytes=0, numel=numel, dtype="float32")
-        work = self.pins.reduce(KEY, step, pb.Reduction(items=[item]), history=None, timeout_s=30.0)
+        work = self.pins.reduce(KEY, step, pb.Reduction(items=[item]), timeout_s=30.0)
         return asyncio.create_task(work)
 
 
@@ -109,8 +107,8 @@ async def test_two_updates_are_armed_at_once_and_equal_requests_share_one(
     training.update(6, slots[1], 3.0)
     first, again, second = await asyncio.gather(*asked)
     assert first[0] is again[0]
-    (stats,), notes, history = first
-    assert history == 0
+    (stats,), notes = first
+    assert notes.history == 0
     assert (stats.count, stats.sum_squares, stats.min, stats.max) == (NUMEL, 4.0 * NUMEL, 2.0, 2.0)
     assert (notes.step, notes.clip_factor) == (5, 0.5)
     assert (second[0][0].count, second[0][0].mean, second[1].step) == (100, 3.0, 6)
@@ -192,16 +190,16 @@ def rolled_back(training: Training, step: int) -> None:
 async def test_an_update_that_comes_again_is_served_its_own_gradients(training: Training) -> None:
     before = training.reduce(5)
     training.update(5, await training.armed(5), 2.0)
-    (stats,), _, history = await before
-    assert (stats.max, history) == (2.0, 0)
+    (stats,), notes = await before
+    assert (stats.max, notes.history) == (2.0, 0)
     rolled_back(training, 4)
     again = training.reduce(5)
     slot = await training.armed(5)
     # The slot's DONE word is still of the update before the rollback.
     training.gradients.woken()
     training.update(5, slot, 3.0)
-    (stats,), _, history = await again
-    assert (stats.max, history) == (3.0, 1)
+    (stats,), notes = await again
+    assert (stats.max, notes.history) == (3.0, 1)
 
 
 async def test_what_was_asked_for_before_a_rollback_is_over(training: Training) -> None:
@@ -225,7 +223,7 @@ async def test_a_program_after_idle_memory_was_given_back_is_another_one() -> No
             slot = await training.armed(step)
             versions.append(slot.version())
             training.update(step, slot, float(step))
-            (stats,), _, _ = await asked
+            (stats,), _ = await asked
             assert (stats.count, stats.max) == (step, float(step))
             async with asyncio.timeout(30):
                 while slot.version():

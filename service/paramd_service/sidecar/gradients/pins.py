@@ -65,7 +65,7 @@ class GradientPins:
         self._has_torch = False
 
     async def pin(
-        self, key: Key, step: int, *, history: int | None, lease_s: float, timeout_s: float
+        self, key: Key, step: int, *, history: int | None = None, lease_s: float, timeout_s: float
     ) -> Lease:
         """Lease the gradients that update `step` of a history consumes; None: of the present one.
 
@@ -89,10 +89,10 @@ class GradientPins:
         step: int,
         reduction: pb.Reduction,
         *,
-        history: int | None,
+        history: int | None = None,
         timeout_s: float,
-    ) -> tuple[list[pb.Stats], Notes, int]:
-        """Statistics, one per item, notes and history. Raises as `pin`; UsageError: a bad item."""
+    ) -> tuple[list[pb.Stats], Notes]:
+        """Statistics, one per item. Raises as `pin`, and UsageError for a bad item."""
         history = self._history(step, history)
         wanted = reduction.SerializeToString(deterministic=True)
         shared = self._join(
@@ -101,8 +101,8 @@ class GradientPins:
             _nothing,
         )
         async with self._waiting(shared, step, timeout_s) as found:
-            stats, notes = found
-            return stats, notes, history
+            answer: tuple[list[pb.Stats], Notes] = found
+            return answer
 
     def _history(self, step: int, wanted: int | None) -> int:
         """The history that a request is about. Raises AbortedError: it was left."""
@@ -176,7 +176,8 @@ class GradientPins:
                 history, step, key.spans, lambda memory, slot: self._copy(snapshot, memory, slot)
             )
             snapshot.iteration = snapshot.notes.iteration
-            snapshot.history, snapshot.step, snapshot.fill = history, step, Fill.FILLED
+            snapshot.history, snapshot.step = snapshot.notes.history, step
+            snapshot.fill = Fill.FILLED
             return snapshot
         except BaseException:
             self._store.drop(snapshot)

@@ -28,14 +28,14 @@ from bisect import bisect_right
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
 from paramd.errors import AbortedError, ExhaustedError, ParamdError
-from paramd.memory.control_page import Word, Words, in_time, step_of
+from paramd.memory.control_page import Word, Words, history_of, in_time, step_of
 from paramd.memory.descriptors import PAGE, SparseMemory
 from paramd.memory.gradient_program import (
     MAX_SPANS,
@@ -470,7 +470,7 @@ class Gradients:
             self._look()
 
     async def _serve(self, frame: Frame, slot: Slot) -> None:
-        notes = slot.read_notes()
+        notes = replace(slot.read_notes(), history=history_of(frame.moment))
         served = frame.served(notes)
         # Looked at anew each time: until the update has begun, which is a moment after its frame is
         # there, more may ask for it.

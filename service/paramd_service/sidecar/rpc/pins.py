@@ -207,7 +207,7 @@ class _PinCalls:
         pins.gradients.update(request.lossless_every)
         try:
             if request.HasField("reduction"):
-                stats, notes, history = await pins.reduce(
+                stats, notes = await pins.reduce(
                     key,
                     request.at_step,
                     request.reduction,
@@ -215,7 +215,7 @@ class _PinCalls:
                     timeout_s=timeout_s,
                 )
                 header = messages.header(self._rank, request.at_step)
-                header.iteration, header.history = notes.iteration, history
+                header.iteration, header.history = notes.iteration, notes.history
                 return pb.PinSnapshotResponse(
                     header=header,
                     gradients=_facts(notes),

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from paramd import gone
 from paramd.errors import ConflictError, UsageError
 from paramd.layout.edits.ops import ops_of
 from paramd.layout.exports.settings import NameMap
@@ -84,6 +85,7 @@ if TYPE_CHECKING:
     from paramd.mesh.reading.assemble import SnapshotView
 
 
+@gone.tells
 class AsyncMesh:
     """A running job, accessed from outside. Use as `async with`, or call `close`.
 

@@ -37,11 +37,7 @@ class Gone(NamedTuple):
 
 
 GONE: tuple[Gone, ...] = (
-    Gone(
-        "command",
-        "alerts silence",
-        "use Alertmanager's `amtool silence add` (docs/alerts.md)",
-    ),
+    Gone("command", "alerts silence", "use Alertmanager's `amtool silence add` (docs/alerts.md)"),
 )
 """Every name that this release took away, in the order of the CHANGELOG."""
 

@@ -19,7 +19,7 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
-REVISION = "0005"
+REVISION = "0007"
 """The newest revision; a test checks it against the migrations."""
 
 MAX_JOB_CHARS = 64

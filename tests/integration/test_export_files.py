@@ -66,10 +66,6 @@ def assert_equal(ours: Tensors, theirs: Tensors) -> None:
         assert raw(found) == raw(tensor), name
 
 
-def entries(root: Path) -> list[str]:
-    return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
-
-
 @pytest.mark.parametrize(
     "way", ["fsdp2", "tensor_parallel", "transposed", "strided", "hybrid", "fsdp1"]
 )
@@ -131,26 +127,6 @@ def test_casts_names_and_tied_tensors_are_as_asked(mesh: StillMesh, tmp_path: Pa
         expected[renamed] = tensor.bfloat16() if tensor.dtype in floats else tensor
     expected["head.weight"] = expected["embed.weight"]
     assert_equal(read_safetensors(tmp_path / "cast"), expected)
-
-
-def test_the_same_files_come_over_a_stream_from_any_offset(mesh: StillMesh, tmp_path: Path) -> None:
-    for settings in (ExportSettings(), DCP):
-        plan, message = mesh.pin(settings)
-        target = mesh.target(tmp_path, f"stream-{settings.format}")
-        mesh.begin(target)
-        file = plan.files[0]
-        mesh.write(0, target, message, 0)
-        part = f".{target.key}.{target.export_id}.part"
-        written = (tmp_path / part / file.name).read_bytes()
-        assert len(written) == file.size_bytes
-        for offset in (0, 1, len(file.header), file.size_bytes // 2, file.size_bytes):
-            request = export_pb2.StreamExportFileRequest(plan=message, offset_bytes=offset)
-            first, *chunks = mesh.call(1, "StreamExportFile", request)
-            assert first.size_bytes == file.size_bytes
-            assert b"".join(chunk.data for chunk in chunks) == written[offset:]
-        mesh.drop(target)
-        mesh.release()
-    assert entries(tmp_path) == []
 
 
 def refused(code: grpc.StatusCode, call: object, *arguments: object) -> str:

@@ -445,58 +445,6 @@ class ReadExportFileResponse(google.protobuf.message.Message):
 global___ReadExportFileResponse = ReadExportFileResponse
 
 @typing.final
-class StreamExportFileRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    PLAN_FIELD_NUMBER: builtins.int
-    FILE_FIELD_NUMBER: builtins.int
-    OFFSET_BYTES_FIELD_NUMBER: builtins.int
-    file: builtins.int
-    offset_bytes: builtins.int
-    @property
-    def plan(self) -> global___ExportPlan: ...
-    def __init__(
-        self,
-        *,
-        plan: global___ExportPlan | None = ...,
-        file: builtins.int = ...,
-        offset_bytes: builtins.int = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["plan", b"plan"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["file", b"file", "offset_bytes", b"offset_bytes", "plan", b"plan"]) -> None: ...
-
-global___StreamExportFileRequest = StreamExportFileRequest
-
-@typing.final
-class StreamExportFileResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    DATA_FIELD_NUMBER: builtins.int
-    XXH3_FIELD_NUMBER: builtins.int
-    OFFSET_BYTES_FIELD_NUMBER: builtins.int
-    HEADER_FIELD_NUMBER: builtins.int
-    SIZE_BYTES_FIELD_NUMBER: builtins.int
-    data: builtins.bytes
-    xxh3: builtins.int
-    offset_bytes: builtins.int
-    size_bytes: builtins.int
-    @property
-    def header(self) -> paramd.v1.common_pb2.Header: ...
-    def __init__(
-        self,
-        *,
-        data: builtins.bytes = ...,
-        xxh3: builtins.int = ...,
-        offset_bytes: builtins.int = ...,
-        header: paramd.v1.common_pb2.Header | None = ...,
-        size_bytes: builtins.int = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["data", b"data", "header", b"header", "offset_bytes", b"offset_bytes", "size_bytes", b"size_bytes", "xxh3", b"xxh3"]) -> None: ...
-
-global___StreamExportFileResponse = StreamExportFileResponse
-
-@typing.final
 class FinishExportRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -26,5 +26,10 @@ class Gone(NamedTuple):
 
 
 GONE: tuple[Gone, ...] = (
+    Gone(
+        "flag",
+        "export-schedule create --every",
+        "use --every-steps, or run `paramd export` from cron (docs/exports.md)",
+    ),
 )
 """Every name that this release took away, in the order of the CHANGELOG."""

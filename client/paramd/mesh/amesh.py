@@ -348,6 +348,7 @@ class AsyncMesh:
         await self._transfer.load_torch()
         return await compute_diff(
             self._reach,
+            self._transfer,
             a,
             b,
             patterns or ("*",),
@@ -1087,7 +1088,7 @@ class AsyncMesh:
             replace: Replace an existing file.
             name_map: Names in the model to names in the file; each may hold one "*".
             timeout: Seconds; None means no limit.
-            transport: "stream" or "grpc"; "auto" prefers streams.
+            transport: As in `summon`.
             moved: Called with bytes done and total bytes.
             said: Called with a message when the download resumes, retries or starts over.
 
@@ -1096,8 +1097,6 @@ class AsyncMesh:
             ExhaustedError: not enough disk space.
         """
         check_transport(transport)
-        if transport == "same-host":
-            raise UsageError('transport: a download takes "auto", "stream" or "grpc"')
         await self._transfer.load_torch()
         content = Content(
             patterns=patterns or ("*",),
@@ -1108,7 +1107,13 @@ class AsyncMesh:
         file = PartialFile(Path(path))
         file.check(replace=replace)
         download = Download(
-            self._reach, file, replace=replace, transport=transport, moved=moved, said=said
+            self._reach,
+            self._transfer,
+            file,
+            replace=replace,
+            transport=transport,
+            moved=moved,
+            said=said,
         )
         return await download.run(content, deadline(timeout, 0.0))
 

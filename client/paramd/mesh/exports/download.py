@@ -14,6 +14,7 @@ until it is complete and renamed, and a file of another user, or a link, is refu
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
 import stat
@@ -44,13 +45,12 @@ from paramd.layout.exports.safetensors import (
 )
 from paramd.layout.exports.settings import NameMap
 from paramd.layout.plan import ReadPlan, ResultTensor
-from paramd.mesh.exports.restoring import in_file, read_batch
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.grpc import LeaseEndedError
 from paramd.mesh.peers.sidecars import Pinned, RankPin, Sidecars
 from paramd.mesh.reading.pin import Pinner, choose
 from paramd.mesh.reading.stream import Transport
-from paramd.mesh.reading.transfer import Chosen
+from paramd.mesh.reading.transfer import Chosen, Transfer
 
 if TYPE_CHECKING:
     import torch
@@ -303,6 +303,14 @@ def _dtype(tensor: ResultTensor, wanted: Wanted) -> str:
     return str(wanted.dtype).removeprefix("torch.") if wanted.dtype is not None else tensor.dtype
 
 
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor, which the caller keeps alive."""
+    size_bytes = tensor.numel() * tensor.element_size()
+    if not size_bytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * size_bytes).from_address(tensor.data_ptr())).cast("B")
+
+
 def batches(plan: ReadPlan, missing: Sequence[int]) -> Iterator[list[int]]:
     batch: list[int] = []
     size_bytes = 0
@@ -424,6 +432,7 @@ class Download:
     def __init__(
         self,
         reach: SidecarFinder,
+        transfer: Transfer,
         file: PartialFile,
         *,
         replace: bool,
@@ -431,8 +440,9 @@ class Download:
         moved: Moved,
         said: Said,
     ) -> None:
-        self._transport = transport
         self._reach = reach
+        self._transfer = transfer
+        self._transport = transport
         self._file = file
         self._replace = replace
         self._moved = moved
@@ -552,22 +562,26 @@ class Download:
         self._moved(self._file.size_bytes, layout.size_bytes)
         plan = wanted.chosen.plan
         for batch in batches(plan, layout.order[layout.whole(self._file.size_bytes) :]):
-            parts = await self._patiently(plan, batch, pinned, deadline_s)
+            found = await self._patiently(wanted, batch, pinned, deadline_s)
             for index in batch:
-                data = await asyncio.to_thread(
-                    in_file, plan.tensors[index], parts[index], wanted.dtype
-                )
-                await asyncio.to_thread(self._file.append, memoryview(data))
+                tensor = found[wanted.chosen.names[index][0]]
+                await asyncio.to_thread(self._file.append, memory_of(tensor))
             self._moved(self._file.size_bytes, layout.size_bytes)
 
     async def _patiently(
-        self, plan: ReadPlan, batch: Sequence[int], pinned: Pinned, deadline_s: float
-    ) -> dict[int, bytearray]:
+        self, wanted: Wanted, batch: Sequence[int], pinned: Pinned, deadline_s: float
+    ) -> dict[str, torch.Tensor]:
         began_s = time.monotonic()
         while True:
             try:
-                return await read_batch(
-                    await self._reach.sidecars(), plan, batch, pinned, deadline_s, self._transport
+                return await self._transfer.tensors(
+                    await self._reach.sidecars(),
+                    wanted.chosen,
+                    batch,
+                    pinned,
+                    dtype=wanted.dtype,
+                    transport=self._transport,
+                    deadline_s=deadline_s,
                 )
             except UnreachableError as error:
                 now_s = time.monotonic()

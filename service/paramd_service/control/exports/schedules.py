@@ -61,7 +61,7 @@ def due(every_steps: int, *, last_step: int, step: int, running: bool) -> Due:
     the caller records its step as the last one, like that of one that began.
 
     Args:
-        last_step: Step at which it last fired, also if skipped; at first, the step it was created at.
+        last_step: Step at which it last fired, also if skipped; at first, that of its creation.
         step: The job's last finished update; -1 if unknown.
         running: Whether its last export is still running.
     """

@@ -22,7 +22,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -351,21 +351,29 @@ def pinned_of(header: bytes) -> Pinned | None:
     """The snapshots that a partial file's header names; None without any."""
     try:
         told = json.loads(json.loads(header[8:])[METADATA_KEY][IDENTITY])
-        state = {name: int(told[name]) for name in ("incarnation", "step", "edits")}
+        found = Pinned(
+            incarnation=int(told["incarnation"]),
+            step=int(told["step"]),
+            edits=int(told["edits"]),
+            unsettled=bool(told["unsettled"]),
+            pins={},
+        )
         pins = {
             int(rank): RankPin(
                 rank=int(rank),
                 snapshot_id=str(snapshot_id),
+                incarnation=found.incarnation,
+                step=found.step,
                 size_bytes=int(size_bytes),
                 lease_s=DOWNLOAD_LEASE_S,
-                unsettled=bool(told["unsettled"]),
-                **state,
+                edits=found.edits,
+                unsettled=found.unsettled,
             )
             for rank, snapshot_id, size_bytes in told["pins"]
         }
     except (KeyError, TypeError, ValueError, RecursionError):
         return None
-    return Pinned(pins=pins, unsettled=bool(told["unsettled"]), **state) if pins else None
+    return replace(found, pins=pins) if pins else None
 
 
 PATIENCE_S: Final = 60.0

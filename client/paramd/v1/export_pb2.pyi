@@ -139,7 +139,6 @@ class ExportPlan(google.protobuf.message.Message):
     OPTIMIZER_FIELD_NUMBER: builtins.int
     KEEP_TIED_FIELD_NUMBER: builtins.int
     NAMES_FIELD_NUMBER: builtins.int
-    WRITERS_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
     PINS_FIELD_NUMBER: builtins.int
     UNSETTLED_FIELD_NUMBER: builtins.int
@@ -159,8 +158,6 @@ class ExportPlan(google.protobuf.message.Message):
     @property
     def names(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ExportNameRule]: ...
     @property
-    def writers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
-    @property
     def pins(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ExportPin]: ...
     def __init__(
         self,
@@ -177,12 +174,11 @@ class ExportPlan(google.protobuf.message.Message):
         optimizer: builtins.bytes = ...,
         keep_tied: builtins.bool = ...,
         names: collections.abc.Iterable[global___ExportNameRule] | None = ...,
-        writers: collections.abc.Iterable[builtins.int] | None = ...,
         digest: builtins.bytes = ...,
         pins: collections.abc.Iterable[global___ExportPin] | None = ...,
         unsettled: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["buffers", b"buffers", "digest", b"digest", "dtype", b"dtype", "edits", b"edits", "format", b"format", "incarnation", b"incarnation", "keep_tied", b"keep_tied", "layout_digest", b"layout_digest", "max_shard_bytes", b"max_shard_bytes", "names", b"names", "optimizer", b"optimizer", "parameters", b"parameters", "pins", b"pins", "step", b"step", "unsettled", b"unsettled", "writers", b"writers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["buffers", b"buffers", "digest", b"digest", "dtype", b"dtype", "edits", b"edits", "format", b"format", "incarnation", b"incarnation", "keep_tied", b"keep_tied", "layout_digest", b"layout_digest", "max_shard_bytes", b"max_shard_bytes", "names", b"names", "optimizer", b"optimizer", "parameters", b"parameters", "pins", b"pins", "step", b"step", "unsettled", b"unsettled"]) -> None: ...
 
 global___ExportPlan = ExportPlan
 

@@ -122,11 +122,11 @@ def shard_files(
     tensors: Sequence[TensorLayout],
     names: Mapping[str, str],
     settings: ExportSettings,
-    writers: Sequence[int],
+    world_size: int,
     optimizer: OptimizerTable | None,
 ) -> Planned:
-    """Shards as Hugging Face cuts them, distributed evenly over the writers."""
-    loads = dict.fromkeys(writers, 0)
+    """Shards as Hugging Face cuts them, distributed evenly over the ranks."""
+    loads = dict.fromkeys(range(world_size), 0)
     model = _cut(_model_items(tensors, names, settings), settings)
     ranks = _assign(model, loads)
     shards = [(MODEL_FILES, cut) for cut in model]

@@ -38,6 +38,11 @@ class Gone(NamedTuple):
 
 GONE: tuple[Gone, ...] = (
     Gone("command", "alerts silence", "use Alertmanager's `amtool silence add` (docs/alerts.md)"),
+    Gone(
+        "flag",
+        "export-schedule create --every",
+        "use --every-steps, or run `paramd export` from cron (docs/exports.md)",
+    ),
 )
 """Every name that this release took away, in the order of the CHANGELOG."""
 

@@ -350,6 +350,7 @@ class AsyncMesh:
         await self._transfer.load_torch()
         return await compute_diff(
             self._reach,
+            self._transfer,
             a,
             b,
             patterns or ("*",),
@@ -1077,19 +1078,19 @@ class AsyncMesh:
         """Download full tensors of one step into a local safetensors file.
 
         After an interruption (of the network, or of this program) the same call resumes at the
-        same step while the snapshot's two-minute lease lasts, and starts over otherwise. Bytes
-        from the earlier attempt are verified before they are used.
+        same step while the snapshot's two-minute lease lasts, and starts over otherwise. What
+        the earlier attempt's bytes are of is verified before they are used.
 
         Args:
-            path: The file; it appears once complete. A hidden partial file and a journal stand
-                next to it until then.
+            path: The file; it appears once complete. A hidden partial file stands next to it
+                until then.
             patterns: Globs over names, as in `summon`; none means all.
             dtype: Dtype of all tensors; None keeps each one's own.
             buffers: Match buffers too.
             replace: Replace an existing file.
             name_map: Names in the model to names in the file; each may hold one "*".
             timeout: Seconds; None means no limit.
-            transport: "stream" or "grpc"; "auto" prefers streams.
+            transport: As in `summon`.
             moved: Called with bytes done and total bytes.
             said: Called with a message when the download resumes, retries or starts over.
 
@@ -1098,8 +1099,6 @@ class AsyncMesh:
             ExhaustedError: not enough disk space.
         """
         check_transport(transport)
-        if transport == "same-host":
-            raise UsageError('transport: a download takes "auto", "stream" or "grpc"')
         await self._transfer.load_torch()
         content = Content(
             patterns=patterns or ("*",),
@@ -1110,7 +1109,13 @@ class AsyncMesh:
         file = PartialFile(Path(path))
         file.check(replace=replace)
         download = Download(
-            self._reach, file, replace=replace, transport=transport, moved=moved, said=said
+            self._reach,
+            self._transfer,
+            file,
+            replace=replace,
+            transport=transport,
+            moved=moved,
+            said=said,
         )
         return await download.run(content, deadline(timeout, 0.0))
 
@@ -1157,8 +1162,7 @@ class AsyncMesh:
         self,
         destination: str,
         *,
-        every_steps: int | None = None,
-        every_s: float | None = None,
+        every_steps: int,
         keep_last: int | None = None,
         keep_every: int | None = None,
         format: str = "safetensors",
@@ -1170,13 +1174,12 @@ class AsyncMesh:
         assets: str | Path | None = None,
         verify: bool = True,
     ) -> dict[str, Any]:
-        """Schedule exports by steps or seconds, until the schedule is deleted.
+        """Schedule exports every so many steps, until the schedule is deleted.
 
         Args:
             destination: As in `export`. "{step}" in the key becomes the step; without it
                 each export goes to "<key>/step-<step>".
             every_steps: Export at, or soon after, each multiple of this step.
-            every_s: Seconds between the starts of two exports.
             keep_last: Number of newest exports to keep; None keeps all.
             keep_every: Also keep every n-th export.
 
@@ -1188,7 +1191,6 @@ class AsyncMesh:
         )
         cadence = {
             "every_steps": every_steps,
-            "every_s": every_s,
             "keep_last": keep_last,
             "keep_every": keep_every,
         }

@@ -18,7 +18,7 @@ from paramd.mesh.insight.states import (
     stored_state,
 )
 from paramd.mesh.peers.discovery import SidecarFinder
-from paramd.mesh.reading.transfer import all_ended
+from paramd.mesh.reading.transfer import Transfer, all_ended
 
 if TYPE_CHECKING:
     from paramd.mesh.insight.compare import Diff, TensorDiff
@@ -31,6 +31,7 @@ Source = Any
 
 async def compute_diff(
     reach: SidecarFinder,
+    transfer: Transfer,
     a: Source,
     b: Source,
     patterns: Sequence[str],
@@ -50,12 +51,16 @@ async def compute_diff(
             return HeldTensors(source, f"{name} (step {step})" if step is not None else name)
         other = reach_of(source)
         if other is not None:
-            return await stack.enter_async_context(live_state(other, patterns, "now", deadline_s))
+            return await stack.enter_async_context(
+                live_state(other, transfer, patterns, "now", deadline_s)
+            )
         if is_ahead(source):
             # Looked up as late as possible: what is open before takes steps, too.
             source = await next_step(reach, deadline_s) + int(source)
         if isinstance(source, int) or source == "now" or is_mark(source):
-            return await stack.enter_async_context(live_state(reach, patterns, source, deadline_s))
+            return await stack.enter_async_context(
+                live_state(reach, transfer, patterns, source, deadline_s)
+            )
         return await asyncio.to_thread(stored_state, Path(source), patterns)
 
     async with AsyncExitStack() as stack:

@@ -30,7 +30,7 @@ READS = {R, E, C}
 EDITS = {E, C}
 EXPORTS = (
     "BeginExport", "WriteExportFile", "StoreExportFile", "VerifyExportFile", "ReadExportFile",
-    "StreamExportFile", "FinishExport", "DropExport",
+    "FinishExport", "DropExport",
 )  # fmt: skip
 
 SIDECAR: dict[str, set[Role]] = {

@@ -28,6 +28,7 @@ from paramd.clock import now_s
 from paramd.errors import ConflictError, NotFoundError, UsageError
 from paramd_service.control.alerts.watcher import Watcher
 from paramd_service.control.api.choice import NormHistory
+from paramd_service.control.exports.schedules import Cadence, cadence_of
 from paramd_service.control.store.alerts import AlertRow, AlertStore
 from paramd_service.control.store.edits import EditRow, EditStore
 from paramd_service.control.store.engine import StoreAddress, StoreError, make_engine, parse_store
@@ -99,6 +100,7 @@ async def test_what_an_older_paramd_called_an_epoch_is_kept(address: StoreAddres
         for table in ("alerts", "metric_series", "exports", "edits"):
             await execute(store, f"ALTER TABLE {table} RENAME COLUMN incarnation TO epoch")
         await execute(store, "ALTER TABLE export_schedules RENAME COLUMN cadence TO rhythm")
+        await execute(store, "ALTER TABLE export_schedules ADD COLUMN last_s DOUBLE PRECISION")
         await execute(
             store,
             "INSERT INTO alerts (id, job, epoch, rank, step, rule, severity, text, detail, "
@@ -117,6 +119,37 @@ async def test_what_an_older_paramd_called_an_epoch_is_kept(address: StoreAddres
         assert [row.incarnation for row in await AlertStore(store).page("run", limit=9)] == [6]
         (schedule,) = await ExportStore(store).schedules("run")
         assert schedule.request == {"destination": "all/{incarnation}/{step}"}
+
+
+async def test_schedules_by_time_have_ended_and_say_so_and_those_by_steps_go_on(
+    address: StoreAddress,
+) -> None:
+    async with started(address) as store:
+        await execute(store, "ALTER TABLE export_schedules ADD COLUMN last_s DOUBLE PRECISION")
+        # As 0.1.0 wrote them.
+        for name, steps, every_s, deleted_s in (
+            ("a", "null", "600.0", "NULL"), ("b", "50", "null", "NULL"), ("c", "null", "5.0", "9"),
+        ):  # fmt: skip
+            cadence = f'"every_steps": {steps}, "every_s": {every_s}, "keep_last": 2'
+            statement = (
+                "INSERT INTO export_schedules (id, job, actor, request, cadence, last_step, "
+                f"last_s, skipped_count, created_s, deleted_s) VALUES ('{name}', 'run', 'ops', "
+                f"""'{{"destination": "all/{name}", "format": "dcp"}}', """
+                f"'{{{cadence}, \"keep_every\": null}}', 40, 7.0, 0, 1.0, {deleted_s})"
+            )
+            # A colon begins a parameter of `text`.
+            await execute(store, statement.replace(":", "\\:"))
+        await execute(store, "UPDATE alembic_version SET version_num = '0007'")
+    async with started(address) as store:
+        exports = ExportStore(store)
+        (kept,) = await exports.schedules("run")
+        assert kept.id == "b"
+        assert kept.last_step == 40
+        assert cadence_of(kept) == Cadence(every_steps=50, keep_last=2)
+        (told,) = await exports.page("run", limit=9)
+        assert (told.destination, told.schedule, told.state) == ("all/a", "a", "CANCELLED")
+        assert "every 600 s" in told.reason
+        assert await exports.unfinished("run") == []
 
 
 def test_the_newest_migration_is_the_one_the_schema_names() -> None:

@@ -235,11 +235,6 @@ class SidecarServiceStub(object):
                 request_serializer=paramd_dot_v1_dot_export__pb2.ReadExportFileRequest.SerializeToString,
                 response_deserializer=paramd_dot_v1_dot_export__pb2.ReadExportFileResponse.FromString,
                 _registered_method=True)
-        self.StreamExportFile = channel.unary_stream(
-                '/paramd.v1.SidecarService/StreamExportFile',
-                request_serializer=paramd_dot_v1_dot_export__pb2.StreamExportFileRequest.SerializeToString,
-                response_deserializer=paramd_dot_v1_dot_export__pb2.StreamExportFileResponse.FromString,
-                _registered_method=True)
         self.FinishExport = channel.unary_unary(
                 '/paramd.v1.SidecarService/FinishExport',
                 request_serializer=paramd_dot_v1_dot_export__pb2.FinishExportRequest.SerializeToString,
@@ -495,12 +490,6 @@ class SidecarServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def StreamExportFile(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def FinishExport(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -715,11 +704,6 @@ def add_SidecarServiceServicer_to_server(servicer, server):
                     servicer.ReadExportFile,
                     request_deserializer=paramd_dot_v1_dot_export__pb2.ReadExportFileRequest.FromString,
                     response_serializer=paramd_dot_v1_dot_export__pb2.ReadExportFileResponse.SerializeToString,
-            ),
-            'StreamExportFile': grpc.unary_stream_rpc_method_handler(
-                    servicer.StreamExportFile,
-                    request_deserializer=paramd_dot_v1_dot_export__pb2.StreamExportFileRequest.FromString,
-                    response_serializer=paramd_dot_v1_dot_export__pb2.StreamExportFileResponse.SerializeToString,
             ),
             'FinishExport': grpc.unary_unary_rpc_method_handler(
                     servicer.FinishExport,
@@ -1812,33 +1796,6 @@ class SidecarService(object):
             '/paramd.v1.SidecarService/ReadExportFile',
             paramd_dot_v1_dot_export__pb2.ReadExportFileRequest.SerializeToString,
             paramd_dot_v1_dot_export__pb2.ReadExportFileResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def StreamExportFile(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/paramd.v1.SidecarService/StreamExportFile',
-            paramd_dot_v1_dot_export__pb2.StreamExportFileRequest.SerializeToString,
-            paramd_dot_v1_dot_export__pb2.StreamExportFileResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -220,11 +220,6 @@ class SidecarServiceStub:
         paramd.v1.export_pb2.ReadExportFileResponse,
     ]
 
-    StreamExportFile: grpc.UnaryStreamMultiCallable[
-        paramd.v1.export_pb2.StreamExportFileRequest,
-        paramd.v1.export_pb2.StreamExportFileResponse,
-    ]
-
     FinishExport: grpc.UnaryUnaryMultiCallable[
         paramd.v1.export_pb2.FinishExportRequest,
         paramd.v1.export_pb2.FinishExportResponse,
@@ -434,11 +429,6 @@ class SidecarServiceAsyncStub:
     ReadExportFile: grpc.aio.UnaryStreamMultiCallable[
         paramd.v1.export_pb2.ReadExportFileRequest,
         paramd.v1.export_pb2.ReadExportFileResponse,
-    ]
-
-    StreamExportFile: grpc.aio.UnaryStreamMultiCallable[
-        paramd.v1.export_pb2.StreamExportFileRequest,
-        paramd.v1.export_pb2.StreamExportFileResponse,
     ]
 
     FinishExport: grpc.aio.UnaryUnaryMultiCallable[
@@ -731,13 +721,6 @@ class SidecarServiceServicer(metaclass=abc.ABCMeta):
         request: paramd.v1.export_pb2.ReadExportFileRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[paramd.v1.export_pb2.ReadExportFileResponse], collections.abc.AsyncIterator[paramd.v1.export_pb2.ReadExportFileResponse]]: ...
-
-    @abc.abstractmethod
-    def StreamExportFile(
-        self,
-        request: paramd.v1.export_pb2.StreamExportFileRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[collections.abc.Iterator[paramd.v1.export_pb2.StreamExportFileResponse], collections.abc.AsyncIterator[paramd.v1.export_pb2.StreamExportFileResponse]]: ...
 
     @abc.abstractmethod
     def FinishExport(

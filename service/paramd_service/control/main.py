@@ -14,7 +14,7 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from paramd import clock, places
+from paramd import clock, gone, places
 from paramd.errors import ParamdError, UsageError, codes_of
 from paramd_service import core_dumps, logs
 from paramd_service.control.base.config import Bootstrap, ControlConfig, read_bootstrap
@@ -36,6 +36,9 @@ def main(arguments: Sequence[str]) -> int:
     try:
         formatter = logs.configure(level=_level(os.environ.get("PARAMD_LOG_LEVEL", "INFO")))
         config = ControlConfig.from_arguments(arguments)
+        # A job's own one has its trainer's environment, and the trainer has warned.
+        for left in gone.variables(os.environ) if not config.job else ():
+            log.warning("%s", left)
         bootstrap = read_bootstrap(sys.stdin.buffer, job=config.job) if config.job else None
         if bootstrap is not None:
             formatter.hide(bootstrap.token, bootstrap.private_key.hex())

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
-from paramd import clock
+from paramd import clock, gone
 from paramd.errors import ParamdError, UsageError, codes_of
 from paramd.memory import descriptors, handover
 from paramd.security.tls import Pems
@@ -134,6 +134,7 @@ def parse(argv: Sequence[str] | None) -> SidecarConfig:
         option = "--" + name.replace("_", "-")
         parser.add_argument(option, type=int, default=getattr(defaults, name), metavar="BYTES")
     parser.add_argument("--max-calls", type=int, default=defaults.max_calls, metavar="COUNT")
+    gone.check_options(argv if argv is not None else sys.argv[1:])
     values = vars(parser.parse_args(argv))
     return SidecarConfig(socket_path=values.pop("socket"), **values)
 

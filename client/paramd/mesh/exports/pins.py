@@ -61,7 +61,6 @@ def encode_plan(
             export_pb2.ExportNameRule(source=rule.source, target=rule.target)
             for rule in settings.names.rules
         ],
-        writers=settings.writers,
         digest=plan.digest,
         pins=pins,
         unsettled=unsettled,
@@ -86,7 +85,6 @@ def decode_settings(message: export_pb2.ExportPlan) -> ExportSettings:
         buffers=message.buffers,
         keep_tied=message.keep_tied,
         names=NameMap(rules),
-        writers=tuple(message.writers),
     )
 
 

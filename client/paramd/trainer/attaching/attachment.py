@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paramd import places
+from paramd import gone, places
 from paramd.errors import UsageError
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import ControlPage, Word
@@ -60,6 +60,7 @@ class Stalls:
     longest_s: float
 
 
+@gone.tells
 class Attachment:
     """One rank's attachment. Made by `paramd.attach`; lives until `detach` or process exit."""
 

@@ -3478,10 +3478,8 @@ export interface components {
             deleted_s: number | null;
             /** Destination */
             destination: string;
-            /** Every S */
-            every_s: number | null;
             /** Every Steps */
-            every_steps: number | null;
+            every_steps: number;
             /** Format */
             format: string;
             /** Id */
@@ -3492,8 +3490,6 @@ export interface components {
             keep_every: number | null;
             /** Keep Last */
             keep_last: number | null;
-            /** Last S */
-            last_s: number;
             /**
              * Last Step
              * @description Step at which it last fired, or was created
@@ -3515,7 +3511,7 @@ export interface components {
         };
         /**
          * ScheduleRequest
-         * @description A schedule of exports; set exactly one of every_steps and every_s.
+         * @description A schedule of exports.
          */
         ScheduleRequest: {
             /**
@@ -3535,15 +3531,10 @@ export interface components {
              */
             dtype?: ("float64" | "float32" | "float16" | "bfloat16") | null;
             /**
-             * Every S
-             * @description Seconds between the starts of two exports
-             */
-            every_s?: number | null;
-            /**
              * Every Steps
              * @description Export at, or soon after, each multiple of this many steps
              */
-            every_steps?: number | null;
+            every_steps: number;
             /**
              * Format
              * @default safetensors

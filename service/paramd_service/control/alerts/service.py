@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from paramd import gone
 from paramd.errors import ParamdError, UsageError
 from paramd.state_files import file_places
 from paramd.v1 import sidecar_pb2 as pb
@@ -200,6 +201,7 @@ def parse_alerts(table: Mapping[str, Any], *, place: str, trusted: bool = True) 
     found: dict[str, Any] = {}
     for key, value in table.items():
         if key not in kinds:
+            gone.check("setting", f"alerts.{key}", f"{place}: {key!r}")
             raise UsageError(f"{place}: unknown key {key!r}; expected one of {', '.join(kinds)}")
         if key in ("webhooks", "hold") and not trusted:
             raise UsageError(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from paramd import gone
 from paramd.errors import UsageError
 from paramd.places import check_job_name
 from paramd.security.tickets import RANK_TICKET_TTL_S, Signer, key_from_hex
@@ -124,6 +125,7 @@ class ControlConfig:
                 type=float if option.type == "float" else str,
                 default=default,
             )
+        gone.check_options(arguments)
         given = parser.parse_args(arguments)
         if given.store != os.environ.get("PARAMD_STORE_URL"):
             _check_no_password(given.store)

@@ -246,7 +246,6 @@ class ExportService:
         request = {**request, "destination": scheduled(str(request["destination"]))}
         self.check(request)
         joined = mesh.registry.view().joined
-        now_s = clock.now_s()
         row = ScheduleRow(
             id=schedule_id if schedule_id is not None else secrets.token_hex(16),
             job=mesh.job,
@@ -254,8 +253,7 @@ class ExportService:
             request=request,
             cadence=asdict(cadence),
             last_step=max(min((report.step for report in joined), default=0), 0),
-            last_s=now_s,
-            created_s=now_s,
+            created_s=clock.now_s(),
         )
         return await schedules.add(row)
 

@@ -19,7 +19,7 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
-REVISION = "0005"
+REVISION = "0008"
 """The newest revision; a test checks it against the migrations."""
 
 MAX_JOB_CHARS = 64
@@ -177,7 +177,6 @@ export_schedules = Table(
     Column("request", Text, nullable=False, comment="JSON object"),
     Column("cadence", Text, nullable=False, comment="JSON object"),
     Column("last_step", BigInteger, nullable=False, comment="of the last occasion"),
-    Column("last_s", Double, nullable=False, comment="of the last occasion"),
     Column("skipped_count", Integer, nullable=False),
     Column("created_s", Double, nullable=False, comment="seconds since the Unix epoch"),
     Column("deleted_s", Double, comment="null: in force"),

@@ -193,7 +193,6 @@ ROLES: dict[str, frozenset[Role]] = {
     f"/{SERVICE}/StoreExportFile": _CONTROL,
     f"/{SERVICE}/VerifyExportFile": _CONTROL,
     f"/{SERVICE}/ReadExportFile": _CONTROL,
-    f"/{SERVICE}/StreamExportFile": _CONTROL,
     f"/{SERVICE}/FinishExport": _CONTROL,
     f"/{SERVICE}/DropExport": _CONTROL,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _VIEWERS,

@@ -26,5 +26,7 @@ class Gone(NamedTuple):
 
 
 GONE: tuple[Gone, ...] = (
+    Gone("flag", "audit verify --head", "compare the hash that it prints with one you kept"),
+    Gone("flag", "audit verify --offline", "leave it out: an ended job's store is read by itself"),
 )
 """Every name that this release took away, in the order of the CHANGELOG."""

@@ -1,103 +1,102 @@
-"""What is summed up and dropped when, with a clock of our own."""
+"""Merging neighbours: what a series says of any time stays true, and fewer points say it."""
 
 from __future__ import annotations
 
-import itertools
+import math
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paramd_service.control.store.retention import (
-    GRACE_S,
-    TIERS,
-    Drop,
-    RollUp,
-    Tier,
-    plan,
-    tier_for,
+from paramd_service.control.store.thinning import Point, merge, sampled, thin
+
+VALUES = st.one_of(
+    st.floats(-1e9, 1e9), st.sampled_from([math.nan, math.inf, -math.inf, 1.7e308, -1.7e308])
+)
+SERIES = st.dictionaries(st.integers(1, 10**7), VALUES, min_size=1, max_size=300).map(
+    lambda found: [sampled(at, step, found[at]) for step, at in enumerate(sorted(found))]
 )
 
-HOUR, DAY = 3600, 86_400
 
-
-def test_nothing_is_done_without_points() -> None:
-    assert plan(1e9, {}, {}) == []
-
-
-def test_a_minute_is_summed_up_once_it_is_over_and_the_grace_too() -> None:
-    assert plan(6060 + GRACE_S - 1, {}, {0: 6000}) == []
-    assert plan(6060 + GRACE_S, {}, {0: 6000}) == [RollUp(0, 60, 6000, 6060)]
-    assert plan(6060 + GRACE_S, {60: 6060}, {0: 6000}) == []
-
-
-def test_ten_minutes_are_summed_up_from_finished_minutes_only() -> None:
-    now_s = 6600 + GRACE_S
-    assert plan(now_s, {60: 6540}, {0: 6000, 60: 6000}) == [
-        RollUp(0, 60, 6540, 6600),
-        RollUp(60, 600, 6000, 6600),
-    ]
-    assert plan(now_s - 60, {60: 6480}, {0: 6000, 60: 6000}) == [RollUp(0, 60, 6480, 6540)]
-
-
-def test_samples_are_dropped_after_an_hour_minutes_after_a_day_the_rest_after_30_days() -> None:
-    now_s = 40 * DAY
-    oldest = {0: now_s - HOUR - 60, 60: now_s - DAY - 60, 600: now_s - 30 * DAY - 600}
-    rolled = {60: now_s - 60, 600: now_s - 600}
-    drops = [step for step in plan(now_s, rolled, oldest) if isinstance(step, Drop)]
-    assert drops == [
-        Drop(0, now_s - HOUR),
-        Drop(60, now_s - DAY),
-        Drop(600, now_s - 30 * DAY),
+def test_neighbours_within_a_span_become_one_and_the_others_stay() -> None:
+    points = [sampled(at, at, value) for at, value in ((4, 1.0), (6, 3.0), (7, math.nan), (9, 8.0))]
+    assert merge(points, 4) == [
+        Point(time_ms=4, span_ms=4, step=7, mean=2.0, min=1.0, max=3.0, count=2, nonfinite_count=1),
+        Point(time_ms=8, span_ms=4, step=9, mean=8.0, min=8.0, max=8.0, count=1, nonfinite_count=0),
     ]
 
 
-def test_nothing_is_dropped_before_its_sum_is_written() -> None:
-    """After two days away the samples are still there; one hour of them is summed up a time."""
-    begin_s, now_s = 40 * DAY, 42 * DAY
-    steps = plan(now_s, {}, {0: begin_s})
-    assert steps == [RollUp(0, 60, begin_s, begin_s + HOUR), Drop(0, begin_s + HOUR)]
+def test_the_mean_counts_each_sample_once() -> None:
+    one = merge([sampled(at, 0, 1.0) for at in (0, 1, 2)], 4)
+    (both,) = merge([*one, sampled(4, 0, 5.0)], 8)
+    assert (both.mean, both.count) == (2.0, 4)
 
 
-def test_a_clock_that_went_back_does_nothing() -> None:
-    now_s = 40 * DAY
-    assert plan(now_s - DAY, {60: now_s, 600: now_s}, {0: now_s, 60: now_s, 600: now_s}) == []
+def test_numbers_near_the_largest_do_not_overflow() -> None:
+    (point,) = merge([sampled(0, 0, 1.7e308), sampled(1, 0, 1.7e308)], 2)
+    assert point.mean == point.max == 1.7e308
 
 
-@given(
-    begin_s=st.integers(10**9, 10**9 + 10_000),
-    pauses_s=st.lists(st.integers(1, 4000), min_size=1, max_size=60),
-)
-def test_every_sample_is_summed_up_exactly_once_before_it_goes(
-    begin_s: int, pauses_s: list[int]
-) -> None:
-    """A sample every second; sweeps at arbitrary times."""
-    now_s, rolled, oldest_raw = begin_s, {}, begin_s
-    done_s = begin_s // 60 * 60
-    for pause_s in pauses_s:
-        now_s += pause_s
-        for step in plan(now_s, rolled, {0: oldest_raw}):
-            if isinstance(step, RollUp) and step.target_s == 60:
-                assert step.begin_s == done_s
-                assert (step.end_s - step.begin_s) % 60 == 0
-                assert step.end_s <= now_s - GRACE_S
-                done_s = rolled[60] = step.end_s
-            if isinstance(step, Drop):
-                assert step.resolution_s == 0
-                assert step.before_s <= min(done_s, now_s - HOUR)
-                oldest_raw = max(oldest_raw, step.before_s)
+def test_only_nan_is_counted_and_has_no_mean() -> None:
+    (point,) = merge([sampled(0, 0, math.nan), sampled(1, 0, math.inf)], 2)
+    assert (point.mean, point.min, point.max, point.count) == (None, None, None, 0)
+    assert point.nonfinite_count == 2
 
 
-@pytest.mark.parametrize(
-    ("age_s", "tier"),
-    [(0, 0), (HOUR, 0), (HOUR + 1, 1), (DAY, 1), (DAY + 1, 2), (300 * DAY, 2)],
-)
-def test_reading_takes_the_finest_tier_that_still_has_the_time(age_s: int, tier: int) -> None:
-    assert tier_for(1e9 - age_s, 1e9) is TIERS[tier]
+def test_time_in_which_nothing_was_measured_has_no_point() -> None:
+    before, after = range(0, 1000, 10), range(900_000, 901_000, 10)
+    points, span_ms = thin([sampled(at, 0, 1.0) for at in (*before, *after)], 1, 100)
+    assert len(points) <= 100
+    gap = [p for p in points if p.time_ms + span_ms > 1000 + span_ms and p.time_ms < 899_000]
+    assert gap == []
 
 
-def test_each_resolution_is_a_multiple_of_the_one_before_and_kept_longer() -> None:
-    for finer, coarser in itertools.pairwise(TIERS):
-        assert isinstance(finer, Tier)
-        assert coarser.resolution_s % max(finer.resolution_s, 1) == 0
-        assert coarser.keep_s > finer.keep_s
+def test_a_point_of_a_coarser_grid_keeps_its_own_span_until_others_are_merged_with_it() -> None:
+    minute = Point(
+        time_ms=60_000, span_ms=60_000, mean=1.0, min=1.0, max=1.0, count=60, nonfinite_count=0
+    )
+    assert merge([minute, sampled(120_500, 0, 1.0)], 1024)[0] == minute
+    (both,) = merge([minute, sampled(120_500, 0, 1.0)], 131_072)
+    assert (both.time_ms, both.span_ms, both.count) == (0, 131_072, 61)
+
+
+@given(points=SERIES, limit=st.integers(1, 50))
+def test_what_is_thinned_counts_every_value_and_fits(points: list[Point], limit: int) -> None:
+    found, span_ms = thin(points, 1, limit)
+    assert len(found) <= limit
+    for name in ("count", "nonfinite_count"):
+        assert sum(getattr(p, name) for p in found) == sum(getattr(p, name) for p in points)
+    finite = [p for p in points if p.count]
+    assert min((p.min for p in found if p.count), default=None) == min(
+        (p.min for p in finite), default=None
+    )
+    assert max((p.max for p in found if p.count), default=None) == max(
+        (p.max for p in finite), default=None
+    )
+    assert max(p.step for p in found) == points[-1].step
+    for point in found:
+        within = [p for p in points if point.time_ms <= p.time_ms < point.end_ms]
+        values = [p.mean for p in within if p.mean is not None]
+        assert within, "a point for a time in which nothing was measured"
+        assert (point.count, len(within)) == (len(values), point.count + point.nonfinite_count)
+        if values:
+            expected = math.fsum(value / len(values) for value in values)
+            assert point.mean == pytest.approx(expected, rel=1e-9, abs=1e-6)
+            assert point.min is not None
+            assert point.max is not None
+            assert point.min <= point.mean <= point.max
+    assert len(points) <= limit or all(point.span_ms == span_ms for point in found)
+
+
+@given(points=SERIES)
+def test_thinning_twice_is_thinning_at_once(points: list[Point]) -> None:
+    once, span_ms = thin(points, 1, 8)
+    first, between_ms = thin(points, 1, 60)
+    twice, again_ms = thin(first, between_ms, 8)
+    assert again_ms == span_ms
+
+    def shape(found: Sequence[Point]) -> list[object]:
+        return [(p.time_ms, p.span_ms, p.count, p.nonfinite_count, p.min, p.max) for p in found]
+
+    assert shape(twice) == shape(once)

@@ -78,7 +78,7 @@ async def _run(directory: Path, *, quick: bool) -> Report:
         await history.flush()
         found["loop lag, full series are thinned"] = await _lag_of_thinning(history)
         # Else the figures are of something that failed fast.
-        (last,) = await audit.page(ACTION.job, before_seq=None, limit=1)
+        (last,) = await audit.page(ACTION.job, limit=1)
         assert audit.failure == ""
         assert last.seq == 2 * count + 2 * (count // 2)
     finally:

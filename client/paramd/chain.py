@@ -28,25 +28,6 @@ class Link:
     """64 hexadecimal digits."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
-    """Result of a check."""
-
-    count: int
-    """Number of good records, from the first on."""
-    hash: str
-    """Of the last good record; a chain that was cut off later no longer has it."""
-    bad_seq: int | None
-    """The first changed or missing record; None when all is well."""
-    reason: str
-    """Why; empty when all is well."""
-
-    @property
-    def good(self) -> bool:
-        """Whether no record was changed, and none removed before another."""
-        return self.bad_seq is None
-
-
 def canonical(record: Mapping[str, Any]) -> str:
     """The canonical JSON text of a record. Raises ValueError for NaN and infinities."""
     return json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -58,23 +39,29 @@ def link_hash(previous: str, body: str) -> str:
 
 
 class ChainCheck:
-    """Checks a chain record by record.
-
-    Feed it with `take` from the first record on; `finish` gives the verdict.
-    """
+    """Checks a chain record by record: feed it with `take` from the first record on."""
 
     def __init__(self, job: str) -> None:
         self._job = job
-        self._count = 0
-        self._hash = GENESIS
-        self._bad_seq: int | None = None
-        self._reason = ""
+        self.count = 0
+        """Number of good records, from the first on."""
+        self.hash = GENESIS
+        """Of the last good record; a chain that was cut off later no longer has it."""
+        self.bad_seq: int | None = None
+        """The first changed or missing record; None when all is well so far."""
+        self.reason = ""
+        """Why; empty when all is well."""
+
+    @property
+    def good(self) -> bool:
+        """Whether no record was changed, and none removed before another."""
+        return self.bad_seq is None
 
     def take(self, link: Link) -> bool:
         """Check the next record; False once something is wrong."""
-        if self._bad_seq is not None:
+        if self.bad_seq is not None:
             return False
-        seq = self._count + 1
+        seq = self.count + 1
         if link.seq != seq:
             return self._fail(seq, f"record {seq} is missing; {link.seq} stands in its place")
         claimed = _claims(link, self._job)
@@ -82,20 +69,14 @@ class ChainCheck:
             return self._fail(seq, f"record {seq} is not a record of this chain")
         if link_hash(claimed, link.body) != link.hash:
             return self._fail(seq, f"record {seq} was changed: its hash is another one")
-        if claimed != self._hash:
+        if claimed != self.hash:
             # This record is intact and names its predecessor's hash: blame the predecessor.
             return self._fail(max(seq - 1, 1), f"record {seq} does not follow record {seq - 1}")
-        self._count, self._hash = seq, link.hash
+        self.count, self.hash = seq, link.hash
         return True
 
-    def finish(self) -> Verdict:
-        """The verdict on all records taken."""
-        return Verdict(
-            count=self._count, hash=self._hash, bad_seq=self._bad_seq, reason=self._reason
-        )
-
     def _fail(self, seq: int, reason: str) -> bool:
-        self._bad_seq, self._reason = seq, reason
+        self.bad_seq, self.reason = seq, reason
         return False
 
 

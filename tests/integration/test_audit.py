@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from paramd.chain import ChainCheck, Verdict
+from paramd.chain import ChainCheck
 from paramd.errors import ConflictError
 from paramd_service.control.records.audit import (
     Action,
@@ -52,21 +52,18 @@ async def alone(directory: Path) -> AsyncIterator[Audit]:
         yield Audit(store)
 
 
-async def check(address: StoreAddress, job: str) -> Verdict:
+async def check(address: StoreAddress, job: str) -> ChainCheck:
     """What a reader with a connection of its own says of a chain."""
     async with started(address) as store:
         checking = ChainCheck(job)
-        for link in await Audit(store).oldest(job, after_seq=0, limit=1000):
+        for link in await Audit(store).page(job, order="oldest", limit=1000):
             checking.take(link)
-        return checking.finish()
+        return checking
 
 
 async def bodies(audit: Audit, job: str = "run") -> list[dict[str, Any]]:
     """All records, oldest first."""
-    return [
-        json.loads(link.body)
-        for link in reversed(await audit.page(job, before_seq=None, limit=1000))
-    ]
+    return [json.loads(link.body) for link in reversed(await audit.page(job, limit=1000))]
 
 
 async def some(audit: Audit, count: int) -> None:
@@ -159,7 +156,7 @@ async def test_after_a_cut_end_the_chain_goes_on_and_no_longer_has_the_hash_that
         kept = await check(address, "run")
         await execute(store, "DELETE FROM audit WHERE seq > 3")
         await some(audit, 2)
-        (last,) = await audit.page("run", before_seq=None, limit=1)
+        (last,) = await audit.page("run", limit=1)
     verdict = await check(address, "run")
     assert (verdict.good, verdict.count, verdict.hash) == (True, 5, last.hash)
     assert kept.count == 5
@@ -236,7 +233,7 @@ async def test_when_the_audit_cannot_be_written_mutations_are_refused_and_reads_
                         pytest.fail("the body must not run")
             assert audit.failure
             assert [row.name for row in await TokenStore(store).list()] == ["a"]
-            assert len(await audit.page("run", before_seq=None, limit=9)) == 2
+            assert len(await audit.page("run", limit=9)) == 2
         async with audit.mutation(CREATE):
             pass
         assert audit.failure == ""

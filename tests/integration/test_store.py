@@ -168,7 +168,7 @@ async def test_points_of_three_resolutions_become_one_list_and_the_audit_stays(
                 f"({n}, 'run', 1, -1, '{series.name}')",
             )
         await Audit(store).event(Action(actor="ops", role="admin", method="m", job="run"))
-        before = await Audit(store).oldest("run", after_seq=0, limit=9)
+        before = await Audit(store).page("run", order="oldest", limit=9)
         await _as_of_0005(store)
         # Ten minutes to 6000, minutes to 6600 and samples to 6700; each also as finer ones had it.
         for resolution_s, begin_s, end_s in ((600, 3600, 6600), (60, 5400, 6660), (0, 6570, 6700)):
@@ -202,7 +202,7 @@ async def test_points_of_three_resolutions_become_one_list_and_the_audit_stays(
             now = await history.read(series)
             assert sum(point.count for point in now) == count + 50
             assert (now[-1].max, now[-1].step) == (end_s + 49, end_s + 49)
-        assert await Audit(store).oldest("run", after_seq=0, limit=9) == before
+        assert await Audit(store).page("run", order="oldest", limit=9) == before
         assert len(before) == 1
 
 

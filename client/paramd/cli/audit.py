@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from paramd.chain import ChainCheck, Link, Verdict
+from paramd.chain import ChainCheck, Link
 from paramd.cli import ended
 from paramd.cli.options import Output, Target, examples, with_target
 from paramd.cli.output import Column, Listing, emit
@@ -102,22 +102,22 @@ def verify(target: Target, site: Own = False, output: Output = None) -> None:
     the end are missed only by who kept a hash: compare it with the one printed.
     """
     form = target.format
-    chain, verdict = asyncio.run(_verified(target, site))
+    chain, found = asyncio.run(_verified(target, site))
     row = {
         "chain": chain or "the site",
-        "count": verdict.count,
-        "hash": verdict.hash,
-        "good": verdict.good,
-        "bad_seq": verdict.bad_seq,
-        "reason": verdict.reason,
+        "count": found.count,
+        "hash": found.hash,
+        "good": found.good,
+        "bad_seq": found.bad_seq,
+        "reason": found.reason,
     }
     emit(
         Listing(name="checks", rows=[row], columns=VERDICT_COLUMNS, about={}, id_key="chain"), form
     )
-    if not verdict.good:
-        say(f"{verdict.reason}; first bad record: {verdict.bad_seq}")
+    if not found.good:
+        say(f"{found.reason}; first bad record: {found.bad_seq}")
         raise typer.Exit(1)
-    say(f"{verdict.count:,} records verified")
+    say(f"{found.count:,} records verified")
 
 
 async def _newest(
@@ -134,7 +134,7 @@ async def _newest(
     return about, found[:limit]
 
 
-async def _verified(target: Target, site: bool) -> tuple[str, Verdict]:
+async def _verified(target: Target, site: bool) -> tuple[str, ChainCheck]:
     check: ChainCheck | None = None
     chain = ""
     async for page in _pages(target, site, "oldest", PAGE):
@@ -145,7 +145,7 @@ async def _verified(target: Target, site: bool) -> tuple[str, Verdict]:
             if not check.take(Link(int(record["seq"]), str(record["body"]), str(record["hash"]))):
                 break
     assert check is not None
-    return chain, check.finish()
+    return chain, check
 
 
 async def _pages(

@@ -22,7 +22,7 @@ from paramd.errors import ConflictError, NotFoundError, ParamdError, codes_of
 from paramd_service.control.api.routes.audit import record_of
 from paramd_service.control.api.routes.edits import document_of
 from paramd_service.control.base.site import SITE_DIRECTORY
-from paramd_service.control.records.audit import links, newest
+from paramd_service.control.records.audit import links
 from paramd_service.control.store.edits import chosen_edits, edit_of
 from paramd_service.control.store.engine import make_engine, parse_store, store_errors
 from paramd_service.control.store.migrate import revision_of
@@ -111,10 +111,8 @@ def _edits(connection: Connection, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _audit(connection: Connection, given: argparse.Namespace) -> dict[str, Any]:
-    if given.oldest:
-        found = links(connection, given.job, after_seq=0, limit=given.limit)
-    else:
-        found = newest(connection, given.job, before_seq=None, limit=given.limit)
+    order = "oldest" if given.oldest else "newest"
+    found = links(connection, given.job, order=order, beyond_seq=None, limit=given.limit)
     return {
         "job": given.job,
         "records": [record_of(link).model_dump(mode="json") for link in found],

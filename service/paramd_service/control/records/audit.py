@@ -38,7 +38,8 @@ def append(connection: Connection, job: str, record: Mapping[str, Any]) -> Link:
     if connection.dialect.name == "postgresql":
         # Several control planes may share one chain. SQLite has a single writer anyway.
         connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": LOCK_KEY})
-    last = next(iter(newest(connection, job, before_seq=None, limit=1)), Link(0, "", GENESIS))
+    newest = links(connection, job, order="newest", beyond_seq=None, limit=1)
+    last = newest[0] if newest else Link(0, "", GENESIS)
     seq = last.seq + 1
     body = canonical({**record, "job": job, "prev": last.hash, "seq": seq})
     link = Link(seq, body, link_hash(last.hash, body))
@@ -46,19 +47,15 @@ def append(connection: Connection, job: str, record: Mapping[str, Any]) -> Link:
     return link
 
 
-def links(connection: Connection, job: str, *, after_seq: int, limit: int) -> list[Link]:
-    """Records after `after_seq`, oldest first."""
-    chosen = (
-        select(audit).where(audit.c.job == job, audit.c.seq > after_seq).order_by(audit.c.seq)
-    ).limit(limit)
-    return [Link(row.seq, row.body, row.hash) for row in connection.execute(chosen)]
-
-
-def newest(connection: Connection, job: str, *, before_seq: int | None, limit: int) -> list[Link]:
-    """Records before `before_seq` (None: all), newest first."""
-    chosen = select(audit).where(audit.c.job == job).order_by(audit.c.seq.desc()).limit(limit)
-    if before_seq is not None:
-        chosen = chosen.where(audit.c.seq < before_seq)
+def links(
+    connection: Connection, job: str, *, order: str, beyond_seq: int | None, limit: int
+) -> list[Link]:
+    """The "oldest" or "newest" records of a chain first, beyond a record if one is given."""
+    oldest = order == "oldest"
+    chosen = select(audit).where(audit.c.job == job).limit(limit)
+    chosen = chosen.order_by(audit.c.seq if oldest else audit.c.seq.desc())
+    if beyond_seq is not None:
+        chosen = chosen.where(audit.c.seq > beyond_seq if oldest else audit.c.seq < beyond_seq)
     return [Link(row.seq, row.body, row.hash) for row in connection.execute(chosen)]
 
 
@@ -155,15 +152,13 @@ class Audit:
         except AuditUnavailableError as error:
             log.error("not in the audit: %s by %s (%s)", action.method, action.actor, error)
 
-    async def page(self, job: str, *, before_seq: int | None, limit: int) -> list[Link]:
-        """Records of a chain before `before_seq` (None: all), newest first. Raises StoreError."""
-        read = partial(newest, job=job, before_seq=before_seq, limit=limit)
-        return await self._store.read(read)
-
-    async def oldest(self, job: str, *, after_seq: int, limit: int) -> list[Link]:
-        """Records after `after_seq`, oldest first. Raises StoreError."""
-        read = partial(links, job=job, after_seq=after_seq, limit=limit)
-        return await self._store.read(read)
+    async def page(
+        self, job: str, *, order: str = "newest", beyond_seq: int | None = None, limit: int
+    ) -> list[Link]:
+        """As `links`. Raises StoreError."""
+        return await self._store.read(
+            partial(links, job=job, order=order, beyond_seq=beyond_seq, limit=limit)
+        )
 
     async def _intent(self, action: Action) -> int:
         appending = asyncio.ensure_future(self._append(action.job, self._body("intent", action)))

@@ -97,12 +97,9 @@ def router(services: Services) -> APIRouter:
 
 
 async def _page(services: Services, job: str, limit: int, order: str, page_token: str) -> AuditPage:
-    audit = services.records.audit
-    seq = _seq(page_token, order)
-    if order == "oldest":
-        links = await audit.oldest(job, after_seq=seq if seq is not None else 0, limit=limit)
-    else:
-        links = await audit.page(job, before_seq=seq, limit=limit)
+    links = await services.records.audit.page(
+        job, order=order, beyond_seq=_seq(page_token, order), limit=limit
+    )
     more = len(links) == limit and (order == "oldest" or links[-1].seq > 1)
     return AuditPage(
         job=job,

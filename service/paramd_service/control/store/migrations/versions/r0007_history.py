@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable
+from dataclasses import asdict
 from itertools import groupby
-from typing import Any
 
 import sqlalchemy as sa
 from alembic import op
+from sqlalchemy import RowMapping
+
+from paramd_service.control.store.thinning import Point, thin
 
 revision: str = "0007"
 down_revision: str | None = "0006"
@@ -17,6 +20,7 @@ depends_on: None = None
 MAX_POINTS = 2_048
 
 _ID = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+_COPIED = ("time_ms", "step", "mean", "min", "max", "count", "nonfinite_count")
 _ORDER = "ORDER BY resolution_s, time_ms"
 
 
@@ -42,14 +46,13 @@ def upgrade() -> None:
         "point_count = :point_count WHERE id = :of"
     )
     for of in connection.execute(sa.text("SELECT id FROM metric_series")).scalars().all():
-        found = _finest([dict(row) for row in connection.execute(rows, {"of": of}).mappings()])
+        found = _finest(connection.execute(rows, {"of": of}).mappings())
         if not found:
             continue
-        newest_ms = found[-1]["time_ms"] + found[-1]["span_ms"] - 1
-        found, grid_ms = _thinned(found)
-        connection.execute(sa.insert(points), [{"series_id": of, **point} for point in found])
-        state = {"of": of, "grid_ms": grid_ms, "newest_ms": newest_ms, "point_count": len(found)}
-        connection.execute(known, state)
+        kept, grid_ms = thin(found, 1, MAX_POINTS)
+        connection.execute(sa.insert(points), [{"series_id": of, **asdict(one)} for one in kept])
+        state = {"of": of, "grid_ms": grid_ms, "newest_ms": found[-1].end_ms - 1}
+        connection.execute(known, {**state, "point_count": len(kept)})
     op.drop_table("metric_points_before")
 
 
@@ -78,45 +81,16 @@ def _new_table() -> sa.Table:
     )
 
 
-def _finest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _finest(rows: Iterable[RowMapping]) -> list[Point]:
     """Points in order of time; a coarser one only where no finer one had begun."""
-    kept: list[dict[str, Any]] = []
-    for resolution_s, coarser in groupby(rows, key=lambda row: row.pop("resolution_s")):
-        before = []
-        for row in coarser:
-            del row["series_id"]
-            if not kept or row["time_ms"] < kept[0]["time_ms"]:
-                before.append({**row, "span_ms": max(resolution_s * 1000, 1)})
+    kept: list[Point] = []
+    for resolution_s, coarser in groupby(rows, key=lambda row: row["resolution_s"]):
+        before = [
+            Point(span_ms=max(resolution_s * 1000, 1), **{name: row[name] for name in _COPIED})
+            for row in coarser
+            if not kept or row["time_ms"] < kept[0].time_ms
+        ]
         # The last of these may reach into the finer ones, which it then sums up.
-        end_ms = before[-1]["time_ms"] + before[-1]["span_ms"] if before else 0
-        kept = before + [row for row in kept if row["time_ms"] >= end_ms]
+        end_ms = before[-1].end_ms if before else 0
+        kept = before + [point for point in kept if point.time_ms >= end_ms]
     return kept
-
-
-def _thinned(points: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
-    """At most `MAX_POINTS`, each of a span of a grid; and the length of the grid's spans."""
-    grid_ms = 1
-    while len({point["time_ms"] // grid_ms for point in points}) > MAX_POINTS:
-        grid_ms *= 2
-    spans = groupby(points, key=lambda point: point["time_ms"] // grid_ms)
-    return [_merged(list(within), place * grid_ms, grid_ms) for place, within in spans], grid_ms
-
-
-def _merged(points: list[dict[str, Any]], time_ms: int, grid_ms: int) -> dict[str, Any]:
-    if len(points) == 1 and points[0]["span_ms"] >= grid_ms:
-        return points[0]
-    count = sum(point["count"] for point in points)
-    finite = [point for point in points if point["count"]]
-    low = min((point["min"] for point in finite), default=None)
-    high = max((point["max"] for point in finite), default=None)
-    mean = math.fsum(point["mean"] * (point["count"] / count) for point in finite)
-    return {
-        "time_ms": time_ms,
-        "span_ms": max(grid_ms, points[-1]["time_ms"] + points[-1]["span_ms"] - time_ms),
-        "step": max(point["step"] for point in points),
-        "mean": min(max(mean, low), high) if finite else None,
-        "min": low,
-        "max": high,
-        "count": count,
-        "nonfinite_count": sum(point["nonfinite_count"] for point in points),
-    }

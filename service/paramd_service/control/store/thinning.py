@@ -1,6 +1,6 @@
 """Points of a series, and how many become few: neighbours merge within a grid of time. Pure.
 
-A grid's spans are powers of two of a millisecond, counted from the epoch, so two neighbouring
+A grid's spans are powers of two of a millisecond, counted from the Unix epoch, so two neighbouring
 spans always make one of the next grid, and merging in steps or at once gives the same points.
 Where nothing was measured there is no point, in no grid.
 """

@@ -43,6 +43,8 @@ GONE: tuple[Gone, ...] = (
         "export-schedule create --every",
         "use --every-steps, or run `paramd export` from cron (docs/exports.md)",
     ),
+    Gone("flag", "audit verify --head", "compare the hash that it prints with one you kept"),
+    Gone("flag", "audit verify --offline", "leave it out: an ended job's store is read by itself"),
 )
 """Every name that this release took away, in the order of the CHANGELOG."""
 

@@ -29,11 +29,18 @@ from paramd.errors import ConflictError, NotFoundError, UsageError
 from paramd_service.control.alerts.watcher import Watcher
 from paramd_service.control.api.choice import NormHistory
 from paramd_service.control.exports.schedules import Cadence, cadence_of
+from paramd_service.control.records.audit import Action, Audit
 from paramd_service.control.store.alerts import AlertRow, AlertStore
 from paramd_service.control.store.edits import EditRow, EditStore
 from paramd_service.control.store.engine import StoreAddress, StoreError, make_engine, parse_store
 from paramd_service.control.store.exports import ExportStore
-from paramd_service.control.store.history import MetricHistory, Point, Sample, SeriesKey
+from paramd_service.control.store.history import (
+    KEEP_S,
+    MAX_POINTS,
+    MetricHistory,
+    Sample,
+    SeriesKey,
+)
 from paramd_service.control.store.migrate import MIGRATIONS
 from paramd_service.control.store.schema import REVISION, metadata
 from paramd_service.control.store.store import Store
@@ -114,6 +121,7 @@ async def test_what_an_older_paramd_called_an_epoch_is_kept(address: StoreAddres
             """'{"destination": "all/{epoch}/{step}"}', '{}', 0, 0.0, 0, 1.0)""",
         )
         await execute(store, "DROP TABLE alert_silences")
+        await _as_of_0005(store)
         await execute(store, "UPDATE alembic_version SET version_num = '0003'")
     async with started(address) as store:
         assert [row.incarnation for row in await AlertStore(store).page("run", limit=9)] == [6]
@@ -150,6 +158,86 @@ async def test_schedules_by_time_have_ended_and_say_so_and_those_by_steps_go_on(
         assert (told.destination, told.schedule, told.state) == ("all/a", "a", "CANCELLED")
         assert "every 600 s" in told.reason
         assert await exports.unfinished("run") == []
+
+
+OLD_POINTS = """CREATE TABLE metric_points (series_id BIGINT NOT NULL,
+    resolution_s INTEGER NOT NULL, time_ms BIGINT NOT NULL, step BIGINT NOT NULL,
+    mean DOUBLE PRECISION, min DOUBLE PRECISION, max DOUBLE PRECISION, count INTEGER NOT NULL,
+    nonfinite_count INTEGER NOT NULL,
+    CONSTRAINT pk_metric_points PRIMARY KEY (series_id, resolution_s, time_ms))"""
+
+
+async def _as_of_0005(store: Store) -> None:
+    """Make of a new store what paramd had before it kept one list of points for each series."""
+    await execute(store, "DROP TABLE metric_points")
+    await execute(store, OLD_POINTS)
+    for name in ("grid_ms", "newest_ms", "point_count"):
+        await execute(store, f"ALTER TABLE metric_series DROP COLUMN {name}")
+    await execute(store, "ALTER TABLE export_schedules ADD COLUMN last_s DOUBLE PRECISION")
+    await execute(store, "UPDATE alembic_version SET version_num = '0005'")
+
+
+def _old_points(series_id: int, resolution_s: int, begin_s: int, end_s: int) -> str:
+    """Points of the number n at second n, and of one NaN in each that sums up more than one."""
+    width_s = max(resolution_s, 1)
+    rows = []
+    for at_s in range(begin_s, end_s, width_s):
+        last_s = at_s + width_s - 1
+        rows.append(
+            f"({series_id}, {resolution_s}, {at_s * 1000}, {last_s}, {(at_s + last_s) / 2}, "
+            f"{at_s}, {last_s}, {width_s}, {int(width_s > 1)})"
+        )
+    return f"INSERT INTO metric_points VALUES {', '.join(rows)}"
+
+
+async def test_points_of_three_resolutions_become_one_list_and_the_audit_stays(
+    address: StoreAddress,
+) -> None:
+    short, long = LOSS, replace(LOSS, name="lr")
+    async with started(address) as store:
+        for n, series in enumerate((short, long), start=1):
+            await execute(
+                store,
+                "INSERT INTO metric_series (id, job, incarnation, rank, name) VALUES "
+                f"({n}, 'run', 1, -1, '{series.name}')",
+            )
+        await Audit(store).event(Action(actor="ops", role="admin", method="m", job="run"))
+        before = await Audit(store).page("run", order="oldest", limit=9)
+        await _as_of_0005(store)
+        # Ten minutes to 6000, minutes to 6600 and samples to 6700; each also as finer ones had it.
+        for resolution_s, begin_s, end_s in ((600, 3600, 6600), (60, 5400, 6660), (0, 6570, 6700)):
+            await execute(store, _old_points(1, resolution_s, begin_s, end_s))
+        await execute(store, _old_points(2, 0, 10_000, 10_000 + 2 * MAX_POINTS + 10))
+    async with started(address) as store:
+        history = MetricHistory(store)
+        points = await history.read(short)
+        spans = [(point.time_s, point.span_s) for point in points]
+        assert spans[:3] == [(3600, 600), (4200, 600), (4800, 600)]
+        assert spans[3:23] == [(5400 + 60 * n, 60) for n in range(20)]
+        assert spans[23:] == [(6600 + n, 0.001) for n in range(100)]
+        assert (points[0].mean, points[0].min, points[0].max) == (3899.5, 3600, 4199)
+        assert (points[0].count, points[0].nonfinite_count, points[0].step) == (600, 1, 4199)
+        assert sum(point.count for point in points) == 6700 - 3600
+        thinned = await history.read(long)
+        assert {point.span_s for point in thinned} == {2.048}
+        assert sum(point.count for point in thinned) == 2 * MAX_POINTS + 10
+        assert (thinned[0].min, thinned[-1].max) == (10_000, 10_000 + 2 * MAX_POINTS + 9)
+        assert [p.mean for p in thinned] == [
+            (p.min + p.max) / 2 for p in thinned if p.min and p.max
+        ]
+        # The series go on where they were: what they had is not taken twice.
+        for series, end_s in ((short, 6700), (long, 10_000 + 2 * MAX_POINTS + 10)):
+            history.offer(
+                Sample(series=series, time_s=float(n), step=n, value=float(n))
+                for n in range(end_s - 50, end_s + 50)
+            )
+            count = sum(point.count for point in await history.read(series))
+            await history.flush()
+            now = await history.read(series)
+            assert sum(point.count for point in now) == count + 50
+            assert (now[-1].max, now[-1].step) == (end_s + 49, end_s + 49)
+        assert await Audit(store).page("run", order="oldest", limit=9) == before
+        assert len(before) == 1
 
 
 def test_the_newest_migration_is_the_one_the_schema_names() -> None:
@@ -285,50 +373,95 @@ async def test_an_id_is_found_by_its_first_characters_in_its_job_alone(
                 await edits.whole_id("run", none)
 
 
-async def test_samples_become_minutes_become_ten_minutes_and_go(address: StoreAddress) -> None:
-    """Forty days within a second: only the clock is ours."""
-    now = [0.0]
+async def test_a_full_series_is_thinned_and_goes_on_with_a_wider_span(
+    address: StoreAddress,
+) -> None:
+    begin_s, count = 1_000_000.0, 3 * MAX_POINTS
+    async with started(address) as store:
+        history = MetricHistory(store)
+        values = [math.nan if n % 100 == 7 else float(n) for n in range(count)]
+        for begin in range(0, count, 500):
+            history.offer(
+                Sample(series=LOSS, time_s=begin_s + n, step=n, value=values[n])
+                for n in range(begin, min(begin + 500, count))
+            )
+            await history.flush()
+            await history.thin()
+            assert len(await history.read(LOSS)) <= MAX_POINTS
+        points = await history.read(LOSS)
+        assert MAX_POINTS / 2 < len(points) <= MAX_POINTS
+        assert {point.span_s for point in points} == {4.096}
+        assert sum(point.count for point in points) == sum(map(math.isfinite, values))
+        assert sum(point.nonfinite_count for point in points) == sum(map(math.isnan, values))
+        assert (points[0].min, points[-1].max, points[-1].step) == (0.0, count - 1, count - 1)
+        first = points[1]
+        within = [
+            value
+            for n, value in enumerate(values)
+            if first.time_s <= begin_s + n < first.time_s + first.span_s
+        ]
+        finite = [value for value in within if math.isfinite(value)]
+        assert first.mean == pytest.approx(sum(finite) / len(finite))
+        assert (first.min, first.max) == (min(finite), max(finite))
+
+
+async def test_a_part_is_read_and_merged_to_as_many_points_as_are_wanted(
+    address: StoreAddress,
+) -> None:
+    async with started(address) as store:
+        history = MetricHistory(store)
+        history.offer(Sample(series=LOSS, time_s=100.0 + n, value=float(n)) for n in range(50))
+        await history.flush()
+        some = await history.read(LOSS, begin_s=110.0, end_s=120.0)
+        assert [point.mean for point in some] == [float(n) for n in range(10, 20)]
+        few = await history.read(LOSS, limit=4)
+        assert 1 < len(few) <= 4
+        assert sum(point.count for point in few) == 50
+        assert await history.read(LOSS, begin_s=200.0) == []
+        # Whatever reaches into the time that is asked for.
+        wide = few[1]
+        narrow = await history.read(LOSS, begin_s=wide.time_s + 1, end_s=wide.time_s + 2)
+        assert len(narrow) in (1, 2)
+        assert len(await history.read(LOSS)) == 50, "reading changes nothing"
+
+
+async def test_what_is_told_again_after_a_restart_counts_once(address: StoreAddress) -> None:
+    async with started(address) as store:
+        told = [Sample(series=LOSS, time_s=100.0 + n, value=1.0) for n in range(3000)]
+        for begin, end in ((0, 2900), (0, 3000), (500, 3000)):
+            history = MetricHistory(store)
+            history.offer(told[begin:end])
+            await history.flush()
+            await history.thin()
+        points = await history.read(LOSS)
+        assert len(points) <= MAX_POINTS
+        assert sum(point.count for point in points) == 3000
+
+
+async def test_a_series_goes_a_month_after_its_last_sample_and_may_come_again(
+    address: StoreAddress,
+) -> None:
+    now = [100.0]
     async with started(address) as store:
         history = MetricHistory(store, clock=lambda: now[0])
-        begin_s = 40 * 86_400
-        values = [float(n) for n in range(1200)]
-        values[7] = math.nan
-        values[8] = math.inf
-        history.offer(
-            Sample(series=LOSS, time_s=begin_s + n, step=n, value=value)
-            for n, value in enumerate(values)
-        )
-        now[0] = begin_s + 1300.0
+        other = replace(LOSS, name="lr")
+        for series, time_s in ((LOSS, 10.0), (other, 5000.0)):
+            history.offer([Sample(series=series, time_s=time_s, value=1.0)])
         await history.flush()
-        raw = await history.read(LOSS, begin_s=begin_s, end_s=begin_s + 10)
-        assert [point.mean for point in raw[:7]] == values[:7]
-        assert raw[7].mean is None
-        assert (raw[7].count, raw[7].nonfinite_count) == (0, 1)
+        now[0] = KEEP_S + 5.0
         await history.sweep()
+        assert await history.series("run", 1) == [LOSS, other]
+        now[0] = KEEP_S + 20.0
         await history.sweep()
-        now[0] += 3600
-        await history.sweep()
-        minutes = await history.read(LOSS, begin_s=begin_s, end_s=begin_s + 1200)
-        assert len(minutes) == 20
-        assert minutes[0] == Point(
-            time_s=begin_s, resolution_s=60, step=59, min=0.0, max=59.0, count=58,
-            nonfinite_count=2, mean=(sum(range(60)) - 15) / 58,
-        )  # fmt: skip
-        now[0] += 86_400
-        await history.sweep()
-        tens = await history.read(LOSS, begin_s=begin_s, end_s=begin_s + 1200)
-        assert [point.resolution_s for point in tens] == [600, 600]
-        assert (tens[1].min, tens[1].max, tens[1].count, tens[1].step) == (600, 1199, 600, 1199)
-        assert tens[1].mean == pytest.approx(899.5)
-        count = "SELECT count(*) FROM metric_points WHERE resolution_s = 0"
-        assert await store.read(lambda c: c.execute(text(count)).scalar_one()) == 0
-        now[0] += 31 * 86_400
-        await history.sweep()
+        assert await history.series("run", 1) == [other]
         count = "SELECT count(*) FROM metric_points"
-        assert await store.read(lambda c: c.execute(text(count)).scalar_one()) == 0
+        assert await store.read(lambda c: c.execute(text(count)).scalar_one()) == 1
+        history.offer([Sample(series=LOSS, time_s=now[0], value=2.0)])
+        await history.flush()
+        assert [point.mean for point in await history.read(LOSS)] == [2.0]
 
 
-async def test_a_jump_of_the_clock_sums_up_and_drops_nothing(
+async def test_a_jump_of_the_clock_drops_nothing(
     address: StoreAddress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with started(address) as store:
@@ -342,29 +475,12 @@ async def test_a_jump_of_the_clock_sums_up_and_drops_nothing(
         defaults = [MetricHistory.__init__, NormHistory.__init__, Watcher.__init__]
         assert [d.__kwdefaults__["clock"] for d in defaults] == [now_s, now_s, now_s]
         (point,) = await history.read(LOSS, begin_s=begin_s - 1, end_s=begin_s + 1)
-        assert (point.resolution_s, point.mean) == (0, 1.0)
-
-
-async def test_a_restart_goes_on_summing_up_where_it_was(address: StoreAddress) -> None:
-    async with started(address) as store:
-        history = MetricHistory(store, clock=lambda: 1000.0)
-        history.offer(Sample(series=LOSS, time_s=600.0 + n, value=1.0) for n in range(300))
-        await history.flush()
-        await history.sweep()
-        again = MetricHistory(store, clock=lambda: 1000.0)
-        again.offer([Sample(series=LOSS, time_s=899.5, value=1.0)])
-        await again.flush()
-        await again.sweep()
-        late = MetricHistory(store, clock=lambda: 600.0 + 3700)
-        points = await late.read(LOSS, begin_s=600, end_s=900)
-        assert [(point.time_s, point.count) for point in points] == [
-            (600.0 + 60 * n, 60) for n in range(5)
-        ]
+        assert point.mean == 1.0
 
 
 async def test_series_are_apart_and_the_same_moment_counts_once(address: StoreAddress) -> None:
     async with started(address) as store:
-        history = MetricHistory(store, clock=lambda: 100.0)
+        history = MetricHistory(store)
         others = [
             SeriesKey(job="run", incarnation=1, rank=0, name="loss"),
             SeriesKey(job="run", incarnation=2, name="loss"),
@@ -380,7 +496,7 @@ async def test_series_are_apart_and_the_same_moment_counts_once(address: StoreAd
 
 async def test_series_are_listed_by_name_and_rank_in_pages(address: StoreAddress) -> None:
     async with started(address) as store:
-        history = MetricHistory(store, clock=lambda: 100.0)
+        history = MetricHistory(store)
         wanted = [
             SeriesKey(job="run", incarnation=2, name="Norm:w"),
             SeriesKey(job="run", incarnation=2, name="norm:layers.0.weight"),

@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 
+from paramd.clock import now_s
 from paramd.errors import UsageError
 from paramd.memory.handover import MAX_MESSAGE_BYTES, Message
 from paramd.trainer.model import accelerator
@@ -99,7 +100,7 @@ class Insight:
             UsageError: a name or a value is not what is expected; then none is kept.
         """
         checked = checked_numbers(numbers)
-        self._pending.append(_Entry(step, time.time(), checked, _computed(checked)))
+        self._pending.append(_Entry(step, now_s(), checked, _computed(checked)))
         if self._idle:
             self._idle = False
             self._rouse()

@@ -546,9 +546,9 @@ export interface paths {
         };
         /**
          * Get History
-         * @description A metric over time at the finest resolution still kept: samples for an hour, minutes
-         *     for a day, tens of minutes for a month. Norms exist for tensors that the watch sampled;
-         *     those of small tensors need a reader's token.
+         * @description A metric over time, by default over all of it. The longer a series, the longer the spans
+         *     that its points sum up. Where nothing was measured there is no point. Norms exist for
+         *     tensors that the watch sampled; those of small tensors need a reader's token.
          */
         get: operations["get_history"];
         put?: never;
@@ -1426,16 +1426,6 @@ export interface components {
          */
         AuditPage: {
             /**
-             * Anchor Hash
-             * @description Its hash; compare it with the one in the log
-             */
-            anchor_hash: string;
-            /**
-             * Anchor Seq
-             * @description The last record, from the anchor file kept off the store
-             */
-            anchor_seq: number;
-            /**
              * Job
              * @description Job of the chain; empty: the site's own chain
              */
@@ -2165,7 +2155,6 @@ export interface components {
          * HistoryDocument
          * @description One series, oldest point first.
          * @example {
-         *       "cut": false,
          *       "incarnation": 3,
          *       "metric": "norm",
          *       "points": [],
@@ -2174,11 +2163,6 @@ export interface components {
          *     }
          */
         HistoryDocument: {
-            /**
-             * Cut
-             * @description There are more points: ask again from the last one on
-             */
-            cut: boolean;
             /** Incarnation */
             incarnation: number;
             /** Metric */
@@ -3025,7 +3009,7 @@ export interface components {
         };
         /**
          * PointDocument
-         * @description One time bucket of a series.
+         * @description A series within one span of time.
          */
         PointDocument: {
             /**
@@ -3045,10 +3029,10 @@ export interface components {
             /** Nonfinite Count */
             nonfinite_count: number;
             /**
-             * Resolution S
-             * @description Its length; 0: a single sample
+             * Span S
+             * @description Its length; 0.001: one moment
              */
-            resolution_s: number;
+            span_s: number;
             /**
              * Step
              * @description Highest step in it; -1 when unknown
@@ -3056,7 +3040,7 @@ export interface components {
             step: number;
             /**
              * Time S
-             * @description Start of the bucket, seconds since the Unix epoch
+             * @description Begin of the span, seconds since the Unix epoch
              */
             time_s: number;
         };
@@ -5194,6 +5178,8 @@ export interface operations {
                 begin_s?: number | null;
                 /** @description Unix time in seconds */
                 end_s?: number | null;
+                /** @description Neighbours are merged until there are no more */
+                max_points?: number;
                 /** @description Default: the job's last one */
                 incarnation?: number | null;
             };

@@ -187,12 +187,9 @@ function Audit(): ReactNode {
       source={<Source what={chain === "job" ? `/jobs/${job}/audit` : "/audit"} at={first.at} error={first.error} busy={first.busy} refresh={first.refresh} />}
     >
       {first.error && <Trouble>{first.error}</Trouble>}
-      {first.data && (
-        <p className="faint wrap">
-          {count(first.data.anchor_seq)} records; hash of the last one, kept outside the store: <code>{first.data.anchor_hash.slice(0, 16)}…</code>{" "}
-          (<code>paramd audit verify</code> checks the chain)
-        </p>
-      )}
+      <p className="faint wrap">
+        Each record has the hash of the one before it; <code>paramd audit verify</code> checks them.
+      </p>
       {first.data && newest.length === 0 && <Empty>Nothing is recorded in this chain yet.</Empty>}
       <Rows label="Audit" columns={COLUMNS} items={[...newest, ...below]} keyOf={(r) => String(r.seq)} onPick={setPicked} height="22rem" />
       {token && (

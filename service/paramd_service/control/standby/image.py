@@ -12,7 +12,6 @@ from sqlalchemy import Connection
 
 from paramd.v1 import control_pb2
 from paramd_service.control.base.site import set_generation
-from paramd_service.control.records.audit.audit import path_of
 
 PAGE_BYTES = 4096
 """Granularity of the comparison, whatever the store's own pages are."""
@@ -28,6 +27,11 @@ class State:
     file: bytes
     audit_head: bytes
     """At most as new as the file."""
+
+
+def path_of(directory: Path, job: str) -> Path:
+    """Where an older paramd kept the head of its audit."""
+    return directory / f"audit-{job}.head"
 
 
 def state_of(connection: Connection, directory: Path, job: str) -> State:

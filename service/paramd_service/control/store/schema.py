@@ -17,6 +17,7 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    text,
 )
 
 REVISION = "0008"
@@ -101,6 +102,9 @@ metric_series = Table(
     Column("incarnation", BigInteger, nullable=False),
     Column("rank", Integer, nullable=False, comment="-1: the mesh as a whole"),
     Column("name", String(MAX_NAME_CHARS), nullable=False),
+    Column("grid_ms", BigInteger, nullable=False, server_default=text("1"), comment="of new ones"),
+    Column("newest_ms", BigInteger, nullable=False, server_default=text("0"), comment="of samples"),
+    Column("point_count", Integer, nullable=False, server_default=text("0")),
     UniqueConstraint("job", "incarnation", "rank", "name"),
     comment="what a number is about; its points hold only the id",
 )
@@ -115,9 +119,9 @@ metric_points = Table(
         primary_key=True,
         autoincrement=False,
     ),
-    Column("resolution_s", Integer, primary_key=True, autoincrement=False, comment="0: as it came"),
-    Column("time_ms", BigInteger, primary_key=True, autoincrement=False, comment="begin of it"),
-    Column("step", BigInteger, nullable=False, comment="the last step within; -1: not known"),
+    Column("time_ms", BigInteger, primary_key=True, autoincrement=False, comment="begin of span"),
+    Column("span_ms", BigInteger, nullable=False, comment="1: one moment"),
+    Column("step", BigInteger, nullable=False, comment="the highest within; -1: not known"),
     Column("mean", Double, comment="of finite values; null: there was none"),
     Column("min", Double),
     Column("max", Double),

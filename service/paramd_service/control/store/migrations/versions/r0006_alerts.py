@@ -1,4 +1,4 @@
-"""A placeholder."""
+"""Placeholder."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ depends_on: None = None
 
 
 def upgrade() -> None:
-    """Nothing yet."""
+    """Do nothing."""

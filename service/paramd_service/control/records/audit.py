@@ -1,26 +1,23 @@
 """The audit: hash chains of records in the store, one chain per job.
 
-Audit records a mutation's intent before its effect and the outcome after it. HeadFiles keeps the
-head of each chain in a file apart from the store, because a chain alone cannot reveal that its
-end was truncated. Denials records refused calls at a bounded rate.
+Audit records a mutation's intent before its effect and the outcome after it. Denials records
+refused calls at a bounded rate. `paramd/chain.py` says how records are linked and checked.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, insert, select, text
 
-from paramd.chain import START, Head, Link, canonical, link_hash
+from paramd.chain import GENESIS, Link, canonical, link_hash
 from paramd.errors import ParamdError, UnreachableError, reason_of
 from paramd_service.control.store.engine import StoreError
 from paramd_service.control.store.schema import audit
@@ -29,11 +26,6 @@ from paramd_service.control.store.store import Store
 LOCK_KEY = 0x70617261_6D640002
 """PostgreSQL advisory lock held while appending."""
 
-SLOT_BYTES = 128
-
-HEAD_EVERY = 100
-"""Records of a chain between two log lines with its head."""
-
 BURST = 10.0
 PER_S = 0.2
 MAX_TEXT_CHARS = 200
@@ -41,128 +33,30 @@ MAX_TEXT_CHARS = 200
 log = logging.getLogger("paramd.control.audit")
 
 
-class ChainBrokenError(Exception):
-    """The store has lost or altered an earlier record; appending would hide that."""
-
-
-def append(
-    connection: Connection, job: str, known: Head, record: Callable[[int], Mapping[str, Any]]
-) -> Link:
-    """Append `record(seq)` to a job's chain; the caller commits.
-
-    Args:
-        known: The newest head kept apart from the store; the chain must still contain it.
-
-    Raises:
-        ChainBrokenError: it does not.
-    """
+def append(connection: Connection, job: str, record: Mapping[str, Any]) -> Link:
+    """Append a record to a job's chain; the caller commits."""
     if connection.dialect.name == "postgresql":
         # Several control planes may share one chain. SQLite has a single writer anyway.
         connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": LOCK_KEY})
-    last = head(connection, job)
-    if known.seq and (last if last.seq == known.seq else _at(connection, job, known.seq)) != known:
-        raise ChainBrokenError(
-            f"record {known.seq} of the audit was removed or replaced; run: paramd audit verify"
-        )
+    newest = links(connection, job, order="newest", beyond_seq=None, limit=1)
+    last = newest[0] if newest else Link(0, "", GENESIS)
     seq = last.seq + 1
-    body = canonical({**record(seq), "job": job, "prev": last.hash, "seq": seq})
+    body = canonical({**record, "job": job, "prev": last.hash, "seq": seq})
     link = Link(seq, body, link_hash(last.hash, body))
     connection.execute(insert(audit).values(job=job, seq=seq, body=body, hash=link.hash))
     return link
 
 
-def head(connection: Connection, job: str) -> Head:
-    """The chain's head according to the store."""
-    chosen = (
-        select(audit.c.seq, audit.c.hash)
-        .where(audit.c.job == job)
-        .order_by(audit.c.seq.desc())
-        .limit(1)
-    )
-    row = connection.execute(chosen).first()
-    return Head(row.seq, row.hash) if row is not None else START
-
-
-def links(connection: Connection, job: str, *, after_seq: int, limit: int) -> list[Link]:
-    """Records after `after_seq`, oldest first."""
-    chosen = (
-        select(audit).where(audit.c.job == job, audit.c.seq > after_seq).order_by(audit.c.seq)
-    ).limit(limit)
+def links(
+    connection: Connection, job: str, *, order: str, beyond_seq: int | None, limit: int
+) -> list[Link]:
+    """The "oldest" or "newest" records of a chain first, beyond a record if one is given."""
+    oldest = order == "oldest"
+    chosen = select(audit).where(audit.c.job == job).limit(limit)
+    chosen = chosen.order_by(audit.c.seq if oldest else audit.c.seq.desc())
+    if beyond_seq is not None:
+        chosen = chosen.where(audit.c.seq > beyond_seq if oldest else audit.c.seq < beyond_seq)
     return [Link(row.seq, row.body, row.hash) for row in connection.execute(chosen)]
-
-
-def newest(connection: Connection, job: str, *, before_seq: int | None, limit: int) -> list[Link]:
-    """Records before `before_seq` (None: all), newest first."""
-    chosen = select(audit).where(audit.c.job == job).order_by(audit.c.seq.desc()).limit(limit)
-    if before_seq is not None:
-        chosen = chosen.where(audit.c.seq < before_seq)
-    return [Link(row.seq, row.body, row.hash) for row in connection.execute(chosen)]
-
-
-def _at(connection: Connection, job: str, seq: int) -> Head | None:
-    chosen = select(audit.c.hash).where(audit.c.job == job, audit.c.seq == seq)
-    found = connection.execute(chosen).scalar()
-    return Head(seq, found) if found is not None else None
-
-
-class HeadFiles:
-    """The head files of one directory. Single thread.
-
-    A file has two one-line slots, written alternately, so a torn write loses only the newer line.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._descriptors: dict[str, int] = {}
-
-    def read(self, job: str) -> Head | None:
-        """The newest head kept for a chain; None when there is none. Raises OSError."""
-        try:
-            text = path_of(self._directory, job).read_bytes()
-        except FileNotFoundError:
-            return None
-        heads = []
-        for begin in range(0, len(text), SLOT_BYTES):
-            try:
-                heads.append(Head.parse(text[begin : begin + SLOT_BYTES].decode("ascii")))
-            except ValueError:
-                continue  # torn, or never written
-        return max(heads, key=lambda head: head.seq, default=None)
-
-    def write(self, job: str, head: Head) -> None:
-        """Store a head durably. Raises OSError."""
-        descriptor = self._descriptors.get(job)
-        if descriptor is None:
-            path = path_of(self._directory, job)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            self._descriptors[job] = descriptor
-            _make_durable(descriptor, self._directory)
-        line = str(head).ljust(SLOT_BYTES - 1).encode() + b"\n"
-        os.pwrite(descriptor, line, head.seq % 2 * SLOT_BYTES)
-        os.fdatasync(descriptor)
-
-    def close(self) -> None:
-        """Close the files. Idempotent."""
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors.clear()
-
-
-def path_of(directory: Path, job: str) -> Path:
-    """The head file of a chain; the site's own chain has no job."""
-    return directory / (f"audit-{job}.head" if job else "audit.head")
-
-
-def _make_durable(descriptor: int, directory: Path) -> None:
-    if os.fstat(descriptor).st_size < 2 * SLOT_BYTES:
-        # Allocate both slots now: storing a head must not fail on a full disk later.
-        os.posix_fallocate(descriptor, 0, 2 * SLOT_BYTES)
-        os.fsync(descriptor)
-    listing = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(listing)
-    finally:
-        os.close(listing)
 
 
 class AuditUnavailableError(UnreachableError):
@@ -205,22 +99,9 @@ class Entry:
 class Audit:
     """Appends to the chains. Single event loop; use while the store is started."""
 
-    def __init__(
-        self,
-        store: Store,
-        directory: Path,
-        *,
-        clock: Callable[[], float] = time.time,
-        head_every: int = HEAD_EVERY,
-    ) -> None:
-        """`directory` holds the heads, apart from the store."""
+    def __init__(self, store: Store, *, clock: Callable[[], float] = time.time) -> None:
         self._store = store
-        self._directory = directory
         self._clock = clock
-        self._head_every = head_every
-        # Touched only by the store's writer thread.
-        self._heads = HeadFiles(directory)
-        self._known: dict[str, Head] = {}
         self.may_change: Callable[[], None] = lambda: None
         """Raises ParamdError when this control plane is to change nothing."""
         self.copied: Callable[[], Awaitable[None]] = _at_once
@@ -267,40 +148,20 @@ class Audit:
         An event that cannot be recorded is logged.
         """
         try:
-            await self._append(action.job, partial(self._body, "event", action, None))
+            await self._append(action.job, self._body("event", action))
         except AuditUnavailableError as error:
             log.error("not in the audit: %s by %s (%s)", action.method, action.actor, error)
 
-    async def page(self, job: str, *, before_seq: int | None, limit: int) -> list[Link]:
-        """Records of a chain before `before_seq` (None: all), newest first. Raises StoreError."""
-        read = partial(newest, job=job, before_seq=before_seq, limit=limit)
-        return await self._store.read(read)
-
-    async def oldest(self, job: str, *, after_seq: int, limit: int) -> list[Link]:
-        """Records after `after_seq`, oldest first. Raises StoreError."""
-        read = partial(links, job=job, after_seq=after_seq, limit=limit)
-        return await self._store.read(read)
-
-    async def anchor(self, job: str) -> Head | None:
-        """The head kept apart from the store. Raises StoreError."""
-        # Its own HeadFiles: `self._heads` belongs to the writer thread.
-        return await self._store.read(lambda _: HeadFiles(self._directory).read(job))
-
-    async def stop(self) -> None:
-        """Log the heads and close their files. Call before the store's stop; idempotent."""
-
-        def close(_: Connection) -> None:
-            for job, head in sorted(self._known.items()):
-                _tell(job, head)
-            self._heads.close()
-
-        with suppress(StoreError):
-            await self._store.write(close)
+    async def page(
+        self, job: str, *, order: str = "newest", beyond_seq: int | None = None, limit: int
+    ) -> list[Link]:
+        """As `links`. Raises StoreError."""
+        return await self._store.read(
+            partial(links, job=job, order=order, beyond_seq=beyond_seq, limit=limit)
+        )
 
     async def _intent(self, action: Action) -> int:
-        appending = asyncio.ensure_future(
-            self._append(action.job, partial(self._body, "intent", action, None))
-        )
+        appending = asyncio.ensure_future(self._append(action.job, self._body("intent", action)))
         try:
             return await asyncio.shield(appending)
         except asyncio.CancelledError:
@@ -314,9 +175,7 @@ class Audit:
     async def _outcome(self, action: Action, entry: Entry) -> None:
         try:
             # The body has run: a cancelled caller must not lose the outcome.
-            await asyncio.shield(
-                self._append(action.job, partial(self._body, "outcome", action, entry))
-            )
+            await asyncio.shield(self._append(action.job, self._body("outcome", action, entry)))
         except AuditUnavailableError as error:
             log.error(
                 "the outcome of record %d (%s) is not in the audit: %r (%s)",
@@ -326,12 +185,10 @@ class Audit:
                 error,
             )
 
-    async def _append(self, job: str, body: Callable[[int], Mapping[str, Any]]) -> int:
+    async def _append(self, job: str, record: Mapping[str, Any]) -> int:
         try:
-            link: Link = await self._store.write(
-                partial(self._write, job=job, body=body), then=partial(self._written, job)
-            )
-        except (StoreError, ChainBrokenError, OSError) as error:
+            link = await self._store.write(partial(append, job=job, record=record))
+        except StoreError as error:
             if str(error) != self.failure:
                 log.error("the audit cannot be written, mutations are refused: %s", error)
             self.failure = str(error)
@@ -342,23 +199,7 @@ class Audit:
         await self.copied()
         return link.seq
 
-    def _write(
-        self, connection: Connection, *, job: str, body: Callable[[int], Mapping[str, Any]]
-    ) -> Link:
-        if job not in self._known:
-            self._known[job] = self._heads.read(job) or START
-        return append(connection, job, self._known[job], body)
-
-    def _written(self, job: str, link: Link) -> None:
-        # After the commit: a crash in between leaves the kept head one record behind, which the
-        # chain still contains. Written before, it could name a record that was never committed.
-        head = Head(link.seq, link.hash)
-        self._known[job] = head
-        self._heads.write(job, head)
-        if link.seq % self._head_every == 0:
-            _tell(job, head)
-
-    def _body(self, kind: str, action: Action, entry: Entry | None, _seq: int) -> dict[str, Any]:
+    def _body(self, kind: str, action: Action, entry: Entry | None = None) -> dict[str, Any]:
         detail = entry.detail if entry is not None else action.detail
         body: dict[str, Any] = {
             "kind": kind,
@@ -381,10 +222,6 @@ async def _at_once() -> None:
 
 def _named(error: BaseException) -> str:
     return reason_of(error).lower() if isinstance(error, ParamdError) else type(error).__name__
-
-
-def _tell(job: str, head: Head) -> None:
-    log.info("audit head of %s: %s", job or "the site", head)
 
 
 class Denials:

@@ -20,7 +20,7 @@ from paramd_service.control.store.alerts import Alert, AlertStore, State
 from paramd_service.control.store.history import MetricHistory, Sample, SeriesKey
 
 MAX_FIRING = 1000
-"""Most firing alerts; more are counted, not kept."""
+"""Most firing alerts; more are not kept."""
 
 CLEAR_AFTER_S = 5.0
 """Seconds without a sighting after which an alert is resolved: a value around its threshold would
@@ -70,8 +70,6 @@ class Book:
         self._firing: dict[tuple[str, str], Alert] = {}
         self.fired_count = 0
         """Alerts that have ever fired."""
-        self.dropped_count = 0
-        """Alerts dropped because there were too many."""
 
     @property
     def firing(self) -> tuple[Alert, ...]:
@@ -113,7 +111,6 @@ class Book:
         known = self._firing.get(key)
         if known is None:
             if len(self._firing) >= MAX_FIRING:
-                self.dropped_count += 1
                 return None
             self.fired_count += 1
         since_s = known.first_seen_s if known is not None else now_s

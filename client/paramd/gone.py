@@ -44,6 +44,5 @@ GONE: tuple[Gone, ...] = (
         "setting", "alerts.straggler_hold_s", "set stall_window_s: a straggler is slow at both ends"
     ),
     Gone("setting", "alerts.clear_after_s", "leave it out: it is 5 s"),
-    Gone("python", "Alert.seen_count", "use Alert.first_seen_s and last_seen_s"),
 )
 """Every name that this release took away, in the order of the CHANGELOG."""

@@ -152,9 +152,3 @@ def test_a_file_that_cannot_be_right_is_refused(tmp_path: Path, text: str) -> No
 def test_an_environment_that_is_no_table_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="PARAMD_ALERTS"):
         load_alerts([], {"PARAMD_ALERTS": text}, watch=True)
-
-
-def test_a_setting_that_is_gone_says_what_to_do_instead() -> None:
-    gone = {"PARAMD_ALERTS": '{"webhook_attempts": 3}'}
-    with pytest.raises(UsageError, match=r"webhook_attempts is gone; have .* Alertmanager"):
-        load_alerts([], gone, watch=True)

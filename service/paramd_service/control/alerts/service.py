@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from paramd.errors import ParamdError, UsageError
-from paramd.gone import GONE
 from paramd.state_files import file_places
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.control.alerts.book import KeptAlerts
@@ -187,12 +186,9 @@ def parse_alerts(table: Mapping[str, Any], *, place: str, trusted: bool = True) 
     Raises:
         UsageError: an unknown key or a value of the wrong type.
     """
-    gone = {row.name: row.instead for row in GONE if row.door == "setting"}
     kinds = {field.name: field for field in fields(AlertConfig)}
     found: dict[str, Any] = {}
     for key, value in table.items():
-        if (instead := gone.get(f"alerts.{key}")) is not None:
-            raise UsageError(f"{place}: {key} is gone; {instead}")
         if key not in kinds:
             raise UsageError(f"{place}: unknown key {key!r}; expected one of {', '.join(kinds)}")
         if key in ("webhooks", "hold") and not trusted:

@@ -142,7 +142,7 @@ class ControlPlane:
             watch=not self._config.no_watch,
             strict=jobs.is_site,
             publish=self._events.publish,
-            store=KeptAlerts(self._records.alerts, self._records.history, self._records.silences),
+            store=KeptAlerts(self._records.alerts, self._records.history),
             expires_s=lambda: files.expires_s if files is not None else None,
         )
         self._exports = ExportService(

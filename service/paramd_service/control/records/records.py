@@ -24,7 +24,6 @@ from paramd_service.control.store.edits import EditStore
 from paramd_service.control.store.engine import StoreError, parse_store
 from paramd_service.control.store.exports import ExportRow
 from paramd_service.control.store.history import MetricHistory
-from paramd_service.control.store.silences import SilenceStore
 from paramd_service.control.store.store import Store
 from paramd_service.control.store.tokens import TokenStore
 
@@ -57,7 +56,6 @@ class Records:
         self.history = MetricHistory(self.store)
         self.tokens = TokenStore(self.store)
         self.alerts = AlertStore(self.store)
-        self.silences = SilenceStore(self.store)
         self.edits = EditStore(self.store)
         self.chain = chain
         self._incarnation = incarnation

@@ -150,7 +150,7 @@ def _summary(services: Services, mesh: Incarnation, view: MeshView) -> JobSummar
     watcher = services.watchers.get(mesh.job)
     firing = watcher.book.firing if watcher is not None else ()
     joined = view.joined
-    critical = sum(alert.finding.severity is Severity.CRITICAL for alert in firing)
+    critical = sum(alert.severity == Severity.CRITICAL for alert in firing)
     return JobSummary(
         job=mesh.job,
         incarnation=mesh.number,
@@ -162,10 +162,6 @@ def _summary(services: Services, mesh: Incarnation, view: MeshView) -> JobSummar
         hold=_hold(joined),
         critical_count=critical,
         warning_count=len(firing) - critical,
-        open_count=sum(
-            not alert.acknowledged_by and watcher is not None and not watcher.silenced(alert)
-            for alert in firing
-        ),
     )
 
 

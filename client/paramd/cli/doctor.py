@@ -66,8 +66,8 @@ _SECCOMP = "the container's seccomp profile or sandbox blocks it; allow sendmsg 
 COLUMNS = (
     Column("check", "CHECK"),
     Column("verdict", "RESULT"),
-    Column("detail", "FOUND", cut="end"),
-    Column("advice", "WHAT TO DO", cut="end"),
+    Column("detail", "FOUND"),
+    Column("advice", "WHAT TO DO"),
 )
 
 TIMEOUT_S = 5.0

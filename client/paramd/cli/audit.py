@@ -63,7 +63,7 @@ COLUMNS = (
     Column("method", "METHOD"),
     Column("of", "OF", right=True, drop=3),
     Column("result", "RESULT", drop=1),
-    Column("detail", "DETAIL", detail_text, cut="end"),
+    Column("detail", "DETAIL", detail_text),
 )
 VERDICT_COLUMNS = (
     Column("chain", "AUDIT OF"),

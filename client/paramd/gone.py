@@ -25,6 +25,5 @@ class Gone(NamedTuple):
     """What to do instead, as the rest of a sentence: "use ..."."""
 
 
-GONE: tuple[Gone, ...] = (
-)
+GONE: tuple[Gone, ...] = ()
 """Every name that this release took away, in the order of the CHANGELOG."""

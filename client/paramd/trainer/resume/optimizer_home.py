@@ -12,7 +12,7 @@ What is no tensor stays in the optimizer; `others` lists it for the continuation
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
 from operator import is_
@@ -84,8 +84,17 @@ class OptimizerHome:
         page: ControlPage,
         optimizers: Sequence[torch.optim.Optimizer],
         device: DeviceState | None = None,
+        *,
+        resumable: bool = True,
     ) -> None:
-        """`device`: memory on the parameters' device; None: they are in host memory."""
+        """
+        Args:
+            optimizers: of the model; with `followed` those take their place.
+            device: memory on the parameters' device; None: they are in host memory.
+            resumable: a successor needs all state; else what belongs to no parameter is left alone.
+        """
+        self._resumable = resumable
+        self.followed: Collection[torch.optim.Optimizer] | None = None
         self._most_bytes = memory.size_bytes
         self._page = page
         self._device = device
@@ -205,6 +214,8 @@ class OptimizerHome:
 
     def alive(self) -> list[torch.optim.Optimizer]:
         """The optimizers. Raises ConflictError once the script has dropped one."""
+        if self.followed is not None:
+            return list(self.followed)
         found = [reference() for reference in self._optimizers]
         if None in found:
             raise ConflictError("an optimizer given to attach is gone; keep a reference to it")
@@ -248,6 +259,8 @@ class OptimizerHome:
             indices = {id(param): (i, param) for i, param in enumerate(_params(optimizer))}
             for owner, state in optimizer.state.items():
                 known = indices.get(id(owner))
+                if not self._resumable and (known is None or not isinstance(state, dict)):
+                    continue
                 if known is None or not isinstance(state, dict):
                     raise ConflictError(
                         f"optimizer {number} ({type(optimizer).__name__}) has state that belongs "

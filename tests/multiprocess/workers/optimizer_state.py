@@ -63,8 +63,8 @@ def main() -> int:
     built = kinds.named(args.kind).build(0)
     wanted = [param for param in built.model.parameters() if param.requires_grad]
     optimizer = OPTIMIZERS[args.optimizer](wanted)
-    given = [] if args.not_given else [optimizer]
-    attachment = paramd.attach(built.model, *given, job=JOB, resume=args.resume)
+    given = None if args.not_given else optimizer
+    attachment = paramd.attach(built.model, given, job=JOB, resume=args.resume)
 
     def hang(*_: object) -> None:
         while (args.folder / "hang").exists():

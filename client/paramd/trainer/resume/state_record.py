@@ -22,7 +22,7 @@ import torch
 from paramd.errors import ConflictError, ParamdError
 from paramd.memory.arena import unpack_wanted
 from paramd.memory.continuation import RECORD, TABLE, KeptSlots
-from paramd.memory.control_page import ControlPage, Word
+from paramd.memory.control_page import ControlPage, Word, Words
 from paramd.memory.descriptors import SparseMemory, pages
 from paramd.tensors.edit_ops import Views
 from paramd.trainer.boundary.agreement import Request
@@ -64,11 +64,13 @@ class StateRecord(Protocol):
 class _Notes:
     """Writes records and tables."""
 
-    def __init__(self, memory: SparseMemory) -> None:
+    def __init__(self, memory: SparseMemory, words: Words) -> None:
         self._memory = memory
         self._record = KeptSlots(memory, RECORD)
         self._table = KeptSlots(memory, TABLE)
+        self._words = words
         self._table_number = 0
+        self._told: list[Any] = []
 
     def write(
         self,
@@ -80,13 +82,14 @@ class _Notes:
         """Note what is of this step; `table`: None if it is as it was."""
         if table is not None:
             self._table_number = self._table.write(encode(dict(table)))
-        record = {
-            "step": step,
-            "groups": [_groups(optimizer) for optimizer in optimizers],
-            "others": [_told(value) for value in others],
-            "threads": torch.get_num_threads(),
-        }
-        self._record.write(encode(record), beside=self._table_number)
+        told = [list(map(_groups, optimizers)), list(map(_told, others)), torch.get_num_threads()]
+        if table is not None or told != self._told:
+            names = ("groups", "others", "threads")
+            record = {"step": step, **dict(zip(names, told, strict=True))}
+            self._record.write(encode(record), beside=self._table_number)
+            self._told = told
+        # The same record may be of many steps.
+        self._words[Word.RECORD_STEP] = step
 
     def fail(self, step: int, why: str) -> None:
         """Note that the state of this step cannot be told."""
@@ -103,7 +106,7 @@ class MovedState:
         self, memory: SparseMemory, page: ControlPage, home: ParameterStorage, state: OptimizerHome
     ) -> None:
         """`memory`: of records and tables."""
-        self._notes = _Notes(memory)
+        self._notes = _Notes(memory, page.words)
         self._words = page.words
         self._home = home
         self._state = state
@@ -178,7 +181,7 @@ class CopiedState:
                 in the arena.
         """
         self.optimizers: Collection[torch.optim.Optimizer] = ()
-        self._notes = _Notes(memory)
+        self._notes = _Notes(memory, page.words)
         self._memory = optimizer_memory
         self._views = Views(optimizer_memory.buffer)
         self._words = page.words

@@ -127,9 +127,13 @@ class Moments:
 
     def now(self) -> tuple[OptimizerState, dict[str, Any]] | None:
         """The state, and the record of it, if it is recorded at the page's step."""
-        found = self._read()
-        word = Word.MIRRORED_STEP if is_mirror(self._page.words) else Word.STEP
-        return found if found is not None and found[1]["step"] == self._page[word] else None
+        page, found = self._page, self._read()
+        step = page[Word.MIRRORED_STEP if is_mirror(page.words) else Word.STEP]
+        if found is None or page[Word.RECORD_STEP] != step:
+            return None
+        state, record = found
+        # A record is written anew only when something in it has changed.
+        return state, {**record, "step": step}
 
     def check(self, key: str) -> None:
         """Check that there is such state, as far as is known now; "" stands for none in particular.
@@ -155,7 +159,8 @@ class Moments:
     def missed(self, step: int) -> str:
         """Why the state of a step that has passed was not copied; empty: for no special reason."""
         found = self._read()
-        if step and self._page[Word.STEP] >= step and (found is None or found[1]["step"] < step):
+        passed = step and self._page[Word.STEP] >= step
+        if passed and (found is None or self._page[Word.RECORD_STEP] < step):
             return (
                 f"the optimizer's state of step {step} was not recorded (PARAMD_KEEP_EVERY, or the "
                 "script changes parameters between forward and update)"

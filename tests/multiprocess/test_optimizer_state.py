@@ -187,3 +187,14 @@ def test_readers_at_the_same_time_get_one_state_each(arena: str, tmp_path: Path)
     with training(tmp_path, arena=arena) as (mesh, _), ThreadPoolExecutor(3) as threads:
         for one in [one for _ in range(3) for one in threads.map(read, [mesh] * 3)]:
             assert_told(one, truth(tmp_path, one.step))
+
+
+@pytest.mark.timeout(180)
+def test_a_reader_has_it_recorded_where_a_successor_would_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PARAMD_KEEP_EVERY", "1000000")
+    with training(tmp_path, "--resume", "auto") as (mesh, _):
+        found = mesh.optimizer(timeout=60.0)
+        assert found.step > 0
+        assert_told(found, truth(tmp_path, found.step))

@@ -178,7 +178,10 @@ class Keeper:
 
     def rested(self, step: int) -> None:
         """An update has ended: note what the script goes on to change."""
-        if self._why or step % self._every:
+        words = self._words
+        # Or at the step of a request for optimizer state that has missed it before.
+        wanted = words[Word.MOMENTS_WANTED] > words[Word.AGREED]
+        if self._why or (step % self._every and not wanted):
             return
         begin_ns = time.monotonic_ns()
         try:
@@ -214,7 +217,7 @@ class Keeper:
             self._give_up(error)
             return False
         self._note_cost(begin_ns)
-        return self._stands(step)
+        return not step % self._every and self._stands(step)
 
     def kept(self, step: int) -> None:
         """The script's loop begins anew: complete the record of this step now."""

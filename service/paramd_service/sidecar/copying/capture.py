@@ -404,7 +404,10 @@ class Capture:
             return "the trainer did not copy the optimizer's state"
         found = boundary.state()
         if found is None:
-            return "the optimizer's state was not recorded at this boundary"
+            return (
+                "the optimizer's state was not recorded at this boundary (PARAMD_KEEP_EVERY, or "
+                "the script changes parameters between forward and update)"
+            )
         return [*boundary.spans, *found]
 
     def _not_there(self, boundary: Boundary, announced: bool, reason: str) -> Outcome | None:

@@ -41,12 +41,38 @@ NOT_RECORDED = "the optimizer's state has not been recorded yet, or not since th
 
 MISSES = 2
 """Boundaries in a row at which the copy was late or the state not recorded, after which the
-trainer is asked to wait for it."""
+trainer is asked to record it, and to wait for the copy."""
+
+WAITS = 2 * MISSES
+"""Boundaries for which it is asked then. More than MISSES, since each rank counts its own misses: a
+rank that began to count later asks its trainer, too, before the first one stops. With fewer, two
+ranks could ask by turns for ever, and all of them are needed at one boundary."""
 
 Prepare = Callable[[], Sequence[CopySpan] | None]
 
 READ_BYTES = 64 << 10
 """Bytes fetched at once for numbers that are on a device."""
+
+
+class Asking:
+    """Whether the trainer is asked to have the state ready at a boundary."""
+
+    def __init__(self) -> None:
+        self._missed = 0
+        self._left = 0
+
+    def asks(self) -> bool:
+        """Whether it is asked for this boundary; counts it."""
+        if not self._left:
+            return False
+        self._left -= 1
+        return True
+
+    def ended(self, *, captured: bool, missed: bool) -> None:
+        """This boundary had the state, or missed it, whether the trainer was asked or not."""
+        self._missed = 0 if captured else self._missed + missed
+        if self._missed >= MISSES:
+            self._missed, self._left = 0, WAITS
 
 
 class Moments:
@@ -61,7 +87,7 @@ class Moments:
         self._continuation = SparseMemory(attached.shared.continuation)
         self._parsed: tuple[bytes, OptimizerState] | None = None
         self._facts: dict[Snapshot, dict[str, Any]] = {}
-        self._missed = 0
+        self._asking = Asking()
 
     def close(self) -> None:
         """Release the memory."""
@@ -74,12 +100,12 @@ class Moments:
         return self._page[Word.MOMENTS_LIVE] != 0
 
     def needs_trainer(self) -> bool:
-        """Whether the trainer has to copy the state for a boundary, or to wait for its copy."""
-        return not self.lives_here or self._missed >= MISSES
+        """Whether the trainer has to copy the state for a boundary, or to wait; counts it."""
+        return self._asking.asks() or not self.lives_here
 
     def ended(self, *, captured: bool, missed: bool) -> None:
         """A boundary with optimizer state has ended. On the copying thread."""
-        self._missed = 0 if captured else self._missed + missed
+        self._asking.ended(captured=captured, missed=missed)
         if not self.lives_here:
             self._memory.release(0, self._memory.size_bytes)
 

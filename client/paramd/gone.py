@@ -25,5 +25,7 @@ class Gone(NamedTuple):
     """What to do instead, as the rest of a sentence: "use ..."."""
 
 
-GONE: tuple[Gone, ...] = ()
+GONE: tuple[Gone, ...] = (
+    Gone("setting", "optimizer", "leave it out: optimizer state is read where it lies"),
+)
 """Every name that this release took away, in the order of the CHANGELOG."""

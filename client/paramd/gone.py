@@ -62,6 +62,7 @@ GONE: tuple[Gone, ...] = (
         "setting", "alerts.straggler_hold_s", "set stall_window_s: a straggler is slow at both ends"
     ),
     Gone("setting", "alerts.clear_after_s", "leave it out: it is 5 s"),
+    Gone("setting", "optimizer", "leave it out: optimizer state is read where it lies"),
 )
 """Every name that this release took away, in the order of the CHANGELOG."""
 

@@ -15,7 +15,6 @@ from paramd.security.tls import CERTIFICATE_S
 CHOICES = {
     "arena": ("auto", "host", "device", "mirror"),
     "resume": ("never", "auto"),
-    "optimizer": ("auto", "arena", "mirror"),
     "sidecar": ("own", "external"),
 }
 """Settings that take one of a few words."""
@@ -83,11 +82,6 @@ class AttachSettings:
     resume: str = "never"
     """"auto": keep what a successor needs, and when started again go on from memory; "never":
     keep nothing, and start afresh."""
-    optimizer: str = "auto"
-    """How readers get the optimizer's state. "arena": its tensors live in memory that the sidecar
-    reads while training goes on, also when the trainer hangs or has died. "mirror": the trainer
-    copies them at an agreed boundary, which holds it up for as long as the copy takes. "auto":
-    "arena" with resume="auto", whose state lives there anyway, else "mirror"."""
     keep_every: float = 1
     """Steps between continuation records, 1 or more. Only at those can a training be resumed
     without loss."""
@@ -208,11 +202,6 @@ class AttachSettings:
     def trackers(self) -> list[str]:
         """The names in `log`, each once."""
         return list(dict.fromkeys(name.strip() for name in self.log.split(",") if name.strip()))
-
-    @property
-    def reads_optimizer_live(self) -> bool:
-        """Whether the optimizer's state is read where it lies."""
-        return self.optimizer == "arena" or (self.optimizer == "auto" and self.resume == "auto")
 
     def sidecar_options(self) -> list[str]:
         """The sidecar limits that are set, as command line options."""

@@ -788,11 +788,9 @@ class StageEditRequest(google.protobuf.message.Message):
     XXH3_FIELD_NUMBER: builtins.int
     OFFSET_BYTES_FIELD_NUMBER: builtins.int
     MANIFEST_FIELD_NUMBER: builtins.int
-    COPY_FROM_RANK_FIELD_NUMBER: builtins.int
     data: builtins.bytes
     xxh3: builtins.int
     offset_bytes: builtins.int
-    copy_from_rank: builtins.int
     @property
     def manifest(self) -> global___EditManifest: ...
     def __init__(
@@ -802,11 +800,9 @@ class StageEditRequest(google.protobuf.message.Message):
         xxh3: builtins.int = ...,
         offset_bytes: builtins.int = ...,
         manifest: global___EditManifest | None = ...,
-        copy_from_rank: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_copy_from_rank", b"_copy_from_rank", "copy_from_rank", b"copy_from_rank", "manifest", b"manifest"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_copy_from_rank", b"_copy_from_rank", "copy_from_rank", b"copy_from_rank", "data", b"data", "manifest", b"manifest", "offset_bytes", b"offset_bytes", "xxh3", b"xxh3"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["_copy_from_rank", b"_copy_from_rank"]) -> typing.Literal["copy_from_rank"] | None: ...
+    def HasField(self, field_name: typing.Literal["manifest", b"manifest"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data", "manifest", b"manifest", "offset_bytes", b"offset_bytes", "xxh3", b"xxh3"]) -> None: ...
 
 global___StageEditRequest = StageEditRequest
 

@@ -113,12 +113,11 @@ class Discovering(Attempt):
                 "keep_every": self._settings.keep_every,
                 "standing_every": self._settings.standing_every,
                 "replicas": self._settings.replicas,
-                "optimizer": self._settings.optimizer,
             }
 
         answers = self._together(stage)
         check_versions(answers)
-        for name in ("job", "resume", "keep_every", "standing_every", "replicas", "optimizer"):
+        for name in ("job", "resume", "keep_every", "standing_every", "replicas"):
             for rank, answer in enumerate(answers):
                 if answer[name] != answers[0][name]:
                     raise UsageError(
@@ -319,11 +318,6 @@ def _check_resumable(
     """Raise UsageError if `resume` is wanted and cannot work here."""
     if settings.resume == "never" and settings.replicas:
         raise UsageError("replicas=1 needs resume='auto', which makes what is copied")
-    if settings.optimizer == "arena" and home.mirrored:
-        raise UsageError(
-            "optimizer='arena' needs the parameters to live in the arena, which those on devices "
-            "or with arena='mirror' do not; leave it out, or keep them in host memory"
-        )
     if settings.resume == "never":
         return
     if home.mirrored:

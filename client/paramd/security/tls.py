@@ -41,9 +41,6 @@ CA_PATH = "/ca.pem"
 RANK_NAME = "paramd rank "
 """How a rank's certificate names its holder, before the number."""
 
-CERTIFICATE_S = 7 * 86_400.0
-"""Validity of a rank's and of the control plane's certificate by a job's own CA; renewed."""
-
 PINNED_S = 5.0
 MAX_FILE_BYTES = 1 << 20
 

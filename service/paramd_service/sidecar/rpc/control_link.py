@@ -13,10 +13,11 @@ from typing import Any
 
 import grpc.aio
 
-from paramd.errors import ConflictError
+from paramd.errors import ConflictError, ParamdError
+from paramd.mesh.peers.grpc import Asked, Channels
 from paramd.places import host_id
 from paramd.security.tls import open_channel, tls_for
-from paramd.v1 import common_pb2, control_pb2, control_pb2_grpc
+from paramd.v1 import common_pb2, control_pb2, control_pb2_grpc, sidecar_pb2
 from paramd.version import __version__
 from paramd_service.sidecar.owner import Mesh, Ownership, PeerInfo
 from paramd_service.sidecar.phase import LASTING
@@ -34,6 +35,9 @@ LOOK_S = 1.0
 LEAVE_S = 1.0
 """How long a control plane that we leave for another has to take our last report."""
 
+ASK_S = 2.0
+"""How long rank 0 may take to tell where the control plane is."""
+
 GOODBYE_S = 2.5
 """Timeout of the last report; a detaching trainer waits for us meanwhile."""
 
@@ -43,6 +47,8 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
+    # Longest time to connect, 20 s by default: another program may have taken the port.
+    ("grpc.min_reconnect_backoff_ms", 3_000),
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
@@ -109,7 +115,9 @@ class Joining:
             except Exception as error:  # the next attempt may succeed
                 if attempt == 0:
                     self._rank.log("control-plane-away", error=short(error))
-            if not self._rank.detached and self._rank.mesh is mesh:
+            if not self._rank.detached and await self._moved(mesh):
+                attempt = 0
+            elif not self._rank.detached:
                 pause_s = backoff_s(attempt, random.random(), world_size=self._world_size)
                 await self._pause(pause_s, mesh)
                 attempt += 1
@@ -121,6 +129,34 @@ class Joining:
                 while self._rank.mesh is mesh:
                     self._changed.clear()
                     await self._changed.wait()
+
+    async def _moved(self, mesh: Mesh) -> bool:
+        """Whether the control plane is at another address by now, which is known here then."""
+        rank = self._rank
+        await rank.find_control()
+        if rank.mesh is mesh and rank.config.rank:
+            # It is beside rank 0, perhaps on another host.
+            with suppress(ParamdError):
+                rank.move_control(await self._asked(0))
+        return rank.mesh is not mesh
+
+    async def _asked(self, number: int) -> str:
+        """Where another rank finds the control plane. Raises ParamdError."""
+        rank, attached = self._rank, self._rank.attached
+        address = rank.ready_mesh().address_of(number)
+        if attached is None or not address:
+            return ""
+        ticket, incarnation = attached.request.rank_ticket, rank.incarnation
+        # New channels, since one in backoff repeats its last error.
+        channels = Channels(lambda: ticket, job_tls=rank.job_tls)
+        asked = Asked(job=rank.config.job, incarnation=incarnation, rank=number, address=address)
+        try:
+            found: sidecar_pb2.GetStateResponse = await channels.ask(
+                asked, "GetState", sidecar_pb2.GetStateRequest(), timeout_s=ASK_S
+            )
+        finally:
+            await channels.close()
+        return found.control_address
 
     async def _join(self, mesh: Mesh) -> bool:
         """Run one stream until it ends; return whether the control plane admitted us."""
@@ -141,7 +177,6 @@ class Joining:
                     if welcome.report_interval_ms > 0:
                         self._interval_s = welcome.report_interval_ms / 1000
                     joined = True
-                    self._rank.joined_control = mesh.control_address
             except (grpc.aio.AioRpcError, ConflictError) as error:
                 if not joined:
                     raise

@@ -26,5 +26,15 @@ class Gone(NamedTuple):
 
 
 GONE: tuple[Gone, ...] = (
+    Gone(
+        "setting",
+        "certificate_s",
+        "leave it out: a rank's certificate lasts for its incarnation, a year at most",
+    ),
+    Gone(
+        "flag",
+        "control serve --certificate-s",
+        "leave it out: a certificate lasts for its incarnation, a year at most",
+    ),
 )
 """Every name that this release took away, in the order of the CHANGELOG."""

@@ -7,8 +7,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from shutil import copy2
 
 import pytest
 
@@ -23,6 +24,7 @@ from tests.integration.test_hosts import training
 from tests.multiprocess.frozen import edit_to, frozen
 from tests.multiprocess.striking import allowed_s, end_well, helper
 from tests.multiprocess.truth import connect_to, wait_until
+from tests.postgres import postgres
 
 BACK_S = 10.0
 """Within this time all ranks are told again."""
@@ -107,28 +109,40 @@ def test_a_killed_one_comes_back_at_another_port_with_its_store_and_all_ranks(
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["same host", "another host"])
 def test_a_site_that_was_killed_starts_again_at_its_address_with_its_store_and_all_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
 ) -> None:
-    with site_plane() as site:
+    """On another host: from PostgreSQL, with the site's key and token and no other file."""
+    with ExitStack() as stack:
+        if elsewhere:
+            server = stack.enter_context(postgres())
+            monkeypatch.setenv("PARAMD_STORE_URL", server.new_database("site"))
+        site = stack.enter_context(site_plane())
+        token = site_token()
         monkeypatch.setenv("PARAMD_CONTROL", site.url)
-        monkeypatch.setenv("PARAMD_TOKEN", site_token())
-        with (
-            frozen(tmp_path, "fsdp2", 2) as ranks,
-            paramd.connect(site.url, site_token(), job="frozen") as mesh,
-        ):
-            edit = edit_to(mesh, 7)
-            step = max(row.step for row in mesh.status())
-            begin_s = time.monotonic()
-            site.process.kill()
-            site.process.wait()
-            # As systemd, Slurm or Kubernetes would.
-            with site_plane(listen=site.url.removeprefix("http://")) as again:
-                assert (again.url, again.grpc_address) == (site.url, site.grpc_address)
-                wait_until(lambda: is_whole(mesh, step), "all ranks", timeout_s=allowed_s(BACK_S))
-                print(f"all ranks back after {time.monotonic() - begin_s:.1f} s, at a site")
-                check_after(mesh, edit.id)
-                end_well(ranks, tmp_path)
+        monkeypatch.setenv("PARAMD_TOKEN", token)
+        ranks = stack.enter_context(frozen(tmp_path, "fsdp2", 2))
+        mesh = stack.enter_context(paramd.connect(site.url, token, job="frozen"))
+        edit = edit_to(mesh, 7)
+        step = max(row.step for row in mesh.status())
+        begin_s = time.monotonic()
+        site.process.kill()
+        site.process.wait()
+        if elsewhere:
+            files = places.state_dir() / "_site"
+            monkeypatch.setenv("PARAMD_STATE_DIR", str(tmp_path / "state"))
+            there = tmp_path / "state" / "_site"
+            there.mkdir(mode=0o700, parents=True)
+            for name in ("key", "token"):
+                copy2(files / name, there / name)
+        # As systemd, Slurm or Kubernetes would.
+        again = stack.enter_context(site_plane(listen=site.url.removeprefix("http://")))
+        assert (again.url, again.grpc_address) == (site.url, site.grpc_address)
+        wait_until(lambda: is_whole(mesh, step), "all ranks", timeout_s=allowed_s(BACK_S))
+        print(f"all ranks back after {time.monotonic() - begin_s:.1f} s, at a site")
+        check_after(mesh, edit.id)
+        end_well(ranks, tmp_path)
 
 
 WATCH = """

@@ -32,9 +32,6 @@ JOINS_PER_S = 400.0
 LOOK_S = 1.0
 """Polling interval for lasting changes: a stopped or stalled trainer announces nothing."""
 
-LEAVE_S = 1.0
-"""How long a control plane that we leave for another has to take our last report."""
-
 ASK_S = 2.0
 """How long rank 0 may take to tell where the control plane is."""
 
@@ -78,17 +75,10 @@ class Joining:
         self._changed = asyncio.Event()
         self._interval_s = rank.config.report_s
         self._task: asyncio.Task[None] | None = None
-        self._stream: tuple[Mesh, Any] | None = None
-        rank.on_change.append(self._on_change)
+        rank.on_change.append(self._changed.set)
 
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run(), name="paramd-joining")
-
-    def _on_change(self) -> None:
-        self._changed.set()
-        if self._stream is not None and self._stream[0] is not self._rank.mesh:
-            # The control plane is elsewhere. This one is told, if it hears anything.
-            asyncio.get_running_loop().call_later(LEAVE_S, self._stream[1].cancel)
 
     async def stop(self) -> None:
         """Send the last report if the trainer detached, then end the stream. Idempotent."""
@@ -166,7 +156,6 @@ class Joining:
         async with open_channel(mesh.control_address, tls, options=_OPTIONS) as channel:
             stub: Any = control_pb2_grpc.ControlServiceStub(channel)
             call = stub.Join(self._reports(mesh), metadata=self._metadata())
-            self._stream = mesh, call
             try:
                 async for welcome in call:
                     self._check(welcome.header)
@@ -181,13 +170,7 @@ class Joining:
                 if not joined:
                     raise
                 self._rank.log("control-plane-lost", error=short(error))
-            except asyncio.CancelledError:
-                # Ours, or the call's by `_on_change`.
-                task = asyncio.current_task()
-                if self._rank.mesh is mesh or (task is not None and task.cancelling()):
-                    raise
             finally:
-                self._stream = None
                 call.cancel()
         return joined
 
@@ -206,13 +189,11 @@ class Joining:
             self._rank.log("tokens-revoked", tokens=len(told.token_ids), ended_calls=ended)
 
     async def _reports(self, mesh: Mesh) -> AsyncIterator[control_pb2.JoinRequest]:
-        incarnation = self._rank.incarnation
-        while self._rank.incarnation == incarnation:
+        while self._rank.mesh is mesh:
             # Both before the report is built: a later change wakes `_until_due`, and a rank that
             # detaches while the report is being sent still sends the last one.
             self._changed.clear()
-            # A control plane that we leave hears of the later one by our last report.
-            last = self._rank.detached or self._rank.mesh is not mesh
+            last = self._rank.detached
             report = self._report()
             yield report
             if last:

@@ -63,6 +63,11 @@ GONE: tuple[Gone, ...] = (
     ),
     Gone("setting", "alerts.clear_after_s", "leave it out: it is 5 s"),
     Gone("setting", "optimizer", "leave it out: optimizer state is read where it lies"),
+    Gone(
+        "setting",
+        "certificate_s",
+        "leave it out: a certificate lasts for its incarnation, a year at most",
+    ),
 )
 """Every name that this release took away, in the order of the CHANGELOG."""
 

@@ -43,9 +43,9 @@ KEY_BYTES = 32
 """Size of a private or public key."""
 
 RANK_TICKET_TTL_S = 366 * 86_400.0
-"""Validity of a rank's own ticket. The next incarnation ends it; it has no short expiry, so that
-sidecars can rejoin after a control plane outage of any length, with no one to renew tickets (over
-TLS of a job's own: while their certificates last)."""
+"""Validity of a rank's own ticket and certificate. The next incarnation ends them; they have no
+short expiry, so that sidecars can rejoin after a control plane outage of any length, with no one
+to renew them."""
 
 _CACHED_TICKETS = 1024
 _ALGORITHM = "EdDSA"
@@ -79,7 +79,7 @@ class Role(Enum):
     CONTROL = "control"
     """As editor, and requests to all ranks together (ReachBoundary and the like)."""
     SIDECAR = "sidecar"
-    """Join and RenewCertificate of the control plane, as the rank named in the ticket."""
+    """Join of the control plane as the rank named in the ticket, and GetState of its peers."""
     COPIER = "copier"
     """PutCopy of the sidecar that keeps copies of the rank named in the ticket; nothing else."""
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from paramd.errors import UsageError
 from paramd.extras import TRACKERS
 from paramd.memory.gate import STALL_BUDGET_MS
-from paramd.security.tickets import RANK_TICKET_TTL_S
-from paramd.security.tls import CERTIFICATE_S
 
 CHOICES = {
     "arena": ("auto", "host", "device", "mirror"),
@@ -94,9 +92,6 @@ class AttachSettings:
     address: str = ""
     """Name or address of this host under which other hosts reach it; empty: the one that the
     process group uses. Only jobs on several hosts need one."""
-    certificate_s: float = CERTIFICATE_S
-    """Validity of a rank's and of the control plane's certificate in a job on several hosts, in
-    seconds, above 0; renewed after two thirds of it. A site has an option for it."""
     sidecar_listen: str = "127.0.0.1:0"
     """Where the sidecar's gRPC server listens; port 0 picks a free one."""
     listen: str = "127.0.0.1:8470"
@@ -180,11 +175,6 @@ class AttachSettings:
         ):
             if not getattr(self, name) > 0:
                 raise UsageError(f"{name} must be above 0, is {getattr(self, name)}")
-        if not 0 < self.certificate_s <= RANK_TICKET_TTL_S:
-            raise UsageError(
-                f"certificate_s must be above 0 and at most {RANK_TICKET_TTL_S:.0f}, is "
-                f"{self.certificate_s}"
-            )
         self._check_limits()
 
     def _check_limits(self) -> None:

@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -64,7 +64,6 @@ class Insight:
 
     def __init__(self) -> None:
         """No thread runs before `open_line`."""
-        self.on_certificate: Callable[[object], None] = lambda tls: None
         """Called on the thread, with what the sidecar's successor is to be started with."""
         self._training = threading.get_ident()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -135,9 +134,7 @@ class Insight:
             open_line = line
             try:
                 asked = self._wait(line)
-                if asked is not None and asked.get("op") == "certificate":
-                    self.on_certificate(asked.get("tls"))
-                elif asked is not None:
+                if asked is not None:
                     _send(line, self._answer(asked))
                 self._deliver(line)
             except Exception:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -102,12 +102,6 @@ class Audit:
     def __init__(self, store: Store, *, clock: Callable[[], float] = time.time) -> None:
         self._store = store
         self._clock = clock
-        self.may_change: Callable[[], None] = lambda: None
-        """Raises ParamdError when this control plane is to change nothing."""
-        self.copied: Callable[[], Awaitable[None]] = _at_once
-        """Waits until a standby, if there is one, has what is in the store."""
-        self.mutations = 0
-        """In progress."""
         self.failure = ""
         """Why the last record could not be written; empty if it was."""
 
@@ -121,18 +115,7 @@ class Audit:
 
         Raises:
             AuditUnavailableError: the intent could not be recorded; the body did not run.
-            ParamdError: as `may_change`.
         """
-        self.may_change()
-        self.mutations += 1
-        try:
-            async with self._recorded(action) as entry:
-                yield entry
-        finally:
-            self.mutations -= 1
-
-    @asynccontextmanager
-    async def _recorded(self, action: Action) -> AsyncIterator[Entry]:
         entry = Entry(await self._intent(action))
         try:
             yield entry
@@ -196,7 +179,6 @@ class Audit:
                 f"audit: it cannot be written ({error}); nothing was changed, reads continue"
             ) from error
         self.failure = ""
-        await self.copied()
         return link.seq
 
     def _body(self, kind: str, action: Action, entry: Entry | None = None) -> dict[str, Any]:
@@ -214,10 +196,6 @@ class Audit:
         if entry is not None:
             body |= {"of": entry.seq, "result": entry.result}
         return body
-
-
-async def _at_once() -> None:
-    """There is no standby."""
 
 
 def _named(error: BaseException) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
@@ -121,10 +120,7 @@ async def _registered(services: Services, mesh: Incarnation, hosts: Sequence[str
     copy_tickets = await asyncio.to_thread(_rank_tickets, mine, Role.COPIER)
     pems = []
     if hosts:
-        issue = partial(
-            mine.certificates.authority.issue_ranks, lifetime_s=services.config.certificate_s
-        )
-        pems = await asyncio.to_thread(issue, hosts)
+        pems = await asyncio.to_thread(mine.certificates.authority.issue_ranks, hosts)
     return RegisteredJob(
         job=mine.job,
         incarnation=mine.incarnation,

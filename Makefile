@@ -32,7 +32,8 @@ help: ## list the targets
 
 # Programs that tests run, and the Debian packages that have them. RUNLEVEL=1 keeps packages from
 # starting their servers: tests start their own.
-PROGRAMS := chromium:chromium promtool:prometheus systemd-analyze:systemd ip:iproute2 \
+PROGRAMS := chromium:chromium promtool:prometheus amtool:prometheus-alertmanager \
+	systemd-analyze:systemd ip:iproute2 \
 	nft:nftables sshd:openssh-server ssh:openssh-client \
 	slurmd:slurmd slurmctld:slurmctld sbatch:slurm-client munged:munge cc:build-essential \
 	git:git ps:procps openssl:openssl

@@ -37,11 +37,36 @@ class Gone(NamedTuple):
 
 
 GONE: tuple[Gone, ...] = (
-    Gone("command", "alerts silence", "use Alertmanager's `amtool silence add` (docs/alerts.md)"),
     Gone(
         "flag",
         "export-schedule create --every",
         "use --every-steps, or run `paramd export` from cron (docs/exports.md)",
+    ),
+    Gone("flag", "audit verify --head", "compare the hash that it prints with one you kept"),
+    Gone("flag", "audit verify --offline", "leave it out: an ended job's store is read by itself"),
+    Gone(
+        "rest",
+        "POST /jobs/{}/alerts/acknowledge",
+        "silence the alert in Prometheus' Alertmanager while you work on it (docs/alerts.md)",
+    ),
+    Gone("rest", "GET /jobs/{}/alert-silences", "use amtool silence query (docs/alerts.md)"),
+    Gone("rest", "POST /jobs/{}/alert-silences", "use amtool silence add (docs/alerts.md)"),
+    Gone("rest", "DELETE /jobs/{}/alert-silences/{}", "use amtool silence expire (docs/alerts.md)"),
+    Gone(
+        "setting",
+        "alerts.webhook_attempts",
+        "have Prometheus' Alertmanager deliver what must arrive (docs/alerts.md)",
+    ),
+    Gone("setting", "alerts.webhook_timeout_s", "leave it out: it is 5 s"),
+    Gone(
+        "setting", "alerts.straggler_hold_s", "set stall_window_s: a straggler is slow at both ends"
+    ),
+    Gone("setting", "alerts.clear_after_s", "leave it out: it is 5 s"),
+    Gone("setting", "optimizer", "leave it out: optimizer state is read where it lies"),
+    Gone(
+        "setting",
+        "certificate_s",
+        "leave it out: a certificate lasts for its incarnation, a year at most",
     ),
 )
 """Every name that this release took away, in the order of the CHANGELOG."""

@@ -106,16 +106,16 @@ COLUMNS = (
     Column("incarnation", "INC", lambda n: str(n) if n else "", right=True, if_many=True),
     Column("state", "STATE"),
     Column("step", "STEP", lambda found: count(found) if found >= 0 else "", right=True),
-    Column("destination", "DESTINATION", cut="middle"),
+    Column("destination", "DESTINATION"),
     Column("format", "FORMAT", drop=4),
     Column("size_bytes", "SIZE", size, right=True, drop=2),
     Column("created_s", "WHEN", when, drop=1),
     Column("actor", "WHO", drop=3),
-    Column("reason", "REASON", cut="end"),
+    Column("reason", "REASON"),
 )
 
 FILE_COLUMNS = (
-    Column("name", "FILE", cut="middle"),
+    Column("name", "FILE"),
     Column("state", "STATE"),
     Column("size_bytes", "SIZE", size, right=True),
     Column("written_bytes", "WRITTEN", size, right=True),
@@ -331,7 +331,7 @@ def read_name_map(path: Path) -> dict[str, str]:
 
 SCHEDULE_COLUMNS = (
     Column("id", "ID", lambda found: found[:8]),
-    Column("destination", "DESTINATION", cut="middle"),
+    Column("destination", "DESTINATION"),
     Column("format", "FORMAT", drop=4),
     Column("every_steps", "STEPS", count, right=True),
     Column("keep_last", "KEEP", count, right=True),

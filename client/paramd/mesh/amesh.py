@@ -539,8 +539,8 @@ class AsyncMesh:
         """The optimizer's state of parameters, whole and all of one step.
 
         Read from memory that trainers and sidecars share while training goes on, also when it
-        hangs or its trainers have died: with `resume="auto"`, or PARAMD_OPTIMIZER=arena. Otherwise
-        the trainers copy it at an agreed boundary, which holds them up for as long as that takes.
+        hangs or its trainers have died. Where parameters are mirrored, or in partitions, the
+        trainers copy it at an agreed boundary, which holds them up for as long as that takes.
 
         Args:
             patterns: Globs over names, as in `summon`; none means all parameters.

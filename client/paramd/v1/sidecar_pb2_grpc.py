@@ -190,11 +190,6 @@ class SidecarServiceStub(object):
                 request_serializer=paramd_dot_v1_dot_sidecar__pb2.ReachPeersRequest.SerializeToString,
                 response_deserializer=paramd_dot_v1_dot_sidecar__pb2.ReachPeersResponse.FromString,
                 _registered_method=True)
-        self.FollowControl = channel.unary_unary(
-                '/paramd.v1.SidecarService/FollowControl',
-                request_serializer=paramd_dot_v1_dot_sidecar__pb2.FollowControlRequest.SerializeToString,
-                response_deserializer=paramd_dot_v1_dot_sidecar__pb2.FollowControlResponse.FromString,
-                _registered_method=True)
         self.GetLogged = channel.unary_unary(
                 '/paramd.v1.SidecarService/GetLogged',
                 request_serializer=paramd_dot_v1_dot_sidecar__pb2.GetLoggedRequest.SerializeToString,
@@ -436,12 +431,6 @@ class SidecarServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def FollowControl(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def GetLogged(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -659,11 +648,6 @@ def add_SidecarServiceServicer_to_server(servicer, server):
                     servicer.ReachPeers,
                     request_deserializer=paramd_dot_v1_dot_sidecar__pb2.ReachPeersRequest.FromString,
                     response_serializer=paramd_dot_v1_dot_sidecar__pb2.ReachPeersResponse.SerializeToString,
-            ),
-            'FollowControl': grpc.unary_unary_rpc_method_handler(
-                    servicer.FollowControl,
-                    request_deserializer=paramd_dot_v1_dot_sidecar__pb2.FollowControlRequest.FromString,
-                    response_serializer=paramd_dot_v1_dot_sidecar__pb2.FollowControlResponse.SerializeToString,
             ),
             'GetLogged': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLogged,
@@ -1553,33 +1537,6 @@ class SidecarService(object):
             '/paramd.v1.SidecarService/ReachPeers',
             paramd_dot_v1_dot_sidecar__pb2.ReachPeersRequest.SerializeToString,
             paramd_dot_v1_dot_sidecar__pb2.ReachPeersResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def FollowControl(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/paramd.v1.SidecarService/FollowControl',
-            paramd_dot_v1_dot_sidecar__pb2.FollowControlRequest.SerializeToString,
-            paramd_dot_v1_dot_sidecar__pb2.FollowControlResponse.FromString,
             options,
             channel_credentials,
             insecure,

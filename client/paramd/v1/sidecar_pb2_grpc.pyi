@@ -175,11 +175,6 @@ class SidecarServiceStub:
         paramd.v1.sidecar_pb2.ReachPeersResponse,
     ]
 
-    FollowControl: grpc.UnaryUnaryMultiCallable[
-        paramd.v1.sidecar_pb2.FollowControlRequest,
-        paramd.v1.sidecar_pb2.FollowControlResponse,
-    ]
-
     GetLogged: grpc.UnaryUnaryMultiCallable[
         paramd.v1.sidecar_pb2.GetLoggedRequest,
         paramd.v1.sidecar_pb2.GetLoggedResponse,
@@ -384,11 +379,6 @@ class SidecarServiceAsyncStub:
     ReachPeers: grpc.aio.UnaryUnaryMultiCallable[
         paramd.v1.sidecar_pb2.ReachPeersRequest,
         paramd.v1.sidecar_pb2.ReachPeersResponse,
-    ]
-
-    FollowControl: grpc.aio.UnaryUnaryMultiCallable[
-        paramd.v1.sidecar_pb2.FollowControlRequest,
-        paramd.v1.sidecar_pb2.FollowControlResponse,
     ]
 
     GetLogged: grpc.aio.UnaryUnaryMultiCallable[
@@ -658,13 +648,6 @@ class SidecarServiceServicer(metaclass=abc.ABCMeta):
         request: paramd.v1.sidecar_pb2.ReachPeersRequest,
         context: _ServicerContext,
     ) -> typing.Union[paramd.v1.sidecar_pb2.ReachPeersResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.ReachPeersResponse]]: ...
-
-    @abc.abstractmethod
-    def FollowControl(
-        self,
-        request: paramd.v1.sidecar_pb2.FollowControlRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[paramd.v1.sidecar_pb2.FollowControlResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.FollowControlResponse]]: ...
 
     @abc.abstractmethod
     def GetLogged(

@@ -28,7 +28,6 @@ from paramd_service.sidecar.rpc.control_link import Joining
 from paramd_service.sidecar.rpc.copies import Sending
 from paramd_service.sidecar.rpc.gateway import Gateway
 from paramd_service.sidecar.rpc.grpc_server import GrpcServer
-from paramd_service.sidecar.rpc.renewing import Renewing
 from paramd_service.sidecar.rpc.unix_server import UnixServer
 from paramd_service.sidecar.snapshots.store import BlockMaker
 from paramd_service.tls import JobPems
@@ -178,15 +177,13 @@ async def run(config: SidecarConfig, faults: Faults, pems: Pems | None = None) -
         joining.start()
         sending = Sending(rank)
         sending.start()
-        renewing = Renewing(rank)
-        renewing.start()
         rank.wait_for_trainer()
         log("started", address=server.address, socket_path=str(config.socket_path))
         _leave_on_signals(rank)
         if config.trainer_pid:
             _leave_with(config.trainer_pid, rank)
         await rank.leaving.wait()
-        await _drain(rank, server, unix, joining, sending, renewing)
+        await _drain(rank, server, unix, joining, sending)
     finally:
         unix.stop_listening()
         memory_thread.shutdown()
@@ -199,7 +196,6 @@ async def _drain(
     unix: UnixServer,
     joining: Joining,
     sending: Sending,
-    renewing: Renewing,
 ) -> None:
     """Drain in numbered steps. A second signal ends the process at once."""
     log = rank.log
@@ -209,7 +205,6 @@ async def _drain(
     unix.stop_listening()
     await joining.stop()
     await sending.stop()
-    await renewing.stop()
     log("drain", step=3, doing=f"running calls may end within {rank.config.grace_s} s")
     await server.stop(rank.config.grace_s)
     log("drain", step=4, doing="snapshots are released")

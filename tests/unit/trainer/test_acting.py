@@ -77,7 +77,7 @@ def acting(
         hold=nothing,
         editor=editor,
         copy_buffers=lambda: None,
-        mirror_moments=lambda: None,
+        copy_state=lambda _: None,
         answer=lambda announce: None,
     )
 

@@ -38,6 +38,11 @@ ROUND_S = 0.005
 """Pause between rounds of held ranks."""
 
 
+PATIENCE_NS = 10_000_000_000
+"""Longest wait of one update for a copy with optimizer state, where the stall budget was too short
+before."""
+
+
 class HoldState(IntEnum):
     """Values of the word HELD."""
 
@@ -151,7 +156,7 @@ class BoundaryHandler:
         hold: Hold,
         editor: EditorLike,
         copy_buffers: Callable[[], None],
-        mirror_moments: Callable[[], None],
+        copy_state: Callable[[Request], None],
         answer: Callable[[bool], None],
         mirror: MirrorLike | None = None,
         gathered: Callable[[], bool] = lambda: False,
@@ -159,6 +164,7 @@ class BoundaryHandler:
     ) -> None:
         """`answer(announce)` wakes the sidecar if `announce`, or if it asked to be woken.
 
+        `copy_state` copies what a request wants of optimizer state that lies elsewhere.
         `mirror` copies the parameters when they do not live in the arena. `gathered` tells
         whether a forward is working on unsharded copies. `after_edit` is called on every rank
         after an edit, whether or not it could be applied there, and may be collective.
@@ -169,7 +175,7 @@ class BoundaryHandler:
         self._hold = hold
         self._editor = editor
         self._copy_buffers = copy_buffers
-        self._mirror_moments = mirror_moments
+        self._copy_state = copy_state
         self._mirror = mirror
         self._gathered = gathered
         self._after_edit = after_edit
@@ -328,10 +334,11 @@ class BoundaryHandler:
             self._copy_buffers()
             words[Word.BUFFERS_STEP] = words[Word.STEP]
         if words[Word.MOMENTS_WANTED] > wanted_above:
-            # Marks the memory as being written; stays -1 if mirroring fails half way.
-            words[Word.MOMENTS_STEP] = -1
-            self._mirror_moments()
-            words[Word.MOMENTS_STEP] = words[Word.STEP]
+            if self._mirror is not None:
+                # Before the first store: MIRRORED_FOR vouches for the state's copies, too.
+                self._gate.begin_mirror()
+            self._copy_state(request)
+            self._gate.patience_ns = PATIENCE_NS
         if self._mirror is not None and request.action == CAPTURE and at_home:
             # Last: its final store (MIRRORED_FOR) lets the sidecar fill the request.
             self._mirror.refresh_for(request, self._gate)

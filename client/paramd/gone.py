@@ -17,7 +17,7 @@ API = "/api/v1"
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Class = TypeVar("_Class", bound=type)
 
-Door = Literal["command", "flag", "setting", "rest", "python"]
+Door = Literal["command", "flag", "setting", "variable", "rest", "python"]
 
 
 class Gone(NamedTuple):
@@ -62,7 +62,7 @@ GONE: tuple[Gone, ...] = (
         "setting", "alerts.straggler_hold_s", "set stall_window_s: a straggler is slow at both ends"
     ),
     Gone("setting", "alerts.clear_after_s", "leave it out: it is 5 s"),
-    Gone("setting", "optimizer", "leave it out: optimizer state is read where it lies"),
+    Gone("variable", "PARAMD_OPTIMIZER", "unset it: optimizer state is read where it lies"),
     Gone(
         "setting",
         "certificate_s",
@@ -106,6 +106,7 @@ def variables(environment: Mapping[str, str]) -> list[str]:
 
     Never an error: one that was left behind must not keep a training from starting."""
     settings = {f"PARAMD_{row.name.upper()}": row for row in GONE if row.door == "setting"}
+    settings |= {row.name: row for row in GONE if row.door == "variable"}
     return [_said(name, row) for name, row in settings.items() if name in environment]
 
 

@@ -30,6 +30,7 @@ def param(begin: int, end: int, **fields: Any) -> dict[str, Any]:
         "dtypes": {"exp_avg": "float32"},
         "scalars": {"step": 7.0},
         "left_out": {},
+        "others": {},
         "optimizer": 0,
         "group": 0,
     }

@@ -28,10 +28,10 @@ class Gone(NamedTuple):
     name: str
     """As a user wrote it: a command ("alerts silence"), a flag with its command ("exports
     --every-s"), a setting's field ("standby"; its variable, option and keyword of `attach` follow
-    from it; door "variable": the variable alone) or a table's key in paramd.toml ("alerts.pending_s"), a method and a path below /api/v1
-    with `{}` for each parameter ("POST /jobs/{}/silences"), or a Python name: with its class
-    ("Mesh.silence", which is AsyncMesh's too), a keyword of a method ("Mesh.export(every_s)"), or
-    of the module ("paramd.silence")."""
+    from it; door "variable": the variable alone) or a table's key in paramd.toml
+    ("alerts.pending_s"), a method and a path below /api/v1 with `{}` for each parameter ("POST
+    /jobs/{}/silences"), or a Python name: with its class ("Mesh.silence", which is AsyncMesh's
+    too), a keyword of a method ("Mesh.export(every_s)"), or of the module ("paramd.silence")."""
     instead: str
     """What to do instead, as the rest of a sentence: "use ..."."""
 

@@ -33,9 +33,12 @@ def main() -> int:
     while time.monotonic() < until_s and (turn == 0 or not given.only):
         kind, here = kinds[turn % len(kinds)], seed + turn // len(kinds)
         items = _chosen(given.only) if given.only else drawn(here, given.steps)
+        items = [item for item in items if item.name not in given.without.split(",")]
         share_s = (until_s - time.monotonic()) / max(1, len(kinds) - turn)
         print(f"--- {kind}, seed {here}", flush=True)
-        failure = run(kind, here, items, until_s=time.monotonic() + share_s, counts=counts, tell=_say)
+        failure = run(
+            kind, here, items, until_s=time.monotonic() + share_s, counts=counts, tell=_say
+        )
         if failure is not None:
             failed += 1
             _tell(kind, here, failure if given.whole else shrunk(kind, here, failure, _say))
@@ -52,7 +55,10 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument("--seed", type=int)
     parser.add_argument("--minutes", type=float, default=3.0)
     parser.add_argument("--steps", type=int, default=STEPS, help="operations of one training")
-    parser.add_argument("--only", default="", help="these operations, with the numbers they draw by")
+    parser.add_argument(
+        "--only", default="", help="these operations, with the numbers they draw by"
+    )
+    parser.add_argument("--without", default="", help="none of these operations")
     parser.add_argument("--whole", action="store_true", help="do not look for a shorter sequence")
     parser.add_argument("--go-on", action="store_true", help="with other sequences after a failure")
     return parser.parse_args()

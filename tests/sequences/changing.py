@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -11,12 +10,20 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from paramd.errors import ConflictError, ExhaustedError, NotFoundError, ParamdError
-from paramd.layout.edits.ops import EditState
+from paramd.errors import ConflictError, ExhaustedError, NotFoundError
 from paramd.mesh.edits.calls import Edit
-from tests.sequences.model import COUNT, SHAPES, TIED, TRACE, State
+from tests.sequences.model import COUNT, SHAPES, TIED, TRACE
 from tests.sequences.reading import sliced
-from tests.sequences.reference import Event, Index, Op, touches, undone, value
+from tests.sequences.reference import (
+    Event,
+    Incarnation,
+    Index,
+    Op,
+    same,
+    touches,
+    undone,
+    value,
+)
 from tests.sequences.session import (
     CALL_S,
     DefectError,
@@ -162,7 +169,7 @@ def edit_without_waiting(s: Session, rng: Random) -> str:
                 pass
         return s.mesh.get_edit(begun.id, wait=True, timeout=CALL_S)
 
-    done = s.change(event, call, note)
+    done = s.change(event, call, note, refused=None if aborts else False)
     return f"{name}, step {done.step}"
 
 
@@ -214,7 +221,10 @@ def mark(s: Session, rng: Random) -> str:
     if s.resume != "auto":
         raise NotNowError("states are not kept")
     for name, (step, _, _) in list(s.marks.items()):
-        if len(s.marks) >= MOST_MARKS or s.ask("step", lambda: s.mesh.status()).step > step + OLDEST_MARK:
+        if (
+            len(s.marks) >= MOST_MARKS
+            or s.ask("step", lambda: s.mesh.status()).step > step + OLDEST_MARK
+        ):
             s.ask("unmark", lambda: s.mesh.unmark(name))  # noqa: B023
             del s.marks[name]
     name = f"mark {s.note()}"
@@ -239,6 +249,36 @@ def rollback(s: Session, rng: Random) -> str:
     if s.held_at is not None:
         s.held_at = step
     return f"to step {step} from {done.step}"
+
+
+def rollback_standing(s: Session, rng: Random) -> str:
+    """Back to a state that the sidecars keep by themselves."""
+    if s.resume != "auto":
+        raise NotNowError("states are not kept")
+    s.running()
+    kept = [m for m in s.ask("marks", lambda: s.mesh.marks()) if not m.name and m.whole]
+    if not kept:
+        raise NotNowError("there is none")
+    (to, note), history = (rng.choice(kept).step, s.note()), s.now
+    # Until it is known which state of that step it was, any counts as gone back to.
+    event = Event("rollback to a step", back_to=(to, s.reference.first))
+    fit = None if s.disturbed else False
+    done = s.change(
+        event, lambda: s.mesh.rollback(to, note=note, timeout=CALL_S), note, refused=fit
+    )
+    s.counts.rollbacks += 1
+    s.held_at = None
+    found = s.ask("an answer", lambda: s.mesh.summon("*", timeout=CALL_S))
+    for edits in range(history.edits - 1, -1, -1):
+        if not history.had(edits, to):
+            continue
+        state = history.state(edits, to)
+        there = Incarnation(to, state).state(0, found.step)
+        if all(same(x, value(there, n)) for n, x in found.items()):
+            event.back_to = history.begins[-1] = (to, state)
+            history.forget(history.edits)
+            return f"to step {to}, edits {edits}, from {done.step}"
+    raise DefectError(f"rollback to step {to} from {done.step} led to no state of that step")
 
 
 def pause(s: Session, rng: Random) -> str:
@@ -280,11 +320,9 @@ def writeback(s: Session, rng: Random) -> str:
     if s.held_at is not None:
         s.running()
     event = Event("writeback", [Op(name, _whole(name), lambda x: x)])
-    seen: list[Any] = []
 
     def call() -> Edit:
         with s.mesh.writeback(name, hold=hold, note=note, timeout=CALL_S) as found:
-            seen.append(found)
             before = found[name].clone()
             found[name].mul_(number)
             after = found[name].clone()
@@ -297,14 +335,7 @@ def writeback(s: Session, rng: Random) -> str:
         return next(row for row in rows if row.note == note)
 
     done = s.change(event, call, note)
-    s.judge("writeback's summon", seen[-1].incarnation, seen[-1].step,
-            lambda state: {name: value(state, name) * 1}, {name: _unscaled(s, name, seen[-1])},
-            edits=range(s.now.edits - 1, s.now.edits)) if False else None  # fmt: skip
     return f"{name} hold={hold}, step {done.step}"
-
-
-def _unscaled(s: Session, name: str, found: Any) -> torch.Tensor:
-    return found[name]
 
 
 def export(s: Session, rng: Random) -> str:
@@ -324,6 +355,19 @@ def export(s: Session, rng: Random) -> str:
     found = s.ask("export", run, fit=(*fit, ConflictError))
     _judge_export(s, key, found, edits)
     return f"{key}, step {found.step}"
+
+
+def export_ended(s: Session, begun: Any) -> str:
+    """The end of an export that was begun before; a fault may have cost it."""
+    struck = s.disturbed
+    found = s.ask("export", lambda: s.mesh.export_ended(begun.info, 2 * CALL_S))
+    if str(found.state) != "DONE":
+        if not struck:
+            raise DefectError(f"export {found.destination} is {found.state}: {found.reason}")
+        raise NotNowError(f"{found.state}: {found.reason[:80]}")
+    history = s.reference.incarnations[found.incarnation]
+    _judge_export(s, found.destination, found, range(history.edits + 1))
+    return f"step {found.step}"
 
 
 def _judge_export(s: Session, key: str, found: Any, edits: range) -> None:
@@ -397,6 +441,6 @@ def schedule_end(s: Session, rng: Random) -> str:
 
 CHANGING: dict[Callable[[Session, Random], str], int] = {
     edit: 12, edit_late: 1, edit_dry: 2, edit_without_waiting: 3, undo: 10, hyperparameters: 4,
-    mark: 5, rollback: 6, pause: 4, step: 5, resume: 4, writeback: 3, export: 3, restore: 1,
+    mark: 5, rollback: 6, rollback_standing: 2, pause: 4, step: 5, resume: 4, writeback: 3, export: 3, restore: 1,
     schedule: 2, schedule_end: 2,
 }  # fmt: skip

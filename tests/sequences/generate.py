@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from tests.multiprocess.striking import allowed_s
 from tests.sequences.changing import CHANGING
 from tests.sequences.reading import READING
-from tests.sequences.session import Counts, DefectError, NotNowError, Session, bounded
+from tests.sequences.session import Counts, DefectError, NotNowError, Session, bounded, patience_s
 from tests.sequences.striking import STRIKING
 
 Operation = Callable[[Session, Random], str]
@@ -76,7 +75,7 @@ def run(
 
 def _one(session: Session, seed: int, item: Item) -> str:
     rng = Random(f"{seed} {item.number} {item.name}")
-    return bounded(lambda: BY_NAME[item.name](session, rng), allowed_s(HANG_S))
+    return bounded(lambda: BY_NAME[item.name](session, rng), patience_s(HANG_S))
 
 
 def _logs(session: Session) -> str:

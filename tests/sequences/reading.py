@@ -8,7 +8,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -17,7 +16,8 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file
 
-from paramd.errors import ConflictError, DeadlineError, ParamdError
+from paramd.errors import ConflictError
+from paramd.mesh.frames.frames import ParamFrame
 from tests.sequences.model import (
     COUNT,
     FROZEN,
@@ -25,7 +25,7 @@ from tests.sequences.model import (
     TIED,
     TRACE,
     State,
-    takes_part,
+    gradient,
 )
 from tests.sequences.reference import Index, value
 from tests.sequences.session import (
@@ -38,7 +38,12 @@ from tests.sequences.session import (
 )
 from tests.sequences.training import LABEL
 
-LANES: list[Literal["auto", "same-host", "stream", "grpc"]] = ["auto", "same-host", "stream", "grpc"]
+LANES: list[Literal["auto", "same-host", "stream", "grpc"]] = [
+    "auto",
+    "same-host",
+    "stream",
+    "grpc",
+]
 SLICED = "wide.weight"
 CLOSE = 1e-5
 
@@ -118,9 +123,7 @@ def optimizer(s: Session, rng: Random) -> str:
     s.running()
     both = rng.random() < 0.5
     if both:
-        found = s.ask(
-            "optimizer", lambda: s.mesh.summon(*patterns, optimizer=True, timeout=CALL_S)
-        )
+        found = s.ask("optimizer", lambda: s.mesh.summon(*patterns, optimizer=True, timeout=CALL_S))
         s.judge("summon(optimizer)", found.incarnation, found.step,
                 lambda state: {n: value(state, n) for n in found}, found)  # fmt: skip
         state = found.optimizer
@@ -160,20 +163,32 @@ def view(s: Session, rng: Random) -> str:
 def grads(s: Session, rng: Random) -> str:
     """A new subscription to gradients, of some frames."""
     how = _grads_options(s, rng)
+    return subscribed(s, rng, "grads", how["patterns"], how["options"])
+
+
+def subscribed(
+    s: Session, rng: Random, kind: str, patterns: list[str], options: dict[str, Any]
+) -> str:
+    """A new subscription, of some frames that the reader then writes into."""
+    if kind == "follow" and s.mirrored:
+        raise NotNowError("mirrored parameters are not followed")
     s.running()
-    since = (s.incarnation, s.now.edits)
+    count, writes = rng.randint(1, 3), rng.random() < 0.5
+    since, seen = (s.incarnation, s.now.edits), []
 
-    def read() -> list[Any]:
-        frames = s.mesh.grads(*how["patterns"], **how["options"])
+    def read() -> None:
+        frames = getattr(s.mesh, kind)(*patterns, **options)
         try:
-            return list(islice(frames, how["count"]))
+            for frame in islice(frames, count):
+                _judge_any(s, frame, since, options)
+                seen.append(frame.step)
+                if writes and kind == "follow":
+                    frame[rng.choice(sorted(frame))].zero_()
         finally:
-            frames.close()  # type: ignore[attr-defined]
+            frames.close()
 
-    found = s.ask("grads", read, fit=(ConflictError,) if s.disturbed else ())
-    for frame in found:
-        _judge_frame(s, frame, since, how)
-    return f"{how['patterns']} {how['options']}, updates {[f.step for f in found]}"
+    s.ask(kind, read, fit=(ConflictError,) if s.disturbed else ())
+    return f"{patterns} {options} writes={writes}, updates {seen}"
 
 
 def _grads_options(s: Session, rng: Random) -> dict[str, Any]:
@@ -183,19 +198,28 @@ def _grads_options(s: Session, rng: Random) -> dict[str, Any]:
     if kind == "full":
         options["dtype"] = rng.choice([None, None, torch.bfloat16])
         options["transport"] = rng.choice(LANES)
-    return {"patterns": patterns, "options": options, "count": rng.randint(1, 3)}
+    return {"patterns": patterns, "options": options}
 
 
-def _judge_frame(s: Session, frame: Any, since: tuple[int, int], how: Mapping[str, Any]) -> None:
+def _judge_any(s: Session, frame: Any, since: tuple[int, int], options: Mapping[str, Any]) -> None:
+    if isinstance(frame, ParamFrame):
+        _judge_parameters(s, frame, since)
+    else:
+        _judge_gradients(s, frame, since, options)
+
+
+def _judge_gradients(
+    s: Session, frame: Any, since: tuple[int, int], options: Mapping[str, Any]
+) -> None:
+    if frame.incarnation not in s.reference.incarnations:
+        raise DefectError(f"grads: of incarnation {frame.incarnation}, which never was")
     edits = range(since[1] if since[0] == frame.incarnation else 0,
                   s.reference.incarnations[frame.incarnation].edits + 1)  # fmt: skip
     names = [n for n in frame if TIED.get(n, n) not in FROZEN]
-    if how["options"].get("kind") == "stats":
+    if options.get("kind") == "stats":
         got = {n: frame[n] for n in names if frame[n] is not None}
 
         def of(state: State, name: str) -> torch.Tensor:
-            from tests.sequences.model import gradient
-
             return gradient(TIED.get(name, name), value(state, name), frame.step)
 
         history = s.reference.incarnations[frame.incarnation]
@@ -203,9 +227,9 @@ def _judge_frame(s: Session, frame: Any, since: tuple[int, int], how: Mapping[st
         _judge_summaries(s, f"grads stats of update {frame.step}", frame.incarnation,
                          possible, frame.step - 1, of, got)  # fmt: skip
         return
-    dtype = how["options"].get("dtype")
+    dtype = options.get("dtype")
     s.judge_gradients(
-        f"grads {how['patterns']}", frame.incarnation, frame.step, edits,
+        f"grads {dict(options)}", frame.incarnation, frame.step, edits,
         {n: frame[n] for n in names}, lambda _, x: _cast(x, dtype),
     )  # fmt: skip
 
@@ -239,28 +263,8 @@ def _summary_differs(got: Any, wanted: torch.Tensor) -> str:
 
 
 def follow(s: Session, rng: Random) -> str:
-    """A new subscription to parameters, of some frames that the reader then writes into."""
-    patterns, deltas = s.patterns(rng), rng.random() < 0.5
-    if s.mirrored:
-        raise NotNowError("mirrored parameters are not followed")
-    s.running()
-    count, changes = rng.randint(1, 3), rng.random() < 0.5
-    since, seen = (s.incarnation, s.now.edits), []
-
-    def read() -> int:
-        frames = s.mesh.follow(*patterns, deltas=deltas)
-        try:
-            for frame in islice(frames, count):
-                _judge_parameters(s, frame, since)
-                seen.append(frame.step)
-                if changes:
-                    frame[rng.choice(sorted(frame))].zero_()
-        finally:
-            frames.close()  # type: ignore[attr-defined]
-        return len(seen)
-
-    s.ask("follow", read, fit=(ConflictError,) if s.disturbed else ())
-    return f"{patterns} deltas={deltas} changed={changes}, updates {seen}"
+    """A new subscription to parameters."""
+    return subscribed(s, rng, "follow", s.patterns(rng), {"deltas": rng.random() < 0.5})
 
 
 def _judge_parameters(s: Session, frame: Any, since: tuple[int, int]) -> None:
@@ -305,12 +309,9 @@ def next_frames(s: Session, rng: Random, name: str | None = None) -> str:
             if disturbed:
                 raise NotNowError(f"the stream ended: {str(error)[:80]}") from error
             raise DefectError(f"{stream.kind}: the stream ended: {error!r}") from error
-        if stream.kind == "grads":
-            _judge_frame(s, frame, stream.since, stream.how)
-        else:
-            _judge_parameters(s, frame, stream.since)
-            if rng.random() < 0.3:
-                frame[rng.choice(sorted(frame))].zero_()
+        _judge_any(s, frame, stream.since, stream.how["options"])
+        if stream.kind == "follow" and rng.random() < 0.3:
+            frame[rng.choice(sorted(frame))].zero_()
         s.counts.answers += 1
         stream.since = (frame.incarnation, min(stream.since[1], s.now.edits))
         seen.append(frame.step)
@@ -404,7 +405,9 @@ def spectrum(s: Session, rng: Random) -> str:
     found = s.ask("spectrum", lambda: s.mesh.spectrum(name, 3, timeout=CALL_S))
     state = s.now.state(s.now.edits, found.step)
     wanted = torch.linalg.svdvals(value(state, name).double())[:3].tolist()
-    if any(abs(a - b) > 1e-3 * wanted[0] for a, b in zip(found.singular_values, wanted, strict=False)):
+    if any(
+        abs(a - b) > 1e-3 * wanted[0] for a, b in zip(found.singular_values, wanted, strict=False)
+    ):
         raise DefectError(
             f"spectrum of {name}, step {found.step}: {found.singular_values}, expected {wanted}"
         )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from tests.sequences.model import COUNT, TIED, TRACE, State, gradient, takes_part
+from tests.sequences.model import COUNT, TIED, TRACE, State
 
 KEPT_STATES = 600
 
@@ -101,6 +101,12 @@ class Incarnation:
                 self._known.popitem(last=False)
         return state
 
+    def forget(self, edits: int) -> None:
+        """What was computed of a segment whose beginning was not known yet."""
+        with self._lock:
+            for key in [key for key in self._known if key[0] == edits]:
+                del self._known[key]
+
     def had(self, edits: int, step: int) -> bool:
         """Whether the training was at that step in that segment."""
         after = self.events[edits + 1] if edits < self.edits else None
@@ -168,19 +174,6 @@ class Reference:
     def begin(self, number: int, step: int, state: State) -> Incarnation:
         found = self.incarnations[number] = Incarnation(step, state)
         return found
-
-    def values(self, state: State, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Parameters and buffers of a state, by any of their names."""
-        return {name: value(state, name) for name in names}
-
-    def gradients(self, number: int, edits: int, update: int) -> dict[str, torch.Tensor | None]:
-        """Of update `update`, as made in that segment."""
-        before = self.incarnations[number].state(edits, update - 1)
-        found = {
-            name: gradient(name, x, update) if takes_part(name, update) else None
-            for name, x in before.parameters.items()
-        }
-        return found | {tied: found[name] for tied, name in TIED.items()}
 
 
 def value(state: State, name: str) -> torch.Tensor:

@@ -52,6 +52,7 @@ CALL_S = 15.0
 """Deadline of a call of a healthy job; longer on a busy machine."""
 RECOVERY_S = 25.0
 """Within this time after a fault a call may be refused as unreachable, and is made again."""
+MOST_PATIENCE = 2
 RETRYABLE = (UnreachableError, AbortedError, ExhaustedError, PartialError, DeadlineError)
 STAND_IN_EVERY, STAND_IN_S = 40, 0.25
 SHORT = {
@@ -172,7 +173,7 @@ class Session:
 
     def attached(self) -> tuple[int, int, str]:
         """Waits for the next incarnation that rank 0 tells of: its number, step, and how."""
-        pattern = r"attached incarnation (\d+) step (\d+) (\w+)"
+        pattern = r"attached incarnation (\d+) step (\d+) (\w+ .*)\n"
 
         def told() -> list[Any]:
             dead = [r.rank for r in self.ranks if r.process.poll() is not None]
@@ -197,7 +198,9 @@ class Session:
         if former is None:
             self.reference.begin(number, step, self.reference.first)
             self.reconnect(number)
-            self.ask("the first answer", lambda: self.mesh.summon("*", buffers=True, timeout=CALL_S))
+            self.ask(
+                "the first answer", lambda: self.mesh.summon("*", buffers=True, timeout=CALL_S)
+            )
             return how
         candidates = self._candidates(former, step)
         if lost and step == 0:
@@ -279,8 +282,8 @@ class Session:
 
     def _close(self) -> None:
         if self.mesh is not None:
-            with suppress(ParamdError):
-                self.disconnect()
+            with suppress(ParamdError, DefectError):
+                bounded(self.disconnect, patience_s(10))
 
     def helpers(self, program: str, rank: int | None = None) -> list[psutil.Process]:
         """Living sidecars or control planes of the job."""
@@ -308,7 +311,7 @@ class Session:
     @property
     def disturbed(self) -> bool:
         """Whether a fault may still be felt."""
-        return time.monotonic() < self.struck_s + allowed_s(RECOVERY_S)
+        return time.monotonic() < self.struck_s + patience_s(RECOVERY_S)
 
     def ask(
         self, what: str, call: Callable[[], Result], *, fit: tuple[type[Exception], ...] = ()
@@ -319,7 +322,7 @@ class Session:
             NotNowError: it was refused with one of `fit`. DefectError: it was refused otherwise, and
                 there is no fault for it; or not answered long after one.
         """
-        until_s = time.monotonic() + allowed_s(RECOVERY_S)
+        until_s = time.monotonic() + patience_s(RECOVERY_S)
         unmended: Exception | None = None
         while True:
             disturbed = self.disturbed
@@ -334,13 +337,15 @@ class Session:
                     raise DefectError(f"{what}: not mended in time: {error!r}") from error
                 time.sleep(0.2)
             except (ParamdError, ValueError, LookupError, TypeError) as error:
-                if unmended is not None and time.monotonic() > until_s or not disturbed:
+                if (unmended is not None and time.monotonic() > until_s) or not disturbed:
                     raise DefectError(f"{what}: refused: {error!r}") from error
                 unmended = error
                 time.sleep(1.0)
             else:
                 if unmended is not None:
-                    raise DefectError(f"{what}: a later try mended what nobody retries: {unmended!r}")
+                    raise DefectError(
+                        f"{what}: a later try mended what nobody retries: {unmended!r}"
+                    )
                 self.counts.answers += 1
                 return found
 
@@ -411,7 +416,9 @@ class Session:
             if not bad:
                 return state
             said = said or [f"{n}: {text}" for n, text in bad.items()]
-        raise DefectError(f"{where}: {len(said)} of {len(got)} are wrong\n  " + "\n  ".join(said[:6]))
+        raise DefectError(
+            f"{where}: {len(said)} of {len(got)} are wrong\n  " + "\n  ".join(said[:6])
+        )
 
     def in_order(self, incarnation: int, step: int) -> None:
         """No later answer of a settled state is of a lower step, but for rollbacks."""
@@ -456,6 +463,8 @@ class Session:
             raise NotNowError(f"refused: {str(error)[:100]}") from error
         edit = self._ended(edit)
         if edit.state is not EditState.APPLIED:
+            if refused is False and not disturbed and not self.disturbed:
+                raise DefectError(f"{event.what}: {edit.state} without a fault: {edit.reason}")
             raise NotNowError(f"{edit.state}: {edit.reason[:80]}")
         if refused:
             raise DefectError(f"{event.what}: applied at step {edit.step}, expected a refusal")
@@ -467,7 +476,7 @@ class Session:
         return edit
 
     def _ended(self, edit: Edit) -> Edit:
-        until_s = time.monotonic() + allowed_s(RECOVERY_S)
+        until_s = time.monotonic() + patience_s(RECOVERY_S)
         while not edit.ended:
             if time.monotonic() > until_s:
                 raise DefectError(f"edit {edit.id} stays {edit.state} for ever: {edit.reason}")
@@ -499,9 +508,14 @@ class Session:
         return {name: value(state, name) for name in (TRACE, COUNT)}
 
 
+def patience_s(seconds: float) -> float:
+    """What a limit means on a busy machine, but never much longer: what hangs is to be told."""
+    return min(allowed_s(seconds), MOST_PATIENCE * seconds)
+
+
 def wait_for(done: Callable[[], Any], what: str, seconds: float) -> None:
     """Polls a condition; a defect when it does not come true in time."""
-    until_s = time.monotonic() + allowed_s(seconds)
+    until_s = time.monotonic() + patience_s(seconds)
     while not done():
         if time.monotonic() > until_s:
             raise DefectError(f"not within {seconds:.0f} s: {what}")

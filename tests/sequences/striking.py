@@ -15,8 +15,7 @@ import psutil
 import paramd
 from paramd.errors import ParamdError
 from tests.launch import ROOT, warm_start
-from tests.sequences.model import SHAPES
-from tests.sequences.reading import READING, stats, summon
+from tests.sequences.reading import stats, summon
 from tests.sequences.session import (
     CALL_S,
     JOB,
@@ -58,11 +57,11 @@ def _ended(s: Session, rng: Random, how: signal.Signals) -> str:
     s.counts.kills += len(processes)
     waits = rng.random() < 0.6
     if waits:
-        _back(s, processes)
+        back(s, processes)
     return f"ranks {ranks}, " + ("back" if waits else "not waited for")
 
 
-def _back(s: Session, old: list[psutil.Process]) -> None:
+def back(s: Session, old: list[psutil.Process]) -> None:
     """Waits until each rank has another sidecar that answers."""
     gone = {process.pid for process in old}
 
@@ -214,4 +213,3 @@ STRIKING: dict[Callable[[Session, Random], str], int] = {
     idle: 14, sidecar_killed: 2, sidecar_ended: 3, sidecar_stopped: 2, control_killed: 2,
     restart: 2, attach_again: 2, reader_killed: 2, reader_cancelled: 3,
 }  # fmt: skip
-_ = (READING, SHAPES)

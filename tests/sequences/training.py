@@ -67,7 +67,9 @@ class Leaf(nn.Module):
 def _pull(value: torch.Tensor, constant: torch.Tensor, step: int) -> torch.Tensor:
     if isinstance(value, DTensor):
         # Of a tensor-parallel shard: the gradient of each element is its own.
-        placed = distribute_tensor(constant, value.device_mesh, value.placements, src_data_rank=None)
+        placed = distribute_tensor(
+            constant, value.device_mesh, value.placements, src_data_rank=None
+        )
         value, constant = value.to_local(), placed.to_local()
     return (value * (constant * pulse(step) + value.detach() * SELF)).sum().float()
 
@@ -152,9 +154,7 @@ def _fsdp1(net: Net, *, orig: bool) -> nn.Module:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     def wrap(module: nn.Module) -> nn.Module:
-        return FullyShardedDataParallel(
-            module, use_orig_params=orig, device_id=torch.device("cpu")
-        )
+        return FullyShardedDataParallel(module, use_orig_params=orig, device_id=torch.device("cpu"))
 
     for name in ("brief", "precise"):
         setattr(net, name, wrap(getattr(net, name)))
@@ -231,7 +231,7 @@ class Training:
         )
         self.attached += 1
         one = self.attachment
-        how = one.resumed.how if one.resumed is not None else "fresh"
+        how = f"{one.resumed.how} {one.resumed.reason}" if one.resumed is not None else "fresh "
         if dist.get_rank() == 0:
             print(f"attached incarnation {one.incarnation} step {one.step} {how}", flush=True)
 

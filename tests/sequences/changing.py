@@ -378,10 +378,7 @@ def _judge_export(s: Session, key: str, found: Any, edits: range) -> None:
     got: dict[str, torch.Tensor] = {}
     for file in folder.glob("*.safetensors"):
         got |= {n: x for n, x in load_file(file).items() if n in (*s.shown, TRACE, COUNT)}
-    state = s.judge(
-        f"export {found.destination}", found.incarnation, found.step,
-        lambda here: {n: value(here, n) for n in got}, got, edits=edits,
-    )  # fmt: skip
+    state = s.judge(f"export {found.destination}", found, got, edits=edits)
     s.exports[found.destination] = (found.step, state)
 
 

@@ -70,16 +70,15 @@ EVENTS: dict[str, Use] = {
 def _lane(lane: str) -> Use:
     def use(s: Session, rng: Random) -> str:
         found = s.ask(lane, lambda: s.mesh.summon(*s.subjects, transport=lane, timeout=CALL_S))
-        s.judge(f"summon by {lane}", found.incarnation, found.step,
-                lambda state: {n: reading.value(state, n) for n in found}, found)  # fmt: skip
+        s.judge(f"summon by {lane}", found)
         return f"step {found.step}"
 
     return use
 
 
-def _subscribed(kind: str, **options: object) -> Use:
+def _subscribed(to: str, **options: object) -> Use:
     def use(s: Session, rng: Random) -> str:
-        return reading.subscribed(s, rng, kind, list(s.subjects), options)
+        return reading.subscribed(s, rng, to, list(s.subjects), options)
 
     return use
 
@@ -87,8 +86,7 @@ def _subscribed(kind: str, **options: object) -> Use:
 def _buffers(s: Session, rng: Random) -> str:
     s.running()
     found = s.ask("buffers", lambda: s.mesh.summon("*", buffers=True, timeout=CALL_S))
-    s.judge("buffers", found.incarnation, found.step,
-            lambda state: {n: reading.value(state, n) for n in found}, found)  # fmt: skip
+    s.judge("buffers", found)
     return f"step {found.step}"
 
 

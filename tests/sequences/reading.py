@@ -1,4 +1,4 @@
-"""Operations that read: every lane, every form, once and as streams that outlive other operations."""
+"""Operations that read: every lane and form, and streams that outlive other operations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from tests.sequences.model import (
     TIED,
     TRACE,
     State,
-    gradient,
 )
 from tests.sequences.reference import Index, value
 from tests.sequences.session import (
@@ -52,57 +51,44 @@ def summon(s: Session, rng: Random) -> str:
     """Full tensors, by one of the lanes, perhaps cast, or into memory at hand, with buffers."""
     patterns, lane = s.patterns(rng), rng.choice(LANES)
     dtype = rng.choice([None, None, torch.float64])
-    with_buffers = rng.random() < 0.2 and "*" in patterns
-    if with_buffers:
+    options: dict[str, Any] = {"transport": lane, "dtype": dtype}
+    if rng.random() < 0.2 and "*" in patterns:
         s.running()
-    into = _room(s, patterns) if dtype is None and rng.random() < 0.3 else None
-    found = s.ask(
-        "summon",
-        lambda: s.mesh.summon(
-            *patterns, transport=lane, dtype=dtype, buffers=with_buffers, into=into, timeout=CALL_S
-        ),
-    )
-
-    def wanted(state: State) -> Mapping[str, torch.Tensor]:
-        return {n: _cast(value(state, n), dtype) for n in found}
-
-    s.judge(f"summon {patterns} by {lane}", found.incarnation, found.step, wanted, found)
+        options["buffers"] = True
+    elif dtype is None and rng.random() < 0.3:
+        options["into"] = _room(s, patterns)
+    found = s.ask("summon", lambda: s.mesh.summon(*patterns, timeout=CALL_S, **options))
+    s.judge(f"summon {patterns} by {lane}", found, wanted=_cast(dtype))
     if found.edits != s.now.edits:
         raise DefectError(f"summon: {found.edits} edits, expected {s.now.edits}")
     s.in_order(found.incarnation, found.step)
-    if dtype is None and not with_buffers:
-        s.summoned = [*s.summoned[-3:], (found, found.incarnation, found.step, found.edits)]
-    return f"{patterns} by {lane}, step {found.step}"
+    if dtype is None and "buffers" not in options:
+        s.summoned = [*s.summoned[-3:], found]
+    return f"{patterns} {[*options]} by {lane}, step {found.step}"
 
 
 def summon_slice(s: Session, rng: Random) -> str:
     """Rows and columns of one tensor."""
     first, last = sorted(rng.sample(range(65), 2))
     index = (slice(first, last), slice(rng.randrange(40), 40 + rng.randrange(1, 57)))
-    found = s.ask("slice", lambda: s.mesh.summon(sliced(SLICED, index), timeout=CALL_S))
-    (got,) = found.values()
-    s.judge(
-        f"summon {sliced(SLICED, index)}", found.incarnation, found.step,
-        lambda state: {SLICED: value(state, SLICED)[index]}, {SLICED: got},
-    )  # fmt: skip
-    return f"step {found.step}"
+    pattern = sliced(SLICED, index)
+    found = s.ask("slice", lambda: s.mesh.summon(pattern, timeout=CALL_S))
+    s.judge(f"summon {pattern}", found, wanted=lambda state, _: value(state, SLICED)[index])
+    return f"{pattern}, step {found.step}"
 
 
 def unsettled(s: Session, rng: Random) -> str:
-    """What there is right now, also when other weights stand in."""
+    """What there is right now, perhaps not before other weights stand in."""
     patterns = s.patterns(rng)
     if s.mirrored:
         raise NotNowError("read at boundaries alone")
     until_s = time.monotonic() + rng.choice([0.0, 0.0, 2.0])
     while True:
         found = s.ask("unsettled", lambda: s.mesh.summon(*patterns, unsettled=True, timeout=CALL_S))
-        sign = -1 if found.label else 1
         if found.label not in ("", LABEL):
             raise DefectError(f"unsettled: label {found.label!r}")
-        s.judge(
-            f"unsettled ({found.label or 'own'})", found.incarnation, found.step,
-            lambda state: {n: sign * value(state, n) for n in found}, found,  # noqa: B023
-        )  # fmt: skip
+        turned = (lambda state, n: -value(state, n)) if found.label else value
+        s.judge(f"unsettled ({found.label or 'own'})", found, wanted=turned)
         if found.label or time.monotonic() > until_s:
             return f"step {found.step} {found.label}"
 
@@ -111,33 +97,38 @@ def stats(s: Session, rng: Random) -> str:
     """Statistics of parameters, computed where they are."""
     patterns = s.patterns(rng)
     table = s.ask("stats", lambda: s.mesh.stats(*patterns, timeout=CALL_S))
-    got = {row.name: row.summary for row in table}
-    _judge_summaries(s, "stats", table.incarnation, range(s.now.edits, s.now.edits + 1), table.step,
-                     lambda state, name: value(state, name), got)  # fmt: skip
+    s.judge("stats", table, {row.name: row.summary for row in table}, differs=_summary_differs)
     return f"{patterns}, step {table.step}"
+
+
+def _summary_differs(got: Any, wanted: torch.Tensor) -> str:
+    x = wanted.double()
+    for name, number in (
+        ("count", x.numel()), ("zero_count", int((x == 0).sum())), ("min", float(x.min())),
+        ("max", float(x.max())), ("mean", float(x.mean())), ("norm", float(x.norm())),
+    ):  # fmt: skip
+        if not math.isclose(getattr(got, name), number, rel_tol=CLOSE, abs_tol=1e-9):
+            return f"{name} {getattr(got, name)!r}, expected {number!r}"
+    return ""
 
 
 def optimizer(s: Session, rng: Random) -> str:
     """Momentum and hyper-parameters, perhaps with the parameters of the same step."""
     patterns = s.patterns(rng)
     s.running()
-    both = rng.random() < 0.5
-    if both:
-        found = s.ask("optimizer", lambda: s.mesh.summon(*patterns, optimizer=True, timeout=CALL_S))
-        s.judge("summon(optimizer)", found.incarnation, found.step,
-                lambda state: {n: value(state, n) for n in found}, found)  # fmt: skip
-        state = found.optimizer
+    if rng.random() < 0.5:
+        both = s.ask("optimizer", lambda: s.mesh.summon(*patterns, optimizer=True, timeout=CALL_S))
+        s.judge("summon(optimizer)", both)
+        state = both.optimizer
         assert state is not None
-        if state.step != found.step:
-            raise DefectError(f"optimizer of step {state.step}, parameters of {found.step}")
+        if state.step != both.step:
+            raise DefectError(f"optimizer of step {state.step}, parameters of {both.step}")
     else:
         state = s.ask("optimizer", lambda: s.mesh.optimizer(*patterns, timeout=CALL_S))
     moments = {n: x["momentum_buffer"] for n, x in state.items() if "momentum_buffer" in x}
-
-    def wanted(found: State) -> Mapping[str, torch.Tensor]:
-        return {n: found.momentum[TIED.get(n, n)] for n in moments}
-
-    here = s.judge("optimizer", state.incarnation, state.step, wanted, moments)  # type: ignore[arg-type]
+    nothing = torch.tensor(math.nan)
+    here = s.judge("optimizer", state, moments,
+                   wanted=lambda found, n: found.momentum.get(TIED.get(n, n), nothing))  # fmt: skip
     if missing := {n for n in state if TIED.get(n, n) in here.momentum} - moments.keys():
         raise DefectError(f"optimizer: no momentum of {missing} at step {state.step}")
     for name, rate in here.rates.items():
@@ -147,17 +138,16 @@ def optimizer(s: Session, rng: Random) -> str:
 
 
 def view(s: Session, rng: Random) -> str:
-    """Shards in the sidecars' own memory."""
+    """Shards in the sidecars' own memory, those of whole tensors."""
     patterns = s.patterns(rng)
 
-    def read() -> tuple[int, int, dict[str, torch.Tensor]]:
+    def read() -> tuple[Any, dict[str, torch.Tensor]]:
         with s.mesh.view(*patterns, timeout=CALL_S) as found:
-            alone = {n: found.tensor(n).clone() for n, shards in found.items() if len(shards) == 1}
-            return found.incarnation, found.step, alone
+            return found, {n: found.tensor(n).clone() for n in found if len(found[n]) == 1}
 
-    incarnation, step, got = s.ask("view", read)
-    s.judge("view", incarnation, step, lambda state: {n: value(state, n) for n in got}, got)
-    return f"{len(got)} whole, step {step}"
+    found, whole = s.ask("view", read)
+    s.judge("view", found, whole)
+    return f"{len(whole)} whole, step {found.step}"
 
 
 def grads(s: Session, rng: Random) -> str:
@@ -180,7 +170,7 @@ def subscribed(
         frames = getattr(s.mesh, kind)(*patterns, **options)
         try:
             for frame in islice(frames, count):
-                _judge_any(s, frame, since, options)
+                _judge_frame(s, frame, since, options)
                 seen.append(frame.step)
                 if writes and kind == "follow":
                     frame[rng.choice(sorted(frame))].zero_()
@@ -201,78 +191,28 @@ def _grads_options(s: Session, rng: Random) -> dict[str, Any]:
     return {"patterns": patterns, "options": options}
 
 
-def _judge_any(s: Session, frame: Any, since: tuple[int, int], options: Mapping[str, Any]) -> None:
-    if isinstance(frame, ParamFrame):
-        _judge_parameters(s, frame, since)
-    else:
-        _judge_gradients(s, frame, since, options)
-
-
-def _judge_gradients(
+def _judge_frame(
     s: Session, frame: Any, since: tuple[int, int], options: Mapping[str, Any]
 ) -> None:
-    if frame.incarnation not in s.reference.incarnations:
-        raise DefectError(f"grads: of incarnation {frame.incarnation}, which never was")
-    edits = range(since[1] if since[0] == frame.incarnation else 0,
-                  s.reference.incarnations[frame.incarnation].edits + 1)  # fmt: skip
-    names = [n for n in frame if TIED.get(n, n) not in FROZEN]
+    """Of whatever segment there was since the last frame."""
+    history = s.reference.incarnations.get(frame.incarnation)
+    begin = since[1] if since[0] == frame.incarnation else 0
+    edits = range(begin, history.edits + 1 if history is not None else 0)
+    if isinstance(frame, ParamFrame):
+        s.judge(f"follow {dict(options)}", frame, edits=edits)
+        return
+    got = {n: frame[n] for n in frame if TIED.get(n, n) not in FROZEN}
     if options.get("kind") == "stats":
-        got = {n: frame[n] for n in names if frame[n] is not None}
-
-        def of(state: State, name: str) -> torch.Tensor:
-            return gradient(TIED.get(name, name), value(state, name), frame.step)
-
-        history = s.reference.incarnations[frame.incarnation]
-        possible = [e for e in edits if history.made(e, frame.step)]
-        _judge_summaries(s, f"grads stats of update {frame.step}", frame.incarnation,
-                         possible, frame.step - 1, of, got)  # fmt: skip
+        s.judge_gradients("grads stats", frame, got, edits, differs=_summary_differs)
         return
     dtype = options.get("dtype")
-    s.judge_gradients(
-        f"grads {dict(options)}", frame.incarnation, frame.step, edits,
-        {n: frame[n] for n in names}, lambda _, x: _cast(x, dtype),
-    )  # fmt: skip
-
-
-def _judge_summaries(
-    s: Session, what: str, incarnation: int, edits: Any, step: int,
-    of: Callable[[State, str], torch.Tensor], got: Mapping[str, Any],
-) -> None:  # fmt: skip
-    history = s.reference.incarnations.get(incarnation)
-    if history is None:
-        raise DefectError(f"{what}: of incarnation {incarnation}, which never was")
-    said = "there was no such state"
-    for segment in reversed([e for e in edits if history.had(e, step)]):
-        state = history.state(segment, step)
-        bad = {n: text for n, x in got.items() if (text := _summary_differs(x, of(state, n)))}
-        if not bad:
-            return
-        said = f"{len(bad)} of {len(got)} are wrong: {dict(islice(bad.items(), 4))}"
-    raise DefectError(f"{what}, step {step}, edits {list(edits)[:3]}: {said}")
-
-
-def _summary_differs(got: Any, wanted: torch.Tensor) -> str:
-    x = wanted.double()
-    for name, number in (
-        ("count", x.numel()), ("zero_count", int((x == 0).sum())), ("min", float(x.min())),
-        ("max", float(x.max())), ("mean", float(x.mean())), ("norm", float(x.norm())),
-    ):  # fmt: skip
-        if not math.isclose(getattr(got, name), number, rel_tol=CLOSE, abs_tol=1e-9):
-            return f"{name} {getattr(got, name)!r}, expected {number!r}"
-    return ""
+    s.judge_gradients(f"grads {dict(options)}", frame, got, edits,
+                      cut=lambda x: x.to(dtype) if dtype is not None else x)  # fmt: skip
 
 
 def follow(s: Session, rng: Random) -> str:
     """A new subscription to parameters."""
     return subscribed(s, rng, "follow", s.patterns(rng), {"deltas": rng.random() < 0.5})
-
-
-def _judge_parameters(s: Session, frame: Any, since: tuple[int, int]) -> None:
-    history = s.reference.incarnations.get(frame.incarnation)
-    begin = since[1] if since[0] == frame.incarnation else 0
-    edits = range(begin, history.edits + 1 if history is not None else 0)
-    s.judge("follow", frame.incarnation, frame.step,
-            lambda state: {n: value(state, n) for n in frame}, frame, edits=edits)  # fmt: skip
 
 
 def open_stream(s: Session, rng: Random) -> str:
@@ -309,7 +249,7 @@ def next_frames(s: Session, rng: Random, name: str | None = None) -> str:
             if disturbed:
                 raise NotNowError(f"the stream ended: {str(error)[:80]}") from error
             raise DefectError(f"{stream.kind}: the stream ended: {error!r}") from error
-        _judge_any(s, frame, stream.since, stream.how["options"])
+        _judge_frame(s, frame, stream.since, stream.how["options"])
         if stream.kind == "follow" and rng.random() < 0.3:
             frame[rng.choice(sorted(frame))].zero_()
         s.counts.answers += 1
@@ -332,16 +272,14 @@ def diff(s: Session, rng: Random) -> str:
     patterns = s.patterns(rng)
     if s.marks and rng.random() < 0.4:
         name = rng.choice(sorted(s.marks))
-        step, old, lives = s.marks[name]
+        _, old, lives = s.marks[name]
         if lives != s.lives:
             raise NotNowError("the mark may have ended with a sidecar")
         source: Any = f"mark:{name}"
         held = set(s.shown)
     elif s.summoned:
-        source, incarnation, step, edits = rng.choice(s.summoned)
-        if incarnation not in s.reference.incarnations:
-            raise NotNowError("unknown incarnation")
-        old = s.reference.incarnations[incarnation].state(edits, step)
+        source = rng.choice(s.summoned)
+        old = s.reference.incarnations[source.incarnation].state(source.edits, source.step)
         held = set(source)
     else:
         raise NotNowError("nothing was read yet")
@@ -432,8 +370,7 @@ def download(s: Session, rng: Random) -> str:
         path = Path(folder) / "found.safetensors"
         said = s.ask("download", lambda: s.mesh.download(path, *patterns, timeout=CALL_S))
         got = load_file(path)
-    s.judge("download", said.incarnation, said.step,
-            lambda state: {n: value(state, n) for n in got}, got)  # fmt: skip
+    s.judge("download", said, got)
     return f"{patterns}, step {said.step}"
 
 
@@ -495,8 +432,8 @@ def _room(s: Session, patterns: list[str]) -> dict[str, torch.Tensor]:
     return {n: torch.empty_like(value(s.reference.first, n)) for n in names}
 
 
-def _cast(x: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    return x.to(dtype) if dtype is not None else x
+def _cast(dtype: torch.dtype | None) -> Callable[[State, str], torch.Tensor]:
+    return lambda state, n: value(state, n).to(dtype) if dtype is not None else value(state, n)
 
 
 def _step_of(label: str) -> int:

@@ -191,7 +191,9 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def differing(got: torch.Tensor, wanted: torch.Tensor) -> str:
-    """In words, how they differ."""
+    """In words, how they differ; empty if they do not."""
+    if same(got, wanted):
+        return ""
     if got.shape != wanted.shape or got.dtype != wanted.dtype:
         return f"{list(got.shape)} {got.dtype}, expected {list(wanted.shape)} {wanted.dtype}"
     bad = (got != wanted).reshape(-1)

@@ -38,11 +38,12 @@ from paramd.errors import (
 from paramd.layout.edits.ops import EditState
 from paramd.mesh.edits.calls import Edit
 from paramd.mesh.mesh import Mesh
+from paramd.mesh.results import Summoned
 from tests.gpu.driver import environment
 from tests.launch import Ranks, start_ranks
 from tests.multiprocess.striking import allowed_s
 from tests.sequences import model
-from tests.sequences.model import COUNT, TIED, TRACE, WORLD_SIZES, State, names_of
+from tests.sequences.model import TIED, WORLD_SIZES, State, names_of
 from tests.sequences.reference import Event, Incarnation, Reference, differing, same, value
 
 TRAINING = "tests.sequences.training"
@@ -121,7 +122,7 @@ class Session:
         self.marks: dict[str, tuple[int, State, int]] = {}
         self.exports: dict[str, tuple[int, State]] = {}
         self.schedules: list[tuple[str, str, float]] = []
-        self.summoned: list[tuple[Mapping[str, torch.Tensor], int, int, int]] = []
+        self.summoned: list[Summoned] = []
         self.held_at: int | None = None
         self.struck_s = -1e9
         self.lives = 0
@@ -358,44 +359,41 @@ class Session:
         return max(self.reference.incarnations)
 
     def judge(
-        self,
-        what: str,
-        incarnation: int,
-        step: int,
-        wanted: Callable[[State], Mapping[str, torch.Tensor]],
-        got: Mapping[str, torch.Tensor],
-        *,
-        edits: range | None = None,
-    ) -> State:
-        """Compares tensors with those of the state that they say they are of; returns that."""
-        history = self._history(what, incarnation)
+        self, what: str, found: Any, got: Mapping[str, Any] | None = None, *,
+        wanted: Callable[[State, str], torch.Tensor] = value, edits: range | None = None,
+        differs: Callable[[Any, torch.Tensor], str] = differing,
+    ) -> State:  # fmt: skip
+        """Compares an answer with the state that it says it is of, and returns that.
+
+        Args:
+            found: Has `incarnation` and `step`, and is `got` by default: values by name.
+            edits: The segments that it may be of; None: the last one of its incarnation.
+        """
+        history = self._history(what, found.incarnation)
         segments = edits if edits is not None else range(history.edits, history.edits + 1)
-        possible = [e for e in segments if 0 <= e <= history.edits and history.had(e, step)]
-        where = f"{what}, step {step}, edits {list(segments)[:3]}"
-        return self._matching(where, possible, lambda e: history.state(e, step), wanted, got)
+        possible = [e for e in segments if 0 <= e <= history.edits and history.had(e, found.step)]
+        where = f"{what}, step {found.step}, edits {list(segments)[:3]}"
+        values = got if got is not None else found
+        states = ((e, history.state(e, found.step)) for e in reversed(possible))
+        return self._matching(where, states, wanted, values, differs)
 
     def judge_gradients(
-        self, what: str, incarnation: int, update: int, edits: range,
-        got: Mapping[str, torch.Tensor | None],
-        cut: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, x: x,
+        self, what: str, frame: Any, got: Mapping[str, Any], edits: range, *,
+        cut: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+        differs: Callable[[Any, torch.Tensor], str] = differing,
     ) -> None:  # fmt: skip
         """The same for a frame of gradients."""
-        history = self._history(what, incarnation)
+        history, update = self._history(what, frame.incarnation), frame.step
         possible = [e for e in edits if 0 <= e <= history.edits and history.made(e, update)]
         where = f"{what}, update {update}, edits {list(edits)[:3]}"
         for name in got:
-            wanted = model.takes_part(TIED.get(name, name), update)
-            if wanted != (got[name] is not None):
-                raise DefectError(f"{where}: {name} {'lacks' if wanted else 'has'} a gradient")
-
-        def all_of(state: State) -> dict[str, torch.Tensor]:
-            return {
-                n: cut(n, model.gradient(TIED.get(n, n), value(state, n), update))
-                for n, x in got.items() if x is not None
-            }  # fmt: skip
-
-        tensors = {n: x for n, x in got.items() if x is not None}
-        self._matching(where, possible, lambda e: history.state(e, update - 1), all_of, tensors)
+            if model.takes_part(TIED.get(name, name), update) != (got[name] is not None):
+                raise DefectError(f"{where}: {name} {frame.none.get(name, 'has a gradient')!r}")
+        self._matching(
+            where, ((e, history.state(e, update - 1)) for e in reversed(possible)),
+            lambda state, n: cut(model.gradient(TIED.get(n, n), value(state, n), update)),
+            {n: x for n, x in got.items() if x is not None}, differs,
+        )  # fmt: skip
 
     def _history(self, what: str, incarnation: int) -> Incarnation:
         if incarnation not in self.reference.incarnations:
@@ -403,22 +401,21 @@ class Session:
         return self.reference.incarnations[incarnation]
 
     def _matching(
-        self, where: str, possible: Sequence[int], state_of: Callable[[int], State],
-        wanted: Callable[[State], Mapping[str, torch.Tensor]], got: Mapping[str, torch.Tensor],
+        self, where: str, states: Iterator[tuple[int, State]],
+        wanted: Callable[[State, str], torch.Tensor], got: Mapping[str, Any],
+        differs: Callable[[Any, torch.Tensor], str],
     ) -> State:  # fmt: skip
-        if not possible:
-            raise DefectError(f"{where}: there was no such state")
         said: list[str] = []
-        for segment in reversed(possible):
-            state = state_of(segment)
-            right = wanted(state)
-            bad = {n: differing(x, right[n]) for n, x in got.items() if not same(x, right[n])}
+        for _, state in states:
+            texts = {n: differs(x, wanted(state, n)) for n, x in got.items()}
+            bad = [f"{n}: {text}" for n, text in texts.items() if text]
             if not bad:
                 return state
-            said = said or [f"{n}: {text}" for n, text in bad.items()]
-        raise DefectError(
-            f"{where}: {len(said)} of {len(got)} are wrong\n  " + "\n  ".join(said[:6])
-        )
+            said = said or bad
+        if not said:
+            raise DefectError(f"{where}: there was no such state")
+        told = "\n  ".join(said[:6])
+        raise DefectError(f"{where}: {len(said)} of {len(got)} are wrong\n  {told}")
 
     def in_order(self, incarnation: int, step: int) -> None:
         """No later answer of a settled state is of a lower step, but for rollbacks."""
@@ -503,9 +500,6 @@ class Session:
         if self.held_at is not None:
             self.held_at = None
             self.ask("resume", lambda: self.mesh.resume(timeout=CALL_S))
-
-    def buffers(self, state: State) -> dict[str, torch.Tensor]:
-        return {name: value(state, name) for name in (TRACE, COUNT)}
 
 
 def patience_s(seconds: float) -> float:

@@ -40,7 +40,9 @@ def _told(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_every_answer_of_a_random_sequence_is_what_it_says(kind: str) -> None:
     share = MINUTES / len(KINDS)
     how = [] if takes_all() else ["--whole"]
-    told = _told("tests.sequences", "--kind", kind, "--seed", str(seed()), "--minutes", str(share), *how)
+    told = _told(
+        "tests.sequences", "--kind", kind, "--seed", str(seed()), "--minutes", str(share), *how
+    )
     assert told.returncode == 0, told.stdout[-8000:] + told.stderr[-2000:]
 
 

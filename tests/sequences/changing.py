@@ -221,10 +221,7 @@ def mark(s: Session, rng: Random) -> str:
     if s.resume != "auto":
         raise NotNowError("states are not kept")
     for name, (step, _, _) in list(s.marks.items()):
-        if (
-            len(s.marks) >= MOST_MARKS
-            or s.ask("step", lambda: s.mesh.status()).step > step + OLDEST_MARK
-        ):
+        if len(s.marks) >= MOST_MARKS or s.ask("step", s.mesh.status).step > step + OLDEST_MARK:
             s.ask("unmark", lambda: s.mesh.unmark(name))  # noqa: B023
             del s.marks[name]
     name = f"mark {s.note()}"
@@ -256,7 +253,7 @@ def rollback_standing(s: Session, rng: Random) -> str:
     if s.resume != "auto":
         raise NotNowError("states are not kept")
     s.running()
-    kept = [m for m in s.ask("marks", lambda: s.mesh.marks()) if not m.name and m.whole]
+    kept = [m for m in s.ask("marks", s.mesh.marks) if not m.name and m.whole]
     if not kept:
         raise NotNowError("there is none")
     (to, note), history = (rng.choice(kept).step, s.note()), s.now
@@ -283,6 +280,8 @@ def rollback_standing(s: Session, rng: Random) -> str:
 
 def pause(s: Session, rng: Random) -> str:
     """Holds the training."""
+    if s.held_at is not None:
+        raise NotNowError("it is held")
     hold = s.ask("pause", lambda: s.mesh.pause(lease_s=2.0, timeout=CALL_S))
     s.held_at = hold.step
     return f"at step {hold.step}"
@@ -424,7 +423,7 @@ def schedule_end(s: Session, rng: Random) -> str:
                  "a scheduled export ends", 3 * CALL_S)  # fmt: skip
     s.ask("delete", lambda: s.mesh.delete_export_schedule(number), fit=(NotFoundError,))
     s.schedules.clear()
-    rows = [e for e in s.ask("exports", lambda: s.mesh.exports()) if e.schedule == number]
+    rows = [e for e in s.ask("exports", s.mesh.exports) if e.schedule == number]
     done = [s.mesh.export_ended(e, 2 * CALL_S) if not e.ended else e for e in rows]
     for one in done:
         if str(one.state) == "FAILED" and undisturbed:

@@ -97,11 +97,11 @@ def stats(s: Session, rng: Random) -> str:
     """Statistics of parameters, computed where they are."""
     patterns = s.patterns(rng)
     table = s.ask("stats", lambda: s.mesh.stats(*patterns, timeout=CALL_S))
-    s.judge("stats", table, {row.name: row.summary for row in table}, differs=_summary_differs)
+    s.judge("stats", table, {row.name: row.summary for row in table}, differs=summary_differs)
     return f"{patterns}, step {table.step}"
 
 
-def _summary_differs(got: Any, wanted: torch.Tensor) -> str:
+def summary_differs(got: Any, wanted: torch.Tensor) -> str:
     x = wanted.double()
     for name, number in (
         ("count", x.numel()), ("zero_count", int((x == 0).sum())), ("min", float(x.min())),
@@ -203,7 +203,7 @@ def _judge_frame(
         return
     got = {n: frame[n] for n in frame if TIED.get(n, n) not in FROZEN}
     if options.get("kind") == "stats":
-        s.judge_gradients("grads stats", frame, got, edits, differs=_summary_differs)
+        s.judge_gradients("grads stats", frame, got, edits, differs=summary_differs)
         return
     dtype = options.get("dtype")
     s.judge_gradients(f"grads {dict(options)}", frame, got, edits,

@@ -495,9 +495,9 @@ class Session:
             [["*"], ["*"], ["blocks.*"], [rng.choice(self.shown)], rng.sample(self.shown, 3)]
         )
 
-    def running(self) -> None:
-        """Lets go of what is held."""
-        if self.held_at is not None:
+    def running(self, *, perhaps: bool = False) -> None:
+        """Lets go of what is held; `perhaps`: it may be held without our knowing."""
+        if self.held_at is not None or perhaps:
             self.held_at = None
             self.ask("resume", lambda: self.mesh.resume(timeout=CALL_S))
 

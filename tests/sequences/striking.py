@@ -15,11 +15,10 @@ import psutil
 import paramd
 from paramd.errors import ParamdError
 from tests.launch import ROOT, warm_start
-from tests.sequences.reading import stats, summon
+from tests.sequences.reading import summary_differs
 from tests.sequences.session import (
     CALL_S,
     JOB,
-    RETRYABLE,
     DefectError,
     NotNowError,
     Session,
@@ -50,14 +49,14 @@ def _ended(s: Session, rng: Random, how: signal.Signals) -> str:
     ranks = rng.choice([[rng.randrange(s.world_size)], list(range(s.world_size))])
     processes = [p for rank in ranks for p in s.helpers("sidecar", rank)]
     s.struck(lives=True)
-    s.held_at = None
+    waits = rng.random() < 0.6 or s.held_at is not None
     for process in processes:
         with suppress(psutil.Error):
             process.send_signal(how)
     s.counts.kills += len(processes)
-    waits = rng.random() < 0.6
     if waits:
         back(s, processes)
+        s.running(perhaps=True)
     return f"ranks {ranks}, " + ("back" if waits else "not waited for")
 
 
@@ -88,9 +87,7 @@ def sidecar_stopped(s: Session, rng: Random) -> str:
         with suppress(psutil.Error):
             process.resume()
         s.struck()
-    # The control plane may have ended the hold meanwhile.
-    s.held_at = None
-    s.ask("resume", lambda: s.mesh.resume(timeout=CALL_S))
+    s.running(perhaps=True)
     return ""
 
 
@@ -99,15 +96,15 @@ def control_killed(s: Session, rng: Random) -> str:
     how = rng.choice([signal.SIGKILL, signal.SIGTERM])
     processes = s.helpers("control")
     s.struck()
-    s.held_at = None
+    waits = rng.random() < 0.6 or s.held_at is not None
     for process in processes:
         with suppress(psutil.Error):
             process.send_signal(how)
     s.counts.kills += len(processes)
     gone = {process.pid for process in processes}
-    if rng.random() < 0.7:
+    if waits:
         wait_for(lambda: {p.pid for p in s.helpers("control")} - gone, "a control plane", 30)
-        s.ask("resume", lambda: s.mesh.resume(timeout=CALL_S))
+        s.running(perhaps=True)
     return how.name
 
 
@@ -132,14 +129,13 @@ def restart(s: Session, rng: Random) -> str:
 
 
 def _after_the_trainer(s: Session, rng: Random) -> None:
-    """What is served of dead trainers is of a state, or refused."""
-    for operation in (summon, stats):
-        with suppress(NotNowError, *RETRYABLE):
-            try:
-                operation(s, rng)
-            except DefectError as error:
-                if not isinstance(error.__cause__, ParamdError):
-                    raise
+    """What is served of dead trainers is of a state, or refused; soon, as sidecars do not linger."""
+    with suppress(ParamdError):
+        s.judge("summon of dead trainers", s.mesh.summon("*", timeout=3))
+    with suppress(ParamdError):
+        table = s.mesh.stats("*", timeout=3)
+        got = {row.name: row.summary for row in table}
+        s.judge("stats of dead trainers", table, got, differs=summary_differs)
 
 
 def attach_again(s: Session, rng: Random) -> str:

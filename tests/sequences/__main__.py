@@ -15,7 +15,7 @@ from tests import leaks
 from tests.launch import end_warm_start, warm_services, warm_start
 from tests.sequences.generate import BY_NAME, Failure, Item, drawn, run, shrunk
 from tests.sequences.model import KINDS
-from tests.sequences.session import Counts
+from tests.sequences.session import SHORT, Counts
 
 STEPS = 400
 """Operations of one training."""
@@ -23,6 +23,7 @@ STEPS = 400
 
 def main() -> int:
     given = _parsed()
+    SHORT.update(one.split("=", 1) for one in given.set)
     leaks.adopt_orphans()
     warm_services()
     warm_start()
@@ -59,6 +60,9 @@ def _parsed() -> argparse.Namespace:
         "--only", default="", help="these operations, with the numbers they draw by"
     )
     parser.add_argument("--without", default="", help="none of these operations")
+    parser.add_argument(
+        "--set", action="append", default=[], help="a setting of the job: PARAMD_IDLE_MEMORY_S=600"
+    )
     parser.add_argument("--whole", action="store_true", help="do not look for a shorter sequence")
     parser.add_argument("--go-on", action="store_true", help="with other sequences after a failure")
     return parser.parse_args()

@@ -173,7 +173,7 @@ def subscribed(
                 _judge_frame(s, frame, since, options)
                 seen.append(frame.step)
                 if writes and kind == "follow":
-                    frame[rng.choice(sorted(frame))].zero_()
+                    spoil(frame)
         finally:
             frames.close()
 
@@ -189,6 +189,12 @@ def _grads_options(s: Session, rng: Random) -> dict[str, Any]:
         options["dtype"] = rng.choice([None, None, torch.bfloat16])
         options["transport"] = rng.choice(LANES)
     return {"patterns": patterns, "options": options}
+
+
+def spoil(frame: Any) -> None:
+    """What a reader may do with what it was given."""
+    for tensor in frame.values():
+        tensor.zero_()
 
 
 def _judge_frame(
@@ -251,7 +257,7 @@ def next_frames(s: Session, rng: Random, name: str | None = None) -> str:
             raise DefectError(f"{stream.kind}: the stream ended: {error!r}") from error
         _judge_frame(s, frame, stream.since, stream.how["options"])
         if stream.kind == "follow" and rng.random() < 0.3:
-            frame[rng.choice(sorted(frame))].zero_()
+            spoil(frame)
         s.counts.answers += 1
         stream.since = (frame.incarnation, min(stream.since[1], s.now.edits))
         seen.append(frame.step)

@@ -437,6 +437,6 @@ def schedule_end(s: Session, rng: Random) -> str:
 
 CHANGING: dict[Callable[[Session, Random], str], int] = {
     edit: 12, edit_late: 1, edit_dry: 2, edit_without_waiting: 3, undo: 10, hyperparameters: 4,
-    mark: 5, rollback: 6, rollback_standing: 2, pause: 4, step: 5, resume: 4, writeback: 3, export: 3, restore: 1,
-    schedule: 2, schedule_end: 2,
+    mark: 5, rollback: 6, rollback_standing: 2, pause: 4, step: 5, resume: 4, writeback: 3,
+    export: 3, restore: 1, schedule: 2, schedule_end: 2,
 }  # fmt: skip

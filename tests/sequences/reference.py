@@ -121,11 +121,8 @@ class Incarnation:
         """An event that was applied at the boundary after update `step`."""
         before = self.state(self.edits, step)
         event.before = (step, before)
-        if event.back_to is not None:
-            begin = event.back_to
-        else:
-            begin = (step, _edited(before, event))
-        self.begins.append(begin)
+        edited = event.back_to if event.back_to is not None else (step, _edited(before, event))
+        self.begins.append(edited)
         self.events.append(event)
 
 

@@ -7,7 +7,6 @@ of streams any since the last frame.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -108,6 +107,7 @@ class Session:
 
     kind: str
     stands_in: bool = True
+    """Whether other weights stand in for the training's own now and then."""
     counts: Counts = field(default_factory=Counts)
 
     def __post_init__(self) -> None:
@@ -320,8 +320,8 @@ class Session:
         """Makes a call until it is answered.
 
         Raises:
-            NotNowError: it was refused with one of `fit`. DefectError: it was refused otherwise, and
-                there is no fault for it; or not answered long after one.
+            NotNowError: it was refused with one of `fit`.
+            DefectError: it was refused otherwise without a fault, or not answered long after one.
         """
         until_s = time.monotonic() + patience_s(RECOVERY_S)
         unmended: Exception | None = None
@@ -535,6 +535,3 @@ def bounded(work: Callable[[], Result], seconds: float) -> Result:
     if error is not None:
         raise error
     return found  # type: ignore[no-any-return]
-
-
-__all__ = ["DefectError", "NotNowError", "Session", "Stream", "bounded", "contextlib"]

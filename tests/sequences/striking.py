@@ -129,7 +129,7 @@ def restart(s: Session, rng: Random) -> str:
 
 
 def _after_the_trainer(s: Session, rng: Random) -> None:
-    """What is served of dead trainers is of a state, or refused; soon, as sidecars do not linger."""
+    """What is served of dead trainers is of a state, or refused. Soon: sidecars linger shortly."""
     with suppress(ParamdError):
         s.judge("summon of dead trainers", s.mesh.summon("*", timeout=3))
     with suppress(ParamdError):

@@ -13,6 +13,7 @@ import time
 
 from tests import leaks
 from tests.launch import end_warm_start, warm_services, warm_start
+from tests.sequences import reading
 from tests.sequences.generate import BY_NAME, Failure, Item, drawn, run, shrunk
 from tests.sequences.model import KINDS
 from tests.sequences.session import SHORT, Counts
@@ -23,6 +24,7 @@ STEPS = 400
 
 def main() -> int:
     given = _parsed()
+    reading.WRITES = "writes" not in given.without.split(",")
     SHORT.update(one.split("=", 1) for one in given.set)
     leaks.adopt_orphans()
     warm_services()
@@ -59,7 +61,7 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument(
         "--only", default="", help="these operations, with the numbers they draw by"
     )
-    parser.add_argument("--without", default="", help="none of these operations")
+    parser.add_argument("--without", default="", help="none of these operations, or writes")
     parser.add_argument(
         "--set", action="append", default=[], help="a setting of the job: PARAMD_IDLE_MEMORY_S=600"
     )

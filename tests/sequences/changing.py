@@ -65,7 +65,10 @@ def _targets(s: Session, rng: Random) -> list[tuple[str, Index]]:
         found = rng.sample(names, min(len(names), rng.randint(2, 3)))
         distinct = {TIED.get(n, n): n for n in found}
         return [(n, _whole(n)) for n in distinct.values()]
-    name = rng.choice(names)
+    last = s.now.events[-1]
+    # Edits of the same elements are what undo has to tell apart.
+    again = last is not None and last.ops and not s.subjects and rng.random() < 0.5
+    name = last.ops[0].name if last is not None and again else rng.choice(names)
     shape = SHAPES[TIED.get(name, name)]
     if not shape or rng.random() < 0.5:
         return [(name, _whole(name))]

@@ -45,6 +45,8 @@ LANES: list[Literal["auto", "same-host", "stream", "grpc"]] = [
 ]
 SLICED = "wide.weight"
 CLOSE = 1e-5
+WRITES = True
+"""Whether followers write into their frames."""
 
 
 def summon(s: Session, rng: Random) -> str:
@@ -193,7 +195,7 @@ def _grads_options(s: Session, rng: Random) -> dict[str, Any]:
 
 def spoil(frame: Any) -> None:
     """What a reader may do with what it was given."""
-    for tensor in frame.values():
+    for tensor in frame.values() if WRITES else ():
         tensor.zero_()
 
 

@@ -23,6 +23,7 @@ from tests.sequences.session import CALL_S, NotNowError, Session, bounded, patie
 
 Use = Callable[[Session, Random], str]
 FIRST, THEN = ("one.weight", "blocks.0.up.weight"), ("wide.weight", "embed.weight", "row.weight")
+IDLE_S = 2.0
 REPEATED = 2
 """How often a cell is walked: each time in another phase of the training."""
 
@@ -39,7 +40,7 @@ def _marked(s: Session, rng: Random) -> str:
 
 
 def _idle(s: Session, rng: Random) -> str:
-    time.sleep(1.0)
+    time.sleep(IDLE_S)
     return ""
 
 

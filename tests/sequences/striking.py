@@ -30,7 +30,7 @@ READER = "tests.sequences.reader"
 
 def idle(s: Session, rng: Random) -> str:
     """Nobody asks for longer than memory is kept."""
-    gap_s = rng.choice([0.1, 0.7, 1.2])
+    gap_s = rng.choice([0.1, 0.7, 1.2, 2.5])
     time.sleep(gap_s)
     return f"{gap_s} s"
 
@@ -154,6 +154,7 @@ def attach_again(s: Session, rng: Random) -> str:
 def reader_killed(s: Session, rng: Random) -> str:
     """Another program that reads is killed, or stopped for some time and then killed."""
     what = rng.choice(["follow", "grads", "view", "deltas"])
+    s.running()
     folder = s.folder / f"reader-{s.note().split()[1]}"
     folder.mkdir()
     env = os.environ | {"PYTHONPATH": str(ROOT)}

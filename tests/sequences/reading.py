@@ -165,7 +165,8 @@ def subscribed(
     if kind == "follow" and s.mirrored:
         raise NotNowError("mirrored parameters are not followed")
     s.running()
-    count, writes = rng.randint(1, 3), rng.random() < 0.5
+    # After a rollback, so many that the steps that were left are made again.
+    count, writes = rng.choice([20, 1, 2, 3]), rng.random() < 0.5
     since, seen = (s.incarnation, s.now.edits), []
 
     def read() -> None:
@@ -248,7 +249,7 @@ def next_frames(s: Session, rng: Random, name: str | None = None) -> str:
     stream = s.streams[name]
     s.running()
     seen = []
-    for _ in range(rng.randint(1, 3)):
+    for _ in range(rng.choice([10, 1, 2, 3])):
         disturbed = s.disturbed or stream.since[0] != s.incarnation or stream.lives != s.lives
         try:
             frame = next(stream.frames)

@@ -106,6 +106,7 @@ CACHED: dict[str, tuple[Use, Use]] = {
     "view": (reading.view, reading.view),
     "gradients": (_subscribed("grads"), _subscribed("grads")),
     "gradient-stats": (_subscribed("grads", kind="stats"), _subscribed("grads")),
+    "gradients-again": (_subscribed("grads"), reading.made_again),
     "deltas": (_subscribed("follow", deltas=True), _subscribed("follow", deltas=True)),
     "followed": (reading.open_stream, reading.next_frames),
     "stats": (reading.stats, reading.stats),

@@ -194,6 +194,26 @@ def _grads_options(s: Session, rng: Random) -> dict[str, Any]:
     return {"patterns": patterns, "options": options}
 
 
+def made_again(s: Session, rng: Random) -> str:
+    """The very update that a subscription was given last, when a rollback has it made again."""
+    kind = rng.choice(["grads", "follow"])
+    last = s.captured.get(kind, 0)
+    s.running()
+    ahead = last - s.ask("status", lambda: s.mesh.status(timeout=CALL_S)).step
+    if not 4 < ahead < 100 or s.disturbed:
+        raise NotNowError(f"{ahead} updates from {last}")
+    hold = s.ask("pause", lambda: s.mesh.pause(timeout=CALL_S))
+    # A subscription begins with the second update from now.
+    if (ahead := last - 2 - hold.step) > 0:
+        s.ask("step", lambda: s.mesh.step(ahead, timeout=2 * CALL_S))
+    going_on = threading.Timer(rng.choice([0.7, 0.1]), lambda: s.mesh.resume(timeout=CALL_S))
+    going_on.start()
+    try:
+        return subscribed(s, rng, kind, s.patterns(rng), {})
+    finally:
+        going_on.join()
+
+
 def spoil(frame: Any) -> None:
     """What a reader may do with what it was given."""
     for tensor in frame.values() if WRITES else ():
@@ -204,6 +224,7 @@ def _judge_frame(
     s: Session, frame: Any, since: tuple[int, int], options: Mapping[str, Any]
 ) -> None:
     """Of whatever segment there was since the last frame."""
+    s.captured["follow" if isinstance(frame, ParamFrame) else "grads"] = frame.step
     history = s.reference.incarnations.get(frame.incarnation)
     begin = since[1] if since[0] == frame.incarnation else 0
     edits = range(begin, history.edits + 1 if history is not None else 0)
@@ -454,7 +475,7 @@ def _step_of(label: str) -> int:
 TOGETHER = [summon, stats, grads, follow, unsettled, optimizer, updates, view]
 READING: dict[Callable[[Session, Random], str], int] = {
     summon: 10, summon_slice: 3, unsettled: 4, stats: 5, optimizer: 5, view: 3, grads: 9,
-    follow: 7, open_stream: 4, next_frames: 8, close_stream: 2, diff: 5, diff_ahead: 2,
+    follow: 7, made_again: 6, open_stream: 4, next_frames: 8, close_stream: 2, diff: 5, diff_ahead: 2,
     updates: 4, spectrum: 2, replay: 4, download: 3, listing: 1, together: 5,
 }  # fmt: skip
 """Operations, with how often they come."""

@@ -123,6 +123,8 @@ class Session:
         self.exports: dict[str, tuple[int, State]] = {}
         self.schedules: list[tuple[str, str, float]] = []
         self.summoned: list[Summoned] = []
+        self.captured: dict[str, int] = {}
+        """The update of the last frame, by kind of subscription."""
         self.held_at: int | None = None
         self.struck_s = -1e9
         self.lives = 0

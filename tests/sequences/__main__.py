@@ -36,7 +36,8 @@ def main() -> int:
     while time.monotonic() < until_s and (turn == 0 or not given.only):
         kind, here = kinds[turn % len(kinds)], seed + turn // len(kinds)
         items = _chosen(given.only) if given.only else drawn(here, given.steps)
-        items = [item for item in items if item.name not in given.without.split(",")]
+        left_out, kept = given.without.split(","), given.of.split(",") if given.of else BY_NAME
+        items = [item for item in items if item.name in kept and item.name not in left_out]
         share_s = (until_s - time.monotonic()) / max(1, len(kinds) - turn)
         print(f"--- {kind}, seed {here}", flush=True)
         failure = run(
@@ -61,6 +62,7 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument(
         "--only", default="", help="these operations, with the numbers they draw by"
     )
+    parser.add_argument("--of", default="", help="of these operations alone")
     parser.add_argument("--without", default="", help="none of these operations, or writes")
     parser.add_argument(
         "--set", action="append", default=[], help="a setting of the job: PARAMD_IDLE_MEMORY_S=600"

@@ -475,7 +475,7 @@ def _step_of(label: str) -> int:
 TOGETHER = [summon, stats, grads, follow, unsettled, optimizer, updates, view]
 READING: dict[Callable[[Session, Random], str], int] = {
     summon: 10, summon_slice: 3, unsettled: 4, stats: 5, optimizer: 5, view: 3, grads: 9,
-    follow: 7, made_again: 6, open_stream: 4, next_frames: 8, close_stream: 2, diff: 5, diff_ahead: 2,
-    updates: 4, spectrum: 2, replay: 4, download: 3, listing: 1, together: 5,
+    follow: 7, made_again: 6, open_stream: 4, next_frames: 8, close_stream: 2, diff: 5,
+    diff_ahead: 2, updates: 4, spectrum: 2, replay: 4, download: 3, listing: 1, together: 5,
 }  # fmt: skip
 """Operations, with how often they come."""

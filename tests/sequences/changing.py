@@ -179,7 +179,8 @@ def edit_without_waiting(s: Session, rng: Random) -> str:
 def undo(s: Session, rng: Random) -> str:
     """Undoes an edit, an undo, a rollback or hyper-parameters, of the last ones made."""
     events = [e for e in s.now.events[-6:] if e is not None and e.id]
-    events = [e for e in events if not _is_undone(s, e)]
+    # What was undone and done again is undone by undoing the last of these.
+    events = [e for e in events if not any(o is not None and o.undoes is e for o in s.now.events)]
     if not events:
         raise NotNowError("there is nothing to undo")
     target = rng.choice(events)

@@ -54,7 +54,8 @@ RECOVERY_S = 25.0
 """Within this time after a fault a call may be refused as unreachable, and is made again."""
 MOST_PATIENCE = 2
 RETRYABLE = (UnreachableError, AbortedError, ExhaustedError, PartialError, DeadlineError)
-STAND_IN_EVERY, STAND_IN_S = 40, 0.25
+STAND_IN_EVERY, STAND_IN_S = 60, 0.8
+"""Longer than the half second after which a training counts as resting, or nobody sees them."""
 SHORT = {
     "PARAMD_IDLE_MEMORY_S": "0.3",
     "PARAMD_DEFAULT_LEASE_S": "2",

@@ -84,7 +84,7 @@ def unsettled(s: Session, rng: Random) -> str:
     patterns = s.patterns(rng)
     if s.mirrored:
         raise NotNowError("read at boundaries alone")
-    until_s = time.monotonic() + rng.choice([0.0, 0.0, 2.0])
+    until_s = time.monotonic() + rng.choice([0.0, 3.0])
     while True:
         found = s.ask("unsettled", lambda: s.mesh.summon(*patterns, unsettled=True, timeout=CALL_S))
         if found.label not in ("", LABEL):
@@ -422,6 +422,9 @@ def together(s: Session, rng: Random) -> str:
     said: list[str] = []
     failed: list[BaseException] = []
     s.running()
+    before, same_ones = s.subjects, s.patterns(rng)
+    if rng.random() < 0.5:
+        s.subjects = same_ones
 
     def run(number: int, operation: Callable[[Session, Random], str]) -> None:
         try:
@@ -437,6 +440,7 @@ def together(s: Session, rng: Random) -> str:
         thread.start()
     for thread in threads:
         thread.join(60)
+    s.subjects = before
     if failed:
         raise DefectError(f"{[o.__name__ for o in chosen]} at once: {failed[0]}") from failed[0]
     if any(thread.is_alive() for thread in threads):

@@ -406,7 +406,7 @@ def schedule(s: Session, rng: Random) -> str:
     """Exports at each so many steps, until the next `schedule_end`."""
     if s.schedules:
         raise NotNowError("there is one")
-    every, key = rng.choice([7, 15]), f"disk/every-{s.note().replace(' ', '-')}"
+    every, key = rng.choice([60, 20]), f"disk/every-{s.note().replace(' ', '-')}"
     made = s.ask("schedule", lambda: s.mesh.create_export_schedule(key, every_steps=every))
     s.schedules.append((made["id"], key, s.struck_s))
     s.scheduled_since = s.now.edits  # type: ignore[attr-defined]

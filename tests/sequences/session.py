@@ -206,6 +206,12 @@ class Session:
                 "the first answer", lambda: self.mesh.summon("*", buffers=True, timeout=CALL_S)
             )
             return how
+        if how.startswith("export") and not lost:
+            raise DefectError(
+                f"incarnation {number} goes on from an export, at step {step}, though the training "
+                f"or its memory was there; it was in segment {former.edits}, begun at step "
+                f"{former.begins[-1][0]}"
+            )
         candidates = self._candidates(former, step)
         if lost and step == 0:
             candidates = [("afresh", self.reference.first), *candidates]

@@ -24,8 +24,6 @@ from tests.sequences.session import CALL_S, NotNowError, Session, bounded, patie
 Use = Callable[[Session, Random], str]
 FIRST, THEN = ("one.weight", "blocks.0.up.weight"), ("wide.weight", "embed.weight", "row.weight")
 IDLE_S = 2.0
-REPEATED = 2
-"""How often a cell is walked: each time in another phase of the training."""
 
 
 class Always(Random):
@@ -147,7 +145,7 @@ def walk(s: Session, cell: str, turn: int) -> str:
     return "; ".join(told)
 
 
-def results(cells: Sequence[str], kind: str) -> Iterator[tuple[str, str]]:
+def results(cells: Sequence[str], kind: str, turns: int) -> Iterator[tuple[str, str]]:
     """Each cell, and what was wrong: empty for nothing."""
     for _, group in groupby(cells, key=lambda cell: cell.partition("-")[0]):
         left = list(group)
@@ -156,7 +154,7 @@ def results(cells: Sequence[str], kind: str) -> Iterator[tuple[str, str]]:
                 while left:
                     cell = left.pop(0)
                     try:
-                        for turn in range(REPEATED):
+                        for turn in range(turns):
                             walk(session, cell, turn)
                     except Exception as error:
                         yield cell, f"{type(error).__name__}: {error}"
@@ -168,10 +166,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sequences.pairs")
     parser.add_argument("--kind", default="ddp")
     parser.add_argument("--cells", default=",".join(CELLS))
+    parser.add_argument("--turns", type=int, default=1, help="how often each cell is walked")
     given = parser.parse_args()
     leaks.adopt_orphans()
     failed = 0
-    for cell, wrong in results(given.cells.split(","), given.kind):
+    for cell, wrong in results(given.cells.split(","), given.kind, given.turns):
         failed += bool(wrong)
         print(f"{cell}: {'FAILED ' + wrong if wrong else 'ok'}", flush=True)
     return int(failed > 0)

@@ -191,8 +191,6 @@ def undo(s: Session, rng: Random) -> str:
     # An original edit that is in effect; undos are in pairs with what they undo.
     in_effect = [e for e in overlapping if e.undoes is None and not _is_undone(s, e)]
     force = bool(overlapping) and rng.random() < 0.3
-    if target.back_to is not None and overlapping and not force:
-        in_effect = overlapping
     refused = None if overlapping and not in_effect else bool(in_effect)
     event = undone(target)
     done = s.change(

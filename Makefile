@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FAST_TESTS := tests/unit tests/contract tests/model
 # The longest first, so that no worker of pytest's is left with one at the end.
-ALL_TESTS := tests/multiprocess tests/web tests/integration $(FAST_TESTS)
+ALL_TESTS := tests/sequences tests/multiprocess tests/web tests/integration $(FAST_TESTS)
 SECURITY_TESTS := tests/unit/test_tickets.py tests/unit/test_places.py tests/unit/test_tls.py \
 	tests/unit/control/test_auth_guard.py tests/unit/control/test_auth_roles.py \
 	tests/unit/control/test_auth_tokens.py tests/unit/control/test_session.py \
@@ -20,7 +20,7 @@ SCHEMATHESIS_EXAMPLES ?= 50
 
 .DEFAULT_GOAL := help
 .PHONY: help system setup web page manual links packages versions web-test web-types screenshot demo fast test test-gpu test-long verify fix \
-	security bench soak soak-resume campaigns fuzz mutants mutation-score protos surface clean
+	security bench soak soak-resume sequences campaigns fuzz mutants mutation-score protos surface clean
 
 WEB := client/web
 MODULES := $(WEB)/node_modules/.installed
@@ -152,6 +152,9 @@ soak: system setup ## everything at once under faults: make soak MINUTES=60 [SEE
 soak-resume: setup ## kills trainings that resume: make soak-resume KILLS=500 [SEED=n] [KIND=fsdp2]
 	$(BIN)/python -m tests.soak.resume --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(if $(KIND),--kind $(KIND))
 
+sequences: setup ## random operations against a reference: make sequences MINUTES=n [SEED=n] [KIND=k]
+	$(BIN)/python -m tests.sequences --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(KIND),--kind $(KIND))
+
 DOORS := tests/integration/test_doors.py
 LONGER := tests/multiprocess/test_stamp.py \
 	$(DOORS)::test_rapid_resets_leave_a_sidecar_serving \
@@ -166,7 +169,7 @@ test-long: setup ## tests that watch for minutes instead of seconds (about 50 mi
 OVER_ALL = $(shell grep -l -e 'import .*sample' -e 'import .*takes_all' tests/multiprocess/test_*.py)
 
 campaigns: setup ## the tests that `make test` takes a sample of, over all their cases
-	PARAMD_TESTS_ALL=1 $(BIN)/pytest -q -n 2 --dist worksteal -o timeout=300 $(OVER_ALL)
+	PARAMD_TESTS_ALL=1 $(BIN)/pytest -q -n 2 --dist worksteal -o timeout=300 $(OVER_ALL) tests/sequences
 
 fuzz: setup ## parsers and servers: make fuzz [FUZZ_SECONDS=60 | FUZZ_RUNS=n, each] [FUZZ=TARGETS]
 	$(BIN)/python -m tests.fuzz $(FUZZ) \

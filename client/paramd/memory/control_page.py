@@ -183,7 +183,7 @@ class Word(IntEnum):
     UNSERVED = 57  # 1: the parameters cannot be served, the page's text says why; 2: STANDS_IN
     APART_LOW = 58  # lowest and highest iteration in the last round;
     APART_HIGH = 59  # equal when ranks are in lock-step
-    REFUSED_STEP = 60  # step of the boundary where REFUSED missed its `if_step`; else -1
+    REFUSED_STEP = 60  # step of the boundary where REFUSED missed its `if_step`; or a `Refusal`
     REFUSED_IF_STEP = 61  # the step it was for
     REST_SEEN_NS = 62  # start of the last check that found the whole resting state in place
     SETTLED_SEQ = 39  # SEQ of the settled state whose samples were digested
@@ -235,6 +235,19 @@ class Word(IntEnum):
 
     # Words 128 to 191 are the trainer's: the last requests agreed.
     # Words 192 to 511 are the trainer's: its text and its sample places.
+
+
+class Refusal(IntEnum):
+    """Why a trainer cannot carry out a request, in word REFUSED_STEP."""
+
+    FAULTY = -1
+    """It cannot be done, or not be understood; the trainer's log says more."""
+    AWAY = -2
+    """The parameters are not in the arena and will not be, or an edit has failed half way."""
+    GATHERED = -3
+    """It is held where a forward works on unsharded copies, which an edit would not reach."""
+    NOT_HELD = -4
+    """What is only done while training is held, after the hold has ended."""
 
 
 class Words(Protocol):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from paramd.errors import ConflictError, ParamdError, UsageError
 from paramd.memory.arena import is_mirror, pack_wanted
-from paramd.memory.control_page import Word
+from paramd.memory.control_page import Word, unserved_reason
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.copying.copier import Copier
 from paramd_service.sidecar.copying.page_requests import (
@@ -261,9 +261,12 @@ class Boundaries:
         page = self._attached.page
         if page[Word.AGREEMENT_STATE] == GAVE_UP:
             return "the trainers gave up agreeing in this incarnation; attach again to restore it"
+        why = unserved_reason(page)
         return (
             f"the trainers did not agree on boundary {number} within {timeout_s:.1f} s (this rank "
-            f"is at step {page[Word.STEP]}); training is paused, or a rank is not ready"
+            f"is at step {page[Word.STEP]}); "
+            + (f"its parameters are not served: {why}" if why else "")
+            + "training is paused, or a rank is not ready" * (not why)
         )
 
 

@@ -294,7 +294,7 @@ def test_an_edit_that_the_trainer_refuses_for_its_step_is_told_with_both_steps(
             "if_step is 11, but the next boundary of all ranks is at step 12 or later; "
             "hold training to edit at an exact step",
         ),
-        (2, -1, "the trainer cannot run the edit's program; its log says why"),
+        (2, -1, "the trainer cannot carry it out; its log says why"),
     ):
         bench.arm(number)
         bench.page[Word.REFUSED_STEP], bench.page[Word.REFUSED_IF_STEP] = step, 11

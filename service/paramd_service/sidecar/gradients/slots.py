@@ -26,7 +26,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -278,8 +278,8 @@ class Gradients:
         )
         self._frames: dict[int, Frame] = {}
         """By moment."""
-        self._releasing: asyncio.Future[None] | None = None
-        """Memory being given back; what is to be armed waits for it."""
+        self._releasing: Future[None] | None = None
+        """Gives memory back; what is to be armed calls it off, or waits for it."""
         self._in_slot: list[Frame | None] = [None] * GRADIENT_SLOTS
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -352,8 +352,7 @@ class Gradients:
                 timer.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        if self._releasing is not None:
-            await asyncio.wait([self._releasing])
+        await self._not_releasing()
         await self._loop.run_in_executor(self._executor, self._thread.shutdown)
         await self._loop.run_in_executor(self._executor, self._memory.close)
 
@@ -429,18 +428,21 @@ class Gradients:
 
     def _idle(self) -> None:
         self._idle_timer = None
-        if not self._frames and self._releasing is None:
-            self._releasing = self._loop.run_in_executor(self._executor, self._memory.release)
-            self._releasing.add_done_callback(self._released)
+        if not self._frames and (self._releasing is None or self._releasing.done()):
+            self._releasing = self._executor.submit(self._memory.release)
 
-    def _released(self, _done: asyncio.Future[None]) -> None:
-        self._releasing = None
+    async def _not_releasing(self) -> None:
+        """Call off memory's release that has not begun, or wait for its end."""
+        while (releasing := self._releasing) is not None:
+            if not releasing.cancel():
+                await asyncio.wait([asyncio.wrap_future(releasing)])
+            if self._releasing is releasing:
+                self._releasing = None
 
     async def _arm(self, frame: Frame) -> None:
         """Populate the slot for all that is wanted, write the program, and arm the slot."""
         slot, index = self._memory.slots[frame.slot], frame.slot
-        while (releasing := self._releasing) is not None:
-            await asyncio.wait([releasing])
+        await self._not_releasing()
         # Repeated: more may be requested while memory is being populated.
         while frame.wants and frame.state in (State.RESERVING, State.ARMED):
             spans = frame.spans()

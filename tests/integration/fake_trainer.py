@@ -172,9 +172,9 @@ class FakeTrainer:
         if agreed:
             if action == EDIT:
                 page[Word.EDIT_AGREED] = number
-            if page[Word.BUFFERS_WANTED] > page[Word.AGREED]:
+            if page[Word.BUFFERS_WANTED] == number:
                 page[Word.BUFFERS_STEP] = page[Word.STEP]
-            if page[Word.MOMENTS_WANTED] > page[Word.AGREED]:
+            if page[Word.MOMENTS_WANTED] == number:
                 if self.mirror is not None:
                     self.mirror()
                 page[Word.MOMENTS_STEP] = page[Word.STEP]

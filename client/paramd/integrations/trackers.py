@@ -410,17 +410,17 @@ class Following:
             tracker.numbers(_finite(values), step)
 
     async def _tell_new(self) -> None:
-        """Note alerts where they were heard of, and edits at their own steps."""
-        here = max(self._looked.step, 0)
+        """Note alerts and edits at the steps that they are of."""
         told = {
-            **{one.id: (f"alert {one.rule} on {one.subject}: {one.reason}", here)
+            **{one.id: (f"alert {one.rule} on {one.subject}: {one.reason}", one.step)
                for one in await self._mesh.alerts(limit=1000)},
             **{one.id: (f"edit {one.id[:8]} applied at step {one.step}: {one.note}", one.step)
                for one in await self._mesh.edits(state="APPLIED", limit=1000)},
         }  # fmt: skip
         if self._known is not None and self._run is not None:
             for key in told.keys() - self._known:
-                self._run.note(*told[key])
+                text, step = told[key]
+                self._run.note(text, max(step, 0))
         self._known = {*told, *(self._known or ())}
 
 

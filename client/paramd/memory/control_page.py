@@ -9,8 +9,9 @@ settled, so bytes copied between two reads of the same even value belong to the 
 `REST` before and after proves only that no update began, and the answer says so. All other
 words merely make copies likely to succeed (gate.py).
 
-Besides `Word`, the trainer writes three areas: the last requests agreed, from which even a
-respawned sidecar can tell the outcome of a request; a text; and samples, positions of arena
+Besides `Word`, the trainer writes four areas: settled states that were changed without an update;
+the last requests agreed, from which even a respawned sidecar can tell the outcome of a request; a
+text; and samples, positions of arena
 words chosen once. Their digest costs microseconds and differs when all parameters change, as
 with averaged, merged or perturbed weights; it proves nothing about a few elements. It is
 published for resting and for settled states, so that readers can look for themselves.
@@ -30,6 +31,10 @@ MAGIC = 0x7061_7261_6D64_0001
 _FIRST_AGREED_WORD = 128
 KEPT = 64
 """Agreed requests kept."""
+
+_STRAY_WORDS = range(112, 128)
+STRAYS_KEPT = len(_STRAY_WORDS)
+"""Settled states kept in which parameters changed outside of updates."""
 
 TEXT_WORD, TEXT_WORDS = 192, 128
 TEXT_BYTES = 8 * (TEXT_WORDS - 1)
@@ -178,7 +183,6 @@ class Word(IntEnum):
     REST_DIGEST = 52  # of the samples when the rest began
     REST_ITERATION = 53  # iteration the resting state will have
     STRAY_COUNT = 54  # settled spans in which parameters changed
-    STRAY_SEQ = 55  # SEQ of the last of them: copies made under it are void
     STRICT = 56  # 1: SEQ is even only at boundaries, since parameters change in between
     UNSERVED = 57  # 1: the parameters cannot be served, the page's text says why; 2: STANDS_IN
     APART_LOW = 58  # lowest and highest iteration in the last round;
@@ -233,6 +237,7 @@ class Word(IntEnum):
     DEVICE_FENCE = 107  # what the device writes behind all work of the state told (device_arena.py)
     STATE_BYTES = 108  # bytes of the optimizer's state on the device
 
+    # Words 112 to 127 are the trainer's: SEQs of settled states that have strayed.
     # Words 128 to 191 are the trainer's: the last requests agreed.
     # Words 192 to 511 are the trainer's: its text and its sample places.
 
@@ -294,6 +299,20 @@ class ControlPage:
         """Unmap the page. Words must not be used afterwards."""
         self.words.release()
         self._map.close()
+
+
+def note_stray(words: Words, seq: int) -> None:
+    """Trainer's side: parameters changed under this even SEQ, so copies made under it are void."""
+    if not is_stray(words, seq):
+        words[min(_STRAY_WORDS, key=words.__getitem__)] = seq
+
+
+def is_stray(words: Words, seq: int) -> bool:
+    """Whether parameters changed under this SEQ, or it is too long ago to tell: then copies made
+    under it count as void. Final once SEQ is another one."""
+    kept = [words[word] for word in _STRAY_WORDS]
+    # SEQs only rise. A 0 is a place never used: nothing has been forgotten yet.
+    return seq > 0 and (seq in kept or seq < min(kept))
 
 
 class Past(Enum):

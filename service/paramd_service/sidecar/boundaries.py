@@ -245,7 +245,8 @@ class Boundaries:
         for snapshot in snapshots:
             snapshot.fill = Fill.FILLED if outcome.captured else Fill.EMPTY
             snapshot.step, snapshot.edits = outcome.step, outcome.edits
-            snapshot.history = outcome.history
+            snapshot.history, snapshot.proof = outcome.history, outcome.proof
+            snapshot.is_true = False
             self._store.drop(snapshot)
         if asked.reach.action == EDIT and self.edits is not None:
             if not outcome.captured and (why := self.edits.why_refused(asked.reach.edit_id)):

@@ -315,9 +315,9 @@ class BoundaryHandler:
     def _hear(self, heard: Round, at_home: bool) -> bool:
         """Publish a round's outcome and act on it; return whether to announce it."""
         words, request = self._words, heard.agreed
-        wanted_above = self._agreed
         if request is not None:
             self._agreed = request.number
+            self._void(request)
             if request.action == EDIT:
                 # Before any change: a death between this and EDIT_APPLIED shows as torn.
                 words[Word.EDIT_AGREED] = request.number
@@ -336,7 +336,7 @@ class BoundaryHandler:
         if request is None:
             return False
         try:
-            self._do(request, wanted_above, at_home)
+            self._do(request, at_home)
         except Exception:
             # Swallowed: the other ranks wait for this one in the next round.
             log.exception("paramd: boundary request %d failed on this rank", request.number)
@@ -344,7 +344,20 @@ class BoundaryHandler:
             note_failed(words, self._agreed_count, request.number)
         return True
 
-    def _do(self, request: Request, wanted_above: int, at_home: bool) -> None:
+    def _void(self, request: Request) -> None:
+        """Before the request counts as agreed: what is copied for it is not there yet, though the
+        last copy may be of the same step."""
+        words = self._words
+        if self._mirror is None and self._wants(Word.BUFFERS_WANTED, request):
+            words[Word.BUFFERS_STEP] = -1
+        if self._wants(Word.MOMENTS_WANTED, request):
+            words[Word.MOMENTS_STEP] = -1
+
+    def _wants(self, word: Word, request: Request) -> bool:
+        """Whether this very request needs it; the word may still name one that was withdrawn."""
+        return self._words[word] == request.number
+
+    def _do(self, request: Request, at_home: bool) -> None:
         words = self._words
         if request.action == EDIT:
             try:
@@ -355,12 +368,11 @@ class BoundaryHandler:
                     words[Word.EDIT_FAILED] = request.number
             finally:
                 self._after_edit()
-        if self._mirror is None and words[Word.BUFFERS_WANTED] > wanted_above:
+        if self._mirror is None and self._wants(Word.BUFFERS_WANTED, request):
             self._copy_buffers()
             words[Word.BUFFERS_STEP] = words[Word.STEP]
-        if words[Word.MOMENTS_WANTED] > wanted_above:
-            # Marks the memory as being written; stays -1 if mirroring fails half way.
-            words[Word.MOMENTS_STEP] = -1
+        if self._wants(Word.MOMENTS_WANTED, request):
+            # MOMENTS_STEP is -1 meanwhile, and stays so if mirroring fails half way.
             self._mirror_moments()
             words[Word.MOMENTS_STEP] = words[Word.STEP]
         if self._mirror is not None and request.action == CAPTURE and at_home:

@@ -57,6 +57,8 @@ class Outcome:
     """It was agreed, but its bytes could not be had."""
     history: int = 0
     """Rollbacks before it was done."""
+    proof: int = 0
+    """Of the bytes that were copied, as in `memory.gate.State`; 0: of a mirror, or none were."""
 
     @property
     def captured(self) -> bool:

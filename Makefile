@@ -32,9 +32,11 @@ help: ## list the targets
 
 # Programs that tests run, and the Debian packages that have them. RUNLEVEL=1 keeps packages from
 # starting their servers: tests start their own.
-PROGRAMS := chromium:chromium promtool:prometheus systemd-analyze:systemd ip:iproute2 \
+PROGRAMS := chromium:chromium promtool:prometheus amtool:prometheus-alertmanager \
+	systemd-analyze:systemd ip:iproute2 \
 	nft:nftables sshd:openssh-server ssh:openssh-client \
-	slurmd:slurmd slurmctld:slurmctld sbatch:slurm-client munged:munge cc:build-essential
+	slurmd:slurmd slurmctld:slurmctld sbatch:slurm-client munged:munge cc:build-essential \
+	git:git ps:procps openssl:openssl
 
 system: ## what tests need of the operating system (Debian; installs it when root)
 	@missing=""; \
@@ -110,7 +112,7 @@ fast: setup ## tests that need neither processes of ours nor a network
 	$(BIN)/pytest -q -n 2 --dist worksteal $(FAST_TESTS)
 
 test: system setup page manual $(if $(NPM),web-test) ## all tests, with real processes (about 20 minutes on 2 busy cores)
-	$(BIN)/pytest -q -n 2 --dist worksteal $(if $(PARAMD_TESTS_ALL),-o timeout=300) $(ALL_TESTS)
+	$(BIN)/pytest -q -n 2 --dist worksteal $(if $(PARAMD_TESTS_EIGHTH),-o timeout=300) $(ALL_TESTS)
 
 test-gpu: setup ## tests that need a CUDA device; skipped, with a reason, where there is none
 	$(BIN)/pytest -q tests/gpu
@@ -160,10 +162,8 @@ LONGER := tests/multiprocess/test_stamp.py \
 test-long: setup ## tests that watch for minutes instead of seconds (about 50 minutes)
 	PARAMD_TESTS_LONG=1 PARAMD_TESTS_ALL=1 $(BIN)/pytest -q -o timeout=1200 $(LONGER)
 
-# Tests over many kinds of models, of which `make test` takes a sample.
-OVER_ALL := $(addprefix tests/multiprocess/, test_attach.py test_edits_faults.py test_exports_kinds.py \
-	test_gradients.py test_leaving.py test_local_summon.py test_rehome.py test_reset_moments.py \
-	test_stamp.py test_summon_equal.py)
+# Tests over many cases, of which `make test` takes a sample.
+OVER_ALL = $(shell grep -l -e 'import .*sample' -e 'import .*takes_all' tests/multiprocess/test_*.py)
 
 campaigns: setup ## the tests that `make test` takes a sample of, over all their cases
 	PARAMD_TESTS_ALL=1 $(BIN)/pytest -q -n 2 --dist worksteal -o timeout=300 $(OVER_ALL)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests import launch, leaks
+from tests import costs, launch, leaks
 
 LEAK_TIMEOUT_S = 5.0
 
@@ -18,8 +18,9 @@ settings.register_profile("paramd", deadline=None, derandomize="CI" in os.enviro
 settings.load_profile("paramd")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     leaks.adopt_orphans()
+    config.pluginmanager.register(costs.Durations(config))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -1,10 +1,12 @@
 """Tests that watch for some time, or do a thing many times, and more so in `make test-long`;
-tests over many cases, of which `make test` has a sample and `make campaigns`, as CI runs it, all.
+tests over many cases, of which `make test` has a sample, CI an eighth of the others as well, which
+its commit chooses, and `make campaigns` all.
 """
 
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Container, Sequence
 from typing import TypeVar
 
@@ -26,6 +28,22 @@ def takes_all() -> bool:
     return os.environ.get("PARAMD_TESTS_ALL") == "1"
 
 
+def eighth() -> int | None:
+    """Which eighth of the cases beyond a sample this run has, too; None: none of them.
+
+    From the environment, so that it is the same in all workers of a run: they must collect the
+    same tests.
+    """
+    text = os.environ.get("PARAMD_TESTS_EIGHTH", "")
+    if text not in ("", *"01234567"):
+        raise ValueError(f"PARAMD_TESTS_EIGHTH: {text!r}; expected 0 to 7")
+    return int(text) if text else None
+
+
 def sample(cases: Sequence[Case], chosen: Container[Case]) -> list[Case]:
-    """The cases to test now: the chosen ones, or all."""
-    return [case for case in cases if takes_all() or case in chosen]
+    """The cases to test now: the chosen ones with an eighth of the others, or all."""
+    beyond = [case for case in cases if case not in chosen]
+    # A turn of its own for each test, or one eighth would have the first case of all of them.
+    turn = zlib.crc32(repr(beyond).encode())
+    now = [case for at, case in enumerate(beyond) if (at + turn) % 8 == eighth()]
+    return [case for case in cases if takes_all() or case in chosen or case in now]

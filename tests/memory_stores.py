@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from paramd.errors import ConflictError, NotFoundError
-from paramd_service.control.alerts.book import Alert, Point, State
-from paramd_service.control.store.silences import Silence
+from paramd_service.control.alerts.book import Point
+from paramd_service.control.store.alerts import Alert, State
 from paramd_service.control.store.tokens import TokenRow
 
 MAX_KEPT = 2000
@@ -47,31 +46,10 @@ class MemoryTokens:
         return row
 
 
-class MemorySilences:
-    """`SilenceStore` in memory."""
-
-    def __init__(self) -> None:
-        self.all: dict[str, Silence] = {}
-
-    async def add(self, silence: Silence) -> None:
-        self.all[silence.id] = silence
-
-    async def end(self, silence_id: str, now_s: float) -> None:
-        self.all[silence_id] = replace(self.all[silence_id], ended_s=now_s)
-
-    async def in_force(self, job: str, now_s: float) -> list[Silence]:
-        return [
-            one
-            for one in self.all.values()
-            if one.job == job and one.ended_s is None and now_s < one.until_s
-        ]
-
-
 class MemoryStore:
     """`KeptAlerts` in memory."""
 
     def __init__(self) -> None:
-        self.silences = MemorySilences()
         self.alerts: dict[str, Alert] = {}
         self.points: list[Point] = []
 
@@ -85,7 +63,7 @@ class MemoryStore:
         return [
             alert
             for alert in self.alerts.values()
-            if alert.state is State.FIRING and (alert.job, alert.incarnation) == (job, incarnation)
+            if alert.state == State.FIRING and (alert.job, alert.incarnation) == (job, incarnation)
         ]
 
     def offer(self, points: Sequence[Point]) -> None:

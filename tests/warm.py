@@ -39,7 +39,6 @@ ROOT = Path(__file__).resolve().parent.parent
 
 WARM = frozenset({
     "paramd_service.control",
-    "paramd_service.control.records.audit",
     "paramd_service.sidecar",
     "tests.integration.fake_trainer",
     "tests.integration.site_trainer",

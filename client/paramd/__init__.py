@@ -50,4 +50,5 @@ def __getattr__(name: str) -> object:
                 raise
             # An ImportError still, for those who write `try: from paramd import attach`.
             raise ModuleNotFoundError(said, name=error.name) from error
+    import_module("paramd.gone").check("python", f"paramd.{name}", f"paramd.{name}")
     raise AttributeError(f"module 'paramd' has no attribute {name!r}")

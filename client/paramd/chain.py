@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,48 +28,6 @@ class Link:
     """64 hexadecimal digits."""
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
-    """The end of a chain at some moment, as recorded elsewhere."""
-
-    seq: int
-    """Number of records up to here; 0 for none."""
-    hash: str
-
-    def __str__(self) -> str:
-        return f"{self.seq}:{self.hash}"
-
-    @classmethod
-    def parse(cls, text: str) -> Head:
-        """Parse "SEQ:HASH". Raises ValueError."""
-        seq, colon, digest = text.strip().partition(":")
-        if not colon or not seq.isdecimal() or len(bytes.fromhex(digest)) != 32:
-            raise ValueError(f"{text[:100]!r}; expected SEQ:HASH with 64 hexadecimal digits")
-        return cls(int(seq), digest.lower())
-
-
-START = Head(0, GENESIS)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
-    """Result of a check."""
-
-    count: int
-    """Number of good records, from the first on."""
-    head: Head
-    """The last good record."""
-    bad_seq: int | None
-    """The first changed or missing record; None when all is well."""
-    reason: str
-    """Why; empty when all is well."""
-
-    @property
-    def good(self) -> bool:
-        """Whether nothing was changed, removed or cut off, as far as the anchors show."""
-        return self.bad_seq is None
-
-
 def canonical(record: Mapping[str, Any]) -> str:
     """The canonical JSON text of a record. Raises ValueError for NaN and infinities."""
     return json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -81,23 +39,29 @@ def link_hash(previous: str, body: str) -> str:
 
 
 class ChainCheck:
-    """Checks a chain record by record, against heads kept elsewhere.
+    """Checks a chain record by record: feed it with `take` from the first record on."""
 
-    Feed it with `take` from the first record on; `finish` gives the verdict.
-    """
-
-    def __init__(self, job: str, anchors: Sequence[Head] = ()) -> None:
+    def __init__(self, job: str) -> None:
         self._job = job
-        self._anchors = sorted(anchors, key=lambda anchor: anchor.seq)
-        self._head = START
-        self._bad_seq: int | None = None
-        self._reason = ""
+        self.count = 0
+        """Number of good records, from the first on."""
+        self.hash = GENESIS
+        """Of the last good record; a chain that was cut off later no longer has it."""
+        self.bad_seq: int | None = None
+        """The first changed or missing record; None when all is well so far."""
+        self.reason = ""
+        """Why; empty when all is well."""
+
+    @property
+    def good(self) -> bool:
+        """Whether no record was changed, and none removed before another."""
+        return self.bad_seq is None
 
     def take(self, link: Link) -> bool:
         """Check the next record; False once something is wrong."""
-        if self._bad_seq is not None:
+        if self.bad_seq is not None:
             return False
-        seq = self._head.seq + 1
+        seq = self.count + 1
         if link.seq != seq:
             return self._fail(seq, f"record {seq} is missing; {link.seq} stands in its place")
         claimed = _claims(link, self._job)
@@ -105,29 +69,14 @@ class ChainCheck:
             return self._fail(seq, f"record {seq} is not a record of this chain")
         if link_hash(claimed, link.body) != link.hash:
             return self._fail(seq, f"record {seq} was changed: its hash is another one")
-        if claimed != self._head.hash:
+        if claimed != self.hash:
             # This record is intact and names its predecessor's hash: blame the predecessor.
             return self._fail(max(seq - 1, 1), f"record {seq} does not follow record {seq - 1}")
-        for anchor in self._anchors:
-            if anchor.seq == seq and anchor.hash != link.hash:
-                return self._fail(seq, f"record {seq} is not the one whose hash was kept")
-        self._head = Head(seq, link.hash)
+        self.count, self.hash = seq, link.hash
         return True
 
-    def finish(self) -> Verdict:
-        """The verdict on all records taken."""
-        last = self._anchors[-1].seq if self._anchors else 0
-        if self._bad_seq is None and last > self._head.seq:
-            self._fail(
-                self._head.seq + 1,
-                f"the end was cut off: {last} records were written, {self._head.seq} are there",
-            )
-        return Verdict(
-            count=self._head.seq, head=self._head, bad_seq=self._bad_seq, reason=self._reason
-        )
-
     def _fail(self, seq: int, reason: str) -> bool:
-        self._bad_seq, self._reason = seq, reason
+        self.bad_seq, self.reason = seq, reason
         return False
 
 

@@ -26,8 +26,6 @@ STRETCH: Final = 4 * GROUP
 
 ELEMENT_BYTES: Final = (1, 2, 4, 8)
 
-DIGEST_BYTES: Final = 16
-
 
 @dataclass(frozen=True, slots=True)
 class Delta:

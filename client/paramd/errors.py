@@ -52,6 +52,10 @@ class UsageError(ParamdError, ValueError):
     """An argument is wrong; nothing was tried."""
 
 
+class GoneError(UsageError, AttributeError):
+    """A name that an earlier release had; the text says what to use instead."""
+
+
 class UnreachableError(ParamdError, ConnectionError):
     """The service, or a part of it that is needed, does not respond."""
 
@@ -112,6 +116,7 @@ class ErrorCodes:
 
 CODES: dict[type[ParamdError], ErrorCodes] = {
     UsageError: ErrorCodes(grpc="INVALID_ARGUMENT", http=422, exit=2),
+    GoneError: ErrorCodes(grpc="INVALID_ARGUMENT", http=410, exit=2),
     UnreachableError: ErrorCodes(grpc="UNAVAILABLE", http=503, exit=3, retry=True),
     NotFoundError: ErrorCodes(grpc="NOT_FOUND", http=404, exit=4),
     ExistsError: ErrorCodes(grpc="ALREADY_EXISTS", http=409, exit=5),

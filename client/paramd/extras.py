@@ -12,6 +12,7 @@ from paramd.errors import UsageError
 TORCH = ("torch", "numpy", "safetensors")
 SERVICE = (
     "cryptography",
+    "jwt",
     "fastapi",
     "starlette",
     "uvicorn",

@@ -6,7 +6,16 @@ say what replaces it. A row stays for one release.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar, cast
+
+from paramd.errors import GoneError
+
+API = "/api/v1"
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Class = TypeVar("_Class", bound=type)
 
 Door = Literal["command", "flag", "setting", "rest", "python"]
 
@@ -18,12 +27,131 @@ class Gone(NamedTuple):
     """Where the name was used."""
     name: str
     """As a user wrote it: a command ("alerts silence"), a flag with its command ("exports
-    --every-s"), a setting's field ("standby"; its variable and option follow from it), a method
-    and a path below /api/v1 with `{}` for each parameter ("POST /jobs/{}/silences"), or a Python
-    name with its class ("Mesh.silence")."""
+    --every-s"), a setting's field ("standby"; its variable, option and keyword of `attach` follow
+    from it) or a table's key in paramd.toml ("alerts.pending_s"), a method and a path below /api/v1
+    with `{}` for each parameter ("POST /jobs/{}/silences"), or a Python name: with its class
+    ("Mesh.silence", which is AsyncMesh's too), a keyword of a method ("Mesh.export(every_s)"), or
+    of the module ("paramd.silence")."""
     instead: str
     """What to do instead, as the rest of a sentence: "use ..."."""
 
 
-GONE: tuple[Gone, ...] = ()
+GONE: tuple[Gone, ...] = (
+    Gone(
+        "flag",
+        "export-schedule create --every",
+        "use --every-steps, or run `paramd export` from cron (docs/exports.md)",
+    ),
+    Gone("flag", "audit verify --head", "compare the hash that it prints with one you kept"),
+    Gone("flag", "audit verify --offline", "leave it out: an ended job's store is read by itself"),
+    Gone(
+        "rest",
+        "POST /jobs/{}/alerts/acknowledge",
+        "silence the alert in Prometheus' Alertmanager while you work on it (docs/alerts.md)",
+    ),
+    Gone("rest", "GET /jobs/{}/alert-silences", "use amtool silence query (docs/alerts.md)"),
+    Gone("rest", "POST /jobs/{}/alert-silences", "use amtool silence add (docs/alerts.md)"),
+    Gone("rest", "DELETE /jobs/{}/alert-silences/{}", "use amtool silence expire (docs/alerts.md)"),
+    Gone(
+        "setting",
+        "alerts.webhook_attempts",
+        "have Prometheus' Alertmanager deliver what must arrive (docs/alerts.md)",
+    ),
+    Gone("setting", "alerts.webhook_timeout_s", "leave it out: it is 5 s"),
+    Gone(
+        "setting", "alerts.straggler_hold_s", "set stall_window_s: a straggler is slow at both ends"
+    ),
+    Gone("setting", "alerts.clear_after_s", "leave it out: it is 5 s"),
+    Gone("setting", "optimizer", "leave it out: optimizer state is read where it lies"),
+    Gone(
+        "setting",
+        "certificate_s",
+        "leave it out: a certificate lasts for its incarnation, a year at most",
+    ),
+)
 """Every name that this release took away, in the order of the CHANGELOG."""
+
+
+def check(door: Door, name: str, shown: str) -> None:
+    """Raise GoneError, which calls it `shown`, if a name that is not known was there before."""
+    for row in GONE:
+        if (row.door, row.name) == (door, name):
+            raise GoneError(_said(shown, row))
+
+
+def command_line(path: Sequence[str], given: Sequence[str]) -> GoneError | None:
+    """What is gone of the words `given`, which the command at `path` did not understand."""
+    typed = [word.partition("=")[0] for word in given]
+    for row in GONE:
+        words = row.name.split()
+        rest = words[len(path) :]
+        if row.door not in ("command", "flag") or not rest or words[: len(path)] != list(path):
+            continue
+        # Together, but not first: options may stand before a command.
+        if any(typed[at : at + len(rest)] == rest for at in range(len(typed))):
+            return GoneError(_said(f"`paramd {row.name}`", row))
+    return None
+
+
+def check_options(arguments: Sequence[str]) -> None:
+    """Raise GoneError for an option of a service's own command line."""
+    for argument in arguments:
+        option = argument.partition("=")[0]
+        if option.startswith("--"):
+            check("setting", option[2:].replace("-", "_"), option)
+
+
+def variables(environment: Mapping[str, str]) -> list[str]:
+    """What to warn of: PARAMD_* variables that nothing reads any more.
+
+    Never an error: one that was left behind must not keep a training from starting."""
+    settings = {f"PARAMD_{row.name.upper()}": row for row in GONE if row.door == "setting"}
+    return [_said(name, row) for name, row in settings.items() if name in environment]
+
+
+def operation(method: str, path: str) -> Gone | None:
+    """The row of a request to REST."""
+    asked = f"{method} {path.removeprefix(API)}"
+    for row in GONE if path.startswith(API) else ():
+        shape = re.escape(row.name).replace(r"\{\}", "[^/]+")
+        if row.door == "rest" and re.fullmatch(shape, asked):
+            return row
+    return None
+
+
+def keywords(of: str) -> Callable[[_Function], _Function]:
+    """Decorator: GoneError for a keyword of the function that is gone ("attach(standby)")."""
+
+    def decorated(function: _Function) -> _Function:
+        @functools.wraps(function)
+        def checked(*args: Any, **named: Any) -> Any:
+            for keyword in named:
+                check("python", f"{of}({keyword})", f"{of}({keyword}=...)")
+                if of == "attach":
+                    check("setting", keyword, f"{of}({keyword}=...)")
+            return function(*args, **named)
+
+        return cast("_Function", checked)
+
+    return decorated
+
+
+def tells(kind: _Class) -> _Class:
+    """Class decorator: attributes and methods' keywords that are gone raise GoneError."""
+    of = kind.__name__.removeprefix("Async")
+
+    def missing(self: object, name: str) -> Any:
+        check("python", f"{of}.{name}", f"{of}.{name}")
+        # Python's own error, which suggests names.
+        return object.__getattribute__(self, name)
+
+    kind.__getattr__ = missing  # type: ignore[attr-defined]
+    for method in {row.name.partition("(")[0] for row in GONE if "(" in row.name}:
+        owner, _, name = method.partition(".")
+        if owner == of and name in vars(kind):
+            setattr(kind, name, keywords(method)(vars(kind)[name]))
+    return kind
+
+
+def _said(shown: str, row: Gone) -> str:
+    return f"{shown} is gone: {row.instead}"

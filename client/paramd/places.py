@@ -44,15 +44,12 @@ __all__ = (
     "IncarnationRecord",
     "check_job_name",
     "end_text",
-    "generation",
     "host_id",
     "incarnations",
     "is_known",
     "job_dir",
     "known_jobs",
     "last_incarnation",
-    "mark_of_state_dir",
-    "mark_state_dir",
     "next_incarnation",
     "process_start",
     "read_endpoint",
@@ -71,10 +68,7 @@ REMOTE_S = 1.0
 """How long a control plane on another host may take to answer, when the state dir is shared."""
 
 GENERATION_FILE = "generation"
-"""The generation of the last control plane whose store is in the directory."""
-
-MARK_FILE = "mark"
-"""Left by rank 0 as it attaches."""
+"""The generation of the last control plane of the directory."""
 
 HISTORY_FILE, OLDER_HISTORY_FILE = "incarnations.jsonl", "epochs.jsonl"
 """The history of a job's incarnations, and its name in older versions."""
@@ -256,30 +250,6 @@ def last_incarnation(job: str, *, at_least: int = 0) -> int:
             incarnation = at_least
             replace(path, f"{incarnation}\n")
     return incarnation
-
-
-def generation(job: str) -> int:
-    """Of the last control plane whose store is here; 0 if there is none. Raises as `job_dir`."""
-    try:
-        text = (job_dir(job) / GENERATION_FILE).read_text().strip()
-    except OSError:
-        return 0
-    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else 0
-
-
-def mark_state_dir(job: str, mark: str) -> None:
-    """Leave a mark by which other hosts see whether they share this state dir. As `job_dir`."""
-    directory = job_dir(job)
-    with state_dir_errors():
-        replace(directory / MARK_FILE, f"{mark}\n")
-
-
-def mark_of_state_dir(job: str) -> str:
-    """The last mark left; empty if there is none. Raises as `job_dir`."""
-    try:
-        return (job_dir(job) / MARK_FILE).read_text().strip()
-    except OSError:
-        return ""
 
 
 def incarnations(job: str) -> list[IncarnationRecord]:

@@ -106,7 +106,6 @@ def _handover() -> list[bytes]:
         {"op": "stage", "ticket": "t", "edit_id": "0" * 32},
         {"op": "lend", "ticket": "t"},
         {"op": "take", "offset_bytes": 0, "spans": [[0, 0, 8]]},
-        {"op": "share", "ticket": "t", "edit_id": "0" * 32},
         {"op": "state", "known": 0, "size_bytes": 4096, "number": 1},
         {"op": "detach"},
     ]

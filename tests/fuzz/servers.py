@@ -374,7 +374,7 @@ class Doors:
         """Bytes, and whether they are answered."""
         if choices.ConsumeIntInRange(0, 7) == 0:
             return choices.ConsumeBytes(200), True
-        ops = ("map", "live", "lend", "stage", "take", "share", "unmap", "attach", "mesh", "detach")
+        ops = ("map", "live", "lend", "stage", "take", "unmap", "attach", "mesh", "detach")
         message = {"op": pick(choices, ops)}
         names = (
             "ticket",

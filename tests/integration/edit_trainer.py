@@ -37,16 +37,16 @@ SET_W = [EditOp(fqn="w", kind=EditKind.SET, with_data=True)]
 FILL_B = [EditOp(fqn="b", kind=EditKind.FILL, value=0.5)]
 
 
-def layout(world_size: int = 1) -> Layout:
-    """`w` and `b`, replicated on all ranks."""
+def layout() -> Layout:
+    """`w` and `b`, of one rank."""
     tensors = []
     for fqn, dtype, shape, begin in (
         ("w", "float32", (ROWS, COLUMNS), 0),
         ("b", "bfloat16", (1000,), B_BEGIN),
     ):
-        pieces = tuple(Piece(rank, begin, full_box(shape)) for rank in range(world_size))
+        pieces = (Piece(0, begin, full_box(shape)),)
         tensors.append(TensorLayout(fqn, dtype, shape, TensorKind.PARAMETER, pieces))
-    return Layout(world_size, (ARENA_BYTES,) * world_size, tuple(tensors))
+    return Layout(1, (ARENA_BYTES,), tuple(tensors))
 
 
 def matrix(seed: int) -> torch.Tensor:
@@ -61,26 +61,24 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 class Editing:
     """One rank: its trainer in this process, held at a boundary, and calls to its sidecar."""
 
-    def __init__(self, trainer: FakeTrainer, socket_path: Path, world_size: int) -> None:
+    def __init__(self, trainer: FakeTrainer, socket_path: Path) -> None:
         self.trainer = trainer
-        self.world_size = world_size
         self.page = trainer.page
         self.memory = SparseMemory(trainer.fds[3])
         trainer.apply = self.apply
         self.arena = torch.frombuffer(trainer.arena.buffer, dtype=torch.float32)
         self.w = self.arena[: ROWS * COLUMNS].view(ROWS, COLUMNS)
         self.b = self.arena.view(torch.bfloat16)[B_BEGIN // 2 : B_BEGIN // 2 + 1000]
-        self.digest = layout_digest(layout(world_size))
+        self.digest = layout_digest(layout())
         self.channel = grpc.insecure_channel(
             trainer.address, options=[("grpc.use_local_subchannel_pool", 1)]
         )
         self.stub = sidecar_pb2_grpc.SidecarServiceStub(self.channel)
         self.peer = PeerAddress(trainer.settings.rank, trainer.address, str(socket_path), host_id())
 
-    def meet(self, mesh: Sequence[Editing]) -> None:
+    def meet(self) -> None:
         """Tells the sidecar who the mesh is."""
-        peers: list[dict[str, object]] = [asdict(one.peer) for one in mesh]
-        self.trainer.send_mesh(layout(self.world_size), peers)
+        self.trainer.send_mesh(layout(), [asdict(self.peer)])
 
     def apply(self, argument: int) -> None:
         """What the real trainer does with a program."""
@@ -167,21 +165,13 @@ class Editing:
 
 
 @contextmanager
-def editing(
-    process: SidecarProcess,
-    *,
-    rank: int = 0,
-    world_size: int = 1,
-    back: Sequence[int] = (),
-    meets: bool = True,
-) -> Iterator[Editing]:
+def editing(process: SidecarProcess, *, back: Sequence[int] = ()) -> Iterator[Editing]:
     """A rank attached to a sidecar; `back` are the descriptors that a dead one shared."""
-    settings = TrainerSettings(arena_bytes=ARENA_BYTES, rank=rank, world_size=world_size)
+    settings = TrainerSettings(arena_bytes=ARENA_BYTES)
     trainer = attach(process.socket_path, settings, list(back))
-    found = Editing(trainer, process.socket_path, world_size)
+    found = Editing(trainer, process.socket_path)
     try:
-        if meets:
-            found.meet([found])
+        found.meet()
         if not back:
             with torch.no_grad():
                 found.w.copy_(matrix(0))

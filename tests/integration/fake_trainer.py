@@ -76,8 +76,8 @@ class FakeTrainer:
     held: threading.Event = field(default_factory=threading.Event)
     apply: Callable[[int], None] | None = None
     """Runs the edit program that begins at that byte of the memory of edits; None does nothing."""
-    mirror: Callable[[], None] | None = None
-    """Mirrors optimizer state into the memory of moments; None says that it did."""
+    copy_state: Callable[[], None] | None = None
+    """Copies optimizer state into the optimizer memory, with its record; None says that it did."""
 
     def __post_init__(self) -> None:
         self.page = ControlPage(self.fds[0])
@@ -175,9 +175,9 @@ class FakeTrainer:
             if page[Word.BUFFERS_WANTED] == number:
                 page[Word.BUFFERS_STEP] = page[Word.STEP]
             if page[Word.MOMENTS_WANTED] == number:
-                if self.mirror is not None:
-                    self.mirror()
-                page[Word.MOMENTS_STEP] = page[Word.STEP]
+                if self.copy_state is not None:
+                    self.copy_state()
+                page[Word.MOMENTS_FOR] = number
             self._agreed_count += 1
             note_agreed(page.words, self._agreed_count, number)
             page[Word.AGREED_TOKEN] = token

@@ -84,7 +84,7 @@ async def test_alerts_are_listed_and_followed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    monkeypatch.setenv("PARAMD_ALERTS", json.dumps({"stale_after_s": 60, "clear_after_s": 0.5}))
+    monkeypatch.setenv("PARAMD_ALERTS", json.dumps({"stale_after_s": 60}))
     zero, one = FakeSidecar(0), FakeSidecar(1)
     async with serving(zero), serving(one):
         with control_plane("--no-watch") as control:
@@ -106,7 +106,7 @@ async def test_alerts_are_listed_and_followed(
 
 
 async def test_the_library_lists_what_rest_lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PARAMD_ALERTS", json.dumps({"stale_after_s": 60, "clear_after_s": 0.5}))
+    monkeypatch.setenv("PARAMD_ALERTS", json.dumps({"stale_after_s": 60}))
     zero, one = FakeSidecar(0), FakeSidecar(1)
     async with serving(zero), serving(one):
         with control_plane("--no-watch") as control:

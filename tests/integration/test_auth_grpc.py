@@ -30,16 +30,15 @@ READS = {R, E, C}
 EDITS = {E, C}
 EXPORTS = (
     "BeginExport", "WriteExportFile", "StoreExportFile", "VerifyExportFile", "ReadExportFile",
-    "StreamExportFile", "FinishExport", "DropExport",
+    "FinishExport", "DropExport",
 )  # fmt: skip
 
 SIDECAR: dict[str, set[Role]] = {
-    "GetState": OK_TO_ASK,
+    "GetState": OK_TO_ASK | {S},
     "GetMesh": OK_TO_ASK,
     "GetLayout": OK_TO_ASK,
     "GetMetrics": OK_TO_ASK,
     "ReachPeers": OK_TO_ASK,
-    "FollowControl": {C},
     "PinSnapshot": READS,
     "ReadSnapshot": READS,
     "GrantStream": READS,
@@ -73,9 +72,7 @@ SIDECAR: dict[str, set[Role]] = {
 }
 CONTROL: dict[str, set[Role]] = {
     "Join": {S},
-    "RenewCertificate": {S},
     "ScheduleBoundary": READS,
-    "FollowStore": {C},
 }
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 OPEN = {f"/grpc.health.v1.Health/{method}" for method in ("Check", "List", "Watch")}

@@ -70,7 +70,6 @@ def test_bytes_that_are_no_message_are_refused_by_sidecars(job: Job, method: str
     ("method", "role"),
     [
         (CONTROL + "Join", Role.SIDECAR),
-        (CONTROL + "RenewCertificate", Role.SIDECAR),
         (CONTROL + "ScheduleBoundary", Role.READER),
         ("/grpc.health.v1.Health/Check", Role.READER),
         ("/grpc.health.v1.Health/Watch", Role.READER),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,8 +9,6 @@ import pytest
 
 from paramd import places
 from paramd.memory import handover
-from paramd.security.tickets import Role
-from paramd.v1 import sidecar_pb2
 from tests.integration.control_process import (
     Control,
     control_plane,
@@ -96,32 +93,3 @@ async def test_a_real_sidecar_joins_again_and_numbers_go_on() -> None:
                 pin = client.pin(at_boundary=True)
                 answer = await schedule(second, (0, pin.snapshot_id))
                 assert answer.captured, answer.reason
-
-
-async def test_a_control_plane_that_was_just_elected_may_start_where_another_one_was() -> None:
-    with control_plane(job="job", world_size=1) as control, training(control) as trainer:
-        await until(lambda: control.job()["reason"] == "")
-        control.process.kill()
-        control.wait()
-        generation = time.time_ns()
-
-        def stand(address: str, ahead: int) -> sidecar_pb2.FollowControlResponse:
-            found = candidate.call(
-                "FollowControl",
-                sidecar_pb2.FollowControlRequest(
-                    incarnation=1,
-                    purpose=sidecar_pb2.FOLLOW_PURPOSE_STAND,
-                    generation=generation + ahead,
-                    control_address=address,
-                ),
-            )
-            assert isinstance(found, sidecar_pb2.FollowControlResponse)
-            return found
-
-        with client_of(trainer, Role.CONTROL) as candidate:
-            # Started again at its old address: followed, although it does not answer yet.
-            assert stand(control.grpc_address, 1).follows
-            later = stand("127.0.0.1:9", 2)
-            assert not later.follows
-            assert later.reached
-            assert later.control_address == control.grpc_address

@@ -20,6 +20,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paramd.memory import handover
+from paramd.mesh.peers import tunnels
 from paramd.security import authority
 from paramd.security.tickets import Role
 from paramd.security.tls import ClientTls
@@ -174,6 +175,50 @@ def test_half_open_handshakes_lock_nobody_out(
         wait_until(lambda: all(map(is_closed, left)), "handshakes are ended", timeout_s=25)
 
 
+async def test_a_tunnel_carries_bytes_until_its_token_is_revoked(control: Control) -> None:
+    path = "/api/v1/jobs/run/tunnel"
+    token = new_token(control, "viewer", "tunnels")
+    reader, writer = await tunnels.opened(control.url, path, token, None)
+    with contextlib.closing(writer):
+        writer.write(HTTP2)
+        # Settings of the control plane's gRPC: through the tunnel its server speaks.
+        assert (await asyncio.wait_for(reader.readexactly(9), 10))[3] == 4
+        revoked = httpx2.delete(
+            f"{control.url}/api/v1/tokens/tunnels",
+            headers={"authorization": f"Bearer {TOKEN}"},
+            trust_env=False,
+        )
+        assert revoked.status_code == 200
+        with contextlib.suppress(ConnectionError):
+            await asyncio.wait_for(reader.read(), 10)
+    with pytest.raises(tunnels.RefusedError, match="401"):
+        await tunnels.opened(control.url, path, token, None)
+
+
+async def test_a_tunnel_ends_with_either_side_and_with_the_control_plane(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PARAMD_STATE_DIR", str(tmp_path))
+    path = "/api/v1/jobs/run/tunnel"
+    with control_plane("--empty-end-s", "900") as control:
+        _, writer = await tunnels.opened(control.url, path, TOKEN, None)
+        writer.close()
+        reader, writer = await tunnels.opened(control.url, path, TOKEN, None)
+        writer.write(b"this is no HTTP/2, so gRPC hangs up\r\n\r\n" * 10)
+        with contextlib.suppress(ConnectionError):
+            await asyncio.wait_for(reader.read(), 10)
+        writer.close()
+        reader, writer = await tunnels.opened(control.url, path, TOKEN, None)
+        began_s = time.monotonic()
+        control.process.terminate()
+        with contextlib.suppress(ConnectionError):
+            await asyncio.wait_for(reader.read(), 10)
+        writer.close()
+        assert control.wait(20) == 0
+        assert time.monotonic() - began_s < 10
+        assert "ASGI" not in control.log.read_text()
+
+
 def test_many_sign_ins_of_a_viewer_leave_the_admin_signed_in(control: Control) -> None:
     def sign_in(token: str) -> dict[str, str]:
         answer = httpx2.post(
@@ -193,11 +238,11 @@ def test_many_sign_ins_of_a_viewer_leave_the_admin_signed_in(control: Control) -
         assert answer.json()["role"] == role
 
 
-def new_token(control: Control, role: str) -> str:
+def new_token(control: Control, role: str, name: str = "") -> str:
     answer = httpx2.post(
         f"{control.url}/api/v1/tokens",
         headers={"authorization": f"Bearer {TOKEN}"},
-        json={"role": role},
+        json={"role": role, **({"name": name} if name else {})},
         trust_env=False,
     )
     assert answer.status_code == 201, answer.text

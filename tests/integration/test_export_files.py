@@ -66,10 +66,6 @@ def assert_equal(ours: Tensors, theirs: Tensors) -> None:
         assert raw(found) == raw(tensor), name
 
 
-def entries(root: Path) -> list[str]:
-    return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
-
-
 @pytest.mark.parametrize(
     "way", ["fsdp2", "tensor_parallel", "transposed", "strided", "hybrid", "fsdp1"]
 )
@@ -131,26 +127,6 @@ def test_casts_names_and_tied_tensors_are_as_asked(mesh: StillMesh, tmp_path: Pa
         expected[renamed] = tensor.bfloat16() if tensor.dtype in floats else tensor
     expected["head.weight"] = expected["embed.weight"]
     assert_equal(read_safetensors(tmp_path / "cast"), expected)
-
-
-def test_the_same_files_come_over_a_stream_from_any_offset(mesh: StillMesh, tmp_path: Path) -> None:
-    for settings in (ExportSettings(), DCP):
-        plan, message = mesh.pin(settings)
-        target = mesh.target(tmp_path, f"stream-{settings.format}")
-        mesh.begin(target)
-        file = plan.files[0]
-        mesh.write(0, target, message, 0)
-        part = f".{target.key}.{target.export_id}.part"
-        written = (tmp_path / part / file.name).read_bytes()
-        assert len(written) == file.size_bytes
-        for offset in (0, 1, len(file.header), file.size_bytes // 2, file.size_bytes):
-            request = export_pb2.StreamExportFileRequest(plan=message, offset_bytes=offset)
-            first, *chunks = mesh.call(1, "StreamExportFile", request)
-            assert first.size_bytes == file.size_bytes
-            assert b"".join(chunk.data for chunk in chunks) == written[offset:]
-        mesh.drop(target)
-        mesh.release()
-    assert entries(tmp_path) == []
 
 
 def refused(code: grpc.StatusCode, call: object, *arguments: object) -> str:
@@ -225,19 +201,18 @@ def test_causes_are_told_and_leave_nothing(mesh: StillMesh, tmp_path: Path) -> N
 def test_a_writer_killed_at_any_point_leaves_nothing_visible(point: str, tmp_path: Path) -> None:
     tensors, root = odd_tensors(), tmp_path / "out"
     root.mkdir()
-    faults = {0: f"{point}:kill"}
+    faults = {1: f"{point}:kill"}
     with still_mesh(tmp_path / "m", tensors, "replicated", ranks=2, faults=faults) as mesh:
-        settings = ExportSettings(writers=(1,))
-        _, message = mesh.pin(settings)
+        _, message = mesh.pin(ExportSettings())
         target = mesh.target(root, "key")
-        mesh.call(1, "BeginExport", export_pb2.BeginExportRequest(target=target))
-        refused(grpc.StatusCode.UNAVAILABLE, mesh.write, 0, target, message, 0)
-        mesh.processes[0].process.wait(timeout=10)
+        mesh.call(0, "BeginExport", export_pb2.BeginExportRequest(target=target))
+        refused(grpc.StatusCode.UNAVAILABLE, mesh.write, 1, target, message, 0)
+        mesh.processes[1].process.wait(timeout=10)
         assert not (root / "key").exists()
         # All of its pieces live on the other rank, which takes the file over.
-        done = mesh.write(1, target, message, 0)
+        done = mesh.write(0, target, message, 0)
         request = export_pb2.FinishExportRequest(target=target, plan=message, files=[done])
-        mesh.call(1, "FinishExport", request)
+        mesh.call(0, "FinishExport", request)
         assert_equal(read_safetensors(root / "key"), tensors)
         assert sorted(os.listdir(root)) == ["key"]
 
@@ -246,16 +221,16 @@ def test_a_writer_killed_at_any_point_leaves_nothing_visible(point: str, tmp_pat
 def test_killed_while_finishing_it_is_there_whole_or_not_at_all(point: str, tmp_path: Path) -> None:
     tensors, root = odd_tensors(), tmp_path / "out"
     root.mkdir()
-    faults = {0: f"{point}:kill"}
+    faults = {1: f"{point}:kill"}
     with still_mesh(tmp_path / "m", tensors, "replicated", ranks=2, faults=faults) as mesh:
-        _, message = mesh.pin(ExportSettings(writers=(1,)))
+        _, message = mesh.pin(ExportSettings())
         target = mesh.target(root, "key")
         mesh.begin(target)
-        done = mesh.write(1, target, message, 0)
-        refused(grpc.StatusCode.UNAVAILABLE, mesh.finish, target, message, [done])
-        mesh.processes[0].process.wait(timeout=10)
-        assert (root / "key").exists() is (point == "export-renamed")
+        done = mesh.write(0, target, message, 0)
         request = export_pb2.FinishExportRequest(target=target, plan=message, files=[done])
-        mesh.call(1, "FinishExport", request)
+        refused(grpc.StatusCode.UNAVAILABLE, mesh.call, 1, "FinishExport", request)
+        mesh.processes[1].process.wait(timeout=10)
+        assert (root / "key").exists() is (point == "export-renamed")
+        mesh.call(0, "FinishExport", request)
         assert_equal(read_safetensors(root / "key"), tensors)
         assert sorted(os.listdir(root)) == ["key"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -18,8 +17,8 @@ from paramd.cli.main import main
 from paramd.errors import ConflictError, UnreachableError, UsageError
 from paramd.memory.control_page import Word
 from paramd.mesh.exports import download
-from paramd.mesh.exports import download as download_module
 from paramd.mesh.mesh import Mesh
+from paramd.mesh.peers.sidecars import Pinned
 from tests.integration.client_job import Rank
 from tests.integration.export_job import ExportingJob, exporting_job
 from tests.integration.test_client import write_arenas
@@ -57,6 +56,20 @@ def breaking(after_calls: int) -> Callable[[int, int], object]:
     return moved
 
 
+def halves(part: Path) -> tuple[bytes, bytes]:
+    """The header and the data of a partial file."""
+    found = part.read_bytes()
+    end = 8 + int.from_bytes(found[:8], "little")
+    return found[:end], found[end:]
+
+
+def state_of(part: Path) -> Pinned:
+    """The snapshots that a partial file is of."""
+    found = download.pinned_of(halves(part)[0])
+    assert found is not None
+    return found
+
+
 def test_a_download_holds_what_a_summon_has(site: ExportingJob, mesh: Mesh, tmp_path: Path) -> None:
     path = tmp_path / "all.safetensors"
     moves: list[tuple[int, int]] = []
@@ -70,6 +83,7 @@ def test_a_download_holds_what_a_summon_has(site: ExportingJob, mesh: Mesh, tmp_
         about = file.metadata()
     assert about["tied"] == "rows"
     assert (about["format"], about["paramd_step"]) == ("pt", str(found.step))
+    assert download.IDENTITY not in about, "snapshots that are gone mean nothing to a reader"
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
@@ -91,7 +105,11 @@ def test_after_a_break_it_goes_on_with_the_same_step(
     with pytest.raises(Break):
         mesh.download(path, moved=breaking(3))
     assert not path.exists()
-    pinned = json.loads((tmp_path / ".all.safetensors.journal").read_text().splitlines()[0])
+    part = tmp_path / ".all.safetensors.part"
+    pinned = state_of(part)
+    # Cut within a tensor, as by a full disk: what is kept ends with a whole one.
+    header_bytes, whole_bytes = len(halves(part)[0]), part.stat().st_size
+    os.truncate(part, whole_bytes - 1)
 
     def overwrite(rank: Rank, step: int) -> None:
         rank.arena.buffer[:256] = bytes(256)
@@ -100,12 +118,12 @@ def test_after_a_break_it_goes_on_with_the_same_step(
     told: list[str] = []
     with site.connect() as another:
         found = another.download(path, said=told.append)
-    assert found.resumed_bytes > 0
+    assert header_bytes < found.resumed_bytes < whole_bytes
     assert any("resuming at step" in text for text in told), told
     tensors = load_file(path)
     for name, tensor in parameters(site).items():
         assert torch.equal(tensors[name], tensor), name
-    assert found.step == pinned["step"] < site.job.ranks[0].page[Word.STEP]
+    assert found.step == pinned.step < site.job.ranks[0].page[Word.STEP]
     write_arenas(site.job)
 
 
@@ -134,33 +152,50 @@ def test_ctrl_c_in_summon_says_that_the_same_command_resumes(
     assert all(torch.equal(tensors[name], one) for name, one in parameters(site).items())
 
 
-def test_what_was_damaged_meanwhile_is_read_again(
+def test_a_part_of_another_state_is_never_gone_on_with(
     site: ExportingJob, mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(download, "BATCH_BYTES", 100)
-    path = tmp_path / "all.safetensors"
+    path, part = tmp_path / "all.safetensors", tmp_path / ".all.safetensors.part"
     with pytest.raises(Break):
         mesh.download(path, moved=breaking(3))
-    part, journal = tmp_path / ".all.safetensors.part", tmp_path / ".all.safetensors.journal"
-    lines = journal.read_text().splitlines()
-    noted = json.loads(lines[-1])
-    data = bytearray(part.read_bytes())
-    data[noted["begin"]] ^= 1
-    part.write_bytes(data)
-    journal.write_text("\n".join([*lines, '{"begin": 1, "en']))
-    found = mesh.download(path)
-    kept = sum(one["end"] - one["begin"] for one in map(json.loads, lines[1:-1]))
-    assert found.resumed_bytes == kept
-    tensors = load_file(path)
-    for name, tensor in parameters(site).items():
-        assert torch.equal(tensors[name], tensor), name
+    header, data = halves(part)
+    snapshot_id = next(iter(state_of(part).pins.values())).snapshot_id.encode()
+    for old, new, reason in (
+        (b'paramd_step":"', b'paramd_step":"9', "another download"),
+        (snapshot_id, snapshot_id[::-1], "has expired"),
+        (b"{", b"", "another download"),
+    ):
+        other = header[8:].replace(old, new, 1)
+        part.write_bytes(len(other).to_bytes(8, "little") + other + bytes(len(data)))
+        part.chmod(0o600)
+        told: list[str] = []
+        found = mesh.download(path, replace=True, said=told.append)
+        assert found.resumed_bytes == 0
+        assert any(reason in text for text in told), told
+        tensors = load_file(path)
+        assert all(torch.equal(tensors[name], one) for name, one in parameters(site).items())
+    part.write_bytes(header[:-1])  # cut off, it names nothing
+    part.chmod(0o600)
+    assert mesh.download(path, replace=True).resumed_bytes == 0
+
+
+def test_another_slice_of_the_same_shape_is_another_download(
+    site: ExportingJob, mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "BATCH_BYTES", 100)
+    path = tmp_path / "part.safetensors"
+    with pytest.raises(Break):
+        mesh.download(path, "columns[1:3]", "turned", moved=breaking(1))
+    assert mesh.download(path, "columns[0:2]", "turned").resumed_bytes == 0
+    assert torch.equal(load_file(path)["columns"], site.whole["columns"][0:2])
 
 
 def test_a_snapshot_that_is_no_more_or_another_request_begins_anew(
     site: ExportingJob, mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(download, "BATCH_BYTES", 100)
-    monkeypatch.setattr(download_module, "DOWNLOAD_LEASE_S", 0.2)
+    monkeypatch.setattr(download, "DOWNLOAD_LEASE_S", 0.2)
     path = tmp_path / "all.safetensors"
     with pytest.raises(Break):
         mesh.download(path, moved=breaking(3))
@@ -170,9 +205,8 @@ def test_a_snapshot_that_is_no_more_or_another_request_begins_anew(
     assert found.resumed_bytes == 0
     with pytest.raises(Break):
         mesh.download(path, replace=True, moved=breaking(3))
-    about = json.loads((tmp_path / ".all.safetensors.journal").read_text().splitlines()[0])
-    for rank, snapshot_id, _ in about["pins"]:
-        site.release(rank, snapshot_id)
+    for rank, pin in state_of(tmp_path / ".all.safetensors.part").pins.items():
+        site.release(rank, pin.snapshot_id)
     told.clear()
     found = mesh.download(path, replace=True, said=told.append)
     assert any("has expired" in text for text in told), told
@@ -200,7 +234,7 @@ def test_a_dead_sidecar_ends_it_after_some_patience_and_keeps_what_came(
     site: ExportingJob, mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(download, "BATCH_BYTES", 100)
-    monkeypatch.setattr(download_module, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(download, "PATIENCE_S", 0.5)
     path = tmp_path / "all.safetensors"
     rank = site.job.ranks[1]
 
@@ -211,4 +245,4 @@ def test_a_dead_sidecar_ends_it_after_some_patience_and_keeps_what_came(
 
     with pytest.raises(UnreachableError, match="are kept"):
         mesh.download(path, moved=kill)
-    assert (tmp_path / ".all.safetensors.journal").exists()
+    assert state_of(tmp_path / ".all.safetensors.part").pins

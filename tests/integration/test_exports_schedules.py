@@ -44,7 +44,7 @@ def test_a_schedule_exports_keeps_some_and_removes_only_its_own(
     mesh.export("checkpoints/run/step-1").wait(30)
     foreign = site.folder / "run" / "notes.txt"
     foreign.write_text("mine")
-    made = mesh.create_export_schedule("checkpoints/run", every_s=1.0, keep_last=1, keep_every=3)
+    made = mesh.create_export_schedule("checkpoints/run", every_steps=20, keep_last=1, keep_every=3)
     assert mesh.export_schedules() == [made]
 
     def done() -> list[str]:
@@ -69,12 +69,12 @@ def test_a_schedule_exports_keeps_some_and_removes_only_its_own(
 
 
 def test_what_cannot_be_a_schedule_is_refused(mesh: Mesh) -> None:
-    with pytest.raises(UsageError, match="exactly one"):
-        mesh.create_export_schedule("checkpoints/x")
+    with pytest.raises(UsageError, match="every_steps"):
+        mesh.create_export_schedule("checkpoints/x", every_steps=0)
     with pytest.raises(UsageError):
-        mesh.create_export_schedule("checkpoints/../x", every_s=5)
+        mesh.create_export_schedule("checkpoints/../x", every_steps=5)
     with pytest.raises(NotFoundError):
-        mesh.create_export_schedule("elsewhere/x", every_s=5)
+        mesh.create_export_schedule("elsewhere/x", every_steps=5)
 
 
 def answer(capsys: Capture, site: ExportingJob, *command: str, code: int = 0) -> tuple[str, str]:

@@ -203,7 +203,7 @@ def test_every_method_of_a_sidecar_refuses_what_is_for_another_rank(job: Job) ->
             assert "this is rank 0 of job 'client-test', not rank 1" in call.details()
 
 
-@pytest.mark.parametrize("op", ["map", "lend", "stage", "share"])
+@pytest.mark.parametrize("op", ["map", "lend", "stage"])
 def test_the_unix_socket_refuses_what_is_for_another_rank(job: Job, op: str) -> None:
     ticket = job.signer.mint(job=JOB, incarnation=1, role=Role.CONTROL, ttl_s=60)
     with handover.connect(job.ranks[0].socket_path, timeout_s=5) as connection:

@@ -406,9 +406,11 @@ def examples() -> list[Any]:
 
 def test_the_examples_pods_are_sound_and_share_what_the_two_containers_need() -> None:
     documents = examples()
-    assert [one["kind"] for one in documents] == ["JobSet", "ClusterTrainingRuntime", "TrainJob"]
+    kinds = ["CronJob", "JobSet", "ClusterTrainingRuntime", "TrainJob"]
+    assert [one["kind"] for one in documents] == kinds
     check_schemas(documents)
-    pods = list(pods_of(documents))
+    exporting, *pods = pods_of(documents)
+    check_hardened(exporting)
     assert len(pods) == 2
     for pod in pods:
         check_hardened(pod)

@@ -78,6 +78,10 @@ async def test_both_sides_are_scraped_and_agree() -> None:
         assert own["paramd_sidecar_refused_calls_total"] == {"0": 0}
         assert {rank for values in own.values() for rank in values} == {"0"}
         await until(lambda: {"metric": "step", "subject": "0"} in _series(control))
+        (point, *_) = _points(control, "")
+        assert (point["span_s"], point["count"], point["min"]) == (0.001, 1, point["mean"])
+        assert len(_points(control, "&max_points=1")) == 1
+        assert _points(control, "&end_s=1000") == []
         with client_of(trainer) as client:
             for _ in range(2):
                 with pytest.raises(grpc.RpcError):
@@ -95,6 +99,12 @@ async def test_both_sides_are_scraped_and_agree() -> None:
 
 def _series(control: Control) -> list[dict[str, str]]:
     found: list[dict[str, str]] = control.get("/api/v1/jobs/job/history/series").json()["series"]
+    return found
+
+
+def _points(control: Control, query: str) -> list[dict[str, Any]]:
+    path = f"/api/v1/jobs/job/history?metric=step&subject=0{query}"
+    found: list[dict[str, Any]] = control.get(path).json()["points"]
     return found
 
 

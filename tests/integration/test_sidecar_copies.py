@@ -92,7 +92,7 @@ class Rank:
         assert self.trainer is not None
         page, fds = self.page, self.trainer.fds
         ctypes.memset(self.trainer.arena.address, step, ARENA_BYTES)
-        continuation = SparseMemory(fds[7])
+        continuation = SparseMemory(fds[6])
         table = KeptSlots(continuation, TABLE).write(b"table")
         KeptSlots(continuation, RECORD).write(b"record %d" % step, beside=table)
         continuation.close()

@@ -132,7 +132,7 @@ def test_only_editors_stage_and_only_the_control_plane_drops(shared: Editing) ->
     refused(denied, "may not", one.stage, one.manifest(0x20, FILL_B), role=Role.READER)
     drop = pb.DropEditRequest(edit_id=f"{0x20:032x}")
     refused(denied, "may not", one.call, "DropEdit", drop, Role.EDITOR)
-    for op in ("lend", "stage", "share"):
+    for op in ("lend", "stage"):
         with handover.connect(Path(one.peer.socket_path)) as connection:
             message = {"op": op, "ticket": ticket(Role.READER), "edit_id": f"{0x20:032x}"}
             handover.send(connection, message)
@@ -140,7 +140,7 @@ def test_only_editors_stage_and_only_the_control_plane_drops(shared: Editing) ->
 
 
 def test_only_the_token_that_stages_an_edit_adds_data_to_it(tmp_path: Path) -> None:
-    """Over gRPC, from lent memory and from a peer; also when the sidecar has been replaced."""
+    """Over gRPC and from lent memory; also when the sidecar has been replaced."""
     tmp_path.chmod(0o700)
     denied, data = grpc.StatusCode.PERMISSION_DENIED, bytes_of(matrix(11))
 
@@ -159,7 +159,6 @@ def test_only_the_token_that_stages_an_edit_adds_data_to_it(tmp_path: Path) -> N
         for other in ("bob", None):
             refused(denied, "another token", one.stage, manifest, data, 1 << 20, token_id=other)
             assert by_socket(one, "stage", other) == "PERMISSION_DENIED"
-            assert by_socket(one, "share", other) == "PERMISSION_DENIED"
         assert one.progress(1).staged_bytes == 1 << 20
         assert by_socket(one, "stage", "ann") == "staging"
         staged = one.stage(manifest, data, 1 << 20, token_id="ann")
@@ -533,31 +532,6 @@ def test_bytes_that_change_in_lent_memory_are_verified_as_they_were_taken(
         else:
             assert "NaN" in answer["message"]
             refused(grpc.StatusCode.NOT_FOUND, "is unknown on this rank", one.progress, 0x70)
-
-
-def test_a_replica_of_the_same_host_takes_the_data_from_its_peer(tmp_path: Path) -> None:
-    tmp_path.chmod(0o700)
-    with (
-        sidecar(tmp_path, rank=0) as first,
-        sidecar(tmp_path, rank=1) as second,
-        editing(first, world_size=2, meets=False) as zero,
-        editing(second, rank=1, world_size=2, meets=False) as one,
-    ):
-        for each in (zero, one):
-            each.meet([zero, one])
-        wanted = matrix(8)
-        manifest = zero.manifest(1)
-        zero.stage(manifest, bytes_of(wanted)[: 1 << 20])
-        refused(grpc.StatusCode.FAILED_PRECONDITION, "only STAGED edits", one.stage, manifest,
-                copy_from_rank=0)  # fmt: skip
-        staged = zero.stage(manifest, bytes_of(wanted), 1 << 20)
-        copied = one.stage(manifest, copy_from_rank=0)
-        assert copied.phase == pb.EDIT_PHASE_STAGED
-        assert copied.data_digests == staged.data_digests
-        assert one.commit(1, 1).captured
-        assert torch.equal(one.w, wanted)
-        refused(grpc.StatusCode.INVALID_ARGUMENT, "not another rank", one.stage, one.manifest(2),
-                copy_from_rank=5)  # fmt: skip
 
 
 @pytest.mark.parametrize("point", ["edit-staging", "edit-staged", "edit-ready", "edit-applied"])

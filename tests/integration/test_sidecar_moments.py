@@ -1,11 +1,11 @@
-"""Optimizer state at a real sidecar: mirrored once, pinned by key, given back."""
+"""Optimizer state at a real sidecar: read where it lies, or copied there at a boundary."""
 
 from __future__ import annotations
 
 import json
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,120 +13,130 @@ from typing import Any
 import grpc
 import pytest
 
-from paramd.memory.descriptors import SparseMemory, pages
-from paramd.memory.moments_table import parse_table, room_begin, table_begin
+from paramd.memory.continuation import RECORD, TABLE, KeptSlots
+from paramd.memory.control_page import Word
+from paramd.memory.descriptors import SparseMemory
+from paramd.memory.moments_table import parse_table
 from paramd.security.tickets import Role
+from paramd.trainer.resume.codec import encode
 from paramd.v1 import sidecar_pb2 as pb
 from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach
 from tests.integration.sidecar_process import Client, client_of, sidecar, wait_until
 
 ARENA_BYTES = 1 << 16
 KEYS = ["exp_avg", "exp_avg_sq"]
+OPTIMIZER, CONTINUATION = 5, 6
+"""Where these memories come in the order of the handover."""
+
+Record = Callable[..., None]
 
 
 @pytest.fixture
 def trainer(tmp_path: Path) -> Iterator[FakeTrainer]:
     with sidecar(tmp_path / "s") as process:
         settings = TrainerSettings(arena_bytes=ARENA_BYTES, update_s=0.0, constant_s=0.005)
-        found = attach(process.socket_path, settings)
-        with closing(found), closing(SparseMemory(found.fds[5])) as memory:
-            found.mirror = lambda: mirror(memory)
-            found.send_mesh()
-            found.start()
+        with closing(attach(process.socket_path, settings)) as found:
             yield found
 
 
 @pytest.fixture
+def record(trainer: FakeTrainer) -> Iterator[Record]:
+    """Writes what the trainer would: all state, and the record and table of it."""
+    memory, kept = (SparseMemory(trainer.fds[at]) for at in (OPTIMIZER, CONTINUATION))
+    records, tables = KeptSlots(kept, RECORD), KeptSlots(kept, TABLE)
+    shape = [[ARENA_BYTES // 8], [1]]
+
+    def write(failure: str = "") -> None:
+        memory.reserve(0, len(KEYS) * ARENA_BYTES)
+        for number in range(len(KEYS)):
+            begin = number * ARENA_BYTES
+            memory.buffer[begin : begin + ARENA_BYTES] = state(number)
+        entries = [
+            [0, 0, key, [i * ARENA_BYTES, ARENA_BYTES, "int64", *shape, False]]
+            for i, key in enumerate(KEYS)
+        ]
+        table = {"params": [[[0, 0, "int64", *shape]]], "classes": ["X"], "failure": failure}
+        number = tables.write(encode(table | {"entries": entries if not failure else []}))
+        records.write(encode({"step": 0, "groups": [[{"lr": 0.5}]]}), beside=number)
+        trainer.page[Word.RECORD_STEP] = trainer.page[Word.STEP]
+
+    yield write
+    memory.close()
+    kept.close()
+
+
+@pytest.fixture
 def client(trainer: FakeTrainer) -> Iterator[Client]:
+    trainer.send_mesh()
     with client_of(trainer, Role.CONTROL) as found:
         yield found
 
 
-def mirror(memory: SparseMemory) -> None:
-    """Byte x of room i is (x + i) modulo 251."""
-    memory.reserve(0, len(KEYS) * pages(ARENA_BYTES))
-    for number in range(len(KEYS)):
-        begin = room_begin(number, ARENA_BYTES)
-        memory.buffer[begin : begin + ARENA_BYTES] = room(number)
-    data = zlib.compress(json.dumps({"keys": KEYS}).encode())
-    begin = table_begin(ARENA_BYTES)
-    memory.reserve(begin, begin + pages(8 + len(data)))
-    memory.buffer[begin : begin + 8] = len(data).to_bytes(8, "little")
-    memory.buffer[begin + 8 : begin + 8 + len(data)] = data
-
-
-def room(number: int) -> bytes:
+def state(number: int) -> bytes:
+    """Byte x of the state of one key is (x + its number) modulo 251."""
     return bytes((at + number) % 251 for at in range(ARENA_BYTES))
 
 
-def pinned_table(client: Client) -> Any:
-    request = client.pin_request(source=pb.SOURCE_MOMENTS, at_boundary=True)
-    request.ClearField("spans")
+def pinned(client: Client, key: str, *spans: tuple[int, int], **fields: Any) -> Any:
+    """A pin of state, or without a key of the table."""
+    request = client.pin_request(*spans, source=pb.SOURCE_MOMENTS, state_key=key, **fields)
+    if not spans:
+        request.ClearField("spans")
     return client.call("PinSnapshot", request)
 
 
-def captured(client: Client, number: int, *snapshot_ids: str) -> Any:
-    request = pb.ReachBoundaryRequest(
-        incarnation=client.incarnation, boundary=number, token=number, snapshot_ids=snapshot_ids
-    )
-    answer = client.call("ReachBoundary", request)
-    assert answer.captured, answer.reason
-    return answer
-
-
-def pin_key(client: Client, key: str, step: int, *spans: tuple[int, int]) -> Any:
-    return client.pin(*spans, source=pb.SOURCE_MOMENTS, state_key=key, at_step=step)
-
-
-def refused(client: Client, code: grpc.StatusCode, key: str, step: int, begin: int = 0) -> str:
+def refused(client: Client, code: grpc.StatusCode, key: str, **fields: Any) -> str:
     with pytest.raises(grpc.RpcError) as caught:
-        pin_key(client, key, step, (begin, begin + 64))
+        pinned(client, key, (0, 64), **fields)
     assert caught.value.code() is code  # type: ignore[attr-defined]
     return str(caught.value.details())  # type: ignore[attr-defined]
 
 
-def used_bytes(trainer: FakeTrainer) -> int:
-    return os.fstat(trainer.fds[5]).st_blocks * 512
-
-
-def test_state_is_pinned_by_key_at_the_step_of_the_parameters(
-    trainer: FakeTrainer, client: Client
+def test_state_that_the_trainer_copies_comes_with_the_parameters_of_its_step(
+    trainer: FakeTrainer, record: Record, client: Client
 ) -> None:
-    table, params = pinned_table(client), client.pin(at_boundary=True)
-    step = captured(client, 1, table.snapshot_id, params.snapshot_id).header.step
-    assert parse_table(client.read(table.snapshot_id))["keys"] == KEYS
+    trainer.copy_state = record
+    trainer.start()
     spans = ((64, 8_000), (8_192, ARENA_BYTES))
-    for number, key in enumerate(KEYS):
-        found = pin_key(client, key, step, *spans)
-        assert found.header.step == step
-        expected = b"".join(room(number)[begin:end] for begin, end in spans)
-        assert client.read(found.snapshot_id) == expected
-    aborted, not_found = grpc.StatusCode.ABORTED, grpc.StatusCode.NOT_FOUND
-    assert "exp_avg" in refused(client, not_found, "momentum", step)
-    assert "passed" in refused(client, aborted, "exp_avg", step + 1)
-    assert "already" in refused(client, grpc.StatusCode.FAILED_PRECONDITION, "exp_avg", step, 96)
-    client.release(table.snapshot_id)
-    assert "passed" in refused(client, aborted, "exp_avg", step)
-    wait_until(lambda: used_bytes(trainer) == 0, "the mirror's memory is given back")
+    ids = [pinned(client, key, *spans, at_boundary=True).snapshot_id for key in KEYS]
+    table = pinned(client, "", at_boundary=True).snapshot_id
+    params = client.pin(at_boundary=True).snapshot_id
+    request = pb.ReachBoundaryRequest(
+        incarnation=client.incarnation, boundary=1, token=1, snapshot_ids=[params, table, *ids]
+    )
+    answer = client.call("ReachBoundary", request)
+    assert answer.captured, answer.reason
+    told = parse_table(client.read(table))
+    assert (told["step"], told["keys"], told["failure"]) == (answer.header.step, KEYS, "")
+    for number, snapshot_id in enumerate(ids):
+        expected = b"".join(state(number)[begin:end] for begin, end in spans)
+        assert client.read(snapshot_id) == expected
+    descriptor = trainer.fds[OPTIMIZER]
+    wait_until(lambda: os.fstat(descriptor).st_blocks == 0, "the copies' memory is given back")
+    precondition = grpc.StatusCode.FAILED_PRECONDITION
+    assert "agreed boundaries alone" in refused(client, precondition, "exp_avg")
 
 
-def test_a_second_mirror_waits_for_the_first_reader(trainer: FakeTrainer, client: Client) -> None:
-    first, second = pinned_table(client), pinned_table(client)
-    captured(client, 1, first.snapshot_id)
-    with pytest.raises(grpc.RpcError, match="another reader"):
-        captured(client, 2, second.snapshot_id)
-    client.release(first.snapshot_id)
-    step = captured(client, 3, second.snapshot_id).header.step
-    assert client.read(pin_key(client, "exp_avg", step, (0, 64)).snapshot_id) == room(0)[:64]
+def test_state_that_lies_there_is_read_without_the_trainer(
+    trainer: FakeTrainer, record: Record, client: Client
+) -> None:
+    precondition = grpc.StatusCode.FAILED_PRECONDITION
+    trainer.page[Word.MOMENTS_LIVE] = 1
+    assert "not been recorded" in refused(client, precondition, "exp_avg")
+    trainer.page[Word.SEQ] &= ~1
+    record()
+    found = pinned(client, "exp_avg_sq", (128, 4_096))
+    assert client.read(found.snapshot_id) == state(1)[128:4_096]
+    facts = json.loads(zlib.decompress(found.optimizer))
+    assert (facts["keys"], facts["groups"]) == (KEYS, [[{"lr": 0.5}]])
+    assert parse_table(client.read(pinned(client, "").snapshot_id)) == facts
+    assert "exp_avg" in refused(client, grpc.StatusCode.NOT_FOUND, "momentum")
+    record(failure="state 'x' is sparse")
+    assert "'x' is sparse" in refused(client, precondition, "exp_avg")
 
 
 def test_requests_that_do_not_go_together_are_refused(client: Client) -> None:
-    wrong: list[dict[str, Any]] = [
-        {"state_key": "exp_avg", "at_boundary": True},
-        {"state_key": "exp_avg"},
-        {"at_step": 3},
-        {"at_boundary": True},
-    ]
+    wrong: list[dict[str, Any]] = [{"at_step": 3}, {"at_boundary": True}]
     for fields in wrong:
         with pytest.raises(grpc.RpcError, match="optimizer state"):
             client.pin((0, 64), source=pb.SOURCE_MOMENTS, **fields)

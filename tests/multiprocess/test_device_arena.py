@@ -164,7 +164,6 @@ def test_weights_that_the_device_had_not_finished_are_refused_once_the_trainer_i
 def test_every_moment_equals_the_step_the_answer_carries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PARAMD_OPTIMIZER", "arena")
     # Copies that an update overtook are thrown away, but the checker counts them.
     monkeypatch.setenv("PARAMD_STALL_BUDGET_MS", "10000")
     stop = tmp_path / "stop"

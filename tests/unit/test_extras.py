@@ -20,6 +20,7 @@ MODULE_OF = {
     "grpcio-reflection": "grpc_reflection",
     "grpcio-status": "grpc_status",
     "prometheus-client": "prometheus_client",
+    "pyjwt": "jwt",
     "psycopg[binary]": "psycopg",
 }
 BLOCKED = """

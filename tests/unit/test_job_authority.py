@@ -13,17 +13,9 @@ import pytest
 from cryptography import x509
 
 from paramd.errors import DeniedError, UsageError
-from paramd.security.job_authority import (
-    BACKDATED,
-    CLIENT_S,
-    RENEWED_AT,
-    JobAuthority,
-    NextKey,
-    renew_at_s,
-    validity,
-)
+from paramd.security.job_authority import CLIENT_S, JobAuthority
+from paramd.security.tickets import RANK_TICKET_TTL_S
 from paramd.security.tls import (
-    CERTIFICATE_S,
     ClientTls,
     Pems,
     host_of,
@@ -31,7 +23,7 @@ from paramd.security.tls import (
     pin_of,
     tls_for,
 )
-from paramd_service.control.base.certificates import JobCertificates, ServedCertificate
+from paramd_service.control.base.certificates import JobCertificates
 from paramd_service.tls import JobPems, ServerTls
 
 KEY = bytes(range(32))
@@ -110,7 +102,7 @@ def test_a_client_certificate_cannot_serve() -> None:
 def test_certificates_hold_with_clocks_hours_apart() -> None:
     found = x509.load_pem_x509_certificate(authority().issue("x", ["h"]).cert)
     ca = x509.load_pem_x509_certificate(authority().pem)
-    assert (found.not_valid_after_utc - found.not_valid_before_utc).days == 8
+    assert (found.not_valid_after_utc - found.not_valid_before_utc).days == 367
     assert ca.not_valid_before_utc < found.not_valid_before_utc
     assert ca.not_valid_after_utc > found.not_valid_after_utc
 
@@ -128,92 +120,10 @@ def test_a_clients_certificate_is_kept_and_renewed_in_time() -> None:
     assert made.authority.pin == authority().pin
 
 
-def renewed(present: Pems, *, rank: int = 1, lifetime_s: float = CERTIFICATE_S) -> Pems:
-    key = NextKey(present)
-    found = authority().renew(rank, present.cert, key.public_key, key.proof, lifetime_s=lifetime_s)
-    return key.certified(found)
-
-
-def rank_pems(rank: int = 1, *, of: JobAuthority | None = None) -> Pems:
-    made = of if of is not None else authority()
-    return made.issue(f"paramd rank {rank}", ["10.0.0.2"])
-
-
-@pytest.mark.parametrize("lifetime_s", [CERTIFICATE_S, -1.0])
-def test_a_renewed_certificate_has_another_key_and_serial_and_the_same_names(
-    lifetime_s: float,
-) -> None:
-    """Also of one that has expired: where it can still ask, its ticket says who it is."""
-    present = authority().issue("paramd rank 1", ["10.0.0.2"], lifetime_s=lifetime_s)
-    following = renewed(present)
-    assert following.ca == present.ca
-    assert following.key != present.key
-    certificates = [x509.load_pem_x509_certificate(one.cert) for one in (present, following)]
-    assert len({one.serial_number for one in certificates}) == 2
-    # As the first: clocks may differ by hours.
-    begin = certificates[1].not_valid_before_utc.timestamp()
-    assert begin + BACKDATED.total_seconds() == pytest.approx(time.time(), abs=60.0)
-    for host in ("10.0.0.2", "localhost"):
-        assert shaken(following, following, host) == "paramd rank 1"
-    with pytest.raises(ssl.SSLCertVerificationError):
-        shaken(following, following, "10.0.0.3")
-    # And once more, with the new key.
-    assert renewed(following).key != following.key
-
-
-def test_another_ranks_certificate_renews_nothing() -> None:
-    with pytest.raises(DeniedError, match="rank 0 shows another one's certificate"):
-        renewed(rank_pems(1), rank=0)
-    # A client's name is none of a rank's, and it may not serve.
-    with pytest.raises(DeniedError, match="of rank 1 is not renewed"):
-        renewed(authority().issue("paramd rank 1"))
-
-
-@pytest.mark.parametrize(
-    "present",
-    [
-        rank_pems(of=authority(bytes(32))),
-        rank_pems(of=authority(incarnation=2)),
-        Pems(ca=authority().pem, cert=rank_pems().cert, key=rank_pems().key),
-        Pems(ca=authority().pem, cert=b"nothing", key=rank_pems().key),
-    ],
-    ids=["another key", "another incarnation", "a key that is not its own", "no certificate"],
-)
-def test_what_is_no_proof_of_the_present_certificate_renews_nothing(present: Pems) -> None:
-    with pytest.raises(DeniedError, match="what was shown is not its own"):
-        renewed(present)
-
-
-def test_only_keys_of_our_kind_are_certified_and_only_ones_own_is_taken() -> None:
-    present = rank_pems()
-    key, other = NextKey(present), NextKey(present)
-    for wrong in (b"", b"nothing", key.public_key[:-1], other.public_key):
-        with pytest.raises(DeniedError, match="is not renewed"):
-            authority().renew(1, present.cert, wrong, key.proof, lifetime_s=60.0)
-    certificate = authority().renew(1, present.cert, key.public_key, key.proof, lifetime_s=60.0)
-    for wrong in (b"", rank_pems().cert, rank_pems(of=authority(bytes(32))).cert):
-        with pytest.raises(DeniedError, match="another key or CA"):
-            key.certified(wrong)
-    with pytest.raises(DeniedError, match="another key or CA"):
-        other.certified(certificate)
-
-
-def test_a_certificate_is_due_after_two_thirds_of_its_validity() -> None:
-    begin_s, end_s = validity(rank_pems().cert)
-    assert end_s - begin_s == CERTIFICATE_S
-    assert abs(begin_s - time.time()) < 60.0
-    assert renew_at_s(rank_pems().cert) - begin_s == pytest.approx(RENEWED_AT * CERTIFICATE_S)
-
-
-def test_the_control_planes_own_is_issued_again_once_it_is_due() -> None:
-    made = JobCertificates(KEY, job="run", incarnation=1)
-    for lifetime_s, again in ((CERTIFICATE_S, False), (0.0, True)):
-        served = ServedCertificate(made, ["10.0.0.1"], lifetime_s=lifetime_s)
-        before = served.rest.pems
-        served.keep_valid()
-        assert (served.rest.pems is not before) == again
-        assert served.grpc.pems is served.rest.pems
-        assert pin_of(served.rest.pems.ca) == authority().pin
+def test_a_ranks_certificate_lasts_as_long_as_its_ticket() -> None:
+    found = x509.load_pem_x509_certificate(authority().issue_ranks(["10.0.0.2"])[0].cert)
+    left_s = found.not_valid_after_utc.timestamp() - time.time()
+    assert left_s == pytest.approx(RANK_TICKET_TTL_S, abs=60.0)
 
 
 def test_a_replaced_certificate_is_in_force_at_the_next_handshake() -> None:

@@ -179,9 +179,9 @@ def test_the_overview_says_that_all_is_well_and_what_changed(tab: Tab, door: Doo
     tab.see("incarnation 1 began with 2 ranks")
     wait_for("a gradient norm", lambda: "gradient norm\n0." in tab.page.inner_text("main"))
     wait_for("the last loss", lambda: re.search(r"\bloss\n0\.", tab.page.inner_text("main")))
-    for label in ("Gradient norm since this page was opened", "loss over the last hour"):
+    for label in ("Gradient norm since this page was opened", "loss over the run"):
         tab.page.get_by_role("img", name=label).locator("canvas").wait_for()
-    tab.page.get_by_role("group", name="Tools of the chart: loss over the last hour").wait_for()
+    tab.page.get_by_role("group", name="Tools of the chart: loss over the run").wait_for()
 
 
 def test_the_manual_is_one_click_away(tab: Tab) -> None:

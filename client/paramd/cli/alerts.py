@@ -30,7 +30,7 @@ COLUMNS = (
     Column("incarnation", "INC", right=True, if_many=True),
     Column("first_seen_s", "SINCE", when, drop=1),
     Column("last_seen_s", "LAST SEEN", when, drop=3),
-    Column("reason", "REASON", cut="end"),
+    Column("reason", "REASON"),
 )
 
 

@@ -13,13 +13,13 @@ from paramd.cli.output import Column, Listing, count, emit
 from paramd.cli.shell import say
 
 COLUMNS = (
-    Column("name", "NAME", cut="middle"),
+    Column("name", "NAME"),
     Column("key", "STATE"),
     Column("numel", "ELEMENTS", count, right=True, drop=2),
     Column("differing", "DIFFERING", count, right=True),
     Column("element", "FIRST", right=True, drop=1),
     Column("bits", "BITS", lambda bits: ", ".join(map(str, bits))),
-    Column("refused", "NOT MADE AGAIN", cut="end"),
+    Column("refused", "NOT MADE AGAIN"),
 )
 
 

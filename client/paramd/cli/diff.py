@@ -22,14 +22,14 @@ def _rows(value: Any) -> str:
 
 
 COLUMNS = (
-    Column("name", "NAME", cut="middle"),
+    Column("name", "NAME"),
     Column("norm", "NORM", number, right=True),
     Column("relative", "RELATIVE", number, right=True),
     Column("cosine", "COSINE", number, right=True, drop=1),
     Column("changed", "CHANGED", count, right=True),
     Column("numel", "ELEMENTS", count, right=True, drop=3),
     Column("largest_rows", "LARGEST ROWS", _rows, drop=2),
-    Column("problem", "PROBLEM", cut="end"),
+    Column("problem", "PROBLEM"),
 )
 
 

@@ -47,6 +47,7 @@ FLOORS = {
     "starlette": "1.3.1",
     "uvicorn": "0.30",
     "cryptography": "45",
+    "pyjwt": "2.15",
     "textual": "8.0",
 }
 """Oldest versions that work and have no known vulnerability, as in pyproject.toml."""
@@ -57,6 +58,7 @@ EXTRAS = {
     "starlette": ("service", "for training"),
     "uvicorn": ("service", "for training"),
     "cryptography": ("service", "for training"),
+    "pyjwt": ("service", "for training"),
     "textual": ("top", "for paramd top"),
 }
 """Optional packages: the extra that installs them, and what needs them."""
@@ -66,8 +68,8 @@ _SECCOMP = "the container's seccomp profile or sandbox blocks it; allow sendmsg 
 COLUMNS = (
     Column("check", "CHECK"),
     Column("verdict", "RESULT"),
-    Column("detail", "FOUND", cut="end"),
-    Column("advice", "WHAT TO DO", cut="end"),
+    Column("detail", "FOUND"),
+    Column("advice", "WHAT TO DO"),
 )
 
 TIMEOUT_S = 5.0

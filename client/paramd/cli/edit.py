@@ -73,13 +73,13 @@ COLUMNS = (
     Column("incarnation", "INC", right=True, if_many=True),
     Column("state", "STATE"),
     Column("step", "STEP", lambda found: count(found) if found >= 0 else "", right=True),
-    Column("what", "WHAT", cut="middle"),
+    Column("what", "WHAT"),
     Column("size_bytes", "SIZE", size, right=True, drop=4),
     Column("stop_ms", "STOP MS", number, right=True, drop=5),
     Column("created_s", "WHEN", when, drop=2),
     Column("actor", "WHO", drop=3),
-    Column("note", "NOTE", cut="end", drop=1),
-    Column("why", "REASON", cut="end"),
+    Column("note", "NOTE", drop=1),
+    Column("why", "REASON"),
 )
 
 

@@ -60,9 +60,7 @@ NoVerify = Annotated[
     bool, typer.Option("--no-verify", help="Publish without reading the files back first.")
 ]
 
-schedule = typer.Typer(
-    help="Export periodically, by steps or seconds, with retention.", no_args_is_help=True
-)
+schedule = typer.Typer(help="Export every so many steps, with retention.", no_args_is_help=True)
 
 
 @with_target
@@ -108,16 +106,16 @@ COLUMNS = (
     Column("incarnation", "INC", lambda n: str(n) if n else "", right=True, if_many=True),
     Column("state", "STATE"),
     Column("step", "STEP", lambda found: count(found) if found >= 0 else "", right=True),
-    Column("destination", "DESTINATION", cut="middle"),
+    Column("destination", "DESTINATION"),
     Column("format", "FORMAT", drop=4),
     Column("size_bytes", "SIZE", size, right=True, drop=2),
     Column("created_s", "WHEN", when, drop=1),
     Column("actor", "WHO", drop=3),
-    Column("reason", "REASON", cut="end"),
+    Column("reason", "REASON"),
 )
 
 FILE_COLUMNS = (
-    Column("name", "FILE", cut="middle"),
+    Column("name", "FILE"),
     Column("state", "STATE"),
     Column("size_bytes", "SIZE", size, right=True),
     Column("written_bytes", "WRITTEN", size, right=True),
@@ -333,14 +331,12 @@ def read_name_map(path: Path) -> dict[str, str]:
 
 SCHEDULE_COLUMNS = (
     Column("id", "ID", lambda found: found[:8]),
-    Column("destination", "DESTINATION", cut="middle"),
+    Column("destination", "DESTINATION"),
     Column("format", "FORMAT", drop=4),
     Column("every_steps", "STEPS", count, right=True),
-    Column("every_s", "EVERY", seconds, right=True),
     Column("keep_last", "KEEP", count, right=True),
     Column("keep_every", "AND EACH", count, right=True),
     Column("last_step", "LAST STEP", count, right=True, drop=1),
-    Column("last_s", "LAST", when, drop=2),
     Column("skipped_count", "SKIPPED", count, right=True, drop=3),
     Column("actor", "WHO", drop=5),
 )
@@ -349,7 +345,7 @@ SCHEDULE_COLUMNS = (
 @schedule.command(
     epilog=examples(
         "paramd export-schedule create checkpoints/run --every-steps 1000 --keep-last 3",
-        "paramd export-schedule create checkpoints/run-{step} --every 600 --keep-last 2 "
+        "paramd export-schedule create checkpoints/run-{step} --every-steps 500 --keep-last 2 "
         "--keep-every 10",
     )
 )
@@ -365,12 +361,8 @@ def create(
         ),
     ],
     every_steps: Annotated[
-        int | None,
-        typer.Option("--every-steps", metavar="N", help="Every N steps, or soon after."),
-    ] = None,
-    every_s: Annotated[
-        float | None, typer.Option("--every", metavar="S", help="Every S seconds.")
-    ] = None,
+        int, typer.Option("--every-steps", metavar="N", help="Every N steps, or soon after.")
+    ],
     keep_last: Annotated[
         int | None,
         typer.Option("--keep-last", metavar="N", help="Keep the newest N; by default all."),
@@ -397,7 +389,6 @@ def create(
         found = mesh.create_export_schedule(
             destination,
             every_steps=every_steps,
-            every_s=every_s,
             keep_last=keep_last,
             keep_every=keep_every,
             format=format,

@@ -25,9 +25,9 @@ SHOWN_ROWS = 40
 """Rows of the live table; `-o jsonl` has all."""
 
 COLUMNS = (
-    Column("name", "NAME", cut="middle"),
+    Column("name", "NAME"),
     *NUMBERS,
-    Column("none", "NONE", cut="end", drop=7),
+    Column("none", "NONE", drop=7),
 )
 
 

@@ -230,4 +230,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Entry point of the `paramd` script."""
     given = list(arguments) if arguments is not None else sys.argv[1:]
     debug = "--debug" in given or os.environ.get("PARAMD_DEBUG", "0") not in ("", "0")
-    return shell.run(lambda: app(given, prog_name="paramd", standalone_mode=False), debug=debug)
+    return shell.run(
+        lambda: app(given, prog_name="paramd", standalone_mode=False), debug=debug, given=given
+    )

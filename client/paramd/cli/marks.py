@@ -23,7 +23,7 @@ COLUMNS = (
     Column("size_bytes", "SIZE", size, right=True),
     Column("made_s", "WHEN", when, drop=2),
     Column("by", "WHO", drop=1),
-    Column("why_not_whole", "NOT WHOLE", cut="end"),
+    Column("why_not_whole", "NOT WHOLE"),
 )
 
 Timeout = Annotated[float, typer.Option("--timeout", metavar="S", help="Seconds to wait.")]

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TextIO
 
-from paramd.cli import fitting
-from paramd.cli.fitting import Cut
 from paramd.cli.options import Format
 from paramd.cli.shell import one_line, say
 
 Row = Mapping[str, Any]
+
+GAP = 2
+"""Spaces between columns."""
+
+LEAST = 24
+"""Texts are folded down to this width before a column is left out; then down to half of it."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +33,9 @@ class Column:
     heading: str
     show: Callable[[Any], str] = str
     right: bool = False
-    cut: Cut = ""
-    """How its texts are made shorter where the terminal is narrow; numbers never are."""
+    """Numbers: never folded."""
     drop: int = 0
-    """Where that is not enough, the highest is left out first; 0 always stays."""
+    """Where folding is not enough, the highest is left out first; 0 always stays."""
     if_many: bool = False
     """Left out of tables whose rows all have the same value."""
 
@@ -91,56 +95,74 @@ def terminal_width(out: TextIO) -> int | None:
 def table_lines(listing: Listing, width: int | None) -> tuple[list[str], str]:
     """Header, rows and total as lines that fit `width`, and what to say of what they lack.
 
-    Without a width nothing is left out or cut, so that `grep` finds names whole.
+    No text is cut: what is too long goes on below. Without a width nothing is left out or folded,
+    so that `grep` finds names whole.
     """
+    from rich.cells import cell_len
+
     columns = [c for c in listing.columns if not c.if_many or _values(listing, c.key) > 1]
     rows = [*listing.rows, *([listing.total] if listing.total is not None else [])]
     cells = [[c.heading, *(_cell(c, row) for row in rows)] for c in columns]
-    widths = [max(map(len, column)) for column in cells]
-    note = ""
-    if width is not None and fitting.width_of(widths) > width:
-        # An empty column says nothing, so it goes without a word.
-        full = [at for at, column in enumerate(cells) if any(column[1:])]
-        columns, cells = [columns[at] for at in full], [cells[at] for at in full]
-        columns, cells, note = _fitted(columns, cells, width)
-        widths = [max(map(len, column)) for column in cells]
-    lines = []
-    for line in zip(*cells, strict=True):
-        padded = (
-            cell.rjust(wide) if column.right else cell.ljust(wide)
-            for cell, wide, column in zip(line, widths, columns, strict=True)
-        )
-        lines.append((" " * fitting.GAP).join(padded).rstrip())
-    return lines, note
-
-
-def _fitted(
-    columns: Sequence[Column], cells: Sequence[list[str]], width: int
-) -> tuple[list[Column], list[list[str]], str]:
-    widths = [max(map(len, column)) for column in cells]
-    cuts = [column.cut for column in columns]
-    drops = [column.drop for column in columns]
-    room = width
-    while True:
-        kept = fitting.chosen(widths, cuts, drops, room)
-        wide = fitting.cut_widths([widths[at] for at in kept], [cuts[at] for at in kept], width)
-        found = []
-        for at, most in zip(kept, wide, strict=True):
-            head, *texts = cells[at]
-            cut = widths[at] > most
-            found.append([head, *(fitting.shortened(texts, most, cuts[at]) if cut else texts)])
-        over = fitting.width_of([max(map(len, column)) for column in found]) - width
-        # Names that would become alike kept more than they were given: then a column goes.
-        if over <= 0 or not any(drops[at] for at in kept):
+    found = [(c, texts, max(map(cell_len, texts))) for c, texts in zip(columns, cells, strict=True)]
+    if width is None or _width(wide for _, _, wide in found) <= width:
+        return _whole(found), ""
+    # An empty column says nothing, so it goes without a word.
+    found = [one for one in found if any(one[1][1:])]
+    gone = []
+    while _least(found, LEAST) > width:
+        first = max(found, key=lambda one: one[0].drop)
+        if not first[0].drop:
             break
-        room = fitting.least_of(widths, cuts, kept) - 1
-    gone = [column.heading for at, column in enumerate(columns) if at not in kept]
-    lacks = [f"without {', '.join(gone)}"] if gone else []
-    lacks += (
-        ["with texts cut at …"] if any("…" in text for column in found for text in column) else []
-    )
-    note = f"shown {' and '.join(lacks)}; -o wide, a wider terminal or -o json has all"
-    return [columns[at] for at in kept], found, note if lacks else ""
+        found.remove(first)
+        gone.append(first[0].heading)
+    note = f"shown without {', '.join(gone)}; -o wide, a wider terminal or -o json has all"
+    # Where even that is too much, the terminal folds the lines.
+    return _folded(found, max(width, _least(found, LEAST // 2))), note if gone else ""
+
+
+_Cells = tuple[Column, list[str], int]
+"""A column, its heading and texts, and the width of the widest."""
+
+
+def _width(widths: Iterable[int]) -> int:
+    return sum(width + GAP for width in widths) - GAP
+
+
+def _least(found: Sequence[_Cells], most: int) -> int:
+    """Width of a line whose texts are folded at `most` characters."""
+    return _width(wide if column.right else min(wide, most) for column, _, wide in found)
+
+
+def _whole(found: Sequence[_Cells]) -> list[str]:
+    # rich takes half a millisecond for a row, so it is left for tables that have to be folded.
+    from rich.cells import cell_len
+
+    def padded(column: Column, text: str, width: int) -> str:
+        pad = " " * (width - cell_len(text))
+        return pad + text if column.right else text + pad
+
+    columns = ([padded(c, text, wide) for text in texts] for c, texts, wide in found)
+    return [(" " * GAP).join(line).rstrip() for line in zip(*columns, strict=True)]
+
+
+def _folded(found: Sequence[_Cells], width: int) -> list[str]:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False)
+    for column, texts, _ in found:
+        table.add_column(
+            texts[0],
+            justify="right" if column.right else "left",
+            no_wrap=column.right,
+            overflow="fold",
+        )
+    for row in zip(*(texts[1:] for _, texts, _ in found), strict=True):
+        table.add_row(*map(Text, row))
+    out = io.StringIO()
+    Console(file=out, width=width, color_system=None).print(table)
+    return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
 def _values(listing: Listing, key: str) -> int:

@@ -21,13 +21,13 @@ def _flag(value: Any) -> str:
 
 
 COLUMNS = (
-    Column("name", "NAME", cut="middle"),
+    Column("name", "NAME"),
     Column("shape", "SHAPE", shape, right=True),
     Column("dtype", "DTYPE", drop=2),
     Column("numel", "ELEMENTS", count, right=True, drop=1),
-    Column("placement", "PLACEMENT", cut="end"),
+    Column("placement", "PLACEMENT"),
     Column("trainable", "TRAINABLE", _flag, drop=4),
-    Column("aliases", "TIED TO", ", ".join, cut="middle", drop=3),
+    Column("aliases", "TIED TO", ", ".join, drop=3),
 )
 
 

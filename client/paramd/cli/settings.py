@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, TextIO
 from urllib.parse import urlsplit
 
+from paramd import gone
 from paramd.errors import UsageError
 from paramd.state_files import file_places
 
@@ -271,6 +272,7 @@ def _check_key(path: Path, key: str, value: object) -> None:
     if key == "token":
         raise UsageError(f"{path}: a token does not belong here; name its file: token_file = ...")
     if key not in FILE_KEYS:
+        gone.check("setting", key, f"{path}: {key!r}")
         near = difflib.get_close_matches(key, FILE_KEYS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(FILE_KEYS)}"
         raise UsageError(f"{path}: unknown key {key!r}; {hint}")

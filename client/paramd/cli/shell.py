@@ -6,18 +6,18 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
-from paramd import extras
+from paramd import extras, gone
 from paramd.errors import ParamdError, codes_of
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 
 
-def run(app: Callable[[], object], *, debug: bool) -> int:
-    """Run a program and return its exit code.
+def run(app: Callable[[], object], *, debug: bool, given: Sequence[str] = ()) -> int:
+    """Run a program, `given` these arguments, and return its exit code.
 
     Codes: 0 ok, 1 general, 2 usage, 3 unreachable, 4 not found, 5 conflict, 6 partial,
     7 denied, 8 timeout; 130 interrupted, 141 broken pipe on stdout.
@@ -41,10 +41,16 @@ def run(app: Callable[[], object], *, debug: bool) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        text, code = explain(error)
+        text, code = explain(_gone(error, given) or error)
         if text:
             say(text)
         return code
+
+
+def _gone(error: Exception, given: Sequence[str]) -> Exception | None:
+    """What to say instead of a usage error from click about a name of an earlier release."""
+    context = getattr(error, "ctx", None)
+    return gone.command_line(context.command_path.split()[1:], given) if context else None
 
 
 def _unread(stdout: TextIO) -> int:

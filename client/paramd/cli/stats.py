@@ -34,7 +34,7 @@ NUMBERS = tuple(
     for one in STATISTICS
 )
 COLUMNS = (
-    Column("name", "NAME", cut="middle"),
+    Column("name", "NAME"),
     Column("count", "COUNT", count, right=True, drop=6),
     *NUMBERS,
 )

@@ -183,7 +183,7 @@ COLUMNS = (
     Column("stall_total_s", "STALLED", seconds, right=True, drop=3),
     Column("arena_bytes", "ARENA", size, right=True, drop=5),
     Column("snapshot_bytes", "SNAPSHOTS", size, right=True, drop=4),
-    Column("reason", "NOTE", cut="end"),
+    Column("reason", "NOTE"),
 )
 
 

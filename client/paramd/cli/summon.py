@@ -141,7 +141,9 @@ def summon(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     transport: Annotated[
         str,
-        typer.Option("--transport", metavar="auto|stream|grpc", help="How the bytes come here."),
+        typer.Option(
+            "--transport", metavar="auto|same-host|stream|grpc", help="How the bytes come here."
+        ),
     ] = "auto",
 ) -> None:
     """Write full parameters, all of one step, to a safetensors file.

@@ -13,7 +13,7 @@ from paramd.cli.output import Column, Listing, count, emit, number
 from paramd.cli.shell import say
 
 COLUMNS = (
-    Column("name", "NAME", cut="middle"),
+    Column("name", "NAME"),
     Column("step", "STEP", right=True, if_many=True),
     Column("norm", "NORM", number, right=True),
     Column("weight_norm", "WEIGHT", number, right=True, drop=1),

@@ -28,9 +28,9 @@ COLUMNS = (
     Column("step", "STEP", right=True),
     Column("phase", "PHASE", drop=2),
     Column("boundary_age_s", "BOUNDARY", _age, right=True),
-    Column("doing", "DOING", cut="end"),
+    Column("doing", "DOING"),
     Column("seen_for_s", "SEEN FOR", _age, right=True, drop=1),
-    Column("where", "WHERE", cut="middle"),
+    Column("where", "WHERE"),
     Column("rss_bytes", "MEMORY", _bytes, right=True, drop=3),
     Column("open_file_count", "FILES", right=True, drop=4),
 )

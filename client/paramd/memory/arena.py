@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Iterable
-from typing import Protocol
 
 from paramd.memory.control_page import Word, Words
 
@@ -51,20 +50,6 @@ def pack_wanted(spans: Iterable[tuple[int, int]]) -> int:
 def unpack_wanted(argument: int) -> tuple[int, int]:
     """The byte range [begin, end) encoded by `pack_wanted`."""
     return (argument >> _BITS) * _PAGE_BYTES, (argument & _MASK) * _PAGE_BYTES
-
-
-class Arena(Protocol):
-    """Memory that both processes reach through one descriptor.
-
-    The sidecar creates it, the trainer maps it; it lives until both have released it, in
-    either order.
-    """
-
-    descriptor: int
-    size_bytes: int
-
-    def close(self) -> None:
-        """Unmap it in this process. Idempotent. The descriptor stays with its owner."""
 
 
 class HostArena:

@@ -167,7 +167,7 @@ class Word(IntEnum):
     EDIT_FAILED = 36  # request of an edit that failed half way; SEQ stays odd from then on
     SLOT_DONE0 = 40  # update (`in_time`) whose gradients slot 0 holds
     SLOT_DONE1 = 41
-    MOMENTS_STEP = 42  # step at which optimizer state was last mirrored; -1 while being written
+    MOMENTS_FOR = 42  # request that optimizer state was last copied for; 0 while being written
     GRADIENTS_STEP = 43  # last update before which the ARM_SLOT words were read
     MIRRORED = 44  # 1: the arena is a copy of parameters that live elsewhere (arena.py)
     MIRRORED_FOR = 45  # request the copy was made for; 0 while being written
@@ -206,7 +206,7 @@ class Word(IntEnum):
     ARGUMENT = 73  # EDIT: where its program begins in the edit memory; STEP: boundaries to pass
     HIGHEST = 74  # highest request this rank was ever ready for in this incarnation
     HOLD_UNTIL_NS = 75  # end of the hold's lease
-    MOMENTS_WANTED = 76  # request that needs optimizer state mirrored
+    MOMENTS_WANTED = 76  # request with optimizer state that the trainer copies, or waits for
     ARM_STEP = 80  # announce the boundary of this step; 0 none
     ARM_SLOT0 = 81  # update (`in_time`) whose gradients are wanted in slot 0; 0 none
     ARM_SLOT1 = 82
@@ -233,7 +233,7 @@ class Word(IntEnum):
     RECORD_STEP = 103  # step of the last whole continuation record
     REWINDABLE = 104  # whether a rollback may come (trainer/resume): 0 no, 1 yes, 2 never: copies
     REWOUND = 105  # counts how often there was one; steps come again after that
-    MOMENTS_LIVE = 106  # 1: optimizer state is read where it lies, in the optimizer memory
+    MOMENTS_LIVE = 106  # 1: optimizer state lies in the optimizer memory; 0: copies, on request
     DEVICE_FENCE = 107  # what the device writes behind all work of the state told (device_arena.py)
     STATE_BYTES = 108  # bytes of the optimizer's state on the device
 

@@ -294,10 +294,6 @@ class Driver:
         """Queue a copy from the device."""
         self._call("cuMemcpyDtoHAsync_v2", target, source, size_bytes, stream)
 
-    def to_device(self, target: int, source: int, size_bytes: int, stream: int) -> None:
-        """Queue a copy to the device."""
-        self._call("cuMemcpyHtoDAsync_v2", target, source, size_bytes, stream)
-
     def event(self, *, shared: bool = False) -> int:
         """An event without times; `shared`: other processes may open it."""
         made = c_void_p()

@@ -93,7 +93,6 @@ SHARED: Final[dict[str, tuple[Any, ...]]] = {
     "cuMemFreeHost": (c_void_p,),
     "cuMemsetD32Async": (_address, c_uint, _size, c_void_p),
     "cuMemcpyDtoHAsync_v2": (c_void_p, _address, _size, c_void_p),
-    "cuMemcpyHtoDAsync_v2": (_address, c_void_p, _size, c_void_p),
     "cuStreamCreate": (_out, c_uint),
     "cuStreamDestroy_v2": (c_void_p,),
     "cuStreamSynchronize": (c_void_p,),

@@ -92,6 +92,8 @@ class TrainerGate:
         self._words = page.words
         self._stall_budget_ns = stall_budget_ns
         self._given_up: tuple[int, int, int] | None = None
+        self.patience_ns = 0
+        """How long the next update waits, where that is more than the budget."""
         self._rests = 0
 
     def begin_update(self) -> None:
@@ -103,6 +105,7 @@ class TrainerGate:
             words[_COPY_BEGUN] != words[_COPY_ENDED] or words[_SERVED] < words[_ANNOUNCE]
         ):
             self._wait_for_copies()
+        self.patience_ns = 0
         words[_SEQ] |= 1
 
     def rest(self, step: int, iteration: int, digest: int) -> None:
@@ -169,11 +172,12 @@ class TrainerGate:
     def _wait_for_copies(self) -> None:
         words = self._words
         begin_ns = now_ns = time.monotonic_ns()
+        budget_ns = max(self._stall_budget_ns, self.patience_ns)
         while not self._copies_done():
             pending = (words[Word.COPY_BEGUN], words[Word.COPY_ENDED], words[Word.SERVED])
             if pending == self._given_up:
                 return
-            if now_ns - begin_ns > self._stall_budget_ns:
+            if now_ns - begin_ns > budget_ns:
                 # Never wait for the same unfinished copy twice: its sidecar may be dead.
                 self._given_up = pending
                 break

@@ -25,12 +25,11 @@ from paramd.memory.control_page import PAGE_BYTES
 from paramd.memory.descriptors import create_sparse, pages
 
 ROOM_EXTRA_BYTES = 1 << 20
-"""Size of a gradient slot, and of the moments memory, beyond their arena-shaped rooms."""
+"""Size of a gradient slot beyond its arena-shaped room."""
 
 EDITS_EXTRA_BYTES = 64 << 20
 EDIT_ARENAS = 4
 GRADIENT_SLOTS = 2
-MOMENT_ROOMS = 8
 
 OPTIMIZER_ARENAS = 8
 OPTIMIZER_EXTRA_BYTES = 64 << 20
@@ -42,7 +41,7 @@ MAX_ALLOCATIONS = 32
 together, so that growing does not end here."""
 
 MAX_MESSAGE_BYTES = 128 << 10
-_SHARED = 8
+_SHARED = 7
 MAX_DESCRIPTORS = _SHARED + MAX_ALLOCATIONS
 # sockaddr_un holds 108 bytes including the terminating NUL.
 _MAX_PATH_BYTES = 107
@@ -65,11 +64,6 @@ def edits_bytes(arena_bytes: int) -> int:
 def gradients_bytes(arena_bytes: int) -> int:
     """Size of the gradient memory."""
     return GRADIENT_SLOTS * slot_bytes(arena_bytes)
-
-
-def moments_bytes(arena_bytes: int) -> int:
-    """Size of the moments memory: rooms shaped like the arena, then a table."""
-    return MOMENT_ROOMS * pages(arena_bytes) + ROOM_EXTRA_BYTES
 
 
 def optimizer_bytes(arena_bytes: int) -> int:
@@ -109,7 +103,6 @@ class Descriptors:
     arena: int
     edits: int
     gradients: int
-    moments: int
     optimizer: int
     continuation: int
     state: list[Allocation] = field(default_factory=list, init=False)
@@ -145,7 +138,6 @@ class Descriptors:
                 made.append(create_memory("paramd-arena", arena_bytes))
             made.append(create_sparse("paramd-edits", edits_bytes(arena_bytes)))
             made.append(create_sparse("paramd-gradients", gradients_bytes(arena_bytes)))
-            made.append(create_sparse("paramd-moments", moments_bytes(arena_bytes)))
             if survived is not None:
                 made += map(_duplicate, (survived.optimizer, survived.continuation))
                 for one in survived.state:
@@ -181,7 +173,7 @@ class Descriptors:
         """
         if len(fds) != _SHARED + len(allocations):
             raise UsageError(
-                f"{len(fds)} descriptors; expected page, wake, arena, edits, gradients, moments, "
+                f"{len(fds)} descriptors; expected page, wake, arena, edits, gradients, "
                 f"optimizer, continuation, and {len(allocations)} of state on a device"
             )
         found = cls(*fds[:_SHARED])
@@ -191,7 +183,6 @@ class Descriptors:
             found.arena: 0 if on_device else arena_bytes,
             found.edits: edits_bytes(arena_bytes),
             found.gradients: gradients_bytes(arena_bytes),
-            found.moments: moments_bytes(arena_bytes),
             found.optimizer: optimizer_bytes(arena_bytes),
             found.continuation: continuation_bytes(),
         }
@@ -205,8 +196,8 @@ class Descriptors:
     def as_list(self) -> list[int]:
         """In handover order, those of the state last."""
         return [
-            self.page, self.wake, self.arena, self.edits, self.gradients, self.moments,
-            self.optimizer, self.continuation, *(one.descriptor for one in self.state),
+            self.page, self.wake, self.arena, self.edits, self.gradients, self.optimizer,
+            self.continuation, *(one.descriptor for one in self.state),
         ]  # fmt: skip
 
     def close(self) -> None:

@@ -1,10 +1,10 @@
 """Optimizer state in the optimizer memory, as the sidecar finds it without torch.
 
-The trainer's record and its table (trainer/resume/keeper.py, optimizer_home.py) say where each
-state tensor lies and which parameter of the arena it belongs to. State with the dtype, shape and
-strides of its parameter corresponds to it byte by byte: the state of the element at arena byte
-x is at byte `place + x - begin`. Other state is left out, with the reason. Places from
-DEVICE_PLACES on are on the arena's device.
+The trainer's record and its table (trainer/resume: keeper.py, state_record.py, optimizer_home.py)
+say where each state tensor lies and which parameter of the arena it belongs to. State with the
+dtype, shape and strides of its parameter corresponds to it byte by byte: the state of the element
+at arena byte x is at byte `place + x - begin`. Other state is left out, with the reason. Places
+from DEVICE_PLACES on are on the arena's device.
 
 Record and table are written inside updates, while SEQ is odd. So what is read while SEQ is even, by
 a record of the page's own step, is of that step if SEQ has not changed since.
@@ -70,6 +70,8 @@ class OptimizerState:
     """By first byte in the arena."""
     classes: Sequence[str]
     """Of each optimizer, with its module."""
+    failure: str = ""
+    """Why the trainer could not tell more; else empty."""
 
     @property
     def keys(self) -> list[str]:
@@ -88,49 +90,6 @@ class OptimizerState:
                 found.append((low, one.places[key] + low - one.begin, high - low))
         return found
 
-    def unfit(self, record: Mapping[str, Any]) -> str:
-        """Why `table` cannot tell all of the state; empty if it can."""
-        for one in self.params:
-            for key, reason in one.left_out.items():
-                if key not in one.others or not _is_number_or_none(self._other(one, key, record)):
-                    return f"state {key!r}: {reason}"
-        return ""
-
-    def table(self, record: Mapping[str, Any], read: Read, arena_bytes: int) -> dict[str, Any]:
-        """The table of the moments memory (moments_table.py), as the trainer would write it."""
-        params = []
-        for one in self.params:
-            if not 0 <= one.begin < one.end <= arena_bytes:
-                continue
-            scalars = self._numbers(one, read)
-            for key in one.others:
-                value = self._other(one, key, record)
-                if value is not None:
-                    scalars[key] = value
-            params.append(
-                {
-                    "begin": one.begin,
-                    "end": one.end,
-                    "dtypes": dict.fromkeys(one.places, one.dtype),
-                    "scalars": scalars,
-                    "left_out": {},
-                    "optimizer": one.optimizer,
-                    "group": one.group,
-                }
-            )
-        return {
-            "step": record["step"],
-            "keys": self.keys,
-            "params": params,
-            "groups": record["groups"],
-            "failure": "",
-        }
-
-    @staticmethod
-    def _other(one: Stated, key: str, record: Mapping[str, Any]) -> Any:
-        others = record["others"]
-        return others[one.others[key]] if one.others[key] < len(others) else ""
-
     @staticmethod
     def _numbers(one: Stated, read: Read) -> dict[str, Any]:
         forms = {key: (place, _SCALARS[dtype]) for key, (place, dtype) in one.scalars.items()}
@@ -139,8 +98,9 @@ class OptimizerState:
             for key, (place, form) in forms.items()
         }
 
-    def facts(self, record: Mapping[str, Any], read: Read) -> dict[str, Any]:
+    def facts(self, record: Mapping[str, Any], read: Read, arena_bytes: int) -> dict[str, Any]:
         """What a reader of the state needs beside its bytes; the proto documents the form."""
+        others = record["others"]
         params = [
             {
                 "begin": one.begin,
@@ -152,12 +112,19 @@ class OptimizerState:
                 "group": one.group,
                 "keys": list(one.places),
                 "scalars": self._numbers(one, read),
+                "others": {
+                    key: others[number]
+                    for key, number in one.others.items()
+                    if number < len(others) and _is_number_or_none(others[number])
+                },
                 "left_out": dict(one.left_out),
             }
             for one in self.params
+            if 0 <= one.begin < one.end <= arena_bytes
         ]
         return {
             "step": record["step"],
+            "failure": self.failure,
             "threads": record.get("threads", 0),
             "classes": list(self.classes),
             "groups": record["groups"],
@@ -195,7 +162,7 @@ def parse_state(table: bytes) -> OptimizerState:
             for each in (one, other):
                 each.left_out.update(dict.fromkeys(each.places, "parameters share its bytes"))
                 each.places.clear()
-    return OptimizerState(stated, classes)
+    return OptimizerState(stated, classes, str(found.get("failure", "")))
 
 
 def _stated(optimizer: int, param: Sequence[Any], state: Sequence[tuple[str, Any]]) -> Stated:

@@ -46,7 +46,6 @@ class Alert:
     last_seen_s: float
     resolved_s: float | None
     """None while it fires."""
-    seen_count: int
 
     @property
     def firing(self) -> bool:
@@ -114,7 +113,8 @@ class AlertCalls:
             except (KeyError, TypeError, ValueError) as error:
                 raise unreadable(self._rest.url, error) from error
             if not token or len(rows) >= limit:
-                return Alerts(rows.values(), job=job, incarnation=of, watch=watch)
+                # All that fire come with the first page.
+                return Alerts(list(rows.values())[:limit], job=job, incarnation=of, watch=watch)
 
 
 def parse_alert(found: Mapping[str, Any]) -> Alert:
@@ -134,7 +134,6 @@ def parse_alert(found: Mapping[str, Any]) -> Alert:
         first_seen_s=float(found["first_seen_s"]),
         last_seen_s=float(found["last_seen_s"]),
         resolved_s=float(resolved_s) if resolved_s is not None else None,
-        seen_count=int(found["seen_count"]),
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from paramd import gone
 from paramd.errors import ConflictError, UsageError
 from paramd.layout.edits.ops import ops_of
 from paramd.layout.exports.settings import NameMap
@@ -84,6 +85,7 @@ if TYPE_CHECKING:
     from paramd.mesh.reading.assemble import SnapshotView
 
 
+@gone.tells
 class AsyncMesh:
     """A running job, accessed from outside. Use as `async with`, or call `close`.
 
@@ -348,6 +350,7 @@ class AsyncMesh:
         await self._transfer.load_torch()
         return await compute_diff(
             self._reach,
+            self._transfer,
             a,
             b,
             patterns or ("*",),
@@ -536,8 +539,8 @@ class AsyncMesh:
         """The optimizer's state of parameters, whole and all of one step.
 
         Read from memory that trainers and sidecars share while training goes on, also when it
-        hangs or its trainers have died: with `resume="auto"`, or PARAMD_OPTIMIZER=arena. Otherwise
-        the trainers copy it at an agreed boundary, which holds them up for as long as that takes.
+        hangs or its trainers have died. Where parameters are mirrored, or in partitions, the
+        trainers copy it at an agreed boundary, which holds them up for as long as that takes.
 
         Args:
             patterns: Globs over names, as in `summon`; none means all parameters.
@@ -1076,19 +1079,19 @@ class AsyncMesh:
         """Download full tensors of one step into a local safetensors file.
 
         After an interruption (of the network, or of this program) the same call resumes at the
-        same step while the snapshot's two-minute lease lasts, and starts over otherwise. Bytes
-        from the earlier attempt are verified before they are used.
+        same step while the snapshot's two-minute lease lasts, and starts over otherwise. What
+        the earlier attempt's bytes are of is verified before they are used.
 
         Args:
-            path: The file; it appears once complete. A hidden partial file and a journal stand
-                next to it until then.
+            path: The file; it appears once complete. A hidden partial file stands next to it
+                until then.
             patterns: Globs over names, as in `summon`; none means all.
             dtype: Dtype of all tensors; None keeps each one's own.
             buffers: Match buffers too.
             replace: Replace an existing file.
             name_map: Names in the model to names in the file; each may hold one "*".
             timeout: Seconds; None means no limit.
-            transport: "stream" or "grpc"; "auto" prefers streams.
+            transport: As in `summon`.
             moved: Called with bytes done and total bytes.
             said: Called with a message when the download resumes, retries or starts over.
 
@@ -1097,8 +1100,6 @@ class AsyncMesh:
             ExhaustedError: not enough disk space.
         """
         check_transport(transport)
-        if transport == "same-host":
-            raise UsageError('transport: a download takes "auto", "stream" or "grpc"')
         await self._transfer.load_torch()
         content = Content(
             patterns=patterns or ("*",),
@@ -1109,7 +1110,13 @@ class AsyncMesh:
         file = PartialFile(Path(path))
         file.check(replace=replace)
         download = Download(
-            self._reach, file, replace=replace, transport=transport, moved=moved, said=said
+            self._reach,
+            self._transfer,
+            file,
+            replace=replace,
+            transport=transport,
+            moved=moved,
+            said=said,
         )
         return await download.run(content, deadline(timeout, 0.0))
 
@@ -1156,8 +1163,7 @@ class AsyncMesh:
         self,
         destination: str,
         *,
-        every_steps: int | None = None,
-        every_s: float | None = None,
+        every_steps: int,
         keep_last: int | None = None,
         keep_every: int | None = None,
         format: str = "safetensors",
@@ -1169,13 +1175,12 @@ class AsyncMesh:
         assets: str | Path | None = None,
         verify: bool = True,
     ) -> dict[str, Any]:
-        """Schedule exports by steps or seconds, until the schedule is deleted.
+        """Schedule exports every so many steps, until the schedule is deleted.
 
         Args:
             destination: As in `export`. "{step}" in the key becomes the step; without it
                 each export goes to "<key>/step-<step>".
             every_steps: Export at, or soon after, each multiple of this step.
-            every_s: Seconds between the starts of two exports.
             keep_last: Number of newest exports to keep; None keeps all.
             keep_every: Also keep every n-th export.
 
@@ -1187,7 +1192,6 @@ class AsyncMesh:
         )
         cadence = {
             "every_steps": every_steps,
-            "every_s": every_s,
             "keep_last": keep_last,
             "keep_every": keep_every,
         }

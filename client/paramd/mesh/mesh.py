@@ -14,6 +14,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, cont
 from types import AsyncGeneratorType, TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
+from paramd import gone
 from paramd.errors import UsageError
 from paramd.layout.types import Layout
 from paramd.mesh import loop
@@ -110,6 +111,7 @@ async def _ended(frames: AsyncGenerator[Any, None]) -> None:
     await frames.aclose()
 
 
+@gone.tells
 class Mesh:
     """A running job, accessed from outside. Made by `paramd.connect`, ended by `close`.
 

@@ -21,8 +21,8 @@ from enum import Enum
 from paramd import clock
 from paramd.errors import DeniedError, UsageError
 
-# `cryptography` is loaded by those who sign and verify: readers only pass tickets on, and come
-# without it.
+# `cryptography` and `jwt` are loaded by those who sign and verify: readers only pass tickets on,
+# and come without them.
 
 PREFIX = "pmd_"
 """Prefix of every token, so that scanners find leaked ones; 32 random bytes, base64url, follow."""
@@ -43,12 +43,17 @@ KEY_BYTES = 32
 """Size of a private or public key."""
 
 RANK_TICKET_TTL_S = 366 * 86_400.0
-"""Validity of a rank's own ticket. The next incarnation ends it; it has no short expiry, so that
-sidecars can rejoin after a control plane outage of any length, with no one to renew tickets (over
-TLS of a job's own: while their certificates last)."""
+"""Validity of a rank's own ticket and certificate. The next incarnation ends them; they have no
+short expiry, so that sidecars can rejoin after a control plane outage of any length, with no one
+to renew them."""
 
 _CACHED_TICKETS = 1024
-_HEADER = base64.urlsafe_b64encode(b'{"alg":"EdDSA","typ":"JWT"}').rstrip(b"=")
+_ALGORITHM = "EdDSA"
+_FORM = re.compile(
+    base64.urlsafe_b64encode(b'{"alg":"EdDSA","typ":"JWT"}').decode().rstrip("=")
+    # The signature's last character has two bits: only so there is one spelling of its bytes.
+    + r"\.([A-Za-z0-9_-]+)\.[A-Za-z0-9_-]{85}[AQgw]"
+)
 _ASK_AGAIN = "ask the control plane for a new one (GET /api/v1/jobs/{job})"
 
 
@@ -74,7 +79,7 @@ class Role(Enum):
     CONTROL = "control"
     """As editor, and requests to all ranks together (ReachBoundary and the like)."""
     SIDECAR = "sidecar"
-    """Join and RenewCertificate of the control plane, as the rank named in the ticket."""
+    """Join of the control plane as the rank named in the ticket, and GetState of its peers."""
     COPIER = "copier"
     """PutCopy of the sidecar that keeps copies of the rank named in the ticket; nothing else."""
 
@@ -156,6 +161,8 @@ class Signer:
             raise UsageError(f"ttl_s: {ttl_s}; expected a finite number above 0")
         if role in OF_RANKS and rank is None:
             raise UsageError("rank: None; a sidecar's ticket is bound to its rank")
+        import jwt
+
         now_s = now_s if now_s is not None else clock.now_s()
         claims: dict[str, str | int | float] = {
             "job": job,
@@ -169,9 +176,7 @@ class Signer:
             claims["rank"] = rank
         if token_id is not None:
             claims["token"] = token_id
-        text = json.dumps(claims, sort_keys=True, separators=(",", ":"))
-        signed = _HEADER + b"." + _encode(text.encode())
-        return (signed + b"." + _encode(self._key.sign(signed))).decode()
+        return jwt.encode(dict(sorted(claims.items())), self._key, _ALGORITHM)
 
 
 class Verifier:
@@ -179,10 +184,13 @@ class Verifier:
 
     def __init__(self, public_key: bytes) -> None:
         """Raises UsageError unless the key has `KEY_BYTES`."""
+        import jwt
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
         _check_key("public_key", public_key)
         self._key = Ed25519PublicKey.from_public_bytes(public_key)
+        # Of a token its signature alone: times are read from a clock of our own.
+        self._jws = jwt.PyJWS([_ALGORITHM])
         # Checking a signature costs about 100 us, and clients send the same ticket with every
         # call. Expiry is kept on the monotonic clock: later jumps of the wall clock don't count.
         self._genuine: dict[str, tuple[Claims, float]] = {}
@@ -214,15 +222,15 @@ class Verifier:
 
     def _claims(self, ticket: str) -> tuple[Claims, float]:
         """Its claims, and when it ends on the monotonic clock."""
-        from cryptography.exceptions import InvalidSignature
+        from jwt import InvalidTokenError
 
-        signed, payload, signature = _parts(ticket)
+        payload = _payload(ticket)
         known = self._genuine.get(ticket)
         if known is not None:
             return known
         try:
-            self._key.verify(_decode(signature), signed)
-        except (InvalidSignature, ValueError):
+            self._jws.decode(ticket, self._key, [_ALGORITHM])
+        except InvalidTokenError:
             raise DeniedError(
                 f"the ticket is not signed by this job's present incarnation; {_ASK_AGAIN}"
             ) from None
@@ -250,7 +258,7 @@ def life_s(ticket: str) -> float:
     Raises:
         DeniedError: not a ticket.
     """
-    claims = _parse(_parts(ticket)[1])
+    claims = _parse(_payload(ticket))
     return max(claims.expires_s - claims.issued_s, 0.0)
 
 
@@ -262,29 +270,28 @@ def claimed(ticket: str) -> tuple[str, int]:
     Raises:
         DeniedError: not a ticket.
     """
-    claims = _parse(_parts(ticket)[1])
+    claims = _parse(_payload(ticket))
     return claims.job, claims.incarnation
 
 
-def _parts(ticket: str) -> tuple[bytes, bytes, bytes]:
-    """The signed bytes, the encoded claims in them, and the encoded signature."""
+def _payload(ticket: str) -> str:
+    """The encoded claims."""
     if not isinstance(ticket, str) or not ticket:
         raise DeniedError(f"no ticket was given; {_ASK_AGAIN}")
     if len(ticket) > MAX_TICKET_BYTES or not ticket.isascii():
         raise DeniedError(
             f"the ticket is not ASCII text of at most {MAX_TICKET_BYTES} bytes; {_ASK_AGAIN}"
         )
-    signed, _, signature = ticket.encode().rpartition(b".")
-    header, dot, payload = signed.partition(b".")
-    if header != _HEADER or not dot:
+    found = _FORM.fullmatch(ticket)
+    if found is None:
         raise DeniedError(f"the text is not a ticket of paramd; {_ASK_AGAIN}")
-    return signed, payload, signature
+    return found[1]
 
 
-def _parse(payload: bytes) -> Claims:
+def _parse(payload: str) -> Claims:
     """Parse a payload's claims. Ours are always well-formed; another signer's may not be."""
     try:
-        found = json.loads(_decode(payload))
+        found = json.loads(base64.urlsafe_b64decode(payload + "=="))
         job, incarnation, expires_s = found["job"], found["incarnation"], float(found["exp"])
         role, ticket_id, rank = Role(found["role"]), found["jti"], found.get("rank")
         issued_s, token_id = float(found.get("iat", 0.0)), found.get("token")
@@ -328,15 +335,3 @@ def key_from_hex(message: Mapping[str, object], name: str) -> bytes:
 def _check_key(name: str, key: bytes) -> None:
     if len(key) != KEY_BYTES:
         raise UsageError(f"{name}: {len(key)} bytes; expected {KEY_BYTES}, as hexadecimal digits")
-
-
-def _encode(data: bytes) -> bytes:
-    return base64.urlsafe_b64encode(data).rstrip(b"=")
-
-
-def _decode(text: bytes) -> bytes:
-    """Raises ValueError unless `text` is the canonical encoding of its bytes."""
-    data = base64.b64decode(text + b"=" * (-len(text) % 4), altchars=b"-_", validate=True)
-    if _encode(data) != text:
-        raise ValueError("not canonical base64url")
-    return data

@@ -41,8 +41,11 @@ CA_PATH = "/ca.pem"
 RANK_NAME = "paramd rank "
 """How a rank's certificate names its holder, before the number."""
 
-CERTIFICATE_S = 7 * 86_400.0
-"""Validity of a rank's and of the control plane's certificate by a job's own CA; renewed."""
+IF_MOVED = (
+    " If a job's control plane was started again at another port, its new url is in "
+    "<state dir>/JOB/endpoint.json on its host; token and fingerprint are the same"
+)
+"""What to do about a url that was given and does not answer."""
 
 PINNED_S = 5.0
 MAX_FILE_BYTES = 1 << 20
@@ -283,7 +286,7 @@ def pinned(url: str, pin: str) -> ClientTls:
         found = answer.read(MAX_FILE_BYTES) if answer.status == 200 else b""
     except (OSError, http.client.HTTPException) as error:
         raise UnreachableError(
-            f"tls_ca: {url} does not show its CA ({error}); is the job running?{if_moved(url)}"
+            f"tls_ca: {url} does not show its CA ({error}); is the job running?{IF_MOVED}"
         ) from error
     finally:
         connection.close()
@@ -294,17 +297,6 @@ def pinned(url: str, pin: str) -> ClientTls:
             "job, or another program; take the fingerprint from its endpoint.json"
         )
     return ClientTls(pems=Pems(ca=found))
-
-
-def if_moved(url: str) -> str:
-    """What to do about a url that does not answer, if its host may be lost."""
-    if is_loopback(urlsplit(url).hostname or ""):
-        return ""
-    return (
-        " If that host is lost, the control plane of a job on several hosts is on another one "
-        "within seconds: its new url is in <state dir>/JOB/endpoint.json there; token and "
-        "fingerprint are the same"
-    )
 
 
 def verify_advice(code: int, ca: Path | None) -> str:

@@ -9,13 +9,10 @@ from dataclasses import dataclass, field
 from paramd.errors import UsageError
 from paramd.extras import TRACKERS
 from paramd.memory.gate import STALL_BUDGET_MS
-from paramd.security.tickets import RANK_TICKET_TTL_S
-from paramd.security.tls import CERTIFICATE_S
 
 CHOICES = {
     "arena": ("auto", "host", "device", "mirror"),
     "resume": ("never", "auto"),
-    "optimizer": ("auto", "arena", "mirror"),
     "sidecar": ("own", "external"),
 }
 """Settings that take one of a few words."""
@@ -83,11 +80,6 @@ class AttachSettings:
     resume: str = "never"
     """"auto": keep what a successor needs, and when started again go on from memory; "never":
     keep nothing, and start afresh."""
-    optimizer: str = "auto"
-    """How readers get the optimizer's state. "arena": its tensors live in memory that the sidecar
-    reads while training goes on, also when the trainer hangs or has died. "mirror": the trainer
-    copies them at an agreed boundary, which holds it up for as long as the copy takes. "auto":
-    "arena" with resume="auto", whose state lives there anyway, else "mirror"."""
     keep_every: float = 1
     """Steps between continuation records, 1 or more. Only at those can a training be resumed
     without loss."""
@@ -100,9 +92,6 @@ class AttachSettings:
     address: str = ""
     """Name or address of this host under which other hosts reach it; empty: the one that the
     process group uses. Only jobs on several hosts need one."""
-    certificate_s: float = CERTIFICATE_S
-    """Validity of a rank's and of the control plane's certificate in a job on several hosts, in
-    seconds, above 0; renewed after two thirds of it. A site has an option for it."""
     sidecar_listen: str = "127.0.0.1:0"
     """Where the sidecar's gRPC server listens; port 0 picks a free one."""
     listen: str = "127.0.0.1:8470"
@@ -186,11 +175,6 @@ class AttachSettings:
         ):
             if not getattr(self, name) > 0:
                 raise UsageError(f"{name} must be above 0, is {getattr(self, name)}")
-        if not 0 < self.certificate_s <= RANK_TICKET_TTL_S:
-            raise UsageError(
-                f"certificate_s must be above 0 and at most {RANK_TICKET_TTL_S:.0f}, is "
-                f"{self.certificate_s}"
-            )
         self._check_limits()
 
     def _check_limits(self) -> None:
@@ -208,11 +192,6 @@ class AttachSettings:
     def trackers(self) -> list[str]:
         """The names in `log`, each once."""
         return list(dict.fromkeys(name.strip() for name in self.log.split(",") if name.strip()))
-
-    @property
-    def reads_optimizer_live(self) -> bool:
-        """Whether the optimizer's state is read where it lies."""
-        return self.optimizer == "arena" or (self.optimizer == "auto" and self.resume == "auto")
 
     def sidecar_options(self) -> list[str]:
         """The sidecar limits that are set, as command line options."""

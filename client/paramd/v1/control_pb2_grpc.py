@@ -39,20 +39,10 @@ class ControlServiceStub(object):
                 request_serializer=paramd_dot_v1_dot_control__pb2.JoinRequest.SerializeToString,
                 response_deserializer=paramd_dot_v1_dot_control__pb2.JoinResponse.FromString,
                 _registered_method=True)
-        self.RenewCertificate = channel.unary_unary(
-                '/paramd.v1.ControlService/RenewCertificate',
-                request_serializer=paramd_dot_v1_dot_control__pb2.RenewCertificateRequest.SerializeToString,
-                response_deserializer=paramd_dot_v1_dot_control__pb2.RenewCertificateResponse.FromString,
-                _registered_method=True)
         self.ScheduleBoundary = channel.unary_unary(
                 '/paramd.v1.ControlService/ScheduleBoundary',
                 request_serializer=paramd_dot_v1_dot_control__pb2.ScheduleBoundaryRequest.SerializeToString,
                 response_deserializer=paramd_dot_v1_dot_control__pb2.ScheduleBoundaryResponse.FromString,
-                _registered_method=True)
-        self.FollowStore = channel.stream_stream(
-                '/paramd.v1.ControlService/FollowStore',
-                request_serializer=paramd_dot_v1_dot_control__pb2.FollowStoreRequest.SerializeToString,
-                response_deserializer=paramd_dot_v1_dot_control__pb2.FollowStoreResponse.FromString,
                 _registered_method=True)
 
 
@@ -65,19 +55,7 @@ class ControlServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def RenewCertificate(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def ScheduleBoundary(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def FollowStore(self, request_iterator, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -91,20 +69,10 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     request_deserializer=paramd_dot_v1_dot_control__pb2.JoinRequest.FromString,
                     response_serializer=paramd_dot_v1_dot_control__pb2.JoinResponse.SerializeToString,
             ),
-            'RenewCertificate': grpc.unary_unary_rpc_method_handler(
-                    servicer.RenewCertificate,
-                    request_deserializer=paramd_dot_v1_dot_control__pb2.RenewCertificateRequest.FromString,
-                    response_serializer=paramd_dot_v1_dot_control__pb2.RenewCertificateResponse.SerializeToString,
-            ),
             'ScheduleBoundary': grpc.unary_unary_rpc_method_handler(
                     servicer.ScheduleBoundary,
                     request_deserializer=paramd_dot_v1_dot_control__pb2.ScheduleBoundaryRequest.FromString,
                     response_serializer=paramd_dot_v1_dot_control__pb2.ScheduleBoundaryResponse.SerializeToString,
-            ),
-            'FollowStore': grpc.stream_stream_rpc_method_handler(
-                    servicer.FollowStore,
-                    request_deserializer=paramd_dot_v1_dot_control__pb2.FollowStoreRequest.FromString,
-                    response_serializer=paramd_dot_v1_dot_control__pb2.FollowStoreResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -145,33 +113,6 @@ class ControlService(object):
             _registered_method=True)
 
     @staticmethod
-    def RenewCertificate(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/paramd.v1.ControlService/RenewCertificate',
-            paramd_dot_v1_dot_control__pb2.RenewCertificateRequest.SerializeToString,
-            paramd_dot_v1_dot_control__pb2.RenewCertificateResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def ScheduleBoundary(request,
             target,
             options=(),
@@ -188,33 +129,6 @@ class ControlService(object):
             '/paramd.v1.ControlService/ScheduleBoundary',
             paramd_dot_v1_dot_control__pb2.ScheduleBoundaryRequest.SerializeToString,
             paramd_dot_v1_dot_control__pb2.ScheduleBoundaryResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def FollowStore(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/paramd.v1.ControlService/FollowStore',
-            paramd_dot_v1_dot_control__pb2.FollowStoreRequest.SerializeToString,
-            paramd_dot_v1_dot_control__pb2.FollowStoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -24,19 +24,9 @@ class ControlServiceStub:
         paramd.v1.control_pb2.JoinResponse,
     ]
 
-    RenewCertificate: grpc.UnaryUnaryMultiCallable[
-        paramd.v1.control_pb2.RenewCertificateRequest,
-        paramd.v1.control_pb2.RenewCertificateResponse,
-    ]
-
     ScheduleBoundary: grpc.UnaryUnaryMultiCallable[
         paramd.v1.control_pb2.ScheduleBoundaryRequest,
         paramd.v1.control_pb2.ScheduleBoundaryResponse,
-    ]
-
-    FollowStore: grpc.StreamStreamMultiCallable[
-        paramd.v1.control_pb2.FollowStoreRequest,
-        paramd.v1.control_pb2.FollowStoreResponse,
     ]
 
 class ControlServiceAsyncStub:
@@ -45,19 +35,9 @@ class ControlServiceAsyncStub:
         paramd.v1.control_pb2.JoinResponse,
     ]
 
-    RenewCertificate: grpc.aio.UnaryUnaryMultiCallable[
-        paramd.v1.control_pb2.RenewCertificateRequest,
-        paramd.v1.control_pb2.RenewCertificateResponse,
-    ]
-
     ScheduleBoundary: grpc.aio.UnaryUnaryMultiCallable[
         paramd.v1.control_pb2.ScheduleBoundaryRequest,
         paramd.v1.control_pb2.ScheduleBoundaryResponse,
-    ]
-
-    FollowStore: grpc.aio.StreamStreamMultiCallable[
-        paramd.v1.control_pb2.FollowStoreRequest,
-        paramd.v1.control_pb2.FollowStoreResponse,
     ]
 
 class ControlServiceServicer(metaclass=abc.ABCMeta):
@@ -69,24 +49,10 @@ class ControlServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[paramd.v1.control_pb2.JoinResponse], collections.abc.AsyncIterator[paramd.v1.control_pb2.JoinResponse]]: ...
 
     @abc.abstractmethod
-    def RenewCertificate(
-        self,
-        request: paramd.v1.control_pb2.RenewCertificateRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[paramd.v1.control_pb2.RenewCertificateResponse, collections.abc.Awaitable[paramd.v1.control_pb2.RenewCertificateResponse]]: ...
-
-    @abc.abstractmethod
     def ScheduleBoundary(
         self,
         request: paramd.v1.control_pb2.ScheduleBoundaryRequest,
         context: _ServicerContext,
     ) -> typing.Union[paramd.v1.control_pb2.ScheduleBoundaryResponse, collections.abc.Awaitable[paramd.v1.control_pb2.ScheduleBoundaryResponse]]: ...
-
-    @abc.abstractmethod
-    def FollowStore(
-        self,
-        request_iterator: _MaybeAsyncIterator[paramd.v1.control_pb2.FollowStoreRequest],
-        context: _ServicerContext,
-    ) -> typing.Union[collections.abc.Iterator[paramd.v1.control_pb2.FollowStoreResponse], collections.abc.AsyncIterator[paramd.v1.control_pb2.FollowStoreResponse]]: ...
 
 def add_ControlServiceServicer_to_server(servicer: ControlServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -139,10 +139,10 @@ class ExportPlan(google.protobuf.message.Message):
     OPTIMIZER_FIELD_NUMBER: builtins.int
     KEEP_TIED_FIELD_NUMBER: builtins.int
     NAMES_FIELD_NUMBER: builtins.int
-    WRITERS_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
     PINS_FIELD_NUMBER: builtins.int
     UNSETTLED_FIELD_NUMBER: builtins.int
+    HISTORY_FIELD_NUMBER: builtins.int
     incarnation: builtins.int
     layout_digest: builtins.str
     step: builtins.int
@@ -156,10 +156,9 @@ class ExportPlan(google.protobuf.message.Message):
     keep_tied: builtins.bool
     digest: builtins.bytes
     unsettled: builtins.bool
+    history: builtins.int
     @property
     def names(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ExportNameRule]: ...
-    @property
-    def writers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def pins(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ExportPin]: ...
     def __init__(
@@ -177,12 +176,12 @@ class ExportPlan(google.protobuf.message.Message):
         optimizer: builtins.bytes = ...,
         keep_tied: builtins.bool = ...,
         names: collections.abc.Iterable[global___ExportNameRule] | None = ...,
-        writers: collections.abc.Iterable[builtins.int] | None = ...,
         digest: builtins.bytes = ...,
         pins: collections.abc.Iterable[global___ExportPin] | None = ...,
         unsettled: builtins.bool = ...,
+        history: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["buffers", b"buffers", "digest", b"digest", "dtype", b"dtype", "edits", b"edits", "format", b"format", "incarnation", b"incarnation", "keep_tied", b"keep_tied", "layout_digest", b"layout_digest", "max_shard_bytes", b"max_shard_bytes", "names", b"names", "optimizer", b"optimizer", "parameters", b"parameters", "pins", b"pins", "step", b"step", "unsettled", b"unsettled", "writers", b"writers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["buffers", b"buffers", "digest", b"digest", "dtype", b"dtype", "edits", b"edits", "format", b"format", "history", b"history", "incarnation", b"incarnation", "keep_tied", b"keep_tied", "layout_digest", b"layout_digest", "max_shard_bytes", b"max_shard_bytes", "names", b"names", "optimizer", b"optimizer", "parameters", b"parameters", "pins", b"pins", "step", b"step", "unsettled", b"unsettled"]) -> None: ...
 
 global___ExportPlan = ExportPlan
 
@@ -443,58 +442,6 @@ class ReadExportFileResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["data", b"data", "header", b"header", "offset_bytes", b"offset_bytes", "size_bytes", b"size_bytes", "xxh3", b"xxh3"]) -> None: ...
 
 global___ReadExportFileResponse = ReadExportFileResponse
-
-@typing.final
-class StreamExportFileRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    PLAN_FIELD_NUMBER: builtins.int
-    FILE_FIELD_NUMBER: builtins.int
-    OFFSET_BYTES_FIELD_NUMBER: builtins.int
-    file: builtins.int
-    offset_bytes: builtins.int
-    @property
-    def plan(self) -> global___ExportPlan: ...
-    def __init__(
-        self,
-        *,
-        plan: global___ExportPlan | None = ...,
-        file: builtins.int = ...,
-        offset_bytes: builtins.int = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["plan", b"plan"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["file", b"file", "offset_bytes", b"offset_bytes", "plan", b"plan"]) -> None: ...
-
-global___StreamExportFileRequest = StreamExportFileRequest
-
-@typing.final
-class StreamExportFileResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    DATA_FIELD_NUMBER: builtins.int
-    XXH3_FIELD_NUMBER: builtins.int
-    OFFSET_BYTES_FIELD_NUMBER: builtins.int
-    HEADER_FIELD_NUMBER: builtins.int
-    SIZE_BYTES_FIELD_NUMBER: builtins.int
-    data: builtins.bytes
-    xxh3: builtins.int
-    offset_bytes: builtins.int
-    size_bytes: builtins.int
-    @property
-    def header(self) -> paramd.v1.common_pb2.Header: ...
-    def __init__(
-        self,
-        *,
-        data: builtins.bytes = ...,
-        xxh3: builtins.int = ...,
-        offset_bytes: builtins.int = ...,
-        header: paramd.v1.common_pb2.Header | None = ...,
-        size_bytes: builtins.int = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["data", b"data", "header", b"header", "offset_bytes", b"offset_bytes", "size_bytes", b"size_bytes", "xxh3", b"xxh3"]) -> None: ...
-
-global___StreamExportFileResponse = StreamExportFileResponse
 
 @typing.final
 class FinishExportRequest(google.protobuf.message.Message):

@@ -206,23 +206,6 @@ DELTA_FORM_OFFSETS: DeltaForm.ValueType  # 2
 DELTA_FORM_BITMAP: DeltaForm.ValueType  # 3
 global___DeltaForm = DeltaForm
 
-class _FollowPurpose:
-    ValueType = typing.NewType("ValueType", builtins.int)
-    V: typing_extensions.TypeAlias = ValueType
-
-class _FollowPurposeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_FollowPurpose.ValueType], builtins.type):
-    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-    FOLLOW_PURPOSE_UNSPECIFIED: _FollowPurpose.ValueType  # 0
-    FOLLOW_PURPOSE_STAND: _FollowPurpose.ValueType  # 1
-    FOLLOW_PURPOSE_ELECTED: _FollowPurpose.ValueType  # 2
-
-class FollowPurpose(_FollowPurpose, metaclass=_FollowPurposeEnumTypeWrapper): ...
-
-FOLLOW_PURPOSE_UNSPECIFIED: FollowPurpose.ValueType  # 0
-FOLLOW_PURPOSE_STAND: FollowPurpose.ValueType  # 1
-FOLLOW_PURPOSE_ELECTED: FollowPurpose.ValueType  # 2
-global___FollowPurpose = FollowPurpose
-
 @typing.final
 class GetStateRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -239,6 +222,8 @@ class GetStateResponse(google.protobuf.message.Message):
 
     HEADER_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
+    CONTROL_ADDRESS_FIELD_NUMBER: builtins.int
+    control_address: builtins.str
     @property
     def header(self) -> paramd.v1.common_pb2.Header: ...
     @property
@@ -248,9 +233,10 @@ class GetStateResponse(google.protobuf.message.Message):
         *,
         header: paramd.v1.common_pb2.Header | None = ...,
         state: paramd.v1.common_pb2.RankState | None = ...,
+        control_address: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["header", b"header", "state", b"state"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["header", b"header", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["control_address", b"control_address", "header", b"header", "state", b"state"]) -> None: ...
 
 global___GetStateResponse = GetStateResponse
 
@@ -792,11 +778,9 @@ class StageEditRequest(google.protobuf.message.Message):
     XXH3_FIELD_NUMBER: builtins.int
     OFFSET_BYTES_FIELD_NUMBER: builtins.int
     MANIFEST_FIELD_NUMBER: builtins.int
-    COPY_FROM_RANK_FIELD_NUMBER: builtins.int
     data: builtins.bytes
     xxh3: builtins.int
     offset_bytes: builtins.int
-    copy_from_rank: builtins.int
     @property
     def manifest(self) -> global___EditManifest: ...
     def __init__(
@@ -806,11 +790,9 @@ class StageEditRequest(google.protobuf.message.Message):
         xxh3: builtins.int = ...,
         offset_bytes: builtins.int = ...,
         manifest: global___EditManifest | None = ...,
-        copy_from_rank: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_copy_from_rank", b"_copy_from_rank", "copy_from_rank", b"copy_from_rank", "manifest", b"manifest"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_copy_from_rank", b"_copy_from_rank", "copy_from_rank", b"copy_from_rank", "data", b"data", "manifest", b"manifest", "offset_bytes", b"offset_bytes", "xxh3", b"xxh3"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["_copy_from_rank", b"_copy_from_rank"]) -> typing.Literal["copy_from_rank"] | None: ...
+    def HasField(self, field_name: typing.Literal["manifest", b"manifest"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data", "manifest", b"manifest", "offset_bytes", b"offset_bytes", "xxh3", b"xxh3"]) -> None: ...
 
 global___StageEditRequest = StageEditRequest
 
@@ -2667,56 +2649,3 @@ class SummonResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["data", b"data", "header", b"header", "tensor", b"tensor", "xxh3", b"xxh3"]) -> None: ...
 
 global___SummonResponse = SummonResponse
-
-@typing.final
-class FollowControlRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    INCARNATION_FIELD_NUMBER: builtins.int
-    PURPOSE_FIELD_NUMBER: builtins.int
-    GENERATION_FIELD_NUMBER: builtins.int
-    CONTROL_ADDRESS_FIELD_NUMBER: builtins.int
-    incarnation: builtins.int
-    purpose: global___FollowPurpose.ValueType
-    generation: builtins.int
-    control_address: builtins.str
-    def __init__(
-        self,
-        *,
-        incarnation: builtins.int = ...,
-        purpose: global___FollowPurpose.ValueType = ...,
-        generation: builtins.int = ...,
-        control_address: builtins.str = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["control_address", b"control_address", "generation", b"generation", "incarnation", b"incarnation", "purpose", b"purpose"]) -> None: ...
-
-global___FollowControlRequest = FollowControlRequest
-
-@typing.final
-class FollowControlResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    HEADER_FIELD_NUMBER: builtins.int
-    FOLLOWS_FIELD_NUMBER: builtins.int
-    CONTROL_ADDRESS_FIELD_NUMBER: builtins.int
-    GENERATION_FIELD_NUMBER: builtins.int
-    REACHED_FIELD_NUMBER: builtins.int
-    follows: builtins.bool
-    control_address: builtins.str
-    generation: builtins.int
-    reached: builtins.bool
-    @property
-    def header(self) -> paramd.v1.common_pb2.Header: ...
-    def __init__(
-        self,
-        *,
-        header: paramd.v1.common_pb2.Header | None = ...,
-        follows: builtins.bool = ...,
-        control_address: builtins.str = ...,
-        generation: builtins.int = ...,
-        reached: builtins.bool = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["control_address", b"control_address", "follows", b"follows", "generation", b"generation", "header", b"header", "reached", b"reached"]) -> None: ...
-
-global___FollowControlResponse = FollowControlResponse

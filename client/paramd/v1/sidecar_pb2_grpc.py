@@ -190,11 +190,6 @@ class SidecarServiceStub(object):
                 request_serializer=paramd_dot_v1_dot_sidecar__pb2.ReachPeersRequest.SerializeToString,
                 response_deserializer=paramd_dot_v1_dot_sidecar__pb2.ReachPeersResponse.FromString,
                 _registered_method=True)
-        self.FollowControl = channel.unary_unary(
-                '/paramd.v1.SidecarService/FollowControl',
-                request_serializer=paramd_dot_v1_dot_sidecar__pb2.FollowControlRequest.SerializeToString,
-                response_deserializer=paramd_dot_v1_dot_sidecar__pb2.FollowControlResponse.FromString,
-                _registered_method=True)
         self.GetLogged = channel.unary_unary(
                 '/paramd.v1.SidecarService/GetLogged',
                 request_serializer=paramd_dot_v1_dot_sidecar__pb2.GetLoggedRequest.SerializeToString,
@@ -234,11 +229,6 @@ class SidecarServiceStub(object):
                 '/paramd.v1.SidecarService/ReadExportFile',
                 request_serializer=paramd_dot_v1_dot_export__pb2.ReadExportFileRequest.SerializeToString,
                 response_deserializer=paramd_dot_v1_dot_export__pb2.ReadExportFileResponse.FromString,
-                _registered_method=True)
-        self.StreamExportFile = channel.unary_stream(
-                '/paramd.v1.SidecarService/StreamExportFile',
-                request_serializer=paramd_dot_v1_dot_export__pb2.StreamExportFileRequest.SerializeToString,
-                response_deserializer=paramd_dot_v1_dot_export__pb2.StreamExportFileResponse.FromString,
                 _registered_method=True)
         self.FinishExport = channel.unary_unary(
                 '/paramd.v1.SidecarService/FinishExport',
@@ -441,12 +431,6 @@ class SidecarServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def FollowControl(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def GetLogged(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -490,12 +474,6 @@ class SidecarServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReadExportFile(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def StreamExportFile(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -671,11 +649,6 @@ def add_SidecarServiceServicer_to_server(servicer, server):
                     request_deserializer=paramd_dot_v1_dot_sidecar__pb2.ReachPeersRequest.FromString,
                     response_serializer=paramd_dot_v1_dot_sidecar__pb2.ReachPeersResponse.SerializeToString,
             ),
-            'FollowControl': grpc.unary_unary_rpc_method_handler(
-                    servicer.FollowControl,
-                    request_deserializer=paramd_dot_v1_dot_sidecar__pb2.FollowControlRequest.FromString,
-                    response_serializer=paramd_dot_v1_dot_sidecar__pb2.FollowControlResponse.SerializeToString,
-            ),
             'GetLogged': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLogged,
                     request_deserializer=paramd_dot_v1_dot_sidecar__pb2.GetLoggedRequest.FromString,
@@ -715,11 +688,6 @@ def add_SidecarServiceServicer_to_server(servicer, server):
                     servicer.ReadExportFile,
                     request_deserializer=paramd_dot_v1_dot_export__pb2.ReadExportFileRequest.FromString,
                     response_serializer=paramd_dot_v1_dot_export__pb2.ReadExportFileResponse.SerializeToString,
-            ),
-            'StreamExportFile': grpc.unary_stream_rpc_method_handler(
-                    servicer.StreamExportFile,
-                    request_deserializer=paramd_dot_v1_dot_export__pb2.StreamExportFileRequest.FromString,
-                    response_serializer=paramd_dot_v1_dot_export__pb2.StreamExportFileResponse.SerializeToString,
             ),
             'FinishExport': grpc.unary_unary_rpc_method_handler(
                     servicer.FinishExport,
@@ -1580,33 +1548,6 @@ class SidecarService(object):
             _registered_method=True)
 
     @staticmethod
-    def FollowControl(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/paramd.v1.SidecarService/FollowControl',
-            paramd_dot_v1_dot_sidecar__pb2.FollowControlRequest.SerializeToString,
-            paramd_dot_v1_dot_sidecar__pb2.FollowControlResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def GetLogged(request,
             target,
             options=(),
@@ -1812,33 +1753,6 @@ class SidecarService(object):
             '/paramd.v1.SidecarService/ReadExportFile',
             paramd_dot_v1_dot_export__pb2.ReadExportFileRequest.SerializeToString,
             paramd_dot_v1_dot_export__pb2.ReadExportFileResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def StreamExportFile(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/paramd.v1.SidecarService/StreamExportFile',
-            paramd_dot_v1_dot_export__pb2.StreamExportFileRequest.SerializeToString,
-            paramd_dot_v1_dot_export__pb2.StreamExportFileResponse.FromString,
             options,
             channel_credentials,
             insecure,

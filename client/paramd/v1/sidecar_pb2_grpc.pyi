@@ -175,11 +175,6 @@ class SidecarServiceStub:
         paramd.v1.sidecar_pb2.ReachPeersResponse,
     ]
 
-    FollowControl: grpc.UnaryUnaryMultiCallable[
-        paramd.v1.sidecar_pb2.FollowControlRequest,
-        paramd.v1.sidecar_pb2.FollowControlResponse,
-    ]
-
     GetLogged: grpc.UnaryUnaryMultiCallable[
         paramd.v1.sidecar_pb2.GetLoggedRequest,
         paramd.v1.sidecar_pb2.GetLoggedResponse,
@@ -218,11 +213,6 @@ class SidecarServiceStub:
     ReadExportFile: grpc.UnaryStreamMultiCallable[
         paramd.v1.export_pb2.ReadExportFileRequest,
         paramd.v1.export_pb2.ReadExportFileResponse,
-    ]
-
-    StreamExportFile: grpc.UnaryStreamMultiCallable[
-        paramd.v1.export_pb2.StreamExportFileRequest,
-        paramd.v1.export_pb2.StreamExportFileResponse,
     ]
 
     FinishExport: grpc.UnaryUnaryMultiCallable[
@@ -391,11 +381,6 @@ class SidecarServiceAsyncStub:
         paramd.v1.sidecar_pb2.ReachPeersResponse,
     ]
 
-    FollowControl: grpc.aio.UnaryUnaryMultiCallable[
-        paramd.v1.sidecar_pb2.FollowControlRequest,
-        paramd.v1.sidecar_pb2.FollowControlResponse,
-    ]
-
     GetLogged: grpc.aio.UnaryUnaryMultiCallable[
         paramd.v1.sidecar_pb2.GetLoggedRequest,
         paramd.v1.sidecar_pb2.GetLoggedResponse,
@@ -434,11 +419,6 @@ class SidecarServiceAsyncStub:
     ReadExportFile: grpc.aio.UnaryStreamMultiCallable[
         paramd.v1.export_pb2.ReadExportFileRequest,
         paramd.v1.export_pb2.ReadExportFileResponse,
-    ]
-
-    StreamExportFile: grpc.aio.UnaryStreamMultiCallable[
-        paramd.v1.export_pb2.StreamExportFileRequest,
-        paramd.v1.export_pb2.StreamExportFileResponse,
     ]
 
     FinishExport: grpc.aio.UnaryUnaryMultiCallable[
@@ -670,13 +650,6 @@ class SidecarServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[paramd.v1.sidecar_pb2.ReachPeersResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.ReachPeersResponse]]: ...
 
     @abc.abstractmethod
-    def FollowControl(
-        self,
-        request: paramd.v1.sidecar_pb2.FollowControlRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[paramd.v1.sidecar_pb2.FollowControlResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.FollowControlResponse]]: ...
-
-    @abc.abstractmethod
     def GetLogged(
         self,
         request: paramd.v1.sidecar_pb2.GetLoggedRequest,
@@ -731,13 +704,6 @@ class SidecarServiceServicer(metaclass=abc.ABCMeta):
         request: paramd.v1.export_pb2.ReadExportFileRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[paramd.v1.export_pb2.ReadExportFileResponse], collections.abc.AsyncIterator[paramd.v1.export_pb2.ReadExportFileResponse]]: ...
-
-    @abc.abstractmethod
-    def StreamExportFile(
-        self,
-        request: paramd.v1.export_pb2.StreamExportFileRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[collections.abc.Iterator[paramd.v1.export_pb2.StreamExportFileResponse], collections.abc.AsyncIterator[paramd.v1.export_pb2.StreamExportFileResponse]]: ...
 
     @abc.abstractmethod
     def FinishExport(

@@ -183,7 +183,7 @@ function Side(props: {
   const { jobs, job, view, session, dark, toggle, help, signOut } = props;
   const { health } = useShared();
   const summary = jobs.find((one) => one.job === job);
-  const open = summary?.open_count ?? 0;
+  const open = (summary?.critical_count ?? 0) + (summary?.warning_count ?? 0);
   return (
     <header className="side">
       <div className="brand">

@@ -1,8 +1,8 @@
 import { describe, expect, it } from "vitest";
 
-import type { AlertDocument, EditDocument, IncarnationDocument, JobSummary, MarkDocument } from "../src/api/schema";
+import type { Alert, EditDocument, IncarnationDocument, JobSummary, MarkDocument } from "../src/api/schema";
 import { causesOf, WINDOW_S } from "../src/lib/causes";
-import { csvOf, rangeBegin, withGaps, zoomed } from "../src/lib/chart";
+import { csvOf, withGaps, zoomed } from "../src/lib/chart";
 import { count } from "../src/lib/format";
 import { healthOf, type Known, STALE_MS } from "../src/lib/health";
 import { alongSteps, meanOf, parseRun } from "../src/lib/runs";
@@ -11,7 +11,7 @@ import { changeBefore, drawnOf, editText, type Happening, linesOf, sizeOf, timel
 
 const JOB: JobSummary = {
   job: "run", incarnation: 1, world_size: 2, joined_count: 2, step: 9, state: "ok", reason: "", hold: "running",
-  critical_count: 0, warning_count: 0, open_count: 0,
+  critical_count: 0, warning_count: 0,
 };
 const WELL: Known = { summary: JOB, values: { bad: 0, first: "", why: "" }, silentMs: 1000, problem: null };
 const of = (known: Partial<Known>, job: Partial<JobSummary> = {}): string => {
@@ -50,10 +50,10 @@ describe("health", () => {
   });
 });
 
-const alert = (number: number, rule: string, at: number, more: Partial<AlertDocument> = {}): AlertDocument => ({
+const alert = (number: number, rule: string, at: number, more: Partial<Alert> = {}): Alert => ({
   id: `run-1-${number}-abc`, job: "run", incarnation: 1, rule, subject: `w${number}`, severity: rule === "non-finite" ? "critical" : "warning",
   state: "firing", reason: `w${number}`, ranks: [], name: `w${number}`, step: 1, first_seen_s: at, last_seen_s: at, resolved_s: null,
-  seen_count: 1, acknowledged_by: "", acknowledged_s: null, note: "", silenced: false, ...more,
+  ...more,
 });
 
 describe("causes", () => {
@@ -61,7 +61,7 @@ describe("causes", () => {
     const poisoned = Array.from({ length: 51 }, (_, i) => [alert(2 * i + 1, "non-finite", 100 + i), alert(2 * i + 2, "norm-jump", 100 + i)]).flat();
     const found = causesOf([...poisoned].reverse());
     expect(found).toHaveLength(1);
-    expect([found[0]!.first.subject, found[0]!.firing, found[0]!.open]).toEqual(["w1", 102, 102]);
+    expect([found[0]!.first.subject, found[0]!.firing]).toEqual(["w1", 102]);
     expect(found[0]!.rules).toEqual([["non-finite", 51], ["norm-jump", 51]]);
   });
 
@@ -74,13 +74,13 @@ describe("causes", () => {
     expect(causesOf([alert(1, "norm-jump", 5), alert(2, "non-finite", 5)])[0]!.first.rule).toBe("non-finite");
   });
 
-  it("count as open what nobody has seen and no silence covers; resolved ones come last", () => {
+  it("that are resolved come last", () => {
     const found = causesOf([
       alert(1, "straggler", 1, { state: "resolved", resolved_s: 2 }),
-      alert(2, "non-finite", 500, { acknowledged_by: "ann" }),
-      alert(3, "non-finite", 501, { silenced: true }),
+      alert(2, "non-finite", 500),
+      alert(3, "non-finite", 501),
     ]);
-    expect(found.map((one) => [one.firing, one.open])).toEqual([[2, 0], [0, 0]]);
+    expect(found.map((one) => one.firing)).toEqual([2, 0]);
   });
 });
 
@@ -144,10 +144,7 @@ describe("charts", () => {
     expect(zoomed([0, 50], 1, 0.5)).toEqual([25, 75]);
   });
 
-  it("ask for more than an hour only when told, and save rows that no spreadsheet runs", () => {
-    expect(rangeBegin("3600")).toEqual({});
-    expect(rangeBegin("nonsense")).toEqual({});
-    expect(rangeBegin("86400", 86_400_000)).toEqual({ begin_s: 0 });
+  it("save rows that no spreadsheet runs", () => {
     expect(csvOf([{ name: '=a"b', data: [[1, 2], [2, "-"]] }])).toBe('series,x,y\n"\'=a""b",1,2\n');
   });
 });

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paramd import places
-from paramd.errors import ParamdError, UnreachableError
+from paramd.errors import UnreachableError
 from paramd.state_files import file_places
 from paramd_service.control.access.authority import Tokens, no_audit
 from paramd_service.control.access.doorway import Doorway
@@ -23,7 +23,6 @@ from paramd_service.control.alerts.book import KeptAlerts
 from paramd_service.control.alerts.service import Watchers, open_watchers
 from paramd_service.control.api.app import build_app
 from paramd_service.control.api.services import Services
-from paramd_service.control.base.certificates import ServedCertificate
 from paramd_service.control.base.config import Bootstrap, ControlConfig
 from paramd_service.control.base.endpoint import Claim, Whereabouts, successor
 from paramd_service.control.base.site import (
@@ -41,14 +40,11 @@ from paramd_service.control.exports.service import ExportService
 from paramd_service.control.grpc_server import GrpcServer
 from paramd_service.control.http_server import HttpServer
 from paramd_service.control.mesh.jobs import ControlIdentity, Incarnation, Jobs
-from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.metrics.metrics import LoopLag, Metrics
 from paramd_service.control.records.events import EventBus
 from paramd_service.control.records.records import Records, open_records
-from paramd_service.control.standby.election import Voters
-from paramd_service.control.standby.shipping import Shipping
 from paramd_service.control.store.engine import StoreError
-from paramd_service.tls import ServerTls, advertised
+from paramd_service.tls import JobPems, ServerTls, advertised
 
 TICK_S = 1.0
 JOINED_S = 2.0
@@ -69,31 +65,13 @@ class ControlPlane:
     `start` with the one job its parent named.
     """
 
-    def __init__(
-        self,
-        config: ControlConfig,
-        bootstrap: Bootstrap | None,
-        claim: Claim,
-        *,
-        generation: int = 0,
-    ) -> None:
-        """No I/O.
-
-        Args:
-            bootstrap: The one job of an embedded control plane; None for a site.
-            generation: With which the ranks have elected it; 0: it takes the next one.
-        """
-        self._generation = generation
-        self._shipping: Shipping | None = None
-        self._voters: Voters | None = None
-        self._gathering: asyncio.Task[None] | None = None
+    def __init__(self, config: ControlConfig, bootstrap: Bootstrap | None, claim: Claim) -> None:
+        """No I/O. `bootstrap` is the one job of an embedded control plane; None for a site."""
         self._config = config
         self._bootstrap = bootstrap
         self._claim = claim
         self._tls = ServerTls(claim.files) if claim.files is not None else None
         self._grpc_tls = self._tls
-        self._served: ServedCertificate | None = None
-        """By the job's own CA."""
         if claim.of_job:
             self._take_own_tls()
         self._grpc = GrpcServer()
@@ -142,7 +120,7 @@ class ControlPlane:
             watch=not self._config.no_watch,
             strict=jobs.is_site,
             publish=self._events.publish,
-            store=KeptAlerts(self._records.alerts, self._records.history, self._records.silences),
+            store=KeptAlerts(self._records.alerts, self._records.history),
             expires_s=lambda: files.expires_s if files is not None else None,
         )
         self._exports = ExportService(
@@ -150,16 +128,12 @@ class ControlPlane:
             open_destinations(strict=jobs.is_site),
             publish=self._events.publish,
         )
-        if self._bootstrap is not None and self._bootstrap.has_standby:
-            self._stand_together(self._bootstrap, self._records, where.url)
         # 3. Serve gRPC.
         await self._start_grpc(jobs)
         self._grpc_target = where.grpc_address
         # 4. Serve REST. A training that resumes runs by now, and is asked for at once.
-        # One that was elected is followed by then, and changes something only with enough ranks.
-        mine = self._bootstrap
-        if mine is not None and (mine.resumes or mine.stands is not None):
-            await self._all_joined(jobs.get(mine.job))
+        if self._bootstrap is not None and self._bootstrap.resumes:
+            await self._all_joined(jobs.get(self._bootstrap.job))
         services = self._services(jobs, self._records, where.grpc_address)
         await self._http.start(build_app(services), self._claim.listener, tls=self._tls)
         # 5. Start watching; resume exports.
@@ -184,8 +158,7 @@ class ControlPlane:
     async def _all_joined(self, mesh: Incarnation) -> None:
         """Return after `JOINED_S` at the latest: one missing rank must not keep all from REST."""
         for _ in range(LOOKS):
-            view = mesh.registry.view()
-            if not view.absent or (self._voters is not None and self._has_enough(view)):
+            if not mesh.registry.view().absent:
                 return
             await asyncio.sleep(JOINED_S / LOOKS)
 
@@ -202,53 +175,7 @@ class ControlPlane:
             reason = self._why_end(self._jobs)
             if reason is not None:
                 self.ask_to_stop(reason)
-            if self._served is not None:
-                self._served.keep_valid()
             await self._jobs.keep_channels()
-            self._gather_ranks(self._jobs)
-
-    def _stand_together(self, mine: Bootstrap, records: Records, url: str) -> None:
-        """Have a standby copy the store; if it was elected, have all ranks follow."""
-        at_home = mine.stands is None or mine.stands.at_home
-        shipping = Shipping(records, generation=self._terms.generation, url=url, at_home=at_home)
-        self._shipping = shipping
-
-        def may_change() -> None:
-            assert self._jobs is not None
-            shipping.check(self._jobs.get(mine.job).registry.view())
-
-        records.audit.may_change = may_change
-        if mine.stands is not None:
-            self._voters = Voters(mine, mine.stands.peers)
-
-    def _has_enough(self, view: MeshView) -> bool:
-        """Whether enough ranks have come over for this control plane to change something."""
-        assert self._shipping is not None
-        try:
-            self._shipping.check(view)
-        except UnreachableError:
-            return False
-        return True
-
-    def _gather_ranks(self, jobs: Jobs) -> None:
-        """Ask those that are not joined again, unless they are being asked."""
-        if self._voters is None or (self._gathering is not None and not self._gathering.done()):
-            return
-        assert self._bootstrap is not None
-        mesh = jobs.get(self._bootstrap.job)
-        if mesh.over is None:
-            gathering = self._gather(self._voters, mesh)
-            self._gathering = asyncio.create_task(gathering, name="paramd-gather-ranks")
-
-    async def _gather(self, voters: Voters, mesh: Incarnation) -> None:
-        met = await voters.gather(
-            mesh.registry.view(),
-            generation=self._terms.generation,
-            control_address=self._grpc_target,
-        )
-        # Ranks that follow a newer one do not join here, where their streams would tell of it.
-        with contextlib.suppress(ParamdError):
-            mesh.saw_generation(met)
 
     async def stop(self) -> None:
         """Drain, in the numbered order. Safe after a failed start."""
@@ -264,10 +191,7 @@ class ControlPlane:
         self._events.close()
         await self._http.stop()
         # 4. Work on the jobs' sidecars, then the jobs, whose connections that work uses.
-        if self._gathering is not None:
-            self._gathering.cancel()
-            await asyncio.wait({self._gathering})
-        for part in (self._voters, self._exports, self._watchers, self._edits, self._jobs):
+        for part in (self._exports, self._watchers, self._edits, self._jobs):
             if part is not None:
                 await part.close()
         await self._incarnations.close()
@@ -281,18 +205,15 @@ class ControlPlane:
         assert self._bootstrap is not None
         host = advertised(self._claim.http.host, self._config.advertise, tls=True)
         names = (host, socket.gethostname())
-        self._served = ServedCertificate(
-            self._bootstrap.certificates,
-            [name for name in names if name],
-            lifetime_s=self._config.certificate_s,
-        )
-        self._tls = ServerTls(self._served.rest)
-        self._grpc_tls = ServerTls(self._served.grpc)
+        pems = self._bootstrap.certificates.served([name for name in names if name])
+        # REST is for everyone with a token, gRPC within the job.
+        self._tls = ServerTls(JobPems(pems, mutual=False))
+        self._grpc_tls = ServerTls(JobPems(pems, mutual=True))
 
     @property
     def _tls_of_files(self) -> ServerTls | None:
         """TLS that the operator has to renew; None if there is none, or it is the job's own."""
-        return self._tls if self._served is None else None
+        return None if self._claim.of_job else self._tls
 
     def _open_jobs(self, records: Records) -> Jobs:
         mine = self._bootstrap
@@ -301,14 +222,13 @@ class ControlPlane:
             site = open_site(read_token(self._config.token_file))
             generation = next_generation(site_dir())
         else:
-            generation = self._generation or next_generation(places.job_dir(mine.job))
+            generation = next_generation(places.job_dir(mine.job))
         self._token = mine.token if mine is not None else site.token if site is not None else ""
         self._terms = terms = ControlIdentity(
             generation=generation,
             control_address=lambda: self._grpc_target,
             report_s=self._config.report_s,
             silent_after_s=self._config.silent_after_s,
-            certificate_s=self._config.certificate_s,
         )
         empty_end_s = self._config.empty_end_s if mine is not None else math.inf
         self._jobs = jobs = Jobs(
@@ -356,7 +276,6 @@ class ControlPlane:
             ranks=ranks,
             denied=denied,
             tls=self._grpc_tls,
-            shipping=self._shipping,
         )
         if bound != wanted:
             raise UnreachableError(f"another process took {wanted}, which was to be gRPC's")

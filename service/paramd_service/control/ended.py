@@ -22,7 +22,7 @@ from paramd.errors import ConflictError, NotFoundError, ParamdError, codes_of
 from paramd_service.control.api.routes.audit import record_of
 from paramd_service.control.api.routes.edits import document_of
 from paramd_service.control.base.site import SITE_DIRECTORY
-from paramd_service.control.records.audit.audit import HeadFiles, links, newest
+from paramd_service.control.records.audit import links
 from paramd_service.control.store.edits import chosen_edits, edit_of
 from paramd_service.control.store.engine import make_engine, parse_store, store_errors
 from paramd_service.control.store.migrate import revision_of
@@ -76,7 +76,7 @@ def read(given: argparse.Namespace) -> dict[str, Any]:
                     f"the store {address} has revision {revision or 'none'!r}, this paramd reads "
                     f"{REVISION!r}; a control plane of the job upgrades it when it next starts"
                 )
-            return _READ[given.what](connection, directory, given)
+            return _READ[given.what](connection, given)
     finally:
         engine.dispose()
 
@@ -93,36 +93,28 @@ def _directory(job: str) -> Path:
     return directory
 
 
-def _step(connection: Connection, directory: Path, given: argparse.Namespace) -> dict[str, Any]:
+def _step(connection: Connection, given: argparse.Namespace) -> dict[str, Any]:
     """The last step in the metric history: all there is when nobody noted the end."""
     steps = (
-        select(func.max(metric_points.c.step), func.max(metric_points.c.time_ms))
+        select(func.max(metric_points.c.step))
         .join(metric_series, metric_series.c.id == metric_points.c.series_id)
         .where(metric_series.c.job == given.job)
     )
-    step, time_ms = connection.execute(steps).one()
-    return {
-        "step": int(step) if step is not None else -1,
-        "seen_s": time_ms / 1000 if time_ms is not None else None,
-    }
+    step = connection.execute(steps).scalar()
+    return {"step": int(step) if step is not None else -1}
 
 
-def _edits(connection: Connection, directory: Path, given: argparse.Namespace) -> dict[str, Any]:
+def _edits(connection: Connection, given: argparse.Namespace) -> dict[str, Any]:
     chosen = chosen_edits(given.job, state=given.state, id_prefix=given.id).limit(given.limit)
     rows = [edit_of(row) for row in connection.execute(chosen)]
     return {"edits": [document_of(row, NO_UNDO).model_dump(mode="json") for row in rows]}
 
 
-def _audit(connection: Connection, directory: Path, given: argparse.Namespace) -> dict[str, Any]:
-    if given.oldest:
-        found = links(connection, given.job, after_seq=0, limit=given.limit)
-    else:
-        found = newest(connection, given.job, before_seq=None, limit=given.limit)
-    head = HeadFiles(directory).read(given.job)
+def _audit(connection: Connection, given: argparse.Namespace) -> dict[str, Any]:
+    order = "oldest" if given.oldest else "newest"
+    found = links(connection, given.job, order=order, beyond_seq=None, limit=given.limit)
     return {
         "job": given.job,
-        "anchor_seq": head.seq if head is not None else 0,
-        "anchor_hash": head.hash if head is not None else "",
         "records": [record_of(link).model_dump(mode="json") for link in found],
         "next_page_token": "",
     }

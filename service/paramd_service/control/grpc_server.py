@@ -7,7 +7,7 @@ import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -19,7 +19,6 @@ from paramd.errors import (
     DeadlineError,
     DeniedError,
     ExhaustedError,
-    UnreachableError,
     UsageError,
 )
 from paramd.security.tls import RANK_NAME
@@ -39,7 +38,6 @@ from paramd_service.control.access.revocations import Revocations
 from paramd_service.control.base.endpoint import Address, bind_grpc
 from paramd_service.control.mesh.jobs import Incarnation, Jobs
 from paramd_service.control.mesh.registry import Member
-from paramd_service.control.standby.shipping import Shipping
 from paramd_service.tls import ServerTls
 
 MAX_TIMEOUT_S = 600.0
@@ -56,7 +54,6 @@ LOGGED_RANKS = 64
 
 SERVICE = "paramd.v1.ControlService"
 JOIN = f"/{SERVICE}/Join"
-FOLLOW_STORE = f"/{SERVICE}/FollowStore"
 CALLERS = 256
 """Most concurrent calls other than sidecars' Join."""
 
@@ -84,10 +81,9 @@ log = logging.getLogger("paramd.control")
 class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     """Translates between messages and `Jobs`."""
 
-    def __init__(self, jobs: Jobs, revocations: Revocations, shipping: Shipping | None) -> None:
+    def __init__(self, jobs: Jobs, revocations: Revocations) -> None:
         self._jobs = jobs
         self._revocations = revocations
-        self._shipping = shipping
         self._streams: Counter[tuple[str, int, int | None]] = Counter()
 
     # A coroutine that writes, not a generator: revocations are sent while it awaits reports.
@@ -139,47 +135,6 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         finally:
             mesh.registry.lose(member)
             _log_join(mesh, member, "its stream has ended")
-
-    async def FollowStore(  # type: ignore[override]
-        self, request_iterator: AsyncIterator[control_pb2.FollowStoreRequest], context: Any
-    ) -> None:
-        async with errors_as_statuses(context, "FollowStore"):
-            try:
-                async with asyncio.timeout(FIRST_REPORT_S):
-                    first = await anext(request_iterator, None)
-            except TimeoutError:
-                raise DeadlineError(f"FollowStore: no word in {FIRST_REPORT_S:.0f} s") from None
-            if first is None:
-                raise UsageError("FollowStore: the stream ended before its first message")
-            check_incarnation(first.job, first.incarnation)
-            if self._shipping is None:
-                raise UnreachableError("this control plane was started without a standby")
-            mesh = self._jobs.at(first.job, first.incarnation)
-            mesh.saw_generation(first.generation)
-            async with aclosing(self._shipping.serve(mesh, request_iterator)) as answers:
-                async for answer in answers:
-                    await context.write(answer)
-
-    async def RenewCertificate(
-        self, request: control_pb2.RenewCertificateRequest, context: Any
-    ) -> control_pb2.RenewCertificateResponse:
-        async with errors_as_statuses(context, "RenewCertificate"):
-            check_incarnation(request.job, request.incarnation)
-            check_rank(request.rank)
-            _check_certificate(context, request.rank)
-            mesh = self._jobs.at(request.job, request.incarnation)
-            # A tenth of a millisecond, and ranks do not ask at the same moment.
-            certificate = mesh.bootstrap.certificates.authority.renew(
-                request.rank,
-                request.certificate,
-                request.public_key,
-                request.proof,
-                lifetime_s=mesh.terms.certificate_s,
-            )
-            return control_pb2.RenewCertificateResponse(
-                header=_header(mesh), certificate=certificate
-            )
-        raise AssertionError("errors have become statuses")
 
     async def ScheduleBoundary(
         self, request: control_pb2.ScheduleBoundaryRequest, context: Any
@@ -286,21 +241,19 @@ class GrpcServer:
         ranks: int,
         denied: Denied,
         tls: ServerTls | None,
-        shipping: Shipping | None = None,
     ) -> Address:
         """Start serving; return the bound address.
 
         Args:
             ranks: Most sidecars admitted across all jobs.
             denied: Called for each refused call.
-            shipping: Serves a standby; None: there is none.
 
         Raises:
             UnreachableError: as `bind_grpc`.
         """
         doors = Doors(
             open_methods=OPEN_METHODS,
-            counted=lambda method: method not in (JOIN, FOLLOW_STORE),
+            counted=lambda method: method != JOIN,
             calls=Shares(CALLERS, "calls"),
             who=caller_token,
         )
@@ -311,7 +264,7 @@ class GrpcServer:
             maximum_concurrent_rpcs=MAX_STREAMS_OF_RANK * ranks + CALLERS + STRANGERS,
         )
         control_pb2_grpc.add_ControlServiceServicer_to_server(
-            ControlServicer(jobs, revocations, shipping), server
+            ControlServicer(jobs, revocations), server
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)

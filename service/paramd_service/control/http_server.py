@@ -6,225 +6,166 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any, Final
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from paramd.errors import UnreachableError
-from paramd_service.control.access.doorway import Doorway, Upstream
+from paramd_service.control.access.doorway import DOOR, GONE, Doorway
 from paramd_service.tls import ServerTls
 
 HEAD_S: Final = 10.0
-"""Time limit for a request's head, and before that for the TLS handshake."""
-
-SWITCHING: Final = (
-    b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: paramd-tunnel\r\n\r\n"
-)
+"""Time limit for a request's head, TLS handshake included. Trickling bytes does not extend it."""
 
 BODY_S: Final = 30.0
 """Time limit for the whole body, after the head."""
 
 
-class _Connection(H11Protocol):
-    """uvicorn's connection plus time limits: on its own it waits forever for a silent peer."""
+class _Connection(asyncio.Protocol):
+    """One connection of uvicorn's, with a place in the doorway and a time limit for heads.
 
-    def __init__(self, doorway: Doorway, **options: Any) -> None:
-        super().__init__(**options)
-        self._doorway = doorway
-        self._awaits: tuple[object, float] | None = None
-        self._early = b""
-        self._timer: asyncio.TimerHandle | None = None
-        self._upstream: Upstream | None = None
-        """The far end, once this connection is a tunnel."""
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """The peer's host and port."""
-        assert self.client is not None
-        return self.client
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a request is in progress."""
-        return self.cycle is not None and not self.cycle.response_complete
-
-    def shut(self) -> None:
-        """Close the connection at once."""
-        self.transport.abort()
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        if self.client is None:
-            transport.abort()  # the peer is already gone
-            return
-        self._doorway.opened(self)
-        self._await_peer()
-        early, self._early = self._early, b""
-        if early:
-            self.data_received(early)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.connections.discard(self)
-        if self.client is None:
-            return  # `connection_made` never completed
-        if self._timer is not None:
-            self._timer.cancel()
-        self._doorway.closed(self)
-        if self._upstream is not None:
-            self._upstream.close()
-        super().connection_lost(exc)
-
-    def carry(self, upstream: Upstream) -> None:
-        """See `Carrier`."""
-        # uvicorn sees an answer that has begun and never sends another one.
-        self.cycle.response_started = True
-        self._upstream = upstream
-        self.transport.write(SWITCHING)
-        early, _ = self.conn.trailing_data
-        if early:
-            upstream.write(early)
-        self.flow.resume_reading()
-        upstream.start()
-
-    def shutdown(self) -> None:
-        if self._upstream is not None:
-            self._upstream.close()
-        super().shutdown()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        if self._upstream is not None:
-            self._upstream.pause_reading()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self._upstream is not None:
-            self._upstream.resume_reading()
-
-    def _should_upgrade(self) -> bool:
-        # The routes decide, without uvicorn's warnings about WebSockets.
-        return False
-
-    def data_received(self, data: bytes) -> None:
-        if self._upstream is not None:
-            self._upstream.write(data)
-            return
-        if self.client is None:
-            # Data that arrived with the end of the TLS handshake, before `connection_made`.
-            self._early += data
-            return
-        super().data_received(data)
-        self._await_peer()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._await_peer()
-
-    def _await_peer(self) -> None:
-        """Arm the time limit for what the peer owes. Trickling bytes does not extend it."""
-        awaits: tuple[object, float] | None = (self.cycle, HEAD_S)
-        if self.is_busy:
-            awaits = (self.cycle, BODY_S) if self.cycle.more_body else None
-        if awaits == self._awaits:
-            return
-        self._awaits = awaits
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if awaits is not None and not self.transport.is_closing():
-            self._timer = self.loop.call_later(awaits[1], self.shut)
-
-
-class _Handshake(asyncio.Protocol):
-    """A connection during the TLS handshake: a stranger, for at most `HEAD_S`."""
-
-    is_busy = False
+    On its own uvicorn waits forever for a silent peer, and asyncio a minute for a handshake.
+    It calls uvicorn's protocol as asyncio does, and knows nothing of what is inside.
+    """
 
     def __init__(
-        self, doorway: Doorway, context: ssl.SSLContext, then: Callable[[], _Connection]
+        self,
+        doorway: Doorway,
+        context: ssl.SSLContext | None,
+        *,
+        app_state: dict[str, Any],
+        **options: Any,
     ) -> None:
-        self.address = ("", 0)
+        """`app_state` and `options`: of uvicorn's `Config(http=...)`."""
+        self.host = ""
         self._doorway = doorway
         self._context = context
-        self._then = then
-        self._transport: asyncio.Transport | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._http = H11Protocol(app_state={**app_state, DOOR: self}, **options)
+        self._inner: asyncio.Protocol = self._http
+        """What takes the data: uvicorn's protocol, or a tunnel's."""
+        self._transport: asyncio.Transport
+        self._early: bytes | None = b""
+        """Data that arrived with the end of the TLS handshake; None once uvicorn takes it."""
+        self._request_count = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._handshake: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
         peer = transport.get_extra_info("peername")
         if not peer:
-            transport.abort()
+            transport.abort()  # it is already gone
             return
-        self.address = (str(peer[0]), int(peer[1]))
-        self._transport = transport
-        transport.pause_reading()
+        self.host = str(peer[0])
         self._doorway.opened(self)
-        self._task = asyncio.get_running_loop().create_task(self._shake(transport))
+        self._await_head()
+        if self._context is None:
+            self._begin()
+            return
+        transport.pause_reading()
+        self._handshake = asyncio.get_running_loop().create_task(self._shake(self._context))
 
-    def shut(self) -> None:
-        """Close the connection at once."""
-        assert self._transport is not None
-        self._transport.abort()
-
-    async def _shake(self, transport: asyncio.Transport) -> None:
-        connection = self._then()
+    async def _shake(self, context: ssl.SSLContext) -> None:
         try:
             secure = await asyncio.get_running_loop().start_tls(
-                transport,
-                connection,
-                self._context,
-                server_side=True,
-                ssl_handshake_timeout=HEAD_S,
+                self._transport, self, context, server_side=True, ssl_handshake_timeout=HEAD_S
             )
         except (OSError, ssl.SSLError):  # strangers may send anything
-            transport.abort()
+            secure = None
+        if secure is None or secure.is_closing():
+            self.shut()
             return
+        self._transport = secure
+        self._begin()
+
+    def _begin(self) -> None:
+        early, self._early = self._early, None
+        self._http.connection_made(self._transport)
+        if early:
+            self.data_received(early)
+
+    def data_received(self, data: bytes) -> None:
+        if self._early is not None:
+            self._early += data
+            return
+        self._inner.data_received(data)
+
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._inner.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        self._doorway.closed(self)
+        if self._early is None:
+            self._http.connection_lost(exc)
+        if self._inner is not self._http:
+            self._inner.connection_lost(exc)
+
+    def shut(self) -> None:
+        """See `Door`."""
+        # A failed handshake is followed by no `connection_lost`.
+        self._stop_timer()
+        self._doorway.closed(self)
+        self._transport.abort()
+
+    def carry(self, tunnel: asyncio.Protocol) -> asyncio.Transport:
+        """See `Door`."""
+        self._inner = tunnel
+        self._doorway.tunnels.add(self)
+        # uvicorn may have stopped reading at the end of the head.
+        self._transport.resume_reading()
+        return self._transport
+
+    def _await_head(self) -> None:
+        if not self._transport.is_closing():
+            self._timer = asyncio.get_running_loop().call_later(HEAD_S, self.shut)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def answer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the app for a request whose head has arrived."""
+        self._stop_timer()
+        self._request_count += 1
+        ends_s: float | None = asyncio.get_running_loop().time() + BODY_S
+
+        async def receive_in_time() -> Message:
+            nonlocal ends_s
+            try:
+                async with asyncio.timeout_at(ends_s):
+                    message = await receive()
+            except TimeoutError:
+                self.shut()
+                return GONE
+            if not message.get("more_body"):
+                ends_s = None
+            return message
+
+        try:
+            await app(scope, receive_in_time, send)
         finally:
-            self._doorway.closed(self)
-        if secure is not None and not transport.is_closing():
-            connection.connection_made(secure)
+            self._request_count -= 1
+            # The next one may have begun while this one tidies up.
+            if not self._request_count:
+                self._await_head()
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn's server with our connections; leaves signals to the process."""
-
-    def __init__(self, config: uvicorn.Config, doorway: Doorway, tls: ServerTls | None) -> None:
-        super().__init__(config)
-        self._doorway = doorway
-        self._tls = tls
+    """Leaves signals to the process."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen as uvicorn does, but with our connection class."""
-        await self.lifespan.startup()
-        loop = asyncio.get_running_loop()
-        context = self._tls.ssl_context() if self._tls is not None else None
-
-        def accept() -> asyncio.BaseProtocol:
-            if context is None:
-                return self._connection()
-            return _Handshake(self._doorway, context, self._connection)
-
-        self.servers = [
-            await loop.create_server(accept, sock=one, backlog=self.config.backlog)
-            for one in sockets or ()
-        ]
-        self.started = True
-
-    def _connection(self) -> _Connection:
-        return _Connection(
-            self._doorway,
-            config=self.config,
-            server_state=self.server_state,
-            app_state=self.lifespan.state,
-        )
 
 
 class HttpServer:
@@ -243,20 +184,26 @@ class HttpServer:
         Raises:
             UnreachableError: it ended at once.
         """
+        context = tls.ssl_context() if tls is not None else None
+
+        async def timed(scope: Scope, receive: Receive, send: Send) -> None:
+            await scope["state"][DOOR].answer(app, scope, receive, send)
+
         config = uvicorn.Config(
-            app,
-            http="h11",
+            timed,
+            http=partial(_Connection, self._doorway, context),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,
+            # Its warnings tell of what strangers send, and of tunnels, which are no WebSockets.
+            log_level="error",
             # The app logs requests itself, without the query, which may contain secrets.
             access_log=False,
             server_header=False,
             proxy_headers=False,
             timeout_graceful_shutdown=max(1, round(self._drain_s)),
         )
-        config.load()
-        self._server = _Uvicorn(config, self._doorway, tls)
+        self._server = _Uvicorn(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]), name="paramd-http")
         while not self._server.started:
             if self._task.done():
@@ -266,6 +213,8 @@ class HttpServer:
 
     async def stop(self) -> None:
         """Finish requests in progress and stop. Safe after a failed start."""
+        for tunnel in list(self._doorway.tunnels):
+            tunnel.shut()
         if self._server is not None and self._task is not None:
             self._server.should_exit = True
             await asyncio.wait({self._task})

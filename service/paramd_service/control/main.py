@@ -14,7 +14,7 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from paramd import clock, places
+from paramd import clock, gone, places
 from paramd.errors import ParamdError, UsageError, codes_of
 from paramd_service import core_dumps, logs
 from paramd_service.control.base.config import Bootstrap, ControlConfig, read_bootstrap
@@ -36,23 +36,19 @@ def main(arguments: Sequence[str]) -> int:
     try:
         formatter = logs.configure(level=_level(os.environ.get("PARAMD_LOG_LEVEL", "INFO")))
         config = ControlConfig.from_arguments(arguments)
+        # A job's own one has its trainer's environment, and the trainer has warned.
+        for left in gone.variables(os.environ) if not config.job else ():
+            log.warning("%s", left)
         bootstrap = read_bootstrap(sys.stdin.buffer, job=config.job) if config.job else None
         if bootstrap is not None:
             formatter.hide(bootstrap.token, bootstrap.private_key.hex())
         folder = places.job_dir(config.job) if config.job else site_dir()
-        generation, claimed = 0, None
-        if bootstrap is not None and bootstrap.stands is not None:
-            elected = _stand_by(config, bootstrap)
-            if elected is None:
-                return 0
-            generation, claimed = elected
-        claimed = claimed if claimed is not None else Claim(config, bootstrap)
-        with clock.kept(folder / "control.clock"), closing(claimed) as claim:
+        with clock.kept(folder / "control.clock"), closing(Claim(config, bootstrap)) as claim:
             if bootstrap is not None and bootstrap.resumes:
                 # Now: a training that goes on from memory is to wait for as little as possible.
                 claim.announce(bootstrap)
                 _tell(claim.whereabouts())
-            asyncio.run(_run(config, bootstrap, claim, generation))
+            asyncio.run(_run(config, bootstrap, claim))
     except ParamdError as error:
         print(f"paramd control: {error}", file=sys.stderr)
         return codes_of(error).exit
@@ -70,34 +66,16 @@ def _tell(where: Whereabouts) -> None:
     print(json.dumps(asdict(where)), flush=True)
 
 
-def _stand_by(config: ControlConfig, bootstrap: Bootstrap) -> tuple[int, Claim] | None:
-    """Wait until the ranks elect this process; None when there is nothing left to wait for."""
-    from paramd_service.control.standby.stand import Standing
-
-    # The trainer that started us does not wait for an election.
-    _tell(Whereabouts(url="", grpc_address="", listen="", grpc_listen=""))
-    standing = Standing(config, bootstrap)
-    elected = None
-    try:
-        elected = asyncio.run(standing.run())
-    finally:
-        if elected is None:
-            standing.withdraw()
-    return elected
-
-
-async def _run(
-    config: ControlConfig, bootstrap: Bootstrap | None, claim: Claim, generation: int
-) -> None:
+async def _run(config: ControlConfig, bootstrap: Bootstrap | None, claim: Claim) -> None:
     # Imported here, with gRPC, FastAPI and SQLAlchemy: what is above takes a tenth of that.
     from paramd_service.control.control_plane import ControlPlane
 
-    control = ControlPlane(config, bootstrap, claim, generation=generation)
+    control = ControlPlane(config, bootstrap, claim)
     _handle_signals(control)
     try:
         where = await control.start()
         _prepare_for_many()
-        if bootstrap is None or not (bootstrap.resumes or bootstrap.stands is not None):
+        if bootstrap is None or not bootstrap.resumes:
             _tell(where)
         reason = await control.wait_until_done()
         log.info("stopping: %s", reason)

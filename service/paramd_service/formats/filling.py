@@ -42,6 +42,7 @@ def manifest(
         "job": job,
         "incarnation": message.incarnation,
         "step": message.step,
+        "history": message.history,
         "edits": message.edits,
         "unsettled": message.unsettled,
         "layout_digest": message.layout_digest,
@@ -128,11 +129,11 @@ class Window:
 Batch = tuple[Window, ...]
 
 
-def batches(plan: ExportPlan, file: ExportFile, *, first_entry: int = 0) -> Iterator[Batch]:
-    """Batches of the file after its header, from entry `first_entry` on."""
+def batches(plan: ExportPlan, file: ExportFile) -> Iterator[Batch]:
+    """Batches of the file after its header."""
     current: list[Window] = []
     current_bytes = 0
-    for entry in file.entries[first_entry:]:
+    for entry in file.entries:
         for window in _windows(plan, entry):
             if current and current_bytes + window.size_bytes > BATCH_BYTES:
                 yield tuple(current)

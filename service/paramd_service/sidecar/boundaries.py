@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from paramd.errors import ConflictError, ParamdError, UsageError
+from paramd.errors import ConflictError, UsageError
 from paramd.memory.arena import is_mirror, pack_wanted
 from paramd.memory.control_page import Word, unserved_reason
 from paramd.v1 import sidecar_pb2 as pb
@@ -23,7 +23,7 @@ from paramd_service.sidecar.copying.page_requests import (
 )
 from paramd_service.sidecar.edits.manager import Edits
 from paramd_service.sidecar.owner import AttachedMemory
-from paramd_service.sidecar.snapshots.moments import Moments, is_table
+from paramd_service.sidecar.snapshots.moments import Moments, is_moments, is_table
 from paramd_service.sidecar.snapshots.store import Fill, Snapshot, SnapshotStore, copy_spans
 
 WITHDRAW_S = 0.010
@@ -69,7 +69,7 @@ class Boundaries:
         self.edits: Edits | None = None
         """Staged edits; None: edit requests are refused."""
         self.moments: Moments | None = None
-        """Mirrored optimizer state; None: requests for it are refused."""
+        """Optimizer state; None: requests for it are refused."""
 
     def end(self, reason: str) -> None:
         """Record that no further boundary will come; the copier gives up pending requests."""
@@ -160,9 +160,8 @@ class Boundaries:
         snapshots = [self._store.get(snapshot_id).snapshot for snapshot_id in reach.snapshot_ids]
         for snapshot in snapshots:
             _check_capturable(snapshot)
-        tables = [snapshot for snapshot in snapshots if is_table(snapshot.key)]
-        if tables:
-            self._check_moments(tables)
+        if self.moments is None and any(is_moments(snapshot.key) for snapshot in snapshots):
+            raise ConflictError("this sidecar does not serve optimizer state")
         argument = self._argument(reach, snapshots)
         asked = _Asked(reach, self._loop.create_future())
         self._asked[reach.number] = asked
@@ -187,24 +186,27 @@ class Boundaries:
         argument: int,
         done: Callable[[Outcome], None],
     ) -> Boundary:
-        arena_address = self._attached.arena.address
-        with_table = any(is_table(snapshot.key) for snapshot in snapshots)
-        live = None
-        if with_table:
-            assert self.moments is not None
-            live = self.moments.ask(at_boundary=True)
+        arena_address, moments = self._attached.arena.address, self.moments
+        states = [snapshot for snapshot in snapshots if is_moments(snapshot.key)]
+        with_state = moments if states else None
+
+        def ended(outcome: Outcome) -> None:
+            if with_state is not None:
+                with_state.ended(captured=outcome.captured, missed=outcome.missed)
+            done(outcome)
+
         return Boundary(
             reach.number,
             [
                 span
                 for one in snapshots
-                if not is_table(one.key)
+                if one not in states
                 for span in copy_spans(one, arena_address)
             ],
             any(snapshot.with_buffers for snapshot in snapshots),
-            done,
-            with_moments=with_table and live is None,
-            live=live,
+            ended,
+            with_moments=with_state is not None and with_state.needs_trainer(),
+            state=with_state.filling(states) if with_state is not None else None,
             token=reach.token,
             action=reach.action,
             argument=argument,
@@ -212,7 +214,9 @@ class Boundaries:
         )
 
     def _argument(self, reach: BoundaryRequest, snapshots: Sequence[Snapshot]) -> int:
-        if reach.action == CAPTURE and is_mirror(self._attached.page.words):
+        moments, words = self.moments, self._attached.page.words
+        copied = moments is not None and not moments.lives_here
+        if reach.action == CAPTURE and (copied or is_mirror(words)):
             # The spans of an optimizer state table are not bytes of the arena.
             keys = [one.key for one in snapshots if not is_table(one.key)]
             return pack_wanted(span for key in keys for span in key.spans)
@@ -222,26 +226,7 @@ class Boundaries:
             return self.edits.make_ready(reach.edit_id, boundary=reach.number, token=reach.token)
         return reach.step_count if reach.action == STEP else 0
 
-    def _check_moments(self, tables: Sequence[Snapshot]) -> None:
-        if self.moments is None:
-            raise ConflictError("this sidecar does not serve optimizer state")
-        if len(tables) > 1:
-            raise UsageError("snapshot_ids: two tables of optimizer state; one is enough")
-        self.moments.check_free()
-
-    def _mirrored(self, snapshots: Sequence[Snapshot], outcome: Outcome) -> Outcome:
-        """Fill the optimizer state table, if there is one; return the resulting outcome."""
-        for snapshot in snapshots:
-            if is_table(snapshot.key) and self.moments is not None:
-                try:
-                    found = snapshot if outcome.captured else None
-                    self.moments.ended(found, missed=outcome.missed)
-                except ParamdError as error:
-                    return Outcome(-1, str(error))
-        return outcome
-
     def _end(self, asked: _Asked, snapshots: Sequence[Snapshot], outcome: Outcome) -> None:
-        outcome = self._mirrored(snapshots, outcome)
         for snapshot in snapshots:
             snapshot.fill = Fill.FILLED if outcome.captured else Fill.EMPTY
             snapshot.step, snapshot.edits = outcome.step, outcome.edits

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
-from paramd import clock
+from paramd import clock, gone
 from paramd.errors import ParamdError, UsageError, codes_of
 from paramd.memory import descriptors, handover
 from paramd.security.tls import Pems
@@ -28,7 +28,6 @@ from paramd_service.sidecar.rpc.control_link import Joining
 from paramd_service.sidecar.rpc.copies import Sending
 from paramd_service.sidecar.rpc.gateway import Gateway
 from paramd_service.sidecar.rpc.grpc_server import GrpcServer
-from paramd_service.sidecar.rpc.renewing import Renewing
 from paramd_service.sidecar.rpc.unix_server import UnixServer
 from paramd_service.sidecar.snapshots.store import BlockMaker
 from paramd_service.tls import JobPems
@@ -134,6 +133,7 @@ def parse(argv: Sequence[str] | None) -> SidecarConfig:
         option = "--" + name.replace("_", "-")
         parser.add_argument(option, type=int, default=getattr(defaults, name), metavar="BYTES")
     parser.add_argument("--max-calls", type=int, default=defaults.max_calls, metavar="COUNT")
+    gone.check_options(argv if argv is not None else sys.argv[1:])
     values = vars(parser.parse_args(argv))
     return SidecarConfig(socket_path=values.pop("socket"), **values)
 
@@ -177,15 +177,13 @@ async def run(config: SidecarConfig, faults: Faults, pems: Pems | None = None) -
         joining.start()
         sending = Sending(rank)
         sending.start()
-        renewing = Renewing(rank)
-        renewing.start()
         rank.wait_for_trainer()
         log("started", address=server.address, socket_path=str(config.socket_path))
         _leave_on_signals(rank)
         if config.trainer_pid:
             _leave_with(config.trainer_pid, rank)
         await rank.leaving.wait()
-        await _drain(rank, server, unix, joining, sending, renewing)
+        await _drain(rank, server, unix, joining, sending)
     finally:
         unix.stop_listening()
         memory_thread.shutdown()
@@ -198,7 +196,6 @@ async def _drain(
     unix: UnixServer,
     joining: Joining,
     sending: Sending,
-    renewing: Renewing,
 ) -> None:
     """Drain in numbered steps. A second signal ends the process at once."""
     log = rank.log
@@ -208,7 +205,6 @@ async def _drain(
     unix.stop_listening()
     await joining.stop()
     await sending.stop()
-    await renewing.stop()
     log("drain", step=3, doing=f"running calls may end within {rank.config.grace_s} s")
     await server.stop(rank.config.grace_s)
     log("drain", step=4, doing="snapshots are released")

@@ -61,6 +61,10 @@ class Mesh:
     buddies: tuple[int, ...] = ()
     """By rank, the rank whose sidecar keeps copies of its standing snapshots; empty: none does."""
 
+    def address_of(self, rank: int) -> str:
+        """Of that rank's sidecar; empty if it is not known."""
+        return next((peer.address for peer in self.peers if peer.rank == rank), "")
+
     def buddy_of(self, rank: int) -> int:
         """Who keeps that rank's copies; -1 nobody."""
         return self.buddies[rank] if 0 <= rank < len(self.buddies) else -1

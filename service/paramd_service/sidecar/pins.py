@@ -29,13 +29,7 @@ from paramd_service.sidecar.gradients.pins import GradientPins
 from paramd_service.sidecar.gradients.slots import Gradients, rolled_back
 from paramd_service.sidecar.owner import AttachedMemory, Ownership
 from paramd_service.sidecar.snapshots.bases import Bases
-from paramd_service.sidecar.snapshots.live_moments import (
-    NOT_KEPT,
-    LiveMoments,
-    Prepare,
-    is_moments,
-)
-from paramd_service.sidecar.snapshots.moments import Moments, is_table, table_key
+from paramd_service.sidecar.snapshots.moments import Moments, is_moments, is_table
 from paramd_service.sidecar.snapshots.standing import StandingLabel
 from paramd_service.sidecar.snapshots.store import (
     BlockMaker,
@@ -106,15 +100,7 @@ class Pins:
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._closing = False
         self.boundaries = Boundaries(attached, store, copier)
-        self.live_moments = LiveMoments(attached)
-        self.moments = Moments(
-            attached,
-            store=store,
-            blocks=blocks,
-            executor=executor,
-            lease=self._lease,
-            live=self.live_moments,
-        )
+        self.moments = Moments(attached)
         self.boundaries.moments = self.moments
         gradients = Gradients(attached, executor=executor, idle_memory_s=store.idle_memory_s)
         copier.on_wake = gradients.woken
@@ -162,28 +148,30 @@ class Pins:
             snapshot = await self._join_filling(key, timeout_s, at_step, unsettled)
         return self._lease(snapshot, lease_s)
 
-    async def pin_table(self, *, lease_s: float, timeout_s: float) -> Lease:
-        """Lease the table of all optimizer state, which is mirrored at the current step.
+    async def pin_state(
+        self,
+        key: Key,
+        *,
+        lease_s: float,
+        timeout_s: float,
+        at_step: int,
+        history: int | None = None,
+    ) -> Lease:
+        """As `pin`, of optimizer state or of its table.
 
         Raises:
-            ConflictError: only the trainer can mirror it, at a boundary; it ended before its state
-                was recorded; or another reader holds a mirror.
-            AbortedError, ExhaustedError, TornError: as `pin`.
+            ConflictError: it is not in shared memory; the trainer ended before it was recorded.
+            NotFoundError: there is no such state.
         """
-        self.sweep()
-        if not self.moments.is_live:
-            why = self.live_moments.unfit() if self.live_moments.kept else NOT_KEPT
-            raise ConflictError(f"the optimizer's state can be had at a boundary alone: {why}")
+        self.moments.check(key.state_key if key.spans else "")
         if self.ownership is not Ownership.OWNED and self._attached.page[Word.SEQ] & 1:
             raise ConflictError(
                 f"{self.ownership.value}, before the optimizer's state of its last update was "
                 "recorded; read the parameters alone"
             )
-        self.moments.check_free()
-        key = table_key(self._attached.request.incarnation)
-        if (key, self._attached.page[Word.REWOUND], 0, False) in self._fillings:
-            raise ConflictError("another reader is about to have the optimizer state; try again")
-        return self._lease(await self._join_filling(key, timeout_s, 0, False), lease_s)
+        return await self.pin(
+            key, lease_s=lease_s, timeout_s=timeout_s, at_step=at_step, history=history
+        )
 
     async def pin_mark(
         self, key: Key, read: Callable[[memoryview], StandingLabel], *, lease_s: float
@@ -293,7 +281,6 @@ class Pins:
             (due for due in (self.bases.sweep(), self.store.expire()) if due is not None),
             default=None,
         )
-        self.moments.sweep()
         if self._sweep_timer is not None:
             self._sweep_timer.cancel()
             self._sweep_timer = None
@@ -314,7 +301,6 @@ class Pins:
         self.store.close()
         self.sweep()
         self.moments.close()
-        self.live_moments.close()
 
     def _lease(self, snapshot: Snapshot, lease_s: float) -> Lease:
         try:
@@ -378,11 +364,10 @@ class Pins:
             snapshot.step, snapshot.edits = state.step, state.edits
             snapshot.iteration, snapshot.unsettled = state.iteration, state.unsettled
             snapshot.label, snapshot.history = state.label, state.history
-            # 0: never share a state that may have been changed at rest, or a mirror's table.
-            shared = not filling.unsettled and not is_table(snapshot.key)
-            snapshot.proof = state.proof if shared else 0
-            if filling.job is not None and is_moments(snapshot.key):
-                snapshot.optimizer = self.live_moments.facts_of(snapshot)
+            # 0: never share a state that may have been changed at rest.
+            snapshot.proof = state.proof if not filling.unsettled else 0
+            if is_moments(snapshot.key) and not is_table(snapshot.key):
+                snapshot.optimizer = self.moments.facts_of(snapshot)
             snapshot.fill = Fill.FILLED
             filling.done.set_result(None)
         except Exception as error:
@@ -390,7 +375,7 @@ class Pins:
             filling.done.exception()  # retrieved, or asyncio logs it if all waiters have left
         finally:
             self._forget(filling)
-            self.live_moments.forget(snapshot)
+            self.moments.forget(snapshot)
             self.store.uncharge(snapshot, filling.who)
             self.store.drop(snapshot)
 
@@ -400,19 +385,17 @@ class Pins:
         copied: asyncio.Future[State | None] = self._loop.create_future()
         filling.snapshot.fill = Fill.PENDING
         snapshot = filling.snapshot
-        live = self._live_filling(snapshot)
+        state_too = is_moments(snapshot.key)
         filling.job = CopyJob(
-            copy_spans(snapshot, self._attached.arena.address) if live is None else (),
+            copy_spans(snapshot, self._attached.arena.address) if not state_too else (),
             lambda state: self._post(copied.set_result, state),
             at_step=filling.at_step,
             history=filling.history,
             unsettled=filling.unsettled,
-            prepare=live,
+            prepare=self.moments.filling([snapshot]) if state_too else None,
         )
         self.copier.submit(filling.job)
         state = await copied
-        if is_table(snapshot.key):
-            self.moments.ended(snapshot if state is not None else None)
         if state is None:
             if self.ownership is Ownership.TORN:
                 raise TornError(self.ownership.value)
@@ -420,8 +403,8 @@ class Pins:
                 raise self._unserved(filling.job.refused)
             if filling.at_step and self._attached.page[Word.REWOUND] != filling.history:
                 raise rolled_back(filling.at_step)
-            if is_moments(filling.snapshot.key) and self.live_moments.missed(filling.at_step):
-                raise ConflictError(self.live_moments.missed(filling.at_step))
+            if state_too and self.moments.missed(filling.at_step):
+                raise ConflictError(self.moments.missed(filling.at_step))
             if filling.at_step and self._attached.page[Word.STEP] >= filling.at_step:
                 raise AbortedError(
                     f"step {filling.at_step} passed before it was copied; the rank has finished "
@@ -429,20 +412,6 @@ class Pins:
                 )
             raise AbortedError("the copy was given up; try again")
         return state
-
-    def _live_filling(self, snapshot: Snapshot) -> Prepare | None:
-        """What finds the optimizer state to copy; None: the snapshot is of parameters."""
-        if is_moments(snapshot.key):
-            return self.live_moments.filling(snapshot)
-        if not is_table(snapshot.key):
-            return None
-        # Again: a boundary may have been asked for since.
-        self.moments.check_free()
-        live = self.moments.ask(at_boundary=False)
-        if live is None:
-            self.moments.ended(None)
-            raise ConflictError("the optimizer's state is no longer recorded; try again")
-        return live
 
     async def _while_others_stand_in(self) -> None:
         """Wait a moment for the training's own weights, since no boundary comes before.

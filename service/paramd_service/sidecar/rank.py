@@ -18,11 +18,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from paramd import clock
+from paramd import clock, places
 from paramd.errors import (
     ConflictError,
     ExhaustedError,
     NotFoundError,
+    ParamdError,
     UnreachableError,
     UsageError,
 )
@@ -183,8 +184,6 @@ class RankSidecar:
         self.detached = False
         self.control_generation = 0
         """Highest control plane generation seen in this incarnation; lower ones are fenced."""
-        self.joined_control = ""
-        """Address of the control plane that let this rank in, since it was told of it."""
         self.on_change: list[Callable[[], None]] = []
         self.refusals = Refusals()
         self.delta_counts = DeltaCounts()
@@ -332,17 +331,22 @@ class RankSidecar:
             )
         self.control_generation = generation
 
-    def move_control(self, generation: int, address: str) -> None:
-        """Follow the control plane at another address. Raises ConflictError as `follow_control`."""
-        mesh = self.ready_mesh()
-        another = generation != self.control_generation
-        self.follow_control(generation)
-        if another:
-            # Even at the same address it is another process, which may still be starting.
-            self.joined_control = ""
-        if address != mesh.control_address:
-            self.mesh = replace(mesh, control_address=address)
-            self.log("control-plane-moved", generation=generation, address=address)
+    async def find_control(self) -> str:
+        """Where the control plane is; one that was started again may be at another port.
+
+        It tells that in the state dir, which is the same for all ranks of its host.
+        """
+        with suppress(ParamdError, OSError):
+            found = await asyncio.to_thread(places.read_endpoint, self.config.job)
+            if found.incarnation == self.incarnation:
+                self.move_control(found.grpc_address)
+        return self.mesh.control_address if self.mesh is not None else ""
+
+    def move_control(self, address: str) -> None:
+        """Join the control plane at this address from now on; empty changes nothing."""
+        if self.mesh is not None and address and address != self.mesh.control_address:
+            self.mesh = replace(self.mesh, control_address=address)
+            self.log("control-plane-moved", address=address)
             self._changed()
 
     def take_time(self, now_s: float) -> None:

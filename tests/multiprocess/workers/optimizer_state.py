@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import paramd
-from paramd.trainer.boundary.moments import Moments
 from tests.ending import end
 from tests.multiprocess import kinds
 
@@ -55,18 +54,17 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kind", default="fsdp2")
     parser.add_argument("--optimizer", default="adamw")
-    parser.add_argument("--resume", default="auto")
-    parser.add_argument("--no-mirror", action="store_true", help="the trainer must not be asked")
+    parser.add_argument("--resume", default="never")
+    parser.add_argument("--not-given", action="store_true", help="attach without the optimizer")
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # torch's own, hundreds of them
-    if args.no_mirror:
-        Moments.mirror = refused  # type: ignore[method-assign]
     dist.init_process_group("gloo")
     built = kinds.named(args.kind).build(0)
     wanted = [param for param in built.model.parameters() if param.requires_grad]
     optimizer = OPTIMIZERS[args.optimizer](wanted)
-    attachment = paramd.attach(built.model, optimizer, job=JOB, resume=args.resume)
+    given = None if args.not_given else optimizer
+    attachment = paramd.attach(built.model, given, job=JOB, resume=args.resume)
 
     def hang(*_: object) -> None:
         while (args.folder / "hang").exists():
@@ -90,10 +88,6 @@ def main() -> int:
     attachment.detach()
     dist.destroy_process_group()
     return 0
-
-
-def refused(_: Moments) -> None:
-    raise AssertionError("the trainer was asked for a copy of its optimizer state")
 
 
 if __name__ == "__main__":

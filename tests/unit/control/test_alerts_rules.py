@@ -53,7 +53,8 @@ def test_a_well_mesh_has_no_finding() -> None:
         ({"membership": "gone", "age_s": 0.5}, True),
         ({"membership": "left"}, False),
         ({"trainer_lives": False}, True),
-        ({"membership": "missing", "step": -1}, True),
+        ({"membership": "missing", "step": -1, "age_s": 9.9}, False),
+        ({"membership": "missing", "step": -1, "age_s": 10.0}, True),
     ],
 )
 def test_a_rank_that_is_not_heard_of_is_stale(changes: dict[str, object], stale: bool) -> None:
@@ -78,16 +79,28 @@ def test_when_all_ranks_stand_still_there_is_one_finding() -> None:
     assert (finding.subject, finding.ranks) == ("mesh", (0, 1, 2))
 
 
+def lasting(*ranks: RankInput, config: AlertConfig = CONFIG) -> list[tuple[str, tuple[int, ...]]]:
+    """Findings where ranks were a window ago as they are now."""
+    return found(*ranks, before=ranks, config=config)
+
+
 def test_a_straggler_is_half_as_slow_again_as_the_median() -> None:
     others = [well(rank) for rank in range(3)]
-    assert found(*others, well(3, step_time_s=0.31)) == [("straggler", (3,))]
-    assert found(*others, well(3, step_time_s=0.29)) == []
+    assert lasting(*others, well(3, step_time_s=0.31)) == [("straggler", (3,))]
+    assert lasting(*others, well(3, step_time_s=0.29)) == []
     tiny = [well(rank, step_time_s=0.001) for rank in range(3)]
-    assert found(*tiny, well(3, step_time_s=0.009)) == []
+    assert lasting(*tiny, well(3, step_time_s=0.009)) == []
 
 
 def test_of_two_ranks_the_slower_one_is_the_straggler() -> None:
-    assert found(well(0), well(1, step_time_s=0.31)) == [("straggler", (1,))]
+    assert lasting(well(0), well(1, step_time_s=0.31)) == [("straggler", (1,))]
+
+
+def test_one_long_step_makes_no_straggler() -> None:
+    slow = well(1, step_time_s=3.0)
+    assert found(well(0), slow, before=(well(0), well(1))) == []
+    assert found(well(0), slow, before=(well(0, step_time_s=3.0), well(1))) == []
+    assert found(well(0), slow) == []
 
 
 def test_waits_above_the_budget_are_found_within_the_window_only() -> None:
@@ -132,7 +145,7 @@ def test_a_certificate_is_told_of_before_it_expires(
 
 def test_a_rule_that_is_disabled_finds_nothing() -> None:
     config = AlertConfig(disabled=("straggler",))
-    assert found(well(0), well(1, step_time_s=9.0), config=config) == []
+    assert lasting(well(0), well(1, step_time_s=9.0), config=config) == []
 
 
 def tensor(norm: float, *, nan: int = 0, inf: int = 0, fqn: str = "w") -> TensorInput:

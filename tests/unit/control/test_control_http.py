@@ -47,7 +47,7 @@ def services() -> Services:
     watchers = Watchers(
         AlertConfig(watch=False),
         publish=lambda kind, data, *, job: None,
-        store=KeptAlerts(records.alerts, records.history, records.silences),
+        store=KeptAlerts(records.alerts, records.history),
     )
     return Services(
         config=ControlConfig(job="run"),

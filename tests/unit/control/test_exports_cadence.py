@@ -5,11 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paramd.errors import UsageError
-from paramd_service.control.exports.schedules import Cadence, Due, Kept, Past, due, to_remove
-
-
-def past(step: int = 0, time_s: float = 100.0, *, running: bool = False) -> Past:
-    return Past(step=step, time_s=time_s, running=running)
+from paramd_service.control.exports.schedules import Cadence, Due, Kept, due, to_remove
 
 
 @pytest.mark.parametrize(
@@ -26,21 +22,7 @@ def past(step: int = 0, time_s: float = 100.0, *, running: bool = False) -> Past
     ],
 )
 def test_every_so_many_steps(last: int, step: int, running: bool, expected: Due) -> None:
-    cadence = Cadence(every_steps=10)
-    assert due(cadence, past(last, running=running), step=step, now_s=100.0) is expected
-
-
-@pytest.mark.parametrize(
-    ("now_s", "running", "expected"),
-    [
-        (104.9, False, Due.NOT_YET),
-        (105.0, False, Due.BEGIN),
-        (105.0, True, Due.SKIP),
-        (99.0, False, Due.BEGIN),  # the clock was set back
-    ],
-)
-def test_every_so_many_seconds(now_s: float, running: bool, expected: Due) -> None:
-    assert due(Cadence(every_s=5.0), past(running=running), step=-1, now_s=now_s) is expected
+    assert due(10, last_step=last, step=step, running=running) is expected
 
 
 @pytest.mark.parametrize(
@@ -61,15 +43,11 @@ def test_what_was_removed_does_not_move_what_stays() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {},
-        {"every_steps": 1, "every_s": 1.0},
         {"every_steps": 0},
-        {"every_s": 0.5},
-        {"every_s": float("nan")},
         {"every_steps": 1, "keep_last": 0},
         {"every_steps": 1, "keep_every": 2},
     ],
 )
-def test_a_rhythm_that_cannot_be_is_refused(fields: dict[str, float]) -> None:
+def test_a_rhythm_that_cannot_be_is_refused(fields: dict[str, int]) -> None:
     with pytest.raises(UsageError):
-        Cadence(**fields)  # type: ignore[arg-type]
+        Cadence(**fields)

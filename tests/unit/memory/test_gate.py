@@ -211,6 +211,15 @@ def test_the_trainer_waits_until_an_announced_boundary_was_served(
     assert page[Word.SEQ] == 1
 
 
+def test_patience_outlasts_the_budget_for_one_update(page: ControlPage) -> None:
+    gate = TrainerGate(page, stall_budget_ns=0)
+    page[Word.COPY_BEGUN] = 1
+    gate.patience_ns = 20_000_000
+    gate.begin_update()
+    assert page[Word.STALL_MAX_NS] >= 20_000_000
+    assert gate.patience_ns == 0
+
+
 def test_steps_and_seq_rise_together(page: ControlPage) -> None:
     gate = TrainerGate(page, stall_budget_ns=0)
     for step in range(1, 4):

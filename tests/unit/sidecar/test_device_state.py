@@ -18,7 +18,7 @@ from paramd.memory.gate import CopySpan, LateError
 from paramd.memory.handover import MAX_ALLOCATIONS, optimizer_bytes
 from paramd.memory.optimizer_state import DEVICE_PLACES
 from paramd_service.sidecar.owner import AttachedMemory, AttachRequest, attach_memory
-from paramd_service.sidecar.snapshots.live_moments import READ_BYTES, LiveMoments
+from paramd_service.sidecar.snapshots.moments import READ_BYTES, Moments
 from tests.gpu.driver import Standin, driver_in
 
 ARENA_BYTES = 4096
@@ -89,7 +89,7 @@ def test_numbers_on_the_device_are_read_in_blocks(
         copied.extend(spans)
         attached.copy(spans)
 
-    live = LiveMoments(attached)
+    live = Moments(attached)
     monkeypatch.setattr(live, "_copy", copy)
     read = live.reader()
     assert read(DEVICE_PLACES, 5) == b"first"

@@ -451,9 +451,7 @@ def test_one_good_ticket_and_nothing_else_lets_a_call_in(values: list[str]) -> N
     assert auth.authorize("/grpc.health.v1.Health/Check", [], verify) is None
 
 
-GET_STATE, PIN, REACH = (
-    f"/{auth.SERVICE}/{n}" for n in ("GetState", "PinSnapshot", "ReachBoundary")
-)
+GET_MESH, PIN, REACH = (f"/{auth.SERVICE}/{n}" for n in ("GetMesh", "PinSnapshot", "ReachBoundary"))
 HEALTH = "/grpc.health.v1.Health/"
 NO_TICKET = (
     "the call has no ticket; send metadata 'authorization: Bearer <ticket>' once "
@@ -531,7 +529,7 @@ class Call:
          "a ticket of role viewer may not call this; needed: control, editor, reader"),
         (REACH, [bearer("editor")], grpc.StatusCode.PERMISSION_DENIED,
          "a ticket of role editor may not call this; needed: control"),
-        (GET_STATE, [bearer("sidecar")], grpc.StatusCode.PERMISSION_DENIED,
+        (GET_MESH, [bearer("sidecar")], grpc.StatusCode.PERMISSION_DENIED,
          "a ticket of role sidecar may not call this; needed: control, editor, reader, viewer"),
         (PIN + "s", [bearer("control")], grpc.StatusCode.PERMISSION_DENIED,
          f"'{PIN}s' is not a method of this server"),

@@ -82,7 +82,7 @@ def acting(
         hold=nothing,
         editor=editor,
         copy_buffers=partial(copied.append, "buffers"),
-        mirror_moments=partial(copied.append, "moments"),
+        copy_state=lambda _: copied.append("moments"),
         answer=lambda announce: None,
         gathered=lambda: gathered,
     )
@@ -165,9 +165,9 @@ def test_what_a_withdrawn_request_wanted_is_not_copied_for_another(
 ) -> None:
     page[Word.READY], page[Word.ACTION], page[Word.STEP] = 3, CAPTURE, 7
     page[Word.BUFFERS_WANTED] = page[Word.MOMENTS_WANTED] = wanted
-    page[Word.BUFFERS_STEP] = page[Word.MOMENTS_STEP] = 6
+    page[Word.BUFFERS_STEP] = 6
     found: list[str] = []
     acting(page, Asked(), alone=True, agreed=True, copied=found).at_boundary(True)
     assert page[Word.AGREED] == 3
     assert found == copied
-    assert page[Word.BUFFERS_STEP] == page[Word.MOMENTS_STEP] == (7 if copied else 6)
+    assert page[Word.BUFFERS_STEP] == (7 if copied else 6)

@@ -66,7 +66,7 @@ class Bench:
             Agreement(None, timeout_s=1),
             editor=NoEdits(),
             copy_buffers=self.home.copy_buffers,
-            mirror_moments=lambda: None,
+            copy_state=lambda _: None,
             hold_cap_s=1,
             stall_budget_ns=0,
             always_strict=always_strict,

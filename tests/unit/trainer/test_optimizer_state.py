@@ -64,7 +64,7 @@ def test_state_is_found_by_the_bytes_of_its_parameter() -> None:
     assert "shape" in state.params[0].left_out["factor"]
     assert "float32" in state.params[1].left_out["exp_avg"]
     assert state.params[1].left_out["count"] == "it is no tensor"
-    facts = state.facts({"step": 9, "groups": [], "threads": 1}, nine)
+    facts = state.facts(recorded(), nine, 4096)
     assert facts["params"][0]["scalars"] == {"step": 9.0}
 
 
@@ -88,7 +88,7 @@ def recorded(*others: Any) -> dict[str, Any]:
     return read_record(encode({"step": 9, "groups": [[{"lr": 0.5}]], "others": list(others)}))
 
 
-def test_the_table_of_a_mirror_has_what_corresponds_and_all_numbers() -> None:
+def test_facts_have_what_corresponds_all_numbers_and_the_reasons_for_the_rest() -> None:
     state = table(
         [64, 0, "float32", [4, 3], [3, 1]],
         [4096, 0, "float32", [2], [1]],
@@ -97,46 +97,36 @@ def test_the_table_of_a_mirror_has_what_corresponds_and_all_numbers() -> None:
             [0, 0, "exp_avg", [1000, 48, "float32", [4, 3], [3, 1], True]],
             [0, 0, "count", None],
             [0, 0, "nothing", None],
+            [0, 0, "name", None],
+            [0, 0, "beyond", None],
             [0, 1, "exp_avg", [3000, 8, "float32", [2], [1], False]],
         ],
     )
-    record = recorded(float("inf"), None)
-    assert state.unfit(record) == ""
+    facts = state.facts(recorded(float("inf"), None, "text"), nine, arena_bytes=4096)
+    assert (facts["step"], facts["keys"], facts["groups"]) == (9, ["exp_avg"], [[{"lr": 0.5}]])
     # The second parameter lies beyond the arena: it is not one of the attached model.
-    assert state.table(record, nine, arena_bytes=4096) == {
-        "step": 9,
-        "keys": ["exp_avg"],
-        "groups": [[{"lr": 0.5}]],
-        "failure": "",
-        "params": [
-            {
-                "begin": 64,
-                "end": 112,
-                "dtypes": {"exp_avg": "float32"},
-                "scalars": {"step": 9.0, "count": "inf"},
-                "left_out": {},
-                "optimizer": 0,
-                "group": 0,
-            }
-        ],
-    }
+    (param,) = facts["params"]
+    assert (param["begin"], param["end"], param["keys"]) == (64, 112, ["exp_avg"])
+    assert param["scalars"] == {"step": 9.0}
+    assert param["others"] == {"count": "inf", "nothing": None}
+    assert set(param["left_out"]) == {"count", "nothing", "name", "beyond"}
 
 
 @pytest.mark.parametrize(
-    ("described", "others", "why"),
+    ("described", "why"),
     [
-        ([0, 16, "float32", [4], [1], False], [], "local shape"),
-        ([0, 24, "bfloat16", [4, 3], [3, 1], False], [], "another size"),
-        (None, ["text"], "no tensor"),
-        (None, [], "no tensor"),
+        ([0, 16, "float32", [4], [1], False], "local shape"),
+        ([0, 24, "bfloat16", [4, 3], [3, 1], False], "another size"),
+        ([0, 48, "float32", [4, 3], [1, 4], False], "other strides"),
+        ([0, 48, "int32", [4, 3], [3, 1], False], "it is int32, its parameter float32"),
     ],
 )
-def test_state_that_a_mirror_cannot_have_is_left_to_the_trainer(
-    described: Any, others: list[Any], why: str
+def test_state_that_does_not_correspond_is_left_out_with_the_reason(
+    described: Any, why: str
 ) -> None:
     state = table([0, 0, "float32", [4, 3], [3, 1]], entries=[[0, 0, "odd", described]])
-    assert "'odd'" in state.unfit(recorded(*others))
-    assert why in state.unfit(recorded(*others))
+    assert why in state.params[0].left_out["odd"]
+    assert state.keys == []
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff" * 8, encode([1]), encode({"step": "x"})])

@@ -83,14 +83,6 @@ class RankEdit:
     data_bytes: int
     """Length of the rank's data, padding included."""
 
-    def data_key(self) -> tuple[tuple[object, ...], ...]:
-        """Equal for ranks that need the same data, byte for byte."""
-        return tuple(
-            (item.op, item.sizes, item.source_begin, item.source_strides)
-            for item in self.items
-            if item.data_begin >= 0
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedOp:

@@ -73,7 +73,7 @@ def rank_files(
     tensors: Sequence[TensorLayout],
     names: Mapping[str, str],
     settings: ExportSettings,
-    writers: Sequence[int],
+    _world_size: int,
     optimizer: OptimizerTable | None,
 ) -> Planned:
     """One file for each rank that writes something."""
@@ -84,9 +84,9 @@ def rank_files(
         chosen = pieces[tensor.fqn] = choice.pieces(tensor, None)
         name = f"{MODEL_KEY}.{names[tensor.fqn]}"
         dtype = settings.dtype_of(tensor.dtype)
-        _append(writing, tensor, name, chosen, ("", number), dtype, writers[0])
+        _append(writing, tensor, name, chosen, ("", number), dtype)
     if optimizer is not None:
-        _append_states(writing, tensors, names, pieces, optimizer, writers[0])
+        _append_states(writing, tensors, names, pieces, optimizer)
     files = [
         ExportFile(f"__{rank}_0.distcp", rank, b"", tuple(writing.entries[rank]))
         for rank in sorted(writing.entries)
@@ -101,10 +101,9 @@ def _append(
     chosen: Sequence[Piece],
     source: tuple[str, int],
     dtype: str,
-    first: int,
 ) -> None:
     if not chosen:
-        writing.append(first, name, source, full_box(tensor.shape), dtype)
+        writing.append(0, name, source, full_box(tensor.shape), dtype)
         return
     for piece in chosen:
         for box in chunk_boxes(piece, tensor.shape, dtype):
@@ -117,7 +116,6 @@ def _append_states(
     names: Mapping[str, str],
     pieces: Mapping[str, Sequence[Piece]],
     optimizer: OptimizerTable,
-    first: int,
 ) -> None:
     positions = state_positions(tensors, optimizer)
     for tensor in tensors:
@@ -127,10 +125,10 @@ def _append_states(
             if dtype is not None:
                 source = (key, positions[key, tensor.fqn])
                 chosen = pieces[tensor.fqn]
-                _append(writing, tensor, f"{head}.{key}", chosen, source, dtype, first)
+                _append(writing, tensor, f"{head}.{key}", chosen, source, dtype)
         for scalar in optimizer.scalars.get(tensor.fqn, ()):
             name, data = f"{head}.{scalar.key}", scalar_bytes(scalar)
-            writing.append(first, name, (scalar.key, -1), Box((), ()), scalar.dtype, data)
+            writing.append(0, name, (scalar.key, -1), Box((), ()), scalar.dtype, data)
 
 
 def chunk_boxes(piece: Piece, shape: tuple[int, ...], dtype: str) -> Iterator[Box]:

@@ -105,9 +105,9 @@ Planned = tuple[list[ExportFile], dict[str, Sequence[Piece]]]
 """Files, and the pieces read of each tensor, by fqn."""
 
 PlanFiles = Callable[
-    [Sequence[TensorLayout], Names, "ExportSettings", Sequence[int], OptimizerTable | None], Planned
+    [Sequence[TensorLayout], Names, "ExportSettings", int, OptimizerTable | None], Planned
 ]
-"""(tensors, their names in the files, settings, ranks that may write, optimizer) -> `Planned`."""
+"""(tensors, their names in the files, settings, world size, optimizer) -> `Planned`."""
 
 TorchFiles = Callable[[Mapping[str, Any]], dict[str, bytes]]
 """(description in JSON types) -> files written by torch, by name; blocks for seconds."""

@@ -128,11 +128,10 @@ def optimizer_table(layout: Layout, tables: Mapping[int, Mapping[str, Any]]) -> 
 
     Args:
         layout: where the parameters are.
-        tables: those of the ranks that are read, by rank, as trainer/boundary/moments.py writes
-            them.
+        tables: those of the ranks that are read, by rank, as memory/moments_table.py says.
 
     Raises:
-        ConflictError: a rank could not mirror its state, ranks disagree, or a state cannot be
+        ConflictError: a rank could not tell its state, ranks disagree, or a state cannot be
             exported.
         UsageError: a table is malformed, or no holder of some parameter has one.
     """
@@ -142,7 +141,7 @@ def optimizer_table(layout: Layout, tables: Mapping[int, Mapping[str, Any]]) -> 
         raise UsageError(f"a table of optimizer state is malformed: {error!r}") from None
     for rank, found in ranks.items():
         if found.failure:
-            raise ConflictError(f"rank {rank} could not copy its optimizer state: {found.failure}")
+            raise ConflictError(f"rank {rank}: no optimizer state can be read: {found.failure}")
     if len({found.step for found in ranks.values()}) > 1:
         raise ConflictError("the ranks' optimizer states are of different steps; try again")
     params = {
@@ -225,11 +224,12 @@ def _groups(params: Mapping[str, _Param], ranks: Mapping[int, _Rank]) -> tuple[d
 
 
 def _param(one: Mapping[str, Any]) -> _Param:
+    others = one["others"].items()
     return _Param(
         begin=int(one["begin"]),
         end=int(one["end"]),
-        dtypes=dict(one["dtypes"]),
-        scalars=dict(one["scalars"]),
-        left_out=dict(one["left_out"]),
+        dtypes=dict.fromkeys(one["keys"], one["dtype"]),
+        scalars={**one["scalars"], **{key: value for key, value in others if value is not None}},
+        left_out={key: why for key, why in one["left_out"].items() if key not in one["others"]},
         place=(int(one["optimizer"]), int(one["group"])),
     )

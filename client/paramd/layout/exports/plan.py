@@ -109,8 +109,7 @@ def plan_export(
     if not tensors:
         raise NotFoundError("the export would be empty: the job has no tensor of these kinds")
     names = settings.names.apply(_written_names(tensors, settings))
-    writers = settings.writers or tuple(range(layout.world_size))
-    files, pieces = laid_out.plan(tensors, names, settings, writers, optimizer)
+    files, pieces = laid_out.plan(tensors, names, settings, layout.world_size, optimizer)
     return ExportPlan(
         settings=settings,
         layout=layout,

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 MAX_HEADER_BYTES = 100_000_000
 """Readers refuse longer headers."""
 
-_METADATA = "__metadata__"
+METADATA_KEY = "__metadata__"
 _ALIGNMENT_BYTES = 8
 
 METADATA = {"format": "pt"}
@@ -68,16 +68,21 @@ def file_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
     return sorted(specs, key=lambda spec: -item_bytes(spec.dtype))
 
 
-def encode_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
+def encode_header(
+    specs: Sequence[TensorSpec], metadata: Mapping[str, str], *, size_bytes: int = 0
+) -> bytes:
     """The length and the JSON header, padded so that the data starts aligned.
+
+    Args:
+        size_bytes: padded to at least this size, a multiple of 8.
 
     Raises:
         UsageError: a duplicate or reserved name, an unsupported dtype, or a header too long.
     """
     twice = [name for name, times in Counter(s.name for s in specs).items() if times > 1]
-    if twice or any(spec.name == _METADATA for spec in specs):
-        raise UsageError(f"tensor name {(twice or [_METADATA])[0]!r} is a duplicate or reserved")
-    header: dict[str, object] = {_METADATA: dict(metadata)}
+    if twice or any(spec.name == METADATA_KEY for spec in specs):
+        raise UsageError(f"tensor name {(twice or [METADATA_KEY])[0]!r} is a duplicate or reserved")
+    header: dict[str, object] = {METADATA_KEY: dict(metadata)}
     begin = 0
     for spec in specs:
         end = begin + spec.size_bytes
@@ -88,6 +93,7 @@ def encode_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> b
         }
         begin = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text = text.ljust(size_bytes - 8)
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
     if len(text) > MAX_HEADER_BYTES:
         raise UsageError(
@@ -116,11 +122,11 @@ def shard_files(
     tensors: Sequence[TensorLayout],
     names: Mapping[str, str],
     settings: ExportSettings,
-    writers: Sequence[int],
+    world_size: int,
     optimizer: OptimizerTable | None,
 ) -> Planned:
-    """Shards as Hugging Face cuts them, distributed evenly over the writers."""
-    loads = dict.fromkeys(writers, 0)
+    """Shards as Hugging Face cuts them, distributed evenly over the ranks."""
+    loads = dict.fromkeys(range(world_size), 0)
     model = _cut(_model_items(tensors, names, settings), settings)
     ranks = _assign(model, loads)
     shards = [(MODEL_FILES, cut) for cut in model]

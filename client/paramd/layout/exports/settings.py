@@ -156,8 +156,6 @@ class ExportSettings:
     bytes.)"""
     names: NameMap = field(default_factory=NameMap)
     """Renames."""
-    writers: tuple[int, ...] = ()
-    """Ranks whose sidecars may write files; empty means all."""
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:

@@ -1,4 +1,4 @@
-"""Uploads an edit's operands to all sidecars concurrently, once per host.
+"""Uploads an edit's operands to all sidecars concurrently.
 
 Clients on the sidecar's host lend it memory, from which it copies and verifies: tensors that were
 summoned for writing where they lie, others by way of a ring. The client never maps the memory
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -30,7 +30,6 @@ from paramd.mesh.edits.lending import Lender, send
 from paramd.mesh.peers.bulk import BulkStream, NoStreamError, on_thread
 from paramd.mesh.peers.grpc import RankUnreachableError, call_timeout_s, error_of, watched
 from paramd.mesh.reading.transfer import all_ended, is_same_host
-from paramd.state_files import kernel_of
 from paramd.v1 import sidecar_pb2
 from paramd.wire import checksum_of, data_chunk
 
@@ -74,8 +73,7 @@ class Uploads:
         self._deadline_s = deadline_s
         self._progress = progress
         self._sent_bytes = 0
-        self._groups = _groups(sidecars, operands.plan.ranks)
-        self._total_bytes = sum(group[0].data_bytes for group in self._groups)
+        self._total_bytes = sum(rank.data_bytes for rank in operands.plan.ranks)
 
     async def run(self) -> None:
         """Stage the edit on all ranks; bytes that are already staged are not sent again.
@@ -84,20 +82,14 @@ class Uploads:
             RankUnreachableError: a sidecar does not respond; a new upload resumes there.
             UsageError, ConflictError, ExhaustedError: a sidecar refused it.
         """
-        await all_ended([self._group(group) for group in self._groups])
+        await all_ended([self._stage(rank) for rank in self._operands.plan.ranks])
 
-    async def _group(self, group: Sequence[RankEdit]) -> None:
-        """Stage ranks of one host that need the same data: upload to one, the others copy."""
-        first, *others = group
-        await self._stage(first, copy_from=None)
-        await asyncio.gather(*(self._stage(rank, copy_from=first.rank) for rank in others))
-
-    async def _stage(self, rank: RankEdit, copy_from: int | None) -> None:
-        lane = self._lane(rank) if copy_from is None and rank.data_bytes else "grpc"
+    async def _stage(self, rank: RankEdit) -> None:
+        lane = self._lane(rank) if rank.data_bytes else "grpc"
         begin = 0
-        if rank.data_bytes and copy_from is None and lane == "grpc":
+        if rank.data_bytes and lane == "grpc":
             begin = await self._staged_bytes(rank.rank)
-        requests = self._requests(rank, begin, copy_from, with_data=lane == "grpc")
+        requests = self._requests(rank, begin, with_data=lane == "grpc")
         try:
             await self._sidecars.stage(
                 rank.rank,
@@ -118,7 +110,7 @@ class Uploads:
                 if self._transport == "stream":
                     raise RankUnreachableError(rank.rank, str(error)) from error
                 self._sidecars.keep_to_grpc(rank.rank)
-                await self._stage(rank, copy_from)
+                await self._stage(rank)
 
     def _lane(self, rank: RankEdit) -> Transport:
         """How a rank's data goes there."""
@@ -203,15 +195,12 @@ class Uploads:
         return int(found.progress.staged_bytes)
 
     async def _requests(
-        self, rank: RankEdit, begin: int, copy_from: int | None, *, with_data: bool
+        self, rank: RankEdit, begin: int, *, with_data: bool
     ) -> AsyncIterator[bytes]:
         from paramd.mesh.edits.operands import parts
 
-        first = sidecar_pb2.StageEditRequest(manifest=self._manifest)
-        if copy_from is not None:
-            first.copy_from_rank = copy_from
-        yield first.SerializeToString()
-        if copy_from is not None or not with_data:
+        yield sidecar_pb2.StageEditRequest(manifest=self._manifest).SerializeToString()
+        if not with_data:
             return
         self._told(begin)
         for part in parts(self._operands, rank, begin):
@@ -239,14 +228,3 @@ def manifest_of(
         reset_moments=terms.reset_moments,
         allow_nonfinite=terms.allow_nonfinite,
     )
-
-
-def _groups(sidecars: Sidecars, ranks: Iterable[RankEdit]) -> list[list[RankEdit]]:
-    """Groups of ranks that share an upload: same data, same host, with a Unix socket."""
-    groups: dict[object, list[RankEdit]] = {}
-    for rank in ranks:
-        peer = sidecars.document.peer(rank.rank)
-        alone = not rank.data_bytes or not peer.socket_path
-        key = rank.rank if alone else (kernel_of(peer.host_id), rank.data_key())
-        groups.setdefault(key, []).append(rank)
-    return list(groups.values())

@@ -1,27 +1,31 @@
 """Resumable download of full tensors of one step into a local safetensors file.
 
-Next to `model.safetensors` stand `.model.safetensors.part`, with its disk space reserved, and
-`.model.safetensors.journal`: a JSON line that names the snapshot, then one with the checksum of
-each range written. After an interruption the same call resumes from the same snapshot while its
-lease lasts, and starts over otherwise. Ranges with a broken line or a wrong checksum are read
-again.
+Next to `model.safetensors` stands `.model.safetensors.part`, which is written from its begin to
+its end: its length says how far it is. The metadata of its header names the request and the
+snapshots that the bytes are of. After an interruption the same call asks for the same header, and
+so for the same snapshots: while their leases last it goes on where the file ends, and starts
+over otherwise. No file ever holds bytes of two states. In the complete file that entry of the
+metadata is gone.
 
-The directory may be writable by others, such as /tmp. So both files are private (mode 0600)
-until the complete file is renamed, and a file of another user, or a link, is refused.
+The directory may be writable by others, such as /tmp. So the file is private (mode 0600)
+until it is complete and renamed, and a file of another user, or a link, is refused.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
 import stat
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from xxhash import xxh3_128_hexdigest
 
@@ -30,52 +34,51 @@ from paramd.errors import (
     DeadlineError,
     ExhaustedError,
     NotFoundError,
-    ParamdError,
     UnreachableError,
     UsageError,
 )
-from paramd.layout.exports.safetensors import TensorSpec, encode_header, file_order
+from paramd.layout.exports.safetensors import (
+    METADATA_KEY,
+    TensorSpec,
+    encode_header,
+    file_order,
+)
 from paramd.layout.exports.settings import NameMap
 from paramd.layout.plan import ReadPlan, ResultTensor
-from paramd.mesh.exports.restoring import in_file, read_batch
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.grpc import LeaseEndedError
 from paramd.mesh.peers.sidecars import Pinned, RankPin, Sidecars
 from paramd.mesh.reading.pin import Pinner, choose
 from paramd.mesh.reading.stream import Transport
-from paramd.mesh.reading.transfer import Chosen
+from paramd.mesh.reading.transfer import Chosen, Transfer
 
 if TYPE_CHECKING:
     import torch
 
-PART_BYTES: Final = 16 << 20
-"""Most bytes per checksummed range."""
-
-Ranges = dict[tuple[int, int], str]
-"""Checksums of half-open ranges of the file."""
+IDENTITY: Final = "paramd_part"
+"""Entry of a partial file's metadata: what its bytes are of, as JSON."""
 
 
 def is_resumable(path: Path) -> bool:
     """Whether a download to `path` was interrupted, so that the same call resumes it."""
     try:
-        # Without its first line, which names the snapshots, there is nothing to resume.
-        return b"\n" in _journal_of(path).read_bytes()
+        # The header is written at once; without it there is nothing to resume.
+        return _part_of(path).stat().st_size > 0
     except OSError:
         return False
 
 
-def _journal_of(path: Path) -> Path:
-    return path.parent / f".{path.name}.journal"
+def _part_of(path: Path) -> Path:
+    return path.parent / f".{path.name}.part"
 
 
 class PartialFile:
-    """The partial file of a download to `path`, and its journal. Methods block."""
+    """The partial file of a download to `path`. Methods block."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._part = path.parent / f".{path.name}.part"
-        self._journal = _journal_of(path)
-        self._file = self._lines = -1
+        self._part = _part_of(path)
+        self._file = -1
 
     def check(self, *, replace: bool) -> None:
         """Fail early on what `publish` would refuse.
@@ -88,22 +91,19 @@ class PartialFile:
         if not replace and os.path.lexists(self.path):
             raise ConflictError(f"{self.path} exists; give another name, or --force to replace it")
 
-    def found(self) -> tuple[Mapping[str, Any], Ranges] | None:
-        """An earlier attempt's (description of the snapshot, ranges); None without a journal."""
-        try:
-            lines = _contents(self._lines).split(b"\n")
-            about = json.loads(lines[0])
-            ranges: Ranges = {}
-            for line in lines[1:-1]:
-                one = json.loads(line)
-                ranges[int(one["begin"]), int(one["end"])] = str(one["xxh3"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-        return (about, ranges) if isinstance(about, dict) else None
+    def header(self) -> bytes:
+        """The header of an earlier attempt; empty without a whole one."""
+        size_bytes = 8 + int.from_bytes(os.pread(self._file, 8, 0), "little")
+        return os.pread(self._file, size_bytes, 0) if size_bytes <= self.size_bytes else b""
+
+    @property
+    def size_bytes(self) -> int:
+        """How far it is."""
+        return os.fstat(self._file).st_size
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Open and lock the files for the block.
+        """Open and lock the file for the block.
 
         Raises:
             ConflictError: another process downloads to this path, or a partial file is not
@@ -113,7 +113,6 @@ class PartialFile:
 
         self._file = _open_ours(self._part)
         try:
-            self._lines = _open_ours(self._journal)
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -122,67 +121,49 @@ class PartialFile:
                 ) from None
             yield
         finally:
-            for file in (self._file, self._lines):
-                if file >= 0:
-                    os.close(file)
-            self._file = self._lines = -1
+            os.close(self._file)
+            self._file = -1
 
-    def begin(self, about: Mapping[str, Any], size_bytes: int) -> None:
-        """Start over, with disk space reserved for the whole file.
+    def begin(self, header: bytes, whole_bytes: int) -> None:
+        """Start over with a header.
 
         Raises:
-            ExhaustedError: not enough disk space.
+            ExhaustedError: not enough disk space for the whole file.
         """
-        try:
-            # Zero it first: a range of the old download must never pass for this one's.
-            os.ftruncate(self._file, 0)
-            os.posix_fallocate(self._file, 0, max(size_bytes, 1))
-            os.ftruncate(self._file, size_bytes)
-        except OSError as error:
+        self.go_on(0)
+        disk = os.fstatvfs(self._file)
+        free_bytes = disk.f_bavail * disk.f_frsize
+        if free_bytes < whole_bytes:
             raise ExhaustedError(
-                f"{self.path}: cannot reserve {size_bytes:,} bytes ({error.strerror}); free some "
-                "space or write elsewhere"
-            ) from error
-        self._rewrite(about)
+                f"{self.path}: needs {whole_bytes:,} bytes, of which {free_bytes:,} are free; free "
+                "some space or write elsewhere"
+            )
+        self.append(memoryview(header))
 
-    def go_on(self, about: Mapping[str, Any], ranges: Ranges) -> None:
-        """Resume with these ranges; rewrites the journal to hold just them."""
-        self._rewrite(about)
-        for (begin, end), checksum in ranges.items():
-            self._line({"begin": begin, "end": end, "xxh3": checksum})
+    def go_on(self, begin: int) -> None:
+        """Keep what is before `begin`, and append from there on."""
+        os.ftruncate(self._file, begin)
+        os.lseek(self._file, begin, os.SEEK_SET)
 
-    def checked(self, ranges: Ranges, size_bytes: int) -> Ranges:
-        """Those of `ranges` whose bytes in the file match their checksum."""
-        if os.fstat(self._file).st_size != size_bytes:
-            return {}
-        return {
-            (begin, end): checksum
-            for (begin, end), checksum in ranges.items()
-            if 0 <= begin < end <= size_bytes
-            and xxh3_128_hexdigest(os.pread(self._file, end - begin, begin)) == checksum
-        }
-
-    def write(self, begin: int, data: memoryview) -> None:
-        """Write a range, and journal it part by part.
+    def append(self, data: memoryview) -> None:
+        """Write on.
 
         Raises:
             ExhaustedError: the write failed, for example on a full disk.
         """
-        for at in range(begin, begin + len(data), PART_BYTES):
-            part = data[at - begin : at - begin + PART_BYTES]
-            try:
-                _write_all(self._file, part, at)
-            except OSError as error:
-                raise ExhaustedError(f"{self.path}: {error.strerror}") from error
-            end = at + len(part)
-            self._line({"begin": at, "end": end, "xxh3": xxh3_128_hexdigest(part)})
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError as error:
+            raise ExhaustedError(f"{self.path}: {error.strerror}") from error
 
-    def publish(self, *, replace: bool) -> None:
-        """Rename the complete file to `path`, durably.
+    def publish(self, header: bytes, *, replace: bool) -> None:
+        """Give the complete file its final header, as long as before, and rename it, durably.
 
         Raises:
             ConflictError: the file exists by now, or the partial file was replaced.
         """
+        os.pwrite(self._file, header, 0)
         os.fchmod(self._file, 0o666 & ~_umask())
         os.fsync(self._file)
         # In a directory that others can write, the name may no longer be our open file's.
@@ -203,30 +184,13 @@ class PartialFile:
                 if os.path.lexists(self.path):
                     raise ConflictError(f"{self.path} exists; give another name") from None
                 os.rename(self._part, self.path)
-        self.forget()
+        with suppress(FileNotFoundError):
+            self._part.unlink()
         directory = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(directory)
         finally:
             os.close(directory)
-
-    def forget(self) -> None:
-        """Remove the partial file and the journal. Idempotent."""
-        for path in (self._part, self._journal):
-            with suppress(FileNotFoundError):
-                path.unlink()
-
-    def _line(self, content: Mapping[str, Any]) -> None:
-        if self._lines < 0:
-            raise ParamdError(f"{self.path}: the download has not begun")
-        os.write(self._lines, json.dumps(dict(content), separators=(",", ":")).encode() + b"\n")
-
-    def _rewrite(self, about: Mapping[str, Any]) -> None:
-        if self._lines < 0:
-            raise ParamdError(f"{self.path}: the download has not begun")
-        os.ftruncate(self._lines, 0)
-        os.lseek(self._lines, 0, os.SEEK_SET)
-        self._line(about)
 
 
 def _open_ours(path: Path) -> int:
@@ -258,24 +222,12 @@ def _open_ours(path: Path) -> int:
     return file
 
 
-def _contents(file: int) -> bytes:
-    """The whole file; leaves the position at its end, for appending."""
-    os.lseek(file, 0, os.SEEK_SET)
-    return b"".join(iter(lambda: os.read(file, 1 << 20), b""))
-
-
 def _umask() -> int:
     """The process's umask. Not os.umask, which would change it for other threads meanwhile."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("Umask:"):
             return int(line.split()[1], 8)
     return 0o077
-
-
-def _write_all(file: int, data: memoryview, at: int) -> None:
-    while data:
-        done = os.pwrite(file, data, at)
-        data, at = data[done:], at + done
 
 
 DOWNLOAD_LEASE_S: Final = 120.0
@@ -297,17 +249,30 @@ class Wanted:
     """Equal for equal requests."""
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class FileLayout:
-    """The file's layout at one step."""
+    """The file's layout at one state."""
 
     header: bytes
-    begins: dict[int, int] = field(default_factory=dict)
-    """First byte of each tensor, by index in the plan."""
-    ends: dict[int, int] = field(default_factory=dict)
-    order: list[int] = field(default_factory=list)
+    """While it is partial; names the state."""
+    final_header: bytes
+    """Equally long."""
+    order: Sequence[int]
     """Indexes in the plan, in file order."""
-    size_bytes: int = 0
+    ends: Sequence[int]
+    """One past the last byte of each of these tensors."""
+
+    @property
+    def size_bytes(self) -> int:
+        return self.ends[-1] if self.ends else len(self.header)
+
+    def whole(self, size_bytes: int) -> int:
+        """How many tensors a file of that length has whole."""
+        return bisect_right(self.ends, size_bytes)
+
+    def end_of(self, count: int) -> int:
+        """One past the last byte of the first `count` tensors."""
+        return self.ends[count - 1] if count else len(self.header)
 
 
 def file_layout(wanted: Wanted, pinned: Pinned) -> FileLayout:
@@ -324,25 +289,26 @@ def file_layout(wanted: Wanted, pinned: Pinned) -> FileLayout:
         "paramd_incarnation": str(pinned.incarnation),
         "paramd_step": str(pinned.step),
     }
-    found = FileLayout(header=encode_header(ordered, metadata))
-    at = len(found.header)
-    for spec in ordered:
-        found.begins[by_name[spec.name]] = at
-        found.order.append(by_name[spec.name])
-        at += spec.size_bytes
-        found.ends[by_name[spec.name]] = at
-    found.size_bytes = at
-    return found
+    header = encode_header(ordered, {**metadata, IDENTITY: identity(wanted.key, pinned)})
+    sizes = (spec.size_bytes for spec in ordered)
+    return FileLayout(
+        header=header,
+        final_header=encode_header(ordered, metadata, size_bytes=len(header)),
+        order=[by_name[spec.name] for spec in ordered],
+        ends=list(accumulate(sizes, initial=len(header)))[1:],
+    )
 
 
 def _dtype(tensor: ResultTensor, wanted: Wanted) -> str:
     return str(wanted.dtype).removeprefix("torch.") if wanted.dtype is not None else tensor.dtype
 
 
-def covered(ranges: Ranges, begin: int, end: int) -> bool:
-    """Whether ranges, which never cross tensors, cover [begin, end)."""
-    have = sum(stop - start for start, stop in ranges if begin <= start and stop <= end)
-    return have == end - begin
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor, which the caller keeps alive."""
+    size_bytes = tensor.numel() * tensor.element_size()
+    if not size_bytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * size_bytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def batches(plan: ReadPlan, missing: Sequence[int]) -> Iterator[list[int]]:
@@ -367,42 +333,50 @@ def request_key(
     return xxh3_128_hexdigest(told.encode())
 
 
-def told_of(pinned: Pinned) -> dict[str, Any]:
-    return {
+def identity(key: str, pinned: Pinned) -> str:
+    """What bytes are of: the request, and the snapshots of each rank."""
+    pins = [[pin.rank, pin.snapshot_id, pin.size_bytes] for pin in pinned.pins.values()]
+    told = {
+        "key": key,
         "incarnation": pinned.incarnation,
+        "history": pinned.history,
         "step": pinned.step,
         "edits": pinned.edits,
         "unsettled": pinned.unsettled,
-        "pins": [[pin.rank, pin.snapshot_id, pin.size_bytes] for pin in pinned.pins.values()],
+        "pins": pins,
     }
+    return json.dumps(told, separators=(",", ":"))
 
 
-def pinned_of(about: Mapping[str, Any]) -> Pinned | None:
+def pinned_of(header: bytes) -> Pinned | None:
+    """The snapshots that a partial file's header names; None without any."""
     try:
-        incarnation, step, edits = (
-            int(about["incarnation"]),
-            int(about["step"]),
-            int(about["edits"]),
+        told = json.loads(json.loads(header[8:])[METADATA_KEY][IDENTITY])
+        found = Pinned(
+            incarnation=int(told["incarnation"]),
+            step=int(told["step"]),
+            edits=int(told["edits"]),
+            unsettled=bool(told["unsettled"]),
+            history=int(told["history"]),
+            pins={},
         )
         pins = {
             int(rank): RankPin(
                 rank=int(rank),
                 snapshot_id=str(snapshot_id),
-                incarnation=incarnation,
-                step=step,
+                incarnation=found.incarnation,
+                step=found.step,
                 size_bytes=int(size_bytes),
                 lease_s=DOWNLOAD_LEASE_S,
-                edits=edits,
-                unsettled=bool(about.get("unsettled", False)),
+                edits=found.edits,
+                history=found.history,
+                unsettled=found.unsettled,
             )
-            for rank, snapshot_id, size_bytes in about["pins"]
+            for rank, snapshot_id, size_bytes in told["pins"]
         }
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         return None
-    if not pins:
-        return None
-    unsettled = any(pin.unsettled for pin in pins.values())
-    return Pinned(incarnation=incarnation, step=step, pins=pins, edits=edits, unsettled=unsettled)
+    return replace(found, pins=pins) if pins else None
 
 
 PATIENCE_S: Final = 60.0
@@ -469,6 +443,7 @@ class Download:
     def __init__(
         self,
         reach: SidecarFinder,
+        transfer: Transfer,
         file: PartialFile,
         *,
         replace: bool,
@@ -476,8 +451,9 @@ class Download:
         moved: Moved,
         said: Said,
     ) -> None:
-        self._transport = transport
         self._reach = reach
+        self._transfer = transfer
+        self._transport = transport
         self._file = file
         self._replace = replace
         self._moved = moved
@@ -502,7 +478,9 @@ class Download:
                         raise
                     self._said("the snapshot has expired; starting over")
                     continue
-                await asyncio.to_thread(self._file.publish, replace=self._replace)
+                await asyncio.to_thread(
+                    self._file.publish, layout.final_header, replace=self._replace
+                )
                 return Downloaded(
                     path=self._file.path,
                     job=self._reach.document.job,
@@ -519,18 +497,18 @@ class Download:
     async def _whole(
         self, content: Content, deadline_s: float
     ) -> tuple[Wanted, Pinned, FileLayout]:
-        async def attempt(sidecars: Sidecars) -> tuple[Wanted, Pinned, Ranges]:
+        async def attempt(sidecars: Sidecars) -> tuple[Wanted, Pinned]:
             wanted = await content.wanted(self._reach, sidecars)
-            pinned, ranges = await self._resumed(sidecars, wanted)
+            pinned = await self._resumed(sidecars, wanted)
             if pinned is None:
                 pinned = await self._pin(sidecars, wanted, deadline_s)
-            return wanted, pinned, ranges
+            return wanted, pinned
 
-        wanted, pinned, ranges = await self._reach.attempts(attempt, deadline_s)
+        wanted, pinned = await self._reach.attempts(attempt, deadline_s)
         layout = file_layout(wanted, pinned)
         keeping = asyncio.create_task(self._keep(pinned), name="paramd-download-leases")
         try:
-            await self._read(wanted, pinned, layout, ranges, deadline_s)
+            await self._read(wanted, pinned, layout, deadline_s)
         finally:
             keeping.cancel()
             await asyncio.wait({keeping})
@@ -540,29 +518,28 @@ class Download:
             sidecars.release(pin)
         return wanted, pinned, layout
 
-    async def _resumed(self, sidecars: Sidecars, wanted: Wanted) -> tuple[Pinned | None, Ranges]:
-        found = await asyncio.to_thread(self._file.found)
-        if found is None:
-            return None, {}
-        about, ranges = found
-        pinned = pinned_of(about)
-        if pinned is None or about.get("key") != wanted.key:
+    async def _resumed(self, sidecars: Sidecars, wanted: Wanted) -> Pinned | None:
+        header = await asyncio.to_thread(self._file.header)
+        if not header:
+            return None
+        pinned = pinned_of(header)
+        layout = file_layout(wanted, pinned) if pinned is not None else None
+        if pinned is None or layout is None or layout.header != header:
             self._said("the partial file is of another download; starting over")
-            return None, {}
+            return None
         try:
             await _renewed(sidecars, pinned)
         except (NotFoundError, ConflictError, UnreachableError):
             self._said(f"the snapshot of step {pinned.step} has expired; starting over")
-            return None, {}
-        layout = file_layout(wanted, pinned)
-        good = await asyncio.to_thread(self._file.checked, ranges, layout.size_bytes)
-        await asyncio.to_thread(self._file.go_on, about, good)
-        self._resumed_bytes = sum(end - begin for begin, end in good)
+            return None
+        # Of a tensor that was cut off, nothing is kept: its pieces come from several ranks.
+        self._resumed_bytes = layout.end_of(layout.whole(self._file.size_bytes))
+        await asyncio.to_thread(self._file.go_on, self._resumed_bytes)
         self._said(
             f"resuming at step {pinned.step}: {self._resumed_bytes:,} of "
             f"{layout.size_bytes:,} bytes are already here"
         )
-        return pinned, good
+        return pinned
 
     async def _pin(self, sidecars: Sidecars, wanted: Wanted, deadline_s: float) -> Pinned:
         chosen = wanted.chosen
@@ -575,9 +552,8 @@ class Download:
             with_buffers=chosen.at_boundary,
         )
         await _renewed(sidecars, pinned)
-        about = {"key": wanted.key, **told_of(pinned)}
         layout = file_layout(wanted, pinned)
-        await asyncio.to_thread(self._file.begin, about, layout.size_bytes)
+        await asyncio.to_thread(self._file.begin, layout.header, layout.size_bytes)
         self._resumed_bytes = 0
         return pinned
 
@@ -592,43 +568,31 @@ class Download:
                 )
 
     async def _read(
-        self,
-        wanted: Wanted,
-        pinned: Pinned,
-        layout: FileLayout,
-        ranges: Ranges,
-        deadline_s: float,
+        self, wanted: Wanted, pinned: Pinned, layout: FileLayout, deadline_s: float
     ) -> None:
-        done_bytes = sum(end - begin for begin, end in ranges)
-        self._moved(done_bytes, layout.size_bytes)
-        if not covered(ranges, 0, len(layout.header)):
-            await asyncio.to_thread(self._file.write, 0, memoryview(layout.header))
-            done_bytes += len(layout.header)
+        self._moved(self._file.size_bytes, layout.size_bytes)
         plan = wanted.chosen.plan
-        missing = [
-            index
-            for index in layout.order
-            if not covered(ranges, layout.begins[index], layout.ends[index])
-        ]
-        for batch in batches(plan, missing):
-            parts = await self._patiently(plan, batch, pinned, deadline_s)
+        for batch in batches(plan, layout.order[layout.whole(self._file.size_bytes) :]):
+            found = await self._patiently(wanted, batch, pinned, deadline_s)
             for index in batch:
-                data = await asyncio.to_thread(
-                    in_file, plan.tensors[index], parts[index], wanted.dtype
-                )
-                begin = layout.begins[index]
-                await asyncio.to_thread(self._file.write, begin, memoryview(data))
-                done_bytes += len(data)
-            self._moved(min(done_bytes, layout.size_bytes), layout.size_bytes)
+                tensor = found[wanted.chosen.names[index][0]]
+                await asyncio.to_thread(self._file.append, memory_of(tensor))
+            self._moved(self._file.size_bytes, layout.size_bytes)
 
     async def _patiently(
-        self, plan: ReadPlan, batch: Sequence[int], pinned: Pinned, deadline_s: float
-    ) -> dict[int, bytearray]:
+        self, wanted: Wanted, batch: Sequence[int], pinned: Pinned, deadline_s: float
+    ) -> dict[str, torch.Tensor]:
         began_s = time.monotonic()
         while True:
             try:
-                return await read_batch(
-                    await self._reach.sidecars(), plan, batch, pinned, deadline_s, self._transport
+                return await self._transfer.tensors(
+                    await self._reach.sidecars(),
+                    wanted.chosen,
+                    batch,
+                    pinned,
+                    dtype=wanted.dtype,
+                    transport=self._transport,
+                    deadline_s=deadline_s,
                 )
             except UnreachableError as error:
                 now_s = time.monotonic()

@@ -1,17 +1,18 @@
 """Pins for exports, and export plans as messages; optimizer state by parameter.
 
-With the optimizer, the table of each rank's optimizer is pinned with its parameters, at one state
-that the sidecars mirror, or at one agreed boundary where the trainers do. The tables tell which
-state exists; it is then pinned from the mirrors, at the same step.
+With the optimizer, each rank's parameters, the kinds of its optimizer's state and the table of that
+are pinned at one state. Which kinds there are a table tells, so one is pinned before; should the
+one beside the state tell otherwise, it is done again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from paramd.errors import AbortedError, ConflictError, DataLossError, DeadlineError, UsageError
@@ -23,6 +24,7 @@ from paramd.layout.types import Layout
 from paramd.memory.moments_table import parse_table
 from paramd.mesh.peers.sidecars import Captured, PinKind, Pinned, RankPin, Sidecars, Spans
 from paramd.mesh.reading.pin import Pinner
+from paramd.state import StateName
 from paramd.v1 import export_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import LEASE_S
@@ -36,20 +38,19 @@ _AGAIN_S = 0.1
 def encode_plan(
     plan: ExportPlan,
     *,
-    incarnation: int,
+    state: StateName,
     layout_digest: str,
-    step: int,
-    edits: int,
     pins: Iterable[export_pb2.ExportPin],
     unsettled: bool = False,
 ) -> export_pb2.ExportPlan:
     """The message for a plan whose sources are pinned."""
     settings = plan.settings
     return export_pb2.ExportPlan(
-        incarnation=incarnation,
+        incarnation=state.incarnation,
+        history=state.history,
         layout_digest=layout_digest,
-        step=step,
-        edits=edits,
+        step=state.step,
+        edits=state.edits,
         format=export_pb2.ExportFormat.ValueType(FORMATS[settings.format].number),
         max_shard_bytes=settings.max_shard_bytes,
         dtype=settings.dtype if settings.dtype is not None else "",
@@ -61,7 +62,6 @@ def encode_plan(
             export_pb2.ExportNameRule(source=rule.source, target=rule.target)
             for rule in settings.names.rules
         ],
-        writers=settings.writers,
         digest=plan.digest,
         pins=pins,
         unsettled=unsettled,
@@ -86,7 +86,6 @@ def decode_settings(message: export_pb2.ExportPlan) -> ExportSettings:
         buffers=message.buffers,
         keep_tied=message.keep_tied,
         names=NameMap(rules),
-        writers=tuple(message.writers),
     )
 
 
@@ -112,19 +111,21 @@ class PinnedExport:
     """A plan and its snapshots, all at one state. The caller releases them."""
 
     plan: ExportPlan
-    incarnation: int
-    step: int
-    edits: int
+    state: StateName
     pins: tuple[export_pb2.ExportPin, ...]
     unsettled: bool = False
     """Training has not continued since update `step`."""
 
 
 class _Beside:
-    """A PinTransport that also pins optimizer tables: rank -1 - r means the table of rank r."""
+    """A PinTransport that also pins optimizer state: number -1 - n means the nth of `states`."""
 
-    def __init__(self, sidecars: Sidecars, *, with_buffers: bool) -> None:
+    def __init__(
+        self, sidecars: Sidecars, states: Sequence[tuple[int, str]], *, with_buffers: bool
+    ) -> None:
+        """`states`: ranks and state keys; an empty key stands for the table."""
         self._sidecars = sidecars
+        self._states = states
         self._with_buffers = with_buffers
 
     async def pin(
@@ -133,17 +134,35 @@ class _Beside:
         if rank >= 0:
             kind = replace(how, with_buffers=how.at_boundary and self._with_buffers)
             return await self._sidecars.pin(rank, spans, kind, timeout_s)
-        request = pb.PinSnapshotRequest(source=pb.SOURCE_MOMENTS, at_boundary=how.at_boundary)
-        return await pin_moments(self._sidecars, -1 - rank, request, timeout_s, number=rank)
+        holder, key = self._states[-1 - rank]
+        document = self._sidecars.document
+        request = pb.PinSnapshotRequest(
+            incarnation=document.incarnation,
+            layout_digest=document.layout_digest,
+            source=pb.SOURCE_MOMENTS,
+            state_key=key,
+            spans=[pb.Span(begin=begin, end=end) for begin, end in spans],
+            lease_ms=int(1000 * LEASE_S),
+            at_boundary=how.at_boundary,
+        )
+        return RankPin.of(rank, await self._sidecars.pin_step(holder, request, timeout_s))
 
     async def schedule(self, pins: Sequence[RankPin], timeout_s: float) -> Captured:
-        return await self._sidecars.schedule([_real(pin) for pin in pins], timeout_s)
+        return await self._sidecars.schedule([self.real(pin) for pin in pins], timeout_s)
 
     async def renew(self, pin: RankPin) -> float:
-        return await self._sidecars.renew(_real(pin))
+        return await self._sidecars.renew(self.real(pin))
 
     def release(self, pin: RankPin) -> None:
-        self._sidecars.release(_real(pin))
+        self._sidecars.release(self.real(pin))
+
+    def real(self, pin: RankPin) -> RankPin:
+        """The pin under its rank."""
+        return pin if pin.rank >= 0 else replace(pin, rank=self._states[-1 - pin.rank][0])
+
+
+Wanted = Callable[[OptimizerTable], Mapping[str, Spans]]
+"""Of what a table tells, the spans of each kind of state to be pinned, by rank."""
 
 
 async def pin_with_optimizer(
@@ -160,46 +179,64 @@ async def pin_with_optimizer(
         ConflictError: a rank could not provide its optimizer's state, or ranks disagree.
         ParamdError: as `Pinner.pin`.
     """
-    held = await pin_tables(
+
+    def wanted(table: OptimizerTable) -> Mapping[str, Spans]:
+        whole = plan_export(plan.layout, plan.settings, table)
+        assert whole.sources[""].spans == plan.sources[""].spans
+        return {key: source.spans for key, source in whole.sources.items() if key}
+
+    held = await pin_states(
         sidecars,
         plan.layout,
         plan.sources[""].spans,
+        wanted,
         deadline_s=deadline_s,
         with_buffers=plan.at_boundary,
     )
     try:
         whole = await asyncio.to_thread(plan_export, plan.layout, plan.settings, held.table)
-        assert whole.sources[""].spans == plan.sources[""].spans
-        wanted = {key: source.spans for key, source in whole.sources.items() if key}
-        states = await held.pin_states(wanted, deadline_s)
     except BaseException:
         held.release()
         raise
-    finally:
-        # Read by now; only parameters and state stay pinned for the export.
-        held.release_tables()
     named = [_named(pin, "") for pin in held.pinned.pins.values()]
-    named += [_named(pin, key) for key, pins in states.items() for pin in pins.values()]
+    named += [_named(pin, key) for key, pins in held.states.items() for pin in pins.values()]
     pinned = held.pinned
     return PinnedExport(
         whole,
-        pinned.incarnation,
-        pinned.step,
-        pinned.edits,
+        pinned.state,
         tuple(named),
         unsettled=pinned.unsettled,
     )
 
 
-async def pin_tables(
+@dataclass(frozen=True, slots=True)
+class HeldState:
+    """Parameters and optimizer state, pinned at one state."""
+
+    sidecars: Sidecars
+    pinned: Pinned
+    """The parameters."""
+    states: Mapping[str, Mapping[int, RankPin]]
+    """By state key and rank, laid out as parameters with the same spans."""
+    table: OptimizerTable
+
+    def release(self) -> None:
+        """Release everything."""
+        for pins in (self.pinned.pins, *self.states.values()):
+            for pin in pins.values():
+                self.sidecars.release(pin)
+
+
+async def pin_states(
     sidecars: Sidecars,
     layout: Layout,
     spans: Spans,
+    wanted: Wanted,
     *,
     deadline_s: float,
     with_buffers: bool,
 ) -> HeldState:
-    """Pin spans of the ranks' parameters, and the tables of their optimizers, at one state.
+    """Pin spans of the ranks' parameters, and of their optimizers' state, at one state.
 
     Args:
         layout: what the table is to be about; other tensors are not.
@@ -209,28 +246,65 @@ async def pin_tables(
         ConflictError: a rank could not provide its optimizer's state, or ranks disagree.
         ParamdError: as `Pinner.pin`.
     """
-    transport = _Beside(sidecars, with_buffers=with_buffers)
     live = await _are_live(sidecars, spans, deadline_s)
-    both = {**spans, **{-1 - rank: () for rank in spans}}
+    pin = partial(_pinned, sidecars, layout, deadline_s=deadline_s)
+    first = await pin(dict.fromkeys(spans, ()), {}, live=live, with_buffers=False)
+    first.release()
+    expected = await asyncio.to_thread(wanted, first.table)
+    while True:
+        held = await pin(spans, expected, live=live, with_buffers=with_buffers)
+        try:
+            found = await asyncio.to_thread(wanted, held.table)
+        except BaseException:
+            held.release()
+            raise
+        if found == expected:
+            return held
+        # State appeared or went in between: the first update was made, say.
+        held.release()
+        if time.monotonic() > deadline_s:
+            raise DeadlineError("the optimizer's state kept changing its kinds; try again")
+        expected = found
+
+
+async def _pinned(
+    sidecars: Sidecars,
+    layout: Layout,
+    spans: Spans,
+    wanted: Mapping[str, Spans],
+    *,
+    deadline_s: float,
+    live: bool,
+    with_buffers: bool,
+) -> HeldState:
+    """Pin parameters, tables and the wanted state, and read the tables."""
+    places = [(rank, "") for rank in spans]
+    places += [(rank, key) for key, of in wanted.items() for rank in of]
+    transport = _Beside(sidecars, places, with_buffers=with_buffers)
+    asked = dict(spans)
+    for number, (rank, key) in enumerate(places):
+        asked[-1 - number] = wanted[key][rank] if key else ()
     pinner = Pinner(transport)
     if live and not with_buffers:
-        pinned = await _soon_or_now(pinner, both, deadline_s)
+        pinned = await _soon_or_now(pinner, asked, deadline_s)
     else:
-        pinned = await pinner.pin(both, deadline_s=deadline_s, with_buffers=True)
-    params = {rank: pin for rank, pin in pinned.pins.items() if rank >= 0}
-    held = HeldState(
-        sidecars,
-        replace(pinned, pins=params),
-        [pin for rank, pin in pinned.pins.items() if rank < 0],
-        OptimizerTable({}, {}, ()),
-    )
+        pinned = await pinner.pin(asked, deadline_s=deadline_s, with_buffers=True)
+    params = {number: pin for number, pin in pinned.pins.items() if number >= 0}
+    states: dict[str, dict[int, RankPin]] = {key: {} for key in wanted}
+    tables: dict[int, RankPin] = {}
+    for number, (rank, key) in enumerate(places):
+        pin = transport.real(pinned.pins[-1 - number])
+        (states[key] if key else tables)[rank] = pin
+    held = HeldState(sidecars, replace(pinned, pins=params), states, OptimizerTable({}, {}, ()))
     try:
-        found = await _tables(sidecars, pinned, deadline_s)
+        found = await _tables(sidecars, tables.values(), deadline_s)
         table = await asyncio.to_thread(optimizer_table, layout, found)
     except BaseException:
         held.release()
-        held.release_tables()
         raise
+    finally:
+        for one in tables.values():
+            sidecars.release(one)
     return replace(held, table=table)
 
 
@@ -245,7 +319,6 @@ async def _soon_or_now(pinner: Pinner, spans: Spans, deadline_s: float) -> Pinne
             missed = error
         if time.monotonic() > deadline_s:
             raise missed
-        # The boundary's own mirrors may not be released yet, which a rank calls a conflict.
         until_s = min(deadline_s, time.monotonic() + FIRST_PATIENCE_S)
         while True:
             try:
@@ -269,63 +342,6 @@ async def _are_live(sidecars: Sidecars, ranks: Iterable[int], deadline_s: float)
     return all(one.state.optimizer_live for one in states)
 
 
-@dataclass(frozen=True, slots=True)
-class HeldState:
-    """Parameters pinned at one state, and mirrors of the optimizer's from which to pin."""
-
-    sidecars: Sidecars
-    pinned: Pinned
-    """The parameters."""
-    tables: Sequence[RankPin]
-    table: OptimizerTable
-
-    async def pin_states(
-        self,
-        wanted: Mapping[str, Spans],
-        deadline_s: float,
-    ) -> dict[str, dict[int, RankPin]]:
-        """Pin spans of the state of each key on each rank, or none; the caller releases them.
-
-        Bytes are laid out as those of parameters with the same spans, and can be had once.
-        """
-        step = self.pinned.step
-
-        async def one(rank: int, key: str, spans: Sequence[tuple[int, int]]) -> RankPin:
-            request = pb.PinSnapshotRequest(
-                source=pb.SOURCE_MOMENTS,
-                state_key=key,
-                at_step=step,
-                spans=[pb.Span(begin=begin, end=end) for begin, end in spans],
-            )
-            left_s = deadline_s - time.monotonic()
-            return await pin_moments(self.sidecars, rank, request, left_s, number=rank)
-
-        asked = [(key, rank, spans) for key, of in wanted.items() for rank, spans in of.items()]
-        found = await asyncio.gather(
-            *(one(rank, key, spans) for key, rank, spans in asked), return_exceptions=True
-        )
-        failed = next((error for error in found if isinstance(error, BaseException)), None)
-        pins: dict[str, dict[int, RankPin]] = {key: {} for key in wanted}
-        for (key, rank, _), pin in zip(asked, found, strict=True):
-            if isinstance(pin, RankPin):
-                pins[key][rank] = pin
-        if failed is not None:
-            for pin in (pin for of in pins.values() for pin in of.values()):
-                self.sidecars.release(pin)
-            raise failed
-        return pins
-
-    def release(self) -> None:
-        """Release the parameters."""
-        for pin in self.pinned.pins.values():
-            self.sidecars.release(pin)
-
-    def release_tables(self) -> None:
-        """Release the mirrors; what is pinned from them stays."""
-        for pin in self.tables:
-            self.sidecars.release(_real(pin))
-
-
 async def pin_parameters(pinner: Pinner, plan: ExportPlan, *, deadline_s: float) -> PinnedExport:
     """Pin what a plan without the optimizer reads. Raises as `Pinner.pin`."""
     spans = plan.sources[""].spans
@@ -333,33 +349,15 @@ async def pin_parameters(pinner: Pinner, plan: ExportPlan, *, deadline_s: float)
         spans if spans else {0: ()}, deadline_s=deadline_s, with_buffers=plan.at_boundary
     )
     pins = tuple(_named(pin, "") for pin in pinned.pins.values())
-    return PinnedExport(
-        plan, pinned.incarnation, pinned.step, pinned.edits, pins, unsettled=pinned.unsettled
-    )
-
-
-async def pin_moments(
-    sidecars: Sidecars,
-    rank: int,
-    request: pb.PinSnapshotRequest,
-    timeout_s: float,
-    *,
-    number: int,
-) -> RankPin:
-    """Pin a rank's optimizer state or table; the pin's `rank` is `number`."""
-    request.incarnation = sidecars.document.incarnation
-    request.layout_digest = sidecars.document.layout_digest
-    request.lease_ms = int(1000 * LEASE_S)
-    found = await sidecars.pin_step(rank, request, timeout_s)
-    return RankPin.of(number, found)
+    return PinnedExport(plan, pinned.state, pins, unsettled=pinned.unsettled)
 
 
 async def _tables(
-    sidecars: Sidecars, pinned: Pinned, deadline_s: float
+    sidecars: Sidecars, pins: Collection[RankPin], deadline_s: float
 ) -> dict[int, dict[str, Any]]:
     async def one(pin: RankPin) -> dict[str, Any]:
         data = bytearray()
-        source = sidecars.source(_real(pin))
+        source = sidecars.source(pin)
         chunks: Any = source.chunks(0, deadline_s - time.monotonic())
         async with aclosing(chunks):
             async for chunk in chunks:
@@ -370,13 +368,8 @@ async def _tables(
             raise DataLossError(f"{source.who}: got {len(data)} of {pin.size_bytes} bytes")
         return parse_table(bytes(data))
 
-    pins = [pin for rank, pin in pinned.pins.items() if rank < 0]
-    found = await asyncio.gather(*(one(pin) for pin in pins))
-    return {-1 - pin.rank: table for pin, table in zip(pins, found, strict=True)}
-
-
-def _real(pin: RankPin) -> RankPin:
-    return pin if pin.rank >= 0 else replace(pin, rank=-1 - pin.rank)
+    found = await asyncio.gather(*map(one, pins))
+    return {pin.rank: table for pin, table in zip(pins, found, strict=True)}
 
 
 def _named(pin: RankPin, state_key: str) -> export_pb2.ExportPin:

@@ -1,11 +1,10 @@
-"""Tensors as bytes: read from pinned snapshots for a download, or from an export to restore."""
+"""Tensors of a finished export, to restore: read through the control plane, and verified."""
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, urlencode
 
@@ -13,93 +12,11 @@ from xxhash import xxh3_128_hexdigest
 
 from paramd.errors import DataLossError, NotFoundError, ParamdError, UsageError
 from paramd.layout.exports.safetensors import MODEL_FILES, SAFETENSORS, SUFFIX
-from paramd.layout.plan import Landing, RankRead, ReadPlan, ResultTensor
-from paramd.layout.types import Box, Layout, TensorKind
+from paramd.layout.types import Layout, TensorKind
 from paramd.mesh.peers.control import RestClient
-from paramd.mesh.peers.sidecars import Pinned, Sidecars
-from paramd.mesh.reading.stream import Transport, read_bytes
-from paramd.mesh.reading.transfer import all_ended
 
 if TYPE_CHECKING:
     import torch
-
-GAP_BYTES: Final = 256 << 10
-"""Longest gap that is read along rather than skipped."""
-
-
-async def read_batch(
-    sidecars: Sidecars,
-    plan: ReadPlan,
-    batch: Sequence[int],
-    pinned: Pinned,
-    deadline_s: float,
-    transport: Transport = "auto",
-) -> dict[int, bytearray]:
-    """The row-major bytes of some tensors, read from all ranks concurrently."""
-    found = {index: bytearray(plan.tensors[index].size_bytes) for index in batch}
-    wanted = set(batch)
-
-    async def one_rank(read: RankRead) -> None:
-        landings = [one for one in read.landings if one.tensor in wanted]
-        for run in _runs(landings):
-            begin, end = run[0].begin_bytes, max(one.end_bytes for one in run)
-            data = await read_bytes(sidecars, pinned, read.rank, begin, end, deadline_s, transport)
-            for one in run:
-                part = memoryview(data)[one.begin_bytes - begin : one.end_bytes - begin]
-                await asyncio.to_thread(
-                    _place, part, one, plan.tensors[one.tensor], found[one.tensor]
-                )
-
-    await all_ended([one_rank(read) for read in plan.ranks])
-    return found
-
-
-def _runs(landings: Sequence[Landing]) -> Iterator[list[Landing]]:
-    """Groups of landings that are close together in the snapshot; each is one read."""
-    run: list[Landing] = []
-    end = 0
-    for one in sorted(landings, key=lambda landing: landing.begin_bytes):
-        if run and one.begin_bytes > end + GAP_BYTES:
-            yield run
-            run = []
-        end = max(end, one.end_bytes) if run else one.end_bytes
-        run.append(one)
-    if run:
-        yield run
-
-
-def _place(data: memoryview, landing: Landing, tensor: ResultTensor, result: bytearray) -> None:
-    """Copy a piece to its place in the tensor."""
-    if landing.target_begin_bytes is not None:
-        begin = landing.target_begin_bytes
-        result[begin : begin + landing.size_bytes] = data
-        return
-    import torch
-
-    from paramd.mesh.reading.assemble import torch_dtype
-
-    assert isinstance(landing.target, Box), "an interval is always direct"
-    dtype = torch_dtype(tensor.dtype)
-    source = torch.frombuffer(data, dtype=dtype).as_strided(landing.sizes, landing.strides)
-    target = torch.frombuffer(result, dtype=dtype).view(tensor.shape)
-    box = landing.target
-    target[tuple(slice(b, e) for b, e in zip(box.begin, box.end, strict=True))] = source
-
-
-def in_file(tensor: ResultTensor, data: bytearray, dtype: torch.dtype | None) -> bytearray:
-    """The bytes of a tensor, cast to `dtype`; None keeps its own."""
-    if dtype is None or not data:
-        return data
-    import torch
-
-    from paramd.mesh.reading.assemble import torch_dtype
-
-    cast = torch.frombuffer(data, dtype=torch_dtype(tensor.dtype)).to(dtype)
-    size_bytes = cast.numel() * cast.element_size()
-    out = bytearray(size_bytes)
-    ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(out)), cast.data_ptr(), size_bytes)
-    return out
-
 
 MANIFEST: Final = "paramd-export.json"
 

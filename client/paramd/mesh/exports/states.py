@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from paramd.errors import UsageError
 from paramd.layout.exports.optimizer import OptimizerTable
 from paramd.layout.types import Layout
-from paramd.mesh.exports.pins import HeldState, pin_tables
-from paramd.mesh.peers.sidecars import Pinned, Sidecars
+from paramd.mesh.exports.pins import HeldState, pin_states
+from paramd.mesh.peers.sidecars import Pinned, Sidecars, Spans
 from paramd.mesh.reading.stream import Transport
 from paramd.mesh.reading.transfer import Chosen, Transfer
 from paramd.mesh.results import OptimizerState
@@ -53,18 +53,24 @@ async def read_states(
     spans = {one.rank: one.spans for one in plan.ranks}
     if not spans:
         raise UsageError("nothing that matches has elements, and so no optimizer state")
-    held = await pin_tables(
+
+    def wanted(table: OptimizerTable) -> Mapping[str, Spans]:
+        plans = {key: _plan_of(read.chosen, table, key).plan for key in table.keys}
+        found = {key: {one.rank: one.spans for one in of.ranks} for key, of in plans.items()}
+        return {key: ranks for key, ranks in found.items() if ranks}
+
+    held = await pin_states(
         read.sidecars,
         layout,
-        # Without targets only the tables are wanted.
+        # Without targets only the state is wanted.
         spans if targets is not None else dict.fromkeys(spans, ()),
+        wanted,
         deadline_s=read.deadline_s,
         with_buffers=read.chosen.at_boundary,
     )
     try:
         return held.pinned, await _read(read, transfer, held, targets, began_s)
     finally:
-        held.release_tables()
         held.release()
 
 
@@ -75,44 +81,26 @@ async def _read(
     targets: Targets | None,
     began_s: float,
 ) -> OptimizerState:
-    plans = {key: _plan_of(read.chosen, held.table, key) for key in held.table.keys}
-    states = await held.pin_states(
-        {
-            key: {one.rank: one.spans for one in chosen.plan.ranks}
-            for key, chosen in plans.items()
-            if chosen.plan.ranks
-        },
-        read.deadline_s,
-    )
     read_bytes = 0
-    try:
-        if targets is not None:
-            await transfer.read(
-                read.sidecars,
-                read.chosen.plan,
-                held.pinned,
-                targets,
-                read.transport,
-                read.deadline_s,
-            )
-        found: dict[str, dict[str, torch.Tensor | float]] = {
-            name: {scalar.key: scalar.value for scalar in held.table.scalars.get(tensor.fqn, ())}
-            for tensor, names in zip(read.chosen.plan.tensors, read.chosen.names, strict=True)
-            for name in names
-        }
-        for key, chosen in plans.items():
-            into = transfer.targets(chosen, dtype=None, device=read.device, into=None)
-            pinned = replace(held.pinned, pins=states.get(key, {}))
-            await transfer.read(
-                read.sidecars, chosen.plan, pinned, into, read.transport, read.deadline_s
-            )
-            read_bytes += chosen.plan.size_bytes
-            for name, tensor in into.results().items():
-                found[name][key] = tensor
-    finally:
-        for pins in states.values():
-            for pin in pins.values():
-                read.sidecars.release(pin)
+    if targets is not None:
+        await transfer.read(
+            read.sidecars, read.chosen.plan, held.pinned, targets, read.transport, read.deadline_s
+        )
+    found: dict[str, dict[str, torch.Tensor | float]] = {
+        name: {scalar.key: scalar.value for scalar in held.table.scalars.get(tensor.fqn, ())}
+        for tensor, names in zip(read.chosen.plan.tensors, read.chosen.names, strict=True)
+        for name in names
+    }
+    for key in held.table.keys:
+        chosen = _plan_of(read.chosen, held.table, key)
+        into = transfer.targets(chosen, dtype=None, device=read.device, into=None)
+        pinned = replace(held.pinned, pins=held.states.get(key, {}))
+        await transfer.read(
+            read.sidecars, chosen.plan, pinned, into, read.transport, read.deadline_s
+        )
+        read_bytes += chosen.plan.size_bytes
+        for name, tensor in into.results().items():
+            found[name][key] = tensor
     return OptimizerState(
         found,
         groups=held.table.groups,

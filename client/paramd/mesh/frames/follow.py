@@ -30,7 +30,7 @@ from paramd.mesh.frames.stepping import (
 )
 from paramd.mesh.peers.sidecars import Pinned, Sidecars
 from paramd.mesh.reading.stream import Transport, memory_at
-from paramd.mesh.reading.transfer import Transfer
+from paramd.mesh.reading.transfer import Chosen, Transfer
 from paramd.state import At, StateName
 from paramd.v1 import sidecar_pb2 as pb
 
@@ -247,18 +247,15 @@ class FollowSteps:
     async def _read_tensors(
         self, sidecars: Sidecars, pinned: Pinned, numbers: Sequence[int], deadline_s: float
     ) -> dict[str, torch.Tensor]:
-        """The tensors with these indexes, by name; tied names share one object."""
-        from paramd.mesh.reading.assemble import Targets
-
-        if not numbers:
-            return {}
-        plan, names, read = self._plan, self._names, self._transfer.read
-        if len(numbers) < len(plan.tensors):
-            plan, names = plan.only(numbers), [names[number] for number in numbers]
-            read = self._transfer.read_parts
-        targets = Targets(plan, names, dtype=self._wanted.dtype, device=None, into=None)
-        await read(sidecars, plan, pinned, targets, self._wanted.transport, deadline_s)
-        return targets.results()
+        return await self._transfer.tensors(
+            sidecars,
+            Chosen(names=self._names, plan=self._plan, at_boundary=False),
+            numbers,
+            pinned,
+            dtype=self._wanted.dtype,
+            transport=self._wanted.transport,
+            deadline_s=deadline_s,
+        )
 
 
 async def open_following(

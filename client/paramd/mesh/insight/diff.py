@@ -19,7 +19,7 @@ from paramd.mesh.insight.states import (
     stored_state,
 )
 from paramd.mesh.peers.discovery import SidecarFinder
-from paramd.mesh.reading.transfer import all_ended
+from paramd.mesh.reading.transfer import Transfer, all_ended
 from paramd.state import At
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ Source = Any
 
 async def compute_diff(
     reach: SidecarFinder,
+    transfer: Transfer,
     a: Source,
     b: Source,
     patterns: Sequence[str],
@@ -53,13 +54,17 @@ async def compute_diff(
             return HeldTensors(matching(source, patterns), label)
         other = reach_of(source)
         if other is not None:
-            return await stack.enter_async_context(live_state(other, patterns, "now", deadline_s))
+            return await stack.enter_async_context(
+                live_state(other, transfer, patterns, "now", deadline_s)
+            )
         if is_ahead(source):
             # Looked up as late as possible: what is open before takes steps, too.
             first = await next_step(reach, deadline_s)
             source = At(first.history, first.step + int(source))
         if isinstance(source, int | At) or source == "now" or is_mark(source):
-            return await stack.enter_async_context(live_state(reach, patterns, source, deadline_s))
+            return await stack.enter_async_context(
+                live_state(reach, transfer, patterns, source, deadline_s)
+            )
         return await asyncio.to_thread(stored_state, Path(source), patterns)
 
     async with AsyncExitStack() as stack:

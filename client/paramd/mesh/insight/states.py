@@ -24,12 +24,12 @@ from paramd.errors import (
     UsageError,
 )
 from paramd.layout.plan import ReadPlan
-from paramd.mesh.exports.restoring import MANIFEST, read_batch
+from paramd.mesh.exports.restoring import MANIFEST
 from paramd.mesh.frames.stepping import CAPTURE_LEASE_S, TrainingEndedError, hold_step
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.sidecars import Pinned, Sidecars
 from paramd.mesh.reading.pin import choose, pinned
-from paramd.mesh.reading.transfer import Chosen
+from paramd.mesh.reading.transfer import Chosen, Transfer
 from paramd.mesh.results import STATE_TIMEOUT_S
 from paramd.state import At
 from paramd.v1 import common_pb2
@@ -91,6 +91,7 @@ class LiveState:
     """A job's tensors while they are pinned at one step."""
 
     sidecars: Sidecars
+    transfer: Transfer
     chosen: Chosen
     pinned: Pinned
     deadline_s: float
@@ -101,18 +102,17 @@ class LiveState:
         return [tensor.name for tensor in self.chosen.plan.tensors]
 
     async def read(self, name: str) -> torch.Tensor:
-        import torch
-
-        from paramd.mesh.reading.assemble import torch_dtype
-
-        plan = self.chosen.plan
         index = self.names.index(name)
-        tensor = plan.tensors[index]
-        found = await read_batch(self.sidecars, plan, [index], self.pinned, self.deadline_s)
-        dtype = torch_dtype(tensor.dtype)
-        if not found[index]:
-            return torch.empty(tensor.shape, dtype=dtype)
-        return torch.frombuffer(found[index], dtype=dtype).view(tensor.shape)
+        found = await self.transfer.tensors(
+            self.sidecars,
+            self.chosen,
+            [index],
+            self.pinned,
+            dtype=None,
+            transport="auto",
+            deadline_s=self.deadline_s,
+        )
+        return next(iter(found.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,11 @@ class StoredState:
 
 @asynccontextmanager
 async def live_state(
-    reach: SidecarFinder, patterns: Sequence[str], at: str | int | At, deadline_s: float
+    reach: SidecarFinder,
+    transfer: Transfer,
+    patterns: Sequence[str],
+    at: str | int | At,
+    deadline_s: float,
 ) -> AsyncIterator[LiveState]:
     """A job's tensors, pinned now, at a step to come (a number is of the present history), or as a
     mark ("mark:NAME") has them.
@@ -165,7 +169,7 @@ async def live_state(
                     pinned(reach, sidecars, chosen, deadline_s, mark=mark)
                 )
             label = f"mark {mark}, " * bool(mark) + f"step {pins.step} of {job}"
-            return LiveState(sidecars, chosen, pins, deadline_s, label)
+            return LiveState(sidecars, transfer, chosen, pins, deadline_s, label)
 
         yield await reach.attempts(attempt, deadline_s)
 

@@ -26,7 +26,7 @@ from paramd.errors import (
 from paramd.mesh.peers import tunnels
 from paramd.mesh.peers.grpc import Asked, RankUnreachableError, check_way
 from paramd.mesh.peers.trust import client_tls
-from paramd.security.tls import ClientTls, Pems, https_context, if_moved, not_accepted
+from paramd.security.tls import IF_MOVED, ClientTls, Pems, https_context, not_accepted
 
 REST_TIMEOUT_S = 5.0
 """Default timeout of one REST request."""
@@ -302,7 +302,7 @@ class RestClient:
         return answer
 
     def _if_moved(self) -> str:
-        return if_moved(self.url) if self._find is None else ""
+        return IF_MOVED if self._find is None else ""
 
     async def _sent(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float

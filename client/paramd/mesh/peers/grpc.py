@@ -517,9 +517,8 @@ def why_not_trusted(error: grpc.aio.AioRpcError) -> str:
     cure = "it is of another CA, or for another name, than is expected here (PARAMD_TLS_CA)"
     if "expired" in why or "not yet valid" in why:
         cure = (
-            "if no host's clock is wrong, it was not renewed. One of the operator's needs new "
-            "files (PARAMD_TLS_CERT); one of the job's own (mtls://) found no control plane that "
-            "renews it: attach again"
+            "if no host's clock is wrong, it has come to its end. One of the operator's needs new "
+            "files (PARAMD_TLS_CERT); one of the job's own (mtls://) lasts a year: attach again"
         )
     return f"has a certificate that cannot be trusted: {why}; {cure}"
 

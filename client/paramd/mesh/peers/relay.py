@@ -15,7 +15,7 @@ import asyncio
 import shutil
 import socket
 import tempfile
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -205,12 +205,3 @@ async def _both(*directions: Coroutine[Any, Any, None]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-
-
-def unreachable_here(document: JobDocument) -> Mapping[int, str]:
-    """The ranks whose bytes come over the control plane, and their own addresses."""
-    return {
-        rank: behind(peer.address)
-        for rank, peer in document.peers.items()
-        if is_relayed(peer.address)
-    }

@@ -20,18 +20,25 @@ import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar, get_args
 
-from paramd.errors import DeniedError, ParamdError, UnreachableError, UsageError, error_of_grpc
+from paramd.errors import (
+    DeniedError,
+    NotFoundError,
+    ParamdError,
+    UnreachableError,
+    UsageError,
+    error_of_grpc,
+)
 from paramd.layout.plan import RankRead, ReadPlan
 from paramd.memory import handover
 from paramd.mesh.peers.bulk import CONNECT_S
 from paramd.mesh.peers.control import JobDocument, PeerAddress, is_relayed
-from paramd.mesh.peers.grpc import check_handover, ended
+from paramd.mesh.peers.grpc import LeaseEndedError, check_handover, ended
 from paramd.mesh.peers.sidecars import FastPathBackoff, Pinned, RankPin, Sidecars
 from paramd.mesh.reading.live import LiveRank, LiveState, read_live
 from paramd.mesh.reading.places import Place, PlaceSink, RandomAccess, fill_from
@@ -459,6 +466,29 @@ class Transfer:
 
         await self._fill(sidecars, plan, pinned, targets, transport, stream)
 
+    async def tensors(
+        self,
+        sidecars: Sidecars,
+        chosen: Chosen,
+        numbers: Sequence[int],
+        pinned: Pinned,
+        *,
+        dtype: torch.dtype | None,
+        transport: Transport,
+        deadline_s: float,
+    ) -> dict[str, torch.Tensor]:
+        """The tensors with these indexes in the plan, by name; tied names share one object."""
+        if not numbers:
+            return {}
+        read = self.read
+        if len(numbers) < len(chosen.plan.tensors):
+            names = [chosen.names[number] for number in numbers]
+            chosen = replace(chosen, plan=chosen.plan.only(numbers), names=names)
+            read = self.read_parts
+        targets = self.targets(chosen, dtype=dtype, device=None, into=None)
+        await read(sidecars, chosen.plan, pinned, targets, transport, deadline_s)
+        return targets.results()
+
     async def land(self, jobs: Sequence[tuple[RandomAccess, Sequence[Place]]]) -> None:
         """Fill the places of snapshots that are here."""
         await self.run(lambda: fill_from(jobs, self._copiers, self._copy_threads))
@@ -546,6 +576,8 @@ class Transfer:
             shared = await self.run(
                 lambda: SharedSnapshot.open(peer, document.ticket, pin.snapshot_id)
             )
+        except NotFoundError as error:
+            raise LeaseEndedError(str(error)) from error
         except (UnreachableError, DeniedError):
             if transport != "auto":
                 raise

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from paramd import gone
 from paramd.trainer.attaching.attachment import Attachment
 from paramd.trainer.attaching.checks import Missing
 from paramd.trainer.attaching.exchange import Exchange
@@ -17,6 +20,7 @@ from paramd.trainer.settings import AttachSettings
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
 
+@gone.keywords("attach")
 def attach(
     model: torch.nn.Module | Mapping[str, torch.nn.Module] | None = None,
     optimizer: Optimizers | Missing | None = Missing.OPTIMIZER,
@@ -107,6 +111,8 @@ def attach(
     except BaseException:
         stages.close()
         raise
+    for left in gone.variables(os.environ) if attachment.rank == 0 else ():
+        logging.getLogger("paramd").warning("paramd: %s", left)
     if settings.trackers and attachment.rank == 0:
         attachment.track(settings)
     return attachment

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paramd import places
+from paramd import gone, places
 from paramd.errors import UsageError
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import ControlPage, Word
@@ -20,7 +20,6 @@ from paramd.trainer.attaching.exchange import Exchange
 from paramd.trainer.boundary.boundary import Boundary
 from paramd.trainer.boundary.edits import Editor
 from paramd.trainer.boundary.gradients import GradientCapture
-from paramd.trainer.boundary.moments import Moments
 from paramd.trainer.boundary.signals import Signals
 from paramd.trainer.helpers.control_link import ControlLink
 from paramd.trainer.helpers.sidecar_link import Identity, SidecarLink
@@ -30,6 +29,7 @@ from paramd.trainer.home.owned import ParameterStorage
 from paramd.trainer.resume.keeper import Keeper, Keeping
 from paramd.trainer.resume.optimizer_home import OptimizerHome
 from paramd.trainer.resume.rewinding import Rewinder
+from paramd.trainer.resume.state_record import StateRecord
 from paramd.trainer.resume.succession import Resumed
 from paramd.trainer.settings import AttachSettings
 
@@ -60,6 +60,7 @@ class Stalls:
     longest_s: float
 
 
+@gone.tells
 class Attachment:
     """One rank's attachment. Made by `paramd.attach`; lives until `detach` or process exit."""
 
@@ -73,7 +74,7 @@ class Attachment:
         home: ParameterStorage,
         boundary: Boundary,
         editor: Editor,
-        moments: Moments,
+        record: StateRecord | None,
         gradients: GradientCapture,
         exchange: Exchange,
         sidecar: SidecarLink,
@@ -86,7 +87,7 @@ class Attachment:
         self._home = home
         self._boundary = boundary
         self._editor = editor
-        self._moments = moments
+        self._record = record
         self._gradients = gradients
         boundary.before_update = gradients.before_update
         gradients.iteration = boundary.iteration
@@ -276,7 +277,10 @@ class Attachment:
         for optimizer in optimizers:
             followed.add(optimizer)
         # Held weakly: an optimizer the script dropped must not keep old parameters alive.
-        self._editor.optimizers = self._moments.optimizers = followed
+        self._editor.optimizers = followed
+        if self._record is not None:
+            self._record.optimizers = followed
+            self._editor.groups_changed = self._record.groups_changed
         given = [weakref.ref(optimizer) for optimizer in optimizers]
         self._editor.given = lambda: [one for ref in given if (one := ref()) is not None]
         if self.keeper is not None:
@@ -345,7 +349,8 @@ class Attachment:
         self._boundary.close()
         self._gradients.close()
         self._editor.close()
-        self._moments.close()
+        if self._record is not None:
+            self._record.close()
         if self._rewinder is not None:
             self._rewinder.close()
         if self.keeper is not None and self._state is not None:

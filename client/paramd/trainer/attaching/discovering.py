@@ -5,10 +5,9 @@ from __future__ import annotations
 import base64
 import json
 import logging
-import secrets
 import socket
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,12 +112,11 @@ class Discovering(Attempt):
                 "keep_every": self._settings.keep_every,
                 "standing_every": self._settings.standing_every,
                 "replicas": self._settings.replicas,
-                "optimizer": self._settings.optimizer,
             }
 
         answers = self._together(stage)
         check_versions(answers)
-        for name in ("job", "resume", "keep_every", "standing_every", "replicas", "optimizer"):
+        for name in ("job", "resume", "keep_every", "standing_every", "replicas"):
             for rank, answer in enumerate(answers):
                 if answer[name] != answers[0][name]:
                     raise UsageError(
@@ -228,16 +226,12 @@ class Discovering(Attempt):
         """Rank 0 obtains the next incarnation, the job's keys, and a ticket for each rank."""
         exchange = self._exchange
         taken: list[TakenIncarnation] = []
-        mark = secrets.token_hex(8)
 
         def stage() -> dict[str, Any]:
             places.job_dir(self._job)
-            served = {"served": places.generation(self._job)}
             if exchange.rank != 0:
-                return served
+                return {}
             meeting = self._meeting
-            if meeting is not None:
-                places.mark_state_dir(self._job, mark)
             mine = take_incarnation(
                 self._settings,
                 job=self._job,
@@ -247,19 +241,11 @@ class Discovering(Attempt):
             )
             taken.append(mine)
             self._site = mine.site
-            public = {"incarnation": mine.incarnation, "public_key": mine.public_key.hex()}
-            return {**served, **public, "own": mine.private_key is not None, "mark": mark}
+            return {"incarnation": mine.incarnation, "public_key": mine.public_key.hex()}
 
-        answers = self._together(stage)
-        first = answers[0]
-        leader, standby = 0, None
-        if self._meeting is not None and first["own"]:
-            leader, standby = self._control_ranks(
-                [answer["served"] for answer in answers], first["mark"]
-            )
+        first = self._together(stage)[0]
         # Scattered, not gathered: a rank learns only its own ticket, and no private key of others.
-        holders = [leader] if standby is None else [leader, standby]
-        mine = json.loads(exchange.scatter(_secrets(taken[0], holders) if taken else None))
+        mine = json.loads(exchange.scatter(_secrets(taken[0]) if taken else None))
         return Identity(
             job=self._job,
             incarnation=first["incarnation"],
@@ -270,27 +256,8 @@ class Discovering(Attempt):
             copy_ticket=mine.get("copy_ticket", ""),
             private_key=bytes.fromhex(mine["private_key"]) if "private_key" in mine else None,
             control_token=mine.get("control_token", ""),
-            leader=leader,
-            standby=standby,
             own_tls=self._own_tls(mine.get("tls")),
         )
-
-    def _control_ranks(self, served: Sequence[int], mark: str) -> tuple[int, int | None]:
-        """Who starts the control plane, and who the standby. Collective.
-
-        Args:
-            served: By rank, how new the store of its host is: the newest is gone on with.
-            mark: Of rank 0's state dir: a shared one has one store, which nobody can copy.
-        """
-        answers = self._together(lambda: {"mark": places.mark_of_state_dir(self._job)})
-        shared = [rank for rank, answer in enumerate(answers) if answer["mark"] == mark]
-        # The first rank of each host; other ranks of a host share its files.
-        first = {host: rank for rank, host in reversed(list(enumerate(self._hosts)))}
-        ranks = sorted(first.values())
-        leader = max(ranks, key=lambda rank: (served[rank], -rank))
-        if leader in shared:
-            ranks = [leader, *(rank for rank in ranks if rank not in shared)]
-        return leader, next((rank for rank in ranks if rank != leader), None)
 
     def _own_tls(self, pems: dict[str, str] | None) -> OwnTls | None:
         if self._meeting is None or pems is None:
@@ -299,17 +266,15 @@ class Discovering(Attempt):
         return OwnTls(name=mine.name, ip=mine.ip, pems=Pems.of_json(pems))
 
 
-def _secrets(taken: TakenIncarnation, holders: Sequence[int]) -> list[str]:
-    """Each rank's ticket and certificate, as JSON; for `holders` the control plane's secrets."""
+def _secrets(taken: TakenIncarnation) -> list[str]:
+    """Each rank's ticket and certificate, as JSON; for rank 0 the control plane's secrets."""
     told: list[dict[str, Any]] = [{"ticket": ticket} for ticket in taken.rank_tickets]
     for one, ticket in zip(told, taken.copy_tickets, strict=False):
         one["copy_ticket"] = ticket
     for one, pems in zip(told, taken.rank_pems, strict=False):
         one["tls"] = pems.to_json()
     if taken.private_key is not None:
-        own = {"private_key": taken.private_key.hex(), "control_token": new_token()}
-        for rank in holders:
-            told[rank] |= own
+        told[0] |= {"private_key": taken.private_key.hex(), "control_token": new_token()}
     return [json.dumps(one) for one in told]
 
 
@@ -319,11 +284,6 @@ def _check_resumable(
     """Raise UsageError if `resume` is wanted and cannot work here."""
     if settings.resume == "never" and settings.replicas:
         raise UsageError("replicas=1 needs resume='auto', which makes what is copied")
-    if settings.optimizer == "arena" and home.mirrored:
-        raise UsageError(
-            "optimizer='arena' needs the parameters to live in the arena, which those on devices "
-            "or with arena='mirror' do not; leave it out, or keep them in host memory"
-        )
     if settings.resume == "never":
         return
     if home.mirrored:

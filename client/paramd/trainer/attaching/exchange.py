@@ -159,7 +159,7 @@ def _certificates(
     from paramd.security.job_authority import JobAuthority
 
     authority = JobAuthority(private_key, job=job, incarnation=incarnation)
-    return authority.issue_ranks(hosts, lifetime_s=settings.certificate_s)
+    return authority.issue_ranks(hosts)
 
 
 class Exchange:

@@ -52,7 +52,7 @@ class Opening(Discovering):
 
         def stage() -> dict[str, Any]:
             path = places.socket_path(self._job, identity.rank)
-            if identity.rank == identity.leader and not self._settings.control:
+            if identity.rank == 0 and not self._settings.control:
                 self._control = ControlLink(
                     identity,
                     self._settings,
@@ -89,11 +89,9 @@ class Opening(Discovering):
             }
 
         answers = self._together(stage)
-        told = answers[identity.leader]
+        told = answers[0]
         self._url = told["url"]
         self._exports = [Offered(**one) for one in told["exports"]]
-        if identity.standby is not None:
-            self._stand_by(identity, answers)
         if self._meeting is not None and identity.rank == 0:
             hosts = summary(self._meeting.addresses, self._meeting.views)
             print(
@@ -109,23 +107,6 @@ class Opening(Discovering):
             "layout_digest": found.layout_digest,
             "buddies": self._buddies,
         }
-
-    def _stand_by(self, identity: Identity, answers: Sequence[Answer]) -> None:
-        """Start the standby, and tell the control plane whom to ask before it starts again."""
-        peers = [str(answer["peer"]["address"]) for answer in answers]
-        if self._control is not None:
-            self._control.know(peers)
-        if identity.rank != identity.standby:
-            return
-        self._control = ControlLink(
-            identity,
-            self._settings,
-            directory=places.job_dir(self._job),
-            token=identity.control_token,
-        )
-        self._undo.callback(self._control.close)
-        leader = answers[identity.leader]["control_address"]
-        _fail_open(partial(self._control.stand_by, peers, leader))
 
     def look_at_exports(self, found: Found) -> Found:
         """Agree on an export to go on from, if nothing is left in memory; change nothing."""

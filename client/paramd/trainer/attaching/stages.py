@@ -22,7 +22,6 @@ from paramd.trainer.boundary.boundary import Boundary
 from paramd.trainer.boundary.edits import Editor
 from paramd.trainer.boundary.gradients import GradientCapture
 from paramd.trainer.boundary.hold import cap_s
-from paramd.trainer.boundary.moments import Moments
 from paramd.trainer.helpers.sidecar_link import Identity
 from paramd.trainer.home.device import DeviceMemory, DeviceState
 from paramd.trainer.home.mirrored import MirroredHome
@@ -31,6 +30,7 @@ from paramd.trainer.model import partitions
 from paramd.trainer.resume.keeper import Keeper
 from paramd.trainer.resume.optimizer_home import OptimizerHome
 from paramd.trainer.resume.rewinding import Rewinder
+from paramd.trainer.resume.state_record import CopiedState, MovedState, StateRecord
 from paramd.trainer.resume.succession import Resumed
 
 log = logging.getLogger("paramd")
@@ -57,11 +57,14 @@ class Stages(Opening):
         optimizer_memory = SparseMemory(shared.optimizer)
         state_memory: DeviceState | None = None
         add_state = self._sidecar.add_state
+        # Where parameters stay in the trainer's own memory, the optimizers' state does, too.
+        stays = found.home.mirrored or partitions.are_declared(found.model)
+        moves = succession is not None or not stays
 
         def move() -> dict[str, Any]:
             nonlocal state_memory
             self._undo.callback(found.home.move_out)
-            if self._keeps_state:
+            if moves:
                 most_bytes = optimizer_memory.size_bytes
                 state_memory = found.home.open_state(shared.state, most_bytes, add_state)
             if succession is None or succession.resumed is None:
@@ -81,13 +84,20 @@ class Stages(Opening):
         made: list[Attachment] = []
 
         def begin() -> dict[str, Any]:
-            state = self._optimizer_home(optimizer_memory, state_memory, page, found)
-            page[Word.MOMENTS_LIVE] = int(self._settings.reads_optimizer_live)
+            state = None
+            if moves:
+                state = self._optimizer_home(optimizer_memory, state_memory, page, found)
+            page[Word.MOMENTS_LIVE] = int(moves)
             self._introduce(page, identity, found.first_step)
             agreement = self._agreement()
             keeper = self._keeper(shared, page, found, state, agreement)
+            record: StateRecord | None = None
+            if keeper is None:
+                record = _state_record(shared, page, found.home, state, optimizer_memory)
             made.append(
-                self._attachment(found.model, found.home, identity, page, arena, shared, agreement)
+                self._attachment(
+                    found.model, found.home, identity, page, arena, shared, agreement, record
+                )
             )
             self._undo.callback(made[0].detach)
             if succession is not None and succession.resumed is not None:
@@ -117,22 +127,15 @@ class Stages(Opening):
             return Resumed(step, "export", lost, "nothing is left in memory")
         return self._succession.resumed if self._succession is not None else None
 
-    @property
-    def _keeps_state(self) -> bool:
-        """Whether optimizer state lives in memory that outlives this trainer."""
-        return self._succession is not None or self._settings.reads_optimizer_live
-
     def _optimizer_home(
         self,
         memory: SparseMemory,
         on_device: DeviceState | None,
         page: ControlPage,
         found: Found,
-    ) -> OptimizerHome | None:
-        if not self._keeps_state:
-            memory.close()
-            return None
-        state = OptimizerHome(memory, page, found.optimizers, on_device)
+    ) -> OptimizerHome:
+        resumable = self._succession is not None
+        state = OptimizerHome(memory, page, found.optimizers, on_device, resumable=resumable)
         self._undo.callback(state.move_out)
         if self._succession is not None:
             self._succession.restore(state)
@@ -150,21 +153,19 @@ class Stages(Opening):
         state: OptimizerHome | None,
         agreement: Agreement,
     ) -> Keeper | None:
-        if state is None:
+        if state is None or self._succession is None:
             return None
-        resumable = self._succession is not None
-        standing = self._settings.standing_every if resumable else 0
+        standing = self._settings.standing_every
         return Keeper(
             SparseMemory(shared.continuation),
             page,
             found.home,
             state,
-            keep=self._keep if resumable else {},
+            keep=self._keep,
             every=int(self._settings.keep_every),
             standing_every=int(standing) if standing is not None else None,
             agreed=agreement.standing,
             copies=agreement.copies if self._buddies else None,
-            resumable=resumable,
         )
 
     def _rewinder(
@@ -189,10 +190,7 @@ class Stages(Opening):
     def _go_on(self, attachment: Attachment, first_step: int) -> None:
         """Let the training continue with the random states it had. Last of all."""
         succession, keeper = self._succession, attachment.keeper
-        if keeper is None:
-            return
-        if succession is None:
-            keeper.begin(first_step)
+        if keeper is None or succession is None:
             return
         if succession.resumed is None:
             keeper.begin(first_step)
@@ -209,6 +207,7 @@ class Stages(Opening):
         arena: HostArena | DeviceMemory,
         shared: Descriptors,
         agreement: Agreement,
+        record: StateRecord | None,
     ) -> Attachment:
         assert self._sidecar is not None
         mirror = home if isinstance(home, MirroredHome) else None
@@ -217,9 +216,6 @@ class Stages(Opening):
         editor = Editor(
             page, arena, edits, at_point=self._at_point, mirror=mirror, finish=home.finish
         )
-        moments = Moments(
-            page, arena, SparseMemory(shared.moments), mirror=mirror, finish=home.finish
-        )
         boundary = Boundary(
             page,
             shared.wake,
@@ -227,11 +223,12 @@ class Stages(Opening):
             agreement,
             editor=editor,
             copy_buffers=home.copy_buffers,
-            mirror_moments=moments.mirror,
+            copy_state=record.copy_for if record is not None else lambda _: None,
             hold_cap_s=cap_s(collective_timeout_s()),
             stall_budget_ns=round(self._settings.stall_budget_ms * 1e6),
             mirror=mirror,
             order=home.device.publish if home.device is not None else None,
+            settles=record.settle if record is not None else lambda _: None,
             always_strict=self._warned(changes_in_forward(model)),
             after_edit=partial(partitions.refresh, model),
         )
@@ -243,7 +240,7 @@ class Stages(Opening):
             home=home,
             boundary=boundary,
             editor=editor,
-            moments=moments,
+            record=record,
             gradients=self._gradients(page, shared, home),
             exchange=self._exchange,
             sidecar=self._sidecar,
@@ -284,3 +281,18 @@ class Stages(Opening):
         """Let the sidecar serve, now that all trainers are ready."""
         assert self._sidecar is not None
         self._sidecar.serve(mesh, layout)
+
+
+def _state_record(
+    shared: Descriptors,
+    page: ControlPage,
+    home: ParameterStorage,
+    state: OptimizerHome | None,
+    optimizer_memory: SparseMemory,
+) -> StateRecord:
+    """How readers are told of the optimizers' state where no successor is."""
+    memory = SparseMemory(shared.continuation)
+    if state is not None:
+        return MovedState(memory, page, home, state)
+    locator = home.locator if isinstance(home, MirroredHome) else None
+    return CopiedState(memory, optimizer_memory, page, home, locator=locator)

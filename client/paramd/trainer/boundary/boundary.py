@@ -38,7 +38,7 @@ from paramd.memory.control_page import (
 from paramd.memory.descriptors import wake
 from paramd.memory.gate import TrainerGate
 from paramd.trainer import exit
-from paramd.trainer.boundary.agreement import Agreement
+from paramd.trainer.boundary.agreement import Agreement, Request
 from paramd.trainer.boundary.backward import BackwardUpdate
 from paramd.trainer.boundary.hold import BoundaryHandler, EditorLike, Hold, MirrorLike
 from paramd.trainer.boundary.signals import replaced_for_a_call, runs_inside_itself
@@ -74,7 +74,7 @@ _BOUNDARY_NS, _STEP_TIME_NS = int(Word.BOUNDARY_NS), int(Word.STEP_TIME_NS)
 _SEQ, _CLIENTS_UNTIL_NS = int(Word.SEQ), int(Word.CLIENTS_UNTIL_NS)
 
 
-def _nothing(_owner: object) -> None:
+def _nothing(_: object) -> None:
     """The default `before_update`."""
 
 
@@ -149,7 +149,8 @@ class Boundary:
         *,
         editor: EditorLike,
         copy_buffers: Callable[[], None],
-        mirror_moments: Callable[[], None],
+        copy_state: Callable[[Request], None] = lambda _: None,
+        settles: Callable[[int], None] = lambda _: None,
         hold_cap_s: float,
         stall_budget_ns: int,
         mirror: MirrorLike | None = None,
@@ -160,6 +161,8 @@ class Boundary:
         """
         Args:
             order: as of `TrainerGate`.
+            settles: called with the step at every proven boundary, while SEQ is odd; must not
+                raise.
             always_strict: names what in the model changes parameters outside updates.
         """
         self._page = page
@@ -167,6 +170,7 @@ class Boundary:
         self._wake_descriptor = wake_descriptor
         self._home = home
         self._editor = editor
+        self._settles = settles
         self._gate = TrainerGate(
             page, stall_budget_ns=stall_budget_ns, mirrored=mirror is not None, order=order
         )
@@ -177,7 +181,7 @@ class Boundary:
             hold=Hold(page.words, cap_s=hold_cap_s, clock_ns=time.monotonic_ns),
             editor=editor,
             copy_buffers=copy_buffers,
-            mirror_moments=mirror_moments,
+            copy_state=copy_state,
             answer=self._answer,
             mirror=mirror,
             gathered=home.gathered,
@@ -512,6 +516,8 @@ class Boundary:
         try:
             proven = self._verified()
             self._end_changed()
+            if proven:
+                self._settles(self._done)
             if keeps and proven and self.keeper is not None:
                 self._keeper_announces = self.keeper.settling(self._done, trusted=self._trusted())
             self._gate.settle(self._done, self._iteration, proven=proven)

@@ -46,6 +46,11 @@ ROUND_S = 0.005
 """Pause between rounds of held ranks."""
 
 
+PATIENCE_NS = 10_000_000_000
+"""Longest wait of one update for a copy with optimizer state, where the stall budget was too short
+before."""
+
+
 class HoldState(IntEnum):
     """Values of the word HELD."""
 
@@ -159,7 +164,7 @@ class BoundaryHandler:
         hold: Hold,
         editor: EditorLike,
         copy_buffers: Callable[[], None],
-        mirror_moments: Callable[[], None],
+        copy_state: Callable[[Request], None],
         answer: Callable[[bool], None],
         mirror: MirrorLike | None = None,
         gathered: Callable[[], bool] = lambda: False,
@@ -167,6 +172,7 @@ class BoundaryHandler:
     ) -> None:
         """`answer(announce)` wakes the sidecar if `announce`, or if it asked to be woken.
 
+        `copy_state` copies what a request wants of optimizer state that lies elsewhere.
         `mirror` copies the parameters when they do not live in the arena. `gathered` tells
         whether a forward is working on unsharded copies. `after_edit` is called on every rank
         after an edit, whether or not it could be applied there, and may be collective.
@@ -177,7 +183,7 @@ class BoundaryHandler:
         self._hold = hold
         self._editor = editor
         self._copy_buffers = copy_buffers
-        self._mirror_moments = mirror_moments
+        self._copy_state = copy_state
         self._mirror = mirror
         self._gathered = gathered
         self._after_edit = after_edit
@@ -317,7 +323,9 @@ class BoundaryHandler:
         words, request = self._words, heard.agreed
         if request is not None:
             self._agreed = request.number
-            self._void(request)
+            if self._mirror is None and self._wants(Word.BUFFERS_WANTED, request):
+                # The last copy may be of the same step, and is not what this request gets.
+                words[Word.BUFFERS_STEP] = -1
             if request.action == EDIT:
                 # Before any change: a death between this and EDIT_APPLIED shows as torn.
                 words[Word.EDIT_AGREED] = request.number
@@ -344,15 +352,6 @@ class BoundaryHandler:
             note_failed(words, self._agreed_count, request.number)
         return True
 
-    def _void(self, request: Request) -> None:
-        """Before the request counts as agreed: what is copied for it is not there yet, though the
-        last copy may be of the same step."""
-        words = self._words
-        if self._mirror is None and self._wants(Word.BUFFERS_WANTED, request):
-            words[Word.BUFFERS_STEP] = -1
-        if self._wants(Word.MOMENTS_WANTED, request):
-            words[Word.MOMENTS_STEP] = -1
-
     def _wants(self, word: Word, request: Request) -> bool:
         """Whether this very request needs it; the word may still name one that was withdrawn."""
         return self._words[word] == request.number
@@ -372,9 +371,11 @@ class BoundaryHandler:
             self._copy_buffers()
             words[Word.BUFFERS_STEP] = words[Word.STEP]
         if self._wants(Word.MOMENTS_WANTED, request):
-            # MOMENTS_STEP is -1 meanwhile, and stays so if mirroring fails half way.
-            self._mirror_moments()
-            words[Word.MOMENTS_STEP] = words[Word.STEP]
+            if self._mirror is not None:
+                # Before the first store: MIRRORED_FOR vouches for the state's copies, too.
+                self._gate.begin_mirror()
+            self._copy_state(request)
+            self._gate.patience_ns = PATIENCE_NS
         if self._mirror is not None and request.action == CAPTURE and at_home:
             # Last: its final store (MIRRORED_FOR) lets the sidecar fill the request.
             self._mirror.refresh_for(request, self._gate)

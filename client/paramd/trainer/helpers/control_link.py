@@ -1,11 +1,10 @@
-"""Rank 0's control plane, or the standby of another host: started, told its secrets, kept alive."""
+"""Rank 0's control plane: started, told its secrets, kept alive."""
 
 from __future__ import annotations
 
 import json
 import select
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,7 +18,7 @@ from paramd.trainer.settings import AttachSettings
 
 
 class ControlLink:
-    """Starts the control plane and keeps it alive on the same addresses."""
+    """Starts the control plane and keeps it alive, at its addresses as long as they are free."""
 
     def __init__(
         self, identity: Identity, settings: AttachSettings, *, directory: Path, token: str
@@ -32,9 +31,6 @@ class ControlLink:
         self._supervisor = Supervisor("control", self._start)
         self._listen = ""
         self._grpc_listen = ""
-        self._peers: list[str] = []
-        self._leader = ""
-        self._is_standby = False
         self.url = ""
         self.grpc_address = ""
         self.exports: list[dict[str, Any]] = []
@@ -57,17 +53,6 @@ class ControlLink:
             raise
         self._supervisor.start(pidfd)
 
-    def know(self, peers: Sequence[str]) -> None:
-        """With a standby, started again it is the control plane only if the ranks, whose sidecars
-        are at these addresses, follow no other by then."""
-        self._peers = list(peers)
-
-    def stand_by(self, peers: Sequence[str], leader: str) -> None:
-        """Start it as the standby of the control plane at `leader`. Raises as `open`."""
-        self._is_standby, self._leader = True, leader
-        self.know(peers)
-        self.open(resumes=False)
-
     def release(self) -> None:
         """Stop supervising: it ends by itself when all sidecars have left. Idempotent."""
         self._supervisor.close()
@@ -83,12 +68,11 @@ class ControlLink:
         if self._process is not None:
             self._process.wait()
         identity = self._identity
-        assert identity.private_key is not None, "the leader and the standby have it"
+        assert identity.private_key is not None, "rank 0 has it"
         own = identity.own_tls
         arguments = ["--job", identity.job, "--listen", self._wanted_listen()]
         if own is not None:
             arguments += ["--advertise", own.name]
-            arguments += ["--certificate-s", str(self._settings.certificate_s)]
         if self.grpc_address:
             arguments += ["--grpc-listen", self._grpc_listen]
         secrets = {
@@ -99,11 +83,7 @@ class ControlLink:
             "token": self._token,
             "own_tls": own is not None,
             "resumes": resumes,
-            "has_standby": identity.standby is not None,
         }
-        if self._peers:
-            at_home = not self._is_standby
-            secrets["stands"] = {"peers": self._peers, "leader": self._leader, "at_home": at_home}
         log_path = self._directory / "control.log"
         self._process, output = spawn(
             "paramd_service.control",
@@ -116,8 +96,6 @@ class ControlLink:
         if ready is None:
             end(self._process, grace_s=0.0)
             raise UnreachableError(f"the control plane did not start; see {log_path}")
-        if not ready["url"]:
-            return descriptors.pidfd(self._process.pid)  # stands by
         self.url, self.grpc_address = ready["url"], ready["grpc_address"]
         self._listen, self._grpc_listen = ready["listen"], ready["grpc_listen"]
         self.exports = ready["exports"]

@@ -26,13 +26,14 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import torch
 
+from paramd.clock import now_s
 from paramd.errors import UsageError
 from paramd.memory.handover import MAX_MESSAGE_BYTES, Message
 from paramd.trainer.model import accelerator
@@ -63,7 +64,6 @@ class Insight:
 
     def __init__(self) -> None:
         """No thread runs before `open_line`."""
-        self.on_certificate: Callable[[object], None] = lambda tls: None
         """Called on the thread, with what the sidecar's successor is to be started with."""
         self._training = threading.get_ident()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -99,7 +99,7 @@ class Insight:
             UsageError: a name or a value is not what is expected; then none is kept.
         """
         checked = checked_numbers(numbers)
-        self._pending.append(_Entry(step, time.time(), checked, _computed(checked)))
+        self._pending.append(_Entry(step, now_s(), checked, _computed(checked)))
         if self._idle:
             self._idle = False
             self._rouse()
@@ -134,9 +134,7 @@ class Insight:
             open_line = line
             try:
                 asked = self._wait(line)
-                if asked is not None and asked.get("op") == "certificate":
-                    self.on_certificate(asked.get("tls"))
-                elif asked is not None:
+                if asked is not None:
                     _send(line, self._answer(asked))
                 self._deliver(line)
             except Exception:

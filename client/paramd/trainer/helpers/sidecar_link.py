@@ -69,13 +69,9 @@ class Identity:
     copy_ticket: str = field(default="", repr=False)
     """Lets this rank's sidecar send copies to another host; empty: it sends none."""
     private_key: bytes | None = field(default=None, repr=False)
-    """Signs the job's tickets; only on the ranks that start a control plane."""
+    """Signs the job's tickets; only on rank 0, which starts the control plane."""
     control_token: str = field(default="", repr=False)
-    """Its owner's token, on the same ranks."""
-    leader: int = 0
-    """The rank that starts the control plane."""
-    standby: int | None = None
-    """The rank that starts another one, which stands by; None: there is none."""
+    """Its owner's token, there, too."""
     own_tls: OwnTls | None = None
     """For ranks on several hosts."""
 
@@ -111,10 +107,9 @@ class SidecarLink:
         snapshots; 0 drops them all."""
         own = identity.own_tls
         self._pems = own.pems if own is not None else None
-        """The certificate of this rank's sidecar; each sidecar renews it, and tells us."""
+        """The certificate of this rank's sidecar."""
         self.insight = Insight()
         """What the sidecar may ask of this process; its line is made anew with each sidecar."""
-        self.insight.on_certificate = self._take_certificate
         self.address = ""
 
     def open(self) -> None:
@@ -206,9 +201,6 @@ class SidecarLink:
         if self.descriptors is not None:
             self.descriptors.close()
             self.descriptors = None
-
-    def _take_certificate(self, tls: object) -> None:
-        self._pems = Pems.of_json(tls)
 
     def _restart(self) -> int:
         with self._handing:

@@ -115,7 +115,6 @@ class Keeper:
         standing_every: int | None = None,
         agreed: Agreed,
         copies: Callable[[int, int], tuple[int, int]] | None = None,
-        resumable: bool = True,
     ) -> None:
         """
         Args:
@@ -126,10 +125,7 @@ class Keeper:
                 and the last one it has; returns the highest and the lowest that ranks told.
             copies: how far all ranks' copies on other hosts are (Agreement.copies); None
                 without copies.
-            resumable: whether a successor may go on from the records; else they only tell the
-                sidecar where the optimizer's state lies.
         """
-        self._resumable = resumable
         self._memory = memory
         self._words = page.words
         self._home = home
@@ -170,7 +166,7 @@ class Keeper:
                 had them.
         """
         self._forward = forward
-        if self.explicit and self._resumable:
+        if self.explicit:
             log.warning(
                 "paramd: with several optimizers a training can be resumed only where it calls "
                 "attachment.kept(), at the end of its loop's body"
@@ -182,7 +178,10 @@ class Keeper:
 
     def rested(self, step: int) -> None:
         """An update has ended: note what the script goes on to change."""
-        if self._why or step % self._every:
+        words = self._words
+        # Or at the step of a request for optimizer state that has missed it before.
+        wanted = words[Word.MOMENTS_WANTED] > words[Word.AGREED]
+        if self._why or (step % self._every and not wanted):
             return
         begin_ns = time.monotonic_ns()
         try:
@@ -218,7 +217,7 @@ class Keeper:
             self._give_up(error)
             return False
         self._note_cost(begin_ns)
-        return self._stands(step)
+        return not step % self._every and self._stands(step)
 
     def kept(self, step: int) -> None:
         """The script's loop begins anew: complete the record of this step now."""
@@ -398,8 +397,6 @@ class Keeper:
     def _give_up(self, error: Exception) -> None:
         self._why = str(error) or repr(error)
         lost = "this training cannot be resumed from memory"
-        if not self._resumable:
-            lost = "readers of the optimizer's state wait for copies that the trainer makes"
         if isinstance(error, UsageError | ConflictError):
             log.warning("paramd: %s: %s", lost, self._why)
         else:

@@ -12,7 +12,7 @@ What is no tensor stays in the optimizer; `others` lists it for the continuation
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
 from operator import is_
@@ -84,8 +84,17 @@ class OptimizerHome:
         page: ControlPage,
         optimizers: Sequence[torch.optim.Optimizer],
         device: DeviceState | None = None,
+        *,
+        resumable: bool = True,
     ) -> None:
-        """`device`: memory on the parameters' device; None: they are in host memory."""
+        """
+        Args:
+            optimizers: of the model; with `followed` those take their place.
+            device: memory on the parameters' device; None: they are in host memory.
+            resumable: a successor needs all state; else what belongs to no parameter is left alone.
+        """
+        self._resumable = resumable
+        self.followed: Collection[torch.optim.Optimizer] | None = None
         self._most_bytes = memory.size_bytes
         self._page = page
         self._device = device
@@ -115,6 +124,9 @@ class OptimizerHome:
         """
         now = self._values()
         if len(now) == len(self._expected):
+            # Without a line of Python for each of them: this is done at every step.
+            if all(map(is_, now, self._expected)) and self._in_place():
+                return False
             strange = [i for i, same in enumerate(map(is_, now, self._expected)) if not same]
             plain = all(
                 i in self._no_tensors and not isinstance(now[i], torch.Tensor) for i in strange
@@ -205,14 +217,20 @@ class OptimizerHome:
 
     def alive(self) -> list[torch.optim.Optimizer]:
         """The optimizers. Raises ConflictError once the script has dropped one."""
+        if self.followed is not None:
+            return list(self.followed)
         found = [reference() for reference in self._optimizers]
         if None in found:
             raise ConflictError("an optimizer given to attach is gone; keep a reference to it")
         return found  # type: ignore[return-value]
 
     def _values(self) -> list[Any]:
-        states = (o.state.values() for o in self.alive())
-        return [*chain.from_iterable(state.values() for state in chain.from_iterable(states))]
+        states = [*chain.from_iterable(o.state.values() for o in self.alive())]
+        try:
+            return [*chain.from_iterable(map(dict.values, states))]
+        except TypeError:
+            # What an optimizer keeps beside that of its parameters may be no dict.
+            return [v for state in states if isinstance(state, dict) for v in state.values()]
 
     def _in_place(self) -> bool:
         """Look at the addresses of a few tensors, others each time."""
@@ -226,7 +244,7 @@ class OptimizerHome:
     def _bring_home(self) -> None:
         # Or it would keep replaced tensors alive, and their places could not be used again.
         self._expected = []
-        found = list(self._found())
+        found = [(place, value, of) for place, value, of in self._found() if of is not None]
         gone = set(self._lodged) - {place for place, _, _ in found}
         for place in gone:
             self._release(self._lodged.pop(place))
@@ -243,18 +261,20 @@ class OptimizerHome:
             self._lodge(move)
         self._remember()
 
-    def _found(self) -> Iterator[tuple[Place, Any, torch.Tensor]]:
+    def _found(self) -> Iterator[tuple[Place, Any, torch.Tensor | None]]:
+        """All state, in the order of `_values`, and whose it is; None: no parameter's."""
         for number, optimizer in enumerate(self.alive()):
             indices = {id(param): (i, param) for i, param in enumerate(_params(optimizer))}
             for owner, state in optimizer.state.items():
                 known = indices.get(id(owner))
-                if known is None or not isinstance(state, dict):
+                if self._resumable and (known is None or not isinstance(state, dict)):
                     raise ConflictError(
                         f"optimizer {number} ({type(optimizer).__name__}) has state that belongs "
                         "to none of its parameters"
                     )
-                for key, value in state.items():
-                    yield (number, known[0], key), value, known[1]
+                index, param = known if known is not None else (-1, None)
+                for key, value in state.items() if isinstance(state, dict) else ():
+                    yield (number, index, key), value, param
 
     def _move(self, place: Place, value: torch.Tensor, param: torch.Tensor) -> _Move | None:
         """A tensor that has to go to a place; None when it is in its own."""
@@ -361,12 +381,12 @@ class OptimizerHome:
 
     def _remember(self) -> None:
         self._expected = self._values()
-        self._entries = [place for place, _, _ in self._found()]
+        found = list(self._found())
+        self._entries = [place for place, _, of in found if of is not None]
         self._placed = [one for one in self._lodged.values() if one.size_bytes]
-        self._others = [
-            i for i, value in enumerate(self._expected) if not isinstance(value, torch.Tensor)
-        ]
-        self._no_tensors = frozenset(self._others)
+        numbers = [i for i, (_, v, _of) in enumerate(found) if not isinstance(v, torch.Tensor)]
+        self._others = [i for i in numbers if found[i][2] is not None]
+        self._no_tensors = frozenset(numbers)
 
 
 def _in_arena(optimizer: torch.optim.Optimizer, arena_address: int) -> list[list[Any]]:

@@ -217,7 +217,6 @@ class Rollback:
         set_random_state(decode(record["early"])["random"])
         # What readers wait for by step: a later one comes again, an earlier one has been.
         page[Word.GRADIENTS_STEP] = min(page[Word.GRADIENTS_STEP], step)
-        page[Word.MOMENTS_STEP] = -1
         page[Word.BUFFERS_STEP] = step
         page[Word.STEP] = step
         page[Word.REWOUND] += 1

@@ -88,51 +88,6 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
-    "/api/v1/jobs/{job}/alert-silences": {
-        parameters: {
-            query?: never;
-            header?: never;
-            path?: never;
-            cookie?: never;
-        };
-        /**
-         * List Silences
-         * @description Silences in force, oldest first.
-         */
-        get: operations["list_silences"];
-        put?: never;
-        /**
-         * Create Silence
-         * @description Keep alerts of a rule, of a subject or both quiet for a while, in this incarnation and
-         *     later ones: they are listed, but not posted to webhooks and not counted as open.
-         */
-        post: operations["create_silence"];
-        delete?: never;
-        options?: never;
-        head?: never;
-        patch?: never;
-        trace?: never;
-    };
-    "/api/v1/jobs/{job}/alert-silences/{silence}": {
-        parameters: {
-            query?: never;
-            header?: never;
-            path?: never;
-            cookie?: never;
-        };
-        get?: never;
-        put?: never;
-        post?: never;
-        /**
-         * End Silence
-         * @description End a silence now.
-         */
-        delete: operations["end_silence"];
-        options?: never;
-        head?: never;
-        patch?: never;
-        trace?: never;
-    };
     "/api/v1/jobs/{job}/alerts": {
         parameters: {
             query?: never;
@@ -142,7 +97,7 @@ export interface paths {
         };
         /**
          * List Alerts
-         * @description Alerts of the job's last incarnation as they are now, or of a past one as stored.
+         * @description Alerts of the job's last incarnation, or of a past one as stored.
          *
          *     Past alerts come newest first, and are still firing if the control plane ended before
          *     they were resolved.
@@ -150,27 +105,6 @@ export interface paths {
         get: operations["list_alerts"];
         put?: never;
         post?: never;
-        delete?: never;
-        options?: never;
-        head?: never;
-        patch?: never;
-        trace?: never;
-    };
-    "/api/v1/jobs/{job}/alerts/acknowledge": {
-        parameters: {
-            query?: never;
-            header?: never;
-            path?: never;
-            cookie?: never;
-        };
-        get?: never;
-        put?: never;
-        /**
-         * Acknowledge Alerts
-         * @description Note that somebody has seen firing alerts: they go on firing, and count as seen until
-         *     they are resolved or become critical. Ids that fire no longer are left out. Idempotent.
-         */
-        post: operations["acknowledge_alerts"];
         delete?: never;
         options?: never;
         head?: never;
@@ -546,9 +480,9 @@ export interface paths {
         };
         /**
          * Get History
-         * @description A metric over time at the finest resolution still kept: samples for an hour, minutes
-         *     for a day, tens of minutes for a month. Norms exist for tensors that the watch sampled;
-         *     those of small tensors need a reader's token.
+         * @description A metric over time, by default over all of it. The longer a series, the longer the spans
+         *     that its points sum up. Where nothing was measured there is no point. Norms exist for
+         *     tensors that the watch sampled; those of small tensors need a reader's token.
          */
         get: operations["get_history"];
         put?: never;
@@ -1251,37 +1185,12 @@ export type webhooks = Record<string, never>;
 export interface components {
     schemas: {
         /**
-         * Acknowledgement
-         * @description Alerts that somebody has seen.
-         */
-        Acknowledgement: {
-            /**
-             * Ids
-             * @description Ids of firing alerts
-             */
-            ids: string[];
-            /**
-             * Note
-             * @description Reason; appears in the audit
-             * @default
-             */
-            note: string;
-        };
-        /**
-         * AlertDocument
+         * Alert
          * @description One problem, from when it was first found until it was last found.
+         *
+         *     REST, the events, webhooks and the store all have it in this form.
          */
-        AlertDocument: {
-            /**
-             * Acknowledged By
-             * @description Who acknowledged it; empty: nobody
-             */
-            acknowledged_by: string;
-            /**
-             * Acknowledged S
-             * @description Seconds since the Unix epoch, or null
-             */
-            acknowledged_s: number | null;
+        Alert: {
             /**
              * First Seen S
              * @description Seconds since the Unix epoch, as the next two
@@ -1301,11 +1210,6 @@ export interface components {
              */
             name: string;
             /**
-             * Note
-             * @description Of who acknowledged it
-             */
-            note: string;
-            /**
              * Ranks
              * @description Ranks it concerns
              */
@@ -1322,24 +1226,14 @@ export interface components {
             resolved_s: number | null;
             /**
              * Rule
-             * @description non-finite, norm-jump, replica-drift, stale-rank, stalled-rank, straggler, stall-budget, layout-mismatch or certificate
+             * @description non-finite, norm-jump, replica-drift, stale-rank, stalled-rank, straggler, stall-budget, layout-mismatch, certificate or logged-number
              */
             rule: string;
-            /**
-             * Seen Count
-             * @description How often it was found
-             */
-            seen_count: number;
             /**
              * Severity
              * @description warning or critical
              */
             severity: string;
-            /**
-             * Silenced
-             * @description Whether a silence covers it now
-             */
-            silenced: boolean;
             /**
              * State
              * @description firing or resolved
@@ -1362,7 +1256,7 @@ export interface components {
          */
         AlertPage: {
             /** Alerts */
-            alerts: components["schemas"]["AlertDocument"][];
+            alerts: components["schemas"]["Alert"][];
             /**
              * Firing Count
              * @description Alerts firing now, on all pages; 0 for a past incarnation
@@ -1425,16 +1319,6 @@ export interface components {
          * @description A page of one chain.
          */
         AuditPage: {
-            /**
-             * Anchor Hash
-             * @description Its hash; compare it with the one in the log
-             */
-            anchor_hash: string;
-            /**
-             * Anchor Seq
-             * @description The last record, from the anchor file kept off the store
-             */
-            anchor_seq: number;
             /**
              * Job
              * @description Job of the chain; empty: the site's own chain
@@ -2165,7 +2049,6 @@ export interface components {
          * HistoryDocument
          * @description One series, oldest point first.
          * @example {
-         *       "cut": false,
          *       "incarnation": 3,
          *       "metric": "norm",
          *       "points": [],
@@ -2174,11 +2057,6 @@ export interface components {
          *     }
          */
         HistoryDocument: {
-            /**
-             * Cut
-             * @description There are more points: ask again from the last one on
-             */
-            cut: boolean;
             /** Incarnation */
             incarnation: number;
             /** Metric */
@@ -2350,7 +2228,7 @@ export interface components {
             control_address: string;
             /**
              * Critical Count
-             * @description Critical alerts firing, acknowledged ones too
+             * @description Critical alerts firing
              */
             critical_count: number;
             /**
@@ -2378,11 +2256,6 @@ export interface components {
              * @description Current layout; empty until one is agreed
              */
             layout_digest: string;
-            /**
-             * Open Count
-             * @description Firing alerts that nobody has acknowledged and no silence covers
-             */
-            open_count: number;
             /**
              * Peers
              * @description Joined sidecars, ordered by rank
@@ -2468,7 +2341,7 @@ export interface components {
         JobSummary: {
             /**
              * Critical Count
-             * @description Critical alerts firing, acknowledged ones too
+             * @description Critical alerts firing
              */
             critical_count: number;
             /**
@@ -2491,11 +2364,6 @@ export interface components {
              * @description Ranks whose sidecar is joined now
              */
             joined_count: number;
-            /**
-             * Open Count
-             * @description Firing alerts that nobody has acknowledged and no silence covers
-             */
-            open_count: number;
             /**
              * Reason
              * @description Why the state is not ok; empty when it is
@@ -3025,7 +2893,7 @@ export interface components {
         };
         /**
          * PointDocument
-         * @description One time bucket of a series.
+         * @description A series within one span of time.
          */
         PointDocument: {
             /**
@@ -3045,10 +2913,10 @@ export interface components {
             /** Nonfinite Count */
             nonfinite_count: number;
             /**
-             * Resolution S
-             * @description Its length; 0: a single sample
+             * Span S
+             * @description Its length; 0.001: one moment
              */
-            resolution_s: number;
+            span_s: number;
             /**
              * Step
              * @description Highest step in it; -1 when unknown
@@ -3056,7 +2924,7 @@ export interface components {
             step: number;
             /**
              * Time S
-             * @description Start of the bucket, seconds since the Unix epoch
+             * @description Begin of the span, seconds since the Unix epoch
              */
             time_s: number;
         };
@@ -3460,12 +3328,6 @@ export interface components {
             wait_s: number;
         };
         /**
-         * Rule
-         * @description Kinds of problems, named as in REST documents and in `disabled`.
-         * @enum {string}
-         */
-        Rule: "non-finite" | "norm-jump" | "replica-drift" | "stale-rank" | "stalled-rank" | "straggler" | "stall-budget" | "layout-mismatch" | "certificate" | "logged-number";
-        /**
          * ScheduleDocument
          * @description An active schedule.
          */
@@ -3478,10 +3340,8 @@ export interface components {
             deleted_s: number | null;
             /** Destination */
             destination: string;
-            /** Every S */
-            every_s: number | null;
             /** Every Steps */
-            every_steps: number | null;
+            every_steps: number;
             /** Format */
             format: string;
             /** Id */
@@ -3492,8 +3352,6 @@ export interface components {
             keep_every: number | null;
             /** Keep Last */
             keep_last: number | null;
-            /** Last S */
-            last_s: number;
             /**
              * Last Step
              * @description Step at which it last fired, or was created
@@ -3515,7 +3373,7 @@ export interface components {
         };
         /**
          * ScheduleRequest
-         * @description A schedule of exports; set exactly one of every_steps and every_s.
+         * @description A schedule of exports.
          */
         ScheduleRequest: {
             /**
@@ -3535,15 +3393,10 @@ export interface components {
              */
             dtype?: ("float64" | "float32" | "float16" | "bfloat16") | null;
             /**
-             * Every S
-             * @description Seconds between the starts of two exports
-             */
-            every_s?: number | null;
-            /**
              * Every Steps
              * @description Export at, or soon after, each multiple of this many steps
              */
-            every_steps?: number | null;
+            every_steps: number;
             /**
              * Format
              * @default safetensors
@@ -3691,73 +3544,6 @@ export interface components {
              * @description Seconds until it is dead unused
              */
             ttl_s: number;
-        };
-        /**
-         * SilenceDocument
-         * @description Alerts that are kept quiet for a while. Times are in seconds since the Unix epoch.
-         */
-        SilenceDocument: {
-            /**
-             * Actor
-             * @description Who began it
-             */
-            actor: string;
-            /** Created S */
-            created_s: number;
-            /**
-             * Ended S
-             * @description When it was ended early; null: it was not
-             */
-            ended_s: number | null;
-            /** Id */
-            id: string;
-            /** Note */
-            note: string;
-            /**
-             * Rule
-             * @description Empty: every rule
-             */
-            rule: string;
-            /**
-             * Subject
-             * @description Empty: every subject
-             */
-            subject: string;
-            /** Until S */
-            until_s: number;
-        };
-        /**
-         * SilenceList
-         * @description Silences in force.
-         */
-        SilenceList: {
-            /** Silences */
-            silences: components["schemas"]["SilenceDocument"][];
-        };
-        /**
-         * SilenceRequest
-         * @description A silence to begin.
-         */
-        SilenceRequest: {
-            /**
-             * For S
-             * @description Its length in seconds
-             */
-            for_s: number;
-            /**
-             * Note
-             * @description Reason; appears in the audit
-             * @default
-             */
-            note: string;
-            /** @description Only alerts of this rule; null: of every rule */
-            rule?: components["schemas"]["Rule"] | null;
-            /**
-             * Subject
-             * @description Only of this rank, tensor or mesh, as alerts name it; empty: of all
-             * @default
-             */
-            subject: string;
         };
         /**
          * SnapshotList
@@ -4274,8 +4060,7 @@ export interface components {
     headers: never;
     pathItems: never;
 }
-export type Acknowledgement = components['schemas']['Acknowledgement'];
-export type AlertDocument = components['schemas']['AlertDocument'];
+export type Alert = components['schemas']['Alert'];
 export type AlertPage = components['schemas']['AlertPage'];
 export type AssetDocument = components['schemas']['AssetDocument'];
 export type AssetRequest = components['schemas']['AssetRequest'];
@@ -4340,7 +4125,6 @@ export type RankWhy = components['schemas']['RankWhy'];
 export type RegisteredJob = components['schemas']['RegisteredJob'];
 export type RollbackDocument = components['schemas']['RollbackDocument'];
 export type RollbackRequest = components['schemas']['RollbackRequest'];
-export type Rule = components['schemas']['Rule'];
 export type ScheduleDocument = components['schemas']['ScheduleDocument'];
 export type ScheduleList = components['schemas']['ScheduleList'];
 export type ScheduleRequest = components['schemas']['ScheduleRequest'];
@@ -4348,9 +4132,6 @@ export type SeriesDocument = components['schemas']['SeriesDocument'];
 export type SeriesPage = components['schemas']['SeriesPage'];
 export type SessionDocument = components['schemas']['SessionDocument'];
 export type SignInCode = components['schemas']['SignInCode'];
-export type SilenceDocument = components['schemas']['SilenceDocument'];
-export type SilenceList = components['schemas']['SilenceList'];
-export type SilenceRequest = components['schemas']['SilenceRequest'];
 export type SnapshotList = components['schemas']['SnapshotList'];
 export type SnapshotRequest = components['schemas']['SnapshotRequest'];
 export type SpectrumDocument = components['schemas']['SpectrumDocument'];
@@ -4486,86 +4267,12 @@ export interface operations {
             };
         };
     };
-    list_silences: {
-        parameters: {
-            query?: never;
-            header?: never;
-            path: {
-                /** @example my-run */
-                job: string;
-            };
-            cookie?: never;
-        };
-        requestBody?: never;
-        responses: {
-            /** @description Successful Response */
-            200: {
-                headers: {
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["SilenceList"];
-                };
-            };
-        };
-    };
-    create_silence: {
-        parameters: {
-            query?: never;
-            header?: never;
-            path: {
-                /** @example my-run */
-                job: string;
-            };
-            cookie?: never;
-        };
-        requestBody: {
-            content: {
-                "application/json": components["schemas"]["SilenceRequest"];
-            };
-        };
-        responses: {
-            /** @description Successful Response */
-            201: {
-                headers: {
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["SilenceDocument"];
-                };
-            };
-        };
-    };
-    end_silence: {
-        parameters: {
-            query?: never;
-            header?: never;
-            path: {
-                /** @example my-run */
-                job: string;
-                silence: string;
-            };
-            cookie?: never;
-        };
-        requestBody?: never;
-        responses: {
-            /** @description Successful Response */
-            200: {
-                headers: {
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["SilenceDocument"];
-                };
-            };
-        };
-    };
     list_alerts: {
         parameters: {
             query?: {
                 /** @description Alerts in this state, or all */
                 state?: "firing" | "resolved" | "all";
-                /** @description Alerts on a page */
+                /** @description Alerts on a page; all that fire now are on the first one besides */
                 limit?: number;
                 /** @description From the previous page */
                 page_token?: string;
@@ -4580,33 +4287,6 @@ export interface operations {
             cookie?: never;
         };
         requestBody?: never;
-        responses: {
-            /** @description Successful Response */
-            200: {
-                headers: {
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["AlertPage"];
-                };
-            };
-        };
-    };
-    acknowledge_alerts: {
-        parameters: {
-            query?: never;
-            header?: never;
-            path: {
-                /** @example my-run */
-                job: string;
-            };
-            cookie?: never;
-        };
-        requestBody: {
-            content: {
-                "application/json": components["schemas"]["Acknowledgement"];
-            };
-        };
         responses: {
             /** @description Successful Response */
             200: {
@@ -5203,6 +4883,8 @@ export interface operations {
                 begin_s?: number | null;
                 /** @description Unix time in seconds */
                 end_s?: number | null;
+                /** @description Neighbours are merged until there are no more */
+                max_points?: number;
                 /** @description Default: the job's last one */
                 incarnation?: number | null;
             };

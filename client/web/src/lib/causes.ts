@@ -1,18 +1,16 @@
 /** Groups alerts that have one cause, the first one first. Pure. */
 
-import type { AlertDocument } from "../api/schema";
+import type { Alert } from "../api/schema";
 
 export interface Cause {
   /** Of the first alert: stable while the group lasts. */
   id: string;
   /** The first alert: the likely cause of the others. */
-  first: AlertDocument;
+  first: Alert;
   /** All of them, oldest first. */
-  alerts: readonly AlertDocument[];
+  alerts: readonly Alert[];
   firing: number;
   critical: boolean;
-  /** Firing alerts that nobody has acknowledged. */
-  open: number;
   /** By rule, the most frequent first. */
   rules: readonly [string, number][];
 }
@@ -37,9 +35,9 @@ export function familyOf(rule: string): string {
  * Groups: those that fire first, critical ones before others, then the one that began first;
  * then resolved ones, the newest first.
  */
-export function causesOf(alerts: readonly AlertDocument[]): Cause[] {
-  const open = new Map<string, AlertDocument[]>();
-  const groups: AlertDocument[][] = [];
+export function causesOf(alerts: readonly Alert[]): Cause[] {
+  const open = new Map<string, Alert[]>();
+  const groups: Alert[][] = [];
   for (const alert of [...alerts].sort(before)) {
     const key = `${alert.incarnation} ${familyOf(alert.rule)}`;
     const group = open.get(key);
@@ -54,21 +52,21 @@ export function causesOf(alerts: readonly AlertDocument[]): Cause[] {
   return groups.map(causeOf).sort(rank);
 }
 
-function before(a: AlertDocument, b: AlertDocument): number {
+function before(a: Alert, b: Alert): number {
   return a.first_seen_s - b.first_seen_s || order(a) - order(b) || number(a) - number(b);
 }
 
 /** Of alerts that were found in the same round, a value that is not finite explains a jump. */
-function order(alert: AlertDocument): number {
+function order(alert: Alert): number {
   return alert.severity === "critical" ? 0 : 1;
 }
 
 /** Alerts are numbered as they fire: `job-incarnation-number-time`. */
-function number(alert: AlertDocument): number {
+function number(alert: Alert): number {
   return Number(alert.id.split("-").at(-2)) || 0;
 }
 
-function causeOf(alerts: AlertDocument[]): Cause {
+function causeOf(alerts: Alert[]): Cause {
   const firing = alerts.filter((alert) => alert.state === "firing");
   const rules = new Map<string, number>();
   for (const alert of alerts) rules.set(alert.rule, (rules.get(alert.rule) ?? 0) + 1);
@@ -78,7 +76,6 @@ function causeOf(alerts: AlertDocument[]): Cause {
     alerts,
     firing: firing.length,
     critical: firing.some((alert) => alert.severity === "critical"),
-    open: firing.filter((alert) => !alert.acknowledged_by && !alert.silenced).length,
     rules: [...rules].sort((a, b) => b[1] - a[1]),
   };
 }

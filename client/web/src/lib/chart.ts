@@ -1,4 +1,4 @@
-/** What charts draw: gaps, time ranges, zoom, CSV. Pure. */
+/** What charts draw: gaps, zoom, CSV. Pure. */
 
 export type XY = [number, number | string];
 
@@ -18,20 +18,8 @@ export function withGaps(points: readonly XY[]): XY[] {
   return found;
 }
 
-/** Seconds back from now, as kept in the address, and its label. */
-export const RANGES = [
-  ["3600", "1 h"],
-  ["21600", "6 h"],
-  ["86400", "1 d"],
-  ["604800", "7 d"],
-  ["2592000", "30 d"],
-] as const;
-
-/** The query for a range; none for the hour that is the default. */
-export function rangeBegin(range: string, nowMs = Date.now()): { begin_s?: number } {
-  const seconds = Number(range);
-  return Number.isFinite(seconds) && seconds > 3600 ? { begin_s: nowMs / 1000 - seconds } : {};
-}
+/** Points asked of the history for each line of a chart. */
+export const MAX_POINTS = 500;
 
 /** The span in percent scaled around its middle by `factor` and moved by a part of itself. */
 export function zoomed(span: readonly [number, number], factor: number, by: number): [number, number] {

@@ -2,14 +2,13 @@
 
 import { type ReactNode, useCallback, useEffect, useMemo, useState } from "react";
 
-import { del, get } from "../api/client";
+import { get } from "../api/client";
 import type { AuditPage, AuditRecord } from "../api/schema";
 import { causesOf } from "../lib/causes";
 import { clock, count } from "../lib/format";
 import { Choice, Dialog, Empty, Name, Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
 import { usePoll, useQuery } from "../ui/hooks";
-import { textOf } from "../ui/problems";
 import { type Column, Rows } from "../ui/rows";
 import { CauseItem } from "./causes";
 
@@ -24,7 +23,6 @@ export default function Alerts(): ReactNode {
         <h1>Alerts &amp; audit</h1>
       </div>
       <AlertList />
-      <Silences />
       {mayAudit ? (
         <Audit />
       ) : (
@@ -98,7 +96,7 @@ function AlertList(): ReactNode {
       {alerts.data && causes.length === 0 && <Empty>{filter ? "No alert matches the filter." : `No ${state === "all" ? "" : `${state} `}alerts in incarnation ${alerts.data.incarnation}.`}</Empty>}
       <ul className="bare" aria-label="Causes">
         {causes.slice(0, CAUSES_SHOWN).map((cause) => (
-          <CauseItem key={cause.id} cause={cause} open={cause.id === picked} onChanged={alerts.refresh} />
+          <CauseItem key={cause.id} cause={cause} open={cause.id === picked} />
         ))}
       </ul>
       {causes.length > CAUSES_SHOWN && <p className="faint">and {count(causes.length - CAUSES_SHOWN)} more; narrow the filter</p>}
@@ -107,43 +105,6 @@ function AlertList(): ReactNode {
 }
 
 const CAUSES_SHOWN = 100;
-
-/** Silences in force; nothing when there are none. */
-function Silences(): ReactNode {
-  const { job } = useShared();
-  const mayEdit = useMay("edit");
-  const [problem, setProblem] = useState("");
-  const found = usePoll(`${job} silences`, (signal) => get("/api/v1/jobs/{job}/alert-silences", { path: { job }, signal }), 15_000);
-  const rows = found.data?.silences ?? [];
-  if (rows.length === 0 && !found.error) return null;
-  const end = (silence: string): void => {
-    del("/api/v1/jobs/{job}/alert-silences/{silence}", { path: { job, silence } })
-      .then(found.refresh)
-      .catch((error: unknown) => setProblem(textOf(error)));
-  };
-  return (
-    <Panel title="Silences" source={<Source what={`/jobs/${job}/alert-silences`} at={found.at} error={found.error} refresh={found.refresh} />}>
-      {(problem || found.error) && <Trouble>{problem || found.error}</Trouble>}
-      <ul className="bare">
-        {rows.map((one) => (
-          <li key={one.id} className="bar-row">
-            <strong>{one.rule || "every rule"}</strong>
-            <Name>{one.subject || "all subjects"}</Name>
-            <span className="faint">
-              until {clock(one.until_s)}, by {one.actor}
-              {one.note ? `: ${one.note}` : ""}
-            </span>
-            {mayEdit && (
-              <button type="button" className="small" onClick={() => end(one.id)}>
-                End
-              </button>
-            )}
-          </li>
-        ))}
-      </ul>
-    </Panel>
-  );
-}
 
 const COLUMNS: readonly Column<AuditRecord>[] = [
   { key: "seq", title: "#", width: "3.5rem", numeric: true, wide: true, render: (r) => r.seq },
@@ -187,12 +148,9 @@ function Audit(): ReactNode {
       source={<Source what={chain === "job" ? `/jobs/${job}/audit` : "/audit"} at={first.at} error={first.error} busy={first.busy} refresh={first.refresh} />}
     >
       {first.error && <Trouble>{first.error}</Trouble>}
-      {first.data && (
-        <p className="faint wrap">
-          {count(first.data.anchor_seq)} records; hash of the last one, kept outside the store: <code>{first.data.anchor_hash.slice(0, 16)}…</code>{" "}
-          (<code>paramd audit verify</code> checks the chain)
-        </p>
-      )}
+      <p className="faint wrap">
+        Each record has the hash of the one before it; <code>paramd audit verify</code> checks them.
+      </p>
       {first.data && newest.length === 0 && <Empty>Nothing is recorded in this chain yet.</Empty>}
       <Rows label="Audit" columns={COLUMNS} items={[...newest, ...below]} keyOf={(r) => String(r.seq)} onPick={setPicked} height="22rem" />
       {token && (

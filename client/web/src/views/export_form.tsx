@@ -8,7 +8,7 @@ import { Empty, Panel, Source, Trouble } from "../ui/bits";
 import { useShared } from "../ui/context";
 
 type ExportOptions = Omit<ExportRequest, "id" | "overwrite">;
-type When = "now" | "steps" | "seconds";
+type When = "now" | "steps";
 
 interface Draft {
   name: string;
@@ -65,10 +65,9 @@ function requestOf(draft: Draft, name: string): ExportRequest {
 }
 
 function scheduleOf(draft: Draft, name: string): ScheduleRequest {
-  const cadence = draft.when === "steps" ? { every_steps: Number(draft.every) } : { every_s: Number(draft.every) };
   return {
     ...optionsOf(draft, name),
-    ...cadence,
+    every_steps: Number(draft.every),
     keep_last: draft.keep.trim() ? Number(draft.keep) : null,
   };
 }
@@ -152,7 +151,6 @@ export function ExportForm(props: {
           <select name="when" value={draft.when} onChange={(event) => set({ when: event.target.value as When })}>
             <option value="now">now, once</option>
             <option value="steps">every n steps</option>
-            <option value="seconds">every n seconds</option>
           </select>
         </label>
         {later && (

@@ -198,7 +198,7 @@ function Schedules(props: { mayExport: boolean }): ReactNode {
           <li key={one.id} className="bar-row">
             <Name>{one.destination}</Name>
             <span>
-              {one.every_steps ? `every ${count(one.every_steps)} steps` : one.every_s ? `every ${duration(one.every_s)}` : ""}
+              {`every ${count(one.every_steps)} steps`}
               {one.keep_last ? `, the last ${count(one.keep_last)} are kept` : ""}
               {one.keep_every ? `, and every ${count(one.keep_every)}th` : ""}
               {one.skipped_count ? `, ${count(one.skipped_count)} skipped while another ran` : ""}

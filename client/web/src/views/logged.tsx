@@ -3,7 +3,8 @@
 import type { ReactNode } from "react";
 
 import { get } from "../api/client";
-import { clock, number } from "../lib/format";
+import { MAX_POINTS, withGaps } from "../lib/chart";
+import { clock, clockTick, number } from "../lib/format";
 import type { Happening } from "../lib/timeline";
 import { Choice, Empty, Facts, Panel, Source, Trouble } from "../ui/bits";
 import { axis, Chart, eventLines } from "../ui/chart";
@@ -40,7 +41,7 @@ export function LoggedNumbers(props: { incarnation: number; events: readonly Hap
     metric ? `${job}/${props.incarnation}/${metric}/${ranks.join()}` : null,
     (signal) =>
       Promise.all(
-        ranks.map((subject) => get("/api/v1/jobs/{job}/history", { path: { job }, query: { metric, subject }, signal })),
+        ranks.map((subject) => get("/api/v1/jobs/{job}/history", { path: { job }, query: { metric, subject, max_points: MAX_POINTS }, signal })),
       ),
     10_000,
   );
@@ -59,6 +60,7 @@ export function LoggedNumbers(props: { incarnation: number; events: readonly Hap
   );
   const lines = found.data ?? [];
   const times = lines.flatMap((line) => line.points.map((point) => point.time_s * 1000));
+  const [begin, end] = [Math.min(...times), Math.max(...times)];
   return (
     <Panel
       title="The script's numbers"
@@ -88,21 +90,21 @@ export function LoggedNumbers(props: { incarnation: number; events: readonly Hap
       )}
       {lines.some((line) => line.points.length > 0) && (
         <Chart
-          label={`${metric.slice(PREFIX.length)} over the last hour`}
+          label={`${metric.slice(PREFIX.length)} over the run`}
           height={200}
           deps={[found.data, dark, props.events]}
           option={(ink) => ({
             legend: { top: 0, right: 0, textStyle: { color: ink.faint }, itemWidth: 14, itemHeight: 3, icon: "rect" },
-            xAxis: axis(ink, "", { type: "time", axisLabel: { color: ink.faint, hideOverlap: true, formatter: (ms: number) => clock(ms / 1000).slice(-8) } }),
+            xAxis: axis(ink, "", { type: "time", axisLabel: { color: ink.faint, hideOverlap: true, formatter: (ms: number) => clockTick(ms, (end - begin) / 1000) } }),
             yAxis: axis(ink, metric.slice(PREFIX.length), { type: "value", scale: true, nameGap: 50 }),
             series: lines.map((line, at) => ({
-              ...(at === 0 && { markLine: eventLines(ink, props.events, Math.min(...times), Math.max(...times)) }),
+              ...(at === 0 && { markLine: eventLines(ink, props.events, begin, end) }),
               type: "line" as const,
               name: `rank ${line.subject}`,
               showSymbol: line.points.length < 4,
               symbolSize: 5,
               lineStyle: { width: 1.3 },
-              data: line.points.filter((point) => point.mean !== null).map((point) => [point.time_s * 1000, Number(point.mean!.toPrecision(6))]),
+              data: withGaps(line.points.filter((point) => point.mean !== null).map((point) => [point.time_s * 1000, Number(point.mean!.toPrecision(6))])),
             })),
           })}
         />

@@ -1,15 +1,15 @@
-/** Step time over the last hour, from the control plane's history. */
+/** Step time over the run, from the control plane's history. */
 
 import type { ReactNode } from "react";
 
 import { get } from "../api/client";
 import { clockTick } from "../lib/format";
-import { RANGES, rangeBegin, withGaps } from "../lib/chart";
+import { MAX_POINTS, withGaps } from "../lib/chart";
 import type { Happening } from "../lib/timeline";
-import { Choice, Empty, Panel, Source, Trouble } from "../ui/bits";
+import { Empty, Panel, Source, Trouble } from "../ui/bits";
 import { axis, Chart, eventLines } from "../ui/chart";
 import { useShared } from "../ui/context";
-import { usePoll, useQuery } from "../ui/hooks";
+import { usePoll } from "../ui/hooks";
 
 const MAX_LINES = 6;
 const NO_EVENTS: readonly Happening[] = [];
@@ -20,17 +20,16 @@ const MAX_RANKS_NOTED = 64;
 export function StepTimes(props: { world: number; incarnation: number; events?: readonly Happening[] }): ReactNode {
   const { world, incarnation, events = NO_EVENTS } = props;
   const { job, dark } = useShared();
-  const [range, setRange] = useQuery("range", "3600");
   const subjects =
     world > MAX_RANKS_NOTED
       ? ["min", "median", "max"]
       : Array.from({ length: Math.min(world, MAX_LINES) }, (_, i) => String(Math.round((i * (world - 1)) / Math.max(1, Math.min(world, MAX_LINES) - 1))));
   const found = usePoll(
-    world > 0 ? `${job}/${incarnation}/times/${world}/${range}` : null,
+    world > 0 ? `${job}/${incarnation}/times/${world}` : null,
     (signal) =>
       Promise.all(
         subjects.map((subject) =>
-          get("/api/v1/jobs/{job}/history", { path: { job }, query: { metric: "step_time_s", subject, ...rangeBegin(range) }, signal }),
+          get("/api/v1/jobs/{job}/history", { path: { job }, query: { metric: "step_time_s", subject, max_points: MAX_POINTS }, signal }),
         ),
       ),
     30_000,
@@ -44,7 +43,6 @@ export function StepTimes(props: { world: number; incarnation: number; events?: 
   return (
     <Panel
       title="Step time"
-      actions={<Choice label="Time range" value={range} options={RANGES} onChange={setRange} />}
       source={<Source what={`/jobs/${job}/history`} at={found.at} error={found.error} busy={found.busy} />}
     >
       {found.error && <Trouble>{found.error}</Trouble>}
@@ -56,7 +54,7 @@ export function StepTimes(props: { world: number; incarnation: number; events?: 
           deps={[found.data, dark, events]}
           option={(ink) => ({
             legend: { top: 0, right: 0, textStyle: { color: ink.faint }, itemWidth: 14, itemHeight: 3, icon: "rect" },
-            xAxis: axis(ink, "", { type: "time", ...span, axisLabel: { color: ink.faint, hideOverlap: true, formatter: (ms: number) => clockTick(ms, Number(range)) } }),
+            xAxis: axis(ink, "", { type: "time", ...span, axisLabel: { color: ink.faint, hideOverlap: true, formatter: (ms: number) => clockTick(ms, (end - begin) / 1000) } }),
             yAxis: axis(ink, "ms", { type: "value", nameGap: 44, scale: true }),
             series: series.map((one, at) => ({
               ...(at === 0 && { markLine: eventLines(ink, events, begin, end) }),

@@ -74,7 +74,7 @@ function Firing(props: { history: History }): ReactNode {
         {firing.slice(0, CAUSES_SHOWN).map((cause) => {
           const change = changeBefore(history.timeline, cause.first.first_seen_s, SUSPECT_S);
           return (
-            <CauseItem key={cause.id} cause={cause} onChanged={history.refresh}>
+            <CauseItem key={cause.id} cause={cause}>
               {change && (
                 <p>
                   {duration(Math.max(0, Math.round(cause.first.first_seen_s - change.time_s)))} before it:{" "}

@@ -3,7 +3,7 @@
 import { type ReactNode, useMemo } from "react";
 
 import { get } from "../api/client";
-import { RANGES, rangeBegin, withGaps } from "../lib/chart";
+import { withGaps } from "../lib/chart";
 import { clockTick, count } from "../lib/format";
 import { type Sample, smooth } from "../lib/samples";
 import { Choice, Empty, Panel, Source } from "../ui/bits";
@@ -23,10 +23,9 @@ export function NormPanel(props: { name: string; samples: readonly Sample[] }): 
   const [log, setLog] = useQuery("log", "off");
   const [by, setBy] = useQuery("by", "step");
   const [weight, setWeight] = useQuery("smooth", "0");
-  const [range, setRange] = useQuery("range", "3600");
   const history = usePoll(
-    `${job} ${name} norm ${range}`,
-    (signal) => get("/api/v1/jobs/{job}/history", { path: { job }, query: { metric: "norm", subject: name, ...rangeBegin(range) }, signal }),
+    `${job} ${name} norm`,
+    (signal) => get("/api/v1/jobs/{job}/history", { path: { job }, query: { metric: "norm", subject: name }, signal }),
     60_000,
   );
   const points = useMemo(() => merged(history.data?.points ?? [], history.data?.incarnation ?? -1, samples), [history.data, samples]);
@@ -38,7 +37,6 @@ export function NormPanel(props: { name: string; samples: readonly Sample[] }): 
       title="Norm over steps"
       actions={
         <>
-          <Choice label="Time range" value={range} options={RANGES} onChange={setRange} />
           <Choice label="Against" value={by === "time" ? "time" : "step"} options={[["step", "Step"], ["time", "Clock"]] as const} onChange={setBy} />
           <label className="tick">
             <input type="checkbox" checked={log === "on"} onChange={(event) => setLog(event.target.checked ? "on" : "off")} /> log
@@ -55,7 +53,7 @@ export function NormPanel(props: { name: string; samples: readonly Sample[] }): 
         {count(noted)} points from the control plane's history
         {history.data && !history.data.watch ? " (parameter sampling is off)" : ""}, {count(samples.length)} collected by this page
       </p>
-      {points.length < 2 && <Empty>{points.length === 1 ? "Only one point so far." : "No points in this time."}</Empty>}
+      {points.length < 2 && <Empty>{points.length === 1 ? "Only one point so far." : "No points yet."}</Empty>}
       {points.length >= 2 && points.every((point) => point.value === null) && <Empty>No element was finite at any of these steps, so there is no norm to draw.</Empty>}
       {points.length >= 2 && points.some((point) => point.value !== null) && (
         <Chart
@@ -66,7 +64,7 @@ export function NormPanel(props: { name: string; samples: readonly Sample[] }): 
             xAxis: axis(ink, by === "time" ? "" : "step", {
               type: by === "time" ? "time" : "value",
               scale: true,
-              ...(by === "time" ? { axisLabel: { color: ink.faint, hideOverlap: true, formatter: (ms: number) => clockTick(ms, Number(range)) } } : {}),
+              ...(by === "time" ? { axisLabel: { color: ink.faint, hideOverlap: true, formatter: (ms: number) => clockTick(ms, points.at(-1)!.time_s - points[0]!.time_s) } } : {}),
             }),
             yAxis: axis(ink, "norm", { type: log === "on" ? "log" : "value", scale: true, nameGap: 50 }),
             series: [

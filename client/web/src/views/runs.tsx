@@ -186,10 +186,10 @@ function Comparison(): ReactNode {
     runs.length && chosen ? `${a} ${b} ${metric} ${chosen}` : null,
     (signal) =>
       Promise.all(
-        runs.map(async (run) =>
+        runs.map((run) =>
           get("/api/v1/jobs/{job}/history", {
             path: { job: run.job },
-            query: { metric: metric as Metric, subject: chosen, incarnation: run.incarnation, ...(await spanOf(run, signal)) },
+            query: { metric: metric as Metric, subject: chosen, incarnation: run.incarnation },
             signal,
           }),
         ),
@@ -250,13 +250,6 @@ function Comparison(): ReactNode {
       )}
     </Panel>
   );
-}
-
-/** The run's own time: history is the finer the shorter the time that is asked for. */
-async function spanOf(run: Run, signal: AbortSignal): Promise<{ begin_s: number; end_s?: number }> {
-  const known = await get("/api/v1/jobs/{job}/incarnations", { path: { job: run.job }, signal });
-  const found = known.incarnations.find((one) => one.incarnation === run.incarnation);
-  return { begin_s: found?.began_s ?? 0, ...(found?.ended_s ? { end_s: found.ended_s + 60 } : {}) };
 }
 
 function Both(props: { runs: readonly Run[]; series: readonly HistoryDocument[]; metric: string }): ReactNode {

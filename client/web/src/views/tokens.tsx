@@ -13,7 +13,7 @@ import { textOf } from "../ui/problems";
 const ROLES: readonly (readonly [TokenRequest["role"], string])[] = [
   ["viewer", "see jobs, names, alerts and statistics"],
   ["reader", "and values of parameters"],
-  ["editor", "and edit, pause, acknowledge"],
+  ["editor", "and edit, pause"],
   ["exporter", "read, and export"],
   ["trainer", "see, and register trainings"],
   ["admin", "everything"],

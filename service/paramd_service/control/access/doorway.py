@@ -1,17 +1,17 @@
 """REST access: connection limits, authentication, and the role each operation needs.
 
 A stranger is a connection that has not shown a good token. Strangers have slots of their own;
-when those are full, the oldest is evicted. So a client that sends its request at once gets
-through however many others stall, and no stranger ever displaces a connection that has shown a
-good token. A request is authenticated before any of its body is read.
+when those are full, the oldest of the address with the most is evicted. So a client that sends its
+request at once gets through however many others stall, and no stranger ever displaces a connection
+that has shown a good token. A request is authenticated before any of its body is read.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Final, Protocol
 from urllib.parse import unquote
 
 from fastapi import Request
@@ -34,15 +34,7 @@ from paramd_service.control.access.revocations import Revocations
 from paramd_service.control.access.roles import Action, allowed, needed_action
 from paramd_service.control.base.problems import problem
 
-Who: TypeAlias = str | None
-"""Id of a token; None for the owner's."""
-
 MAX_STRANGERS: Final = 128
-MAX_OF_ADDRESS: Final = 64
-"""Strangers from one address."""
-
-MAX_OF_TOKEN: Final = 128
-"""Connections that have shown the same token."""
 
 MAX_REQUESTS = 256
 """Most concurrent requests, streams included."""
@@ -57,180 +49,59 @@ SIGN_IN = ("POST", "/api/v1/session")
 CODE_SCHEME = "paramd-code"
 """Scheme of an Authorization header that holds a sign-in code."""
 
-_NOBODY = object()
-_GONE: Message = {"type": "http.disconnect"}
+DOOR: Final = "door"
+"""Name of a request's connection in its state."""
+
+GONE: Final[Message] = {"type": "http.disconnect"}
 _STATE = "principal"
 _DIGEST = "sign_in_digest"
 
 
 class Door(Protocol):
-    """One open connection."""
+    """One open connection. A request finds its own in `scope["state"]`, under `DOOR`."""
 
     @property
-    def address(self) -> tuple[str, int]:
-        """The peer's host and port, unique among open connections."""
-        ...
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a request is in progress on it."""
+    def host(self) -> str:
+        """The peer's address."""
         ...
 
     def shut(self) -> None:
-        """Close the connection at once; `Doorway.closed` may be called later."""
+        """Close the connection at once."""
         ...
 
+    def carry(self, tunnel: asyncio.Protocol) -> asyncio.Transport:
+        """From now on the connection is `tunnel`'s, which has to answer the current request.
 
-@runtime_checkable
-class Carrier(Door, Protocol):
-    """A connection that can turn into a tunnel."""
-
-    @property
-    def transport(self) -> asyncio.Transport:
-        """Its transport."""
+        What the peer sent before the answer is lost.
+        """
         ...
-
-    def carry(self, upstream: Upstream) -> None:
-        """Answer the current request with 101; from now on bytes go to `upstream` and back."""
-        ...
-
-
-class Upstream(asyncio.Protocol):
-    """The far end of a tunnel. Either end reads only as fast as the other one takes."""
-
-    def __init__(self, carrier: Carrier) -> None:
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._carrier = carrier
-        self._transport: asyncio.Transport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        # Nothing may reach the caller before the answer that opens the tunnel.
-        transport.pause_reading()
-
-    def start(self) -> None:
-        """Begin to read."""
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.resume_reading()
-
-    def data_received(self, data: bytes) -> None:
-        self._carrier.transport.write(data)
-
-    def write(self, data: bytes) -> None:
-        """Send bytes of the caller."""
-        if self._transport is not None:
-            self._transport.write(data)
-
-    def pause_writing(self) -> None:
-        self._carrier.transport.pause_reading()
-
-    def resume_writing(self) -> None:
-        if not self._carrier.transport.is_closing():
-            self._carrier.transport.resume_reading()
-
-    def pause_reading(self) -> None:
-        """The caller does not take more."""
-        if self._transport is not None:
-            self._transport.pause_reading()
-
-    def resume_reading(self) -> None:
-        """It does again."""
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.resume_reading()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not self.ended.done():
-            self.ended.set_result(None)
-
-    def close(self) -> None:
-        """End it. Idempotent."""
-        if self._transport is not None:
-            self._transport.abort()
 
 
 class Doorway:
-    """All connections of one server. Event loop only."""
+    """All connections of one server that have shown no good token. Event loop only."""
 
-    def __init__(
-        self,
-        *,
-        max_strangers: int = MAX_STRANGERS,
-        max_of_address: int = MAX_OF_ADDRESS,
-        max_of_token: int = MAX_OF_TOKEN,
-    ) -> None:
-        self._max_strangers = max_strangers
-        self._max_of_address = max_of_address
-        self._max_of_token = max_of_token
-        self._strangers: OrderedDict[tuple[str, int], Door] = OrderedDict()
-        self._by_host: dict[str, OrderedDict[tuple[str, int], Door]] = {}
-        # For each token, least recently used first.
-        self._known: dict[Who, OrderedDict[tuple[str, int], Door]] = {}
-        self._who: dict[tuple[str, int], Who] = {}
-
-    @property
-    def stranger_count(self) -> int:
-        """Connections that have not shown a good token."""
-        return len(self._strangers)
+    def __init__(self, *, places: int = MAX_STRANGERS) -> None:
+        self._places = places
+        self._strangers: dict[Door, None] = {}
+        self.tunnels: set[Door] = set()
+        """Connections that carry something else than HTTP."""
 
     def opened(self, door: Door) -> None:
         """Add a new connection, as a stranger."""
-        self._strangers[door.address] = door
-        of_host = self._by_host.setdefault(door.address[0], OrderedDict())
-        of_host[door.address] = door
-        if len(of_host) > self._max_of_address:
-            self._shut(next(iter(of_host.values())))
-        elif len(self._strangers) > self._max_strangers:
-            # Evict from the address with the most, so that one address cannot push out the rest.
-            crowd = max(self._by_host.values(), key=len)
-            self._shut(next(iter(crowd.values())))
+        self._strangers[door] = None
+        if len(self._strangers) > self._places:
+            # From the address with the most, so that one address cannot push out the rest.
+            ((crowd, _),) = Counter(one.host for one in self._strangers).most_common(1)
+            next(one for one in self._strangers if one.host == crowd).shut()
 
-    def shown(self, address: tuple[str, int], who: Who) -> None:
-        """Record that the connection's current request carries a good token."""
-        door = self._strangers.get(address)
-        if door is None and address in self._who:
-            door = self._known[self._who[address]][address]
-        if door is None:
-            return  # shut meanwhile
-        self._forget(address)
-        self._who[address] = who
-        same = self._known.setdefault(who, OrderedDict())
-        same[address] = door
-        if len(same) > self._max_of_token:
-            idle = next((one for one in same.values() if not one.is_busy), None)
-            if idle is not None:
-                self._shut(idle)
-
-    def carrier(self, address: tuple[str, int]) -> Carrier | None:
-        """The connection of a request that has shown a good token; None if it cannot carry."""
-        who = self._who.get(address, _NOBODY)
-        door = None if who is _NOBODY else self._known[who][address]  # type: ignore[index]
-        return door if isinstance(door, Carrier) else None
+    def shown(self, door: Door) -> None:
+        """It has shown a good token: from now on no stranger takes its place."""
+        self._strangers.pop(door, None)
 
     def closed(self, door: Door) -> None:
         """Forget a connection that has ended. Idempotent."""
-        held = self._strangers.get(door.address)
-        if held is None and door.address in self._who:
-            held = self._known[self._who[door.address]][door.address]
-        # A shut door reports its end late, when a new connection may already own its address.
-        if held is door:
-            self._forget(door.address)
-
-    def _shut(self, door: Door) -> None:
-        self._forget(door.address)
-        door.shut()
-
-    def _forget(self, address: tuple[str, int]) -> None:
-        if self._strangers.pop(address, None) is not None:
-            of_host = self._by_host[address[0]]
-            del of_host[address]
-            if not of_host:
-                del self._by_host[address[0]]
-        if address in self._who:
-            who = self._who.pop(address)
-            del self._known[who][address]
-            if not self._known[who]:
-                del self._known[who]
+        self._strangers.pop(door, None)
+        self.tunnels.discard(door)
 
 
 async def run_until(
@@ -251,7 +122,7 @@ async def run_until(
         try:
             either: set[asyncio.Future[Any]] = {coming, ended}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            return coming.result() if coming.done() else _GONE
+            return coming.result() if coming.done() else GONE
         finally:
             coming.cancel()
 
@@ -297,8 +168,8 @@ class TokenGate:
             await self._refusal(scope)(scope, receive, send)
             return
         scope.setdefault("state", {})[_STATE] = principal
-        if scope.get("client"):
-            self._doorway.shown(tuple(scope["client"]), principal.token_id)
+        if door := scope["state"].get(DOOR):
+            self._doorway.shown(door)
         try:
             self._requests.take(principal.token_id)
         except ExhaustedError as error:

@@ -39,9 +39,7 @@ _REFLECTION = ".ServerReflection/ServerReflectionInfo"
 
 METHOD_ROLES: Final[dict[str, frozenset[Role]]] = {
     _CONTROL + "Join": frozenset({Role.SIDECAR}),
-    _CONTROL + "RenewCertificate": frozenset({Role.SIDECAR}),
     _CONTROL + "ScheduleBoundary": frozenset({Role.READER, Role.EDITOR, Role.CONTROL}),
-    _CONTROL + "FollowStore": frozenset({Role.CONTROL}),
     "/grpc.reflection.v1alpha" + _REFLECTION: ANY_ROLE,
     "/grpc.reflection.v1" + _REFLECTION: ANY_ROLE,
 }

@@ -39,7 +39,7 @@ class Action(Enum):
     """See what trainers print and sidecars log. Whatever a script prints is in there, secrets too,
     so it takes more than reading parameters; a control plane that is read-only still shows it."""
     EDIT = "edit"
-    """Change parameters; pause and step training; acknowledge and silence alerts."""
+    """Change parameters; pause and step training."""
     EDIT_ANY = "edit-any"
     """Commit and abort edits that another token made; step and end another's hold."""
     EXPORT = "export"
@@ -83,10 +83,6 @@ OPERATIONS: Final[dict[str, Action]] = {
     "get_diff": Action.READ,
     "get_spectrum": Action.READ,
     "list_alerts": Action.VIEW,
-    "acknowledge_alerts": Action.EDIT,
-    "list_silences": Action.VIEW,
-    "create_silence": Action.EDIT,
-    "end_silence": Action.EDIT,
     "follow_events": Action.VIEW,
     "follow_grads": Action.VIEW,
     "get_history": Action.VIEW,

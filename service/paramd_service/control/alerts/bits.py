@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from paramd.errors import AbortedError, ConflictError, DeadlineError
 from paramd.layout.types import Layout
 from paramd.state import At
-from paramd_service.control.alerts.book import Alert, Book, Finding
+from paramd_service.control.alerts.book import Covered, Observe
 from paramd_service.control.alerts.config import AlertConfig, Rule
 from paramd_service.control.alerts.drift import (
     ReplicaGroup,
@@ -91,17 +91,13 @@ class BitRounds:
         *,
         reaching: Callable[[], Awaitable[SidecarFinder]],
         joined: Callable[[], set[int]],
-        book: Book,
-        on_change: Callable[[Sequence[Alert]], None],
-        clock: Callable[[], float],
+        observe: Observe,
     ) -> None:
         """No I/O. `joined`: ranks whose sidecars report."""
         self._config = config
         self._reaching = reaching
         self._joined = joined
-        self._book = book
-        self._on_change = on_change
-        self._clock = clock
+        self._observe = observe
         self._parts: list[Part] = []
         self._number = 0
         self._begun_step = -1
@@ -158,9 +154,7 @@ class BitRounds:
         self._ahead = AHEAD
         self._number += 1
         findings = drift_findings(found.differences, found.places, found.step)
-        self._on_change(
-            self._book.observe(findings, covered=_covers(part.names), now_s=self._clock())
-        )
+        self._observe(findings, _covers(part.names))
         return True
 
     def _groups(self, layout: Layout, joined: set[int]) -> list[ReplicaGroup]:
@@ -200,5 +194,5 @@ class BitRounds:
             return await digests_of(reach, sidecars, pinned, spans, part.groups, deadline_s)
 
 
-def _covers(names: frozenset[str]) -> Callable[[Finding], bool]:
-    return lambda finding: finding.rule is Rule.REPLICA_DRIFT and finding.subject in names
+def _covers(names: frozenset[str]) -> Covered:
+    return lambda alert: alert.rule == Rule.REPLICA_DRIFT and alert.subject in names

@@ -128,26 +128,20 @@ class AlertConfig:
     """A rank whose step time is this many times the median is a straggler; above 1."""
     straggler_least_s: float = 0.01
     """A rank less than this above the median is never a straggler, in seconds, 0 or more."""
-    straggler_hold_s: float = 10.0
-    """Seconds a rank must stay a straggler before the alert fires, 0 or more."""
     stall_budget_s: float = STALL_BUDGET_MS / 1e3
     """Longest wait of one update for a copy, in seconds, above 0. Defaults to the trainers' own
     where the environment has it."""
     stall_window_s: float = 60.0
-    """Window over which the stall budget is judged, in seconds, above 0."""
+    """Window over which the stall budget is judged, in seconds, above 0. A straggler is slow at
+    both ends of it."""
     certificate_days: float = 14.0
     """A certificate that expires within this many days is reported, 0 or more."""
     numbers: tuple[str, ...] = ()
     """Rules over the numbers that scripts log, at most 64: "loss > 10", "lr < 0", "loss jumps 5"
     (above 5 times the median of its last 20 values)."""
-    clear_after_s: float = 5.0
-    """Seconds without a sighting after which an alert is resolved, 0 or more."""
     webhooks: tuple[str, ...] = ()
-    """URLs that every alert is posted to as JSON: https, or http on this machine."""
-    webhook_timeout_s: float = 5.0
-    """Timeout of one attempt, in seconds, above 0."""
-    webhook_attempts: int = 5
-    """Attempts before a post is abandoned, 1 or more."""
+    """URLs that every alert is posted to as JSON, once as it fires and once as it is resolved:
+    https, or http on this machine."""
 
     def __post_init__(self) -> None:
         for name in _ABOVE_ZERO:
@@ -189,7 +183,6 @@ _ABOVE_ZERO = (
     "stalled_after_s",
     "stall_budget_s",
     "stall_window_s",
-    "webhook_timeout_s",
 )
 _AT_LEAST = {
     "compare_steps": 0,
@@ -199,10 +192,7 @@ _AT_LEAST = {
     "norm_least": 1,
     "norm_floor": 0,
     "straggler_least_s": 0,
-    "straggler_hold_s": 0,
     "certificate_days": 0,
-    "clear_after_s": 0,
-    "webhook_attempts": 1,
 }
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.control.alerts.book import Alert, Book, Finding, Point, Severity
+from paramd_service.control.alerts.book import Finding, Observe, Point, Severity
 from paramd_service.control.alerts.config import LOGGED, AlertConfig, NumberRule, Rule, parse_number
 from paramd_service.control.mesh.registry import MeshView, Report
 
@@ -120,10 +120,8 @@ class LoggedRounds:
         incarnation: int,
         view: Callable[[], MeshView],
         ask: Ask,
-        book: Book,
-        on_change: Callable[[Sequence[Alert]], None],
+        observe: Observe,
         offer: Callable[[Sequence[Point]], None],
-        clock: Callable[[], float],
     ) -> None:
         """No I/O. Arguments as those of `Rounds`; `ask` calls GetLogged."""
         self._config = config
@@ -131,10 +129,8 @@ class LoggedRounds:
         self._incarnation = incarnation
         self._view = view
         self._ask = ask
-        self._book = book
-        self._on_change = on_change
+        self._observe = observe
         self._offer = offer
-        self._clock = clock
         self._history = NumberHistory(config.numbers)
         self._taken: dict[int, _Taken] = {}
         self._point_due_s: dict[tuple[int, str], float] = {}
@@ -178,14 +174,9 @@ class LoggedRounds:
         if not self._config.looks_for(Rule.LOGGED_NUMBER):
             return
         prefixes = tuple(f"{name} of rank {rank}: " for name in values)
-        self._on_change(
-            self._book.observe(
-                found,
-                covered=lambda one: (
-                    one.rule is Rule.LOGGED_NUMBER and one.subject.startswith(prefixes)
-                ),
-                now_s=self._clock(),
-            )
+        self._observe(
+            found,
+            lambda one: one.rule == Rule.LOGGED_NUMBER and one.subject.startswith(prefixes),
         )
 
     def _point(self, rank: int, name: str, entry: pb.LoggedEntry, value: float) -> list[Point]:

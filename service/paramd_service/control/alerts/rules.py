@@ -48,7 +48,7 @@ class RankInput:
     reason: str
     """What is wrong; empty when nothing is."""
     age_s: float
-    """Age of the last report."""
+    """Age of the last report; of a missing rank, how long it has been waited for."""
     step: int
     step_time_s: float
     """Smoothed; 0 before the second boundary."""
@@ -69,7 +69,7 @@ def mesh_findings(now: Ranks, before: Ranks, config: AlertConfig) -> list[Findin
     rules: tuple[tuple[Rule, Iterator[Finding]], ...] = (
         (Rule.STALE_RANK, stale_ranks(now, config)),
         (Rule.STALLED_RANK, stalled_ranks(now, config)),
-        (Rule.STRAGGLER, stragglers(now, config)),
+        (Rule.STRAGGLER, stragglers(now, before, config)),
         (Rule.STALL_BUDGET, stall_budgets(now, before, config)),
         (Rule.LAYOUT_MISMATCH, layout_mismatch(now)),
     )
@@ -97,17 +97,13 @@ def certificate(expires_s: float | None, now_s: float, config: AlertConfig) -> I
 def stale_ranks(now: Ranks, config: AlertConfig) -> Iterator[Finding]:
     """Ranks that do not report, and those whose trainer has ended."""
     for rank in now.values():
-        if rank.membership == "left":
-            continue
-        if rank.membership not in PRESENT or rank.age_s >= config.stale_after_s:
-            reason = rank.reason or f"its last report is {rank.age_s:.0f} s old"
-            # Ranks are briefly missing while a mesh starts.
-            hold_s = config.stale_after_s if rank.membership == "missing" else 0.0
-        elif not rank.trainer_lives:
-            reason, hold_s = rank.reason or "its trainer has ended", 0.0
-        else:
-            continue
-        yield _of_rank(Rule.STALE_RANK, rank, Severity.CRITICAL, reason, hold_s=hold_s)
+        # Ranks are missing for a while as a mesh starts: those get the patience of others.
+        silent = rank.membership == "gone" or rank.age_s >= config.stale_after_s
+        if rank.membership != "left" and (silent or not rank.trainer_lives):
+            why = (
+                f"its last report is {rank.age_s:.0f} s old" if silent else "its trainer has ended"
+            )
+            yield _of_rank(Rule.STALE_RANK, rank, Severity.CRITICAL, rank.reason or why)
 
 
 def stalled_ranks(now: Ranks, config: AlertConfig) -> Iterator[Finding]:
@@ -135,23 +131,27 @@ def stalled_ranks(now: Ranks, config: AlertConfig) -> Iterator[Finding]:
         yield _of_rank(Rule.STALLED_RANK, rank, Severity.CRITICAL, reason)
 
 
-def stragglers(now: Ranks, config: AlertConfig) -> Iterator[Finding]:
-    """Ranks with longer steps. Ranks that wait for each other at every step all look alike."""
-    timed = [r for r in now.values() if r.membership in PRESENT and r.step_time_s > 0]
+def stragglers(now: Ranks, before: Ranks, config: AlertConfig) -> Iterator[Finding]:
+    """Ranks whose steps are longer than others', as they were a window ago: one long step, such as
+    one with a checkpoint, makes no straggler. Ranks that wait for each other at every step all
+    look alike."""
+    then = {rank.rank for rank, _ in _slow(before, config)}
+    for rank, usual_s in _slow(now, config):
+        if rank.rank in then:
+            reason = f"its steps take {_s(rank.step_time_s)}, the others' {_s(usual_s)}"
+            yield _of_rank(Rule.STRAGGLER, rank, Severity.WARNING, reason)
+
+
+def _slow(ranks: Ranks, config: AlertConfig) -> Iterator[tuple[RankInput, float]]:
+    """Ranks with long steps, and how long the others' are, in seconds."""
+    timed = [r for r in ranks.values() if r.membership in PRESENT and r.step_time_s > 0]
     if len(timed) < 2:
         return
     usual_s = median(rank.step_time_s for rank in timed)
     # The median of two is their mean, which hides the slower one: compare with the faster.
     usual_s = min(r.step_time_s for r in timed) if len(timed) == 2 else usual_s
-    for rank in timed:
-        above_s = rank.step_time_s - usual_s
-        if above_s >= config.straggler_least_s and (
-            rank.step_time_s >= config.straggler_ratio * usual_s
-        ):
-            reason = f"its steps take {_s(rank.step_time_s)}, the others' {_s(usual_s)}"
-            yield _of_rank(
-                Rule.STRAGGLER, rank, Severity.WARNING, reason, hold_s=config.straggler_hold_s
-            )
+    least_s = max(usual_s + config.straggler_least_s, usual_s * config.straggler_ratio)
+    yield from ((rank, usual_s) for rank in timed if rank.step_time_s >= least_s)
 
 
 def stall_budgets(now: Ranks, before: Ranks, config: AlertConfig) -> Iterator[Finding]:
@@ -195,9 +195,7 @@ def layout_mismatch(now: Ranks) -> Iterator[Finding]:
     )
 
 
-def _of_rank(
-    rule: Rule, rank: RankInput, severity: Severity, reason: str, hold_s: float = 0.0
-) -> Finding:
+def _of_rank(rule: Rule, rank: RankInput, severity: Severity, reason: str) -> Finding:
     return Finding(
         rule=rule,
         subject=f"rank {rank.rank}",
@@ -205,7 +203,6 @@ def _of_rank(
         reason=f"rank {rank.rank}: {reason}",
         ranks=(rank.rank,),
         step=rank.step,
-        hold_s=hold_s,
     )
 
 
@@ -220,12 +217,12 @@ _MEASURED: tuple[tuple[str, Callable[[RankInput], float]], ...] = (
 )
 
 
-def rank_inputs(view: MeshView) -> dict[int, RankInput]:
-    """Inputs of all ranks, by rank."""
-    return {rank.rank: _input(rank) for rank in view.ranks}
+def rank_inputs(view: MeshView, *, watched_s: float) -> dict[int, RankInput]:
+    """Inputs of all ranks, by rank. The mesh has been watched for `watched_s`."""
+    return {rank.rank: _input(rank, watched_s) for rank in view.ranks}
 
 
-def _input(rank: RankView) -> RankInput:
+def _input(rank: RankView, watched_s: float) -> RankInput:
     report = rank.report
     state = report.state if report is not None else common_pb2.RankState(boundary_age_ns=-1)
     boundary_age_s = state.boundary_age_ns / _NS + rank.age_s if state.boundary_age_ns >= 0 else -1
@@ -233,7 +230,7 @@ def _input(rank: RankView) -> RankInput:
         rank=rank.rank,
         membership=rank.membership.value,
         reason=rank.reason,
-        age_s=rank.age_s,
+        age_s=rank.age_s if report is not None else watched_s,
         step=report.step if report is not None else -1,
         step_time_s=state.step_time_ns / _NS,
         boundary_age_s=boundary_age_s,

@@ -10,10 +10,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from paramd import gone
 from paramd.errors import ParamdError, UsageError
 from paramd.state_files import file_places
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.control.alerts.book import Alert, KeptAlerts, State, document
+from paramd_service.control.alerts.book import KeptAlerts
 from paramd_service.control.alerts.config import AlertConfig
 from paramd_service.control.alerts.numbers import ASK_TIMEOUT_S, Ask
 from paramd_service.control.alerts.sampling import MeshSampler, Sampler
@@ -23,6 +24,7 @@ from paramd_service.control.base.config import table_of_file, table_of_text
 from paramd_service.control.mesh.jobs import Incarnation, Jobs
 from paramd_service.control.mesh.registry import MeshView, Report
 from paramd_service.control.mesh.watch import Publish
+from paramd_service.control.store.alerts import Alert, State
 
 MakeSampler = Callable[[Incarnation], Sampler]
 Hold = Callable[[str, str], Awaitable[None]]
@@ -64,19 +66,17 @@ class Watchers:
         """No I/O. `expires_s` as in `Watcher`."""
         self._expires_s = expires_s
         self.config = config
-        self.webhooks = Webhooks(config)
+        self.webhooks = Webhooks(config.webhooks)
         self._publish = publish
         self._store = store
         self._make_sampler = make_sampler
         self._watchers: dict[str, Watcher] = {}
         self._ending: set[asyncio.Task[None]] = set()
-        self._held: set[str] = set()
         self.hold: Hold | None = None
         """Pauses the training of a job, and says whom for; None: nothing can."""
 
     def start(self, jobs: Jobs) -> None:
         """Watch the open jobs and every later one."""
-        self.webhooks.start()
         jobs.on_begin.append(self._begin)
         jobs.on_end.append(self._end)
         jobs.on_view.append(self._look)
@@ -131,18 +131,9 @@ class Watchers:
             watcher.tick(view)
 
     def _tell(self, alert: Alert) -> None:
-        watcher = self._watchers.get(alert.job)
-        silenced = watcher is not None and watcher.silenced(alert)
-        self._hold_for(alert)
-        self._publish("alert", document(alert, silenced=silenced).model_dump(), job=alert.job)
-
-    def _hold_for(self, alert: Alert) -> None:
-        """Pause training for an alert that begins, if its rule asks for that."""
-        if alert.state is not State.FIRING:
-            self._held.discard(alert.id)
-        elif alert.finding.rule in self.config.hold and alert.id not in self._held and self.hold:
+        self._publish("alert", alert.model_dump(mode="json"), job=alert.job)
+        if self.hold and alert.state == State.FIRING and alert.rule in self.config.hold:
             # Once: who resumes it has seen the alert, which may go on firing.
-            self._held.add(alert.id)
             task = asyncio.create_task(self._paused(alert, self.hold), name="paramd-alert-hold")
             self._ending.add(task)
             task.add_done_callback(self._ending.discard)
@@ -150,7 +141,7 @@ class Watchers:
     @staticmethod
     async def _paused(alert: Alert, hold: Hold) -> None:
         try:
-            await hold(alert.job, f"alert {alert.finding.rule}")
+            await hold(alert.job, f"alert {alert.rule}")
         except ParamdError as error:
             log.warning("job %s is not paused for an alert: %s", alert.job, error)
 
@@ -200,6 +191,7 @@ def parse_alerts(table: Mapping[str, Any], *, place: str, trusted: bool = True) 
     found: dict[str, Any] = {}
     for key, value in table.items():
         if key not in kinds:
+            gone.check("setting", f"alerts.{key}", f"{place}: {key!r}")
             raise UsageError(f"{place}: unknown key {key!r}; expected one of {', '.join(kinds)}")
         if key in ("webhooks", "hold") and not trusted:
             raise UsageError(

@@ -11,20 +11,19 @@ import logging
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from paramd.clock import now_s
-from paramd.errors import ExhaustedError, NotFoundError, ParamdError
+from paramd.errors import ParamdError
 from paramd.layout.types import Layout
 from paramd_service.control.alerts.bits import BitRounds
 from paramd_service.control.alerts.book import (
-    Alert,
     Book,
+    Covered,
     Finding,
     KeptAlerts,
+    Observe,
     Point,
-    State,
 )
 from paramd_service.control.alerts.config import AlertConfig, Rule
 from paramd_service.control.alerts.drift import (
@@ -52,7 +51,7 @@ from paramd_service.control.alerts.sampling import (
 )
 from paramd_service.control.alerts.webhook import Webhooks
 from paramd_service.control.mesh.registry import MeshView
-from paramd_service.control.store.silences import Silence
+from paramd_service.control.store.alerts import Alert, State
 
 if TYPE_CHECKING:
     from paramd.mesh.peers.discovery import SidecarFinder
@@ -75,9 +74,6 @@ KEEP_AGAIN_S = 5.0
 
 BETWEEN_PARTS_S = 0.01
 
-MAX_SILENCES = 100
-"""In force at once for one job."""
-
 Tell = Callable[[Alert], object]
 
 
@@ -92,19 +88,19 @@ class Rounds:
         incarnation: int,
         view: Callable[[], MeshView],
         sampler: Sampler,
-        book: Book,
-        on_change: Callable[[Sequence[Alert]], None],
+        firing: Callable[[], Sequence[Alert]],
+        observe: Observe,
         offer: Callable[[Sequence[Point]], None],
         clock: Callable[[], float],
     ) -> None:
-        """No I/O. `on_change` gets the book's changes, `offer` the points for the history."""
+        """No I/O. `firing` gives the alerts that fire; `offer` takes points for the history."""
         self._config = config
         self._job = job
         self._incarnation = incarnation
         self._view = view
         self._sampler = sampler
-        self._book = book
-        self._on_change = on_change
+        self._firing = firing
+        self._observe = observe
         self._offer = offer
         self._clock = clock
         self._norms = NormHistory(config.norm_window)
@@ -127,9 +123,7 @@ class Rounds:
         # Only now: a round must not be part of its own baseline.
         self._norms.seen(found.tensors)
         now_s = self._clock()
-        seen = {tensor.fqn for tensor in found.tensors}
-        covered = _covers(TENSOR_RULES, seen)
-        self._on_change(self._book.observe(findings, covered=covered, now_s=now_s))
+        self._observe(findings, _covers(TENSOR_RULES, {one.fqn for one in found.tensors}))
         self._offer(
             [
                 Point(
@@ -161,8 +155,7 @@ class Rounds:
         found = await self._sampler.digests(groups, timeout_s=self._config.sample_timeout_s)
         self._turn += 1
         findings = drift_findings(found.differences, found.places, found.step)
-        covered = _covers(_DRIFT, {group.fqn for group in groups})
-        self._on_change(self._book.observe(findings, covered=covered, now_s=self._clock()))
+        self._observe(findings, _covers(_DRIFT, {group.fqn for group in groups}))
 
     def _groups(self, sample: Sample) -> list[ReplicaGroup]:
         joined = {report.rank for report in self._view().joined}
@@ -175,13 +168,13 @@ class Rounds:
         return choose_holders(groups, most_ranks=self._config.sample_ranks, turn=self._turn)
 
     def _next(self, layout: Layout, begin: int, rules: frozenset[Rule]) -> Sample:
-        again = [a.finding.fqn for a in self._book.firing if a.finding.rule in rules]
+        again = [alert.name for alert in self._firing() if alert.rule in rules]
         return next_sample(layout, begin, most_bytes=self._config.sample_bytes, first=again)
 
 
-def _covers(rules: frozenset[Rule], fqns: set[str]) -> Callable[[Finding], bool]:
-    """A test whether checking these tensors would reproduce a given finding."""
-    return lambda finding: finding.rule in rules and (not finding.fqn or finding.fqn in fqns)
+def _covers(rules: frozenset[Rule], fqns: set[str]) -> Covered:
+    """A test whether checking these tensors would find an alert's problem again."""
+    return lambda alert: alert.rule in rules and (not alert.name or alert.name in fqns)
 
 
 class Watcher:
@@ -207,7 +200,7 @@ class Watcher:
 
         Args:
             view: Returns the current mesh, for the rounds.
-            webhooks: Started and closed by the caller; shared by all jobs.
+            webhooks: Closed by the caller; shared by all jobs.
             reaching: Opens the connections to the sidecars; None compares samples alone.
             ask_logged: Calls GetLogged of a sidecar; None takes no logged numbers.
             tell: Called with every alert that starts firing or is resolved, for the event bus.
@@ -215,7 +208,7 @@ class Watcher:
             clock: Seconds since the Unix epoch.
         """
         self.config = config
-        self.book = Book(job=job, incarnation=incarnation, clear_after_s=config.clear_after_s)
+        self.book = Book(job=job, incarnation=incarnation)
         self._job = job
         self._incarnation = incarnation
         self._webhooks = webhooks
@@ -223,30 +216,30 @@ class Watcher:
         self._tell = tell
         self._expires_s = expires_s
         self._clock = clock
+        self._began_s = clock()
         self._window: deque[tuple[float, Ranks]] = deque()
         self._look_due_s = 0.0
         self._points_due_s = 0.0
         self._restored = False
-        self._silences: list[Silence] = []
         self._unkept: dict[str, Alert] = {}
         self._to_keep = asyncio.Event()
         self._trouble: dict[str, str] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self.rounds = Rounds(
-            config, job=job, incarnation=incarnation, view=view, sampler=sampler, book=self.book,
-            on_change=self._on_change, offer=self._store.offer, clock=clock,
+            config, job=job, incarnation=incarnation, view=view, sampler=sampler, clock=clock,
+            firing=lambda: self.book.firing, observe=self._observe, offer=self._store.offer,
         )  # fmt: skip
         self._logged = None
         if ask_logged is not None:
             self._logged = LoggedRounds(
-                config, job=job, incarnation=incarnation, view=view, ask=ask_logged, clock=clock,
-                book=self.book, on_change=self._on_change, offer=self._store.offer,
+                config, job=job, incarnation=incarnation, view=view, ask=ask_logged,
+                observe=self._observe, offer=self._store.offer,
             )  # fmt: skip
         self._bits = None
         if reaching is not None and config.compare and config.compare_steps:
             self._bits = BitRounds(
                 config, reaching=reaching, joined=lambda: {one.rank for one in view().joined},
-                book=self.book, on_change=self._on_change, clock=clock,
+                observe=self._observe,
             )  # fmt: skip
         self.round_counts = {"stats": 0, "digests": 0}
         """Rounds that succeeded, by kind."""
@@ -258,47 +251,8 @@ class Watcher:
         """Whether stored alerts have been restored and checks are running."""
         return self._restored
 
-    @property
-    def silences(self) -> list[Silence]:
-        """Silences of the job that are in force, oldest first."""
-        now_s = self._clock()
-        return [one for one in self._silences if one.ended_s is None and now_s < one.until_s]
-
-    def silenced(self, alert: Alert) -> bool:
-        """Whether a silence covers the alert now."""
-        found, now_s = alert.finding, self._clock()
-        return any(one.covers(found.rule.value, found.subject, now_s) for one in self._silences)
-
-    def acknowledge(self, ids: Sequence[str], *, by: str, note: str) -> list[Alert]:
-        """Note who has seen these alerts; return those that are firing, as they are now."""
-        changed = self.book.acknowledge(ids, by=by, note=note, now_s=self._clock())
-        for alert in changed:
-            self._tell(alert)
-            self._unkept[alert.id] = alert
-        self._to_keep.set()
-        return changed
-
-    async def silence(self, one: Silence) -> None:
-        """Begin a silence: stored first, then in force. Raises StoreError, ExhaustedError."""
-        if len(self.silences) >= MAX_SILENCES:
-            raise ExhaustedError(
-                f"{MAX_SILENCES} silences of job {self._job!r} are in force; end one first"
-            )
-        await self._store.silences.add(one)
-        self._silences = [*self.silences, one]
-
-    async def end_silence(self, silence_id: str) -> Silence:
-        """End a silence now. Raises StoreError, NotFoundError: none in force has this id."""
-        found = next((one for one in self.silences if one.id == silence_id), None)
-        if found is None:
-            raise NotFoundError(f"silence {silence_id[:32]!r} is not in force")
-        now_s = self._clock()
-        await self._store.silences.end(found.id, now_s)
-        self._silences = [one for one in self._silences if one.id != found.id]
-        return replace(found, ended_s=now_s)
-
     def start(self) -> None:
-        """Resume the stored alerts and silences, then watch."""
+        """Resume the stored alerts, then watch."""
         self._tasks = [asyncio.create_task(self._keep(), name="paramd-alerts-keep")]
         digests: tuple[float, Callable[[], Awaitable[bool | None]]]
         digests = (self.config.digests_every_s, self.rounds.digests)
@@ -343,7 +297,7 @@ class Watcher:
             return
         self._look_due_s = now_s + len(view.ranks) / RANKS_PER_S
         try:
-            self._look(rank_inputs(view), now_s)
+            self._look(rank_inputs(view, watched_s=now_s - self._began_s), now_s)
         except Exception:
             log.exception("job %s: checking the mesh failed", self._job)
 
@@ -351,15 +305,14 @@ class Watcher:
         while len(self._window) > 1 and self._window[1][0] <= now_s - self.config.stall_window_s:
             self._window.popleft()
         before = self._window[0][1] if self._window else {}
-        self._on_change(
-            self.book.observe(
-                [
-                    *mesh_findings(now, before, self.config),
-                    *certificate(self._expires_s(), now_s, self.config),
-                ],
-                covered=lambda finding: finding.rule in MESH_RULES,
-                now_s=now_s,
-            )
+        missing = {rank.rank for rank in now.values() if rank.membership == "missing"}
+        self._observe(
+            [
+                *mesh_findings(now, before, self.config),
+                *certificate(self._expires_s(), now_s, self.config),
+            ],
+            # After a restart of the control plane, a rank's alert is not over before it is back.
+            lambda alert: alert.rule in MESH_RULES and missing.isdisjoint(alert.ranks),
         )
         part_s = self.config.stall_window_s / WINDOW_PARTS
         if not self._window or now_s - self._window[-1][0] >= part_s:
@@ -394,30 +347,32 @@ class Watcher:
             self._trouble[kind] = reason
             log.warning("job %s: a round of %s failed: %s", self._job, kind, reason)
 
+    def _observe(self, findings: Sequence[Finding], covered: Covered) -> None:
+        self._on_change(self.book.observe(findings, covered=covered, now_s=self._clock()))
+
     def _on_change(self, changes: Sequence[Alert]) -> None:
         for alert in changes:
-            firing = alert.state is State.FIRING
+            firing = alert.state == State.FIRING
             log.log(
                 logging.WARNING if firing else logging.INFO,
                 "job %s, incarnation %d: %s %s: %s",
                 alert.job,
                 alert.incarnation,
-                alert.finding.rule.value,
+                alert.rule,
                 "fires" if firing else "is over",
-                alert.finding.reason,
+                alert.reason,
                 extra=_extra(alert),
             )
             self._tell(alert)
             self._unkept[alert.id] = alert
         if changes:
-            self._webhooks.post([alert for alert in changes if not self.silenced(alert)])
+            self._webhooks.post(changes)
             self._to_keep.set()
 
     async def _keep(self) -> None:
         while True:
             try:
                 if not self._restored:
-                    self._silences = await self._store.silences.in_force(self._job, self._clock())
                     self.book.restore(await self._store.load_firing(self._job, self._incarnation))
                     self._restored = True
                 await self._save()
@@ -445,10 +400,9 @@ class Watcher:
 
 
 def _extra(alert: Alert) -> dict[str, object]:
-    found = alert.finding
     fields: dict[str, object] = {
         "job": alert.job,
         "incarnation": alert.incarnation,
-        "step": found.step,
+        "step": alert.step,
     }
-    return fields | ({"rank": found.ranks[0]} if len(found.ranks) == 1 else {})
+    return fields | ({"rank": alert.ranks[0]} if len(alert.ranks) == 1 else {})

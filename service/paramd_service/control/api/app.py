@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from paramd.version import __version__
 from paramd_service.control.access.doorway import TokenGate, permitted
 from paramd_service.control.api import openapi
-from paramd_service.control.api.guard import Guard, Page, RequestIdMiddleware
+from paramd_service.control.api.guard import Gone, Guard, Page, RequestIdMiddleware
 from paramd_service.control.api.routes import (
     alerts,
     audit,
@@ -71,6 +71,8 @@ def build_app(services: Services) -> FastAPI:
         responses={422: {"model": problems.Problem}},
         generate_unique_id_function=_operation_id,
     )
+    # The last one added runs first.
+    app.add_middleware(Gone)
     app.add_middleware(
         TokenGate,
         tokens=services.tokens,
@@ -80,7 +82,7 @@ def build_app(services: Services) -> FastAPI:
         failures=services.failures,
         denied=services.denied,
     )
-    # The last one added runs first. The page needs no token, so it comes before the gate, but
+    # The page needs no token, so it comes before the gate, but
     # after the guard: other sites must not load it.
     app.add_middleware(Page)
     app.add_middleware(

@@ -1,6 +1,7 @@
 """ASGI middleware in front of the API: request ids, request checks, dashboard and manual.
 
-`RequestIdMiddleware` is outermost, then `Guard`, then `Page`. Any web page open on the same
+`RequestIdMiddleware` is outermost, then `Guard`, then `Page`, then the token gate; `Gone` is
+innermost. Any web page open on the same
 machine can reach a loopback server, so `Guard` refuses foreign requests: DNS rebinding shows
 in Host, cross-site requests in Origin and Sec-Fetch-Site, forms in the content type.
 
@@ -25,6 +26,7 @@ from urllib.parse import parse_qsl, unquote
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from paramd import gone
 from paramd.errors import METADATA_KEY, request_id
 from paramd_service.control.base.problems import problem
 
@@ -146,6 +148,23 @@ class Page:
                 await moved(scope, receive, send)
                 return
         app = self._app if file is None else _answer(file, scope)
+        await app(scope, receive, send)
+
+
+class Gone:
+    """ASGI middleware: operations that a release took away say what replaces them.
+
+    Ahead of the routes, whose parameters could match their paths. Behind the token gate, like other
+    paths that are unknown: a stranger learns nothing.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app, row = self._app, gone.operation(scope["method"], scope["path"])
+        if row is not None:
+            app = problem(410, "gone", f"{row.name} is gone: {row.instead}", instead=row.instead)
         await app(scope, receive, send)
 
 

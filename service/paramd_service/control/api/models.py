@@ -608,11 +608,8 @@ class JobSummary(BaseModel):
     hold: str = Field(
         description="running, held or stepping, as the ranks last reported; see get_hold"
     )
-    critical_count: int = Field(description="Critical alerts firing, acknowledged ones too")
+    critical_count: int = Field(description="Critical alerts firing")
     warning_count: int = Field(description="Other alerts firing")
-    open_count: int = Field(
-        description="Firing alerts that nobody has acknowledged and no silence covers"
-    )
 
 
 class JobList(BaseModel):

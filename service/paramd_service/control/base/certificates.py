@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from paramd.security.tls import Pems
-from paramd_service.tls import JobPems
 
 if TYPE_CHECKING:
     from paramd.security.job_authority import JobAuthority
@@ -58,6 +57,10 @@ class JobCertificates:
         """With which the control plane calls sidecars."""
         return self._of("", "paramd control plane")
 
+    def served(self, names: Sequence[str]) -> Pems:
+        """The control plane's own in its handshakes. `names` is what others connect to."""
+        return self.authority.issue("paramd control plane", names)
+
     def client(self, token_id: str | None) -> Pems:
         """For who shows this token; None is the owner's."""
         return self._of(f"client {token_id or ''}", f"paramd client {token_id or ''}".strip())
@@ -72,36 +75,4 @@ class JobCertificates:
             self._kept[key] = (now_s + CLIENT_RENEWED_AT * CLIENT_S, pems)
             if len(self._kept) > MAX_CLIENTS:
                 self._kept.popitem(last=False)
-        return pems
-
-
-class ServedCertificate:
-    """The control plane's own in its handshakes, by the job's CA. Event loop only."""
-
-    def __init__(
-        self, certificates: JobCertificates, names: Sequence[str], *, lifetime_s: float
-    ) -> None:
-        """Issue it. `names` is what others connect to."""
-        self._certificates = certificates
-        self._names = names
-        self._lifetime_s = lifetime_s
-        pems = self._issued()
-        self.rest = JobPems(pems, mutual=False)
-        """For everyone with a token."""
-        self.grpc = JobPems(pems, mutual=True)
-        """Within the job."""
-
-    def keep_valid(self) -> None:
-        """Issue it again once it is due; connections that there are keep theirs."""
-        if time.time() >= self._due_s:
-            pems = self._issued()
-            self.rest.replace(pems)
-            self.grpc.replace(pems)
-
-    def _issued(self) -> Pems:
-        from paramd.security.job_authority import renew_at_s
-
-        authority = self._certificates.authority
-        pems = authority.issue("paramd control plane", self._names, lifetime_s=self._lifetime_s)
-        self._due_s = renew_at_s(pems.cert)
         return pems

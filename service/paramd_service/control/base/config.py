@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from paramd import gone
 from paramd.errors import UsageError
 from paramd.places import check_job_name
-from paramd.security.tickets import RANK_TICKET_TTL_S, Signer, key_from_hex
-from paramd.security.tls import CERTIFICATE_S
+from paramd.security.tickets import Signer, key_from_hex
 from paramd_service.control.base.certificates import JobCertificates
 
 if TYPE_CHECKING:
@@ -53,9 +53,6 @@ class ControlConfig:
     above report_s."""
     ticket_ttl_s: float = 600.0
     """Validity of a reader's ticket, in seconds, 1 to 86400."""
-    certificate_s: float = CERTIFICATE_S
-    """Validity of certificates that it issues to ranks on several hosts, and of its own by their
-    CA, in seconds, above 0; renewed after two thirds of it."""
     no_watch: bool = False
     """Never sample or compare parameters for alerts; the sidecars' own reports are still
     checked."""
@@ -84,11 +81,6 @@ class ControlConfig:
             )
         if not 1 <= self.ticket_ttl_s <= 86_400:
             raise UsageError(f"ticket_ttl_s: {self.ticket_ttl_s}; expected 1 to 86400")
-        if not 0 < self.certificate_s <= RANK_TICKET_TTL_S:
-            raise UsageError(
-                f"certificate_s: {self.certificate_s}; expected above 0 and at most "
-                f"{RANK_TICKET_TTL_S:.0f}"
-            )
         if self.job and self.token_file:
             raise UsageError("token_file: only for a site; with --job the token comes on stdin")
         if not 0 <= self.drain_s <= 600:
@@ -124,22 +116,11 @@ class ControlConfig:
                 type=float if option.type == "float" else str,
                 default=default,
             )
+        gone.check_options(arguments)
         given = parser.parse_args(arguments)
         if given.store != os.environ.get("PARAMD_STORE_URL"):
             _check_no_password(given.store)
         return cls(**vars(given))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stands:
-    """What a process knows that is to be the control plane only once there is no other."""
-
-    peers: Mapping[int, str]
-    """Addresses of the ranks' sidecars, by rank."""
-    leader: str = ""
-    """gRPC target of the control plane to follow at first; empty: the ranks are asked for it."""
-    at_home: bool = False
-    """It is the job's first control plane, started again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,10 +141,6 @@ class Bootstrap:
     """Serve over TLS with the job's own CA; for jobs on several hosts."""
     resumes: bool = False
     """The training goes on from memory: tell the addresses as soon as they are claimed."""
-    has_standby: bool = False
-    """Another control plane stands by on another host."""
-    stands: Stands | None = None
-    """None: it is the control plane from its start on."""
     certificates: JobCertificates = field(init=False, repr=False, compare=False)
     """Issued by the job's own CA."""
 
@@ -186,8 +163,7 @@ class Bootstrap:
 def read_bootstrap(stdin: BinaryIO, *, job: str) -> Bootstrap:
     """Read the one JSON line `{"job", "incarnation", "world_size", "private_key", "token"}`.
 
-    `"own_tls"`, `"resumes"` and `"has_standby"` are false unless given; `"stands"` is
-    `{"peers", "leader", "at_home"}`.
+    `"own_tls"` and `"resumes"` are false unless given.
 
     Raises:
         UsageError: it is missing, too long, malformed or about another job. The text never
@@ -208,8 +184,6 @@ def read_bootstrap(stdin: BinaryIO, *, job: str) -> Bootstrap:
             token=str(found["token"]),
             own_tls=found.get("own_tls") is True,
             resumes=found.get("resumes") is True,
-            has_standby=found.get("has_standby") is True,
-            stands=_stands(found.get("stands")),
         )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"stdin: cannot be read ({type(error).__name__})") from None
@@ -217,16 +191,6 @@ def read_bootstrap(stdin: BinaryIO, *, job: str) -> Bootstrap:
         raise UsageError(f"stdin: the job is {bootstrap.job!r}; expected {job!r} as in --job")
     _check_bounds(bootstrap)
     return bootstrap
-
-
-def _stands(found: Mapping[str, Any] | None) -> Stands | None:
-    if found is None:
-        return None
-    return Stands(
-        peers={rank: str(address) for rank, address in enumerate(found["peers"])},
-        leader=str(found["leader"]),
-        at_home=found["at_home"] is True,
-    )
 
 
 def _check_no_password(store: str) -> None:

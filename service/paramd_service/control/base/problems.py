@@ -25,18 +25,18 @@ class Problem(BaseModel):
 
 
 def problem(
-    status: int, reason: str, detail: str, headers: dict[str, str] | None = None
+    status: int, reason: str, detail: str, headers: dict[str, str] | None = None, **more: str
 ) -> JSONResponse:
-    """The response for one error; `reason` is a stable word such as "not-found"."""
+    """The response for one error; `reason` is a stable word such as "not-found"; with `more`
+    members of the document."""
     document = Problem(
         type=f"urn:paramd:error:{reason}",
         title=HTTPStatus(status).phrase,
         status=status,
         detail=detail[:MAX_DETAIL_CHARS],
     )
-    return JSONResponse(
-        document.model_dump(), status, headers, media_type="application/problem+json"
-    )
+    content = document.model_dump() | more
+    return JSONResponse(content, status, headers, media_type="application/problem+json")
 
 
 def install(app: FastAPI) -> None:

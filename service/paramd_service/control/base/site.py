@@ -23,7 +23,6 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -178,22 +177,14 @@ def next_generation(directory: Path, *, now_s: float | None = None) -> int:
         UsageError: the directory cannot be written.
     """
     now_ms = int((now_s if now_s is not None else clock.now_s()) * 1000)
-    return _raised(directory, lambda last: max(last + 1, now_ms))
-
-
-def set_generation(directory: Path, generation: int) -> None:
-    """Note whose store is in the directory, if it is a later one's than before. Raises as above."""
-    _raised(directory, lambda last: max(last, generation))
-
-
-def _raised(directory: Path, rule: Callable[[int], int]) -> int:
     path = directory / places.GENERATION_FILE
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             text = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
-            generation = rule(int(text) if re.fullmatch(r"[0-9]{1,18}", text) else 0)
+            last = int(text) if re.fullmatch(r"[0-9]{1,18}", text) else 0
+            generation = max(last + 1, now_ms)
             # Fixed width: no digits of the previous number can be left behind.
             os.pwrite(descriptor, f"{generation:018d}\n".encode(), 0)
             os.fsync(descriptor)

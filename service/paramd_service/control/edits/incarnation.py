@@ -30,7 +30,7 @@ from paramd_service.control.edits.spec import EditConfig, Planned, ops_of
 from paramd_service.control.mesh.coordinator import BoundaryAction, token_of
 from paramd_service.control.mesh.jobs import Incarnation
 from paramd_service.control.mesh.registry import MeshView
-from paramd_service.control.records.audit.audit import Action
+from paramd_service.control.records.audit import Action
 from paramd_service.control.records.records import SELF, Records
 from paramd_service.control.store.edits import EditRow
 from paramd_service.control.store.engine import StoreError

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from paramd import gone
 from paramd.errors import ExhaustedError, UsageError
 from paramd.layout.dtypes import item_bytes
 from paramd.layout.edits.kinds import NUMBERS
@@ -117,6 +118,7 @@ def _checked(table: Mapping[str, Any], *, place: str) -> Mapping[str, Any]:
     kinds = {field.name: field for field in fields(EditConfig)}
     for key, value in table.items():
         if key not in kinds:
+            gone.check("setting", f"edits.{key}", f"{place}: {key!r}")
             raise UsageError(f"{place}: unknown key {key!r}; expected one of {', '.join(kinds)}")
         wanted = int if isinstance(kinds[key].default, int) else int | float
         if isinstance(value, bool) or not isinstance(value, wanted):

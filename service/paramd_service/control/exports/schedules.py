@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -17,8 +16,6 @@ from paramd_service.control.exports.runner import drop
 from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.store.exports import ExportRow, ExportStore, ScheduleRow
 from paramd_service.control.store.short_ids import only
-
-MIN_EVERY_S = 1.0
 
 Key = TypeVar("Key")
 
@@ -33,40 +30,20 @@ Begin = Callable[[ScheduleRow], Awaitable[object]]
 class Cadence:
     """How often to export, and which exports to keep."""
 
-    every_steps: int | None = None
+    every_steps: int
     """Export at, or soon after, every multiple of this many steps."""
-    every_s: float | None = None
-    """Export this many seconds after the last one began."""
     keep_last: int | None = None
     """Keep this many of the newest; None removes nothing."""
     keep_every: int | None = None
     """Also keep every n-th, counted from the first."""
 
     def __post_init__(self) -> None:
-        if (self.every_steps is None) == (self.every_s is None):
-            raise UsageError("every_steps, every_s: set exactly one of them")
-        if self.every_steps is not None and self.every_steps < 1:
-            raise UsageError(f"every_steps: {self.every_steps}; expected 1 or more")
-        if self.every_s is not None and not self.every_s >= MIN_EVERY_S:
-            raise UsageError(f"every_s: {self.every_s}; expected {MIN_EVERY_S} or more")
-        for name in ("keep_last", "keep_every"):
+        for name in ("every_steps", "keep_last", "keep_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name}: {value}; expected 1 or more")
         if self.keep_every is not None and self.keep_last is None:
             raise UsageError("keep_every: requires keep_last; without it everything is kept")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Past:
-    """When a schedule last fired."""
-
-    step: int
-    """Step at which it last fired, also if skipped; at first, the step it was created at."""
-    time_s: float
-    """Time of that, in seconds since the Unix epoch."""
-    running: bool
-    """Whether its last export is still running."""
 
 
 class Due(Enum):
@@ -77,24 +54,20 @@ class Due(Enum):
     BEGIN = "due"
 
 
-def due(cadence: Cadence, past: Past, *, step: int, now_s: float) -> Due:
+def due(every_steps: int, *, last_step: int, step: int, running: bool) -> Due:
     """Decide whether a schedule fires now.
 
     If it fires while the previous export is running, that export is skipped, not made up for:
-    the caller records it in `past` like one that began.
+    the caller records its step as the last one, like that of one that began.
 
     Args:
+        last_step: Step at which it last fired, also if skipped; at first, that of its creation.
         step: The job's last finished update; -1 if unknown.
+        running: Whether its last export is still running.
     """
-    if cadence.every_steps is not None:
-        came = step >= 0 and step // cadence.every_steps > past.step // cadence.every_steps
-    else:
-        assert cadence.every_s is not None
-        # A negative age means the clock was set back: fire, rather than wait until it catches up.
-        came = not 0 <= now_s - past.time_s < cadence.every_s
-    if not came:
+    if step < 0 or step // every_steps <= last_step // every_steps:
         return Due.NOT_YET
-    return Due.SKIP if past.running else Due.BEGIN
+    return Due.SKIP if running else Due.BEGIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +148,7 @@ class Schedules:
 
     async def delete(self, schedule_id: str) -> ScheduleRow:
         """Delete a schedule, keeping its exports. Raises NotFoundError."""
-        row = replace(await self.get(schedule_id), deleted_s=time.time())
+        row = replace(await self.get(schedule_id), deleted_s=clock.now_s())
         await self._store.save_schedule(row)
         (await self._known()).pop(row.id, None)
         return row
@@ -206,18 +179,19 @@ class Schedules:
             log.warning("job %s: checking its schedules failed: %s", self._job, error)
 
     async def _look_at(self, row: ScheduleRow, step: int) -> None:
-        past = Past(step=row.last_step, time_s=row.last_s, running=row.id in self._running)
-        now_s = clock.now_s()
-        what = due(cadence_of(row), past, step=step, now_s=now_s)
+        what = due(
+            cadence_of(row).every_steps,
+            last_step=row.last_step,
+            step=step,
+            running=row.id in self._running,
+        )
         if 0 <= step < row.last_step:
             # Training was restarted from an older checkpoint.
             await self._note(replace(row, last_step=step))
         elif what is not Due.NOT_YET:
             skipped = row.skipped_count + (what is Due.SKIP)
             # Saved before it begins: a crash in between skips one export but never repeats one.
-            await self._note(
-                replace(row, last_step=max(step, 0), last_s=now_s, skipped_count=skipped)
-            )
+            await self._note(replace(row, last_step=step, skipped_count=skipped))
             if what is Due.BEGIN:
                 await self._begin(row)
 

@@ -20,6 +20,7 @@ from paramd.errors import CODES, NotFoundError, ParamdError
 from paramd.mesh.insight.diff import compute_diff
 from paramd.mesh.peers.control import JobDocument, parse_job
 from paramd.mesh.peers.discovery import SidecarFinder
+from paramd.mesh.reading.transfer import Transfer
 from paramd_service import core_dumps
 
 if TYPE_CHECKING:
@@ -59,12 +60,14 @@ async def compare(asked: Mapping[str, Any]) -> dict[str, Any]:
     jobs = {job: parse_job(document) for job, document in asked["jobs"].items()}
     directory = GivenDirectory(jobs)
     finders = {job: SidecarFinder(directory, job) for job in jobs}
+    transfer = Transfer()
     states = [_state(asked[side], finders) for side in ("a", "b")]
     try:
         for finder in finders.values():
             await finder.start()
         found = await compute_diff(
             finders[asked["job"]],
+            transfer,
             states[0],
             states[1],
             asked["patterns"],
@@ -75,6 +78,7 @@ async def compare(asked: Mapping[str, Any]) -> dict[str, Any]:
     finally:
         for finder in finders.values():
             await finder.close()
+        transfer.close()
     return _document(found)
 
 

@@ -30,7 +30,6 @@ from paramd.errors import (
 )
 from paramd.places import IncarnationRecord
 from paramd.security.tickets import Signer, Verifier
-from paramd.security.tls import CERTIFICATE_S
 from paramd.state_files import is_job_name
 from paramd_service.control.base.config import MAX_WORLD_SIZE, Bootstrap
 from paramd_service.control.base.site import Site
@@ -71,8 +70,6 @@ class ControlIdentity:
     """Seconds between two reports of a sidecar."""
     silent_after_s: float = 4.5
     """Seconds without a report after which a joined sidecar is silent."""
-    certificate_s: float = CERTIFICATE_S
-    """Validity of a rank's certificate by a job's own CA, in seconds."""
 
 
 class Incarnation:
@@ -115,8 +112,6 @@ class Incarnation:
         self.ended_s: float | None = None
         self.last_step = -1
         """Lowest step the ranks last reported when the incarnation ended; -1 when none reported."""
-        self.superseded = False
-        """Another control plane serves it."""
         self._why_over: ParamdError | None = None
         self._streams: set[asyncio.Task[None]] = set()
 
@@ -145,7 +140,6 @@ class Incarnation:
             ConflictError: it is higher.
         """
         if generation > self.terms.generation:
-            self.superseded = True
             self.send_away(
                 ConflictError(
                     f"a newer control plane (generation {generation}) serves job {self.job!r}; "

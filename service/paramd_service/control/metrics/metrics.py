@@ -224,7 +224,7 @@ def _alert_metrics(watchers: Watchers) -> Iterator[Metric]:
         "paramd_watch_rounds", "Sampling rounds by outcome", labels=["job", "kind", "ok"]
     )
     for job, watcher in watchers.all():
-        counts = Counter(alert.finding.rule for alert in watcher.book.firing)
+        counts = Counter(alert.rule for alert in watcher.book.firing)
         for rule in Rule:
             firing.add_metric([job, rule.value], counts[rule])
         fired.add_metric([job], watcher.book.fired_count)

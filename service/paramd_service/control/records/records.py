@@ -18,13 +18,12 @@ from paramd_service.control.base.config import Bootstrap, ControlConfig
 from paramd_service.control.base.site import site_dir
 from paramd_service.control.mesh.jobs import Incarnation
 from paramd_service.control.mesh.registry import MeshView
-from paramd_service.control.records.audit.audit import Action, Audit, Denials, Entry
+from paramd_service.control.records.audit import Action, Audit, Denials, Entry
 from paramd_service.control.store.alerts import AlertStore
 from paramd_service.control.store.edits import EditStore
 from paramd_service.control.store.engine import StoreError, parse_store
 from paramd_service.control.store.exports import ExportRow
 from paramd_service.control.store.history import MetricHistory
-from paramd_service.control.store.silences import SilenceStore
 from paramd_service.control.store.store import Store
 from paramd_service.control.store.tokens import TokenStore
 
@@ -43,7 +42,7 @@ class Records:
 
         Args:
             store: URL of the store; empty for a file in `directory`.
-            directory: Holds the audit's heads and keys; mode 0700 and ours.
+            directory: Of the job or the site; mode 0700 and ours.
             chain: Audit chain for the control plane's own actions: the job's when embedded,
                 empty for a site.
             incarnation: The embedded control plane's incarnation.
@@ -52,12 +51,11 @@ class Records:
             UsageError: `store` is not a supported URL.
         """
         self.store = Store(parse_store(store, directory=directory))
-        self.audit = Audit(self.store, directory)
+        self.audit = Audit(self.store)
         self.directory = directory
         self.history = MetricHistory(self.store)
         self.tokens = TokenStore(self.store)
         self.alerts = AlertStore(self.store)
-        self.silences = SilenceStore(self.store)
         self.edits = EditStore(self.store)
         self.chain = chain
         self._incarnation = incarnation
@@ -91,7 +89,6 @@ class Records:
             await self._denials.close()
             await self.audit.event(self._action(SELF, "", "control.stop", {}))
             await self.history.stop()
-            await self.audit.stop()
         await self.store.stop()
 
     def recorded(

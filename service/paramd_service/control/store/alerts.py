@@ -1,42 +1,49 @@
-"""Stored alerts: raised, updated, resolved; never removed."""
+"""Alerts and their table: raised, resolved, never removed."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from enum import StrEnum
 
-from sqlalchemy import Row, insert, select, update
+from pydantic import BaseModel, ConfigDict, Field
+from sqlalchemy import Connection, insert, select, update
 
-from paramd.errors import NotFoundError
 from paramd_service.control.store.schema import alerts
 from paramd_service.control.store.store import Store
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AlertRow:
-    """One alert."""
+class State(StrEnum):
+    """State of an alert."""
 
-    id: int = 0
-    """Assigned by the store in rising order; 0 before that."""
+    FIRING = "firing"
+    RESOLVED = "resolved"
+
+
+class Alert(BaseModel):
+    """One problem, from when it was first found until it was last found.
+
+    REST, the events, webhooks and the store all have it in this form.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    id: str
     job: str
     incarnation: int
-    rank: int = -1
-    """-1: the mesh as a whole."""
-    step: int = -1
-    """-1: unknown."""
-    rule: str
-    """Name of the rule, at most 64 characters."""
-    severity: str
-    text: str
-    detail: Mapping[str, Any] = field(default_factory=dict)
-    """JSON-serializable."""
-    raised_s: float
-    """Seconds since the Unix epoch."""
-    updated_s: float
-    resolved_s: float | None = None
-    """None: still firing."""
+    rule: str = Field(
+        description="non-finite, norm-jump, replica-drift, stale-rank, stalled-rank, straggler, "
+        "stall-budget, layout-mismatch, certificate or logged-number"
+    )
+    subject: str = Field(description="What it concerns: a rank, a tensor, the mesh")
+    severity: str = Field(description="warning or critical")
+    state: str = Field(description="firing or resolved")
+    reason: str = Field(description="In words; names ranks and tensors, never values")
+    ranks: tuple[int, ...] = Field(description="Ranks it concerns")
+    name: str = Field(description="Tensor it concerns; empty for none")
+    step: int = Field(description="Step it was last found at; -1 for none")
+    first_seen_s: float = Field(description="Seconds since the Unix epoch, as the next two")
+    last_seen_s: float
+    resolved_s: float | None = Field(description="null while it fires")
 
 
 class AlertStore:
@@ -45,74 +52,53 @@ class AlertStore:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    async def add(self, row: AlertRow) -> int:
-        """Add an alert and return its id."""
-        values = _values(row)
-        statement = insert(alerts).values(values).returning(alerts.c.id)
-        return await self._store.write(
-            lambda connection: connection.execute(statement).scalar_one()
-        )
+    async def save(self, changed: Sequence[Alert]) -> None:
+        """Insert or overwrite alerts by id, all or none."""
 
-    async def replace(self, row: AlertRow) -> None:
-        """Overwrite an alert by id. Raises NotFoundError."""
-        statement = update(alerts).where(alerts.c.id == row.id).values(_values(row))
-        changed = await self._store.write(lambda connection: connection.execute(statement).rowcount)
-        if not changed:
-            raise NotFoundError(f"alert {row.id} does not exist")
+        def write(connection: Connection) -> None:
+            for alert in changed:
+                values = {
+                    "id": alert.id,
+                    "job": alert.job,
+                    "incarnation": alert.incarnation,
+                    "resolved_s": alert.resolved_s,
+                    "body": alert.model_dump_json(),
+                }
+                known = update(alerts).where(alerts.c.id == alert.id).values(values)
+                if not connection.execute(known).rowcount:
+                    connection.execute(insert(alerts).values(values))
+
+        await self._store.write(write)
 
     async def page(
         self,
         job: str,
         *,
         limit: int,
-        before_id: int | None = None,
-        only_open: bool = False,
-        only_resolved: bool = False,
+        before: int | None = None,
+        state: State | None = None,
         incarnation: int | None = None,
-    ) -> list[AlertRow]:
-        """A job's alerts, newest first; `before_id` continues from a previous page. With
-        `incarnation` None, those of all incarnations."""
-        chosen = select(alerts).where(alerts.c.job == job).order_by(alerts.c.id.desc()).limit(limit)
-        if before_id is not None:
-            chosen = chosen.where(alerts.c.id < before_id)
+    ) -> list[tuple[int, Alert]]:
+        """A job's alerts with their numbers in the table, newest first.
+
+        Args:
+            before: Only alerts with a lower number: continues from a previous page.
+            state: None for both.
+            incarnation: None for all.
+        """
+        row = alerts.c
+        chosen = (
+            select(row.number, row.body)
+            .where(row.job == job)
+            .order_by(row.number.desc())
+            .limit(limit)
+        )
+        if before is not None:
+            chosen = chosen.where(row.number < before)
         if incarnation is not None:
-            chosen = chosen.where(alerts.c.incarnation == incarnation)
-        if only_resolved:
-            chosen = chosen.where(alerts.c.resolved_s.is_not(None))
-        if only_open:
-            chosen = chosen.where(alerts.c.resolved_s.is_(None))
-        rows = await self._store.read(lambda connection: connection.execute(chosen).all())
-        return [_alert(row) for row in rows]
-
-
-def _values(row: AlertRow) -> dict[str, object]:
-    return {
-        "job": row.job,
-        "incarnation": row.incarnation,
-        "rank": row.rank,
-        "step": row.step,
-        "rule": row.rule,
-        "severity": row.severity,
-        "text": row.text,
-        "detail": json.dumps(dict(row.detail), sort_keys=True),
-        "raised_s": row.raised_s,
-        "updated_s": row.updated_s,
-        "resolved_s": row.resolved_s,
-    }
-
-
-def _alert(row: Row[Any]) -> AlertRow:
-    return AlertRow(
-        id=row.id,
-        job=row.job,
-        incarnation=row.incarnation,
-        rank=row.rank,
-        step=row.step,
-        rule=row.rule,
-        severity=row.severity,
-        text=row.text,
-        detail=json.loads(row.detail),
-        raised_s=row.raised_s,
-        updated_s=row.updated_s,
-        resolved_s=row.resolved_s,
-    )
+            chosen = chosen.where(row.incarnation == incarnation)
+        if state is not None:
+            firing = row.resolved_s.is_(None)
+            chosen = chosen.where(firing if state is State.FIRING else ~firing)
+        found = await self._store.read(lambda connection: connection.execute(chosen).all())
+        return [(number, Alert.model_validate_json(body)) for number, body in found]

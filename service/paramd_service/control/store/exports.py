@@ -80,8 +80,6 @@ class ScheduleRow:
     cadence: Mapping[str, Any] = field(default_factory=dict)
     last_step: int
     """Step at which it last fired, whether exported or skipped."""
-    last_s: float
-    """Time at which it last fired, in seconds since the Unix epoch."""
     skipped_count: int = 0
     created_s: float
     deleted_s: float | None = None
@@ -288,7 +286,6 @@ def _schedule_values(row: ScheduleRow) -> dict[str, object]:
         "request": json.dumps(dict(row.request), sort_keys=True),
         "cadence": json.dumps(dict(row.cadence), sort_keys=True),
         "last_step": row.last_step,
-        "last_s": row.last_s,
         "skipped_count": row.skipped_count,
         "created_s": row.created_s,
         "deleted_s": row.deleted_s,

@@ -1,4 +1,9 @@
-"""Metric history: buffer samples without blocking, write them once a second, downsample."""
+"""Metric history: buffer samples without blocking, write them once a second, thin what is full.
+
+A series has one list of points, of at most `MAX_POINTS`. Each new sample is merged into the last
+point or begins the next one, at the series' own span. A full series has its span doubled and its
+points merged (`thinning.py`), so it always covers all of its time.
+"""
 
 from __future__ import annotations
 
@@ -6,43 +11,62 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from sqlalchemy import (
     ColumnElement,
     Connection,
     Row,
+    Select,
     Table,
     and_,
-    any_,
+    bindparam,
     delete,
-    func,
-    literal,
-    literal_column,
     or_,
     select,
+    update,
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
 from paramd.clock import now_s
 from paramd_service.control.store.engine import StoreError
-from paramd_service.control.store.retention import TIERS, Drop, RollUp, Tier, plan, tier_for
 from paramd_service.control.store.schema import metric_points, metric_series
 from paramd_service.control.store.store import Store
+from paramd_service.control.store.thinning import Point, merge, sampled, thin
+
+MAX_POINTS = 2_048
+"""Points of a series; it is thinned in a write of its own, soon after it has more."""
+
+KEEP_S = 30 * 86_400
+"""A series goes this long after its last sample."""
+
+LATEST_S = 1e11
+"""Later than any sample, in seconds since the Unix epoch."""
 
 FLUSH_S = 1.0
 SWEEP_S = 60.0
+MAX_SWEPT = 50
+"""Most series dropped in one write."""
 MAX_BUFFERED = 100_000
 """Most samples waiting to be written; more are dropped and counted."""
 BATCH = 2_000
 """Samples per write: small, so that an audit record queued behind it does not wait long."""
 MAX_SERIES_KNOWN = 100_000
 
+MAX_THINNED = 8
+"""Most series thinned in a second: those of many ranks are full at the same time."""
+
 _P = metric_points.c
+_S = metric_series.c
 _MS = 1000
+
+_SERIES, *_FIELDS = (column.name for column in _P)
+"""All columns but the first are named as `Point`'s fields."""
+_values = attrgetter(*_FIELDS)
 
 log = logging.getLogger("paramd.control.store")
 
@@ -72,167 +96,137 @@ class Sample:
     """NaN and infinities are counted, not stored."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
-    """Aggregate of one time bucket, or a single sample."""
-
-    time_s: float
-    """Start of the bucket, in seconds since the Unix epoch."""
-    resolution_s: int
-    """Its length; 0 for a sample."""
-    step: int
-    mean: float | None
-    """Of the finite values; None when there are none."""
-    min: float | None
-    max: float | None
-    count: int
-    """Finite values."""
-    nonfinite_count: int
-
-
 def store_samples(
-    connection: Connection, samples: Sequence[Sample], known: Mapping[SeriesKey, int]
-) -> dict[SeriesKey, int]:
-    """Insert samples; a second one for the same series and millisecond is ignored.
+    connection: Connection, samples: Iterable[Sample], known: Mapping[SeriesKey, int]
+) -> tuple[dict[SeriesKey, int], list[int]]:
+    """Add samples to their series.
+
+    A sample that is no newer than its series' newest is ignored: sidecars tell a restarted control
+    plane again what they have told its predecessor.
 
     Args:
         known: Ids of series from earlier, committed calls; may be empty.
 
     Returns:
-        Ids of the series missing from `known`.
+        Ids of the series missing from `known`, and ids of those that are full now.
     """
-    missing = {sample.series: None for sample in samples if sample.series not in known}
-    learned = {key: _series_id(connection, key) for key in missing}
-    rows = [
-        _sample_row(known[key] if (key := sample.series) in known else learned[key], sample)
-        for sample in samples
-    ]
-    connection.execute(_insert(connection, metric_points).on_conflict_do_nothing(), rows)
-    return learned
+    learned: dict[SeriesKey, int] = {}
+    given: dict[int, list[Point]] = {}
+    rows: list[dict[str, object]] = []
+    states: list[dict[str, int]] = []
+    for sample in samples:
+        key = sample.series
+        if key not in known and key not in learned:
+            learned[key] = _series_id(connection, key)
+        of = known[key] if key in known else learned[key]
+        point = sampled(round(sample.time_s * _MS), sample.step, sample.value)
+        given.setdefault(of, []).append(point)
+    full: list[int] = []
+    for row in connection.execute(_with_last_point(given)).all():
+        last = [] if row.time_ms is None else [_point(row)]
+        new = _newer(given[row.id], row.newest_ms)
+        points = merge([*last, *new], row.grid_ms)
+        count = row.point_count + len(points) - len(last)
+        if new:
+            rows += [_row(row.id, point) for point in points]
+            states.append({"of": row.id, "newest_ms": new[-1].time_ms, "point_count": count})
+        if count > MAX_POINTS:
+            full.append(row.id)
+    if states:
+        _put(connection, rows)
+        connection.execute(update(metric_series).where(_S.id == bindparam("of")), states)
+    return learned, full
 
 
-def _series_id(connection: Connection, key: SeriesKey) -> int:
-    values = {"job": key.job, "incarnation": key.incarnation, "rank": key.rank, "name": key.name}
-    connection.execute(_insert(connection, metric_series).values(values).on_conflict_do_nothing())
-    found: int = connection.execute(select(metric_series.c.id).where(_is_series(key))).scalar_one()
-    return found
+def thin_series(of: int, connection: Connection) -> None:
+    """Make a series that is full cover twice the time with each point, or more if it must."""
+    grid_ms = connection.execute(select(_S.grid_ms).where(_S.id == of)).scalar()
+    if grid_ms is None:
+        return  # dropped meanwhile
+    mine = _P.series_id == of
+    rows = connection.execute(select(metric_points).where(mine).order_by(_P.time_ms))
+    points, grid_ms = thin([_point(row) for row in rows], grid_ms, MAX_POINTS)
+    connection.execute(delete(metric_points).where(mine))
+    _put(connection, [_row(of, point) for point in points])
+    state = {"grid_ms": grid_ms, "point_count": len(points)}
+    connection.execute(update(metric_series).where(_S.id == of).values(state))
 
 
-def roll_up(connection: Connection, step: RollUp) -> None:
-    """Roll up inside the database. Idempotent: buckets that exist are kept."""
-    width_ms = step.target_s * _MS
-    bucket = _P.time_ms - _P.time_ms % literal_column(str(width_ms))
-    sums = (
-        select(
-            _P.series_id,
-            literal(step.target_s),
-            bucket,
-            func.max(_P.step),
-            func.sum(_P.mean * _P.count) / func.nullif(func.sum(_P.count), 0),
-            func.min(_P.min),
-            func.max(_P.max),
-            func.sum(_P.count),
-            func.sum(_P.nonfinite_count),
-        )
-        .where(*_within(connection, step.source_s, step.end_s), _P.time_ms >= step.begin_s * _MS)
-        .group_by(_P.series_id, bucket)
-    )
-    connection.execute(
-        _insert(connection, metric_points)
-        .from_select([column.name for column in metric_points.columns], sums)
-        .on_conflict_do_nothing()
-    )
-
-
-def drop(connection: Connection, step: Drop) -> None:
-    """Delete the points that are too old."""
-    connection.execute(
-        delete(metric_points).where(*_within(connection, step.resolution_s, step.before_s))
-    )
+def drop_series(connection: Connection, before_s: float) -> int:
+    """Drop some of the series without a sample since then; how many."""
+    old = select(_S.id).where(_S.newest_ms < before_s * _MS).limit(MAX_SWEPT)
+    return connection.execute(delete(metric_series).where(_S.id.in_(old))).rowcount
 
 
 def read_points(
-    connection: Connection,
-    series: SeriesKey,
-    *,
-    resolution_s: int,
-    begin_s: float,
-    end_s: float,
-    limit: int,
+    connection: Connection, series: SeriesKey, *, begin_s: float, end_s: float, limit: int
 ) -> list[Point]:
-    """The first `limit` points of one series within `[begin_s, end_s)`, ordered by time."""
+    """Points of one series that lie at least partly within `[begin_s, end_s)`, in order, merged
+    until they are at most `limit`."""
     chosen = (
-        select(metric_points)
-        .join(metric_series, metric_series.c.id == _P.series_id)
+        select(_S.grid_ms, metric_points)
+        .join(metric_series, _S.id == _P.series_id)
         .where(
             _is_series(series),
-            _P.resolution_s == resolution_s,
-            _P.time_ms >= math.ceil(begin_s * _MS),
+            _P.time_ms + _P.span_ms > math.ceil(begin_s * _MS),
             _P.time_ms < math.ceil(end_s * _MS),
         )
         .order_by(_P.time_ms)
-        .limit(limit)
     )
-    return [_point(row) for row in connection.execute(chosen)]
+    rows = connection.execute(chosen).all()
+    grid_ms = rows[0].grid_ms if rows else 1
+    return list(thin([_point(row) for row in rows], grid_ms, limit)[0])
 
 
 def read_series(
     connection: Connection, job: str, incarnation: int, *, after: tuple[str, int] | None, limit: int
 ) -> list[SeriesKey]:
     """The first `limit` series of an incarnation after `after`, ordered by name and rank."""
-    columns = metric_series.c
     chosen = (
-        select(columns.name, columns.rank)
-        .where(columns.job == job, columns.incarnation == incarnation)
-        .order_by(columns.name, columns.rank)
+        select(_S.name, _S.rank)
+        .where(_S.job == job, _S.incarnation == incarnation)
+        .order_by(_S.name, _S.rank)
         .limit(limit)
     )
     if after is not None:
         name, rank = after
-        chosen = chosen.where(
-            or_(columns.name > name, and_(columns.name == name, columns.rank > rank))
-        )
+        chosen = chosen.where(or_(_S.name > name, and_(_S.name == name, _S.rank > rank)))
     return [
         SeriesKey(job=job, incarnation=incarnation, rank=row.rank, name=row.name)
         for row in connection.execute(chosen)
     ]
 
 
-def extremes(connection: Connection, resolution_s: int) -> tuple[int, int] | None:
-    """Times of a resolution's oldest and newest points, in whole seconds; None without points."""
-    chosen = select(func.min(_P.time_ms), func.max(_P.time_ms)).where(
-        _of_any_series(connection), _P.resolution_s == resolution_s
-    )
-    oldest, newest = connection.execute(chosen).one()
-    return None if oldest is None else (int(oldest) // _MS, int(newest) // _MS)
+def _series_id(connection: Connection, key: SeriesKey) -> int:
+    """The id of a series, which is made if it is new."""
+    values = {"job": key.job, "incarnation": key.incarnation, "rank": key.rank, "name": key.name}
+    connection.execute(_insert(connection, metric_series).values(values).on_conflict_do_nothing())
+    found: int = connection.execute(select(_S.id).where(_is_series(key))).scalar_one()
+    return found
 
 
-def _within(
-    connection: Connection, resolution_s: int, end_s: int
-) -> tuple[ColumnElement[bool], ...]:
+def _with_last_point(ids: Iterable[int]) -> Select[Any]:
+    """Series, each with the point that its newest sample is in; null where there is none."""
+    here = and_(_P.series_id == _S.id, _P.time_ms == _S.newest_ms - _S.newest_ms % _S.grid_ms)
     return (
-        _of_any_series(connection),
-        _P.resolution_s == resolution_s,
-        _P.time_ms < end_s * _MS,
+        select(_S.id, _S.grid_ms, _S.newest_ms, _S.point_count, metric_points)
+        .outerjoin(metric_points, here)
+        .where(_S.id.in_(ids))
     )
 
 
-def _of_any_series(connection: Connection) -> ColumnElement[bool]:
-    """Always true. The key starts with the series: listing them all turns a scan into seeks."""
-    every = select(metric_series.c.id)
-    if connection.dialect.name == "postgresql":
-        # IN would become a join, and a slow one while the server's statistics are stale.
-        return _P.series_id == any_(func.array(every.scalar_subquery()))
-    return _P.series_id.in_(every)
+def _newer(points: list[Point], newest_ms: int) -> list[Point]:
+    """Those after `newest_ms`, in order, the first of each millisecond."""
+    found = {point.time_ms: point for point in reversed(points) if point.time_ms > newest_ms}
+    return [found[time_ms] for time_ms in sorted(found)]
 
 
 def _is_series(key: SeriesKey) -> ColumnElement[bool]:
-    columns = metric_series.c
     return and_(
-        columns.job == key.job,
-        columns.incarnation == key.incarnation,
-        columns.rank == key.rank,
-        columns.name == key.name,
+        _S.job == key.job,
+        _S.incarnation == key.incarnation,
+        _S.rank == key.rank,
+        _S.name == key.name,
     )
 
 
@@ -242,52 +236,34 @@ def _insert(connection: Connection, table: Table) -> Any:
     return dialect.insert(table)
 
 
-def _sample_row(series_id: int, sample: Sample) -> dict[str, object]:
-    value = sample.value if math.isfinite(sample.value) else None
-    return {
-        "series_id": series_id,
-        "resolution_s": 0,
-        "time_ms": round(sample.time_s * _MS),
-        "step": sample.step,
-        "mean": value,
-        "min": value,
-        "max": value,
-        "count": int(value is not None),
-        "nonfinite_count": int(value is None),
-    }
+def _put(connection: Connection, rows: list[dict[str, object]]) -> None:
+    """Insert points, or replace those that begin at the same time."""
+    adding = _insert(connection, metric_points)
+    replaced = {name: adding.excluded[name] for name in _FIELDS}
+    connection.execute(
+        adding.on_conflict_do_update(index_elements=[_P.series_id, _P.time_ms], set_=replaced), rows
+    )
+
+
+def _row(of: int, point: Point) -> dict[str, object]:
+    return {_SERIES: of, **dict(zip(_FIELDS, _values(point), strict=True))}
 
 
 def _point(row: Row[Any]) -> Point:
-    return Point(
-        time_s=row.time_ms / _MS,
-        resolution_s=row.resolution_s,
-        step=row.step,
-        mean=row.mean,
-        min=row.min,
-        max=row.max,
-        # `row.count` is a method.
-        count=row._mapping["count"],
-        nonfinite_count=row.nonfinite_count,
-    )
+    """Of a row that ends in the columns of `metric_points`."""
+    return Point(**dict(zip(_FIELDS, row[-len(_FIELDS) :], strict=True)))
 
 
 class MetricHistory:
     """Buffered writer and reader of series. Single event loop; `start` to `stop` must lie within
     the store's."""
 
-    def __init__(
-        self,
-        store: Store,
-        *,
-        clock: Callable[[], float] = now_s,
-        tiers: tuple[Tier, ...] = TIERS,
-    ) -> None:
+    def __init__(self, store: Store, *, clock: Callable[[], float] = now_s) -> None:
         self._store = store
         self._clock = clock
-        self._tiers = tiers
         self._samples: list[Sample] = []
         self._series: dict[SeriesKey, int] = {}
-        self._rolled_s: dict[int, int] = {}
+        self._full: set[int] = set()
         self._task: asyncio.Task[None] | None = None
         self.dropped_count = 0
         """Samples lost because the buffer was full or the store unavailable."""
@@ -301,23 +277,21 @@ class MetricHistory:
                 self._samples.append(sample)
 
     async def read(
-        self, series: SeriesKey, *, begin_s: float, end_s: float, limit: int = 10_000
+        self,
+        series: SeriesKey,
+        *,
+        begin_s: float = 0.0,
+        end_s: float = LATEST_S,
+        limit: int = MAX_POINTS,
     ) -> list[Point]:
-        """Points of one series within `[begin_s, end_s)`, at the finest resolution still kept.
+        """Points of one series that lie at least partly within `[begin_s, end_s)`, merged until
+        they are at most `limit`.
 
         Raises:
             StoreError: the store cannot be read.
         """
-        tier = tier_for(begin_s, self._clock(), self._tiers)
         return await self._store.read(
-            lambda connection: read_points(
-                connection,
-                series,
-                resolution_s=tier.resolution_s,
-                begin_s=begin_s,
-                end_s=end_s,
-                limit=limit,
-            )
+            partial(read_points, series=series, begin_s=begin_s, end_s=end_s, limit=limit)
         )
 
     async def series(
@@ -351,51 +325,46 @@ class MetricHistory:
         for begin in range(0, len(samples), BATCH):
             batch = samples[begin : begin + BATCH]
             try:
-                await self._store.write(partial(self._insert, batch), then=self._series.update)
+                _, full = await self._store.write(
+                    partial(self._insert, batch), then=lambda found: self._series.update(found[0])
+                )
             except StoreError as error:
                 self.dropped_count += len(samples) - begin
                 log.warning("%d metric samples are lost: %s", len(samples) - begin, error)
                 return
+            self._full.update(full)
+
+    async def thin(self) -> None:
+        """Thin some of the series that are full. Raises StoreError."""
+        for of in list(self._full)[:MAX_THINNED]:
+            # One write per series, so that other writes get in between.
+            await self._store.write(partial(thin_series, of))
+            self._full.discard(of)
 
     async def sweep(self) -> None:
-        """Roll up and drop what is due now. Raises StoreError."""
-        ends = await self._store.read(self._ends)
-        # After a restart, a tier's newest bucket tells how far it has been rolled up.
-        for resolution_s, (_, newest_s) in ends.items():
-            if resolution_s:
-                self._rolled_s.setdefault(resolution_s, newest_s + resolution_s)
-        oldest_s = {resolution_s: oldest for resolution_s, (oldest, _) in ends.items()}
-        for step in plan(self._clock(), self._rolled_s, oldest_s, self._tiers):
-            # One write per step, so that other writes get in between.
-            await self._store.write(partial(_perform, step))
-            if isinstance(step, RollUp):
-                self._rolled_s[step.target_s] = step.end_s
+        """Drop what is too old, some at a time. Raises StoreError."""
+        before_s = self._clock() - KEEP_S
+        while await self._store.write(partial(drop_series, before_s=before_s)):
+            # On the writer thread, like all that touches it: a dropped series has another id next.
+            await self._store.write(lambda _: self._series.clear())
 
-    def _insert(self, batch: list[Sample], connection: Connection) -> dict[SeriesKey, int]:
+    def _insert(
+        self, batch: list[Sample], connection: Connection
+    ) -> tuple[dict[SeriesKey, int], list[int]]:
         # On the writer thread, the only one that touches `_series`.
         if len(self._series) > MAX_SERIES_KNOWN:
             self._series.clear()
         return store_samples(connection, batch, self._series)
-
-    def _ends(self, connection: Connection) -> dict[int, tuple[int, int]]:
-        found = {tier.resolution_s: extremes(connection, tier.resolution_s) for tier in self._tiers}
-        return {resolution_s: ends for resolution_s, ends in found.items() if ends is not None}
 
     async def _run(self) -> None:
         swept_s = time.monotonic()
         while True:
             await asyncio.sleep(FLUSH_S)
             await self.flush()
-            if time.monotonic() - swept_s >= SWEEP_S:
-                swept_s = time.monotonic()
-                try:
+            try:
+                await self.thin()
+                if time.monotonic() - swept_s >= SWEEP_S:
+                    swept_s = time.monotonic()
                     await self.sweep()
-                except StoreError as error:
-                    log.warning("metric history was not downsampled: %s", error)
-
-
-def _perform(step: RollUp | Drop, connection: Connection) -> None:
-    if isinstance(step, RollUp):
-        roll_up(connection, step)
-    else:
-        drop(connection, step)
+            except StoreError as error:
+                log.warning("metric history was not thinned: %s", error)

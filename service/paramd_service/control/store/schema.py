@@ -17,9 +17,10 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    text,
 )
 
-REVISION = "0005"
+REVISION = "0008"
 """The newest revision; a test checks it against the migrations."""
 
 MAX_JOB_CHARS = 64
@@ -63,34 +64,14 @@ tokens = Table(
 alerts = Table(
     "alerts",
     metadata,
-    Column("id", _Id, Identity(), primary_key=True),
+    Column("number", _Id, Identity(), primary_key=True, comment="rises with every new alert"),
+    Column("id", Text, nullable=False, unique=True),
     Column("job", String(MAX_JOB_CHARS), nullable=False),
     Column("incarnation", BigInteger, nullable=False),
-    Column("rank", Integer, nullable=False, comment="-1: the mesh as a whole"),
-    Column("step", BigInteger, nullable=False, comment="-1: not known"),
-    Column("rule", String(MAX_NAME_CHARS), nullable=False),
-    Column("severity", String(16), nullable=False),
-    Column("text", Text, nullable=False),
-    Column("detail", Text, nullable=False, comment="JSON object"),
-    Column("raised_s", Double, nullable=False, comment="seconds since the Unix epoch"),
-    Column("updated_s", Double, nullable=False),
-    Column("resolved_s", Double, comment="null: still true"),
-    Index("ix_alerts_job", "job", "id"),
-)
-
-alert_silences = Table(
-    "alert_silences",
-    metadata,
-    Column("id", String(32), primary_key=True),
-    Column("job", String(MAX_JOB_CHARS), nullable=False),
-    Column("rule", String(MAX_NAME_CHARS), nullable=False, comment="empty: every rule"),
-    Column("subject", Text, nullable=False, comment="empty: every subject"),
-    Column("actor", String(MAX_NAME_CHARS), nullable=False),
-    Column("note", Text, nullable=False),
-    Column("created_s", Double, nullable=False, comment="seconds since the Unix epoch"),
-    Column("until_s", Double, nullable=False),
-    Column("ended_s", Double, comment="null: it ended, or ends, at until_s"),
-    Index("ix_alert_silences_job", "job"),
+    Column("resolved_s", Double, comment="seconds since the Unix epoch; null: still true"),
+    Column("body", Text, nullable=False, comment="the alert, as JSON"),
+    Index("ix_alerts_job", "job", "number"),
+    comment="never removed",
 )
 
 metric_series = Table(
@@ -101,6 +82,9 @@ metric_series = Table(
     Column("incarnation", BigInteger, nullable=False),
     Column("rank", Integer, nullable=False, comment="-1: the mesh as a whole"),
     Column("name", String(MAX_NAME_CHARS), nullable=False),
+    Column("grid_ms", BigInteger, nullable=False, server_default=text("1"), comment="of new ones"),
+    Column("newest_ms", BigInteger, nullable=False, server_default=text("0"), comment="of samples"),
+    Column("point_count", Integer, nullable=False, server_default=text("0")),
     UniqueConstraint("job", "incarnation", "rank", "name"),
     comment="what a number is about; its points hold only the id",
 )
@@ -115,9 +99,9 @@ metric_points = Table(
         primary_key=True,
         autoincrement=False,
     ),
-    Column("resolution_s", Integer, primary_key=True, autoincrement=False, comment="0: as it came"),
-    Column("time_ms", BigInteger, primary_key=True, autoincrement=False, comment="begin of it"),
-    Column("step", BigInteger, nullable=False, comment="the last step within; -1: not known"),
+    Column("time_ms", BigInteger, primary_key=True, autoincrement=False, comment="begin of span"),
+    Column("span_ms", BigInteger, nullable=False, comment="1: one moment"),
+    Column("step", BigInteger, nullable=False, comment="the highest within; -1: not known"),
     Column("mean", Double, comment="of finite values; null: there was none"),
     Column("min", Double),
     Column("max", Double),
@@ -177,7 +161,6 @@ export_schedules = Table(
     Column("request", Text, nullable=False, comment="JSON object"),
     Column("cadence", Text, nullable=False, comment="JSON object"),
     Column("last_step", BigInteger, nullable=False, comment="of the last occasion"),
-    Column("last_s", Double, nullable=False, comment="of the last occasion"),
     Column("skipped_count", Integer, nullable=False),
     Column("created_s", Double, nullable=False, comment="seconds since the Unix epoch"),
     Column("deleted_s", Double, comment="null: in force"),

@@ -53,10 +53,6 @@ class Store:
         self._writer: threading.Thread | None = None
         self._readers: ThreadPoolExecutor | None = None
         self._stopping = False
-        self.commits = 0
-        """Writes performed."""
-        self.on_commit: Callable[[], None] = lambda: None
-        """Called after each, on the writer thread."""
 
     @property
     def waiting_count(self) -> int:
@@ -161,8 +157,6 @@ class Store:
             with self._engine.execution_options(**{WRITES: True}).begin() as connection:
                 result = write.work(connection)
             write.then(result)
-            self.commits += 1
-            self.on_commit()
             return result
 
     def _end(self, writer: threading.Thread) -> None:

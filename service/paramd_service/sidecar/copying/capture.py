@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from paramd.errors import ParamdError
 from paramd.memory.arena import is_mirror
 from paramd.memory.control_page import STANDS_IN, ControlPage, Word, unserved_reason
 from paramd.memory.device_driver import DeviceError
@@ -366,19 +365,10 @@ class Capture:
             return self._not_there(boundary, announced, "the next update began before the copy")
         if boundary.with_buffers and words[Word.BUFFERS_STEP] != agreed_step:
             return self._not_there(boundary, announced, "the trainer did not copy its buffers")
-        if boundary.with_moments and words[Word.MOMENTS_STEP] != agreed_step:
-            return self._not_there(boundary, announced, "the trainer did not copy its moments")
         begin_ns, seq = self._clock_ns(), words[Word.SEQ]
-        spans = boundary.spans
-        if boundary.live is not None:
-            try:
-                found = boundary.live()
-            except ParamdError as error:
-                return Outcome(-1, str(error))
-            if found is None:
-                why = "the optimizer's state was not recorded at this boundary"
-                return self._not_there(boundary, announced, why)
-            spans = [*spans, *found]
+        spans = self._spans_of(boundary)
+        if isinstance(spans, str):
+            return self._not_there(boundary, announced, spans)
         try:
             end, state = self._copy_settled(spans)
         except DeviceError as error:
@@ -386,10 +376,8 @@ class Capture:
         took_ns = self._clock_ns() - begin_ns
         size_bytes = sum(span.size_bytes for span in spans)
         self._at_point("boundary-copied")
-        # Read again: SEQ vouches for the arena, not for what the trainer mirrored; and what was
-        # found before the copy has to be of the state that was copied.
-        still = not boundary.with_moments or words[Word.MOMENTS_STEP] == agreed_step
-        still = still and (boundary.live is None or state.proof == seq)
+        # What was found before the copy has to be of the state that was copied.
+        still = boundary.state is None or state.proof == seq
         if end is CopyEnd.DONE and state.step == agreed_step and still:
             self._note_rate(size_bytes, took_ns)
             return Outcome(
@@ -402,17 +390,33 @@ class Capture:
         """Copy from a mirrored arena, which updates do not touch: the step may have moved on."""
         words, number = self._words, boundary.number
         begin_ns = self._clock_ns()
-        end, state = copy_of_request(self._page, boundary.spans, number, at_point=self._at_point)
-        if end is CopyEnd.UPDATING:
+        if words[Word.MIRRORED_FOR] != number:
             return self._not_there(boundary, announced, "the trainer did not copy its parameters")
+        spans = self._spans_of(boundary)
+        if isinstance(spans, str):
+            return self._not_there(boundary, announced, spans)
+        end, state = copy_of_request(self._page, spans, number, at_point=self._at_point)
         self._at_point("boundary-copied")
-        if end is CopyEnd.OVERTAKEN:
+        if end is not CopyEnd.DONE:
             self.given_up_count += 1
             return Outcome(-1, "a later request overtook this one's copy")
-        if boundary.with_moments and words[Word.MOMENTS_STEP] != state.step:
-            return self._not_there(boundary, announced, "the trainer did not copy its moments")
-        self._note_rate(boundary.size_bytes, self._clock_ns() - begin_ns)
+        self._note_rate(sum(span.size_bytes for span in spans), self._clock_ns() - begin_ns)
         return Outcome(state.step, "", edits=state.edits, history=state.history)
+
+    def _spans_of(self, boundary: Boundary) -> Sequence[CopySpan] | str:
+        """All that is copied, with the optimizer state; why that is not there."""
+        words = self._words
+        if boundary.state is None:
+            return boundary.spans
+        if not words[Word.MOMENTS_LIVE] and words[Word.MOMENTS_FOR] != boundary.number:
+            return "the trainer did not copy the optimizer's state"
+        found = boundary.state()
+        if found is None:
+            return (
+                "the optimizer's state was not recorded at this boundary (PARAMD_KEEP_EVERY, or "
+                "the script changes parameters between forward and update)"
+            )
+        return [*boundary.spans, *found]
 
     def _not_there(self, boundary: Boundary, announced: bool, reason: str) -> Outcome | None:
         """A miss once announced; before that the trainer is still writing words."""

@@ -76,19 +76,15 @@ class Boundary:
     done: Callable[[Outcome], None]
     """Called once, on the copying thread."""
     with_moments: bool = False
-    """The trainer mirrors its optimizer state."""
-    live: Callable[[], Sequence[CopySpan] | None] | None = None
-    """Finds what of the optimizer state to copy along, while SEQ is even; None: not recorded."""
+    """The trainer copies optimizer state for it, or waits longer for its copy."""
+    state: Callable[[], Sequence[CopySpan] | None] | None = None
+    """Finds what of the optimizer state to copy along, right before; None: not recorded."""
     token: int = 0
     action: int = CAPTURE
     argument: int = 0
     hold_until_ns: int = 0
     """End of the lease of a hold that begins."""
     deferred_step: int | None = field(default=None)
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(span.size_bytes for span in self.spans)
 
 
 Capture = Callable[[Boundary, bool], Outcome | None]

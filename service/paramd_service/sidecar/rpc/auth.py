@@ -153,7 +153,8 @@ OPEN_METHODS = frozenset(
     }
 )
 ROLES: dict[str, frozenset[Role]] = {
-    f"/{SERVICE}/GetState": _VIEWERS,
+    # The sidecars of other ranks ask where the control plane is.
+    f"/{SERVICE}/GetState": _VIEWERS | {Role.SIDECAR},
     f"/{SERVICE}/GetMesh": _VIEWERS,
     f"/{SERVICE}/GetLayout": _VIEWERS,
     f"/{SERVICE}/PinSnapshot": _READERS,
@@ -183,7 +184,6 @@ ROLES: dict[str, frozenset[Role]] = {
     f"/{SERVICE}/Summon": _READERS,
     f"/{SERVICE}/InspectTrainer": _READERS,
     f"/{SERVICE}/ReachPeers": _VIEWERS,
-    f"/{SERVICE}/FollowControl": _CONTROL,
     f"/{SERVICE}/GetLogged": _READERS,
     f"/{SERVICE}/GetLog": _CONTROL,
     f"/{SERVICE}/StreamGradients": _READERS,
@@ -193,7 +193,6 @@ ROLES: dict[str, frozenset[Role]] = {
     f"/{SERVICE}/StoreExportFile": _CONTROL,
     f"/{SERVICE}/VerifyExportFile": _CONTROL,
     f"/{SERVICE}/ReadExportFile": _CONTROL,
-    f"/{SERVICE}/StreamExportFile": _CONTROL,
     f"/{SERVICE}/FinishExport": _CONTROL,
     f"/{SERVICE}/DropExport": _CONTROL,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _VIEWERS,

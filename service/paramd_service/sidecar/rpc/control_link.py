@@ -13,10 +13,11 @@ from typing import Any
 
 import grpc.aio
 
-from paramd.errors import ConflictError
+from paramd.errors import ConflictError, ParamdError
+from paramd.mesh.peers.grpc import Asked, Channels
 from paramd.places import host_id
 from paramd.security.tls import open_channel, tls_for
-from paramd.v1 import common_pb2, control_pb2, control_pb2_grpc
+from paramd.v1 import common_pb2, control_pb2, control_pb2_grpc, sidecar_pb2
 from paramd.version import __version__
 from paramd_service.sidecar.owner import Mesh, Ownership, PeerInfo
 from paramd_service.sidecar.phase import LASTING
@@ -31,8 +32,8 @@ JOINS_PER_S = 400.0
 LOOK_S = 1.0
 """Polling interval for lasting changes: a stopped or stalled trainer announces nothing."""
 
-LEAVE_S = 1.0
-"""How long a control plane that we leave for another has to take our last report."""
+ASK_S = 2.0
+"""How long rank 0 may take to tell where the control plane is."""
 
 GOODBYE_S = 2.5
 """Timeout of the last report; a detaching trainer waits for us meanwhile."""
@@ -43,6 +44,8 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
+    # Longest time to connect, 20 s by default: another program may have taken the port.
+    ("grpc.min_reconnect_backoff_ms", 3_000),
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
@@ -72,17 +75,10 @@ class Joining:
         self._changed = asyncio.Event()
         self._interval_s = rank.config.report_s
         self._task: asyncio.Task[None] | None = None
-        self._stream: tuple[Mesh, Any] | None = None
-        rank.on_change.append(self._on_change)
+        rank.on_change.append(self._changed.set)
 
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run(), name="paramd-joining")
-
-    def _on_change(self) -> None:
-        self._changed.set()
-        if self._stream is not None and self._stream[0] is not self._rank.mesh:
-            # The control plane is elsewhere. This one is told, if it hears anything.
-            asyncio.get_running_loop().call_later(LEAVE_S, self._stream[1].cancel)
 
     async def stop(self) -> None:
         """Send the last report if the trainer detached, then end the stream. Idempotent."""
@@ -109,7 +105,9 @@ class Joining:
             except Exception as error:  # the next attempt may succeed
                 if attempt == 0:
                     self._rank.log("control-plane-away", error=short(error))
-            if not self._rank.detached and self._rank.mesh is mesh:
+            if not self._rank.detached and await self._moved(mesh):
+                attempt = 0
+            elif not self._rank.detached:
                 pause_s = backoff_s(attempt, random.random(), world_size=self._world_size)
                 await self._pause(pause_s, mesh)
                 attempt += 1
@@ -122,6 +120,34 @@ class Joining:
                     self._changed.clear()
                     await self._changed.wait()
 
+    async def _moved(self, mesh: Mesh) -> bool:
+        """Whether the control plane is at another address by now, which is known here then."""
+        rank = self._rank
+        await rank.find_control()
+        if rank.mesh is mesh and rank.config.rank:
+            # It is beside rank 0, perhaps on another host.
+            with suppress(ParamdError):
+                rank.move_control(await self._asked(0))
+        return rank.mesh is not mesh
+
+    async def _asked(self, number: int) -> str:
+        """Where another rank finds the control plane. Raises ParamdError."""
+        rank, attached = self._rank, self._rank.attached
+        address = rank.ready_mesh().address_of(number)
+        if attached is None or not address:
+            return ""
+        ticket, incarnation = attached.request.rank_ticket, rank.incarnation
+        # New channels, since one in backoff repeats its last error.
+        channels = Channels(lambda: ticket, job_tls=rank.job_tls)
+        asked = Asked(job=rank.config.job, incarnation=incarnation, rank=number, address=address)
+        try:
+            found: sidecar_pb2.GetStateResponse = await channels.ask(
+                asked, "GetState", sidecar_pb2.GetStateRequest(), timeout_s=ASK_S
+            )
+        finally:
+            await channels.close()
+        return found.control_address
+
     async def _join(self, mesh: Mesh) -> bool:
         """Run one stream until it ends; return whether the control plane admitted us."""
         joined = False
@@ -130,7 +156,6 @@ class Joining:
         async with open_channel(mesh.control_address, tls, options=_OPTIONS) as channel:
             stub: Any = control_pb2_grpc.ControlServiceStub(channel)
             call = stub.Join(self._reports(mesh), metadata=self._metadata())
-            self._stream = mesh, call
             try:
                 async for welcome in call:
                     self._check(welcome.header)
@@ -141,18 +166,11 @@ class Joining:
                     if welcome.report_interval_ms > 0:
                         self._interval_s = welcome.report_interval_ms / 1000
                     joined = True
-                    self._rank.joined_control = mesh.control_address
             except (grpc.aio.AioRpcError, ConflictError) as error:
                 if not joined:
                     raise
                 self._rank.log("control-plane-lost", error=short(error))
-            except asyncio.CancelledError:
-                # Ours, or the call's by `_on_change`.
-                task = asyncio.current_task()
-                if self._rank.mesh is mesh or (task is not None and task.cancelling()):
-                    raise
             finally:
-                self._stream = None
                 call.cancel()
         return joined
 
@@ -171,13 +189,11 @@ class Joining:
             self._rank.log("tokens-revoked", tokens=len(told.token_ids), ended_calls=ended)
 
     async def _reports(self, mesh: Mesh) -> AsyncIterator[control_pb2.JoinRequest]:
-        incarnation = self._rank.incarnation
-        while self._rank.incarnation == incarnation:
+        while self._rank.mesh is mesh:
             # Both before the report is built: a later change wakes `_until_due`, and a rank that
             # detaches while the report is being sent still sends the last one.
             self._changed.clear()
-            # A control plane that we leave hears of the later one by our last report.
-            last = self._rank.detached or self._rank.mesh is not mesh
+            last = self._rank.detached
             report = self._report()
             yield report
             if last:

@@ -32,7 +32,6 @@ from paramd_service.sidecar.rpc.export_write import (
     Digesting,
     Job,
     Memories,
-    stream_file,
     write_file,
 )
 
@@ -82,19 +81,6 @@ class Exports:
                         answer.written_bytes = found.size_bytes
                         answer.done.CopyFrom(found)
                     yield answer.SerializeToString()
-
-    async def stream(
-        self, request: export_pb2.StreamExportFileRequest, _timeout_s: float
-    ) -> AsyncGenerator[bytes, None]:
-        async with self._job(request.plan, request.file) as job:
-            if not 0 <= request.offset_bytes <= job.file.size_bytes:
-                raise UsageError(f"offset_bytes: {request.offset_bytes} is not within the file")
-            yield export_pb2.StreamExportFileResponse(
-                header=self._header(request.plan), size_bytes=job.file.size_bytes
-            ).SerializeToString()
-            async with aclosing(stream_file(self._rank, job, request.offset_bytes)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
 
     async def store(
         self, requests: AsyncIterator[export_pb2.StoreExportFileRequest], _timeout_s: float

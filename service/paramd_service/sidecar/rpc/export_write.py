@@ -35,7 +35,7 @@ from paramd.mesh.peers.grpc import Asked, Channels, check_way, error_of
 from paramd.mesh.reading.transfer import SharedSnapshot, is_same_host
 from paramd.v1 import export_pb2
 from paramd.v1 import sidecar_pb2 as pb
-from paramd.wire import CHUNK_BYTES, Chunk, data_chunk
+from paramd.wire import Chunk
 from paramd_service.aio import all_of, uncancelled
 from paramd_service.destinations.place import FileSink, Place
 from paramd_service.formats.filling import Batch, Filler, Memory, batches
@@ -320,28 +320,25 @@ class Worker:
 
 
 async def make_file(
-    rank: RankSidecar, job: Job, worker: Worker, emit: Emit, *, offset_bytes: int = 0
+    rank: RankSidecar, job: Job, worker: Worker, emit: Emit
 ) -> AsyncGenerator[int, None]:
-    """Emit the file's bytes from `offset_bytes` on; yield the position after each batch.
+    """Emit the file's bytes; yield the position after each batch.
 
     Raises:
         ParamdError: a peer is gone, a lease ended, or `emit` raised it.
     """
     header = job.file.header
-    head = memoryview(header)[min(offset_bytes, len(header)) :]
-    await worker.run(lambda: emit(head))
-    position, first = _first_entry(job.file, offset_bytes)
+    await worker.run(lambda: emit(memoryview(header)))
+    position = len(header)
     filler = Filler()
-    left = batches(job.plan, job.file, first_entry=first)
+    left = batches(job.plan, job.file)
     batch = next(left, None)
     fetched = await _fetch(job, batch) if batch is not None else {}
     while batch is not None:
         following = next(left, None)
         fetching = asyncio.ensure_future(_fetch(job, following if following is not None else ()))
         try:
-            skip = max(offset_bytes - position, 0)
-            work = partial(_emit_batch, filler, batch, job, fetched, emit, skip)
-            await worker.run(work)
+            await worker.run(partial(_emit_batch, filler, batch, job, fetched, emit))
             rank.faults.at("export-chunk")
             position += sum(window.size_bytes for window in batch)
             fetched = await fetching
@@ -357,21 +354,9 @@ def _emit_batch(
     job: Job,
     fetched: Mapping[tuple[int, int], memoryview],
     emit: Emit,
-    skip: int,
 ) -> None:
     for piece in filler.pieces(batch, job.memories, fetched):
-        emit(piece[min(skip, len(piece)) :])
-        skip = max(skip - len(piece), 0)
-
-
-def _first_entry(file: ExportFile, offset_bytes: int) -> tuple[int, int]:
-    """First byte and index of the entry that contains `offset_bytes`."""
-    begin = len(file.header)
-    for number, entry in enumerate(file.entries):
-        if begin + entry.size_bytes > offset_bytes:
-            return begin, number
-        begin += entry.size_bytes
-    return begin, len(file.entries)
+        emit(piece)
 
 
 async def _fetch(job: Job, batch: Batch) -> dict[tuple[int, int], memoryview]:
@@ -456,28 +441,6 @@ async def write_file(
     finally:
         if sink is not None:
             await worker.run(sink.abort)
-        worker.close()
-
-
-async def stream_file(
-    rank: RankSidecar, job: Job, offset_bytes: int
-) -> AsyncGenerator[bytes, None]:
-    """Yield a file's chunks as messages, from `offset_bytes` on. Raises as `make_file`."""
-    worker, made = Worker(), bytearray()
-    at = offset_bytes
-    try:
-        progress = make_file(rank, job, worker, made.extend, offset_bytes=offset_bytes)
-        async with aclosing(progress):
-            while True:
-                end = await anext(progress, None)
-                for begin in range(0, len(made), CHUNK_BYTES):
-                    part = bytes(made[begin : begin + CHUNK_BYTES])
-                    yield data_chunk(memoryview(part), at)
-                    at += len(part)
-                made.clear()
-                if end is None:
-                    return
-    finally:
         worker.close()
 
 

@@ -36,9 +36,6 @@ def calls(rank: RankSidecar) -> CallTable:
         "ReadExportFile": Call(
             request=export_pb2.ReadExportFileRequest, answers=late.answers("read")
         ),
-        "StreamExportFile": Call(
-            request=export_pb2.StreamExportFileRequest, answers=late.answers("stream")
-        ),
         "FinishExport": Call(
             request=export_pb2.FinishExportRequest, unary=late.unary("finish"), heavy=True
         ),

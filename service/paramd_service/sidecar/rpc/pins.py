@@ -177,20 +177,12 @@ class _PinCalls:
         self, request: pb.PinSnapshotRequest, key: Key, lease_s: float, timeout_s: float
     ) -> Message:
         pins = self._rank.pins
+        if not request.state_key:
+            key = table_key(request.incarnation)
         if request.at_boundary:
-            table = table_key(request.incarnation)
-            lease = await pins.prepare(table, with_buffers=False, lease_s=lease_s)
-        elif not request.state_key:
-            lease = await pins.pin_table(lease_s=lease_s, timeout_s=timeout_s)
-        elif pins.moments.has(request.at_step) or (
-            # A reader of the mirror that comes too late is told so.
-            not pins.live_moments.kept
-            and (pins.moments.is_held or 0 < request.at_step <= self._rank.step)
-        ):
-            lease = await pins.moments.pin(key, request.at_step, lease_s)
+            lease = await pins.prepare(key, with_buffers=False, lease_s=lease_s)
         else:
-            pins.live_moments.check(key.state_key if key.spans else "")
-            lease = await pins.pin(
+            lease = await pins.pin_state(
                 key,
                 lease_s=lease_s,
                 timeout_s=timeout_s,
@@ -271,8 +263,6 @@ def _check(request: pb.PinSnapshotRequest) -> None:
     if request.source == pb.SOURCE_GRADIENTS and not request.at_step:
         raise UsageError("at_step: gradients are those of one update; name it")
     moments = request.source == pb.SOURCE_MOMENTS
-    if moments and request.at_boundary and request.state_key:
-        raise UsageError("state_key: a boundary has the table of optimizer state alone")
     if moments and not request.state_key and (request.spans or request.at_step):
         raise UsageError("source: the table of optimizer state has no spans and no at_step")
     if request.source not in pb.Source.values():

@@ -33,6 +33,7 @@ from google.protobuf.message import DecodeError, Message
 from paramd.errors import RANK_KEY, DeadlineError, ParamdError, UsageError
 from paramd.memory.control_page import Word
 from paramd.memory.device_arena import DeviceReader
+from paramd.security.tickets import Role
 from paramd.state_files import resident_bytes
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import CHUNK_BYTES, data_chunk
@@ -41,7 +42,6 @@ from paramd_service.admission import Shares, TokenRevokedError
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc import (
     auth,
-    control_choice,
     copies,
     deltas,
     edits,
@@ -306,7 +306,6 @@ class SidecarServicer:
             **deltas.calls(rank),
             **marks.calls(rank),
             **reach.calls(rank),
-            **control_choice.calls(rank),
             **self._streams.calls(),
         }
         return grpc.method_handlers_generic_handler(
@@ -433,8 +432,14 @@ class SidecarServicer:
             store.drop(snapshot)
 
     async def _get_state(self, _request: pb.GetStateRequest, _timeout_s: float) -> Message:
+        address = self._rank.mesh.control_address if self._rank.mesh is not None else ""
+        if CALLER.get().role is Role.SIDECAR:
+            # Another rank, which does not reach the control plane there.
+            address = await self._rank.find_control()
         return pb.GetStateResponse(
-            header=messages.header(self._rank), state=messages.rank_state(self._rank)
+            header=messages.header(self._rank),
+            state=messages.rank_state(self._rank),
+            control_address=address,
         )
 
     async def _get_mesh(self, _request: pb.GetMeshRequest, _timeout_s: float) -> Message:

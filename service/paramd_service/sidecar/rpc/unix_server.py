@@ -30,7 +30,6 @@ from paramd_service.sidecar.owner import (
 )
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc.auth import check_editor, check_reader
-from paramd_service.sidecar.rpc.edits import share_message
 from paramd_service.sidecar.snapshots.store import Snapshot
 
 MAX_CONNECTIONS = 256
@@ -176,7 +175,6 @@ class _Connection:
             "lend": self._lend,
             "stage": self._stage,
             "take": self._take,
-            "share": self._share,
         }
 
     def start(self) -> None:
@@ -412,16 +410,6 @@ class _Connection:
         # Its thread may read the socket, since our reader is off while a message is served.
         await self._rank.edits.take(lent.entry, lent.arriving(self._socket, message))
         handover.send(self._socket, lent.taken())
-
-    async def _share(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        claims = self._caller(message)
-        check_editor(claims)
-        edits = self._rank.edits
-        entry = edits.get(str(message.get("edit_id", "")))
-        entry.check_author(claims.token_id)
-        answer = share_message(entry) | self._rank.identity()
-        with _read_only(edits.memory.sparse.descriptor) as readable:
-            handover.send(self._socket, answer, [readable])
 
     def _refuse(self, error: ParamdError) -> None:
         answer = {"op": "error", "code": codes_of(error).grpc, "message": str(error)}

@@ -1,306 +1,269 @@
-"""Snapshots of all optimizer state of one step, by a mirror of it.
+"""Snapshots of optimizer state, straight from the optimizer memory.
 
-A reader pins the table (source MOMENTS, no state key) together with the parameters. Where the
-state lies in the optimizer memory, the copying thread mirrors it along with the parameters and
-writes the table; training goes on. Otherwise, at a boundary, the trainer does both. The table
-lists the keys. Each key is then pinned once, with `at_step`: its bytes move from the mirror into
-the snapshot, and the mirror's pages are released as they go. The rest is released when the
-table's lease ends.
+Where its optimizers' state lives there, a trainer changes it only while SEQ is odd, as parameters,
+so the same thread copies it under the same proof. Elsewhere the trainer copies it there for a
+request at a boundary, and MOMENTS_FOR and SEQ or MIRRORED_FOR prove that. Where its tensors lie is
+found right before each copy, since tables change with the state.
+
+A *table* (source MOMENTS, no state key) says which state there is, and has its numbers.
 """
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
-from collections.abc import Callable
-from concurrent.futures import Executor
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from paramd.errors import AbortedError, ConflictError, NotFoundError
+from paramd.errors import ConflictError, NotFoundError, UsageError
+from paramd.memory.arena import is_mirror
+from paramd.memory.continuation import read_pair
 from paramd.memory.control_page import Word
-from paramd.memory.descriptors import PAGE, SparseMemory
+from paramd.memory.descriptors import SparseMemory
+from paramd.memory.device_arena import STATE_BASE
 from paramd.memory.gate import CopySpan, LateError
-from paramd.memory.handover import MOMENT_ROOMS
-from paramd.memory.moments_table import (
-    TABLE_BYTES,
-    parse_table,
-    room_begin,
-    table_begin,
-    write_table,
+from paramd.memory.moments_table import TABLE_BYTES, pack_table, table_text
+from paramd.memory.optimizer_state import (
+    DEVICE_PLACES,
+    OptimizerState,
+    Read,
+    parse_state,
+    read_record,
 )
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.admission import CALLER
-from paramd_service.aio import uncancelled
 from paramd_service.sidecar.owner import AttachedMemory
-from paramd_service.sidecar.snapshots.live_moments import LiveMoments, Prepare
-from paramd_service.sidecar.snapshots.store import (
-    BlockMaker,
-    Fill,
-    Key,
-    Lease,
-    Snapshot,
-    SnapshotStore,
+from paramd_service.sidecar.snapshots.store import Key, Snapshot
+
+NOT_KEPT = (
+    "this rank's optimizer state stays in the trainer's own memory, as its parameters do, so it "
+    "can be had at agreed boundaries alone: by mesh.optimizer, summon(optimizer=True) and exports"
 )
+NOT_RECORDED = "the optimizer's state has not been recorded yet, or not since the last update"
 
 MISSES = 2
-"""Boundaries at which the copying thread was late, or the state was not recorded, after which the
-trainer is asked to mirror it: that holds it up, and always works."""
+"""Boundaries in a row at which the copy was late or the state not recorded, after which the
+trainer is asked to record it, and to wait for the copy."""
 
-BY_TRAINER = 2 * MISSES
-"""Boundaries for which the trainer is asked then. More than MISSES, since each rank counts its own
-misses: a rank that began to count later asks its trainer, too, before the first one stops. With
-fewer, two ranks could ask by turns for ever, and a table needs all of them at one boundary."""
+WAITS = 2 * MISSES
+"""Boundaries for which it is asked then. More than MISSES, since each rank counts its own misses: a
+rank that began to count later asks its trainer, too, before the first one stops. With fewer, two
+ranks could ask by turns for ever, and all of them are needed at one boundary."""
 
-ROOMS_IDLE_S = 10.0
-"""How long memory of a mirror that was missed is kept for the next attempt."""
+Prepare = Callable[[], Sequence[CopySpan] | None]
 
-MOVE_BYTES = 16 << 20
-"""Bytes per move: what mirror and snapshot hold twice."""
+READ_BYTES = 64 << 10
+"""Bytes fetched at once for numbers that are on a device."""
 
 
-class WhoMirrors:
-    """Whether the copying thread mirrors the state at the next boundary, or the trainer."""
+class Asking:
+    """Whether the trainer is asked to have the state ready at a boundary."""
 
     def __init__(self) -> None:
         self._missed = 0
-        self._by_trainer = 0
+        self._left = 0
 
-    def trainer(self) -> bool:
-        """Whether the trainer is asked for this boundary; counts it."""
-        if not self._by_trainer:
+    def asks(self) -> bool:
+        """Whether it is asked for this boundary; counts it."""
+        if not self._left:
             return False
-        self._by_trainer -= 1
+        self._left -= 1
         return True
 
-    def missed(self) -> None:
-        """This boundary was missed, whoever was to mirror the state at it."""
-        self._missed += 1
+    def ended(self, *, captured: bool, missed: bool) -> None:
+        """This boundary had the state, or missed it, whether the trainer was asked or not."""
+        self._missed = 0 if captured else self._missed + missed
         if self._missed >= MISSES:
-            self._missed, self._by_trainer = 0, BY_TRAINER
-
-    def mirrored(self) -> None:
-        """The state was mirrored at this boundary."""
-        self._missed = 0
+            self._missed, self._left = 0, WAITS
 
 
 class Moments:
-    """The mirror of one attachment. Runs on the event loop; bytes move on an executor."""
+    """One attachment's optimizer state. Event loop, but for what `filling` returns: it runs on the
+    copying thread."""
 
-    def __init__(
-        self,
-        attached: AttachedMemory,
-        *,
-        store: SnapshotStore,
-        blocks: BlockMaker,
-        executor: Executor,
-        lease: Callable[[Snapshot, float], Lease],
-        live: LiveMoments,
-    ) -> None:
+    def __init__(self, attached: AttachedMemory) -> None:
         self._page = attached.page
-        self._live = live
-        self._memory = SparseMemory(attached.shared.moments)
         self._arena_bytes = attached.request.arena_bytes
-        self._store = store
-        self._blocks = blocks
-        self._executor = executor
-        self._lease = lease
-        self._source: Snapshot | None = None
-        """The table's snapshot, which keeps the mirror alive."""
-        self._table: dict[str, Any] = {}
-        self._taken: dict[str, list[tuple[int, int]]] = {}
-        self._moving = 0
-        self._asked = 0
-        """Tables asked for that are not there yet."""
-        self._who = WhoMirrors()
-        self._reserved = 0
-        """First bytes of the memory that have pages. Of the copying thread while one is asked."""
-        self._sweeping: asyncio.TimerHandle | None = None
-        self._closed = False
+        self._copy = attached.copy
+        self._memory = SparseMemory(attached.shared.optimizer)
+        self._continuation = SparseMemory(attached.shared.continuation)
+        self._parsed: tuple[bytes, OptimizerState] | None = None
+        self._facts: dict[Snapshot, dict[str, Any]] = {}
+        self._asking = Asking()
 
     def close(self) -> None:
         """Release the memory."""
-        self._source, self._closed = None, True
         self._memory.close()
+        self._continuation.close()
 
     @property
-    def is_live(self) -> bool:
-        """Whether the state can be mirrored without the trainer."""
-        return self._page[Word.MOMENTS_LIVE] == 1 and not self._live.unfit()
+    def lives_here(self) -> bool:
+        """Whether the state lives in the optimizer memory; else it is copied there on request."""
+        return self._page[Word.MOMENTS_LIVE] != 0
 
-    def ask(self, *, at_boundary: bool) -> Prepare | None:
-        """Begin to ask for a table; `ended` ends it.
+    def needs_trainer(self) -> bool:
+        """Whether the trainer has to copy the state for a boundary, or to wait; counts it."""
+        return self._asking.asks() or not self.lives_here
 
-        Returns:
-            What mirrors the state on the copying thread; None: the trainer has to.
-        """
-        self._asked += 1
-        if not self.is_live or (at_boundary and self._who.trainer()):
-            return None
-        return self._mirror
+    def ended(self, *, captured: bool, missed: bool) -> None:
+        """A boundary with optimizer state has ended. On the copying thread."""
+        self._asking.ended(captured=captured, missed=missed)
+        if not self.lives_here:
+            self._memory.release(0, self._memory.size_bytes)
 
-    def ended(self, snapshot: Snapshot | None, *, missed: bool = False) -> None:
-        """The table that was asked for is there, in `snapshot`; or, with None, is not.
+    def address_of(self, place: int) -> int:
+        """The address that state at a place is copied from."""
+        if place >= DEVICE_PLACES:
+            return STATE_BASE + place - DEVICE_PLACES
+        return self._memory.address + place
 
-        Args:
-            missed: because the copying thread was late, or the state was not recorded.
+    def reader(self) -> Read:
+        """What reads a few numbers of the state as it is now, one after the other.
 
-        Raises:
-            UsageError: the memory holds no valid table.
-        """
-        self._asked -= 1
-        if snapshot is not None:
-            self._who.mirrored()
-            self._mirrored(snapshot)
-            return
-        if missed:
-            self._who.missed()
-        if self._sweeping is None:
-            loop = asyncio.get_running_loop()
-            self._sweeping = loop.call_later(ROOMS_IDLE_S, self._sweep_rooms)
-
-    def _mirror(self) -> list[CopySpan] | None:
-        """Write the table, and find what to copy into the rooms; None: not recorded.
-
-        On the copying thread. Both count only if SEQ is the same after the copy.
+        On the copying thread. Where they are on a device, whole blocks are fetched, since state of
+        one number lies together there (trainer/resume/optimizer_home.py).
 
         Raises:
-            ExhaustedError: no memory for it.
+            LateError, DeviceError: when it is called.
         """
-        found = self._live.now()
-        if found is None or found[0].unfit(found[1]):
+        blocks: dict[int, bytes] = {}
+
+        def block(number: int) -> bytes:
+            if number not in blocks:
+                begin = number * READ_BYTES
+                room = ctypes.create_string_buffer(
+                    max(min(READ_BYTES, self._page[Word.STATE_BYTES] - begin), 0)
+                )
+                self._copy([CopySpan(STATE_BASE + begin, ctypes.addressof(room), len(room))])
+                blocks[number] = room.raw
+            return blocks[number]
+
+        def read(place: int, size_bytes: int) -> bytes:
+            if place < DEVICE_PLACES:
+                return bytes(self._memory.buffer[place : place + size_bytes])
+            found = b""
+            while len(found) < size_bytes:
+                number, at = divmod(place - DEVICE_PLACES + len(found), READ_BYTES)
+                part = block(number)[at : at + size_bytes - len(found)]
+                if not part:
+                    # Beyond the state: the table is of another one, whose copy will not count.
+                    raise LateError
+                found += part
+            return found
+
+        return read
+
+    def now(self) -> tuple[OptimizerState, dict[str, Any]] | None:
+        """The state, and the record of it, if it is recorded at the page's step."""
+        page, found = self._page, self._read()
+        step = page[Word.MIRRORED_STEP if is_mirror(page.words) else Word.STEP]
+        if found is None or page[Word.RECORD_STEP] != step:
             return None
         state, record = found
-        try:
-            table = state.table(record, self._live.reader(), self._arena_bytes)
-        except LateError:
-            return None
-        if len(table["keys"]) > MOMENT_ROOMS:
-            return None
-        needed = room_begin(len(table["keys"]), self._arena_bytes)
-        if needed > self._reserved:
-            self._memory.reserve(self._reserved, needed)
-            self._reserved = needed
-        write_table(self._memory, self._arena_bytes, table)
-        spans = []
-        for number, key in enumerate(table["keys"]):
-            room = self._memory.address + room_begin(number, self._arena_bytes)
-            for at, place, size in state.pieces(key, 0, self._arena_bytes):
-                spans.append(CopySpan(self._live.address_of(place), room + at, size))
-        return spans
+        # A record is written anew only when something in it has changed.
+        return state, {**record, "step": step}
 
-    def check_free(self) -> None:
-        """Raise ConflictError while another mirror is made, or still being read."""
-        self.sweep()
-        if self._source is not None or self._moving or self._asked:
-            raise ConflictError(
-                "another reader holds the optimizer state of an earlier step; try again when it is "
-                "done"
-            )
-
-    def _mirrored(self, snapshot: Snapshot) -> None:
-        begin = table_begin(self._arena_bytes)
-        memory = self._memory.buffer[begin : begin + TABLE_BYTES]
-        self._table = parse_table(memory)
-        if snapshot.block is not None:
-            snapshot.block.buffer[:TABLE_BYTES] = memory
-        self._source, self._taken = snapshot, {}
-
-    @property
-    def is_held(self) -> bool:
-        """Whether there is a mirror whose table a reader holds."""
-        return self._source is not None and self._source.holders > 0
-
-    def has(self, step: int) -> bool:
-        """Whether that mirror is of this step."""
-        return self._source is not None and self.is_held and self._source.step == step
-
-    def sweep(self) -> None:
-        """Release the mirror's memory once its table has no holder."""
-        if self._source is not None and self._source.holders <= 0 and not self._moving:
-            self._source = None
-            self._release()
-
-    def _sweep_rooms(self) -> None:
-        self._sweeping = None
-        # Once closed, the descriptor may be another file's.
-        if self._source is None and not self._asked and not self._closed:
-            self._release()
-
-    def _release(self) -> None:
-        self._reserved = 0
-        self._memory.release(0, self._memory.size_bytes)
-
-    async def pin(self, key: Key, step: int, lease_s: float) -> Lease:
-        """Lease one key's state at the mirror's step.
+    def check(self, key: str) -> None:
+        """Check that there is such state, as far as is known now; "" stands for none in particular.
 
         Raises:
-            AbortedError: the mirror is of another step, or gone.
+            ConflictError: the trainer does not keep it here.
             NotFoundError: the optimizer has no such state.
-            ConflictError: these bytes were already pinned.
         """
-        source = self._source
-        if source is None or source.holders <= 0 or source.step != step:
-            raise AbortedError(
-                f"optimizer state of step {step} is no longer mirrored here (passed); pin its "
-                "table again"
+        if not self.lives_here:
+            raise ConflictError(NOT_KEPT)
+        found = self._read()
+        if found is None:
+            raise ConflictError(NOT_RECORDED)
+        state, _ = found
+        if state.failure:
+            raise ConflictError(f"the optimizer's state cannot be read: {state.failure}")
+        if key and key not in state.keys:
+            reasons = {why for one in state.params for k, why in one.left_out.items() if k == key}
+            known = ", ".join(state.keys) or "none"
+            why = f" ({', '.join(sorted(reasons))})" if reasons else ""
+            raise NotFoundError(f"state_key: no {key!r}{why}; known: {known}")
+
+    def missed(self, step: int) -> str:
+        """Why the state of a step that has passed was not copied; empty: for no special reason."""
+        found = self._read()
+        passed = step and self._page[Word.STEP] >= step
+        if passed and (found is None or self._page[Word.RECORD_STEP] < step):
+            return (
+                f"the optimizer's state of step {step} was not recorded (PARAMD_KEEP_EVERY, or the "
+                "script changes parameters between forward and update)"
             )
-        room = self._room(key)
-        who = CALLER.get()
-        snapshot = self._store.reserve(key, at_boundary=True, who=who)
-        self._store.hold(source)
-        # Keeps `sweep` from releasing the mirror while the executor reads it.
-        self._moving += 1
-        try:
-            if snapshot.size_bytes:
-                await self._run(lambda: self._fill(snapshot, room))
-            snapshot.step, snapshot.edits = source.step, source.edits
-            snapshot.fill = Fill.FILLED
-        except BaseException:
-            self._store.drop(snapshot)
-            raise
-        finally:
-            self._moving -= 1
-            self._store.drop(source)
-            self._store.uncharge(snapshot, who)
-        return self._lease(snapshot, lease_s)
+        return ""
 
-    def _room(self, key: Key) -> int:
-        keys = self._table.get("keys", [])
-        if key.state_key not in keys:
-            known = ", ".join(map(str, keys)) or str(self._table.get("failure")) or "none"
-            raise NotFoundError(f"state_key: no {key.state_key!r}; known: {known}")
-        taken = self._taken.setdefault(key.state_key, [])
-        for begin, end in key.spans:
-            if any(begin < other_end and other < end for other, other_end in taken):
-                raise ConflictError("these bytes of the optimizer state were already pinned")
-        taken.extend(key.spans)
-        return room_begin(keys.index(key.state_key), self._arena_bytes)
+    def filling(self, snapshots: Sequence[Snapshot]) -> Prepare:
+        """A function that finds what to copy into snapshots of state, and fills tables."""
 
-    def _fill(self, snapshot: Snapshot, room: int) -> None:
-        if snapshot.block is None:
-            snapshot.block = self._blocks.make(snapshot.size_bytes)
-        target = snapshot.block.address
+        def prepare() -> Sequence[CopySpan] | None:
+            found = self.now()
+            if found is None:
+                return None
+            state, record = found
+            try:
+                facts = state.facts(record, self.reader(), self._arena_bytes)
+            except LateError:
+                return None
+            spans: list[CopySpan] = []
+            for snapshot in snapshots:
+                if not is_table(snapshot.key):
+                    self._facts[snapshot] = facts
+                    spans += self._spans(snapshot, state)
+                elif snapshot.block is not None:
+                    table = pack_table(facts)
+                    snapshot.block.buffer[: len(table)] = table
+            return spans
+
+        return prepare
+
+    def facts_of(self, snapshot: Snapshot) -> bytes:
+        """Facts found with the last copy into `snapshot`, as in `PinSnapshotResponse`."""
+        return table_text(self._facts.pop(snapshot))
+
+    def forget(self, snapshot: Snapshot) -> None:
+        """Drop the facts of a snapshot that was not filled."""
+        self._facts.pop(snapshot, None)
+
+    def _spans(self, snapshot: Snapshot, state: OptimizerState) -> list[CopySpan]:
+        block = snapshot.block
+        if block is None:
+            return []
+        spans, base, filled = [], block.address, 0
         for begin, end in snapshot.key.spans:
-            for at in range(begin, end, MOVE_BYTES):
-                size = min(MOVE_BYTES, end - at)
-                ctypes.memmove(target, self._memory.address + room + at, size)
-                target += size
-                self._give_back(room + at, room + at + size)
+            for at, place, size in state.pieces(snapshot.key.state_key, begin, end):
+                target = base + at - begin
+                spans.append(CopySpan(self.address_of(place), target, size))
+                filled += size
+            base += end - begin
+        if filled < snapshot.size_bytes:
+            # Between parameters, and where one has no such state.
+            ctypes.memset(block.address, 0, snapshot.size_bytes)
+        return spans
 
-    def _give_back(self, begin: int, end: int) -> None:
-        # Only pages wholly inside: neighbouring bytes may still be wanted.
-        first, last = -(-begin // PAGE) * PAGE, end // PAGE * PAGE
-        if last > first:
-            self._memory.release(first, last)
+    def _read(self) -> tuple[OptimizerState, dict[str, Any]] | None:
+        """The table's state, and the newest record of it."""
+        pair = read_pair(self._continuation.buffer)
+        if pair is None:
+            return None
+        record, table = pair
+        parsed = self._parsed
+        try:
+            if parsed is None or parsed[0] != table:
+                parsed = self._parsed = table, parse_state(table)
+            return parsed[1], read_record(record)
+        except UsageError:
+            return None
 
-    async def _run(self, work: Callable[[], None]) -> None:
-        # The executor writes to the snapshot's memory until the end, cancelled or not.
-        await uncancelled(asyncio.get_running_loop().run_in_executor(self._executor, work))
+
+def is_moments(key: Key) -> bool:
+    """Whether a key stands for optimizer state, or its table."""
+    return key.source == pb.SOURCE_MOMENTS
 
 
 def is_table(key: Key) -> bool:
-    """Whether a key stands for the optimizer state table."""
-    return key.source == pb.SOURCE_MOMENTS and not key.state_key
+    """Whether a key stands for the table."""
+    return is_moments(key) and not key.state_key
 
 
 def table_key(incarnation: int) -> Key:

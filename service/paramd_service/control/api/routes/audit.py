@@ -65,8 +65,6 @@ class AuditPage(BaseModel):
     """A page of one chain."""
 
     job: str = Field(description="Job of the chain; empty: the site's own chain")
-    anchor_seq: int = Field(description="The last record, from the anchor file kept off the store")
-    anchor_hash: str = Field(description="Its hash; compare it with the one in the log")
     records: list[AuditRecord]
     next_page_token: str = Field(description="Pass it to get the next page; empty at the end")
 
@@ -99,19 +97,12 @@ def router(services: Services) -> APIRouter:
 
 
 async def _page(services: Services, job: str, limit: int, order: str, page_token: str) -> AuditPage:
-    audit = services.records.audit
-    seq = _seq(page_token, order)
-    # The anchor first, so that records added meanwhile come after it.
-    anchor = await audit.anchor(job)
-    if order == "oldest":
-        links = await audit.oldest(job, after_seq=seq if seq is not None else 0, limit=limit)
-    else:
-        links = await audit.page(job, before_seq=seq, limit=limit)
+    links = await services.records.audit.page(
+        job, order=order, beyond_seq=_seq(page_token, order), limit=limit
+    )
     more = len(links) == limit and (order == "oldest" or links[-1].seq > 1)
     return AuditPage(
         job=job,
-        anchor_seq=anchor.seq if anchor is not None else 0,
-        anchor_hash=anchor.hash if anchor is not None else "",
         records=[record_of(link) for link in links],
         next_page_token=f"{order}-{links[-1].seq}" if more else "",
     )

@@ -52,7 +52,7 @@ _PAGE = "exports"
 _BYTES: dict[int | str, dict[str, Any]] = {
     200: {"content": {"application/octet-stream": {"schema": {"type": "string"}}}}
 }
-_CADENCE = ("every_steps", "every_s", "keep_last", "keep_every")
+_CADENCE = ("every_steps", "keep_last", "keep_every")
 
 
 def router(services: Services) -> APIRouter:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from paramd.clock import now_s
 from paramd.errors import NotFoundError, UsageError
 from paramd.layout.types import Layout, TensorLayout
 from paramd_service.control.access.doorway import may_read
@@ -20,9 +18,8 @@ from paramd_service.control.api.routes.paging import INVALID, make_token, read_t
 from paramd_service.control.api.services import Services
 from paramd_service.control.base.config import MAX_WORLD_SIZE
 from paramd_service.control.mesh.jobs import Incarnation
+from paramd_service.control.store.history import LATEST_S, MAX_POINTS
 
-DEFAULT_SPAN_S = 3600.0
-MAX_POINTS = 5000
 MAX_SERIES = 5000
 
 Metric = Annotated[
@@ -41,6 +38,9 @@ Subject = Annotated[
 ]
 Time = Annotated[
     float | None, Query(ge=0, le=1e11, allow_inf_nan=False, description="Unix time in seconds")
+]
+Points = Annotated[
+    int, Query(ge=1, le=MAX_POINTS, description="Neighbours are merged until there are no more")
 ]
 IncarnationNumber = Annotated[
     int | None, Query(ge=1, le=2**53, description="Default: the job's last one")
@@ -70,10 +70,12 @@ class SeriesPage(BaseModel):
 
 
 class PointDocument(BaseModel):
-    """One time bucket of a series."""
+    """A series within one span of time."""
 
-    time_s: float = Field(description="Start of the bucket, seconds since the Unix epoch")
-    resolution_s: int = Field(description="Its length; 0: a single sample")
+    model_config = ConfigDict(from_attributes=True)
+
+    time_s: float = Field(description="Begin of the span, seconds since the Unix epoch")
+    span_s: float = Field(description="Its length; 0.001: one moment")
     step: int = Field(description="Highest step in it; -1 when unknown")
     mean: float | None = Field(description="Of the finite samples; null when there are none")
     min: float | None
@@ -94,7 +96,6 @@ class HistoryDocument(BaseModel):
                     "subject": "layers.0.up.weight",
                     "watch": True,
                     "points": [],
-                    "cut": False,
                 }
             ]
         }
@@ -105,7 +106,6 @@ class HistoryDocument(BaseModel):
     subject: str
     watch: bool = Field(description="Whether parameters are sampled: [alerts] watch")
     points: list[PointDocument]
-    cut: bool = Field(description="There are more points: ask again from the last one on")
 
 
 def router(services: Services) -> APIRouter:
@@ -185,19 +185,19 @@ def _add_points(routes: APIRouter, services: Services) -> None:
         request: Request,
         begin_s: Time = None,
         end_s: Time = None,
+        max_points: Points = MAX_POINTS,
         incarnation: IncarnationNumber = None,
     ) -> HistoryDocument:
-        """A metric over time at the finest resolution still kept: samples for an hour, minutes
-        for a day, tens of minutes for a month. Norms exist for tensors that the watch sampled;
-        those of small tensors need a reader's token.
+        """A metric over time, by default over all of it. The longer a series, the longer the spans
+        that its points sum up. Where nothing was measured there is no point. Norms exist for
+        tensors that the watch sampled; those of small tensors need a reader's token.
         """
         mesh = services.jobs.get(job)
         if metric == "norm" and not may_read(request):
             await _check_large(mesh, subject)
         found_incarnation = incarnation if incarnation is not None else mesh.number
-        end = end_s if end_s is not None else now_s() + 1.0
-        # Stay within the hour for which samples are kept, or minutes would be returned.
-        begin = begin_s if begin_s is not None else end - DEFAULT_SPAN_S + 10.0
+        begin = begin_s if begin_s is not None else 0.0
+        end = end_s if end_s is not None else LATEST_S
         if begin > end:
             raise UsageError(f"begin_s: {begin}; expected at most end_s ({end})")
         series = series_of(
@@ -212,13 +212,12 @@ def _add_points(routes: APIRouter, services: Services) -> None:
             )
         )
         points = await services.records.history.read(
-            series, begin_s=begin, end_s=end, limit=MAX_POINTS
+            series, begin_s=begin, end_s=end, limit=max_points
         )
         return HistoryDocument(
             incarnation=found_incarnation,
             metric=metric,
             subject=subject,
             watch=services.watchers.config.watch,
-            points=[PointDocument(**asdict(point)) for point in points],
-            cut=len(points) == MAX_POINTS,
+            points=[PointDocument.model_validate(point) for point in points],
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
@@ -121,10 +120,7 @@ async def _registered(services: Services, mesh: Incarnation, hosts: Sequence[str
     copy_tickets = await asyncio.to_thread(_rank_tickets, mine, Role.COPIER)
     pems = []
     if hosts:
-        issue = partial(
-            mine.certificates.authority.issue_ranks, lifetime_s=services.config.certificate_s
-        )
-        pems = await asyncio.to_thread(issue, hosts)
+        pems = await asyncio.to_thread(mine.certificates.authority.issue_ranks, hosts)
     return RegisteredJob(
         job=mine.job,
         incarnation=mine.incarnation,
@@ -150,7 +146,7 @@ def _summary(services: Services, mesh: Incarnation, view: MeshView) -> JobSummar
     watcher = services.watchers.get(mesh.job)
     firing = watcher.book.firing if watcher is not None else ()
     joined = view.joined
-    critical = sum(alert.finding.severity is Severity.CRITICAL for alert in firing)
+    critical = sum(alert.severity == Severity.CRITICAL for alert in firing)
     return JobSummary(
         job=mesh.job,
         incarnation=mesh.number,
@@ -162,10 +158,6 @@ def _summary(services: Services, mesh: Incarnation, view: MeshView) -> JobSummar
         hold=_hold(joined),
         critical_count=critical,
         warning_count=len(firing) - critical,
-        open_count=sum(
-            not alert.acknowledged_by and watcher is not None and not watcher.silenced(alert)
-            for alert in firing
-        ),
     )
 
 

@@ -7,7 +7,7 @@ it: the tunnel adds no right and reads nothing.
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+from typing import Annotated, Final
 
 from fastapi import APIRouter, Path, Request
 from starlette.responses import Response
@@ -16,28 +16,66 @@ from starlette.types import Receive, Scope, Send
 from paramd.errors import NotFoundError, UnreachableError, UsageError
 from paramd.mesh.peers.tunnels import PROTOCOL
 from paramd.security.tls import host_of
-from paramd_service.control.access.doorway import Carrier, Upstream
+from paramd_service.control.access.doorway import DOOR, Door
 from paramd_service.control.api.services import Services
 
 CONNECT_S = 3.0
+
+SWITCHING: Final = (
+    b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: paramd-tunnel\r\n\r\n"
+)
+
+
+class _End(asyncio.Protocol):
+    """One end of a tunnel: what arrives goes to the other, as fast as that one takes it."""
+
+    def __init__(self) -> None:
+        self.other: asyncio.Transport
+        """The other end; nothing is read before it is set."""
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        # Nothing may reach the caller before the answer that opens the tunnel.
+        transport.pause_reading()
+
+    def data_received(self, data: bytes) -> None:
+        self.other.write(data)
+
+    def pause_writing(self) -> None:
+        self.other.pause_reading()
+
+    def resume_writing(self) -> None:
+        self.other.resume_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.lost.done():
+            self.lost.set_result(None)
 
 
 class Tunnel(Response):
     """Turns the request's connection into one to somewhere else, until either side ends it."""
 
-    def __init__(self, carrier: Carrier, upstream: Upstream) -> None:
+    def __init__(self, door: Door, far: _End, upstream: asyncio.Transport) -> None:
         super().__init__()
-        self._carrier, self._upstream = carrier, upstream
+        self._door, self._far, self._upstream = door, far, upstream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.ensure_future(_gone(receive))
+        near = _End()
         try:
-            self._carrier.carry(self._upstream)
-            await asyncio.wait({gone, self._upstream.ended}, return_when=asyncio.FIRST_COMPLETED)
+            near.other = self._upstream
+            self._far.other = self._door.carry(near)
+            self._far.other.write(SWITCHING)
+            self._upstream.resume_reading()
+            ends = {gone, near.lost, self._far.lost}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
             gone.cancel()
-            self._upstream.close()
-            self._carrier.shut()
+            self._upstream.abort()
+            self._door.shut()
+        # Only then uvicorn knows that the caller has left, and expects no answer.
+        await near.lost
 
 
 async def _gone(receive: Receive) -> None:
@@ -53,23 +91,20 @@ def router(services: Services) -> APIRouter:
     async def opened(request: Request, what: str, address: str) -> Response:
         if request.headers.get("upgrade", "").lower() != PROTOCOL:
             raise UsageError(f"tunnel: expected headers Connection: upgrade, Upgrade: {PROTOCOL}")
-        client = request.client
-        carrier = (
-            services.doorway.carrier((client.host, client.port)) if client is not None else None
-        )
-        if carrier is None:
+        door: Door | None = getattr(request.state, DOOR, None)
+        if door is None:
             raise UsageError("tunnel: this connection cannot be upgraded")
-        upstream = Upstream(carrier)
         host, port = host_of(address), int(address.rpartition(":")[2])
         try:
             async with asyncio.timeout(CONNECT_S):
-                await asyncio.get_running_loop().create_connection(lambda: upstream, host, port)
+                loop = asyncio.get_running_loop()
+                upstream, far = await loop.create_connection(_End, host, port)
         except OSError as error:
             why = str(error) or f"no answer in {CONNECT_S:.0f} s"
             raise UnreachableError(
                 f"the control plane does not reach {what} at {host}:{port} ({why})"
             ) from error
-        return Tunnel(carrier, upstream)
+        return Tunnel(door, far, upstream)
 
     @routes.get("/jobs/{job}/tunnel", status_code=101, response_class=Response)
     async def open_control_tunnel(job: str, request: Request) -> Response:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from paramd.errors import ConflictError
+from paramd.errors import ConflictError, ExhaustedError
 from paramd.mesh.exports.download import PartialFile
 
 NAME = "model.safetensors"
+HEADER = (2).to_bytes(8, "little") + b"{}"
 OTHER_UID = 65534
 
 
@@ -59,12 +60,9 @@ PLANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("suffix", ["part", "journal"])
 @pytest.mark.parametrize("kind", PLANTS)
 @pytest.mark.timeout(30)
-def test_what_others_planted_is_refused_and_left_alone(
-    kind: str, suffix: str, tmp_path: Path
-) -> None:
+def test_what_others_planted_is_refused_and_left_alone(kind: str, tmp_path: Path) -> None:
     if kind == "another_users" and os.geteuid() != 0:
         pytest.skip("only root can plant a file as another user")
     os.chmod(tmp_path, 0o1777)
@@ -75,10 +73,10 @@ def test_what_others_planted_is_refused_and_left_alone(
     precious.write_text("0600 of root")
     precious.chmod(0o600)
     plant: Callable[[Path, Path], None] = PLANTS[kind]
-    plant(tmp_path / f".{NAME}.{suffix}", precious)
+    plant(tmp_path / f".{NAME}.part", precious)
     file = PartialFile(tmp_path / NAME)
     with pytest.raises(ConflictError, match="remove it, or give another name"), file.opened():
-        file.begin({"key": 1}, 10)
+        file.begin(HEADER, 10)
     assert precious.read_text() == "0600 of root"
     assert not (tmp_path / NAME).exists()
     assert not (tmp_path / "not-there").exists()
@@ -90,33 +88,37 @@ def test_only_the_whole_file_has_the_mode_that_the_user_wants(tmp_path: Path) ->
     try:
         file = PartialFile(path)
         with file.opened():
-            assert file.found() is None
-            file.begin({"key": 1}, 4)
-            file.write(0, memoryview(b"abcd"))
+            assert file.header() == b""
+            file.begin(HEADER, 14)
+            file.append(memoryview(b"abcd"))
             modes = {p.name: p.stat().st_mode & 0o777 for p in tmp_path.iterdir()}
-            assert modes == {f".{NAME}.part": 0o600, f".{NAME}.journal": 0o600}
+            assert modes == {f".{NAME}.part": 0o600}
         again = PartialFile(path)
         with again.opened():
-            found = again.found()
-            assert found is not None
-            about, ranges = found
-            assert (about, list(ranges)) == ({"key": 1}, [(0, 4)])
-            again.go_on(about, again.checked(ranges, 4))
-            again.publish(replace=False)
+            assert (again.header(), again.size_bytes) == (HEADER, 14)
+            again.go_on(12)
+            again.append(memoryview(b"xy"))
+            again.publish(HEADER.replace(b"{}", b"[]"), replace=False)
     finally:
         os.umask(before)
     assert path.stat().st_mode & 0o777 == 0o640
-    assert path.read_bytes() == b"abcd"
+    assert path.read_bytes() == HEADER.replace(b"{}", b"[]") + b"abxy"
     assert [p.name for p in tmp_path.iterdir()] == [NAME]
 
 
 def test_a_partial_file_that_was_swapped_does_not_get_the_name(tmp_path: Path) -> None:
     file = PartialFile(tmp_path / NAME)
     with file.opened():
-        file.begin({"key": 1}, 4)
+        file.begin(HEADER, 14)
         part = tmp_path / f".{NAME}.part"
         part.rename(tmp_path / "taken")
         part.write_bytes(b"evil")
         with pytest.raises(ConflictError, match="replaced by another process"):
-            file.publish(replace=True)
+            file.publish(HEADER, replace=True)
     assert not (tmp_path / NAME).exists()
+
+
+def test_a_file_that_cannot_fit_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    file = PartialFile(tmp_path / NAME)
+    with file.opened(), pytest.raises(ExhaustedError, match="free some space"):
+        file.begin(HEADER, 1 << 60)

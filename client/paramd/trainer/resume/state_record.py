@@ -1,0 +1,291 @@
+"""Tells the sidecar of a training without `resume` where the optimizers' state is.
+
+    moved     beside parameters in an arena it lives in the optimizer memory (optimizer_home.py);
+              every boundary notes which tensor lies where
+    copied    where parameters or partitions stay in the trainer's own memory, so does the state;
+              an agreed request has it copied into the optimizer memory, and noted
+
+Both write the table and the record that a successor would get (keeper.py), without what only it
+needs, so the sidecar has one way to read them (memory/optimizer_state.py). State that cannot be
+told is refused with the reason, which the table then has instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from paramd.errors import ConflictError, ParamdError
+from paramd.memory.arena import unpack_wanted
+from paramd.memory.continuation import RECORD, TABLE, KeptSlots
+from paramd.memory.control_page import ControlPage, Word, Words
+from paramd.memory.descriptors import SparseMemory, pages
+from paramd.tensors.edit_ops import Views
+from paramd.trainer.boundary.agreement import Request
+from paramd.trainer.boundary.moments import Owned, find_owned
+from paramd.trainer.home.moving import Range
+from paramd.trainer.home.owned import ParameterStorage
+from paramd.trainer.home.plan import ALIGN_BYTES
+from paramd.trainer.model.dtensor import split
+from paramd.trainer.model.local_shard import dtype_name
+from paramd.trainer.resume.codec import encode
+from paramd.trainer.resume.optimizer_home import OptimizerHome
+
+log = logging.getLogger("paramd")
+
+_MOST_PAUSE = 1024
+"""Boundaries between two attempts to tell of state that could not be told."""
+
+
+class StateRecord(Protocol):
+    """One rank's optimizer state, as readers are told of it. Training thread only; no failure of
+    it reaches the training."""
+
+    optimizers: Collection[torch.optim.Optimizer]
+    """All that update the model."""
+
+    def settle(self, step: int) -> None:
+        """At every boundary, before its state is published."""
+
+    def copy_for(self, request: Request) -> None:
+        """An agreed request wants the state."""
+
+    def groups_changed(self) -> None:
+        """An edit has set hyper-parameters."""
+
+    def close(self) -> None:
+        """Release the memory, and give the optimizers their own again."""
+
+
+class _Notes:
+    """Writes records and tables."""
+
+    def __init__(self, memory: SparseMemory, words: Words) -> None:
+        self._memory = memory
+        self._record = KeptSlots(memory, RECORD)
+        self._table = KeptSlots(memory, TABLE)
+        self._words = words
+        self._table_number = 0
+        self._told: list[Any] = []
+
+    def write(
+        self,
+        step: int,
+        optimizers: Collection[torch.optim.Optimizer],
+        others: Sequence[Any],
+        table: Mapping[str, Any] | None,
+    ) -> None:
+        """Note what is of this step; `table`: None if it is as it was."""
+        if table is not None:
+            self._table_number = self._table.write(encode(dict(table)))
+        told = [list(map(_groups, optimizers)), list(map(_told, others)), torch.get_num_threads()]
+        if table is not None or told != self._told:
+            names = ("groups", "others", "threads")
+            record = {"step": step, **dict(zip(names, told, strict=True))}
+            self._record.write(encode(record), beside=self._table_number)
+            self._told = told
+        # The same record may be of many steps.
+        self._words[Word.RECORD_STEP] = step
+
+    def fail(self, step: int, why: str) -> None:
+        """Note that the state of this step cannot be told."""
+        self.write(step, (), (), {"params": [], "classes": [], "entries": [], "failure": why})
+
+    def close(self) -> None:
+        self._memory.close()
+
+
+class MovedState:
+    """State that lives in the optimizer memory, wherever its optimizer puts it."""
+
+    def __init__(
+        self, memory: SparseMemory, page: ControlPage, home: ParameterStorage, state: OptimizerHome
+    ) -> None:
+        """`memory`: of records and tables."""
+        self._notes = _Notes(memory, page.words)
+        self._words = page.words
+        self._home = home
+        self._state = state
+        self._why = ""
+        self._noted = False
+        self._pause = self._left = 0
+
+    @property
+    def optimizers(self) -> Collection[torch.optim.Optimizer]:
+        return self._state.alive()
+
+    @optimizers.setter
+    def optimizers(self, followed: Collection[torch.optim.Optimizer]) -> None:
+        self._state.followed = followed
+
+    def settle(self, step: int) -> None:
+        try:
+            if self._left:
+                self._left -= 1
+                self._notes.fail(step, self._why)
+                return
+            moved = self._state.settle()
+            table = None
+            if moved or self._why or not self._noted:
+                table = self._state.table(self._home.arena_address)
+            self._notes.write(step, self._state.alive(), self._state.others(), table)
+            self._why, self._noted, self._pause = "", True, 0
+        except Exception as error:
+            self._give_up(step, error)
+
+    def copy_for(self, request: Request) -> None:
+        """Nothing: the sidecar reads it where it lies."""
+
+    def groups_changed(self) -> None:
+        if self._noted and not self._why:
+            self.settle(self._words[Word.STEP])
+
+    def close(self) -> None:
+        self._notes.close()
+        self._state.move_out()
+
+    def _give_up(self, step: int, error: Exception) -> None:
+        self._pause = self._left = min(2 * self._pause + 1, _MOST_PAUSE)
+        why = str(error) or repr(error)
+        if why != self._why:
+            expected = isinstance(error, ParamdError)
+            said = "paramd: the optimizer's state cannot be read: %s"
+            log.warning(said, why, exc_info=None if expected else error)
+        self._why = why
+        try:
+            self._notes.fail(step, why)
+        except Exception:
+            log.exception("paramd: the optimizer's state has no record")
+
+
+class CopiedState:
+    """State that stays where it is, and is copied when an agreed request wants it."""
+
+    def __init__(
+        self,
+        memory: SparseMemory,
+        optimizer_memory: SparseMemory,
+        page: ControlPage,
+        home: ParameterStorage,
+        *,
+        locator: Callable[[], Callable[[Range], int | None]] | None,
+    ) -> None:
+        """
+        Args:
+            memory: of records and tables.
+            locator: gives what maps parameters to arena bytes, at this boundary; None: they are
+                in the arena.
+        """
+        self.optimizers: Collection[torch.optim.Optimizer] = ()
+        self._notes = _Notes(memory, page.words)
+        self._memory = optimizer_memory
+        self._views = Views(optimizer_memory.buffer)
+        self._words = page.words
+        self._home = home
+        self._locator = locator
+
+    def settle(self, step: int) -> None:
+        """Nothing: only requests have anything copied."""
+
+    def groups_changed(self) -> None:
+        """Nothing: every request notes them anew."""
+
+    def copy_for(self, request: Request) -> None:
+        """Copy the state of what the request wants, and note all of it.
+
+        The sidecar gives the memory back afterwards. Costs the trainer one copy of the state.
+        """
+        self._words[Word.MOMENTS_FOR] = 0
+        try:
+            self._home.finish()
+            with torch.no_grad():
+                self._copy(*unpack_wanted(request.argument))
+        except Exception as error:
+            expected = isinstance(error, ParamdError)
+            said = "paramd: the optimizer's state could not be copied: %s"
+            log.warning(said, error, exc_info=None if expected else error)
+            self._notes.fail(self._words[Word.STEP], str(error) or repr(error))
+        # Last: it vouches for the copies and for their record.
+        self._words[Word.MOMENTS_FOR] = request.number
+
+    def close(self) -> None:
+        self._views = Views(memoryview(b""))
+        self._memory.close()
+        self._notes.close()
+
+    def _copy(self, begin: int, end: int) -> None:
+        """Copy the state of arena bytes [begin, end)."""
+        locate = self._locator() if self._locator is not None else None
+        home, optimizers = self._home, list(self.optimizers)
+        numbers = {id(optimizer): i for i, optimizer in enumerate(optimizers)}
+        params: list[list[Any]] = [[] for _ in optimizers]
+        entries: list[Any] = []
+        others: list[Any] = []
+        copies: list[tuple[Owned, torch.Tensor, int]] = []
+        used_bytes = 0
+        for one in find_owned(optimizers, home.arena_address, home.arena_bytes, locate):
+            number = numbers[id(one.optimizer)]
+            local, moments = one.local, dict(one.moments())
+            layout = [list(local.shape), list(local.stride())]
+            params[number].append([one.begin, one.group, dtype_name(local.dtype), *layout])
+            for key, value in one.state().items():
+                entry = [number, len(params[number]) - 1, key, None]
+                entries.append(entry)
+                moment = moments.get(key)
+                if moment is not None:
+                    size_bytes = moment.itemsize * ((one.end - one.begin) // local.itemsize)
+                    # With the strides of its parameter, whatever its own are.
+                    entry[3] = [used_bytes, size_bytes, dtype_name(moment.dtype), *layout, False]
+                    if one.begin < end and begin < one.end:
+                        copies.append((one, moment, used_bytes))
+                        used_bytes += -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
+                elif isinstance(value, torch.Tensor) and value.numel() != 1:
+                    shape = list(split(value)[0].shape)
+                    entry[3] = [0, 0, dtype_name(value.dtype), shape, shape, False]
+                else:
+                    others.append(value)
+        if used_bytes > self._memory.size_bytes:
+            raise ConflictError(
+                f"the optimizer's state takes {used_bytes:,} bytes; at most "
+                f"{self._memory.size_bytes:,} have a place beside these parameters"
+            )
+        if used_bytes:
+            self._memory.reserve(0, pages(used_bytes))
+        for one, moment, place in copies:
+            sizes, strides = tuple(one.local.shape), tuple(one.local.stride())
+            self._views.at(dtype_name(moment.dtype), place, sizes, strides).copy_(moment)
+        classes = [f"{type(one).__module__}.{type(one).__qualname__}" for one in optimizers]
+        table = {"params": params, "classes": classes, "entries": entries}
+        self._notes.write(self._words[Word.STEP], optimizers, others, table)
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [
+        {name: _plain(value) for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def _told(value: Any) -> Any:
+    """State that is no tensor with a place: a number, None, or text for what cannot be told."""
+    if isinstance(value, torch.Tensor):
+        local, _ = split(value)
+        value = local.item() if local.numel() == 1 else None
+    return value if value is None or isinstance(value, bool | int | float) else "no number"
+
+
+def _plain(value: Any) -> Any:
+    """A hyperparameter as it can be written; as its repr where it cannot."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = split(value)[0].item()
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return repr(value)

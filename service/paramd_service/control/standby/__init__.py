@@ -1,1 +1,0 @@
-"""A second control plane on another host: it copies the store, and may take over."""

@@ -1,0 +1,101 @@
+"""Time limits of REST's connections, on a real socket with shorter limits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+from fastapi import FastAPI, Request
+
+from paramd_service.control import http_server
+from paramd_service.control.access.doorway import Doorway
+from paramd_service.control.http_server import HttpServer
+
+LIMIT_S = 0.3
+PATIENCE_S = 10.0
+POST = b"POST /body HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\n"
+
+
+@pytest.fixture
+async def port(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[int]:
+    """Of a server whose `/until` answers once a connection without a request has been closed."""
+    for name in ("HEAD_S", "BODY_S"):
+        monkeypatch.setattr(http_server, name, LIMIT_S)
+    app = FastAPI()
+
+    @app.post("/body")
+    async def take(request: Request) -> str:
+        return (await request.body()).decode()
+
+    @app.get("/until")
+    async def until(port: int) -> str:
+        async with asyncio.timeout(PATIENCE_S), connected(port) as (reader, _):
+            assert await reader.read() == b""
+        return "closed"
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = HttpServer(Doorway(), drain_s=1.0)
+    await server.start(app, listener, tls=None)
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        await server.stop()
+
+
+@contextlib.asynccontextmanager
+async def connected(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+async def hung_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+    """What the server says before it hangs up on who sends a byte now and then."""
+    found = b""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                more = await asyncio.wait_for(reader.read(4096), LIMIT_S / 4)
+                if not more:
+                    return found
+                found += more
+                continue
+            if reader.at_eof() or reader.exception() is not None:
+                return found
+            writer.write(b"x")
+
+
+async def test_a_body_that_trickles_is_not_waited_for(port: int) -> None:
+    async with connected(port) as (reader, writer):
+        writer.write(POST.replace(b"length: 4", b"length: 4000"))
+        assert await hung_up(reader, writer) == b""
+
+
+async def test_a_request_that_takes_longer_than_its_head_may_is_answered(port: int) -> None:
+    async with connected(port) as (reader, writer):
+        writer.write(f"GET /until?port={port} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE_S)
+        assert head.startswith(b"HTTP/1.1 200 ")
+
+
+async def test_the_next_requests_head_has_the_same_limit_as_the_first(port: int) -> None:
+    async with connected(port) as (reader, writer):
+        for _ in range(2):
+            writer.write(POST + b"body")
+            await asyncio.wait_for(reader.readuntil(b'"body"'), PATIENCE_S)
+        writer.write(b"GET /until HTTP/1.1\r\nx-slow: ")
+        assert await hung_up(reader, writer) == b""
+
+
+async def test_requests_sent_at_once_are_answered_one_after_the_other(port: int) -> None:
+    async with connected(port) as (reader, writer):
+        writer.write((POST + b"body") * 3)
+        for _ in range(3):
+            await asyncio.wait_for(reader.readuntil(b'"body"'), PATIENCE_S)

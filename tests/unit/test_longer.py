@@ -1,0 +1,63 @@
+"""Which cases a run takes: the sample, an eighth of the others in CI, all in a campaign."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.longer import eighth, sample
+from tests.multiprocess.kinds import FAMILIES, KINDS, sampled
+
+CASES = [(name, size) for name in ("a", "b", "c", "d", "e") for size in (1, 2, 4)]
+CHOSEN = {("a", 1), ("c", 4)}
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PARAMD_TESTS_ALL", "PARAMD_TESTS_EIGHTH"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_without_a_wish_the_sample_is_taken() -> None:
+    assert sample(CASES, CHOSEN) == [("a", 1), ("c", 4)]
+
+
+def test_eight_eighths_have_every_case_once_and_the_sample_always(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts: Counter[tuple[str, int]] = Counter()
+    for turn in range(8):
+        monkeypatch.setenv("PARAMD_TESTS_EIGHTH", str(turn))
+        taken = sample(CASES, CHOSEN)
+        assert taken == [case for case in CASES if case in taken], "in their order"
+        assert len(taken) in (len(CHOSEN) + 1, len(CHOSEN) + 2)
+        counts.update(taken)
+    assert counts == {case: 8 if case in CHOSEN else 1 for case in CASES}
+
+
+def test_tests_of_few_cases_have_their_turns_at_different_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PARAMD_TESTS_EIGHTH", "0")
+    taken = [bool(sample([f"{test}"], ())) for test in range(64)]
+    assert 1 <= sum(taken) <= 24
+
+
+def test_a_campaign_takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARAMD_TESTS_ALL", "1")
+    assert sample(CASES, CHOSEN) == CASES
+
+
+def test_four_tests_over_kinds_have_them_all_and_every_family_each() -> None:
+    names = [kind.name for kind in KINDS]
+    turns = [set(sampled(names, turn)) for turn in range(4)]
+    assert set.union(*turns) == set(names)
+    assert all(taken > FAMILIES & set(names) for taken in turns)
+
+
+@pytest.mark.parametrize("text", ["8", "-1", "half"])
+def test_another_number_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARAMD_TESTS_EIGHTH", text)
+    with pytest.raises(ValueError, match="expected 0 to 7"):
+        eighth()

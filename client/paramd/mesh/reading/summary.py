@@ -74,6 +74,7 @@ async def compute_stats(
         job=sidecars.document.job,
         incarnation=pinned.incarnation,
         step=pinned.step,
+        history=pinned.history,
         unsettled=pinned.unsettled,
         label=pinned.label,
     )

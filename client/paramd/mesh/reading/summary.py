@@ -83,7 +83,7 @@ async def compute_stats(
 async def compute_parts(
     sidecars: Sidecars,
     pinned: Pinned,
-    items: Mapping[int, tuple[StatsItem, ...]],
+    items: Mapping[int, Sequence[StatsItem]],
     deadline_s: float,
     *,
     with_exponents: bool,
@@ -114,7 +114,7 @@ async def _rank_stats(
     sidecars: Sidecars,
     pinned: Pinned,
     rank: int,
-    items: tuple[StatsItem, ...],
+    items: Sequence[StatsItem],
     deadline_s: float,
     with_exponents: bool,
     edges: Sequence[float],

@@ -250,9 +250,7 @@ async def test_after_a_rollback_replicas_are_compared_at_steps_that_come_again()
         AlertConfig(compare_steps=5_000),
         reaching=nothing,
         joined=lambda: {0, 1},
-        book=nothing,
-        on_change=nothing,
-        clock=nothing,
+        observe=nothing,
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rounds, "_compared", compared)

@@ -99,7 +99,7 @@ async def test_tensors_at_hand_are_chosen_by_the_patterns_too() -> None:
     a = {"a.w": torch.ones(2), "b.w": torch.ones(2)}
     b = {"a.w": torch.zeros(2), "c.w": torch.ones(2)}
     nowhere: Any = None
-    found = await compute_diff(nowhere, a, b, ["a.*"], 0.0, lambda _: None)
+    found = await compute_diff(nowhere, nowhere, a, b, ["a.*"], 0.0, lambda _: None)
     assert [row.name for row in found] == ["a.w"]
 
 

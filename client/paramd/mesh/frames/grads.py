@@ -56,7 +56,7 @@ READ_S = 60.0
 MAX_ITEMS = 20_000
 """With more items on one rank they are reduced from a snapshot, in several calls."""
 
-Items = Mapping[int, Sequence[StatsItem]]
+Items = Mapping[int, tuple[StatsItem, ...]]
 """What each rank reduces; empty for full gradients."""
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 
 import paramd
 from paramd.errors import UsageError
@@ -41,14 +40,6 @@ class Hollow(torch.optim.Optimizer):
 
 def sgd() -> torch.optim.Optimizer:
     return torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
-
-
-def test_an_optimizer_that_accelerate_prepared_is_the_one_inside() -> None:
-    inner = sgd()
-    prepared = Accelerator(cpu=True).prepare(inner)
-    assert prepared is not inner
-    assert optimizers_of(prepared) == [inner]
-    assert optimizers_of([prepared, inner]) == [inner]
 
 
 def test_several_each_once_in_their_order() -> None:

@@ -68,7 +68,7 @@ $(VENV)/.pip: constraints.txt
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt 'pip>=25.1'
 	@touch $@
 
-# Every few seconds the size so far and pip's last line, for it says nothing while it unpacks. torch
+# Every few seconds says how far it is, for pip says nothing while it unpacks. torch
 # is named with its version, because a bare range takes the newest build and its CUDA packages.
 define install
 @echo "into $(VENV): $(1)"
@@ -76,8 +76,12 @@ define install
 	"$$(grep '^torch==' constraints.txt)" $(2) >$@.log 2>&1 & pip=$$!; seconds=0; \
 while kill -0 $$pip 2>/dev/null; do \
 	sleep 1; seconds=$$((seconds + 1)); \
-	[ $$((seconds % 4)) != 0 ] || echo "  $$seconds s, $$(du -sm $(VENV) | cut -f 1) MB:" \
-		"$$(tail -n 1 $@.log | cut -c 1-90)"; \
+	[ $$((seconds % 4)) = 0 ] || continue; \
+	now=$$(grep -v WARNING $@.log | tail -n 1 | cut -c 1-70); \
+	case "$$now" in *collected*|*uninstalled*) \
+		now="unpacking $$(ls -t $(VENV)/lib/python3*/site-packages | head -n 1)";; \
+	esac; \
+	echo "  $$seconds s, $$(du -sm $(VENV) | cut -f 1) MB: $$now"; \
 done; \
 wait $$pip || { cat $@.log >&2; exit 1; }
 @touch $@

@@ -34,7 +34,6 @@ from tests.integration.control_process import (
     Control,
     FakeSidecar,
     control_plane,
-    first_grpc_use,
     joined,
     mesh,
     schedule,
@@ -43,11 +42,7 @@ from tests.integration.control_process import (
     until,
 )
 
-
-@pytest.fixture(scope="module", autouse=True)
-def grpc_is_up() -> Iterator[None]:
-    with first_grpc_use():
-        yield
+pytestmark = pytest.mark.usefixtures("grpc_is_up")
 
 
 async def test_an_agreed_boundary_is_captured_on_all_ranks_at_one_step() -> None:

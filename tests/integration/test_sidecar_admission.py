@@ -25,8 +25,6 @@ from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach,
 from tests.integration.sidecar_process import (
     Client,
     SidecarProcess,
-    client_of,
-    sidecar,
     ticket,
     values_of,
     wait_until,
@@ -39,12 +37,6 @@ DENIED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 
 
 @pytest.fixture
-def process(tmp_path: Path) -> Iterator[SidecarProcess]:
-    with sidecar(tmp_path / "s") as started:
-        yield started
-
-
-@pytest.fixture
 def trainer(process: SidecarProcess) -> Iterator[FakeTrainer]:
     attached = attach(process.socket_path, TrainerSettings(arena_bytes=ARENA_BYTES))
     try:
@@ -52,12 +44,6 @@ def trainer(process: SidecarProcess) -> Iterator[FakeTrainer]:
         yield attached
     finally:
         attached.close()
-
-
-@pytest.fixture
-def client(trainer: FakeTrainer) -> Iterator[Client]:
-    with client_of(trainer) as connected:
-        yield connected
 
 
 def raw(

@@ -13,7 +13,7 @@ MUTMUT := $(VENV)/.mutants
 FAST_TESTS := tests/unit tests/contract tests/model
 SCENES ?= tests/scenes
 # The longest first, so that no worker of pytest's is left with one at the end.
-ALL_TESTS := tests/multiprocess tests/web tests/integration $(FAST_TESTS)
+ALL_TESTS := tests/sequences tests/multiprocess tests/web tests/integration $(FAST_TESTS)
 SECURITY_TESTS := tests/unit/test_tickets.py tests/unit/test_places.py tests/unit/test_tls.py \
 	tests/unit/control/test_auth_guard.py tests/unit/control/test_auth_roles.py \
 	tests/unit/control/test_auth_tokens.py tests/unit/control/test_session.py \
@@ -27,7 +27,7 @@ SCHEMATHESIS_EXAMPLES ?= 50
 
 .DEFAULT_GOAL := help
 .PHONY: help system setup web page manual links packages versions web-test web-types screenshot demo fast test integrations test-gpu test-long verify fix \
-	security bench soak soak-resume campaigns fuzz mutants mutation-score protos surface clean
+	security bench soak soak-resume sequences campaigns fuzz mutants mutation-score protos surface clean
 
 WEB := client/web
 MODULES := $(WEB)/node_modules/.installed
@@ -189,6 +189,9 @@ soak: system $(TESTS) ## everything at once under faults: make soak MINUTES=60 [
 
 soak-resume: $(TESTS) ## kills trainings that resume: make soak-resume KILLS=500 [SEED=n] [KIND=fsdp2]
 	$(BIN)/python -m tests.soak.resume --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(if $(KIND),--kind $(KIND))
+
+sequences: $(TESTS) ## random operations against a reference: make sequences MINUTES=n [SEED=n] [KIND=k]
+	$(BIN)/python -m tests.sequences --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(KIND),--kind $(KIND))
 
 DOORS := tests/integration/test_doors.py
 LONGER := tests/multiprocess/test_stamp.py \

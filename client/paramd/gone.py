@@ -17,7 +17,7 @@ API = "/api/v1"
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Class = TypeVar("_Class", bound=type)
 
-Door = Literal["command", "flag", "setting", "rest", "python"]
+Door = Literal["command", "flag", "setting", "variable", "rest", "python"]
 
 
 class Gone(NamedTuple):
@@ -28,10 +28,10 @@ class Gone(NamedTuple):
     name: str
     """As a user wrote it: a command ("alerts silence"), a flag with its command ("exports
     --every-s"), a setting's field ("standby"; its variable, option and keyword of `attach` follow
-    from it) or a table's key in paramd.toml ("alerts.pending_s"), a method and a path below /api/v1
-    with `{}` for each parameter ("POST /jobs/{}/silences"), or a Python name: with its class
-    ("Mesh.silence", which is AsyncMesh's too), a keyword of a method ("Mesh.export(every_s)"), or
-    of the module ("paramd.silence")."""
+    from it; door "variable": the variable alone) or a table's key in paramd.toml
+    ("alerts.pending_s"), a method and a path below /api/v1 with `{}` for each parameter ("POST
+    /jobs/{}/silences"), or a Python name: with its class ("Mesh.silence", which is AsyncMesh's
+    too), a keyword of a method ("Mesh.export(every_s)"), or of the module ("paramd.silence")."""
     instead: str
     """What to do instead, as the rest of a sentence: "use ..."."""
 
@@ -62,7 +62,7 @@ GONE: tuple[Gone, ...] = (
         "setting", "alerts.straggler_hold_s", "set stall_window_s: a straggler is slow at both ends"
     ),
     Gone("setting", "alerts.clear_after_s", "leave it out: it is 5 s"),
-    Gone("setting", "optimizer", "leave it out: optimizer state is read where it lies"),
+    Gone("variable", "optimizer", "unset it: optimizer state is read where it lies"),
     Gone(
         "setting",
         "certificate_s",
@@ -105,7 +105,8 @@ def variables(environment: Mapping[str, str]) -> list[str]:
     """What to warn of: PARAMD_* variables that nothing reads any more.
 
     Never an error: one that was left behind must not keep a training from starting."""
-    settings = {f"PARAMD_{row.name.upper()}": row for row in GONE if row.door == "setting"}
+    doors = ("setting", "variable")
+    settings = {f"PARAMD_{row.name.upper()}": row for row in GONE if row.door in doors}
     return [_said(name, row) for name, row in settings.items() if name in environment]
 
 

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -113,7 +114,10 @@ def test_names_like_attacks_are_harmless(job: Job, text: str) -> None:
             ("params/values", "name"),
         ):
             query = {key: text}
-            answer = client.get(f"/api/v1/jobs/client-test/{path}", params=query, headers=right)
+            where, deadline_s = f"/api/v1/jobs/client-test/{path}", time.monotonic() + 60
+            while (answer := client.get(where, params=query, headers=right)).status_code == 503:
+                # Its sidecars report late on a busy machine.
+                assert time.monotonic() < deadline_s, answer.text
             assert answer.status_code in (200, 404, 409, 422), answer.text
             assert answer.headers["content-type"] != "text/html"
             assert answer.headers["x-content-type-options"] == "nosniff"

@@ -23,6 +23,7 @@ from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind
 from paramd.mesh.exports.pins import encode_plan
 from paramd.places import host_id
 from paramd.security.tickets import Role
+from paramd.state import StateName
 from paramd.v1 import export_pb2, sidecar_pb2_grpc
 from paramd.v1 import sidecar_pb2 as pb
 from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach
@@ -69,7 +70,7 @@ class StillMesh:
             pins.append(export_pb2.ExportPin(rank=rank, snapshot_id=found.snapshot_id))
             self.pins.append((rank, found.snapshot_id))
         return plan, encode_plan(
-            plan, incarnation=1, layout_digest=digest, step=STEP, edits=0, pins=pins
+            plan, state=StateName(1, 0, STEP, 0), layout_digest=digest, pins=pins
         )
 
     def begin(self, target: export_pb2.ExportTarget, size_bytes: int = 0) -> None:

@@ -172,9 +172,9 @@ class FakeTrainer:
         if agreed:
             if action == EDIT:
                 page[Word.EDIT_AGREED] = number
-            if page[Word.BUFFERS_WANTED] > page[Word.AGREED]:
+            if page[Word.BUFFERS_WANTED] == number:
                 page[Word.BUFFERS_STEP] = page[Word.STEP]
-            if page[Word.MOMENTS_WANTED] > page[Word.AGREED]:
+            if page[Word.MOMENTS_WANTED] == number:
                 if self.copy_state is not None:
                     self.copy_state()
                 page[Word.MOMENTS_FOR] = number

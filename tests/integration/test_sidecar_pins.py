@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from paramd.memory.control_page import Word
+from paramd.memory.control_page import STRAYS_KEPT, Word, note_stray
 from paramd.security.tickets import Role
 from paramd.v1 import sidecar_pb2 as pb
 from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach
@@ -86,6 +86,48 @@ def test_equal_pins_of_a_held_rank_share_one_copy(trainer: FakeTrainer, client: 
     trainer.update()
     assert client.pin().header.step == 2
     assert values_of(client.read(fourth.snapshot_id)) == {1}
+
+
+def test_a_stray_state_is_void_however_many_stray_later(
+    trainer: FakeTrainer, client: Client
+) -> None:
+    """Two in a row, of which only the last would be told, and then more than are kept."""
+    words = trainer.page.words
+    trainer.update()
+    good = client.pin()
+    trainer.update()
+    assert values_of(client.read(good.snapshot_id)) == {1}, "found true once its state was over"
+    stray = client.pin()
+    note_stray(words, words[Word.SEQ])
+    trainer.update()
+    note_stray(words, words[Word.SEQ])
+    trainer.update()
+    unseen = client.pin()
+    for _ in range(STRAYS_KEPT + 1):
+        with pytest.raises(grpc.RpcError) as refused:
+            client.read(stray.snapshot_id)
+        assert refused.value.code() is grpc.StatusCode.ABORTED
+        trainer.update()
+        note_stray(words, words[Word.SEQ])
+    with pytest.raises(grpc.RpcError) as refused:
+        client.read(unseen.snapshot_id)
+    assert refused.value.code() is grpc.StatusCode.ABORTED, "it is too long ago to tell"
+    assert values_of(client.read(good.snapshot_id)) == {1}
+
+
+def test_a_boundary_whose_state_strays_is_void(trainer: FakeTrainer) -> None:
+    with client_of(trainer, Role.CONTROL) as client:
+        prepared = client.pin(at_boundary=True)
+        trainer.start()
+        answer = capture(client, 1, prepared.snapshot_id)
+        trainer.finish()
+        assert answer.captured, answer.reason
+        seqs = range(0, trainer.page[Word.SEQ] + 2, 2)
+        for seq in seqs[-STRAYS_KEPT:]:
+            note_stray(trainer.page.words, seq)
+        with pytest.raises(grpc.RpcError) as refused:
+            client.read(prepared.snapshot_id)
+        assert refused.value.code() is grpc.StatusCode.ABORTED
 
 
 def test_a_pin_inside_an_update_gets_the_next_boundary(

@@ -150,6 +150,23 @@ def parameters_are_followed(mesh: Mesh) -> None:
         assert frame["fsdp2.module.weight"] is before["fsdp2.module.weight"]
         assert "fsdp2.embed.weight" in frame.changed
         assert not frame["fsdp2.embed.weight"].equal(before["fsdp2.embed.weight"])
+    # What a reader does to a tensor is its own, whether or not torch counts it.
+    name = "fsdp2.module.weight"
+    pristine = frames[0][name].clone()
+    stream = mesh.follow("fsdp2.*", every=2)
+    seen = next(stream)
+    for change in (
+        lambda tensor: tensor.zero_(),
+        lambda tensor: tensor.numpy().fill(1.0),
+        lambda tensor: tensor.data.__setitem__(0, 7.0),
+        lambda tensor: tensor.resize_(1),
+    ):
+        given = seen[name]
+        change(given)
+        seen = next(stream)
+        assert seen[name].equal(pristine)
+        assert seen[name] is not given
+        assert name not in seen.changed
 
 
 def detached_training_ends_the_stream(mesh: Mesh, folder: Path) -> None:

@@ -192,7 +192,7 @@ def sizes(folder: Path) -> int:
 
 def test_what_cannot_be_logged_is_named_with_what_can(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="tensorboard, wandb, mlflow, trackio, prometheus"):
-        open_tracker("excel", project="p", run="r", directory=tmp_path)
+        open_tracker("excel", "r", project="p", directory=tmp_path)
     with pytest.raises(UsageError, match=r"log must be some of tensorboard.*'excel'"):
         AttachSettings(log="wandb,excel")
     mesh: Any = None

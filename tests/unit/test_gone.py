@@ -115,6 +115,12 @@ def test_a_setting_says_what_replaces_it(row: Gone, tmp_path: Path) -> None:
     assert gone.variables({variable: "3"}) == [f"{variable} is gone: {row.instead}"]
 
 
+@pytest.mark.parametrize("row", rows("variable"))
+def test_a_variable_that_was_left_behind_is_a_warning(row: Gone) -> None:
+    variable = f"PARAMD_{row.name.upper()}"
+    assert gone.variables({variable: "3"}) == [f"{variable} is gone: {row.instead}"]
+
+
 def _read_alerts(key: str) -> object:
     return parse_alerts({key: 3}, place="here")
 
@@ -240,6 +246,8 @@ def test_what_exists_is_found() -> None:
 def _is_there(row: Gone) -> bool:
     if row.door == "python":
         return _is_python(row.name)
+    if row.door == "variable":
+        return row.name in {field.name for field in fields(AttachSettings)}
     lines = _command_lines(typer.main.get_command(app))
     return row.name in {"setting": _settings(), "rest": _operations()}.get(row.door, lines)
 

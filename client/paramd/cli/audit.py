@@ -97,9 +97,10 @@ def list_records(
 def verify(target: Target, site: Own = False, output: Output = None) -> None:
     """Check that no record was changed, and none removed before another.
 
-    The client verifies the chain record by record, of a job that has ended in its
-    store. Reports the first bad record and exits with code 1. Records cut off at
-    the end are missed only by who kept a hash: compare it with the one printed.
+    The client verifies the chain record by record; of a job that has ended,
+    in its store. Reports the first bad record and exits with code 1. Records
+    cut off at the end are missed only by who kept a hash: compare it with the
+    one printed.
     """
     form = target.format
     chain, found = asyncio.run(_verified(target, site))

@@ -60,15 +60,15 @@ def log(
     asyncio.run(_log(target, opened, glob or ["*"], also or [], every, looks))
 
 
-def _opened(to: str, project: str, directory: Path, run: str) -> Tracker:
+def _opened(to: str, project: str, directory: Path, run: str, history: int) -> Tracker:
     from paramd.integrations.trackers import open_tracker
 
-    return open_tracker(to, project=project, run=run, directory=directory)
+    return open_tracker(to, run, history, project=project, directory=directory)
 
 
 async def _log(
     target: Target,
-    opened: Callable[[str], Tracker],
+    opened: Callable[[str, int], Tracker],
     patterns: list[str],
     also: list[str],
     every_s: float,
@@ -81,16 +81,15 @@ async def _log(
     async with async_connect(
         chosen.url, chosen.token, job=chosen.job, tls_ca=chosen.tls_ca
     ) as mesh:
-        run = f"{mesh.job}-{mesh.incarnation}"
-        tracker = opened(run)
+        following = Following(mesh, opened, patterns, also)
         task, ended = asyncio.current_task(), ""
         assert task is not None
         # A training that detaches ends what it has started (trainer/helpers/tracking.py).
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         try:
             with suppress(asyncio.CancelledError):
-                ended = await Following(mesh, tracker, patterns, also).run(every_s, looks=looks)
+                ended = await following.run(every_s, looks=looks)
         finally:
-            tracker.close()
+            following.close()
     if ended:
         say(f"nothing more is logged: {ended}")

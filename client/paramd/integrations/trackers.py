@@ -19,11 +19,14 @@ from paramd.extras import TRACKERS
 from paramd.integrations.versions import require
 from paramd.layout.stats import Summary
 from paramd.mesh.amesh import AsyncMesh
+from paramd.mesh.results import StatsTable
+from paramd.state import At
 
 Histogram = Sequence[tuple[int, int]]
 """(e, count) of 2**e <= |x| < 2**(e+1), ascending and without gaps; zeros are not in it."""
 
 SHOWN = ("norm", "mean", "std", "min", "max", "zero_count", "nan_count", "inf_count")
+WANDB_STEP = "paramd/step"
 MOST_TENSORS = 200
 """Most tensors with numbers of their own; with more, only the total over all is logged."""
 PATIENCE_S = 60.0
@@ -31,10 +34,14 @@ PATIENCE_S = 60.0
 
 
 class Tracker(Protocol):
-    """One run in a tracker; closed once nothing more comes."""
+    """One run in a tracker; closed once nothing more comes.
+
+    Steps are those that things are of. They rise for each name, but not across names: gradients are
+    of an update to come, and the statistics that follow may be of the step before it.
+    """
 
     def numbers(self, values: Mapping[str, float], step: int) -> None:
-        """Log finite numbers by name at a step that never falls."""
+        """Log finite numbers by name."""
 
     def histograms(self, found: Mapping[str, Histogram], step: int) -> None:
         """Log histograms by name, none of them empty."""
@@ -46,32 +53,44 @@ class Tracker(Protocol):
         """Write everything, and end the run."""
 
 
-class _WandbLike:
-    """wandb, and trackio, which has the same functions."""
-
+class _Trackio:
     def __init__(self, package: Any, project: str, run: str) -> None:
         self._package = package
         package.init(project=project, name=run)
 
     def numbers(self, values: Mapping[str, float], step: int) -> None:
-        self._package.log(dict(values), step=step)
+        self._log(dict(values), step)
 
     def histograms(self, found: Mapping[str, Histogram], step: int) -> None:
-        self._package.log(
-            {
-                f"{name}/log2": self._package.Histogram(
-                    np_histogram=([count for _, count in one], [e for e, _ in one] + [_end(one)])
-                )
-                for name, one in found.items()
-            },
-            step=step,
-        )
+        made = {
+            f"{name}/log2": self._package.Histogram(
+                np_histogram=([count for _, count in one], [e for e, _ in one] + [_end(one)])
+            )
+            for name, one in found.items()
+        }
+        self._log(made, step)
 
     def note(self, text: str, step: int) -> None:
-        self._package.log({"paramd/note": text}, step=step)
+        self._log({"paramd/note": text}, step)
 
     def close(self) -> None:
         self._package.finish()
+
+    def _log(self, values: dict[str, Any], step: int) -> None:
+        self._package.log(values, step=step)
+
+
+class _Wandb(_Trackio):
+    """As trackio, which has its functions; but it drops what is of an earlier step than the last.
+    So the step is a number beside the others, which they are drawn over."""
+
+    def __init__(self, package: Any, project: str, run: str) -> None:
+        super().__init__(package, project, run)
+        package.define_metric(WANDB_STEP, hidden=True)
+        package.define_metric("*", step_metric=WANDB_STEP)
+
+    def _log(self, values: dict[str, Any], step: int) -> None:
+        self._package.log({**values, WANDB_STEP: step})
 
 
 class _Mlflow:
@@ -212,18 +231,24 @@ def _end(histogram: Histogram) -> int:
     return histogram[-1][0] + 1
 
 
-def open_tracker(kind: str, *, project: str, run: str, directory: Path) -> Tracker:
+def open_tracker(
+    kind: str, run: str, history: int = 0, *, project: str, directory: Path
+) -> Tracker:
     """Begin a run.
 
     Args:
         kind: one of `TRACKERS`.
-        project: what the tracker sorts runs under; TensorBoard has none.
         run: the run's name.
+        history: rollbacks before it: each begins a run of its own, named RUN-rN; but Prometheus has
+            only what is now.
+        project: what the tracker sorts runs under; TensorBoard has none.
         directory: where the files of TensorBoard and Prometheus are written.
 
     Raises:
         UsageError: there is no such tracker, or its package is missing or of another version.
     """
+    if history and kind != "prometheus":
+        run = f"{run}-r{history}"
     if kind == "tensorboard":
         require("tensorboard", at_least="2.18", below="3", extra="trackers")
         return _TensorBoard(directory / run)
@@ -234,12 +259,12 @@ def open_tracker(kind: str, *, project: str, run: str, directory: Path) -> Track
         require("wandb", at_least="0.20", below="1", extra="trackers")
         import wandb
 
-        return _WandbLike(wandb, project, run)
+        return _Wandb(wandb, project, run)
     if kind == "trackio":
         require("trackio", at_least="0.20", below="1", extra="trackers")
         import trackio
 
-        return _WandbLike(trackio, project, run)
+        return _Trackio(trackio, project, run)
     if kind == "mlflow":
         require("mlflow-skinny", at_least="3.0", below="4", extra="trackers")
         import mlflow
@@ -259,17 +284,22 @@ class _BegunAnewError(Exception):
 
 
 class Following:
-    """What of a job is in the tracker already, and what comes next."""
+    """What of a job is in the tracker already, and what comes next.
+
+    After a rollback steps come again with other values: they are another run.
+    """
 
     def __init__(
         self,
         mesh: AsyncMesh,
-        tracker: Tracker,
+        opened: Callable[[str, int], Tracker],
         patterns: Sequence[str],
         also: Collection[str] = (),
     ) -> None:
-        """Args:
-        also: Some of `ALSO`.
+        """
+        Args:
+            opened: Begins a run of this name and history; the one before has been closed.
+            also: Some of `ALSO`.
 
         Raises:
             UsageError: there is no such thing to log.
@@ -278,15 +308,14 @@ class Following:
             if one not in ALSO:
                 raise UsageError(f"also: {one!r}; expected some of {', '.join(ALSO)}")
         self._mesh = mesh
-        self._tracker = tracker
+        self._opened = opened
         self._patterns = patterns
         self._also = frozenset(also)
-        self._step = -1
-        """The last one in the tracker."""
-        self._looked = -1
-        """The last one that statistics were of."""
+        self._run: Tracker | None = None
+        self._looked = At(-1, -1)
+        """What statistics were of last; its history is the run's."""
         self._incarnation: int | None = None
-        """The one whose run this is."""
+        """The one whose runs these are."""
         self._known: set[str] | None = None
         """Alerts and edits that have been told; those from before are not."""
 
@@ -326,21 +355,36 @@ class Following:
             raise _BegunAnewError(
                 f"{found.job!r} has begun anew, as incarnation {found.incarnation}"
             )
-        if found.step > self._looked:
-            self._looked = found.step
+        now = At(found.history, found.step)
+        if now > self._looked:
+            tracker = self._run_of(found)
+            self._looked = now
             rows = {row.name: row.summary for row in found} if len(found) <= MOST_TENSORS else {}
             rows["total"] = found.total.summary
-            self._log(_named(rows, SHOWN), found.step)
+            tracker.numbers(_finite(_named(rows, SHOWN)), now.step)
             counted = {name: one.exponents for name, one in rows.items() if one.exponents}
             if counted:
-                self._tracker.histograms(counted, self._step)
+                tracker.histograms(counted, now.step)
             with suppress(ConflictError, DeadlineError):
                 # Training that rests has none, and mirrored parameters have no updates to compare.
-                await self._follow_training()
+                await self._follow_training(tracker)
         await self._tell_new()
 
-    async def _follow_training(self) -> None:
-        """Log the next gradients and updates, as far as wanted."""
+    def close(self) -> None:
+        """Write everything, and end the run."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.close()
+
+    def _run_of(self, found: StatsTable) -> Tracker:
+        """The run of these statistics' history."""
+        if self._run is None or found.history > self._looked.history:
+            self.close()
+            self._run = self._opened(f"{found.job}-{found.incarnation}", found.history)
+        return self._run
+
+    async def _follow_training(self, tracker: Tracker) -> None:
+        """Log the next gradients and updates, as far as wanted; not those after a rollback."""
         if "gradients" in self._also:
             frames = self._mesh.grads(*self._patterns, kind="stats")
             try:
@@ -350,32 +394,38 @@ class Following:
                 return
             finally:
                 await frames.aclose()  # type: ignore[attr-defined]
+            if frame.history != self._looked.history:
+                return
             norms = {name: one.norm for name, one in frame.items() if one is not None}
-            self._log(_with_total(norms, "grad_norm"), frame.step)
+            tracker.numbers(_finite(_with_total(norms, "grad_norm")), frame.step)
         if "updates" in self._also:
             updates = await self._mesh.updates(*self._patterns, timeout=AWAITED_S)
+            if updates.history != self._looked.history:
+                return
             values = _with_total({row.name: row.norm for row in updates}, "update_norm")
             if len(updates) <= MOST_TENSORS:
                 values |= {f"{row.name}/update_ratio": row.ratio for row in updates}
             # Of many parameters, they are of several steps that follow each other.
-            self._log(values, max((row.step for row in updates), default=0))
-
-    def _log(self, values: Mapping[str, float], step: int) -> None:
-        self._step = max(self._step, step)
-        finite = {name: value for name, value in values.items() if math.isfinite(value)}
-        self._tracker.numbers(finite, self._step)
+            step = max((row.step for row in updates), default=self._looked.step)
+            tracker.numbers(_finite(values), step)
 
     async def _tell_new(self) -> None:
+        """Note alerts and edits at the steps that they are of."""
         told = {
-            **{one.id: f"alert {one.rule} on {one.subject}: {one.reason}"
+            **{one.id: (f"alert {one.rule} on {one.subject}: {one.reason}", one.step)
                for one in await self._mesh.alerts(limit=1000)},
-            **{one.id: f"edit {one.id[:8]} applied at step {one.step}: {one.note}"
+            **{one.id: (f"edit {one.id[:8]} applied at step {one.step}: {one.note}", one.step)
                for one in await self._mesh.edits(state="APPLIED", limit=1000)},
         }  # fmt: skip
-        if self._known is not None:
+        if self._known is not None and self._run is not None:
             for key in told.keys() - self._known:
-                self._tracker.note(told[key], max(self._step, 0))
+                text, step = told[key]
+                self._run.note(text, max(step, 0))
         self._known = {*told, *(self._known or ())}
+
+
+def _finite(values: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 def _named(rows: Mapping[str, Summary], shown: Sequence[str]) -> dict[str, float]:

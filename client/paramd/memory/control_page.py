@@ -9,8 +9,9 @@ settled, so bytes copied between two reads of the same even value belong to the 
 `REST` before and after proves only that no update began, and the answer says so. All other
 words merely make copies likely to succeed (gate.py).
 
-Besides `Word`, the trainer writes three areas: the last requests agreed, from which even a
-respawned sidecar can tell the outcome of a request; a text; and samples, positions of arena
+Besides `Word`, the trainer writes four areas: settled states that were changed without an update;
+the last requests agreed, from which even a respawned sidecar can tell the outcome of a request; a
+text; and samples, positions of arena
 words chosen once. Their digest costs microseconds and differs when all parameters change, as
 with averaged, merged or perturbed weights; it proves nothing about a few elements. It is
 published for resting and for settled states, so that readers can look for themselves.
@@ -30,6 +31,10 @@ MAGIC = 0x7061_7261_6D64_0001
 _FIRST_AGREED_WORD = 128
 KEPT = 64
 """Agreed requests kept."""
+
+_STRAY_WORDS = range(112, 128)
+STRAYS_KEPT = len(_STRAY_WORDS)
+"""Settled states kept in which parameters changed outside of updates."""
 
 TEXT_WORD, TEXT_WORDS = 192, 128
 TEXT_BYTES = 8 * (TEXT_WORDS - 1)
@@ -178,12 +183,11 @@ class Word(IntEnum):
     REST_DIGEST = 52  # of the samples when the rest began
     REST_ITERATION = 53  # iteration the resting state will have
     STRAY_COUNT = 54  # settled spans in which parameters changed
-    STRAY_SEQ = 55  # SEQ of the last of them: copies made under it are void
     STRICT = 56  # 1: SEQ is even only at boundaries, since parameters change in between
     UNSERVED = 57  # 1: the parameters cannot be served, the page's text says why; 2: STANDS_IN
     APART_LOW = 58  # lowest and highest iteration in the last round;
     APART_HIGH = 59  # equal when ranks are in lock-step
-    REFUSED_STEP = 60  # step of the boundary where REFUSED missed its `if_step`; else -1
+    REFUSED_STEP = 60  # step of the boundary where REFUSED missed its `if_step`; or a `Refusal`
     REFUSED_IF_STEP = 61  # the step it was for
     REST_SEEN_NS = 62  # start of the last check that found the whole resting state in place
     SETTLED_SEQ = 39  # SEQ of the settled state whose samples were digested
@@ -233,8 +237,22 @@ class Word(IntEnum):
     DEVICE_FENCE = 107  # what the device writes behind all work of the state told (device_arena.py)
     STATE_BYTES = 108  # bytes of the optimizer's state on the device
 
+    # Words 112 to 127 are the trainer's: SEQs of settled states that have strayed.
     # Words 128 to 191 are the trainer's: the last requests agreed.
     # Words 192 to 511 are the trainer's: its text and its sample places.
+
+
+class Refusal(IntEnum):
+    """Why a trainer cannot carry out a request, in word REFUSED_STEP."""
+
+    FAULTY = -1
+    """It cannot be done, or not be understood; the trainer's log says more."""
+    AWAY = -2
+    """The parameters are not in the arena and will not be, or an edit has failed half way."""
+    GATHERED = -3
+    """It is held where a forward works on unsharded copies, which an edit would not reach."""
+    NOT_HELD = -4
+    """What is only done while training is held, after the hold has ended."""
 
 
 class Words(Protocol):
@@ -281,6 +299,20 @@ class ControlPage:
         """Unmap the page. Words must not be used afterwards."""
         self.words.release()
         self._map.close()
+
+
+def note_stray(words: Words, seq: int) -> None:
+    """Trainer's side: parameters changed under this even SEQ, so copies made under it are void."""
+    if not is_stray(words, seq):
+        words[min(_STRAY_WORDS, key=words.__getitem__)] = seq
+
+
+def is_stray(words: Words, seq: int) -> bool:
+    """Whether parameters changed under this SEQ, or it is too long ago to tell: then copies made
+    under it count as void. Final once SEQ is another one."""
+    kept = [words[word] for word in _STRAY_WORDS]
+    # SEQs only rise. A 0 is a place never used: nothing has been forgotten yet.
+    return seq > 0 and (seq in kept or seq < min(kept))
 
 
 class Past(Enum):

@@ -34,6 +34,9 @@ DONE_WORDS = (Word.SLOT_DONE0, Word.SLOT_DONE1)
 MAX_SPANS = 16_384
 """Most spans in one program; a whole model is usually a single span."""
 
+GROUP_AXES_BIT = 22
+"""Lowest bit of the mesh axes in a Partial group's number; ranks take the bits below."""
+
 _HEAD = 8
 """Words before the first span, and before the first note."""
 
@@ -66,7 +69,8 @@ class Note:
     none: int = 0
     """A `NoGradient`, or 0 when there is one."""
     partial_group: int = 0
-    """1 + first rank of the group whose gradients must be summed; 0: no group."""
+    """Ranks of equal numbers must be summed: 1 + the first rank of them, and with it the mesh axes
+    summed over, as bits from `GROUP_AXES_BIT` on; 0: no group."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,7 +180,7 @@ def _shown(one: Statistic) -> Callable[[TensorStats], str]:
 
 
 class StatsTable(Table[TensorStats]):
-    """Statistics per tensor, all at one (`incarnation`, `step`); `total` is over all tensors."""
+    """Statistics per tensor, all of one state; `total` is over all tensors."""
 
     columns = (
         ("name", lambda row: row.name),
@@ -193,6 +193,8 @@ class StatsTable(Table[TensorStats]):
     total: TensorStats
     job: str
     incarnation: int
+    history: int
+    """As in `Summoned`."""
     step: int
     unsettled: bool
     """As in `Summoned`."""
@@ -207,11 +209,13 @@ class StatsTable(Table[TensorStats]):
         job: str,
         incarnation: int,
         step: int,
+        history: int = 0,
         unsettled: bool = False,
         label: str = "",
     ) -> StatsTable:
         self = super().__new__(cls, rows)
         self.total, self.job, self.incarnation, self.step = total, job, incarnation, step
+        self.history = history
         self.unsettled, self.label = unsettled, label
         return self
 

@@ -142,6 +142,7 @@ class ExportPlan(google.protobuf.message.Message):
     DIGEST_FIELD_NUMBER: builtins.int
     PINS_FIELD_NUMBER: builtins.int
     UNSETTLED_FIELD_NUMBER: builtins.int
+    HISTORY_FIELD_NUMBER: builtins.int
     incarnation: builtins.int
     layout_digest: builtins.str
     step: builtins.int
@@ -155,6 +156,7 @@ class ExportPlan(google.protobuf.message.Message):
     keep_tied: builtins.bool
     digest: builtins.bytes
     unsettled: builtins.bool
+    history: builtins.int
     @property
     def names(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ExportNameRule]: ...
     @property
@@ -177,8 +179,9 @@ class ExportPlan(google.protobuf.message.Message):
         digest: builtins.bytes = ...,
         pins: collections.abc.Iterable[global___ExportPin] | None = ...,
         unsettled: builtins.bool = ...,
+        history: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["buffers", b"buffers", "digest", b"digest", "dtype", b"dtype", "edits", b"edits", "format", b"format", "incarnation", b"incarnation", "keep_tied", b"keep_tied", "layout_digest", b"layout_digest", "max_shard_bytes", b"max_shard_bytes", "names", b"names", "optimizer", b"optimizer", "parameters", b"parameters", "pins", b"pins", "step", b"step", "unsettled", b"unsettled"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["buffers", b"buffers", "digest", b"digest", "dtype", b"dtype", "edits", b"edits", "format", b"format", "history", b"history", "incarnation", b"incarnation", "keep_tied", b"keep_tied", "layout_digest", b"layout_digest", "max_shard_bytes", b"max_shard_bytes", "names", b"names", "optimizer", b"optimizer", "parameters", b"parameters", "pins", b"pins", "step", b"step", "unsettled", b"unsettled"]) -> None: ...
 
 global___ExportPlan = ExportPlan
 

@@ -42,6 +42,7 @@ def manifest(
         "job": job,
         "incarnation": message.incarnation,
         "step": message.step,
+        "history": message.history,
         "edits": message.edits,
         "unsettled": message.unsettled,
         "layout_digest": message.layout_digest,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from paramd.errors import ConflictError, UsageError
 from paramd.memory.arena import is_mirror, pack_wanted
-from paramd.memory.control_page import Word
+from paramd.memory.control_page import Word, unserved_reason
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.copying.copier import Copier
 from paramd_service.sidecar.copying.page_requests import (
@@ -230,7 +230,8 @@ class Boundaries:
         for snapshot in snapshots:
             snapshot.fill = Fill.FILLED if outcome.captured else Fill.EMPTY
             snapshot.step, snapshot.edits = outcome.step, outcome.edits
-            snapshot.history = outcome.history
+            snapshot.history, snapshot.proof = outcome.history, outcome.proof
+            snapshot.is_true = False
             self._store.drop(snapshot)
         if asked.reach.action == EDIT and self.edits is not None:
             if not outcome.captured and (why := self.edits.why_refused(asked.reach.edit_id)):
@@ -246,9 +247,12 @@ class Boundaries:
         page = self._attached.page
         if page[Word.AGREEMENT_STATE] == GAVE_UP:
             return "the trainers gave up agreeing in this incarnation; attach again to restore it"
+        why = unserved_reason(page)
         return (
             f"the trainers did not agree on boundary {number} within {timeout_s:.1f} s (this rank "
-            f"is at step {page[Word.STEP]}); training is paused, or a rank is not ready"
+            f"is at step {page[Word.STEP]}); "
+            + (f"its parameters are not served: {why}" if why else "")
+            + "training is paused, or a rank is not ready" * (not why)
         )
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from paramd.errors import AbortedError, ConflictError, TornError
 from paramd.memory.arena import is_mirror
-from paramd.memory.control_page import Word, label_of, unserved_reason
+from paramd.memory.control_page import Word, is_stray, label_of, unserved_reason
 from paramd.memory.gate import State, resting_state, state_of
 from paramd_service.admission import CALLER, Who
 from paramd_service.aio import uncancelled
@@ -219,8 +219,8 @@ class Pins:
         return self.store.find(key, proof=state.proof)
 
     def _is_stray(self, proof: int) -> bool:
-        """Whether a stray change hit the state with that proof."""
-        return proof > 0 and self._attached.page[Word.STRAY_SEQ] == proof
+        """Whether a stray change hit the state with that proof, as far as is known."""
+        return is_stray(self._attached.page.words, proof)
 
     def check_true(self, snapshot: Snapshot) -> None:
         """Check that the trainer has not since found the bytes to mix two states.
@@ -228,7 +228,13 @@ class Pins:
         Raises:
             AbortedError: it has; pin again.
         """
-        if self._is_stray(snapshot.proof):
+        if snapshot.is_true:
+            return
+        # Read first: what is found afterwards is final if the state was over by then.
+        over = self._attached.page[Word.SEQ] != snapshot.proof
+        if not self._is_stray(snapshot.proof):
+            snapshot.is_true = over
+        else:
             raise AbortedError(
                 f"parameters changed while step {snapshot.step} was read, outside any update; try "
                 "again, and put what changes them into attachment.update()"

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from paramd.errors import AbortedError
 from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, TensorLayout
-from paramd_service.control.alerts.bits import due_step, parts_of
+from paramd.state import At
+from paramd_service.control.alerts.bits import BitRounds, due_step, parts_of
+from paramd_service.control.alerts.config import AlertConfig
 from paramd_service.control.alerts.drift import (
     Difference,
     ReplicaGroup,
@@ -223,3 +228,37 @@ def test_every_group_and_kind_of_state_has_its_turn_within_the_steps() -> None:
     ]
     turns = [due_step(1000, number, len(parts), 20) for number in range(len(parts))]
     assert turns == [1000, 1003, 1006, 1010, 1013, 1016]
+
+
+async def test_after_a_rollback_replicas_are_compared_at_steps_that_come_again() -> None:
+    """Not only once the training is past the step of the cycle that it left."""
+    asked: list[At] = []
+    header = SimpleNamespace(step=10_000, history=0)
+
+    async def compared(_reach: object, _sidecars: object, _part: object, at: At) -> Any:
+        asked.append(at)
+        raise AbortedError("missed")
+
+    async def same(found: Any) -> Any:
+        return found
+
+    layout = Layout(2, (64, 128), (tensor("w", 4, (0, 1)),))
+    reach: Any = SimpleNamespace(index=lambda _: same(SimpleNamespace(layout=layout)))
+    sidecars: Any = SimpleNamespace(state=lambda *_: same(SimpleNamespace(header=header)))
+    nothing: Any = None
+    rounds = BitRounds(
+        AlertConfig(compare_steps=5_000),
+        reaching=nothing,
+        joined=lambda: {0, 1},
+        book=nothing,
+        on_change=nothing,
+        clock=nothing,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rounds, "_compared", compared)
+        patch.setattr(rounds, "_keys", lambda *_: same([]))
+        await rounds._one(reach, sidecars)
+        header.step, header.history = 100, 1
+        await rounds._one(reach, sidecars)
+    assert asked[0] >= At(0, 10_000)
+    assert At(1, 100) < asked[1] < At(1, 200)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from paramd.layout.edits.ops import OpSpec
 from paramd.layout.select import NameIndex
 from paramd.layout.stats import Stats
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
+from paramd_service.control.edits.incarnation import in_effect
 from paramd_service.control.edits.machine import Commit, EditMachine, Outcome, Staged
 from paramd_service.control.edits.runner import EditRun
 from paramd_service.control.edits.spec import (
@@ -100,6 +102,36 @@ def test_an_undo_has_the_operations_of_what_it_undoes() -> None:
     assert list(found.manifest.ops) == list(done.manifest.ops)
     assert found.manifest.undo_of == ID
     assert found.documents == done.documents
+
+
+@pytest.mark.parametrize("depth", range(7))
+def test_an_edit_is_in_effect_after_an_even_number_of_undos_of_undos(depth: int) -> None:
+    chain = [
+        EditRow(
+            id=f"{number}",
+            job="j",
+            incarnation=1,
+            state="APPLIED",
+            actor="a",
+            role="owner",
+            created_s=0.0,
+            edits=2 * number,
+            manifest=b"",
+            digest="",
+            undo_of=f"{number - 1}" if number else "",
+            undone_by=f"{number + 1}" if number < depth else "",
+        )
+        for number in range(depth + 1)
+    ]
+    other = replace(chain[0], id="other", edits=3, undone_by="")
+    of_an_earlier_one = replace(chain[0], id="undo", edits=1, undo_of="before", undone_by="")
+    found = in_effect([*chain, other, of_an_earlier_one])
+    pairs = [(first.id, last.id) for first, last in found]
+    left = [("0", f"{depth}")] * (depth % 2 == 0)
+    assert sorted(pairs) == sorted([*left, ("other", "other"), ("undo", "undo")])
+    assert [last.edits for _, last in found] == sorted(
+        (one.edits for _, one in found), reverse=True
+    )
 
 
 def test_replicas_must_have_the_same_data_and_shards_need_not() -> None:

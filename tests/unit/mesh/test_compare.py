@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from safetensors.torch import save_file
 from paramd.errors import NotFoundError, UsageError
 from paramd.mesh.insight import compare as module
 from paramd.mesh.insight.compare import Diff, compare, not_compared
-from paramd.mesh.insight.diff import check_order
+from paramd.mesh.insight.diff import check_order, compute_diff
 from paramd.mesh.insight.states import stored_state
 from paramd_service.control.insight.diff import state_of
 
@@ -92,6 +93,14 @@ def test_files_on_disk_are_a_state(tmp_path: Path) -> None:
     (tmp_path / "bad.safetensors").write_bytes(b"no header")
     with pytest.raises(UsageError, match="not a readable safetensors file"):
         stored_state(tmp_path, ["*"])
+
+
+async def test_tensors_at_hand_are_chosen_by_the_patterns_too() -> None:
+    a = {"a.w": torch.ones(2), "b.w": torch.ones(2)}
+    b = {"a.w": torch.zeros(2), "c.w": torch.ones(2)}
+    nowhere: Any = None
+    found = await compute_diff(nowhere, a, b, ["a.*"], 0.0, lambda _: None)
+    assert [row.name for row in found] == ["a.w"]
 
 
 @pytest.mark.parametrize(("a", "b"), [(None, "now"), ("now", True), (-1, "now"), (5, 5), (6, 5)])

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
+
 from paramd.layout.select import NameIndex
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.mesh.frames.frames import GradNote, PartialGroups, ask_for, make_plan
+from paramd.mesh.frames.grad_tensors import Sums
 
 
 def layout() -> Layout:
@@ -40,6 +44,61 @@ def test_a_sum_is_probed_on_all_holders_then_read_from_its_group() -> None:
     assert learnt.update(final, notes)
     other = [GradNote(rank, 0, 0, 1) for rank in range(4)]
     assert not learnt.update(final, other), "the groups changed: learnt anew"
+    again = make_plan(index.layout, asked, learnt, prefer=None)
+    assert again.probed == {0}
+    assert not learnt.update(again, other)
+    assert learnt.update(make_plan(index.layout, asked, learnt, prefer=None), other)
+
+
+def test_what_was_asked_for_before_the_groups_were_known_is_never_read() -> None:
+    """Frames are asked for ahead: two under each plan."""
+    index = NameIndex(layout())
+    asked = ask_for(index, ["w"], None)
+    learnt = PartialGroups()
+    notes = [GradNote(rank, 0, 0, 1 + rank // 2 * 2) for rank in range(4)]
+    plans = [make_plan(index.layout, asked, learnt, prefer=None) for _ in range(2)]
+    read = []
+    for _ in range(8):
+        plan = plans.pop(0)
+        plans.append(make_plan(index.layout, asked, learnt, prefer=None))
+        if learnt.update(plan, notes):
+            read.append(len(plan.layers[0]))
+            assert not plan.probed
+            assert plan.groups == {0: {0: 1, 1: 1, 2: 3, 3: 3}}
+    assert read == [2, 2]
+
+
+def test_a_sum_that_is_one_no_longer_is_not_read_as_one_and_none_changes_nothing() -> None:
+    index = NameIndex(layout())
+    asked = ask_for(index, ["w"], None)
+    learnt = PartialGroups(groups={0: {0: 1, 1: 1, 2: 3, 3: 3}})
+    plan = make_plan(index.layout, asked, learnt, prefer=None)
+    none = [GradNote(rank, 0, 1, 0) for rank in range(4)]
+    assert learnt.update(plan, none), "no gradient in this frame"
+    assert learnt.groups
+    assert not learnt.update(plan, []), "each rank has the whole gradient"
+    assert learnt.probing == {0}
+
+
+@pytest.mark.parametrize(
+    ("summands", "dtype", "wanted", "found"),
+    [
+        ([1000.25, -1000.0], torch.float32, torch.bfloat16, 0.25),
+        ([256.0, 1.0, 1.0], torch.bfloat16, None, 258.0),
+        ([2.0**24, 1.0, 1.0], torch.float32, torch.float64, 2.0**24),
+        ([2.0**24, 1.0, 1.0], torch.float64, torch.float32, 2.0**24 + 2),
+        ([448.0, -416.0, 0.5], torch.float8_e4m3fn, None, 32.0),
+    ],
+)
+def test_a_sum_is_rounded_once(
+    summands: list[float], dtype: torch.dtype, wanted: torch.dtype | None, found: float
+) -> None:
+    sums = Sums()
+    for value in summands:
+        sums.add({3: torch.full((2,), value).to(dtype)})
+    (result,) = sums.rounded(wanted).values()
+    assert result.dtype is (wanted if wanted is not None else dtype)
+    assert result.double().tolist() == [found] * 2
 
 
 def test_without_sums_each_element_is_read_once() -> None:

@@ -25,6 +25,7 @@ from paramd.memory.control_page import (
     ControlPage,
     Word,
     digest_of,
+    note_stray,
     write_samples,
 )
 from paramd.memory.gate import TrainerGate
@@ -252,7 +253,7 @@ def test_a_state_in_which_the_trainer_found_a_stray_change_is_refused(
     pair: list[Trainer], stack: ExitStack
 ) -> None:
     def found(number: int) -> None:
-        pair[0].page[Word.STRAY_SEQ] = pair[0].page[Word.SEQ]
+        note_stray(pair[0].page.words, pair[0].page[Word.SEQ])
 
     assert Reading(pair, stack, found).read() is None
     assert Reading(pair, stack).read() is None
@@ -411,7 +412,6 @@ def test_spans_are_read_at_the_offsets_of_their_concatenation(
         rank = stack.enter_context(closing(LiveRank(0, page, arena, ARENA_BYTES, spans)))
         rank.state = live.State(0, 0)
         expected = b"".join(data[begin:end] for begin, end in spans)
-        one.page[Word.STRAY_SEQ] = -1
         assert rank.size_bytes == len(expected)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(live, "CHUNK_BYTES", 1000)

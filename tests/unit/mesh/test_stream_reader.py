@@ -340,7 +340,14 @@ async def test_another_program_at_the_port_is_refused(reply: Callable[[bytes], b
 KINDS = [
     kind
     for kind in errors.CODES
-    if kind not in (UnreachableError, DataLossError, errors.PartialError, errors.NotFoundError)
+    if kind
+    not in (
+        UnreachableError,
+        DataLossError,
+        errors.PartialError,
+        errors.NotFoundError,
+        errors.GoneError,
+    )
 ]
 
 

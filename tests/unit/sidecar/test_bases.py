@@ -67,6 +67,18 @@ def test_a_base_outlives_its_leases_and_is_found_by_its_state(bench: Bench) -> N
     assert bench.bases.find((kept.key, StateName(1, 1, 7, 0))) is None
 
 
+def test_a_comparison_of_one_history_is_never_given_to_another(bench: Bench) -> None:
+    """Results are kept by these names: all that tells states apart is in them."""
+    one, other = bench.filled(7), bench.filled(7)
+    other.history = 1
+    assert state_of(one) != state_of(other)
+    later = bench.filled(7)
+    later.edits = 1
+    labelled = bench.filled(7)
+    labelled.label = "ema"
+    assert len({state_of(found) for found in (one, other, later, labelled)}) == 4
+
+
 def test_the_least_recently_used_base_goes_first(bench: Bench) -> None:
     first, second = bench.kept(1), bench.kept(2)
     held = bench.bases.find(state_of(first))

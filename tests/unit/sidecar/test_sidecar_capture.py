@@ -210,7 +210,7 @@ def test_an_agreed_boundary_is_captured_at_its_step(bench: Bench) -> None:
     assert bench.outcomes == []
     bench.boundary(agreed=3)
     bench.capture.serve()
-    assert bench.outcomes == [Outcome(1, "", edits=0)]
+    assert bench.outcomes == [Outcome(1, "", edits=0, proof=2)]
 
 
 def test_a_passed_boundary_is_missed(bench: Bench) -> None:
@@ -241,7 +241,7 @@ def test_words_of_an_agreement_still_being_written_are_waited_for(bench: Bench) 
     bench.page[Word.AGREED_STEP] = 4
     bench.page[Word.ANNOUNCE] += 1
     bench.capture.serve()
-    assert bench.outcomes == [Outcome(4, "", edits=0)]
+    assert bench.outcomes == [Outcome(4, "", edits=0, proof=8)]
 
 
 def test_buffers_that_the_trainer_did_not_copy_are_missed(bench: Bench) -> None:
@@ -294,7 +294,7 @@ def test_an_edit_that_the_trainer_refuses_for_its_step_is_told_with_both_steps(
             "if_step is 11, but the next boundary of all ranks is at step 12 or later; "
             "hold training to edit at an exact step",
         ),
-        (2, -1, "the trainer cannot run the edit's program; its log says why"),
+        (2, -1, "the trainer cannot carry it out; its log says why"),
     ):
         bench.arm(number)
         bench.page[Word.REFUSED_STEP], bench.page[Word.REFUSED_IF_STEP] = step, 11

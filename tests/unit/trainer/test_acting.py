@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from paramd.memory.control_page import PAGE_BYTES, ControlPage, Word
+from paramd.memory.control_page import PAGE_BYTES, ControlPage, Refusal, Word
 from paramd.memory.gate import TrainerGate
-from paramd.trainer.boundary.agreement import EDIT, Request, Round
+from paramd.trainer.boundary.agreement import CAPTURE, EDIT, RESUME, Request, Round
 from paramd.trainer.boundary.hold import BoundaryHandler, HoldState
 
 
@@ -49,15 +50,19 @@ def acting(
     alone: bool,
     rounds_left: int = 1,
     launch: Callable[..., None] = lambda request, **_: None,
+    agreed: bool = False,
+    copied: list[str] | None = None,
+    gathered: bool = False,
 ) -> BoundaryHandler:
-    """A rank whose rounds agree on nothing; a hold ends after some of them."""
+    """A rank whose rounds agree on nothing, or on what it promised; a hold ends after some."""
     left = [rounds_left]
+    copied = copied if copied is not None else []
 
     def exchange(request: Request, **_: Any) -> Round:
         left[0] -= 1
         if left[0] <= 0:
             page[Word.HELD] = HoldState.RUNNING
-        return Round(None, True)
+        return Round(request if agreed and request.number else None, True)
 
     agreement: Any = SimpleNamespace(
         alone=alone,
@@ -76,9 +81,10 @@ def acting(
         TrainerGate(page, stall_budget_ns=0),
         hold=nothing,
         editor=editor,
-        copy_buffers=lambda: None,
-        copy_state=lambda _: None,
+        copy_buffers=partial(copied.append, "buffers"),
+        copy_state=lambda _: copied.append("moments"),
         answer=lambda announce: None,
+        gathered=lambda: gathered,
     )
 
 
@@ -109,3 +115,59 @@ def test_a_rank_is_quiet_until_its_sidecar_has_a_client_and_again_later(page: Co
         page[Word.CLIENTS_UNTIL_NS] = until_ns
         handler.at_boundary(True)
     assert quiet == [True, False, True]
+
+
+class Failing(Asked):
+    """An editor that cannot even look at what is asked for."""
+
+    def accept(self, request: Request, *, now: bool) -> bool:
+        raise RuntimeError("a fault of ours")
+
+
+class Failed(Asked):
+    failed = True
+
+
+@pytest.mark.parametrize(
+    ("editor", "action", "at_home", "held", "gathered", "refusal"),
+    [
+        (Failing(), EDIT, True, False, False, Refusal.FAULTY),
+        (Asked(), RESUME + 1, True, False, False, Refusal.FAULTY),
+        (Failed(), EDIT, False, False, False, Refusal.AWAY),
+        (Asked(), EDIT, False, True, False, Refusal.AWAY),
+        (Asked(), EDIT, True, True, True, Refusal.GATHERED),
+        (Asked(), EDIT, False, False, False, None),
+        (Asked(), EDIT, True, False, True, None),
+    ],
+)
+def test_what_a_rank_will_not_promise_it_refuses(
+    page: ControlPage,
+    editor: Asked,
+    action: int,
+    at_home: bool,
+    held: bool,
+    gathered: bool,
+    refusal: Refusal | None,
+) -> None:
+    """Else the others would wait for it; what it may promise at a later boundary it does not."""
+    page[Word.READY], page[Word.ACTION] = 3, action
+    page[Word.HELD] = HoldState.HELD if held else HoldState.RUNNING
+    acting(page, editor, alone=False, rounds_left=2, gathered=gathered).at_boundary(at_home)
+    assert page[Word.PROMISED] == 0
+    assert page[Word.REFUSED] == (3 if refusal is not None else 0)
+    if refusal is not None:
+        assert page[Word.REFUSED_STEP] == refusal
+
+
+@pytest.mark.parametrize(("wanted", "copied"), [(2, []), (3, ["buffers", "moments"]), (4, [])])
+def test_what_a_withdrawn_request_wanted_is_not_copied_for_another(
+    page: ControlPage, wanted: int, copied: list[str]
+) -> None:
+    page[Word.READY], page[Word.ACTION], page[Word.STEP] = 3, CAPTURE, 7
+    page[Word.BUFFERS_WANTED] = page[Word.MOMENTS_WANTED] = wanted
+    page[Word.BUFFERS_STEP] = 6
+    found: list[str] = []
+    acting(page, Asked(), alone=True, agreed=True, copied=found).at_boundary(True)
+    assert page[Word.AGREED] == 3
+    assert found == copied
+    assert page[Word.BUFFERS_STEP] == (7 if copied else 6)

@@ -12,7 +12,7 @@ import torch
 
 from paramd.layout.edits.kinds import EditKind
 from paramd.memory.arena import HostArena
-from paramd.memory.control_page import ControlPage, Word
+from paramd.memory.control_page import ControlPage, Refusal, Word
 from paramd.memory.descriptors import SparseMemory
 from paramd.memory.edit_program import ANY_STEP, Record, write_program
 from paramd.memory.gate import TrainerGate, state_of
@@ -277,7 +277,26 @@ def test_an_edit_that_fails_half_way_is_never_served(
     assert bench.page[Word.SEQ] & 1
     assert bench.page[Word.EDIT_FAILED] == request.number
     assert bench.page[Word.EDITS] == bench.page[Word.EDIT_APPLIED] == 0
-    assert not bench.editor.accept(bench.request(block(EditKind.FILL, value=1.0)), now=True)
+    later = bench.request(block(EditKind.FILL, value=1.0))
+    assert not bench.editor.accept(later, now=True)
+    assert bench.page[Word.REFUSED] == later.number
+    assert bench.page[Word.REFUSED_STEP] == Refusal.AWAY
+
+
+def test_an_edit_that_cannot_be_examined_is_refused(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr("paramd.trainer.boundary.edits.find_owned", fail)
+    request = bench.request(replace(block(EditKind.FILL, value=1.0), reset_moments=True))
+    assert not bench.editor.accept(request, now=True)
+    assert bench.page[Word.REFUSED] == request.number
+    assert bench.page[Word.REFUSED_STEP] == Refusal.FAULTY
+    assert "out of luck" in caplog.text
+    # The record has the traceback, and with it the bench.
+    caplog.clear()
 
 
 def test_descriptors_stay_their_owners(bench: Bench) -> None:

@@ -59,3 +59,9 @@ def test_numbers_are_taken_in_the_form_that_the_group_has(
 def test_what_does_not_fit_is_refused_with_what_does(name: str, value: Any, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         converted(name, value, GROUP)
+
+
+def test_parameters_of_the_group_are_not_looked_at() -> None:
+    """A shard may be empty where the whole has one element; its value cannot be read."""
+    group = {**GROUP, "params": [torch.empty(1, device="meta")]}
+    assert converted("lr", 0.5, group) == 0.5

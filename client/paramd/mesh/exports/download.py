@@ -339,6 +339,7 @@ def identity(key: str, pinned: Pinned) -> str:
     told = {
         "key": key,
         "incarnation": pinned.incarnation,
+        "history": pinned.history,
         "step": pinned.step,
         "edits": pinned.edits,
         "unsettled": pinned.unsettled,
@@ -356,6 +357,7 @@ def pinned_of(header: bytes) -> Pinned | None:
             step=int(told["step"]),
             edits=int(told["edits"]),
             unsettled=bool(told["unsettled"]),
+            history=int(told["history"]),
             pins={},
         )
         pins = {
@@ -367,6 +369,7 @@ def pinned_of(header: bytes) -> Pinned | None:
                 size_bytes=int(size_bytes),
                 lease_s=DOWNLOAD_LEASE_S,
                 edits=found.edits,
+                history=found.history,
                 unsettled=found.unsettled,
             )
             for rank, snapshot_id, size_bytes in told["pins"]

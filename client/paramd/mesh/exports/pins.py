@@ -24,6 +24,7 @@ from paramd.layout.types import Layout
 from paramd.memory.moments_table import parse_table
 from paramd.mesh.peers.sidecars import Captured, PinKind, Pinned, RankPin, Sidecars, Spans
 from paramd.mesh.reading.pin import Pinner
+from paramd.state import StateName
 from paramd.v1 import export_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import LEASE_S
@@ -37,20 +38,19 @@ _AGAIN_S = 0.1
 def encode_plan(
     plan: ExportPlan,
     *,
-    incarnation: int,
+    state: StateName,
     layout_digest: str,
-    step: int,
-    edits: int,
     pins: Iterable[export_pb2.ExportPin],
     unsettled: bool = False,
 ) -> export_pb2.ExportPlan:
     """The message for a plan whose sources are pinned."""
     settings = plan.settings
     return export_pb2.ExportPlan(
-        incarnation=incarnation,
+        incarnation=state.incarnation,
+        history=state.history,
         layout_digest=layout_digest,
-        step=step,
-        edits=edits,
+        step=state.step,
+        edits=state.edits,
         format=export_pb2.ExportFormat.ValueType(FORMATS[settings.format].number),
         max_shard_bytes=settings.max_shard_bytes,
         dtype=settings.dtype if settings.dtype is not None else "",
@@ -111,9 +111,7 @@ class PinnedExport:
     """A plan and its snapshots, all at one state. The caller releases them."""
 
     plan: ExportPlan
-    incarnation: int
-    step: int
-    edits: int
+    state: StateName
     pins: tuple[export_pb2.ExportPin, ...]
     unsettled: bool = False
     """Training has not continued since update `step`."""
@@ -205,9 +203,7 @@ async def pin_with_optimizer(
     pinned = held.pinned
     return PinnedExport(
         whole,
-        pinned.incarnation,
-        pinned.step,
-        pinned.edits,
+        pinned.state,
         tuple(named),
         unsettled=pinned.unsettled,
     )
@@ -353,9 +349,7 @@ async def pin_parameters(pinner: Pinner, plan: ExportPlan, *, deadline_s: float)
         spans if spans else {0: ()}, deadline_s=deadline_s, with_buffers=plan.at_boundary
     )
     pins = tuple(_named(pin, "") for pin in pinned.pins.values())
-    return PinnedExport(
-        plan, pinned.incarnation, pinned.step, pinned.edits, pins, unsettled=pinned.unsettled
-    )
+    return PinnedExport(plan, pinned.state, pins, unsettled=pinned.unsettled)
 
 
 async def _tables(

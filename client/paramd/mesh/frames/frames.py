@@ -67,41 +67,61 @@ class GradPlan:
     """(rank, first arena byte of a piece) -> indexes into `asked`."""
     used: frozenset[tuple[int, int]]
     """(rank, index into `asked`) of every read."""
+    probed: frozenset[int]
+    """Of `asked`, those that all holders are read of, only to hear which groups they form."""
+    groups: Mapping[int, Mapping[int, int]]
+    """What the plan takes for granted of the Partial ones: by index into `asked`, by rank."""
 
 
 @dataclass(slots=True)
 class PartialGroups:
-    """What is known about Partial gradients, by index into `GradPlan.asked`."""
+    """What is known about Partial gradients, by index into `GradPlan.asked`.
+
+    Frames are asked for ahead, so a frame may follow a plan that was made of less. Whether it may
+    be read is therefore a matter of its own plan and its own notes, never of what is known now.
+    """
 
     probing: set[int] = field(default_factory=set)
     """Known to be Partial; the next frame reads all holders to find their groups."""
-    groups: dict[int, dict[int, int]] = field(default_factory=dict)
+    groups: dict[int, Mapping[int, int]] = field(default_factory=dict)
     """By rank that holds a part, its group."""
 
     def update(self, found: GradPlan, notes: Sequence[GradNote]) -> bool:
-        """Take in a frame's notes; False if the plan is outdated, and the frame unreadable."""
+        """Take in a frame's notes; False if they contradict its plan: it is not to be read then."""
         said: dict[int, dict[int, int]] = {}
+        for rank, asked in found.used:
+            said.setdefault(asked, {})[rank] = 0
         for note in notes:
-            if note.group and (note.rank, note.asked) in found.used:
-                said.setdefault(note.asked, {})[note.rank] = note.group
-        right = True
-        for asked in self.probing | self.groups.keys() | said.keys():
-            now = said.get(asked, {})
-            holders = {rank for rank, number in found.used if number == asked}
-            if asked in self.probing and found.layers[asked]:
-                self.probing.discard(asked)
-                self.groups[asked] = {rank: now.get(rank, 0) for rank in holders}
-                right = False
-            elif asked in self.groups and found.layers[asked]:
-                known = self.groups[asked]
-                if any(now.get(rank, 0) != known.get(rank, 0) for rank in holders):
-                    del self.groups[asked]
-                    self.probing.add(asked)
-                    right = False
+            if (note.rank, note.asked) not in found.used:
+                continue
+            if note.none:
+                # Without a gradient it says nothing about groups, and nothing is summed either.
+                said[note.asked].pop(note.rank, None)
             else:
-                self.probing.add(asked)
+                said[note.asked][note.rank] = note.group
+        right = not found.probed
+        for asked, now in said.items():
+            if asked in found.probed:
+                self._heard(asked, now)
+            elif asked in found.groups:
+                known = found.groups[asked]
+                if any(group != known.get(rank, 0) for rank, group in now.items()):
+                    self._outdated(asked, known)
+                    right = False
+            elif any(now.values()):
+                self._outdated(asked, None)
                 right = False
         return right
+
+    def _heard(self, asked: int, now: Mapping[int, int]) -> None:
+        self.probing.discard(asked)
+        self.groups[asked] = now
+
+    def _outdated(self, asked: int, known: Mapping[int, int] | None) -> None:
+        """Look again, unless more is known by now than the plan took for granted."""
+        if self.groups.get(asked) == known:
+            self.groups.pop(asked, None)
+            self.probing.add(asked)
 
 
 def ask_for(
@@ -172,6 +192,8 @@ def make_plan(
         layers=tuple(layers),
         owners=_owners(asked),
         used=frozenset(used),
+        probed=frozenset(learnt.probing - learnt.groups.keys()),
+        groups=dict(learnt.groups),
     )
 
 
@@ -333,7 +355,8 @@ class GradFrame(Frame[Value]):
 
 
 class ParamFrame(Frame["torch.Tensor"]):
-    """Parameters after one update. Unchanged tensors are the last frame's own objects."""
+    """Parameters after one update. Unchanged tensors are the last frame's own objects, unless they
+    have been written to: those are made again."""
 
     def __init__(
         self,

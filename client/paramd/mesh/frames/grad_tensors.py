@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -54,6 +54,30 @@ def _is_alone(tensor: torch.Tensor) -> bool:
     return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2)
 
 
+class Sums:
+    """Sums of tensors, by index, in float32 at least."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, torch.Tensor] = {}
+        self._own: dict[int, torch.dtype] = {}
+
+    def add(self, tensors: Mapping[int, torch.Tensor]) -> None:
+        """Add one summand of each; takes them over."""
+        for index, tensor in tensors.items():
+            wide = tensor.to(torch.float32) if tensor.dtype.itemsize < 4 else tensor
+            if index in self._sums:
+                self._sums[index].add_(wide)
+            else:
+                self._own[index], self._sums[index] = tensor.dtype, wide
+
+    def rounded(self, dtype: torch.dtype | None) -> dict[int, torch.Tensor]:
+        """The sums in `dtype`; None: each in that of its summands."""
+        return {
+            index: one.to(dtype if dtype is not None else self._own[index])
+            for index, one in self._sums.items()
+        }
+
+
 async def read_tensors(
     sidecars: Sidecars,
     transfer: Transfer,
@@ -65,8 +89,12 @@ async def read_tensors(
     dtype: torch.dtype | None,
     transport: Transport,
     deadline_s: float,
+    *,
+    zeroed: bool = False,
 ) -> dict[int, torch.Tensor]:
     """Read, for each `asked[i]`, the plan's tensors `numbers[i]` into one; by `i`.
+
+    `zeroed`: what no rank holds of them becomes 0; else there must be no such part.
 
     Raises: as `Transfer.read`.
     """
@@ -78,7 +106,7 @@ async def read_tensors(
             continue
         kind = dtype if dtype is not None else torch_dtype(one.tensor.dtype)
         whole = pool.take(one.shape, kind)
-        results[index] = whole
+        results[index] = whole.zero_() if zeroed else whole
         if len(of) == 1:
             into[f"#{of[0]}"] = whole
             continue

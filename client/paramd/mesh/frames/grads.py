@@ -88,15 +88,33 @@ class GradRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """The pins of one step, and the plan that they follow."""
+class _Asking:
+    """A plan, and what is asked of each rank by it."""
 
     plan: GradPlan
-    main: PinnedStep
+    requests: Mapping[int, pb.PinSnapshotRequest]
+    """For what is read as it is; of one rank at least, if only for the step, if there is no sum."""
+    sums: Mapping[int, pb.PinSnapshotRequest]
+    """For what is summed here."""
+    items: Items
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """The pins of one step, and what was asked for, which may differ from what would be now."""
+
+    asking: _Asking
+    main: PinnedStep | None
+    """None: everything is summed here."""
     sums: PinnedStep | None
+    """None: nothing is."""
+
+    @property
+    def plan(self) -> GradPlan:
+        return self.asking.plan
 
     def steps(self) -> list[PinnedStep]:
-        return [self.main] if self.sums is None else [self.main, self.sums]
+        return [step for step in (self.main, self.sums) if step is not None]
 
 
 class GradSteps:
@@ -114,24 +132,19 @@ class GradSteps:
         self._wanted = wanted
         self._asked = asked
         self._learnt = PartialGroups()
-        self._plan: GradPlan | None = None
-        self._requests: dict[int, pb.PinSnapshotRequest] = {}
-        self._sum_requests: dict[int, pb.PinSnapshotRequest] = {}
-        self._items: dict[int, tuple[StatsItem, ...]] = {}
+        self._asking: _Asking | None = None
+        """What is asked for next; None: to be planned anew."""
         self._pool: TensorPool | None = None
         self.ranks: tuple[int, ...] = ()
 
     async def prepare(self, sidecars: Sidecars) -> None:
         """Make the first plan."""
-        await self._make_plan(sidecars)
+        await self._planned(sidecars)
 
     async def hold(self, sidecars: Sidecars, at: At, timeout_s: float) -> _Held:
         """As `Steps.hold`."""
-        if self._plan is None:
-            await self._make_plan(sidecars)
-        plan = self._plan
-        assert plan is not None
-        requests = [r for r in (self._requests, self._sum_requests) if r]
+        asking = await self._planned(sidecars)
+        requests = [asked for asked in (asking.requests, asking.sums) if asked]
         # Concurrently: once the update has begun it is too late to pin its gradients.
         tasks = [asyncio.create_task(hold_step(sidecars, one, at, timeout_s)) for one in requests]
         try:
@@ -144,7 +157,8 @@ class GradSteps:
                 if not task.cancelled() and task.exception() is None:
                     task.result().release()
             raise
-        return _Held(plan, found[0], found[1] if len(found) > 1 else None)
+        main = found[0] if asking.requests else None
+        return _Held(asking, main, found[-1] if asking.sums else None)
 
     def release(self, held: _Held) -> None:
         """As `Steps.release`."""
@@ -158,7 +172,7 @@ class GradSteps:
         began_s = time.monotonic()
         notes = [note for one in held.steps() for note in _notes(held.plan, one)]
         if not self._learnt.update(held.plan, notes):
-            self._plan = None
+            self._asking = None
             return None
         none = {
             held.plan.asked[note.asked].name: REASONS.get(note.none, "unknown reason")  # type: ignore[call-overload]
@@ -167,11 +181,12 @@ class GradSteps:
         }
         bad: dict[str, list[int]] = {}
         values, parts = await self._values(sidecars, held, none, bad)
-        facts = next(iter(held.main.answers.values())).gradients
+        first = held.steps()[0]
+        facts = next(iter(first.answers.values())).gradients
         return GradFrame(
             values,
             job=sidecars.document.job,
-            incarnation=held.main.state.incarnation,
+            incarnation=first.state.incarnation,
             history=at.history,
             step=at.step,
             dropped=dropped,
@@ -183,22 +198,21 @@ class GradSteps:
             bad_ranks=bad,
         )
 
-    async def _make_plan(self, sidecars: Sidecars) -> None:
-        index = await self._reach.index(sidecars)
-        plan = make_plan(index.layout, self._asked, self._learnt, prefer=self._reach.costs())
-        self._items = stats_items(plan.plan) if self._wanted.kind != "full" else {}
-        self._requests = pin_requests(sidecars, plan.plan, self._wanted, self._items)
-        self._sum_requests = pin_requests(sidecars, plan.sums, self._wanted, {})
-        if not self._requests:
-            if self._sum_requests:
-                self._requests, self._sum_requests = self._sum_requests, {}
-            else:
+    async def _planned(self, sidecars: Sidecars) -> _Asking:
+        """What is asked for now."""
+        if self._asking is None:
+            index = await self._reach.index(sidecars)
+            plan = make_plan(index.layout, self._asked, self._learnt, prefer=self._reach.costs())
+            items = stats_items(plan.plan) if self._wanted.kind != "full" else {}
+            requests = pin_requests(sidecars, plan.plan, self._wanted, items)
+            sums = pin_requests(sidecars, plan.sums, self._wanted, {})
+            if not requests and not sums:
                 # Nothing to read (empty tensors), but frames still come at the right steps.
-                self._requests = {
-                    min(sidecars.document.peers): pin_request(sidecars, self._wanted, ())
-                }
-        self.ranks = tuple(self._requests)
-        self._plan = plan
+                rank = min(sidecars.document.peers, default=0)
+                requests = {rank: pin_request(sidecars, self._wanted, ())}
+            self.ranks = tuple(requests if requests else sums)
+            self._asking = _Asking(plan, requests, sums, items)
+        return self._asking
 
     async def _values(
         self,
@@ -220,7 +234,7 @@ class GradSteps:
             return values, None
         exponents = self._wanted.kind == "histogram"
         parts = await read_parts(
-            sidecars, held.plan, held.main, self._items, deadline_s, bad, with_exponents=exponents
+            sidecars, held.asking, held.main, deadline_s, bad, with_exponents=exponents
         )
         if sums:
             from paramd.mesh.frames.grad_tensors import tensor_stats
@@ -241,31 +255,34 @@ class GradSteps:
     ) -> dict[int, torch.Tensor]:
         from paramd.mesh.frames.grad_tensors import read_tensors
 
+        source = held.steps()[0]
         return await read_tensors(
             sidecars, self._transfer, self.pool, held.plan.plan, held.plan.asked,
-            held.plan.numbers, Pinned.at(held.main.state, held.main.pins),
-            self._wanted.dtype, self._wanted.transport, deadline_s,
+            held.plan.numbers, Pinned.at(source.state, source.pins), self._wanted.dtype,
+            self._wanted.transport, deadline_s,
         )  # fmt: skip
 
     async def _summed(
         self, sidecars: Sidecars, held: _Held, deadline_s: float
     ) -> dict[int, torch.Tensor]:
-        """Partial gradients, summed in rank order so that the result is deterministic."""
-        from paramd.mesh.frames.grad_tensors import read_tensors
+        """Partial gradients, summed in rank order so that the result is deterministic.
+
+        The sum is rounded once, to what is wanted, or to the gradient's own dtype.
+        """
+        from paramd.mesh.frames.grad_tensors import Sums, read_tensors
 
         await self._transfer.load_torch()
-        source = held.sums if held.sums is not None else held.main
-        pinned = Pinned.at(source.state, source.pins)
-        found: dict[int, torch.Tensor] = {}
+        assert held.sums is not None
+        pinned = Pinned.at(held.sums.state, held.sums.pins)
+        found = Sums()
         for layer in range(max(map(len, held.plan.layers))):
             numbers = [of[layer] if layer < len(of) else range(0) for of in held.plan.layers]
             tensors = await read_tensors(
                 sidecars, self._transfer, self.pool, held.plan.sums, held.plan.asked, numbers,
-                pinned, self._wanted.dtype, self._wanted.transport, deadline_s,
+                pinned, None, self._wanted.transport, deadline_s, zeroed=layer > 0,
             )  # fmt: skip
-            for index, tensor in tensors.items():
-                found[index] = found[index].add_(tensor) if index in found else tensor
-        return found
+            await self._transfer.run(partial(found.add, tensors))
+        return found.rounded(self._wanted.dtype)
 
     @property
     def pool(self) -> TensorPool:
@@ -343,21 +360,21 @@ def pin_request(
 
 async def read_parts(
     sidecars: Sidecars,
-    plan: GradPlan,
-    held: PinnedStep,
-    items: Mapping[int, tuple[StatsItem, ...]],
+    asking: _Asking,
+    held: PinnedStep | None,
     deadline_s: float,
     bad: dict[str, list[int]],
     *,
     with_exponents: bool,
 ) -> list[list[Part]]:
-    """Statistics of each rank's part, by index into `plan.asked`.
+    """Statistics of each rank's part, by index into the plan's `asked`.
 
     Adds to `bad`, by name, the ranks whose part is not finite.
 
     Raises:
         ConflictError: a rank's response does not match its request.
     """
+    plan, items = asking.plan, asking.items
     owner = [index for index, of in enumerate(plan.numbers) for _ in of]
     found: list[list[Part]] = [[] for _ in plan.asked]
 
@@ -369,6 +386,8 @@ async def read_parts(
             if rank not in ranks:
                 ranks.append(rank)
 
+    if held is None:
+        return found
     if held.pins and plan.plan.tensors:
         pinned = Pinned.at(held.state, held.pins)
         parts = await compute_parts(

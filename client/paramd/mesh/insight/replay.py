@@ -118,12 +118,11 @@ async def compute_replay(
     """Args, Returns, Raises: as `AsyncMesh.replay`."""
 
     async def attempt(sidecars: Sidecars) -> Replay:
-        document = sidecars.document
-        if rank not in document.peers:
-            raise NotFoundError(
-                f"rank: {rank}; the job has ranks {min(document.peers)} to {max(document.peers)}"
-            )
         index = await reach.index(sidecars)
+        world_size = sidecars.document.world_size
+        if not 0 <= rank < world_size:
+            # A rank that has not joined, or whose sidecar is being started again, is waited for.
+            raise NotFoundError(f"rank: {rank}; the job has ranks 0 to {world_size - 1}")
         chosen = list(select(index, patterns, with_buffers=False))
         ahead = AHEAD
         while True:

@@ -96,14 +96,23 @@ class Updates(Table[UpdateRow]):
     about = ("job", "incarnation")
     job: str
     incarnation: int
+    history: int
+    """As in `Summoned`; of all rows."""
     moments_missing: str
     """Why there are no second moments; empty when there are."""
 
     def __new__(
-        cls, rows: Iterable[UpdateRow], *, job: str, incarnation: int, moments_missing: str = ""
+        cls,
+        rows: Iterable[UpdateRow],
+        *,
+        job: str,
+        incarnation: int,
+        history: int = 0,
+        moments_missing: str = "",
     ) -> Updates:
         self = super().__new__(cls, sorted(rows, key=_order))
         self.job, self.incarnation, self.moments_missing = job, incarnation, moments_missing
+        self.history = history
         return self
 
     def summary(self) -> str:
@@ -130,15 +139,25 @@ async def compute_updates(
                 "mesh.diff instead"
             )
         selection = list(select(index, patterns, with_buffers=False))
-        rows: list[UpdateRow] = []
-        missing = ""
-        for group in groups(selection, max(index.layout.arena_bytes, default=0) // 3):
-            plan = plan_read(index.layout, group, prefer=reach.costs())
-            found, why = await _next_update(sidecars, plan, group, deadline_s, steps)
-            rows, missing = rows + found, missing or why
+        parts = [
+            (plan_read(index.layout, group, prefer=reach.costs()), group)
+            for group in groups(selection, max(index.layout.arena_bytes, default=0) // 3)
+        ]
+        found: list[_Part] = []
+        while len(found) < len(parts):
+            one = await _next_update(sidecars, *parts[len(found)], deadline_s, steps)
+            if found and found[0].history != one.history:
+                # Rolled back meanwhile: what was found before is of a training that was left.
+                found.clear()
+            else:
+                found.append(one)
         document = sidecars.document
         return Updates(
-            rows, job=document.job, incarnation=document.incarnation, moments_missing=missing
+            [row for part in found for row in part.rows],
+            job=document.job,
+            incarnation=document.incarnation,
+            history=found[0].history if found else 0,
+            moments_missing=next((part.missing for part in found if part.missing), ""),
         )
 
     return await reach.attempts(attempt, deadline_s)
@@ -162,14 +181,23 @@ def _bytes(item: SelectedTensor) -> int:
     return item.tensor.numel * item_bytes(item.tensor.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What was found of some of the tensors."""
+
+    rows: Sequence[UpdateRow]
+    missing: str
+    """Why they have no moments; empty: they have."""
+    history: int
+
+
 async def _next_update(
     sidecars: Sidecars,
     plan: ReadPlan,
     group: Sequence[SelectedTensor],
     deadline_s: float,
     steps: int,
-) -> tuple[list[UpdateRow], str]:
-    """The rows, and why they have no moments."""
+) -> _Part:
     ahead = AHEAD
     while True:
         status = await mesh_status(sidecars, time.monotonic() + STATUS_S)
@@ -184,9 +212,10 @@ async def _next_update(
                 if before.edits != after.edits:
                     raise ConflictError("an edit was applied between the two steps")
                 rows = await _rows(sidecars, plan, before, after, deadline_s)
-                if isinstance(moments, str):
-                    return rows, moments
-                return await _with_moments(rows, sidecars, plan, group, moments, deadline_s), ""
+                why = moments if isinstance(moments, str) else ""
+                if not isinstance(moments, str):
+                    rows = await _with_moments(rows, sidecars, plan, group, moments, deadline_s)
+                return _Part(rows, why, history)
         except ConflictError as error:
             # Training was quicker than the request, or than a copy: ask further ahead, but not
             # so far that few attempts are left.

@@ -21,7 +21,7 @@ from itertools import accumulate
 
 from paramd.errors import UnreachableError
 from paramd.memory.arena import is_mirror
-from paramd.memory.control_page import PAGE_BYTES, Word, sample_digest
+from paramd.memory.control_page import PAGE_BYTES, Word, is_stray, sample_digest
 from paramd.memory.gate import State, is_changed, state_of, worth_starting
 
 CHUNK_BYTES = 4 << 20
@@ -77,7 +77,7 @@ class LivePage:
 
     def holds(self, state: State) -> bool:
         """Whether no update began since `state`, and no stray change was found in it."""
-        return self[Word.SEQ] == state.proof and self[Word.STRAY_SEQ] != state.proof
+        return self[Word.SEQ] == state.proof and not is_stray(self.words, state.proof)
 
     def close(self) -> None:
         self.words.release()

@@ -74,6 +74,7 @@ async def compute_stats(
         job=sidecars.document.job,
         incarnation=pinned.incarnation,
         step=pinned.step,
+        history=pinned.history,
         unsettled=pinned.unsettled,
         label=pinned.label,
     )
@@ -82,7 +83,7 @@ async def compute_stats(
 async def compute_parts(
     sidecars: Sidecars,
     pinned: Pinned,
-    items: Mapping[int, tuple[StatsItem, ...]],
+    items: Mapping[int, Sequence[StatsItem]],
     deadline_s: float,
     *,
     with_exponents: bool,

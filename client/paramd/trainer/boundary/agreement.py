@@ -93,6 +93,19 @@ def promise(words: Words, last_agreed: int, accept: Callable[[Request], bool]) -
     return request
 
 
+def refuse(words: Words, number: int, why: int) -> None:
+    """Say once that this rank will never promise the request.
+
+    Args:
+        why: a `Refusal`, or the step of the boundary that missed its `if_step`.
+    """
+    if words[Word.REFUSED] == number:
+        return
+    words[Word.REFUSED_STEP] = why
+    # Last: a reader of this number must find the reason already written.
+    words[Word.REFUSED] = number
+
+
 class Agreement:
     """One rank's side. All ranks must call `passes` or `collect` at each boundary, then
     `launch` when a round is due, or `exchange` equally often.

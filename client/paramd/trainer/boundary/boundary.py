@@ -27,7 +27,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from paramd.memory.control_page import MAX_SAMPLES, ControlPage, Word, write_samples, write_text
+from paramd.memory.control_page import (
+    MAX_SAMPLES,
+    ControlPage,
+    Word,
+    note_stray,
+    write_samples,
+    write_text,
+)
 from paramd.memory.descriptors import wake
 from paramd.memory.gate import TrainerGate
 from paramd.trainer import exit
@@ -619,7 +626,7 @@ class Boundary:
     def _note_stray(self) -> None:
         words = self._words
         if not words[_SEQ] & 1:
-            words[Word.STRAY_SEQ] = words[_SEQ]
+            note_stray(words, words[_SEQ])
         words[Word.STRAY_COUNT] += 1
         if words[Word.STRAY_COUNT] == 1:
             log.warning(

@@ -25,7 +25,7 @@ import torch
 
 from paramd.errors import ExhaustedError, ParamdError, UsageError
 from paramd.memory.arena import HostArena
-from paramd.memory.control_page import ControlPage, Word
+from paramd.memory.control_page import ControlPage, Refusal, Word
 from paramd.memory.descriptors import SparseMemory
 from paramd.memory.edit_note import Note, NoteKind, read_note, write_answer
 from paramd.memory.edit_program import (
@@ -39,7 +39,7 @@ from paramd.memory.edit_program import (
 )
 from paramd.memory.gate import TrainerGate
 from paramd.tensors.edit_ops import Views, run
-from paramd.trainer.boundary.agreement import Request
+from paramd.trainer.boundary.agreement import Request, refuse
 from paramd.trainer.boundary.hyperparameters import HyperparameterChange
 from paramd.trainer.boundary.moments import Owned, find_owned, owner_of, zero_moments
 from paramd.trainer.home.device import DeviceMemory
@@ -156,20 +156,29 @@ class Editor:
         if preparation.refusal or not fits:
             self._refuse(preparation, step if now else step + 1)
             return False
-        if not preparation.owners_found:
-            self._find_owners(preparation)
-        return not self.failed and self._may_do(preparation, now=now)
-
-    def _may_do(self, preparation: _Preparation, *, now: bool) -> bool:
-        deed = preparation.deed
-        if deed is None:
-            return True
-        if deed.exact and not now:
+        if self.failed:
+            refuse(self._words, request.number, Refusal.AWAY)
             return False
-        preparation.refusal = deed.refusal()
+        deed = preparation.deed
+        if deed is not None and deed.exact and not now:
+            if not self._words[Word.HELD]:
+                refuse(self._words, request.number, Refusal.NOT_HELD)
+            return False
+        preparation.refusal = self._why_not(preparation)
         if preparation.refusal:
-            self._refuse(preparation, -1)
+            self._refuse(preparation, Refusal.FAULTY)
         return not preparation.refusal
+
+    def _why_not(self, preparation: _Preparation) -> str:
+        """Why it cannot be done at this boundary; empty if it can."""
+        try:
+            if not preparation.owners_found:
+                self._find_owners(preparation)
+            return preparation.deed.refusal() if preparation.deed is not None else ""
+        except Exception as error:
+            # Told, not raised: a rank that neither promises nor refuses is waited for in vain.
+            log.exception("paramd: an edit could not be examined")
+            return repr(error)
 
     def apply(self, request: Request, gate: TrainerGate) -> None:
         """Change the parameters. EDIT_AGREED and AGREED have been written already."""
@@ -311,10 +320,8 @@ class Editor:
             return
         if preparation.refusal and preparation.note:
             write_answer(self._edits.buffer, preparation.note, preparation.refusal)
-        words[Word.REFUSED_STEP] = -1 if preparation.refusal else step
         words[Word.REFUSED_IF_STEP] = preparation.if_step
-        # Last: a reader of this number must find the reason already written.
-        words[Word.REFUSED] = number
+        refuse(words, number, Refusal.FAULTY if preparation.refusal else step)
         reason = preparation.refusal or f"it is for step {preparation.if_step}, not {step} or later"
         log.warning("paramd: edit request %d is refused: %s", number, reason)
 

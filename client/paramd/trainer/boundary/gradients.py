@@ -27,6 +27,7 @@ from paramd.layout.types import Box
 from paramd.memory.control_page import ControlPage, Word, in_time
 from paramd.memory.descriptors import SparseMemory, wake
 from paramd.memory.gradient_program import (
+    GROUP_AXES_BIT,
     MAX_NOTES,
     NoGradient,
     Note,
@@ -245,7 +246,9 @@ def _compare(grad: DTensorSpec, param: DTensorSpec) -> tuple[int, int, bool] | N
     if coordinate is None:
         return None
     first = tuple(0 if axis in summed else at for axis, at in enumerate(coordinate))
-    return 1 + int(grad.mesh.mesh[first]), divisor, False
+    # With the axes: a sum over more of them is another group, though its first rank is the same.
+    axes = sum(1 << axis for axis in summed)
+    return (axes << GROUP_AXES_BIT) + 1 + int(grad.mesh.mesh[first]), divisor, False
 
 
 def _copy_local(

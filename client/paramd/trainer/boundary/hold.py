@@ -17,7 +17,14 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Protocol
 
-from paramd.memory.control_page import ControlPage, Word, Words, note_agreed, note_failed
+from paramd.memory.control_page import (
+    ControlPage,
+    Refusal,
+    Word,
+    Words,
+    note_agreed,
+    note_failed,
+)
 from paramd.memory.gate import TrainerGate
 from paramd.trainer.boundary.agreement import (
     CAPTURE,
@@ -31,6 +38,7 @@ from paramd.trainer.boundary.agreement import (
     Request,
     Round,
     promise,
+    refuse,
 )
 from paramd.wire import MAX_LEASE_S
 
@@ -272,27 +280,52 @@ class BoundaryHandler:
         )
 
     def _request(self, at_home: bool, *, now: bool) -> Request:
-        """This rank's promise; `now`: the round ends at this boundary, else at the next."""
+        """This rank's promise; `now`: the round ends at this boundary, else at the next.
+
+        What this rank will not be able to promise is refused: the others would wait for it.
+        """
+        number = self._words[_READY]
         if not at_home:
+            if self._editor.failed or self._waits():
+                self._refuse(number, Refusal.AWAY)
             return NOTHING
         try:
             return promise(self._words, self._agreed, lambda one: self._accept(one, now))
         except Exception:
-            log.exception("paramd: a boundary request could not be examined")
+            log.exception("paramd: boundary request %d could not be examined", number)
+            self._refuse(number, Refusal.FAULTY)
             return NOTHING
 
     def _accept(self, request: Request, now: bool) -> bool:
         if request.action == EDIT:
             # FSDP has gathered: an edit of the shards would not reach this forward. Wait.
-            return not self._gathered() and self._editor.accept(request, now=now)
-        return CAPTURE <= request.action <= RESUME
+            if self._gathered():
+                if self._waits():
+                    self._refuse(request.number, Refusal.GATHERED)
+                return False
+            return self._editor.accept(request, now=now)
+        if not CAPTURE <= request.action <= RESUME:
+            self._refuse(request.number, Refusal.FAULTY)
+            return False
+        return True
+
+    def _waits(self) -> bool:
+        """Whether training is held at this boundary, where nothing changes until it goes on."""
+        return self._words[_HELD] == HoldState.HELD
+
+    def _refuse(self, number: int, why: Refusal) -> None:
+        if number > self._agreed and self._words[Word.REFUSED] != number:
+            log.warning("paramd: boundary request %d is refused: %s", number, why.name)
+            refuse(self._words, number, why)
 
     def _hear(self, heard: Round, at_home: bool) -> bool:
         """Publish a round's outcome and act on it; return whether to announce it."""
         words, request = self._words, heard.agreed
-        wanted_above = self._agreed
         if request is not None:
             self._agreed = request.number
+            if self._mirror is None and self._wants(Word.BUFFERS_WANTED, request):
+                # The last copy may be of the same step, and is not what this request gets.
+                words[Word.BUFFERS_STEP] = -1
             if request.action == EDIT:
                 # Before any change: a death between this and EDIT_APPLIED shows as torn.
                 words[Word.EDIT_AGREED] = request.number
@@ -311,7 +344,7 @@ class BoundaryHandler:
         if request is None:
             return False
         try:
-            self._do(request, wanted_above, at_home)
+            self._do(request, at_home)
         except Exception:
             # Swallowed: the other ranks wait for this one in the next round.
             log.exception("paramd: boundary request %d failed on this rank", request.number)
@@ -319,7 +352,11 @@ class BoundaryHandler:
             note_failed(words, self._agreed_count, request.number)
         return True
 
-    def _do(self, request: Request, wanted_above: int, at_home: bool) -> None:
+    def _wants(self, word: Word, request: Request) -> bool:
+        """Whether this very request needs it; the word may still name one that was withdrawn."""
+        return self._words[word] == request.number
+
+    def _do(self, request: Request, at_home: bool) -> None:
         words = self._words
         if request.action == EDIT:
             try:
@@ -330,10 +367,10 @@ class BoundaryHandler:
                     words[Word.EDIT_FAILED] = request.number
             finally:
                 self._after_edit()
-        if self._mirror is None and words[Word.BUFFERS_WANTED] > wanted_above:
+        if self._mirror is None and self._wants(Word.BUFFERS_WANTED, request):
             self._copy_buffers()
             words[Word.BUFFERS_STEP] = words[Word.STEP]
-        if words[Word.MOMENTS_WANTED] > wanted_above:
+        if self._wants(Word.MOMENTS_WANTED, request):
             if self._mirror is not None:
                 # Before the first store: MIRRORED_FOR vouches for the state's copies, too.
                 self._gate.begin_mirror()

@@ -99,7 +99,7 @@ def converted(name: str, value: Any, group: dict[str, Any]) -> Any:
     Raises:
         UsageError: the group has no such number, or cannot take this one.
     """
-    settable = [key for key, known in group.items() if _numbers(known) is not None]
+    settable = [key for key in group if key != "params" and _numbers(group[key]) is not None]
     if name not in group or name == "params":
         raise UsageError(f"the group has no {name!r}; it has {', '.join(settable)}")
     known = _numbers(group[name])

@@ -195,17 +195,15 @@ class IncarnationEdits:
     async def changed_since(
         self, index: NameIndex, done: EditRow, ops: Sequence[PlannedOp]
     ) -> EditRow | None:
-        """The newest edit after `done` that overlaps `ops` and is still in effect."""
+        """The newest edit after `done` that overlaps `ops` and is still in effect; of one that was
+        undone and done again, the edit that did it again."""
         since = await self._records.edits.of_job(
             done.job, (EditState.APPLIED,), incarnation=done.incarnation
         )
-        later = [row for row in since if row.edits > done.edits]
-        numbers = {row.id for row in later}
         own = pb.EditManifest.FromString(done.manifest)
-        for row in sorted(later, key=lambda row: -row.edits):
-            undone = row.undone_by in numbers or row.undo_of in numbers
-            if not undone and touches(index, own, ops, pb.EditManifest.FromString(row.manifest)):
-                return row
+        for first, last in in_effect([row for row in since if row.edits > done.edits]):
+            if touches(index, own, ops, pb.EditManifest.FromString(first.manifest)):
+                return last
         return None
 
     async def _in_turn(self, driver: EditRun, index: NameIndex, ops: tuple[PlannedOp, ...]) -> None:
@@ -306,6 +304,25 @@ class IncarnationEdits:
             step=row.step,
             detail={**audit_detail(row), "state": row.state, **_outcome(row)},
         )
+
+
+def in_effect(rows: Sequence[EditRow]) -> list[tuple[EditRow, EditRow]]:
+    """The edits of which something is left, newest first: each with the last of the undos, undos of
+    undos and so on that followed it, or itself.
+
+    An even number of them leaves it in effect, an odd number leaves nothing of it or of them.
+    """
+    known = {row.id: row for row in rows}
+    found = []
+    for first in rows:
+        if first.undo_of in known:
+            continue  # counted with what it undid
+        last, undos = first, 0
+        while last.undone_by in known:
+            last, undos = known[last.undone_by], undos + 1
+        if undos % 2 == 0:
+            found.append((first, last))
+    return sorted(found, key=lambda pair: -pair[1].edits)
 
 
 def touches(

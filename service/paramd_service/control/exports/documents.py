@@ -9,8 +9,9 @@ import base64
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -240,9 +241,19 @@ def read_spec(request: Mapping[str, Any]) -> ExportSpec:
     )
 
 
-def named_at(destination: str, *, incarnation: int, step: int) -> str:
+def named_at(destination: str, *, incarnation: int, step: int | str) -> str:
     """Fill in "{step}" and "{incarnation}" in a destination."""
     return destination.replace("{step}", str(step)).replace("{incarnation}", str(incarnation))
+
+
+def named_anew(destination: str, *, incarnation: int, step: int, taken: Collection[str]) -> str:
+    """As `named_at`; a step that comes again, after a rollback or a restart, is numbered: "7-2"."""
+    for time in count(1):
+        told = f"{step}-{time}" if time > 1 else str(step)
+        found = named_at(destination, incarnation=incarnation, step=told)
+        if found not in taken or "{step}" not in destination:
+            return found
+    raise AssertionError("count never ends")
 
 
 def scheduled(destination: str) -> str:

@@ -28,7 +28,7 @@ from paramd.layout.exports.files import ExportState
 from paramd.v1 import export_pb2
 from paramd_service.aio import all_of
 from paramd_service.control.exports import machine
-from paramd_service.control.exports.documents import ExportSpec, named_at, read_spec
+from paramd_service.control.exports.documents import ExportSpec, named_anew, read_spec
 from paramd_service.control.exports.machine import Export, File, FileState
 from paramd_service.control.exports.sidecars import Leases, RankLostError, SidecarGroup
 from paramd_service.control.store.engine import StoreError
@@ -117,6 +117,14 @@ class ExportJob:
     def files(self) -> list[ExportFileRow]:
         """Rows of its files in their current state."""
         return [_row(file) for file in self.export.files.values()]
+
+    async def named(self, incarnation: int, step: int) -> str:
+        """Its destination, once its step is known. Raises StoreError."""
+        taken: set[str] = set()
+        if self.row.schedule:
+            earlier = await self._store.of_schedule(self.row.schedule)
+            taken = {row.destination for row in earlier if not row.removed}
+        return named_anew(self.row.destination, incarnation=incarnation, step=step, taken=taken)
 
     def change(self, export: Export) -> None:
         """Set a new state and call `on_change`."""
@@ -351,23 +359,21 @@ async def begin(job: ExportJob) -> None:
     job.plan = plan
     job.message = encode_plan(
         plan,
-        incarnation=pinned.incarnation,
+        state=pinned.state,
         layout_digest=digest,
-        step=pinned.step,
-        edits=pinned.edits,
         pins=pins,
         unsettled=pinned.unsettled,
     )
     job.row = replace(
         job.row,
         plan=job.message.SerializeToString(),
-        destination=named_at(job.row.destination, incarnation=pinned.incarnation, step=pinned.step),
+        destination=await job.named(pinned.state.incarnation, pinned.state.step),
     )
     job.change(
         machine.planned(
             job.export,
-            incarnation=pinned.incarnation,
-            step=pinned.step,
+            incarnation=pinned.state.incarnation,
+            step=pinned.state.step,
             files=[_file(plan, index) for index in range(len(plan.files))],
         )
     )

@@ -7,12 +7,13 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
 from paramd import clock
 from paramd.errors import ConflictError, ExhaustedError, ParamdError
+from paramd.layout.edits.ops import EditState
 from paramd.v1 import export_pb2
 from paramd_service.control.exports.documents import (
     Assets,
@@ -22,6 +23,7 @@ from paramd_service.control.exports.documents import (
     read_spec,
     scheduled,
 )
+from paramd_service.control.exports.histories import is_on_the_way
 from paramd_service.control.exports.incarnation import IncarnationExports
 from paramd_service.control.exports.runner import ExportJob
 from paramd_service.control.exports.schedules import MAX_SCHEDULES, Cadence, Schedules
@@ -31,6 +33,7 @@ from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.mesh.watch import Publish
 from paramd_service.control.records.events import Kind
 from paramd_service.control.records.records import Records
+from paramd_service.control.store.edits import EditRow
 from paramd_service.control.store.engine import StoreError
 from paramd_service.control.store.exports import ExportRow, ExportStore, ScheduleRow
 from paramd_service.destinations.destinations import Destination, DestinationKind, locate
@@ -160,13 +163,19 @@ class ExportService:
         return found
 
     async def whole(self, job: str) -> list[Mapping[str, Any]]:
-        """The last finished exports of a job, newest first: where they are. Raises StoreError."""
+        """The last finished exports of a job, newest first: where they are. Raises StoreError.
+
+        Those of a history that a rollback has left are not among them: their steps may be higher
+        than the present one, and their user has gone back from them.
+        """
         rows = await self.store.page(job, limit=WHOLE_COUNT, state="DONE")
+        applied = await self._records.edits.of_job(job, (EditState.APPLIED,))
+        back = sorted((row for row in applied if row.detail.get("rollback")), key=_in_order)
         return [
             {"id": row.id, "step": row.step, "format": row.format, "destination": row.destination}
             | self._directory(row.destination)
             for row in rows
-            if not row.removed
+            if not row.removed and _is_on_the_way(row, back)
         ]
 
     async def directory(self, job: str, given: str) -> tuple[str, str]:
@@ -355,3 +364,13 @@ class ExportService:
             "written_bytes": job.export.written_bytes,
         }
         self._publish(Kind.EXPORT, data, job=row.job)
+
+
+def _in_order(row: EditRow) -> tuple[int, int]:
+    return row.incarnation, row.edits
+
+
+def _is_on_the_way(export: ExportRow, rollbacks: Sequence[EditRow]) -> bool:
+    plan = export_pb2.ExportPlan.FromString(export.plan)
+    own = [row for row in rollbacks if row.incarnation == export.incarnation]
+    return is_on_the_way(export.step, plan.edits, own)

@@ -380,7 +380,9 @@ class Capture:
         still = boundary.state is None or state.proof == seq
         if end is CopyEnd.DONE and state.step == agreed_step and still:
             self._note_rate(size_bytes, took_ns)
-            return Outcome(state.step, "", edits=state.edits, history=state.history)
+            return Outcome(
+                state.step, "", edits=state.edits, history=state.history, proof=state.proof
+            )
         self.given_up_count += 1
         return Outcome(-1, self.explain(size_bytes, took_ns), missed=True)
 

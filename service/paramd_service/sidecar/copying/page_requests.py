@@ -9,10 +9,10 @@ All methods but `fate_of` run on the copying thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from paramd.memory.control_page import Past, Word, Words, past_of
+from paramd.memory.control_page import Past, Refusal, Word, Words, past_of
 from paramd.memory.gate import CopySpan
 from paramd.v1 import sidecar_pb2 as pb
 
@@ -27,6 +27,17 @@ _PAST = {
     Past.FAILED: pb.BOUNDARY_FATE_TORN,
     Past.NEVER: pb.BOUNDARY_FATE_WITHDRAWN,
     Past.FORGOTTEN: pb.BOUNDARY_FATE_UNSPECIFIED,
+}
+
+
+_REFUSALS: Mapping[int, str] = {
+    Refusal.FAULTY: "the trainer cannot carry it out; its log says why",
+    Refusal.AWAY: "the parameters of this rank are not served (paramd status says why)",
+    Refusal.GATHERED: (
+        "training is held in a forward that works on gathered parameters, which an edit would not "
+        "reach; let it pass a step (paramd step)"
+    ),
+    Refusal.NOT_HELD: "training is no longer held; try again",
 }
 
 
@@ -46,6 +57,8 @@ class Outcome:
     """It was agreed, but its bytes could not be had."""
     history: int = 0
     """Rollbacks before it was done."""
+    proof: int = 0
+    """Of the bytes that were copied, as in `memory.gate.State`; 0: of a mirror, or none were."""
 
     @property
     def captured(self) -> bool:
@@ -203,7 +216,7 @@ def apart_reason(words: Words) -> str:
 def _why_refused(words: Words) -> str:
     step = words[Word.REFUSED_STEP]
     if step < 0:
-        return "the trainer cannot run the edit's program; its log says why"
+        return _REFUSALS.get(step, _REFUSALS[Refusal.FAULTY])
     return (
         f"if_step is {words[Word.REFUSED_IF_STEP]}, but the next boundary of all ranks is at step "
         f"{step} or later; hold training to edit at an exact step"

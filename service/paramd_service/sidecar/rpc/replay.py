@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paramd.errors import UsageError
+from paramd.errors import AbortedError, UsageError
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc import messages
@@ -29,7 +29,12 @@ class ReplaySnapshots:
 
 
 async def replay_update(rank: RankSidecar, snapshots: ReplaySnapshots) -> pb.ReplayUpdateResponse:
-    """Raises UsageError: the snapshots are not of one update and the same spans."""
+    """Make the update again.
+
+    Raises:
+        UsageError: the snapshots are not of one update and the same spans.
+        AbortedError: something else happened within it; capture another one.
+    """
     _check(snapshots)
     rows = await on_stats_thread(rank, lambda stop: _replay(snapshots, stop))
     header = messages.header_of(rank, snapshots.after[""])
@@ -52,13 +57,37 @@ def _check(found: ReplaySnapshots) -> None:
                 f"pairs, gradients_snapshot_id: a snapshot of step {one.step}; expected step "
                 f"{first.step + later}, the same spans, and {key or 'what its place says'}"
             )
-        if one.edits not in (first.edits, -1):
-            raise UsageError("pairs: an edit was applied within the update's step; try again")
     facts = found.facts
     if not facts.optimizer or facts.step != first.step:
         raise UsageError(
             f"facts_snapshot_id: expected optimizer state of step {first.step}, read from memory"
         )
+    before = [*found.before.values(), facts]
+    after = list(found.after.values())
+    _check_alike([*before, *after, found.gradients], before, [*after, found.gradients])
+
+
+def _check_alike(
+    snapshots: Sequence[Snapshot], before: Sequence[Snapshot], after: Sequence[Snapshot]
+) -> None:
+    """Check that they are of one history, with one update between them and nothing else.
+
+    An edit changes parameters, optimizer state or hyper-parameters within a step; and a step that a
+    rank made of another number of backward passes is not the one that its gradients are of.
+
+    Raises:
+        AbortedError: they are not; another update may do.
+    """
+    if len({one.history for one in snapshots}) > 1:
+        raise AbortedError("the training was rolled back within the update; try again")
+    if len({one.edits for one in snapshots if one.edits >= 0}) > 1:
+        raise AbortedError("an edit was applied within the update's step; try again")
+    for some in (before, after):
+        found = sorted({one.iteration for one in some if one.iteration >= 0})
+        if len(found) > 1:
+            raise AbortedError(
+                f"what was captured is of iterations {found[0]} and {found[-1]}; try again"
+            )
 
 
 def _replay(found: ReplaySnapshots, stop: Sequence[bool]) -> list[pb.ReplayedTensor]:

@@ -137,7 +137,9 @@ class Snapshot:
     label: str = ""
     """As in `paramd.v1.Header`."""
     proof: int = 0
-    """Proof of the copy, as in `memory.gate.State`; 0 if made at an agreed boundary."""
+    """Proof of the copy, as in `memory.gate.State`; 0 if it cannot be shared, or of a mirror."""
+    is_true: bool = False
+    """The state is over, and no change outside of updates was found in it."""
     private: bool = False
     """Made for a reader that accepts values changed after their update: nobody else gets it."""
     holders: int = 0

@@ -7,7 +7,7 @@ with the same code, the same layout in memory and as many threads, so those are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,5 +150,6 @@ def _compared(begin: int, key: str, ours: torch.Tensor, theirs: torch.Tensor) ->
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
     """The elements in the order they lie in memory."""
-    order: Sequence[int] = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return tensor.permute(*order).contiguous().flatten()
+    # A tuple: without any dim nothing is passed otherwise.
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(tuple(order)).contiguous().flatten()

@@ -1,0 +1,63 @@
+"""Which exports lie on the way to the present state. Pure.
+
+A rollback leaves the steps that were made since the state it goes back to: their exports are of a
+history that the training has left, however high their step. Within an incarnation a history is
+numbered by the rollbacks before it, undone ones too, as in `paramd.state.StateName`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+from paramd.memory.edit_note import branch_of
+from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.control.store.edits import EditRow
+
+
+@dataclass(frozen=True, slots=True)
+class _History:
+    """One history: what it continues, and up to which step of that."""
+
+    lineage: int
+    """Word LINEAGE in it; 0 for that of the incarnation's beginning."""
+    before: int = -1
+    """Number of the history that it continues; -1: none."""
+    step: float = inf
+
+
+def history_of(edits: int, rollbacks: Sequence[EditRow]) -> int:
+    """The history that a state with so many edits is of. `rollbacks`: as of `is_on_the_way`."""
+    return sum(row.edits <= edits for row in rollbacks)
+
+
+def is_on_the_way(step: int, edits: int, rollbacks: Sequence[EditRow]) -> bool:
+    """Whether a state lies on the way to the last one of its incarnation.
+
+    Args:
+        step, edits: of the state.
+        rollbacks: all that were applied in the incarnation, their undos among them, in order.
+    """
+    known = _histories(rollbacks)
+    wanted, at, limit = history_of(edits, rollbacks), len(known) - 1, inf
+    while at > wanted:
+        at, limit = known[at].before, min(limit, known[at].step)
+    return at == wanted and step <= limit
+
+
+def _histories(rollbacks: Sequence[EditRow]) -> list[_History]:
+    found = [_History(0)]
+    numbers = {row.id: number for number, row in enumerate(rollbacks, start=1)}
+    for row in rollbacks:
+        undone = numbers.get(row.undo_of, 0)
+        if undone:
+            # Back where it was when that one came.
+            found.append(_History(found[undone - 1].lineage, undone - 1))
+            continue
+        target = pb.EditManifest.FromString(row.manifest).rollback
+        of = [number for number, one in enumerate(found) if one.lineage == target.lineage]
+        # Of a lineage that no rollback began is what the incarnation began with.
+        of = of if of else [number for number, one in enumerate(found) if not one.lineage]
+        found.append(_History(branch_of(row.token), of[-1], target.step))
+    return found

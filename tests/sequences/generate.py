@@ -1,0 +1,118 @@
+"""Sequences by seed: drawn, run, shrunk, told.
+
+What an operation draws depends on the seed and its own number alone, so dropping others changes
+nothing of it but the state that it meets.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from tests.sequences.changing import CHANGING
+from tests.sequences.reading import READING
+from tests.sequences.session import Counts, DefectError, NotNowError, Session, bounded, patience_s
+from tests.sequences.striking import STRIKING
+
+Operation = Callable[[Session, Random], str]
+ALL: dict[Operation, int] = {**READING, **CHANGING, **STRIKING}
+BY_NAME = {operation.__name__: operation for operation in ALL}
+HANG_S = 90.0
+MOST_TRIES = 10
+"""Runs that look for a shorter sequence; each starts a training."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One operation of a sequence, and its number, which is what it draws by."""
+
+    number: int
+    name: str
+
+
+@dataclass
+class Failure:
+    """What went wrong, and what was run until then."""
+
+    error: BaseException
+    items: Sequence[Item]
+
+
+def drawn(seed: int, count: int) -> list[Item]:
+    """The first operations of a seed."""
+    rng = random.Random(f"sequence {seed}")
+    names = rng.choices([o.__name__ for o in ALL], list(ALL.values()), k=count)
+    return [Item(number, name) for number, name in enumerate(names)]
+
+
+def run(
+    kind: str, seed: int, items: Sequence[Item], *, until_s: float = float("inf"),
+    tell: Callable[[str], object] = print, counts: Counts | None = None,
+) -> Failure | None:  # fmt: skip
+    """Runs a sequence on a new training."""
+    done: list[Item] = []
+    try:
+        with Session(kind, counts=counts if counts is not None else Counts()) as session:
+            for item in items:
+                if time.monotonic() > until_s:
+                    break
+                done.append(item)
+                try:
+                    tell(f"{item.number:5} {item.name:22} {_one(session, seed, item)}")
+                except NotNowError as reason:
+                    tell(f"{item.number:5} {item.name:22} - {reason}")
+                except Exception as error:
+                    tell(f"{item.number:5} {item.name:22} FAILED {error}")
+                    tell(_logs(session))
+                    raise
+    except Exception as error:
+        return Failure(error, done)
+    return None
+
+
+def _one(session: Session, seed: int, item: Item) -> str:
+    rng = Random(f"{seed} {item.number} {item.name}")
+    return bounded(lambda: BY_NAME[item.name](session, rng), patience_s(HANG_S))
+
+
+def _logs(session: Session) -> str:
+    told = []
+    for path in session.folder.glob("state/*/*.log"):
+        lines = path.read_text(errors="replace").splitlines()
+        told += [f"  {path.name}: {x[:300]}" for x in lines if '"error"' in x or "Error" in x][-3:]
+    told += [f"  rank {r.rank}: {x[:300]}" for r in session.ranks
+             for x in r.stderr.splitlines() if "Error" in x][-6:]  # fmt: skip
+    return "\n".join(told)
+
+
+def shrunk(kind: str, seed: int, failure: Failure, tell: Callable[[str], object]) -> Failure:
+    """A shorter sequence that fails, too: its end alone if that does, then less of that."""
+    best, tries = failure, 0
+
+    def fails(items: Sequence[Item]) -> bool:
+        nonlocal best, tries
+        tries += 1
+        found = run(kind, seed, items, tell=lambda _: None)
+        if found is not None and isinstance(found.error, DefectError):
+            tell(f"  {len(found.items)} operations fail, too: {str(found.error)[:160]}")
+            best = found
+            return True
+        return False
+
+    size = 4
+    while size < len(best.items) and tries < MOST_TRIES // 2:
+        if fails(failure.items[-size:]):
+            break
+        size *= 3
+    part = max(1, len(best.items) // 2)
+    while part and tries < MOST_TRIES:
+        for begin in range(0, len(best.items) - 1, part):
+            rest = [*best.items[:begin], *best.items[begin + part :]]
+            if tries >= MOST_TRIES or (rest and fails(rest)):
+                break
+        else:
+            part //= 2
+    return best

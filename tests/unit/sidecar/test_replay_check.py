@@ -1,0 +1,67 @@
+"""Which snapshots are of one update, before it is made again."""
+
+from __future__ import annotations
+
+import pytest
+
+from paramd.errors import AbortedError, UsageError
+from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.sidecar.rpc.replay import ReplaySnapshots, _check
+from paramd_service.sidecar.snapshots.store import Key, Snapshot
+
+SPANS = ((0, 64),)
+
+
+def captured() -> dict[str, Snapshot]:
+    """Of the update from step 4 to 5, in history 2, after 3 edits."""
+
+    def one(step: int, source: int = 0, key: str = "", spans: object = SPANS) -> Snapshot:
+        found = Snapshot(Key(1, spans, source, key), at_boundary=False)  # type: ignore[arg-type]
+        found.step, found.history, found.edits, found.iteration = step, 2, 3, 10 * step
+        return found
+
+    moments = pb.SOURCE_MOMENTS
+    found = {
+        "before": one(4),
+        "state before": one(4, moments, "exp_avg"),
+        "after": one(5),
+        "state after": one(5, moments, "exp_avg"),
+        "gradients": one(5, pb.SOURCE_GRADIENTS),
+        "facts": one(4, moments, "any", ()),
+    }
+    found["gradients"].edits, found["facts"].optimizer = -1, b"facts"
+    return found
+
+
+def check(found: dict[str, Snapshot]) -> None:
+    _check(
+        ReplaySnapshots(
+            before={"": found["before"], "exp_avg": found["state before"]},
+            after={"": found["after"], "exp_avg": found["state after"]},
+            gradients=found["gradients"],
+            facts=found["facts"],
+        )
+    )
+
+
+def test_what_was_captured_of_one_update_is_taken() -> None:
+    check(captured())
+
+
+@pytest.mark.parametrize("which", captured())
+@pytest.mark.parametrize("what", ["history", "edits", "iteration"])
+def test_another_history_edit_or_accumulation_is_captured_again(which: str, what: str) -> None:
+    found = captured()
+    if (which, what) == ("gradients", "edits"):
+        pytest.skip("an edit leaves gradients as they are")
+    setattr(found[which], what, getattr(found[which], what) + 1)
+    with pytest.raises(AbortedError, match="try again"):
+        check(found)
+
+
+@pytest.mark.parametrize("which", captured())
+def test_another_step_is_a_mistake_of_the_caller(which: str) -> None:
+    found = captured()
+    found[which].step += 1
+    with pytest.raises(UsageError, match="expected"):
+        check(found)

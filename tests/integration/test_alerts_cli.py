@@ -22,17 +22,12 @@ from tests.integration.control_process import (
     Control,
     FakeSidecar,
     control_plane,
-    first_grpc_use,
     joined,
     serving,
     until,
 )
 
-
-@pytest.fixture(scope="module", autouse=True)
-def grpc_is_up() -> Iterator[None]:
-    with first_grpc_use():
-        yield
+pytestmark = pytest.mark.usefixtures("grpc_is_up")
 
 
 def command(control: Control, *arguments: str) -> list[str]:

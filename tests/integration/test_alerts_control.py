@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -15,18 +15,13 @@ from tests.integration.control_process import (
     Control,
     FakeSidecar,
     control_plane,
-    first_grpc_use,
     joined,
     serving,
     ticket,
     until,
 )
 
-
-@pytest.fixture(scope="module", autouse=True)
-def grpc_is_up() -> Iterator[None]:
-    with first_grpc_use():
-        yield
+pytestmark = pytest.mark.usefixtures("grpc_is_up")
 
 
 @asynccontextmanager

@@ -8,7 +8,6 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2
@@ -21,19 +20,14 @@ from tests.integration.control_process import (
     TOKEN,
     Control,
     control_plane,
-    first_grpc_use,
     site_plane,
     site_token,
 )
 from tests.postgres import PASSWORD, postgres
 
+pytestmark = pytest.mark.usefixtures("grpc_is_up")
+
 LIMITLESS = resource.RLIM_INFINITY
-
-
-@pytest.fixture(scope="module", autouse=True)
-def grpc_is_up() -> Iterator[None]:
-    with first_grpc_use():
-        yield
 
 
 def make_token(control: Control, name: str) -> httpx2.Response:

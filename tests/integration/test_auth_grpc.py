@@ -17,7 +17,7 @@ from paramd import places
 from paramd.memory import handover
 from paramd.security.tickets import Role, Signer
 from paramd.v1 import control_pb2, sidecar_pb2
-from tests.integration.control_process import Control, control_plane
+from tests.integration.control_process import TOKEN, Control, control_plane
 from tests.integration.control_process import ticket as control_ticket
 from tests.integration.fake_trainer import SIGNER, TrainerSettings, attach
 from tests.integration.sidecar_process import sidecar, ticket
@@ -176,7 +176,11 @@ def test_every_method_of_the_control_plane_for_every_role(control: Control) -> N
     check_roles(control.grpc_address, expected, Signer(bytes(range(32))), "run")
 
 
-@pytest.mark.parametrize("kind", ["none", "other-key", "other-job", "other-incarnation", "expired"])
+@pytest.mark.parametrize(
+    "kind",
+    ["none", "empty", "bare", "other-scheme", "garbage", "changed", "user-token", "other-key",
+     "other-job", "other-incarnation", "expired"],
+)  # fmt: skip
 def test_every_method_refuses_who_has_no_good_ticket(
     sidecar_address: str, control: Control, kind: str
 ) -> None:
@@ -184,15 +188,22 @@ def test_every_method_refuses_who_has_no_good_ticket(
         options: dict[str, Any] = {
             "job": job, "incarnation": 1, "role": C, "rank": 0, "ttl_s": 60.0,
         }  # fmt: skip
-        if kind == "none":
-            return None
         changed: dict[str, dict[str, Any]] = {
             "other-job": {"job": "other"},
             "other-incarnation": {"incarnation": 2},
             "expired": {"now_s": 1.0},
         }
         signer = Signer(bytes(32)) if kind == "other-key" else signer
-        return bearer(signer.mint(**(options | changed.get(kind, {}))))
+        text = signer.mint(**(options | changed.get(kind, {})))
+        return {
+            "none": None,
+            "empty": "",
+            "bare": text,
+            "other-scheme": f"Basic {text}",
+            "garbage": "Bearer garbage",
+            "changed": bearer(text[:-1] + ("A" if text[-1] != "A" else "Q")),
+            "user-token": bearer(TOKEN),
+        }.get(kind, bearer(text))
 
     own = Signer(bytes(range(32)))
     for method in SIDECAR:
@@ -201,6 +212,10 @@ def test_every_method_refuses_who_has_no_good_ticket(
     for method in CONTROL:
         path = f"/paramd.v1.ControlService/{method}"
         assert code(control.grpc_address, path, offered("run", own)) is UNAUTHENTICATED, method
+    for address, signer in ((sidecar_address, SIGNER), (control.grpc_address, own)):
+        for path in (REFLECTION, "/paramd.v1.SidecarService/Unknown", "/x.Y/Z"):
+            found = code(address, path, offered("job", signer))
+            assert found in (UNAUTHENTICATED, PERMISSION_DENIED), path
 
 
 def test_two_tickets_are_no_ticket(sidecar_address: str, control: Control) -> None:

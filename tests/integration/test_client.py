@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -163,6 +164,22 @@ def test_unknown_names_offer_similar_ones(mesh: Mesh) -> None:
         mesh.summon("running")
     with pytest.raises(UsageError, match="no pattern"):
         mesh.summon()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "options", "text"),
+    [
+        ("rows[0:99]", {}, "rows"),
+        ("flat[:, :, :, 0:1]", {}, "at most 2 slices"),
+        ("*", {"transport": "carrier-pigeon"}, "grpc"),
+        ("*", {"timeout": -1.0}, "more than 0"),
+    ],
+)
+def test_wrong_requests_are_told_what_to_do(
+    mesh: Mesh, pattern: str, options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(UsageError, match=text):
+        mesh.summon(pattern, **options)
 
 
 def test_params_and_status_tell_the_mesh(mesh: Mesh) -> None:

@@ -18,12 +18,11 @@ import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from paramd import places
 from paramd.errors import UnreachableError
-from paramd.security.tickets import Role, Signer
-from paramd.v1 import control_pb2, control_pb2_grpc
+from paramd.security.tickets import Role
+from paramd.v1 import control_pb2_grpc
 from tests.integration.control_process import (
     DIGEST,
     JOB,
@@ -34,7 +33,6 @@ from tests.integration.control_process import (
     Control,
     FakeSidecar,
     control_plane,
-    first_grpc_use,
     joined,
     mesh,
     schedule,
@@ -43,11 +41,7 @@ from tests.integration.control_process import (
     until,
 )
 
-
-@pytest.fixture(scope="module", autouse=True)
-def grpc_is_up() -> Iterator[None]:
-    with first_grpc_use():
-        yield
+pytestmark = pytest.mark.usefixtures("grpc_is_up")
 
 
 async def test_an_agreed_boundary_is_captured_on_all_ranks_at_one_step() -> None:
@@ -241,94 +235,6 @@ async def test_a_layout_is_read_once_and_kept_once() -> None:
             stats = await asyncio.to_thread(control.get, f"{path}/stats?filter=*")
             assert PINS_NOTHING in stats.json()["detail"]
             assert sum(one.layout_reads for one in sidecars) == 1
-
-
-def grpc_methods(control: Control) -> list[str]:
-    """Every method that the server's reflection names."""
-    with grpc.insecure_channel(control.grpc_address) as channel:
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        request = reflection_pb2.ServerReflectionRequest(list_services="")
-        (answer,) = stub.ServerReflectionInfo(iter([request]), metadata=ticket(), timeout=5.0)
-    names = [service.name for service in answer.list_services_response.service]
-    pool = {
-        "paramd.v1.ControlService": control_pb2.DESCRIPTOR,
-        "grpc.health.v1.Health": health_pb2.DESCRIPTOR,
-        "grpc.reflection.v1alpha.ServerReflection": reflection_pb2.DESCRIPTOR,
-    }
-    assert set(names) == set(pool)
-    return [
-        f"/{name}/{method}"
-        for name, file in pool.items()
-        for method in file.services_by_name[name.rpartition(".")[2]].methods_by_name
-    ]
-
-
-def _metadata(kind: str) -> Any:
-    return {
-        "none": (),
-        "empty": (("authorization", "Bearer "),),
-        "garbage": (("authorization", "Bearer x.y"),),
-        "bare": tuple((k, v.removeprefix("Bearer ")) for k, v in ticket()),
-        "twice": ticket() + ticket(Role.SIDECAR),
-        "user-token": (("authorization", f"Bearer {TOKEN}"),),
-        "other-key": ticket(Role.SIDECAR, signer=Signer(bytes(32))),
-        "other-incarnation": ticket(Role.SIDECAR, incarnation=2),
-    }[kind]
-
-
-def call(control: Control, method: str, metadata: Any, message: bytes = b"") -> grpc.StatusCode:
-    with grpc.insecure_channel(control.grpc_address) as channel:
-        # Raw bytes, streaming both ways: any method can be called like this.
-        stream = channel.stream_stream(method)
-        try:
-            for _ in stream(iter([message]), metadata=metadata, timeout=5.0):
-                break
-        except grpc.RpcError as error:
-            code: grpc.StatusCode = error.code()
-            return code
-        return grpc.StatusCode.OK
-
-
-@pytest.mark.parametrize(
-    "kind",
-    ["none", "empty", "garbage", "bare", "twice", "user-token", "other-key", "other-incarnation"],
-)
-def test_every_grpc_method_but_health_is_denied_without_a_good_ticket(
-    shared: Control, kind: str
-) -> None:
-    methods = [*grpc_methods(shared), "/paramd.v1.ControlService/Unknown", "/x.Y/Z"]
-    assert len(methods) >= 5
-    for method in methods:
-        if method.startswith("/grpc.health.v1.Health/"):
-            continue
-        assert call(shared, method, _metadata(kind)) is grpc.StatusCode.UNAUTHENTICATED, method
-
-
-@pytest.mark.parametrize(
-    ("method", "allowed"),
-    [
-        ("/paramd.v1.ControlService/Join", {Role.SIDECAR}),
-        ("/paramd.v1.ControlService/ScheduleBoundary", {Role.READER, Role.EDITOR, Role.CONTROL}),
-        ("/paramd.v1.ControlService/Unknown", set()),
-        ("/x.Y/Z", set()),
-    ],
-)
-def test_a_role_may_do_what_the_table_says_and_nothing_else(
-    shared: Control, method: str, allowed: set[Role]
-) -> None:
-    for role in Role:
-        denied = call(shared, method, ticket(role)) is grpc.StatusCode.PERMISSION_DENIED
-        assert denied == (role not in allowed), role
-
-
-@pytest.mark.parametrize("message", [b"\xff" * 64, b"\x0a\xff\xff\xff\xff\x7f", b"\x1a" * 999])
-def test_bytes_that_are_no_message_are_refused_and_it_goes_on(
-    shared: Control, message: bytes
-) -> None:
-    for method in ("Join", "ScheduleBoundary"):
-        path = f"/paramd.v1.ControlService/{method}"
-        assert call(shared, path, ticket(Role.SIDECAR), message) is not grpc.StatusCode.OK
-    assert shared.get("/readyz", None).status_code == 200
 
 
 def test_bytes_that_are_no_http_are_refused_and_it_goes_on(shared: Control) -> None:

@@ -12,20 +12,15 @@ from paramd.memory import handover
 from tests.integration.control_process import (
     Control,
     control_plane,
-    first_grpc_use,
     schedule,
     until,
 )
 from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach
 from tests.integration.sidecar_process import client_of, sidecar
 
+pytestmark = pytest.mark.usefixtures("grpc_is_up")
+
 ARENA_BYTES = 1 << 16
-
-
-@pytest.fixture(scope="module", autouse=True)
-def grpc_is_up() -> Iterator[None]:
-    with first_grpc_use():
-        yield
 
 
 @contextmanager

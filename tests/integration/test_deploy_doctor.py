@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import ssl
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,9 @@ import pytest
 
 from paramd.cli.main import main
 from paramd.security import authority
-from tests.integration.control_process import first_grpc_use, site_plane, site_token
+from tests.integration.control_process import site_plane, site_token
 
-
-@pytest.fixture(scope="module", autouse=True)
-def grpc_is_up() -> Iterator[None]:
-    with first_grpc_use():
-        yield
+pytestmark = pytest.mark.usefixtures("grpc_is_up")
 
 
 def test_the_doctor_looks_at_a_site_over_tls_by_the_name_of_a_context(

@@ -35,7 +35,6 @@ from tests.integration.control_process import (
     Control,
     FakeSidecar,
     control_plane,
-    first_grpc_use,
     joined,
     schedule,
 )
@@ -44,6 +43,8 @@ from tests.integration.fake_trainer import SIGNER, FakeTrainer, TrainerSettings,
 from tests.integration.sidecar_process import Client, client_of, sidecar, ticket, wait_until
 from tests.longer import times
 
+pytestmark = pytest.mark.usefixtures("grpc_is_up")
+
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 HALF_OPEN = 300
 HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
@@ -51,12 +52,6 @@ HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 
 SETTINGS_ACK = bytes([0, 0, 0, 4, 1, 0, 0, 0, 0])
 HALF_REQUEST = b"GET /api/v1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: "
-
-
-@pytest.fixture(autouse=True)
-def warm() -> Iterator[None]:
-    with first_grpc_use():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -17,20 +17,15 @@ from tests.integration.control_process import (
     TOKEN,
     Control,
     control_plane,
-    first_grpc_use,
     joined,
     until,
 )
 from tests.integration.editing_mesh import EditingSidecar, both_joined, editing_ranks
 
+pytestmark = pytest.mark.usefixtures("grpc_is_up")
+
 HALVE = {"pattern": "layers.*.weight", "op": "mul", "value": 0.5}
 ID = "0123456789abcdef" * 2
-
-
-@pytest.fixture(scope="module", autouse=True)
-def grpc_is_up() -> Iterator[None]:
-    with first_grpc_use():
-        yield
 
 
 @pytest.fixture

@@ -40,12 +40,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExportingJob]:
         yield found
 
 
-@pytest.fixture
-def mesh(site: ExportingJob) -> Iterator[Mesh]:
-    with site.connect() as found:
-        yield found
-
-
 def failed(mesh: Mesh, destination: str, **options: object) -> str:
     """The reason of an export that must fail."""
     export = mesh.export(destination, **options)  # type: ignore[arg-type]

@@ -30,12 +30,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExportingJob]:
         yield found
 
 
-@pytest.fixture
-def mesh(site: ExportingJob) -> Iterator[Mesh]:
-    with site.connect() as found:
-        yield found
-
-
 def parameters(site: ExportingJob) -> dict[str, torch.Tensor]:
     return {name: one for name, one in site.whole.items() if name != "running"}
 

@@ -26,12 +26,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExportingJob]:
         yield found
 
 
-@pytest.fixture
-def mesh(site: ExportingJob) -> Iterator[Mesh]:
-    with site.connect() as found:
-        yield found
-
-
 def steps_at(site: ExportingJob, key: str) -> list[int]:
     """Steps of the exports below a key, in order."""
     found = [re.fullmatch(r"step-(\d+)", p.name) for p in (site.folder / key).glob("step-*")]

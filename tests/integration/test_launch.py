@@ -34,31 +34,6 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "GRACE_S", 0.3)
 
 
-def test_each_rank_has_its_environment_and_its_own_output(script: Script) -> None:
-    program = script("""
-        names = ["WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "OMP_NUM_THREADS", "GIVEN"]
-        print(rank, *[os.environ[name] for name in names], *sys.argv[1:])
-        print("to stderr", rank, file=sys.stderr)
-    """)
-    results = run_ranks(program, 3, args=["a"], env={"GIVEN": "x"})
-    assert [r.stdout for r in results] == [f"{r} 3 {r} 127.0.0.1 1 x a\n" for r in range(3)]
-    assert [r.stderr for r in results] == [f"to stderr {r}\n" for r in range(3)]
-    assert [(r.rank, r.returncode, r.killed) for r in results] == [(r, 0, False) for r in range(3)]
-
-
-def test_ranks_reduce_over_gloo(script: Script) -> None:
-    program = script("""
-        import torch
-        import torch.distributed as dist
-        dist.init_process_group("gloo")
-        total = torch.tensor([rank + 1])
-        dist.all_reduce(total)
-        print(total.item())
-        dist.destroy_process_group()
-    """)
-    assert [r.stdout for r in run_ranks(program, 2)] == ["3\n", "3\n"]
-
-
 @pytest.mark.usefixtures("short_grace")
 def test_a_failing_rank_ends_the_others_and_its_output_is_shown(script: Script) -> None:
     program = script("""
@@ -90,20 +65,6 @@ def test_a_process_in_a_session_of_its_own_is_found_named_and_ended(script: Scri
         run_ranks(program, 1)
     pid = int(str(caught.value).split("left behind: ['")[1].split()[0])
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
-def test_a_test_can_talk_to_running_ranks(script: Script) -> None:
-    program = script("""
-        print("ready", flush=True)
-        while True:
-            time.sleep(60)
-    """)
-    with start_ranks(program, 2) as ranks:
-        for rank in ranks:
-            ranks.wait_for_text("ready", rank=rank.rank)
-            rank.process.send_signal(signal.SIGTERM)
-        results = ranks.wait(timeout_s=20)
-    assert [(r.returncode, r.killed) for r in results] == [(-signal.SIGTERM, False)] * 2
 
 
 def test_waiting_for_text_of_an_ended_rank_fails_at_once(script: Script) -> None:

@@ -13,19 +13,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from paramd import places
 from paramd.v1 import sidecar_pb2 as pb
-from tests.integration.control_process import Control, control_plane, first_grpc_use, until
+from tests.integration.control_process import Control, control_plane, until
 from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach
 from tests.integration.sidecar_process import client_of, sidecar
 from tests.needs import check_with_promtool
 
+pytestmark = pytest.mark.usefixtures("grpc_is_up")
+
 ARENA_BYTES = 1 << 16
 LABELS = {"job", "rank", "rule", "kind", "ok", "captured", "le", "state"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def grpc_is_up() -> Iterator[None]:
-    with first_grpc_use():
-        yield
 
 
 @contextmanager

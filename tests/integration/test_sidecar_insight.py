@@ -15,7 +15,7 @@ from paramd.memory.handover import Message
 from paramd.trainer.helpers.insight import Insight
 from paramd.v1 import sidecar_pb2 as pb
 from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach
-from tests.integration.sidecar_process import Client, client_of, sidecar, wait_until
+from tests.integration.sidecar_process import Client, sidecar, wait_until
 
 
 @pytest.fixture
@@ -27,12 +27,6 @@ def trainer(tmp_path: Path) -> Iterator[FakeTrainer]:
             yield attached
         finally:
             attached.close()
-
-
-@pytest.fixture
-def client(trainer: FakeTrainer) -> Iterator[Client]:
-    with client_of(trainer) as connected:
-        yield connected
 
 
 def told(trainer: FakeTrainer, message: Message, fds: list[int]) -> Message:

@@ -23,17 +23,11 @@ from paramd.memory.control_page import PAGE_BYTES, Word
 from paramd.security.tickets import Role
 from tests.integration.client_job import Job, running_job
 from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach, layout_of
-from tests.integration.sidecar_process import SidecarProcess, sidecar, ticket, wait_until
+from tests.integration.sidecar_process import SidecarProcess, ticket, wait_until
 from tests.integration.test_client import layout, write_arenas
 
 ARENA_BYTES = 1 << 20
 DIGEST = layout_digest(layout_of(ARENA_BYTES))
-
-
-@pytest.fixture
-def process(tmp_path: Path) -> Iterator[SidecarProcess]:
-    with sidecar(tmp_path / "s") as started:
-        yield started
 
 
 @pytest.fixture

@@ -28,12 +28,6 @@ ARENA_BYTES = 1 << 20
 
 
 @pytest.fixture
-def process(tmp_path: Path) -> Iterator[SidecarProcess]:
-    with sidecar(tmp_path / "s") as started:
-        yield started
-
-
-@pytest.fixture
 def trainer(process: SidecarProcess) -> Iterator[FakeTrainer]:
     attached = attach(process.socket_path, TrainerSettings(arena_bytes=ARENA_BYTES))
     try:
@@ -41,12 +35,6 @@ def trainer(process: SidecarProcess) -> Iterator[FakeTrainer]:
         yield attached
     finally:
         attached.close()
-
-
-@pytest.fixture
-def client(trainer: FakeTrainer) -> Iterator[Client]:
-    with client_of(trainer) as connected:
-        yield connected
 
 
 def capture(

@@ -62,12 +62,6 @@ def trainer(process: SidecarProcess) -> Iterator[FakeTrainer]:
         attached.close()
 
 
-@pytest.fixture
-def client(trainer: FakeTrainer) -> Iterator[Client]:
-    with client_of(trainer) as connected:
-        yield connected
-
-
 def granted(client: Client, snapshot_id: str) -> pb.GrantStreamResponse:
     found = client.call("GrantStream", pb.GrantStreamRequest(snapshot_id=snapshot_id))
     assert isinstance(found, pb.GrantStreamResponse)

@@ -23,15 +23,11 @@ from paramd.errors import DeniedError, UsageError
 from paramd.trainer.attaching.exchange import take_incarnation
 from paramd.trainer.helpers.site_link import token_of
 from paramd.trainer.settings import AttachSettings
-from tests.integration.control_process import Control, first_grpc_use, site_plane, site_token
+from tests.integration.control_process import Control, site_plane, site_token
+
+pytestmark = pytest.mark.usefixtures("grpc_is_up")
 
 PATIENCE_S = 60.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def grpc_is_up() -> Iterator[None]:
-    with first_grpc_use():
-        yield
 
 
 @contextmanager

@@ -21,20 +21,16 @@ from paramd import places
 from paramd.memory.control_page import Word
 from paramd.security.tickets import Role
 from paramd.v1 import sidecar_pb2
-from tests.integration.control_process import Control, control_plane, first_grpc_use
+from tests.integration.control_process import Control, control_plane
 from tests.integration.fake_trainer import TrainerSettings, attach
 from tests.integration.sidecar_process import SidecarProcess, client_of, sidecar
 from tests.longer import seconds
 
+pytestmark = pytest.mark.usefixtures("grpc_is_up")
+
 KILLED_S = 2.0
 STOPPED_S = 5.0
 READY_S = 30.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def grpc_is_up() -> Iterator[None]:
-    with first_grpc_use():
-        yield
 
 
 @dataclass(frozen=True)

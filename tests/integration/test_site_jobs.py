@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,6 @@ from tests.integration.control_process import (
     Control,
     FakeSidecar,
     control_plane,
-    first_grpc_use,
     joined,
     serving,
     site_plane,
@@ -28,11 +27,7 @@ from tests.integration.control_process import (
 )
 from tests.integration.editing_mesh import editing_ranks
 
-
-@pytest.fixture(scope="module", autouse=True)
-def grpc_is_up() -> Iterator[None]:
-    with first_grpc_use():
-        yield
+pytestmark = pytest.mark.usefixtures("grpc_is_up")
 
 
 @dataclass(frozen=True)

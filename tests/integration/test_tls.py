@@ -37,19 +37,14 @@ from tests.integration.control_process import (
     Control,
     FakeSidecar,
     control_plane,
-    first_grpc_use,
     ticket,
 )
 from tests.integration.fake_trainer import TrainerSettings, attach
 from tests.integration.sidecar_process import Client, sidecar, wait_until
 
+pytestmark = pytest.mark.usefixtures("grpc_is_up")
+
 NAMES = ["localhost", "127.0.0.1", "control.example"]
-
-
-@pytest.fixture(autouse=True)
-def warm() -> Iterator[None]:
-    with first_grpc_use():
-        yield
 
 
 @pytest.fixture

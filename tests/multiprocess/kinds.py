@@ -135,11 +135,11 @@ def kinds_for(world_size: int) -> list[Kind]:
 def sampled(names: Sequence[str], turn: int) -> list[str]:
     """What one of several tests over all kinds takes of them; all in `make campaigns`.
 
-    One of each family, and of the others every fourth: tests whose turns are 0 to 3 have them all
+    One of each family, and of the others every third: tests whose turns are 0 to 2 have them all
     between them.
     """
     others = [name for name in names if name not in FAMILIES]
-    return sample(names, FAMILIES.union(others[turn::4]))
+    return sample(names, FAMILIES.union(others[turn::3]))
 
 
 def named(name: str) -> Kind:

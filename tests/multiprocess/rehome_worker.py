@@ -1,60 +1,19 @@
-"""One rank: trains every kind with and without its parameters in an arena, and compares."""
+"""Parameters in an arena without a sidecar, and what all ranks' arenas say they are."""
 
 from __future__ import annotations
 
-import argparse
-import gc
 import mmap
-import time
-import traceback
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from paramd.layout.merge import LocalLayout, merge_layouts
 from paramd.layout.types import Box, Piece, TensorKind, TensorLayout, row_major
 from paramd.trainer.home.owned import ParameterStorage
 from paramd.trainer.model.dtensor import split
 from paramd.trainer.model.shards import find_shards
-from tests.ending import end
-from tests.multiprocess.kinds import Built, Kind, full_parameters, kinds_for
-
-STEPS = 7
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """An optimizer, and at which steps the parameters go into an arena and leave it."""
-
-    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-    moves_in: tuple[int, ...]
-    moves_out: tuple[int, ...]
-
-
-CASES = (
-    Case(
-        optimizer=lambda params: torch.optim.Adam(params, lr=0.01),
-        moves_in=(0, 3),
-        moves_out=(2, 5),
-    ),
-    Case(
-        optimizer=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
-        moves_in=(2,),
-        moves_out=(5,),
-    ),
-)
-
-
-@dataclass
-class Run:
-    """One training: what it computed."""
-
-    losses: list[float] = field(default_factory=list)
-    full: dict[str, torch.Tensor] = field(default_factory=dict)
+from tests.multiprocess.kinds import Built, full_parameters
 
 
 class Arena:
@@ -77,30 +36,6 @@ class Arena:
         self.map.close()
 
 
-def train(kind: Kind, case: Case, inside: bool) -> Run:
-    """Seven steps; with `inside`, some of them with the parameters in an arena."""
-    built = kind.build()
-    optimizer = case.optimizer([p for p in built.model.parameters() if p.requires_grad])
-    run, home, arena = Run(), None, None
-    for step in range(STEPS):
-        if inside and step in case.moves_in:
-            home, arena = move_in(built, optimizer)
-        if home is not None and arena is not None and step in case.moves_out:
-            move_out(built, home, arena, optimizer)
-            home = arena = None
-        optimizer.zero_grad()
-        loss = built.loss(step)
-        loss.backward()
-        optimizer.step()
-        run.losses.append(loss.item())
-        if home is not None and arena is not None:
-            assert home.check() == []
-            assert home.check(full=True) == []
-            check_inside(built, home, arena, optimizer)
-    run.full = full_parameters(built.model)
-    return run
-
-
 def move_in(built: Built, optimizer: torch.optim.Optimizer) -> tuple[ParameterStorage, Arena]:
     home = ParameterStorage(built.model)
     arena = Arena(home.arena_bytes)
@@ -108,17 +43,6 @@ def move_in(built: Built, optimizer: torch.optim.Optimizer) -> tuple[ParameterSt
     home.move_in(arena.memory)
     assert fingerprint(built, optimizer) == before
     return home, arena
-
-
-def move_out(
-    built: Built, home: ParameterStorage, arena: Arena, optimizer: torch.optim.Optimizer
-) -> None:
-    before, full = fingerprint(built, optimizer), full_parameters(built.model)
-    home.move_out()
-    assert fingerprint(built, optimizer) == before
-    assert_same_tensors(full_parameters(built.model), full)
-    assert not any(arena.holds(s.tensor) for s in find_shards(built.model) if s.tensor.numel())
-    arena.close()
 
 
 def fingerprint(built: Built, optimizer: torch.optim.Optimizer) -> list[object]:
@@ -214,43 +138,3 @@ def assert_same_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.T
     assert set(ours) == set(theirs), sorted(set(ours) ^ set(theirs))
     different = [name for name in ours if not same_bytes(ours[name], theirs[name])]
     assert not different, f"differ: {different}"
-
-
-def check_kind(kind: Kind) -> None:
-    # On more ranks than two the first case must do, to save time.
-    for case in CASES if dist.get_world_size() <= 2 else CASES[:1]:
-        expected = train(kind, case, False)
-        assert len(set(expected.losses)) == STEPS, "the model must learn, or nothing is shown"
-        run = train(kind, case, True)
-        assert run.losses == expected.losses, (run.losses, expected.losses)
-        assert_same_tensors(run.full, expected.full)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("kinds", nargs="*", help="all, when none is given")
-    chosen = parser.parse_args().kinds
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    failed = False
-    for kind in kinds_for(dist.get_world_size()):
-        if chosen and kind.name not in chosen:
-            continue
-        begin = time.monotonic()
-        # Looking for tensors takes time for every object alive; imported modules are many.
-        gc.collect()
-        gc.freeze()
-        try:
-            check_kind(kind)
-            print(f"ok {kind.name}", f"{time.monotonic() - begin:.2f} s", flush=True)
-        except Exception:
-            failed = True
-            print(f"FAILED {kind.name}\n{traceback.format_exc()}", flush=True)
-            break
-    if not failed:
-        dist.destroy_process_group()
-    raise SystemExit(failed)
-
-
-if __name__ == "__main__":
-    end(main)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.launch import run_ranks
 
 WORKER = "tests.multiprocess.workers.combinations"
 GROUPS = [
-    ["fused", "fused-replicated", "foreach", "checkpointed", "averaged", "adapters"],
+    ["fused", "fused-replicated", "foreach", "checkpointed", "averaged"],
     ["compiled", "compiled-checkpointed-fused", "compiled-replicated"],
-    ["in-backward", "in-backward-checkpointed-compiled", "schedule-free", "eight-bit"],
+    ["in-backward", "in-backward-checkpointed-compiled"],
 ]
 
 
@@ -20,3 +22,12 @@ def test_each_combination_trains_as_without_paramd_and_is_read_right(group: list
     results = run_ranks(WORKER, 2, args=group, timeout_s=280)
     for result in results:
         assert [line.split(":")[0] for line in result.stdout.splitlines()] == group
+
+
+@pytest.mark.parametrize(("case", "world_size"), [("two-models", 2), ("scaled", 1)])
+def test_models_by_turns_and_skipped_updates_train_as_without_paramd(
+    case: str, world_size: int, tmp_path: Path
+) -> None:
+    args = [case, "--folder", str(tmp_path)]
+    results = run_ranks("tests.multiprocess.workers.trainers", world_size, args=args, timeout_s=100)
+    assert all("the same" in result.stdout for result in results)

@@ -76,7 +76,7 @@ def take(mesh: Mesh, count: int, *patterns: str, **options: Any) -> list[GradFra
 @pytest.mark.parametrize(
     ("world_size", "kinds"),
     [
-        pytest.param(2, ",".join(sampled([kind.name for kind in kinds_for(2)], 3)), id="2"),
+        pytest.param(2, ",".join(sampled([kind.name for kind in kinds_for(2)], 2)), id="2"),
         (4, "hsdp,tp-fsdp2,fsdp1-hybrid-orig,tp-ddp,tp"),
     ],
 )

@@ -22,17 +22,17 @@ from packaging.requirements import Requirement
 
 from tests.launch import ROOT
 
-TRAINERS = "tests/multiprocess/test_trainers.py"
-SHARDINGS = "tests/multiprocess/test_shardings.py"
+TRAINERS = "tests/scenes/test_trainers.py"
+PARTITIONS = "tests/scenes/test_partitions.py"
 TESTS = {
     "hf": [TRAINERS, "-k", "hf-plain or hf-fsdp2-2 or hf-scaled or accelerate-ddp or train_hf"],
     "lightning": [TRAINERS, "-k", "lightning-plain or lightning-model or lightning-raises"],
-    "deepspeed": [SHARDINGS, "-k", "zero or deepspeed"],
-    "megatron": [SHARDINGS, "-k", "megatron"],
-    "ray": ["tests/multiprocess/test_ray.py"],
-    "mcp": ["tests/integration/test_mcp.py"],
-    "notebook": ["tests/integration/test_notebook.py"],
-    "trackers": ["tests/integration/test_trackers.py"],
+    "deepspeed": [PARTITIONS, "-k", "zero or deepspeed"],
+    "megatron": [PARTITIONS, "-k", "megatron"],
+    "ray": ["tests/scenes/test_ray.py"],
+    "mcp": ["tests/scenes/test_mcp.py"],
+    "notebook": ["tests/scenes/test_notebook.py"],
+    "trackers": ["tests/scenes/test_trackers.py"],
 }
 """What shows that an integration works. torchtitan's tests need a machine on which it imports."""
 

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 from tests import leaks
-from tests.integration.control_process import first_grpc_use
 from tests.launch import end_warm_start, warm_start
+from tests.leaks import first_grpc_use
 from tests.soak import episode, plan
 from tests.soak.oracle import Tally
 from tests.soak.usage import MIB, WARM_S, Usage

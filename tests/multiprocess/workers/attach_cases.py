@@ -97,6 +97,17 @@ def job_names_that_differ_or_are_none() -> None:
 
 
 @case
+def different_parameters_under_one_name() -> None:
+    torch.manual_seed(dist.get_rank())
+    other = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(other.parameters(), lr=1.0)
+    refused_everywhere(
+        "UsageError", "'weight' is unsharded on ranks 0 and 1, but with diff",
+        lambda: paramd.attach(other, optimizer, job="two-in-one"),
+    )  # fmt: skip
+
+
+@case
 def an_optimizer_of_another_model_on_one_rank() -> None:
     (made, optimizer), (_, foreign) = built(), built()
     chosen = foreign if dist.get_rank() == 1 else optimizer

@@ -406,6 +406,11 @@ def without_recurse_nested_fsdp_modules_are_left_out() -> None:
     for model in (layers(), ddp()):
         with summon(model, recurse=False) as params:
             assert len(params) == 6
+    for model in (fsdp1(), fsdp1(orig=False)):
+        part = model.module[2]
+        with summon(part) as params:
+            assert not any("_flat_param" in name for name, _ in part.named_parameters())
+            assert {p.shape for p in params.values()} == {p.shape for p in layers()[2].parameters()}
     outside = nn.Sequential(fsdp1(), nn.Linear(3, 3), fsdp2())
     with summon(outside, recurse=False) as params:
         assert params.keys() == {"1.weight", "1.bias"}

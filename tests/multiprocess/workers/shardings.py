@@ -406,13 +406,8 @@ def refused() -> None:
     """What attach refuses, on all ranks; an engine of the same process is then attached."""
     from paramd.integrations.deepspeed import attach
 
-    torch.manual_seed(dist.get_rank())
-    same_names = nn.Linear(3, 3)
-    optimizer = torch.optim.SGD(same_names.parameters(), lr=1.0)
-    with pytest.raises(UsageError, match="'weight' is unsharded on ranks 0 and 1, but with diff"):
-        paramd.attach(same_names, optimizer, job=JOB)
     with pytest.raises(UsageError, match="engine must be a DeepSpeedEngine, not Linear"):
-        attach(same_names, job=JOB)
+        attach(nn.Linear(3, 3), job=JOB)
     training = Zero(2, bf16=False)
     engine, inner = training.engine, training.engine.optimizer.optimizer
     with pytest.raises(UsageError, match=r"integrations.deepspeed.attach\(engine"):

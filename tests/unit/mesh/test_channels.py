@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,13 +13,8 @@ import pytest
 from paramd.errors import UnreachableError
 from paramd.mesh.peers.grpc import Asked, Channels, told_errors
 from paramd.v1 import sidecar_pb2, sidecar_pb2_grpc
-from tests.integration.control_process import first_grpc_use
 
-
-@pytest.fixture(scope="module", autouse=True)
-def grpc_is_up() -> Iterator[None]:
-    with first_grpc_use():
-        yield
+pytestmark = pytest.mark.usefixtures("grpc_is_up")
 
 
 class Slow(sidecar_pb2_grpc.SidecarServiceServicer):  # type: ignore[misc]

@@ -19,9 +19,9 @@ from paramd.errors import NotFoundError, UsageError
 from paramd.integrations.notebook import Column, View, Watched, show
 from paramd.mesh.mesh import Mesh
 from tests.integration.client_job import wait_for
-from tests.integration.test_manual_examples import DOCS, blocks, wait_until_trained
 from tests.launch import start_ranks
 from tests.needs import missing
+from tests.scenes.test_manual_examples import DOCS, blocks, wait_until_trained
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 

@@ -28,21 +28,17 @@ from paramd.errors import UsageError
 from paramd_service.control.alerts.config import Rule
 from paramd_service.control.base.config import ControlConfig
 from paramd_service.control.base.site import read_token
-from tests.integration.control_process import first_grpc_use, site_plane
+from tests.integration.control_process import site_plane
 from tests.launch import ROOT, free_port
 from tests.needs import program
+
+pytestmark = pytest.mark.usefixtures("grpc_is_up")
 
 DEPLOY = ROOT / "deploy"
 UNIT = DEPLOY / "paramd-control.service"
 ALERTMANAGER = DEPLOY / "alertmanager.yaml"
 EXPOSURE_LIMIT = 2.0
 PATIENCE_S = 90.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def grpc_is_up() -> Iterator[None]:
-    with first_grpc_use():
-        yield
 
 
 def exports(text: str) -> dict[str, str]:

@@ -27,7 +27,6 @@ HF = [
     ("trl-adapters", 2),
 ]
 ACCELERATE = [("accelerate-ddp", 2), ("accelerate-fsdp2", 2)]
-PLAIN = [("two-models", 2), ("scaled", 1)]
 LIGHTNING = [
     ("lightning-plain", 1),
     ("lightning-ddp", 2),
@@ -39,13 +38,11 @@ LIGHTNING = [
 TITAN = [("titan", 2), ("titan-in-backward", 2)]
 
 
-EVERY = [*HF, *ACCELERATE, *PLAIN, *LIGHTNING, *TITAN]
+EVERY = [*HF, *ACCELERATE, *LIGHTNING, *TITAN]
 SAMPLE = [
     ("hf-fsdp2", 2),
     ("hf-layer-wise", 1),
     ("accelerate-ddp", 2),
-    ("two-models", 2),
-    ("scaled", 1),
     ("lightning-model-parallel", 2),
     ("lightning-raises", 1),
     ("titan-in-backward", 2),
@@ -84,6 +81,14 @@ def test_the_example_trains_to_its_end(example: str, needed: str) -> None:
     # A callback's user sees the job and where it is; who calls attach has both in hand.
     said = "step 3" if example == "train_accelerate" else "attached at step 0; http://127.0.0.1:"
     assert said in result.stderr + result.stdout
+
+
+@pytest.mark.timeout(300)
+def test_optimizers_and_adapters_of_other_packages_train_as_without_paramd() -> None:
+    others = ["schedule-free", "eight-bit", "adapters"]
+    results = run_ranks("tests.multiprocess.workers.combinations", 2, args=others, timeout_s=280)
+    for result in results:
+        assert [line.split(":")[0] for line in result.stdout.splitlines()] == others
 
 
 @pytest.mark.timeout(300)

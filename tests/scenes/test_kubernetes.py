@@ -24,9 +24,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from paramd.security import authority
 from paramd.trainer.settings import AttachSettings
 from paramd.version import __version__
-from tests.integration.control_process import control_plane, first_grpc_use, mesh, until
+from tests.integration.control_process import control_plane, mesh, until
 from tests.launch import ROOT
 from tests.needs import helm, program
+
+pytestmark = pytest.mark.usefixtures("grpc_is_up")
 
 CHART = ROOT / "deploy/helm/paramd-control"
 EXAMPLES = ROOT / "deploy/kubernetes"
@@ -72,12 +74,6 @@ EVERYTHING = {
     "podAnnotations": {"a": "b"},
     "podLabels": {"c": "d"},
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def grpc_is_up() -> Iterator[None]:
-    with first_grpc_use():
-        yield
 
 
 @pytest.fixture(scope="module")

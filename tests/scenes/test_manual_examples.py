@@ -16,7 +16,7 @@ from tests.launch import ROOT, Ranks, start_ranks
 
 DOCS = ROOT / "docs"
 PAGES = sorted((DOCS / "integrations").glob("*.md"))
-# Ray's is a change to a script that its own test runs (multiprocess/test_ray.py).
+# Ray's is a change to a script that its own test runs (scenes/test_ray.py).
 EXAMPLES = [path for path in PAGES if path.stem not in ("index", "ray")]
 BEFORE = {
     # It allocates on CUDA devices alone.

@@ -1,0 +1,42 @@
+"""The partitions of DeepSpeed's and Megatron-Core's optimizers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.launch import run_ranks
+from tests.longer import sample
+
+WORKER = "tests.multiprocess.workers.shardings"
+MEGATRON = "tests.multiprocess.workers.megatron"
+
+ZERO = ["zero1", "zero1-bf16", "zero2", "zero2-bf16", "zero3", "zero3-bf16"]
+BUFFERS = [("fp32", 2), ("fp16", 2), ("plain-bf16", 2), ("tp-plain-fp32", 2), ("tp-bf16", 4)]
+
+
+@pytest.mark.parametrize("case", sample(ZERO, ["zero2-bf16", "zero3"]))
+def test_deepspeeds_training_is_the_same_and_every_value_is_that_of_its_step(
+    case: str, tmp_path: Path
+) -> None:
+    """Read, paused, edited and exported by another program meanwhile."""
+    results = run_ranks(WORKER, 2, args=[case, "--folder", str(tmp_path)], timeout_s=100)
+    assert all("the same after" in result.stdout for result in results)
+
+
+@pytest.mark.parametrize(("case", "ranks"), sample(BUFFERS, [("fp32", 2), ("tp-bf16", 4)]))
+def test_megatrons_training_is_the_same_and_every_value_is_that_of_its_step(
+    case: str, ranks: int, tmp_path: Path
+) -> None:
+    """The same; on four ranks both tensor and data parallel."""
+    results = run_ranks(MEGATRON, ranks, args=[case, "--folder", str(tmp_path)], timeout_s=100)
+    assert all("the same after" in result.stdout for result in results)
+
+
+@pytest.mark.parametrize("worker", [WORKER, MEGATRON], ids=["deepspeed", "megatron"])
+def test_what_cannot_be_served_is_refused_by_name_and_leaves_the_training_alone(
+    worker: str, tmp_path: Path
+) -> None:
+    results = run_ranks(worker, 2, args=["refused", "--folder", str(tmp_path)], timeout_s=100)
+    assert all("all refused" in result.stdout for result in results)

@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from paramd import gone
@@ -19,7 +18,7 @@ from paramd.layout.exports.settings import NameMap
 from paramd.layout.plan import ReadPlan
 from paramd.layout.select import select
 from paramd.layout.types import Layout
-from paramd.mesh.alerts import AlertCalls, Alerts, AlertState
+from paramd.mesh.alerts import Alerts, AlertState, ask_alerts
 from paramd.mesh.edits.calls import Edit, EditCalls, Edits, EditTerms, Hold, Holder, check_applied
 from paramd.mesh.edits.editing import (
     Changes,
@@ -125,7 +124,6 @@ class AsyncMesh:
         self._holder = Holder(self._edits)
         self._marks = MarkCalls(self._edits)
         self._exports = ExportCalls(self._rest, self._reach)
-        self._alerts = AlertCalls(self._rest, self._reach)
         self._views: set[AsyncExitStack] = set()
         self._streams: set[StepStream[Any, Any]] = set()
 
@@ -139,12 +137,7 @@ class AsyncMesh:
             raise
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -210,7 +203,7 @@ class AsyncMesh:
             UsageError: an argument is wrong.
             UnreachableError: the control plane does not respond.
         """
-        return await self._alerts.all(state=state, incarnation=incarnation, limit=limit)
+        return await ask_alerts(self._rest, self._reach, state, incarnation, limit)
 
     async def why(self, *ranks: int, log_lines: int = 10) -> Why:
         """What the ranks are doing now, and which one keeps the others waiting (`verdict`).

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -96,15 +96,8 @@ class Updates(Table[UpdateRow]):
     about = ("job", "incarnation")
     job: str
     incarnation: int
-    moments_missing: str
+    moments_missing: str = ""
     """Why there are no second moments; empty when there are."""
-
-    def __new__(
-        cls, rows: Iterable[UpdateRow], *, job: str, incarnation: int, moments_missing: str = ""
-    ) -> Updates:
-        self = super().__new__(cls, sorted(rows, key=_order))
-        self.job, self.incarnation, self.moments_missing = job, incarnation, moments_missing
-        return self
 
     def summary(self) -> str:
         norm = math.hypot(*(row.norm for row in self if math.isfinite(row.norm)))
@@ -138,7 +131,10 @@ async def compute_updates(
             rows, missing = rows + found, missing or why
         document = sidecars.document
         return Updates(
-            rows, job=document.job, incarnation=document.incarnation, moments_missing=missing
+            sorted(rows, key=_order),
+            job=document.job,
+            incarnation=document.incarnation,
+            moments_missing=missing,
         )
 
     return await reach.attempts(attempt, deadline_s)

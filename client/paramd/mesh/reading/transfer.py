@@ -36,9 +36,10 @@ from paramd.errors import (
 )
 from paramd.layout.plan import RankRead, ReadPlan
 from paramd.memory import handover
+from paramd.memory.descriptors import close_all
 from paramd.mesh.peers.bulk import CONNECT_S
-from paramd.mesh.peers.control import JobDocument, PeerAddress, is_relayed
-from paramd.mesh.peers.grpc import LeaseEndedError, check_handover, ended
+from paramd.mesh.peers.control import JobDocument, PeerAddress
+from paramd.mesh.peers.grpc import LeaseEndedError, check_handover, ended, is_relayed
 from paramd.mesh.peers.sidecars import FastPathBackoff, Pinned, RankPin, Sidecars
 from paramd.mesh.reading.live import LiveRank, LiveState, read_live
 from paramd.mesh.reading.places import Place, PlaceSink, RandomAccess, fill_from
@@ -279,8 +280,7 @@ def _asked(
             found, descriptors = descriptors, []
             return answer, found
     finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
+        close_all(descriptors)
     if answer["op"] == "error":
         raise error_of_grpc(str(answer.get("code")))(f"rank {rank}: {answer.get('message')}")
     raise UnreachableError(f"rank {rank}: unexpected {answer['op']!r} at its Unix socket")

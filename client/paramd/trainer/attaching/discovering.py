@@ -7,7 +7,7 @@ import json
 import logging
 import socket
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from paramd.trainer.attaching.checks import (
     steps_done,
 )
 from paramd.trainer.attaching.contents import contents
-from paramd.trainer.attaching.exchange import Exchange, TakenIncarnation, take_incarnation
+from paramd.trainer.attaching.exchange import TakenIncarnation, take_incarnation
 from paramd.trainer.attaching.given import resolve
 from paramd.trainer.helpers.sidecar_link import Identity, OwnTls
 from paramd.trainer.helpers.site_link import Registration
@@ -61,25 +61,17 @@ class Found:
 class Discovering(Attempt):
     """Nothing is changed yet."""
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        settings: AttachSettings,
-        job: str | None,
-        keep: Mapping[str, Any],
-    ) -> None:
-        super().__init__(exchange, settings, job, keep)
-        self._succession: Succession | None = None
-        self._lineage = (0, 0)
-        self._known_incarnation = 0
-        """The last one that a rank's sidecar served: the host that counted them may be lost."""
-        self._hosts: list[str] = []
-        """By rank, its `host_id`."""
-        self._buddies: list[int] = []
-        """By rank, who keeps copies of its standing snapshots; empty: nobody."""
-        self._site: Registration | None = None
-        self._meeting: Meeting | None = None
-        """The ranks' addresses if they are on several hosts and paramd makes certificates."""
+    _succession: Succession | None = None
+    _lineage = (0, 0)
+    _known_incarnation = 0
+    """The last one that a rank's sidecar served: the host that counted them may be lost."""
+    _hosts: Sequence[str] = ()
+    """By rank, its `host_id`."""
+    _buddies: Sequence[int] = ()
+    """By rank, who keeps copies of its standing snapshots; empty: nobody."""
+    _site: Registration | None = None
+    _meeting: Meeting | None = None
+    """The ranks' addresses if they are on several hosts and paramd makes certificates."""
 
     def discover(self, model: Any, optimizer: Any, accelerator: Any, step: int | None) -> Found:
         """Inspect the model and agree on layout and first step; change nothing."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -156,12 +157,6 @@ def _listing(rows: list[dict[str, Any]], job: str) -> Listing:
 
 
 def _row(found: Mark) -> dict[str, Any]:
-    return {
-        "name": found.name,
-        "step": found.step,
-        "size_bytes": found.size_bytes,
-        "made_s": found.made_s,
-        "by": found.by,
-        "whole": found.whole,
-        "why_not_whole": found.reason,
-    }
+    row = asdict(found)
+    row["why_not_whole"] = row.pop("reason")
+    return row

@@ -27,10 +27,10 @@ from urllib.parse import urlsplit
 import httpx2
 
 from paramd.errors import ConflictError, ParamdError, UnreachableError, UsageError
+from paramd.layout.exports.safetensors import TensorSpec, encode_header, file_order
 from paramd.layout.exports.settings import NameMap
 from paramd.mesh.frames.frames import ParamFrame
 from paramd.mesh.reading.stream import memory_at
-from paramd.safetensors_file import SafetensorsWriter, TensorSpec
 from paramd.security.tls import is_loopback
 
 if TYPE_CHECKING:
@@ -363,12 +363,16 @@ def _save(path: Path, frame: ParamFrame, names: NameMap) -> None:
         for name, one in tensors.items()
     ]
     metadata = {"format": "pt", "paramd_job": frame.job, "paramd_step": str(frame.step)}
-    with SafetensorsWriter(path, specs, metadata=metadata) as writer:
-        for spec in writer.specs:
+    ordered = file_order(specs)
+    with path.open("xb") as file:
+        file.write(encode_header(ordered, metadata))
+        for spec in ordered:
             tensor = tensors[spec.name].detach().contiguous()
             for begin in range(0, tensor.nbytes, CHUNK_BYTES):
                 size_bytes = min(CHUNK_BYTES, tensor.nbytes - begin)
-                writer.append(memory_at(tensor.data_ptr() + begin, size_bytes))
+                file.write(memory_at(tensor.data_ptr() + begin, size_bytes))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 async def _next(frames: AsyncIterator[ParamFrame]) -> ParamFrame | None:

@@ -52,7 +52,6 @@ from paramd.mesh.peers.control import Find, RestClient
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.relay import TunnelRelay
 from paramd.mesh.peers.sidecars import Pinned, Sidecars
-from paramd.mesh.reading.live import LiveState
 from paramd.mesh.reading.pin import choose, pinned, while_pinned
 from paramd.mesh.reading.stream import Transport, keep_freed_memory
 from paramd.mesh.reading.summary import compute_stats
@@ -75,6 +74,7 @@ from paramd.mesh.results import (
     mesh_status,
 )
 from paramd.security.tls import ClientTls
+from paramd.state import StateName
 from paramd.wire import LEASE_S
 
 if TYPE_CHECKING:
@@ -492,7 +492,7 @@ class AsyncMesh:
         async def attempt(sidecars: Sidecars) -> Summoned:
             chosen = await choose(self._reach, sidecars, patterns, buffers=buffers)
             targets = self._transfer.targets(chosen, dtype=dtype, device=device, into=into)
-            state: LiveState | Pinned | None = None
+            state: StateName | Pinned | None = None
             moments: OptimizerState | None = None
             if optimizer:
                 read = await self._optimizer_read(sidecars, chosen, device, transport, deadline_s)
@@ -513,7 +513,7 @@ class AsyncMesh:
                 step=state.step,
                 edits=state.edits,
                 history=state.history,
-                unsettled=state.unsettled,
+                unsettled=unsettled and isinstance(state, Pinned) and state.unsettled,
                 label=state.label,
                 seconds=time.monotonic() - began_s,
                 bytes=chosen.plan.size_bytes,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -25,6 +25,7 @@ from paramd.errors import (
 from paramd.layout.dtypes import item_bytes
 from paramd.layout.plan import ReadPlan, plan_read
 from paramd.layout.select import SelectedTensor, select
+from paramd.mesh.exports.download import batches
 from paramd.mesh.insight.moments import Facts, HeldMoments, Spans, pin_moments_at
 from paramd.mesh.insight.states import pin_step, present
 from paramd.mesh.peers.discovery import SidecarFinder
@@ -125,7 +126,7 @@ async def compute_updates(
         selection = list(select(index, patterns, with_buffers=False))
         rows: list[UpdateRow] = []
         missing = ""
-        for group in groups(selection, max(index.layout.arena_bytes, default=0) // 3):
+        for group in batches(selection, _bytes, max(index.layout.arena_bytes, default=0) // 3):
             plan = plan_read(index.layout, group, prefer=reach.costs())
             found, why = await _next_update(sidecars, plan, group, deadline_s, steps)
             rows, missing = rows + found, missing or why
@@ -138,20 +139,6 @@ async def compute_updates(
         )
 
     return await reach.attempts(attempt, deadline_s)
-
-
-def groups(selection: Sequence[SelectedTensor], most_bytes: int) -> Iterator[list[SelectedTensor]]:
-    """Consecutive tensors of at most `most_bytes`; a larger one is alone."""
-    group: list[SelectedTensor] = []
-    size_bytes = 0
-    for item in selection:
-        if group and size_bytes + _bytes(item) > most_bytes:
-            yield group
-            group, size_bytes = [], 0
-        group.append(item)
-        size_bytes += _bytes(item)
-    if group:
-        yield group
 
 
 def _bytes(item: SelectedTensor) -> int:

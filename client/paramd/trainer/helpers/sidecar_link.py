@@ -271,10 +271,7 @@ class SidecarLink:
         One that was started for a job on one host does not when it is on several now.
         """
         handover.send(connection, {"op": "where"})
-        try:
-            answer, _ = _answer(connection, "where")
-        except UsageError:
-            return True  # an older one: attaching says so
+        answer, _ = _answer(connection, "where")
         own, address = self._identity.own_tls, str(answer["address"])
         return own.is_at(address) if own is not None else not is_of_job(address)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paramd.cli.edit import Note, Wait, emit_edit
+from paramd.cli.edit import Note, Timeout, Wait, emit_edit
 from paramd.cli.options import Output, Target, with_target
 from paramd.cli.output import Column, Listing, count, emit, size, when
 from paramd.cli.shell import say
@@ -27,7 +27,6 @@ COLUMNS = (
     Column("why_not_whole", "NOT WHOLE"),
 )
 
-Timeout = Annotated[float, typer.Option("--timeout", metavar="S", help="Seconds to wait.")]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The mark's name.")]
 
 

@@ -182,13 +182,9 @@ def check_versions(answers: Sequence[Mapping[str, Any]]) -> None:
     """Raise ConflictError unless all ranks run the same paramd; `answers` is what each says."""
     first = answers[0]
     for rank, answer in enumerate(answers):
-        if answer.get("version") != first.get("version"):
+        if answer["version"] != first["version"]:
             raise ConflictError(
-                f"rank {rank} on host {_told(answer, 'hostname')} runs paramd "
-                f"{_told(answer, 'version')}, rank 0 on host {_told(first, 'hostname')} "
-                f"{_told(first, 'version')}; install the same version on all hosts"
+                f"rank {rank} on host {answer['hostname']} runs paramd {answer['version']}, rank 0 "
+                f"on host {first['hostname']} {first['version']}; install the same version on all "
+                "hosts"
             )
-
-
-def _told(answer: Mapping[str, Any], name: str) -> str:
-    return str(answer.get(name, "of an older paramd"))

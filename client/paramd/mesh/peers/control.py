@@ -320,7 +320,7 @@ class RestClient:
                 f"the connection to {self.url} was closed during the request; connect again"
             ) from error
         if answer.status_code >= 400:
-            raise error_of_http(self.url, answer.status_code, *problem_of(answer))
+            raise error_of_http(self.url, answer.status_code, *problem_of_text(answer.text))
         return answer
 
     def _if_moved(self) -> str:
@@ -383,13 +383,8 @@ def checked_url(url: str) -> str:
     return url.rstrip("/")
 
 
-def problem_of(answer: httpx2.Response) -> tuple[str, str]:
-    """(message, `type` of the RFC 9457 problem document); else (its first 200 characters, "")."""
-    return problem_of_text(answer.text)
-
-
 def problem_of_text(text: str) -> tuple[str, str]:
-    """As `problem_of`, of a body."""
+    """(message, `type` of the RFC 9457 problem document); else (its first 200 characters, "")."""
     try:
         found = json.loads(text)
     except ValueError:

@@ -177,12 +177,8 @@ class SidecarLink:
         """Let go of a sidecar whose memory is still wanted by another attempt. Idempotent."""
         self._supervisor.close()
         self._mesh = None
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-        if self.descriptors is not None:
-            self.descriptors.close()
-            self.descriptors = None
+        self._disconnect()
+        self._drop_descriptors()
 
     def close(self) -> None:
         """Detach from the sidecar and let it end. Idempotent."""
@@ -194,19 +190,24 @@ class SidecarLink:
                 handover.send(self._connection, {"op": "detach"})
             if self._process is None:
                 _await_end(self._connection, timeout_s=5.0)
-            self._connection.close()
-            self._connection = None
+        self._disconnect()
         self._reap(grace_s=5.0)
         self.insight.close()
+        self._drop_descriptors()
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _drop_descriptors(self) -> None:
         if self.descriptors is not None:
             self.descriptors.close()
             self.descriptors = None
 
     def _restart(self) -> int:
         with self._handing:
-            if self._connection is not None:
-                self._connection.close()
-                self._connection = None
+            self._disconnect()
             self._reap(grace_s=0.0)
             self._attach(self._reach())
             self._send_mesh()

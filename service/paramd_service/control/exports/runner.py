@@ -349,15 +349,7 @@ async def begin(job: ExportJob) -> None:
     await leases.renew()
     leases.keep()
     job.plan = plan
-    job.message = encode_plan(
-        plan,
-        incarnation=pinned.incarnation,
-        layout_digest=digest,
-        step=pinned.step,
-        edits=pinned.edits,
-        pins=pins,
-        unsettled=pinned.unsettled,
-    )
+    job.message = encode_plan(pinned, digest)
     job.row = replace(
         job.row,
         plan=job.message.SerializeToString(),

@@ -275,12 +275,9 @@ def whole_parameters(local: LocalLayout) -> list[str]:
     return [
         tensor.fqn
         for tensor in local.tensors
-        if tensor.kind is TensorKind.PARAMETER and _is_whole(tensor)
+        if tensor.kind is TensorKind.PARAMETER
+        and [piece.region for piece in tensor.pieces] == [full_box(tensor.shape)]
     ]
-
-
-def _is_whole(tensor: LocalTensor) -> bool:
-    return [piece.region for piece in tensor.pieces] == [full_box(tensor.shape)]
 
 
 def check_replicas(contents: Sequence[Mapping[str, int]]) -> None:

@@ -44,7 +44,7 @@ from paramd.layout.exports.safetensors import (
     file_order,
 )
 from paramd.layout.exports.settings import NameMap
-from paramd.layout.plan import ReadPlan, ResultTensor
+from paramd.layout.plan import ReadPlan
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.grpc import LeaseEndedError
 from paramd.mesh.peers.sidecars import Pinned, RankPin, Sidecars
@@ -281,10 +281,12 @@ def file_layout(wanted: Wanted, pinned: Pinned) -> FileLayout:
     plan = wanted.chosen.plan
     by_name: dict[str, int] = {}
     specs = []
+    cast = str(wanted.dtype).removeprefix("torch.") if wanted.dtype is not None else None
     for index, tensor in enumerate(plan.tensors):
         name = wanted.names[wanted.chosen.names[index][0]]
         by_name[name] = index
-        specs.append(TensorSpec(name=name, dtype=_dtype(tensor, wanted), shape=tensor.shape))
+        dtype = tensor.dtype if cast is None else cast
+        specs.append(TensorSpec(name=name, dtype=dtype, shape=tensor.shape))
     ordered = file_order(specs)
     metadata = {
         **wanted.metadata,
@@ -299,10 +301,6 @@ def file_layout(wanted: Wanted, pinned: Pinned) -> FileLayout:
         order=[by_name[spec.name] for spec in ordered],
         ends=list(accumulate(sizes, initial=len(header)))[1:],
     )
-
-
-def _dtype(tensor: ResultTensor, wanted: Wanted) -> str:
-    return str(wanted.dtype).removeprefix("torch.") if wanted.dtype is not None else tensor.dtype
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

@@ -31,10 +31,10 @@ from paramd.trainer.attaching.checks import (
     optimizers_of,
     steps_done,
 )
-from paramd.trainer.attaching.exchange import TakenIncarnation, take_incarnation
+from paramd.trainer.attaching.exchange import take_incarnation
 from paramd.trainer.attaching.given import resolve
 from paramd.trainer.helpers.sidecar_link import Identity, OwnTls
-from paramd.trainer.helpers.site_link import Registration
+from paramd.trainer.helpers.site_link import TakenIncarnation
 from paramd.trainer.home.mirrored import home_of
 from paramd.trainer.home.owned import ParameterStorage
 from paramd.trainer.model.local_shard import LocalShard
@@ -72,7 +72,7 @@ class Discovering(Attempt):
     """By rank, its `host_id`."""
     _buddies: Sequence[int] = ()
     """By rank, who keeps copies of its standing snapshots; empty: nobody."""
-    _site: Registration | None = None
+    _site: TakenIncarnation | None = None
     _meeting: Meeting | None = None
     """The ranks' addresses if they are on several hosts and paramd makes certificates."""
 
@@ -171,16 +171,11 @@ class Discovering(Attempt):
             )
         return found
 
-    @property
-    def _resumes(self) -> bool:
-        return self._settings.resume != "never"
-
     def look_back(self, found: Found) -> Found:
         """Agree on the state of an earlier incarnation to go on from; change nothing."""
-        if not self._resumes:
+        if self._settings.resume == "never":
             return found
         exchange = self._exchange
-
         device = found.home.device
 
         def look() -> dict[str, Any]:
@@ -235,7 +230,7 @@ class Discovering(Attempt):
                 above=self._known_incarnation,
             )
             taken.append(mine)
-            self._site = mine.site
+            self._site = mine if mine.url else None
             return {"incarnation": mine.incarnation, "public_key": mine.public_key.hex()}
 
         first = self._together(stage)[0]

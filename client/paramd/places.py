@@ -61,8 +61,8 @@ __all__ = (
 )
 
 ENDPOINT_FILE = "endpoint.json"
-INCARNATION_FILE, OLDER_FILE = "incarnation", "epoch"
-"""The counter of a job's incarnations, and its name in older versions: it must never go back."""
+INCARNATION_FILE = "incarnation"
+"""The counter of a job's incarnations: it must never go back."""
 MAX_ENDPOINT_BYTES = 64 << 10
 REMOTE_S = 1.0
 """How long a control plane on another host may take to answer, when the state dir is shared."""
@@ -70,8 +70,8 @@ REMOTE_S = 1.0
 GENERATION_FILE = "generation"
 """The generation of the last control plane of the directory."""
 
-HISTORY_FILE, OLDER_HISTORY_FILE = "incarnations.jsonl", "epochs.jsonl"
-"""The history of a job's incarnations, and its name in older versions."""
+HISTORY_FILE = "incarnations.jsonl"
+"""The history of a job's incarnations."""
 MAX_HISTORY_BYTES = 256 << 10
 """Only the newest lines are read: about a thousand incarnations."""
 
@@ -205,7 +205,7 @@ def known_jobs() -> list[str]:
 def is_known(job: str) -> bool:
     """Whether a job of that name has ever begun here. Raises UsageError as `job_dir`."""
     directory = state_dir() / check_job_name(job)
-    kept = (ENDPOINT_FILE, HISTORY_FILE, INCARNATION_FILE, OLDER_HISTORY_FILE, OLDER_FILE)
+    kept = (ENDPOINT_FILE, HISTORY_FILE, INCARNATION_FILE)
     return any((directory / name).is_file() for name in kept)
 
 
@@ -260,9 +260,8 @@ def incarnations(job: str) -> list[IncarnationRecord]:
     """
     found: dict[int, IncarnationRecord] = {}
     directory = state_dir() / check_job_name(job)
-    for name in (OLDER_HISTORY_FILE, HISTORY_FILE):
-        for line in _lines(directory / name):
-            _take_in(found, line)
+    for line in _lines(directory / HISTORY_FILE):
+        _take_in(found, line)
     ordered = [found[incarnation] for incarnation in sorted(found)]
     for place, later in enumerate(ordered[1:]):
         if ordered[place].ended_s is None:
@@ -279,7 +278,7 @@ def _take_in(found: dict[int, IncarnationRecord], line: bytes) -> None:
         said = json.loads(line)
         ended_s = said.get("ended_s")
         record = IncarnationRecord(
-            incarnation=int(said.get("incarnation", said.get("epoch"))),
+            incarnation=int(said["incarnation"]),
             world_size=int(said["world_size"]),
             began_s=float(said["began_s"]),
             ended_s=float(ended_s) if ended_s is not None else None,
@@ -308,8 +307,7 @@ def _counted(path: Path) -> int:
     try:
         text = path.read_text()
     except FileNotFoundError:
-        older = path.with_name(OLDER_FILE)
-        return 0 if path == older else _counted(older)
+        return 0
     if not re.fullmatch(r"[0-9]{1,18}\n?", text):
         raise ConflictError(
             f"{path} does not hold a number; write the job's last incarnation into it, "

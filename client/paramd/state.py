@@ -7,17 +7,10 @@ and an incarnation counts edits from 0.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
-
-class HeaderLike(Protocol):
-    """The fields of `paramd.v1.Header` that name a state."""
-
-    incarnation: int
-    history: int
-    step: int
-    edits: int
-    label: str
+if TYPE_CHECKING:
+    from paramd.v1 import common_pb2
 
 
 class At(NamedTuple):
@@ -43,7 +36,7 @@ class StateName(NamedTuple):
     """Of weights that stood in for the training's own; empty: the training's own."""
 
     @classmethod
-    def of(cls, header: HeaderLike) -> StateName:
+    def of(cls, header: common_pb2.Header) -> StateName:
         """The state that an answer is about."""
         return cls(header.incarnation, header.history, header.step, header.edits, header.label)
 

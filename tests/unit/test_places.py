@@ -199,12 +199,6 @@ def test_incarnations_rise_from_one() -> None:
     assert places.next_incarnation("other") == 1
 
 
-def test_incarnations_go_on_from_the_counter_of_an_older_version() -> None:
-    (places.job_dir("run") / "epoch").write_text("7\n")
-    assert places.last_incarnation("run") == 7
-    assert [places.next_incarnation("run") for _ in range(2)] == [8, 9]
-
-
 def test_incarnations_are_never_handed_out_twice_under_contention() -> None:
     got: list[int] = []
     threads = [

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from paramd.cli import completion
-from paramd.cli.options import Output, Target, with_target
+from paramd.cli.options import AnyGlobs, Output, Target, with_target
 from paramd.cli.output import Column, Listing, count, emit
 from paramd.cli.shell import say
 
@@ -26,12 +25,7 @@ COLUMNS = (
 @with_target
 def check(
     target: Target,
-    glob: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="GLOB", help="Name patterns. Default: all.", autocompletion=completion.names
-        ),
-    ] = None,
+    glob: AnyGlobs = None,
     rank: Annotated[int, typer.Option("--rank", min=0, help="Whose update.")] = 0,
     count_: Annotated[int, typer.Option("-n", "--count", min=1, help="Check so many updates.")] = 1,
     output: Output = None,

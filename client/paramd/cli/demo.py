@@ -25,7 +25,6 @@ from paramd.cli import stats as stats_command
 from paramd.cli import status as status_command
 from paramd.cli.options import Debug, Format
 from paramd.cli.output import Listing, emit, seconds, size
-from paramd.cli.summon import save, untie
 from paramd.errors import DataLossError, DeadlineError, ParamdError, UnreachableError
 from paramd.places import read_endpoint, state_dir
 
@@ -428,18 +427,18 @@ def _watch(mesh: Mesh, training: Training) -> Summoned:
 
 def _save_and_compare(found: Summoned, path: Path) -> None:
     from safetensors import safe_open
+    from safetensors.torch import save_file
 
-    size_bytes = save(found, path, replace=False)
-    kept, _ = untie(found)
+    save_file(found.state_dict(), path, metadata={"paramd_step": str(found.step)})
     with safe_open(path, framework="pt") as opened:
         metadata = opened.metadata()
         names = set(opened.keys())
-        wrong = [name for name in kept if not kept[name].equal(opened.get_tensor(name))]
-    if wrong or names != kept.keys() or metadata["paramd_step"] != str(found.step):
+        wrong = [name for name in found if not found[name].equal(opened.get_tensor(name))]
+    if wrong or names != found.keys() or metadata["paramd_step"] != str(found.step):
         raise DataLossError(f"the file differs from the summoned tensors: {wrong or names}")
     print(
-        f"{path.name}: {size(size_bytes)}, step {metadata['paramd_step']}; the safetensors "
-        f"library reads {len(names)} tensors, all equal to the summoned ones"
+        f"{path.name}: {size(path.stat().st_size)}, step {metadata['paramd_step']}; the "
+        f"safetensors library reads {len(names)} tensors, all equal to the summoned ones"
     )
 
 

@@ -129,13 +129,8 @@ def _packages() -> Iterator[Finding]:
         try:
             found = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            verdict = Verdict.WARNING if extra else Verdict.FAILED
-            yield Finding(
-                check=name,
-                verdict=verdict,
-                detail="not installed",
-                advice=f"required {use}: {install}",
-            )
+            bad = Verdict.WARNING if extra else Verdict.FAILED
+            yield _finding(name, False, "not installed", f"required {use}: {install}", bad)
             continue
         good = release(found) >= release(floor)
         yield _finding(name, good, found, f"needs {floor} or newer: {install} --upgrade")
@@ -179,13 +174,12 @@ def _memory() -> Iterator[Finding]:
     from paramd.memory import descriptors
 
     available = descriptors.available_bytes()
-    yield Finding(
-        check="shared memory",
-        verdict=Verdict.OK if available >= LITTLE_MEMORY_BYTES else Verdict.WARNING,
-        detail=f"{available / 1e9:,.1f} GB available",
-        advice=""
-        if available >= LITTLE_MEMORY_BYTES
-        else "each rank needs twice its parameters' size; raise the container's memory limit",
+    yield _finding(
+        "shared memory",
+        available >= LITTLE_MEMORY_BYTES,
+        f"{available / 1e9:,.1f} GB available",
+        "each rank needs twice its parameters' size; raise the container's memory limit",
+        Verdict.WARNING,
     )
     try:
         descriptor = descriptors.create_memory("paramd-doctor", mmap.PAGESIZE)
@@ -238,14 +232,8 @@ def _one_port(port: int, mine: Mapping[str, str]) -> Finding:
             job = mine.get(str(port))
             free = job is not None
             detail = f"serves job {job}" if job is not None else f"taken ({error.strerror})"
-    return Finding(
-        check=f"port {port}",
-        verdict=Verdict.OK if free else Verdict.WARNING,
-        detail=detail,
-        advice=""
-        if free
-        else "the next free port will be used; to choose one, set PARAMD_LISTEN=127.0.0.1:PORT",
-    )
+    advice = "the next free port will be used; to choose one, set PARAMD_LISTEN=127.0.0.1:PORT"
+    return _finding(f"port {port}", free, detail, advice, Verdict.WARNING)
 
 
 def _clock() -> Iterator[Finding]:
@@ -261,8 +249,10 @@ def _clock() -> Iterator[Finding]:
         yield _finding("clock source", True, source.read_text().strip(), "")
 
 
-def _finding(check: str, good: bool, detail: str, advice: str) -> Finding:
-    verdict = Verdict.OK if good else Verdict.FAILED
+def _finding(
+    check: str, good: bool, detail: str, advice: str = "", bad: Verdict = Verdict.FAILED
+) -> Finding:
+    verdict = Verdict.OK if good else bad
     return Finding(check=check, verdict=verdict, detail=detail, advice="" if good else advice)
 
 
@@ -321,7 +311,7 @@ def jobs(target: Target) -> Iterator[Finding]:
             yield _silent(chosen.url, error)
             return
         if not targets:
-            yield Finding(check="jobs", verdict=Verdict.OK, detail=f"none at {chosen.url}")
+            yield _finding("jobs", True, f"none at {chosen.url}")
     elif chosen.url is not None or chosen.job is not None:
         targets = [target]
     else:
@@ -330,7 +320,7 @@ def jobs(target: Target) -> Iterator[Finding]:
             Target(replace(chosen, job=job.job, url=job.url, token=job.token)) for job in running
         ]
         if not running:
-            yield Finding(check="jobs", verdict=Verdict.OK, detail="none running here")
+            yield _finding("jobs", True, "none running here")
     for one in targets:
         yield from _job(one)
 
@@ -342,12 +332,8 @@ async def _served(target: Target) -> list[str]:
 
 
 def _silent(name: str, error: Exception) -> Finding:
-    return Finding(
-        check=name,
-        verdict=Verdict.FAILED,
-        detail=explain(error)[0],
-        advice=f"is it still running? Its logs are in {places.state_dir()}",
-    )
+    advice = f"is it still running? Its logs are in {places.state_dir()}"
+    return _finding(name, False, explain(error)[0], advice)
 
 
 LANES = {
@@ -368,26 +354,23 @@ def _job(target: Target) -> Iterator[Finding]:
     except (ParamdError, OSError) as error:
         yield _silent(name, error)
         return
-    yield Finding(
-        check=f"job {found.job}",
-        verdict=Verdict.OK,
-        detail=f"incarnation {found.incarnation}, step {found.step}, {found.world_size} ranks; "
-        f"dashboard: {url}",
-    )
+    told = f"incarnation {found.incarnation}, step {found.step}, {found.world_size} ranks"
+    yield _finding(f"job {found.job}", True, f"{told}; dashboard: {url}")
     for row in found:
         if row.reason:
-            yield Finding(
-                check=f"job {found.job} rank {row.rank}",
-                verdict=Verdict.FAILED,
-                detail=f"{row.phase}: {row.reason}",
-                advice=f"see rank-{row.rank}.log in {places.state_dir() / found.job}",
+            yield _finding(
+                f"job {found.job} rank {row.rank}",
+                False,
+                f"{row.phase}: {row.reason}",
+                f"see rank-{row.rank}.log in {places.state_dir() / found.job}",
             )
     for lane in lanes:
-        yield Finding(
-            check=f"job {found.job} rank {lane.rank} bytes",
-            verdict=Verdict.WARNING if lane.reason else Verdict.OK,
-            detail=f"{LANES[lane.transport]}{': ' * bool(lane.reason)}{lane.reason}",
-            advice="let that port through; reading is slower without it" if lane.reason else "",
+        yield _finding(
+            f"job {found.job} rank {lane.rank} bytes",
+            not lane.reason,
+            f"{LANES[lane.transport]}{': ' * bool(lane.reason)}{lane.reason}",
+            "let that port through; reading is slower without it",
+            Verdict.WARNING,
         )
     yield from _between_hosts(found.job, reaches)
 
@@ -407,12 +390,8 @@ def _between_hosts(job: str, reaches: Sequence[Reach]) -> Iterator[Finding]:
     hosts = {one.rank for one in reaches}
     if len(hosts) > 1 and not any(one.reason for one in reaches):
         slowest_ms = 1000 * max(one.took_s for one in reaches)
-        yield Finding(
-            check=f"job {job} hosts",
-            verdict=Verdict.OK,
-            detail=f"{len(hosts)} hosts reach each other and the control plane, the slowest pair "
-            f"in {slowest_ms:.0f} ms",
-        )
+        told = f"{len(hosts)} hosts reach each other and the control plane, the slowest pair in"
+        yield _finding(f"job {job} hosts", True, f"{told} {slowest_ms:.0f} ms")
 
 
 def control_plane(url: str, tls_ca: str | None) -> Iterator[Finding]:
@@ -432,12 +411,8 @@ def control_plane(url: str, tls_ca: str | None) -> Iterator[Finding]:
                 return
         yield _remote_clock(host, url, tls)
     except (ParamdError, OSError) as error:
-        yield Finding(
-            check=f"control plane {host}",
-            verdict=Verdict.FAILED,
-            detail=str(error),
-            advice="is it running, and is the port reachable from here?",
-        )
+        advice = "is it running, and is the port reachable from here?"
+        yield _finding(f"control plane {host}", False, str(error), advice)
 
 
 def _remote_clock(host: str, url: str, tls: ClientTls) -> Finding:
@@ -465,16 +440,13 @@ def clock_finding(host: str, date: str | None, now_s: float) -> Finding:
         # Truncated to whole seconds, half a second on average.
         theirs_s = parsedate_to_datetime(date or "").timestamp() + 0.5
     except ValueError:
-        return Finding(
-            check=check,
-            verdict=Verdict.WARNING,
-            detail=f"it sent no usable time (Date: {date!r})",
-            advice="is it a paramd control plane? A proxy may have removed the header",
-        )
+        advice = "is it a paramd control plane? A proxy may have removed the header"
+        told = f"it sent no usable time (Date: {date!r})"
+        return _finding(check, False, told, advice, Verdict.WARNING)
     ahead_s = now_s - theirs_s
     skew_s = abs(ahead_s)
     if skew_s <= NOTABLE_SKEW_S:
-        return Finding(check=check, verdict=Verdict.OK, detail="within a few seconds of ours")
+        return _finding(check, True, "within a few seconds of ours")
     advice = (
         "tickets and tokens would be refused"
         if skew_s > CLOCK_SKEW_S
@@ -500,20 +472,14 @@ def _certificate(host: str, name: str, port: int, tls: ClientTls) -> Finding:
         ):
             found = secure.getpeercert()
     except ssl.SSLCertVerificationError as error:
-        return Finding(
-            check=check,
-            verdict=Verdict.FAILED,
-            detail=error.verify_message,
-            advice=verify_advice(error.verify_code, tls.ca),
-        )
+        advice = verify_advice(error.verify_code, tls.ca)
+        return _finding(check, False, error.verify_message, advice)
     except ssl.SSLError as error:
-        return Finding(
-            check=check,
-            verdict=Verdict.FAILED,
-            detail=str(error),
-            advice="does the port speak TLS? It may require a client certificate: "
-            "PARAMD_TLS_CLIENT_CERT and PARAMD_TLS_CLIENT_KEY",
+        advice = (
+            "does the port speak TLS? It may require a client certificate: "
+            "PARAMD_TLS_CLIENT_CERT and PARAMD_TLS_CLIENT_KEY"
         )
+        return _finding(check, False, str(error), advice)
     assert found is not None
     parts: Any = found["issuer"]
     issuer = ", ".join(value for part in parts for _, value in part)
@@ -552,7 +518,7 @@ def tls_files(tls_ca: str | None) -> Iterator[Finding]:
             yield _key_file(name, path) if name in KEYS else _certificate_file(name, path)
         except (UsageError, OSError, ValueError) as error:
             advice = "give a PEM file that this user can read"
-            yield Finding(check=name, verdict=Verdict.FAILED, detail=str(error), advice=advice)
+            yield _finding(name, False, str(error), advice)
 
 
 def _key_file(name: str, path: Path) -> Finding:
@@ -560,13 +526,9 @@ def _key_file(name: str, path: Path) -> Finding:
 
     read_pem(path)
     if stat.S_IMODE(path.stat().st_mode) & 0o077:
-        return Finding(
-            check=name,
-            verdict=Verdict.FAILED,
-            detail=f"{path} is readable by other users",
-            advice=f"chmod 600 {path}",
-        )
-    return Finding(check=name, verdict=Verdict.OK, detail=f"{path}, readable only by its owner")
+        told = f"{path} is readable by other users"
+        return _finding(name, False, told, f"chmod 600 {path}")
+    return _finding(name, True, f"{path}, readable only by its owner")
 
 
 def _certificate_file(name: str, path: Path) -> Finding:
@@ -576,8 +538,7 @@ def _certificate_file(name: str, path: Path) -> Finding:
     try:
         from cryptography import x509
     except ModuleNotFoundError:
-        detail = f"{path}; install paramd[service] to check its expiry"
-        return Finding(check=name, verdict=Verdict.OK, detail=detail)
+        return _finding(name, True, f"{path}; install paramd[service] to check its expiry")
     found = x509.load_pem_x509_certificates(data)
     end_s = min(certificate.not_valid_after_utc.timestamp() for certificate in found)
     return expiry_finding(name, str(path), end_s, time.time())

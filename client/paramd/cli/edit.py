@@ -65,6 +65,7 @@ IfStep = Annotated[
     int | None,
     typer.Option("--if-step", metavar="N", help="Apply only at this step; pause training first."),
 ]
+Timeout = Annotated[float, typer.Option("--timeout", metavar="S", help="Seconds to wait.")]
 Note = Annotated[str, typer.Option("--note", metavar="TEXT", help="Reason, kept with the edit.")]
 
 
@@ -249,9 +250,7 @@ def edit(
     ] = False,
     note: Note = "",
     wait: Wait = True,
-    timeout: Annotated[
-        float, typer.Option("--timeout", metavar="S", help="Seconds to wait.")
-    ] = 60.0,
+    timeout: Timeout = 60.0,
     output: Output = None,
 ) -> None:
     """Change parameters of the running job, on all ranks at one step or on none.

@@ -214,11 +214,11 @@ def _asked(one: Sidecar) -> tuple[str, bool]:
 
 def _answer(connection: socket.socket) -> dict[str, Any]:
     from paramd.memory import handover
+    from paramd.memory.descriptors import close_all
 
     handover.send(connection, {"op": "leave"})
     answer, descriptors = handover.receive(connection)
-    for descriptor in descriptors:
-        os.close(descriptor)
+    close_all(descriptors)
     return answer
 
 

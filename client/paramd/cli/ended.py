@@ -79,7 +79,9 @@ def find(target: Target) -> Past | None:
     except UnreachableError:
         # Checks that the directory is ours and private.
         places.job_dir(job)
-    living = sidecars(job)
+    from paramd.cli.end import sidecars
+
+    living = sorted(one.rank for one in sidecars(job))
     if living:
         raise UnreachableError(
             f"no control plane of job {job!r} runs, but sidecars of ranks "
@@ -88,22 +90,6 @@ def find(target: Target) -> Past | None:
         )
     past = places.incarnations(job)
     return Past(job, past[-1]) if past else None
-
-
-def sidecars(job: str) -> list[int]:
-    """Ranks whose sidecar answers on its socket here, sorted."""
-    from paramd.memory import handover
-
-    found = []
-    for path in (places.state_dir() / places.check_job_name(job)).glob("rank-*.sock"):
-        rank = path.stem.removeprefix("rank-")
-        try:
-            handover.connect(path, timeout_s=1.0).close()
-        except (ParamdError, OSError):
-            continue
-        if rank.isdecimal():
-            found.append(int(rank))
-    return sorted(found)
 
 
 async def found_ended(client: RestClient, job: str) -> IncarnationRecord | None:

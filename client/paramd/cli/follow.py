@@ -88,12 +88,8 @@ async def _follow(
     dtype: str | None,
     deltas: bool,
 ) -> None:
-    from paramd.mesh.connect import async_connect
-
-    chosen, form, good = target.settings, target.format, 0
-    async with async_connect(
-        chosen.url, chosen.token, job=chosen.job, tls_ca=chosen.tls_ca
-    ) as mesh:
+    form, good = target.format, 0
+    async with target.async_connect() as mesh:
         frames = mesh.follow(*patterns, every=every, dtype=load_torch(dtype), deltas=deltas)
         try:
             async with aclosing(follower.updates(frames)) as found:

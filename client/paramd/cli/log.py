@@ -75,12 +75,8 @@ async def _log(
     looks: int,
 ) -> None:
     from paramd.integrations.trackers import Following
-    from paramd.mesh.connect import async_connect
 
-    chosen = target.settings
-    async with async_connect(
-        chosen.url, chosen.token, job=chosen.job, tls_ca=chosen.tls_ca
-    ) as mesh:
+    async with target.async_connect() as mesh:
         following = Following(mesh, opened, patterns, also)
         task, ended = asyncio.current_task(), ""
         assert task is not None

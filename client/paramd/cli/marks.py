@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paramd.cli.edit import Note, Wait, emit_edit
+from paramd.cli.edit import Note, Timeout, Wait, emit_edit
 from paramd.cli.options import Output, Target, with_target
 from paramd.cli.output import Column, Listing, count, emit, size, when
 from paramd.cli.shell import say
@@ -26,7 +27,6 @@ COLUMNS = (
     Column("why_not_whole", "NOT WHOLE"),
 )
 
-Timeout = Annotated[float, typer.Option("--timeout", metavar="S", help="Seconds to wait.")]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The mark's name.")]
 
 
@@ -156,12 +156,6 @@ def _listing(rows: list[dict[str, Any]], job: str) -> Listing:
 
 
 def _row(found: Mark) -> dict[str, Any]:
-    return {
-        "name": found.name,
-        "step": found.step,
-        "size_bytes": found.size_bytes,
-        "made_s": found.made_s,
-        "by": found.by,
-        "whole": found.whole,
-        "why_not_whole": found.reason,
-    }
+    row = asdict(found)
+    row["why_not_whole"] = row.pop("reason")
+    return row

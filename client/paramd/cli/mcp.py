@@ -47,12 +47,8 @@ def mcp(
 
 async def _serve(target: Target, *, changes: bool, port: int | None) -> None:
     from paramd.integrations.mcp_server import build
-    from paramd.mesh.connect import async_connect
 
-    chosen = target.settings
-    async with async_connect(
-        chosen.url, chosen.token, job=chosen.job, tls_ca=chosen.tls_ca
-    ) as mesh:
+    async with target.async_connect() as mesh:
         server = build(mesh, changes=changes)
         if port is None:
             await server.run_stdio_async()

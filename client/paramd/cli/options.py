@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from enum import StrEnum
 from functools import wraps
@@ -17,6 +17,7 @@ from paramd.cli import completion, settings
 from paramd.errors import UsageError
 
 if TYPE_CHECKING:
+    from paramd.mesh.amesh import AsyncMesh
     from paramd.mesh.mesh import Mesh
     from paramd.mesh.peers.control import RestClient
 
@@ -84,6 +85,14 @@ Globs = Annotated[
 ]
 
 
+AnyGlobs = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="GLOB", help="Name patterns. Default: all.", autocompletion=completion.names
+    ),
+]
+
+
 class Target:
     """What a command works on: the effective settings, and a connection to the mesh."""
 
@@ -104,6 +113,13 @@ class Target:
 
         chosen = self.settings
         return connect(chosen.url, token=chosen.token, job=chosen.job, tls_ca=chosen.tls_ca)
+
+    def async_connect(self) -> AbstractAsyncContextManager[AsyncMesh]:
+        """As `connect`, for asyncio."""
+        from paramd.mesh.connect import async_connect
+
+        chosen = self.settings
+        return async_connect(chosen.url, chosen.token, job=chosen.job, tls_ca=chosen.tls_ca)
 
     @asynccontextmanager
     async def rest(self) -> AsyncIterator[tuple[RestClient, str | None]]:

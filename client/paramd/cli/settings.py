@@ -22,7 +22,7 @@ import difflib
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 from urllib.parse import urlsplit
@@ -114,16 +114,8 @@ class Flags:
 
     def over(self, below: Flags) -> Flags:
         """These flags, falling back to `below` where they are None."""
-        return Flags(
-            job=self.job if self.job is not None else below.job,
-            url=self.url if self.url is not None else below.url,
-            token=self.token if self.token is not None else below.token,
-            tls_ca=self.tls_ca if self.tls_ca is not None else below.tls_ca,
-            output=self.output if self.output is not None else below.output,
-            context_name=(
-                self.context_name if self.context_name is not None else below.context_name
-            ),
-        )
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        return replace(below, **given)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,13 +20,9 @@ if TYPE_CHECKING:
 
     from paramd.mesh.mesh import Mesh
     from paramd.mesh.reading.stream import Transport
-    from paramd.mesh.results import Summoned
-    from paramd.safetensors_file import SafetensorsWriter
 
 Moved = Callable[[str, int, int], None]
 """(activity, bytes done, total bytes)"""
-
-CHUNK_BYTES = 16 << 20
 
 SUFFIX = ".safetensors"
 
@@ -67,63 +62,6 @@ def bar(what: str) -> Iterator[Moved]:
             )
 
         yield moved
-
-
-def save(found: Summoned, path: Path, *, replace: bool) -> int:
-    """Write summoned tensors to a file; return its size in bytes.
-
-    Tied names go into the metadata as `safetensors.torch.load_model` expects them: alias to
-    the name written.
-    """
-    # Imported here: it would make `--help` a fifth slower.
-    from paramd.safetensors_file import SafetensorsWriter, TensorSpec
-
-    kept, aliases = untie(found)
-    specs = [
-        TensorSpec(name=name, dtype=dtype_name(tensor), shape=tuple(tensor.shape))
-        for name, tensor in kept.items()
-    ]
-    metadata = {
-        **aliases,
-        "format": "pt",
-        "paramd_job": found.job,
-        "paramd_incarnation": str(found.incarnation),
-        "paramd_step": str(found.step),
-    }
-    with SafetensorsWriter(path, specs, metadata=metadata, replace=replace) as writer:
-        for spec in writer.specs:
-            _append(writer, kept[spec.name])
-    return writer.size_bytes
-
-
-def untie(found: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Each tensor under its first name; and its other names, mapped to that one."""
-    first: dict[int, str] = {}
-    kept: dict[str, torch.Tensor] = {}
-    aliases: dict[str, str] = {}
-    for name, tensor in found.items():
-        canonical = first.setdefault(id(tensor), name)
-        if canonical == name:
-            kept[name] = tensor
-        else:
-            aliases[name] = canonical
-    return kept, aliases
-
-
-def dtype_name(tensor: torch.Tensor) -> str:
-    """The dtype without its "torch." prefix."""
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _append(writer: SafetensorsWriter, tensor: torch.Tensor) -> None:
-    tensor = tensor.detach().cpu().contiguous()
-    size_bytes = tensor.numel() * tensor.element_size()
-    if not size_bytes:
-        return
-    # By address, for numpy lacks some dtypes. `tensor` keeps the memory alive.
-    memory = memoryview((ctypes.c_ubyte * size_bytes).from_address(tensor.data_ptr())).cast("B")
-    for begin in range(0, size_bytes, CHUNK_BYTES):
-        writer.append(memory[begin : begin + CHUNK_BYTES])
 
 
 @with_target

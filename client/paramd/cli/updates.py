@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from paramd.cli import completion
-from paramd.cli.options import Output, Target, with_target
+from paramd.cli.options import AnyGlobs, Output, Target, with_target
 from paramd.cli.output import Column, Listing, count, emit, number
 from paramd.cli.shell import say
 
@@ -31,12 +30,7 @@ COLUMNS = (
 @with_target
 def updates(
     target: Target,
-    glob: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="GLOB", help="Name patterns. Default: all.", autocompletion=completion.names
-        ),
-    ] = None,
+    glob: AnyGlobs = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="So many updates together.")] = 1,
     output: Output = None,
 ) -> None:

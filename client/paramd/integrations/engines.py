@@ -21,16 +21,16 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 from urllib.parse import urlsplit
 
 import httpx2
 
 from paramd.errors import ConflictError, ParamdError, UnreachableError, UsageError
+from paramd.layout.exports.safetensors import TensorSpec, encode_header, file_order
 from paramd.layout.exports.settings import NameMap
 from paramd.mesh.frames.frames import ParamFrame
 from paramd.mesh.reading.stream import memory_at
-from paramd.safetensors_file import SafetensorsWriter, TensorSpec
 from paramd.security.tls import is_loopback
 
 if TYPE_CHECKING:
@@ -47,29 +47,6 @@ ANSWER_S = 10.0
 FILE = "model.safetensors"
 
 CHUNK_BYTES = 16 << 20
-
-
-class Engine(Protocol):
-    """One inference server."""
-
-    name: str
-
-    async def serving(self) -> tuple[str, str]:
-        """The version in force and the directory, or name, that it was loaded from.
-
-        Raises:
-            UnreachableError: it does not answer.
-        """
-
-    async def load(self, path: str, version: str) -> None:
-        """Load weights, and generate with them. If it fails, nothing is generated until it works.
-
-        Raises:
-            UnreachableError: it does not answer. ConflictError: it refused; with its own words.
-        """
-
-    async def close(self) -> None:
-        """Close the connection."""
 
 
 class _Http:
@@ -120,17 +97,44 @@ class _Http:
         await self._client.aclose()
 
 
-class VllmEngine:
+class Engine:
+    """One inference server."""
+
+    name: str
+
+    def __init__(self, url: str, *, token: str = "", pause: Pause = "wait") -> None:
+        """No I/O yet. Raises UsageError."""
+        self._http = _Http(url, token)
+        self._pause = pause
+
+    async def serving(self) -> tuple[str, str]:
+        """The version in force and the directory, or name, that it was loaded from.
+
+        Raises:
+            UnreachableError: it does not answer.
+        """
+        raise NotImplementedError
+
+    async def load(self, path: str, version: str) -> None:
+        """Load weights, and generate with them. If it fails, nothing is generated until it works.
+
+        Raises:
+            UnreachableError: it does not answer. ConflictError: it refused; with its own words.
+        """
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._http.close()
+
+
+class VllmEngine(Engine):
     """`vllm serve` with VLLM_SERVER_DEV_MODE=1; of its workers `reload_weights` is called.
 
     Source: vllm/entrypoints/rl/online/api_router.py and serve/dev/rpc/api_router.py of 0.33.
     """
 
     name = "vllm"
-
-    def __init__(self, url: str, *, token: str = "", pause: Pause = "wait") -> None:
-        self._http = _Http(url, token)
-        self._pause = pause
 
     async def serving(self) -> tuple[str, str]:
         found = await self._http.call("GET", "/weight_info")
@@ -157,20 +161,13 @@ class VllmEngine:
         await call("POST", "/update_weight_version", {"new_version": version})
         await call("POST", "/resume")
 
-    async def close(self) -> None:
-        await self._http.close()
 
-
-class SglangEngine:
+class SglangEngine(Engine):
     """An SGLang server. Source: sglang/srt/entrypoints/http_server.py of 0.5.23."""
 
     name = "sglang"
 
     _MODES: Mapping[str, str] = {"abort": "abort", "keep": "retract"}
-
-    def __init__(self, url: str, *, token: str = "", pause: Pause = "wait") -> None:
-        self._http = _Http(url, token)
-        self._pause = pause
 
     async def serving(self) -> tuple[str, str]:
         found = await self._http.call("GET", "/model_info")
@@ -194,14 +191,8 @@ class SglangEngine:
         if mode is not None:
             await self._http.call("POST", "/continue_generation", {})
 
-    async def close(self) -> None:
-        await self._http.close()
 
-
-ENGINES: Mapping[str, type[VllmEngine] | type[SglangEngine]] = {
-    "vllm": VllmEngine,
-    "sglang": SglangEngine,
-}
+ENGINES: Mapping[str, type[Engine]] = {"vllm": VllmEngine, "sglang": SglangEngine}
 
 
 def open_engine(to: str, url: str, *, token: str = "", pause: str = "wait") -> Engine:
@@ -363,12 +354,16 @@ def _save(path: Path, frame: ParamFrame, names: NameMap) -> None:
         for name, one in tensors.items()
     ]
     metadata = {"format": "pt", "paramd_job": frame.job, "paramd_step": str(frame.step)}
-    with SafetensorsWriter(path, specs, metadata=metadata) as writer:
-        for spec in writer.specs:
+    ordered = file_order(specs)
+    with path.open("xb") as file:
+        file.write(encode_header(ordered, metadata))
+        for spec in ordered:
             tensor = tensors[spec.name].detach().contiguous()
             for begin in range(0, tensor.nbytes, CHUNK_BYTES):
                 size_bytes = min(CHUNK_BYTES, tensor.nbytes - begin)
-                writer.append(memory_at(tensor.data_ptr() + begin, size_bytes))
+                file.write(memory_at(tensor.data_ptr() + begin, size_bytes))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 async def _next(frames: AsyncIterator[ParamFrame]) -> ParamFrame | None:

@@ -9,7 +9,6 @@ trainer.train()
 from __future__ import annotations
 
 import logging
-from types import TracebackType
 from typing import Any
 
 from paramd.errors import UsageError
@@ -143,10 +142,5 @@ class ParamdCallback(TrainerCallback):
     def __enter__(self) -> ParamdCallback:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._training.end()

@@ -39,6 +39,7 @@ MAX_COLUMNS = 120
 
 LEAST_S = 0.5
 SHOWN_NAMES = 20
+_PARAMS = ("name", "shape", "dtype")
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
@@ -100,7 +101,8 @@ class View:
     """When it was looked at, in seconds since the Unix epoch."""
 
     def __repr__(self) -> str:
-        parts = [repr(self.status), "", _param_text(self.params)]
+        params = text_table(_PARAMS, _param_rows(self.params), _param_below(self.params))
+        parts = [repr(self.status), "", params]
         if self.columns:
             last = self.columns[-1]
             parts += ["", self._caption(), _bars(last)]
@@ -111,7 +113,7 @@ class View:
         parts = [
             f"<p><strong>{html.escape(self.problem)}</strong></p>" if self.problem else "",
             self.status._repr_html_(),
-            html_table(("name", "shape", "dtype"), rows, _param_below(self.params)),
+            html_table(_PARAMS, rows, _param_below(self.params)),
         ]
         if self.columns:
             parts.append(f"<p>{html.escape(self._caption())}</p>{_svg(self.columns)}")
@@ -301,10 +303,6 @@ def _param_rows(params: Params) -> list[list[str]]:
 def _param_below(params: Params) -> str:
     hidden = len(params) - SHOWN_NAMES
     return params.summary() + (f" ({hidden} not shown)" if hidden > 0 else "")
-
-
-def _param_text(params: Params) -> str:
-    return text_table(("name", "shape", "dtype"), _param_rows(params), _param_below(params))
 
 
 def _filled(columns: Sequence[Column]) -> tuple[int, int]:

@@ -50,14 +50,10 @@ def attach_partitioned(
     try:
         attachment = attach(module, optimizers, **options)
     except BaseException:
-        _undeclare(module)
+        del declared[module]
         raise
-    attachment.at_detach(partial(_undeclare, module))
+    attachment.at_detach(partial(declared.pop, module, None))
     return attachment
-
-
-def _undeclare(module: nn.Module) -> None:
-    declared.pop(module, None)
 
 
 def override(attachment: Attachment, owner: Any, name: str, method: Callable[..., Any]) -> None:

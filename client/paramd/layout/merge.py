@@ -94,13 +94,14 @@ def _defect_of_intervals(intervals: list[Interval], numel: int) -> str | None:
 def _defect_of_boxes(boxes: list[Box], shape: tuple[int, ...]) -> str | None:
     if boxes == [full_box(shape)]:
         return None
-    for one, other in _overlaps(boxes, len(shape)):
+    for one, other in overlaps(boxes, len(shape)):
         return f"different boxes overlap: {_said(one)} and {_said(other)}"
     missing = prod(shape) - sum(box.numel for box in boxes)
     return f"no rank holds {missing} of its {prod(shape)} elements" if missing else None
 
 
-def _overlaps(boxes: list[Box], ndim: int) -> Iterable[tuple[Box, Box]]:
+def overlaps(boxes: list[Box], ndim: int) -> Iterable[tuple[Box, Box]]:
+    """Pairs of boxes that share an element."""
     # Sweeping along the dim with the most cuts keeps the fewest boxes active.
     dim = max(range(ndim), key=lambda d: len({box.begin[d] for box in boxes}), default=0)
     active: list[Box] = []
@@ -274,12 +275,9 @@ def whole_parameters(local: LocalLayout) -> list[str]:
     return [
         tensor.fqn
         for tensor in local.tensors
-        if tensor.kind is TensorKind.PARAMETER and _is_whole(tensor)
+        if tensor.kind is TensorKind.PARAMETER
+        and [piece.region for piece in tensor.pieces] == [full_box(tensor.shape)]
     ]
-
-
-def _is_whole(tensor: LocalTensor) -> bool:
-    return [piece.region for piece in tensor.pieces] == [full_box(tensor.shape)]
 
 
 def check_replicas(contents: Sequence[Mapping[str, int]]) -> None:

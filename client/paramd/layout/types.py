@@ -6,7 +6,7 @@ a region count elements.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
@@ -188,3 +188,14 @@ def _boxes_within(
         zeros = (0,) * (len(shape) - 1)
         yield Box((*index, first, *zeros), (*after, last, *shape[1:]))
     yield from _boxes_within(0, tail, shape[1:], (*index, last))
+
+
+def joined(spans: Iterable[tuple[int, int]], gap: int) -> list[tuple[int, int]]:
+    """Sorted half-open spans, those with at most `gap` between them as one."""
+    found: list[tuple[int, int]] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1] + gap:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((begin, end))
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -87,6 +88,12 @@ def is_pidfd_of_elsewhere(descriptor: int) -> bool:
     # -1: it has been reaped since.
     named = fields[fields.index("Pid:") + 1] if "Pid:" in fields else ""
     return named in ("0", "-1")
+
+
+def close_all(descriptors: Iterable[int]) -> None:
+    """Close each of them."""
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def same_object(one: int, other: int) -> bool:

@@ -360,7 +360,8 @@ class DeviceReader:
             self._ready()
             self._copy([replace(span, source=self._mapped_at(span)) for span in here])
             # 0: nothing was queued under this page, whose predecessor's memory is whole.
-            if published and (self._fence_found() - published) & _FENCE_MASK > _FENCE_MASK // 2:
+            found = ctypes.c_uint32.from_address(self._fence_room).value
+            if published and (found - published) & _FENCE_MASK > _FENCE_MASK // 2:
                 raise LateError
 
     def _mapped_at(self, span: CopySpan) -> int:
@@ -410,10 +411,6 @@ class DeviceReader:
         except DeviceError as error:
             return f"the device cannot be read ({error})"
         return "" if whole else "the device had not finished the trainer's last update"
-
-    def _fence_found(self) -> int:
-        """The fence as it was before the bytes that were copied last."""
-        return ctypes.c_uint32.from_address(self._fence_room).value
 
     def close(self) -> None:
         """Give context, windows and map back. Idempotent; a lost device keeps what it has."""

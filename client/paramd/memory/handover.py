@@ -22,7 +22,7 @@ from typing import Any
 from paramd.errors import DeniedError, UnreachableError, UsageError
 from paramd.memory import descriptors
 from paramd.memory.control_page import PAGE_BYTES
-from paramd.memory.descriptors import create_sparse, pages
+from paramd.memory.descriptors import close_all, create_sparse, pages
 
 ROOM_EXTRA_BYTES = 1 << 20
 """Size of a gradient slot beyond its arena-shaped room."""
@@ -146,8 +146,7 @@ class Descriptors:
                 made.append(create_sparse("paramd-optimizer", optimizer_bytes(arena_bytes)))
                 made.append(create_sparse("paramd-continuation", continuation_bytes()))
         except BaseException:
-            for descriptor in [*made, *(one.descriptor for one in state)]:
-                os.close(descriptor)
+            close_all([*made, *(one.descriptor for one in state)])
             raise
         found = cls(*made)
         found.state.extend(state)
@@ -201,8 +200,7 @@ class Descriptors:
         ]  # fmt: skip
 
     def close(self) -> None:
-        for descriptor in self.as_list():
-            os.close(descriptor)
+        close_all(self.as_list())
 
 
 def _duplicate(descriptor: int) -> int:
@@ -317,8 +315,7 @@ def receive(connection: socket.socket) -> tuple[Message, list[int]]:
             raise UsageError("a handover message was too long")
         return _parse(data), list(descriptors)
     except BaseException:
-        for descriptor in descriptors:
-            os.close(descriptor)
+        close_all(descriptors)
         raise
 
 

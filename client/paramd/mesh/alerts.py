@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, Literal, get_args
 from urllib.parse import quote, urlencode
 
 from paramd.errors import UsageError
-from paramd.mesh.edits.calls import unreadable
-from paramd.mesh.peers.control import RestClient
+from paramd.mesh.peers.control import RestClient, read_document, readable
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.results import Table, ranks_text
 
@@ -70,11 +69,6 @@ class Alerts(Table[Alert]):
     watch: bool
     """Whether parameters are sampled, without which some rules find nothing."""
 
-    def __new__(cls, rows: Iterable[Alert], *, job: str, incarnation: int, watch: bool) -> Alerts:
-        self = super().__new__(cls, rows)
-        self.job, self.incarnation, self.watch = job, incarnation, watch
-        return self
-
     def summary(self) -> str:
         return (
             f"{sum(row.firing for row in self)} of {len(self)} alerts of {self.job!r} firing "
@@ -83,58 +77,40 @@ class Alerts(Table[Alert]):
         )
 
 
-class AlertCalls:
-    """Alert requests of one job."""
-
-    def __init__(self, rest: RestClient, reach: SidecarFinder) -> None:
-        self._rest = rest
-        self._reach = reach
-
-    async def all(self, *, state: AlertState, incarnation: int | None, limit: int) -> Alerts:
-        """Up to `limit` alerts, over as many pages as it takes. Raises as `AsyncMesh.alerts`."""
-        if state not in get_args(AlertState):
-            raise UsageError(f"state: {state!r}; expected one of {', '.join(get_args(AlertState))}")
-        if limit < 1:
-            raise UsageError(f"limit: {limit}; expected at least 1")
-        job = self._reach.document.job
-        rows: dict[str, Alert] = {}
-        token = ""
-        while True:
-            query = {"state": state, "limit": str(min(_PAGE, limit - len(rows)))}
-            query |= {"incarnation": str(incarnation)} if incarnation is not None else {}
-            query |= {"page_token": token} if token else {}
-            path = f"/jobs/{quote(job, safe='')}/alerts?{urlencode(query)}"
-            found = await self._rest.send("GET", path)
-            try:
-                # By id: one that is resolved between two pages is listed on both.
-                rows |= {row.id: row for row in map(parse_alert, found["alerts"])}
-                token = str(found["next_page_token"])
-                of, watch = int(found["incarnation"]), bool(found["watch"])
-            except (KeyError, TypeError, ValueError) as error:
-                raise unreadable(self._rest.url, error) from error
-            if not token or len(rows) >= limit:
-                # All that fire come with the first page.
-                return Alerts(list(rows.values())[:limit], job=job, incarnation=of, watch=watch)
+async def ask_alerts(
+    rest: RestClient,
+    reach: SidecarFinder,
+    state: AlertState,
+    incarnation: int | None,
+    limit: int,
+) -> Alerts:
+    """Up to `limit` alerts, over as many pages as it takes. Raises as `AsyncMesh.alerts`."""
+    if state not in get_args(AlertState):
+        raise UsageError(f"state: {state!r}; expected one of {', '.join(get_args(AlertState))}")
+    if limit < 1:
+        raise UsageError(f"limit: {limit}; expected at least 1")
+    job = reach.document.job
+    rows: dict[str, Alert] = {}
+    token = ""
+    while True:
+        query = {"state": state, "limit": str(min(_PAGE, limit - len(rows)))}
+        query |= {"incarnation": str(incarnation)} if incarnation is not None else {}
+        query |= {"page_token": token} if token else {}
+        path = f"/jobs/{quote(job, safe='')}/alerts?{urlencode(query)}"
+        found = await rest.send("GET", path)
+        with readable(rest.url):
+            # By id: one that is resolved between two pages is listed on both.
+            rows |= {row.id: row for row in map(parse_alert, found["alerts"])}
+            token = str(found["next_page_token"])
+            of, watch = int(found["incarnation"]), bool(found["watch"])
+        if not token or len(rows) >= limit:
+            # All that fire come with the first page.
+            return Alerts(list(rows.values())[:limit], job=job, incarnation=of, watch=watch)
 
 
 def parse_alert(found: Mapping[str, Any]) -> Alert:
     """Parse an AlertDocument. Raises KeyError, TypeError or ValueError."""
-    resolved_s = found.get("resolved_s")
-    return Alert(
-        id=str(found["id"]),
-        incarnation=int(found["incarnation"]),
-        rule=str(found["rule"]),
-        subject=str(found["subject"]),
-        severity=str(found["severity"]),
-        state=str(found["state"]),
-        reason=str(found["reason"]),
-        ranks=tuple(int(rank) for rank in found["ranks"]),
-        name=str(found["name"]),
-        step=int(found["step"]),
-        first_seen_s=float(found["first_seen_s"]),
-        last_seen_s=float(found["last_seen_s"]),
-        resolved_s=float(resolved_s) if resolved_s is not None else None,
-    )
+    return read_document(Alert, found, ranks=tuple(map(int, found["ranks"])))
 
 
 def _time_text(time_s: float) -> str:

@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from paramd import gone
@@ -19,7 +18,7 @@ from paramd.layout.exports.settings import NameMap
 from paramd.layout.plan import ReadPlan
 from paramd.layout.select import select
 from paramd.layout.types import Layout
-from paramd.mesh.alerts import AlertCalls, Alerts, AlertState
+from paramd.mesh.alerts import Alerts, AlertState, ask_alerts
 from paramd.mesh.edits.calls import Edit, EditCalls, Edits, EditTerms, Hold, Holder, check_applied
 from paramd.mesh.edits.editing import (
     Changes,
@@ -53,7 +52,6 @@ from paramd.mesh.peers.control import Find, RestClient
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.relay import TunnelRelay
 from paramd.mesh.peers.sidecars import Pinned, Sidecars
-from paramd.mesh.reading.live import LiveState
 from paramd.mesh.reading.pin import choose, pinned, while_pinned
 from paramd.mesh.reading.stream import Transport, keep_freed_memory
 from paramd.mesh.reading.summary import compute_stats
@@ -76,6 +74,7 @@ from paramd.mesh.results import (
     mesh_status,
 )
 from paramd.security.tls import ClientTls
+from paramd.state import StateName
 from paramd.wire import LEASE_S
 
 if TYPE_CHECKING:
@@ -125,7 +124,6 @@ class AsyncMesh:
         self._holder = Holder(self._edits)
         self._marks = MarkCalls(self._edits)
         self._exports = ExportCalls(self._rest, self._reach)
-        self._alerts = AlertCalls(self._rest, self._reach)
         self._views: set[AsyncExitStack] = set()
         self._streams: set[StepStream[Any, Any]] = set()
 
@@ -139,12 +137,7 @@ class AsyncMesh:
             raise
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -210,7 +203,7 @@ class AsyncMesh:
             UsageError: an argument is wrong.
             UnreachableError: the control plane does not respond.
         """
-        return await self._alerts.all(state=state, incarnation=incarnation, limit=limit)
+        return await ask_alerts(self._rest, self._reach, state, incarnation, limit)
 
     async def why(self, *ranks: int, log_lines: int = 10) -> Why:
         """What the ranks are doing now, and which one keeps the others waiting (`verdict`).
@@ -499,7 +492,7 @@ class AsyncMesh:
         async def attempt(sidecars: Sidecars) -> Summoned:
             chosen = await choose(self._reach, sidecars, patterns, buffers=buffers)
             targets = self._transfer.targets(chosen, dtype=dtype, device=device, into=into)
-            state: LiveState | Pinned | None = None
+            state: StateName | Pinned | None = None
             moments: OptimizerState | None = None
             if optimizer:
                 read = await self._optimizer_read(sidecars, chosen, device, transport, deadline_s)
@@ -520,7 +513,7 @@ class AsyncMesh:
                 step=state.step,
                 edits=state.edits,
                 history=state.history,
-                unsettled=state.unsettled,
+                unsettled=unsettled and isinstance(state, Pinned) and state.unsettled,
                 label=state.label,
                 seconds=time.monotonic() - began_s,
                 bytes=chosen.plan.size_bytes,

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from paramd.errors import ParamdError, UsageError
 from paramd.layout.stats import STATISTICS, Statistic, Summary
@@ -88,6 +88,12 @@ class Table(tuple[Item, ...], Generic[Item]):
     """Dataclass of the rows."""
     about: Sequence[str] = ()
     """Attributes that say what all rows are of."""
+
+    def __new__(cls, rows: Iterable[Item] = (), **about: Any) -> Self:
+        """`about`: values of the attributes that a class declares beside its rows."""
+        self = super().__new__(cls, rows)
+        vars(self).update(about)
+        return self
 
     def cells(self) -> list[list[str]]:
         """Cell texts of the first `SHOWN_ROWS` rows."""
@@ -193,31 +199,13 @@ class StatsTable(Table[TensorStats]):
     total: TensorStats
     job: str
     incarnation: int
-    history: int
+    history: int = 0
     """As in `Summoned`."""
     step: int
-    unsettled: bool
+    unsettled: bool = False
     """As in `Summoned`."""
-    label: str
+    label: str = ""
     """As in `Summoned`."""
-
-    def __new__(
-        cls,
-        rows: Iterable[TensorStats],
-        *,
-        total: TensorStats,
-        job: str,
-        incarnation: int,
-        step: int,
-        history: int = 0,
-        unsettled: bool = False,
-        label: str = "",
-    ) -> StatsTable:
-        self = super().__new__(cls, rows)
-        self.total, self.job, self.incarnation, self.step = total, job, incarnation, step
-        self.history = history
-        self.unsettled, self.label = unsettled, label
-        return self
 
     @classmethod
     def _names(cls) -> Sequence[str]:
@@ -281,13 +269,6 @@ class MeshStatus(Table[RankStatus]):
     job: str
     incarnation: int
     world_size: int
-
-    def __new__(
-        cls, rows: Iterable[RankStatus], *, job: str, incarnation: int, world_size: int
-    ) -> MeshStatus:
-        self = super().__new__(cls, rows)
-        self.job, self.incarnation, self.world_size = job, incarnation, world_size
-        return self
 
     @property
     def step(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from paramd.errors import UsageError
 from paramd.extras import TRACKERS
@@ -16,26 +16,6 @@ CHOICES = {
     "sidecar": ("own", "external"),
 }
 """Settings that take one of a few words."""
-
-LIMITS = (
-    "stream_port",
-    "budget_bytes",
-    "default_lease_s",
-    "max_lease_s",
-    "grace_s",
-    "max_calls",
-    "max_deadline_s",
-    "idle_memory_s",
-    "edit_pool_bytes",
-    "edit_budget_bytes",
-    "undo_budget_bytes",
-    "edit_expiry_s",
-    "standing_budget_bytes",
-    "copy_rate_bytes",
-    "marks_budget_bytes",
-    "delta_budget_bytes",
-)
-"""Limits passed on to the sidecar."""
 
 _MAY_BE_ZERO = frozenset(
     {
@@ -223,3 +203,11 @@ class AttachSettings:
             except ValueError:
                 raise UsageError(f"PARAMD_{name.upper()} must be a number, is {text!r}") from None
         return cls(**values)  # type: ignore[arg-type]
+
+
+LIMITS = tuple(
+    one.name
+    for one in fields(AttachSettings)
+    if one.default is None and one.name != "standing_every"
+)
+"""Limits passed on to the sidecar, whose own defaults hold for those that are None."""

@@ -209,14 +209,6 @@ async def test_the_list_of_incarnations_survives_and_passes_over_what_is_cut() -
     assert numbers == [1, 2, 2]
 
 
-def test_the_list_of_an_older_version_is_still_told() -> None:
-    older = {"epoch": 4, "world_size": 2, "began_s": 5.0, "ended_s": 6.0, "reason": "r", "step": 9}
-    (places.job_dir("run") / "epochs.jsonl").write_text(f"{json.dumps(older)}\n")
-    newer = {"incarnation": 5, "world_size": 2, "began_s": 7.0}
-    (places.job_dir("run") / HISTORY_FILE).write_text(f"{json.dumps(newer)}\n")
-    assert [(one.incarnation, one.step) for one in places.incarnations("run")] == [(4, 9), (5, -1)]
-
-
 async def test_the_ranks_document_is_what_the_model_says() -> None:
     mesh = await Jobs(TERMS, site=SITE).register("run", world_size=3)
     hostile = 'quote " \\ <b>\u2028\n'

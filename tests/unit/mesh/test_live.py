@@ -31,9 +31,10 @@ from paramd.memory.control_page import (
 from paramd.memory.gate import TrainerGate
 from paramd.mesh.peers.control import PeerAddress
 from paramd.mesh.reading import live
-from paramd.mesh.reading.live import LivePage, LiveRank, LiveState, OvertakenError, read_live
+from paramd.mesh.reading.live import LivePage, LiveRank, OvertakenError, read_live
 from paramd.mesh.reading.transfer import open_live
 from paramd.security.tickets import Role, Signer
+from paramd.state import StateName
 
 ARENA_BYTES = 1 << 16
 SAMPLES = (0, 100, ARENA_BYTES // 8 - 1)
@@ -120,7 +121,7 @@ class Reading:
         for rank in self.ranks.values():
             rank.read_into(ctypes.addressof(self.found[rank.rank]) + half, half, half)
 
-    def read(self, incarnation: int = 1) -> LiveState | None:
+    def read(self, incarnation: int = 1) -> StateName | None:
         return read_live(self.ranks, incarnation, self.copy)
 
     def values(self) -> set[int]:
@@ -145,11 +146,11 @@ def pair(stack: ExitStack) -> list[Trainer]:
 
 def test_a_settled_state_of_all_ranks_is_read(pair: list[Trainer], stack: ExitStack) -> None:
     reading = Reading(pair, stack)
-    assert reading.read() == LiveState(1, 1, 0)
+    assert reading.read() == StateName(1, 0, 1, 0)
     assert reading.values() == {1}
     for one in pair:
         one.update()
-    assert reading.read() == LiveState(1, 2, 0)
+    assert reading.read() == StateName(1, 0, 2, 0)
     assert reading.values() == {2}
 
 
@@ -171,7 +172,7 @@ def test_a_copy_that_an_update_overtakes_is_made_again(
                 one.update()
 
     reading = Reading(pair, stack, update)
-    assert reading.read() == LiveState(1, live.ATTEMPTS, 0)
+    assert reading.read() == StateName(1, 0, live.ATTEMPTS, 0)
     assert reading.values() == {live.ATTEMPTS}
     assert reading.copies == live.ATTEMPTS
 
@@ -229,7 +230,7 @@ def test_ranks_that_come_to_one_state_are_waited_for(
     pair[0].update()
     catching_up = threading.Timer(0.01, pair[1].update)
     catching_up.start()
-    assert reading.read() == LiveState(1, 2, 0)
+    assert reading.read() == StateName(1, 0, 2, 0)
     catching_up.join()
     assert reading.values() == {2}
 
@@ -272,7 +273,7 @@ def test_a_state_whose_digest_is_not_published_yet_is_waited_for(
     monkeypatch.setattr(live, "MOMENT_S", 10.0)
     publishing = threading.Timer(0.01, lambda: [one.trust() for one in pair])
     publishing.start()
-    assert reading.read() == LiveState(1, 2, 0)
+    assert reading.read() == StateName(1, 0, 2, 0)
     publishing.join()
 
 
@@ -283,7 +284,7 @@ def test_a_held_state_is_read_though_its_digest_comes_later(
         one.update(trusted=False)
         one.page[Word.HELD] = 1
     reading = Reading(pair, stack)
-    assert reading.read() == LiveState(1, 2, 0)
+    assert reading.read() == StateName(1, 0, 2, 0)
     pair[0].page[Word.HELD] = 2
     assert reading.read() is None, "it steps"
 
@@ -294,7 +295,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "MOMENT_S", 5.0)
 
 
-def at_once(reading: Reading, incarnation: int = 1) -> LiveState | None:
+def at_once(reading: Reading, incarnation: int = 1) -> StateName | None:
     begin_s = time.monotonic()
     found = reading.read(incarnation)
     assert time.monotonic() - begin_s < 2.0

@@ -28,12 +28,15 @@ from paramd.mesh.results import (
 
 HOSTILE = "<script>alert(1)</script>"
 EDIT = {
-    "id": "e",
-    "job": "j",
-    "incarnation": 1,
-    "state": "APPLIED",
-    "before": {"min": 0.0, "max": 2.0, "mean": 1.0, "norm": 3.0},
-}
+    "id": "e", "job": "j", "incarnation": 1, "state": "APPLIED", "reason": "", "actor": "a",
+    "committed_by": "a", "note": "", "dry_run": False, "created_s": 1.0, "ended_s": 2.0, "step": 3,
+    "boundary": 1, "ops": [], "size_bytes": 8, "stop_ms": None, "after": None,
+    "before": {
+        "min": 0.0, "max": 2.0, "mean": 1.0, "norm": 3.0, "nan_count": 0, "inf_count": 0,
+    },
+    "undo": {"possible": False, "reason": None}, "undo_of": None, "undone_by": None,
+    "hyperparameters": None, "rollback": None, "warning": "",
+}  # fmt: skip
 
 
 def info(name: str, *ranks: int) -> ParamInfo:

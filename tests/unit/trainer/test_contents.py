@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from paramd.errors import UsageError
-from paramd.trainer.attaching.contents import contents
+from paramd.trainer.attaching.discovering import contents
 from paramd.trainer.attaching.given import resolve
 from paramd.trainer.model.shards import find_shards
 

@@ -14,7 +14,7 @@ from torch import nn
 from paramd.errors import ConflictError, UsageError
 from paramd.layout.merge import merge_layouts
 from paramd.layout.types import Box, TensorKind, row_major
-from paramd.trainer.home.owned import ParameterStorage, arena_kind
+from paramd.trainer.home.owned import ParameterStorage
 from paramd.trainer.home.watch import SPARING
 from paramd.trainer.model.shards import find_shards
 
@@ -529,9 +529,8 @@ def test_what_cannot_be_served_is_refused_by_name(case: str) -> None:
 
 
 def test_cuda_and_other_devices_have_no_arena_yet() -> None:
-    assert arena_kind(torch.zeros(1)) == "host"
     with pytest.raises(ConflictError, match="parameters on meta"):
-        arena_kind(torch.zeros(1, device="meta"))
+        ParameterStorage(nn.Linear(1, 1, device="meta"))
 
 
 def test_memory_with_gaps_is_told_as_dense_boxes() -> None:

@@ -10,12 +10,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from paramd.layout.dtypes import ITEM_BYTES
 
 if TYPE_CHECKING:
     import torch
+
+    from paramd.memory.edit_program import Record
 
 WHOLE: Final = frozenset({"int64", "int32", "int16", "int8", "uint8", "bool"})
 """Dtypes that can be set and filled."""
@@ -30,19 +32,6 @@ BITS: Final = frozenset(d for d in ITEM_BYTES if "8_" in d) | {
 
 NUMBERS: Final = {"value": 0.0, "weight": 1.0, "min": -math.inf, "max": math.inf}
 """The numeric operands of all kinds, with their defaults."""
-
-
-class Numbers(Protocol):
-    """The numeric operands of an operation."""
-
-    @property
-    def value(self) -> float: ...
-    @property
-    def weight(self) -> float: ...
-    @property
-    def min(self) -> float: ...
-    @property
-    def max(self) -> float: ...
 
 
 class EditKind(IntEnum):
@@ -66,7 +55,7 @@ class Kind:
     """The operands and the effect of a kind."""
 
     meaning: str
-    apply: Callable[[torch.Tensor, Numbers, torch.Tensor | None], object]
+    apply: Callable[[torch.Tensor, Record, torch.Tensor | None], object]
     """Changes x in place; data has its shape and dtype. Run under `torch.no_grad`."""
     with_data: bool = False
     """The operand may be data."""
@@ -89,7 +78,7 @@ class Kind:
         return tuple(name for name in self.numbers if name != "weight") or self.numbers
 
 
-def _add(x: torch.Tensor, op: Numbers, data: torch.Tensor | None) -> None:
+def _add(x: torch.Tensor, op: Record, data: torch.Tensor | None) -> None:
     if data is not None:
         x.add_(data, alpha=op.weight)
     else:

@@ -15,6 +15,7 @@ from math import prod
 from paramd.errors import NotFoundError, UsageError
 from paramd.layout.dtypes import item_bytes
 from paramd.layout.edits.ops import EditOp, check_op
+from paramd.layout.merge import overlaps
 from paramd.layout.plan import View, views_of
 from paramd.layout.types import (
     Box,
@@ -212,17 +213,11 @@ def _check_disjoint(fqn: str, boxes: list[Box]) -> None:
             f"{len(boxes):,} operations change {fqn!r}; expected at most {MAX_REGIONS:,} regions "
             "of one parameter; use larger ones"
         )
-    dims = range(len(boxes[0].begin))
-    dim = max(dims, key=lambda d: len({box.begin[d] for box in boxes}), default=-1)
-    active: list[Box] = []
-    for box in sorted(boxes, key=lambda box: box.begin[dim] if dim >= 0 else 0):
-        active = [one for one in active if dim < 0 or one.end[dim] > box.begin[dim]]
-        if any(intersection(one, box) is not None for one in active):
-            raise UsageError(
-                f"two operations change the same elements of {fqn!r}; an edit may change each "
-                "element only once, so make two edits"
-            )
-        active.append(box)
+    if next(iter(overlaps(boxes, len(boxes[0].begin))), None) is not None:
+        raise UsageError(
+            f"two operations change the same elements of {fqn!r}; an edit may change each "
+            "element only once, so make two edits"
+        )
 
 
 def _check_memory(tensors: Iterable[TensorLayout]) -> None:

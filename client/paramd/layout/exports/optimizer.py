@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +74,10 @@ class OptimizerTable:
             found = json.loads(text)
             states = {str(k): _names(v) for k, v in found["states"].items()}
             scalars = {
-                str(fqn): _scalars_of_group(items) for fqn, items in found["scalars"].items()
+                str(fqn): tuple(
+                    StateScalar(str(key), str(dtype), value) for key, dtype, value in of
+                )
+                for fqn, of in found["scalars"].items()
             }
             return cls(states, scalars, tuple(dict(group) for group in found["groups"]))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -86,10 +89,6 @@ def _names(table: Mapping[str, str]) -> dict[str, str]:
         if dtype not in ITEM_BYTES:
             raise ValueError(f"{fqn}: dtype {dtype!r}")
     return dict(table)
-
-
-def _scalars_of_group(items: Iterable[Any]) -> tuple[StateScalar, ...]:
-    return tuple(StateScalar(str(key), str(dtype), value) for key, dtype, value in items)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,14 +191,14 @@ def _table(params: Mapping[str, _Param], ranks: Mapping[int, _Rank]) -> Optimize
         key: {fqn: param.dtypes[key] for fqn, param in params.items() if key in param.dtypes}
         for key in keys
     }
-    scalars = {fqn: _scalars(param.scalars) for fqn, param in params.items() if param.scalars}
+    scalars = {
+        fqn: tuple(StateScalar(key, *_typed(value)) for key, value in param.scalars.items())
+        for fqn, param in params.items()
+        if param.scalars
+    }
     return OptimizerTable(
         {key: names for key, names in states.items() if names}, scalars, _groups(params, ranks)
     )
-
-
-def _scalars(values: Mapping[str, Any]) -> tuple[StateScalar, ...]:
-    return tuple(StateScalar(key, *_typed(value)) for key, value in values.items())
 
 
 def _typed(value: Any) -> tuple[str, float]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from paramd.layout.dtypes import item_bytes
 from paramd.layout.plan import MAX_GAP_BYTES
-from paramd.layout.types import Box, Piece, Region, TensorLayout, cover_numel, row_major
+from paramd.layout.types import Box, Piece, Region, TensorLayout, cover_numel, joined, row_major
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def make_source(
         for piece in pieces:
             begin = piece.arena_begin
             wanted.setdefault(piece.rank, []).append((begin, begin + piece_bytes(piece, dtype)))
-    spans = {rank: _joined(wanted[rank]) for rank in sorted(wanted)}
+    spans = {rank: tuple(joined(wanted[rank], MAX_GAP_BYTES)) for rank in sorted(wanted)}
     offsets = {rank: _offsets(spans[rank]) for rank in spans}
     tensors = tuple(
         SourceTensor(
@@ -103,16 +103,6 @@ def make_source(
         for tensor, dtype, pieces in items
     )
     return Source(state_key, tensors, spans)
-
-
-def _joined(spans: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    joined: list[tuple[int, int]] = []
-    for begin, end in sorted(spans):
-        if joined and begin <= joined[-1][1] + MAX_GAP_BYTES:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
-        else:
-            joined.append((begin, end))
-    return tuple(joined)
 
 
 def _offsets(spans: Sequence[tuple[int, int]]) -> Callable[[int], int]:

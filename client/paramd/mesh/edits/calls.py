@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from urllib.parse import quote, urlencode
 from paramd.errors import ConflictError, DeadlineError, ParamdError, UnreachableError, UsageError
 from paramd.layout.edits.kinds import BY_WORD, KINDS
 from paramd.layout.edits.ops import EDIT_ENDS, EditState, OpSpec
-from paramd.mesh.peers.control import REST_TIMEOUT_S, RestClient
+from paramd.mesh.peers.control import REST_TIMEOUT_S, RestClient, read_document, readable
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.results import Table
 from paramd.wire import LEASE_S, MAX_LEASE_S
@@ -109,42 +110,20 @@ class Hold:
 
 def parse_edit(found: Mapping[str, Any]) -> Edit:
     """Parse an EditDocument. Raises KeyError, TypeError or ValueError."""
-    undo = found.get("undo") or {}
-    return Edit(
-        id=str(found["id"]),
-        job=str(found["job"]),
-        incarnation=int(found["incarnation"]),
+    return read_document(
+        Edit,
+        found,
         state=EditState(found["state"]),
-        reason=str(found.get("reason") or ""),
-        step=_number(found.get("step"), -1),
-        actor=str(found.get("actor") or ""),
-        committed_by=str(found.get("committed_by") or ""),
-        note=str(found.get("note") or ""),
-        dry_run=bool(found.get("dry_run", False)),
-        created_s=float(found.get("created_s") or 0.0),
-        ops=tuple(dict(op) for op in found.get("ops", ())),
-        size_bytes=_number(found.get("size_bytes"), 0),
-        stop_ms=_float(found.get("stop_ms")),
-        before=_range(found.get("before")),
-        after=_range(found.get("after")),
-        undoable=bool(undo.get("possible", False)),
-        undo_refusal=str(undo.get("reason") or ""),
-        undo_of=str(found.get("undo_of") or ""),
-        undone_by=str(found.get("undone_by") or ""),
-        rollback=found.get("rollback"),
-        hyperparameters=found.get("hyperparameters"),
-        warning=str(found.get("warning") or ""),
-    )
-
-
-def parse_hold(found: Mapping[str, Any]) -> Hold:
-    """Parse a hold document. Raises KeyError, TypeError or ValueError."""
-    return Hold(
-        state=str(found["state"]),
-        step=_number(found.get("step"), -1),
-        holder=str(found.get("holder") or ""),
-        steps_left=_number(found.get("steps_left"), 0),
-        lease_left_s=float(found.get("lease_left_s") or 0.0),
+        committed_by=str(found["committed_by"] or ""),
+        ops=tuple(dict(op) for op in found["ops"]),
+        before=_range(found["before"]),
+        after=_range(found["after"]),
+        undoable=bool(found["undo"]["possible"]),
+        undo_refusal=str(found["undo"]["reason"] or ""),
+        undo_of=str(found["undo_of"] or ""),
+        undone_by=str(found["undone_by"] or ""),
+        rollback=found["rollback"],
+        hyperparameters=found["hyperparameters"],
     )
 
 
@@ -231,32 +210,13 @@ class Edits(Table[Edit]):
         return f"{len(self)} edits"
 
 
-def unreadable(url: str, error: Exception) -> ParamdError:
-    """The error for a response that breaks the API's schema."""
-    return ParamdError(
-        f"{url} returned a response that this client cannot read ({error!r}); client and job may "
-        "run different versions of paramd"
-    )
-
-
 def _range(found: Mapping[str, Any] | None) -> ValueRange | None:
     if found is None:
         return None
     # JSON has neither infinity nor NaN; both are sent as null.
-    floats = {name: _float(found.get(name)) for name in ("min", "max", "mean", "norm")}
-    return ValueRange(
-        **{name: value if value is not None else float("nan") for name, value in floats.items()},
-        nan_count=_number(found.get("nan_count"), 0),
-        inf_count=_number(found.get("inf_count"), 0),
-    )
-
-
-def _float(value: Any) -> float | None:
-    return float(value) if value is not None else None
-
-
-def _number(value: Any, default: int) -> int:
-    return int(value) if value is not None else default
+    floats = ("min", "max", "mean", "norm")
+    nans = {name: math.nan for name in floats if found[name] is None}
+    return read_document(ValueRange, found, **nans)
 
 
 _WAIT_S: Final = 3.0
@@ -390,10 +350,8 @@ class EditCalls:
         # Not the usual timeout: agreement can take as long as a training step.
         timeout_s = max(1.0, deadline_s - time.monotonic())
         found = await self._rest.send(method, f"{self._path}/hold{path}", body, timeout_s=timeout_s)
-        try:
-            return parse_hold(found)
-        except (KeyError, TypeError, ValueError) as error:
-            raise unreadable(self._rest.url, error) from error
+        with readable(self._rest.url):
+            return read_document(Hold, found)
 
     @property
     def _path(self) -> str:
@@ -415,10 +373,8 @@ class EditCalls:
                 await asyncio.sleep(_AGAIN_S)
 
     def _edit(self, found: Mapping[str, Any]) -> Edit:
-        try:
+        with readable(self._rest.url):
             return parse_edit(found)
-        except (KeyError, TypeError, ValueError) as error:
-            raise unreadable(self._rest.url, error) from error
 
 
 def _q(edit_id: str) -> str:

@@ -7,7 +7,6 @@ each filled again once the sidecar has taken what it held.
 from __future__ import annotations
 
 import ctypes
-import os
 import select
 import threading
 import weakref
@@ -18,6 +17,7 @@ from typing import Any, Final
 
 from paramd.errors import ConflictError, ParamdError, UnreachableError, error_of_grpc
 from paramd.memory import handover
+from paramd.memory.descriptors import close_all
 from paramd.memory.lent import LentMemory
 from paramd.mesh.peers.control import PeerAddress
 from paramd.mesh.peers.grpc import check_handover
@@ -110,8 +110,7 @@ class Loan:
 
     def _answer(self, expected: str) -> handover.Message:
         message, descriptors = handover.receive(self._connection)
-        for descriptor in descriptors:
-            os.close(descriptor)
+        close_all(descriptors)
         if message["op"] == expected:
             return message
         who = f"rank {self.peer.rank}: "

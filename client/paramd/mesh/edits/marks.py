@@ -9,7 +9,8 @@ from typing import Any
 from urllib.parse import quote
 
 from paramd.errors import UsageError
-from paramd.mesh.edits.calls import Edit, EditCalls, new_edit_id, unreadable
+from paramd.mesh.edits.calls import Edit, EditCalls, new_edit_id
+from paramd.mesh.peers.control import read_document, readable
 from paramd.mesh.results import Table
 
 _GROUP = re.compile(r"(?:optimizer\s+(?P<optimizer>\d+)\s+)?group\s+(?P<group>\d+)")
@@ -89,19 +90,8 @@ class MarkCalls:
         return await self._edits.begin("/hyperparameters", body, deadline_s)
 
     def _mark(self, found: Mapping[str, Any]) -> Mark:
-        try:
-            made_s = found.get("made_s")
-            return Mark(
-                name=str(found["name"]),
-                step=int(found["step"]),
-                size_bytes=int(found["size_bytes"]),
-                made_s=float(made_s) if made_s is not None else None,
-                by=str(found["by"]),
-                whole=bool(found["whole"]),
-                reason=str(found["reason"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise unreadable(self._edits.url, error) from error
+        with readable(self._edits.url):
+            return read_document(Mark, found)
 
 
 def parse_group(text: str) -> tuple[int, int]:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote, urlencode
 
-from paramd.errors import ConflictError, DeadlineError, ParamdError, UnreachableError, UsageError
+from paramd.errors import ConflictError, DeadlineError, UnreachableError, UsageError
 from paramd.layout.exports.files import EXPORT_ENDS, ExportState
-from paramd.mesh.peers.control import RestClient
+from paramd.mesh.peers.control import RestClient, read_document, readable
 from paramd.mesh.peers.discovery import SidecarFinder
 
 
@@ -73,41 +73,15 @@ Progress = Callable[["ExportInfo"], object]
 
 def parse_export(found: Mapping[str, Any]) -> ExportInfo:
     """Parse an ExportDocument. Raises ParamdError."""
-    try:
-        return ExportInfo(
-            id=str(found["id"]),
-            job=str(found["job"]),
-            incarnation=int(found["incarnation"]),
-            step=int(found["step"]),
+    with readable("the control plane"):
+        return read_document(
+            ExportInfo,
+            found,
             state=ExportState(found["state"]),
-            reason=str(found["reason"]),
-            destination=str(found["destination"]),
-            format=str(found["format"]),
-            actor=str(found["actor"]),
-            created_s=float(found["created_s"]),
-            ended_s=float(found["ended_s"]) if found["ended_s"] is not None else None,
-            files=tuple(_file(one) for one in found["files"]),
-            size_bytes=int(found["size_bytes"]),
-            written_bytes=int(found["written_bytes"]),
+            files=tuple(read_document(ExportFile, one) for one in found["files"]),
             schedule=str(found["schedule"] or ""),
             raw=dict(found),
         )
-    except (KeyError, TypeError, ValueError) as error:
-        raise ParamdError(
-            f"the control plane returned an export that this client cannot read ({error!r}); the "
-            "two may run different versions of paramd"
-        ) from error
-
-
-def _file(found: Mapping[str, Any]) -> ExportFile:
-    return ExportFile(
-        name=str(found["name"]),
-        size_bytes=int(found["size_bytes"]),
-        written_bytes=int(found["written_bytes"]),
-        rank=int(found["rank"]),
-        checksum=str(found["checksum"]),
-        state=str(found["state"]),
-    )
 
 
 def check_done(info: ExportInfo) -> None:

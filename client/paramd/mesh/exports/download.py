@@ -20,12 +20,12 @@ import os
 import stat
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from xxhash import xxh3_128_hexdigest
 
@@ -44,7 +44,7 @@ from paramd.layout.exports.safetensors import (
     file_order,
 )
 from paramd.layout.exports.settings import NameMap
-from paramd.layout.plan import ReadPlan, ResultTensor
+from paramd.layout.plan import ReadPlan
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.grpc import LeaseEndedError
 from paramd.mesh.peers.sidecars import Pinned, RankPin, Sidecars
@@ -54,6 +54,8 @@ from paramd.mesh.reading.transfer import Chosen, Transfer
 
 if TYPE_CHECKING:
     import torch
+
+Result = TypeVar("Result")
 
 IDENTITY: Final = "paramd_part"
 """Entry of a partial file's metadata: what its bytes are of, as JSON."""
@@ -279,10 +281,12 @@ def file_layout(wanted: Wanted, pinned: Pinned) -> FileLayout:
     plan = wanted.chosen.plan
     by_name: dict[str, int] = {}
     specs = []
+    cast = str(wanted.dtype).removeprefix("torch.") if wanted.dtype is not None else None
     for index, tensor in enumerate(plan.tensors):
         name = wanted.names[wanted.chosen.names[index][0]]
         by_name[name] = index
-        specs.append(TensorSpec(name=name, dtype=_dtype(tensor, wanted), shape=tensor.shape))
+        dtype = tensor.dtype if cast is None else cast
+        specs.append(TensorSpec(name=name, dtype=dtype, shape=tensor.shape))
     ordered = file_order(specs)
     metadata = {
         **wanted.metadata,
@@ -299,10 +303,6 @@ def file_layout(wanted: Wanted, pinned: Pinned) -> FileLayout:
     )
 
 
-def _dtype(tensor: ResultTensor, wanted: Wanted) -> str:
-    return str(wanted.dtype).removeprefix("torch.") if wanted.dtype is not None else tensor.dtype
-
-
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor, which the caller keeps alive."""
     size_bytes = tensor.numel() * tensor.element_size()
@@ -311,16 +311,19 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_char * size_bytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def batches(plan: ReadPlan, missing: Sequence[int]) -> Iterator[list[int]]:
-    batch: list[int] = []
-    size_bytes = 0
-    for index in missing:
-        more = plan.tensors[index].size_bytes
-        if batch and size_bytes + more > BATCH_BYTES:
+def batches(
+    items: Iterable[Result], size_bytes: Callable[[Result], int], most_bytes: int
+) -> Iterator[list[Result]]:
+    """Consecutive items of at most `most_bytes`; a larger one is alone."""
+    batch: list[Result] = []
+    batch_bytes = 0
+    for item in items:
+        more = size_bytes(item)
+        if batch and batch_bytes + more > most_bytes:
             yield batch
-            batch, size_bytes = [], 0
-        batch.append(index)
-        size_bytes += more
+            batch, batch_bytes = [], 0
+        batch.append(item)
+        batch_bytes += more
     if batch:
         yield batch
 
@@ -572,7 +575,8 @@ class Download:
     ) -> None:
         self._moved(self._file.size_bytes, layout.size_bytes)
         plan = wanted.chosen.plan
-        for batch in batches(plan, layout.order[layout.whole(self._file.size_bytes) :]):
+        missing = layout.order[layout.whole(self._file.size_bytes) :]
+        for batch in batches(missing, lambda index: plan.tensors[index].size_bytes, BATCH_BYTES):
             found = await self._patiently(wanted, batch, pinned, deadline_s)
             for index in batch:
                 tensor = found[wanted.chosen.names[index][0]]

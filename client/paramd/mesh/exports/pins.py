@@ -35,22 +35,15 @@ FIRST_PATIENCE_S = 2.0
 _AGAIN_S = 0.1
 
 
-def encode_plan(
-    plan: ExportPlan,
-    *,
-    state: StateName,
-    layout_digest: str,
-    pins: Iterable[export_pb2.ExportPin],
-    unsettled: bool = False,
-) -> export_pb2.ExportPlan:
+def encode_plan(pinned: PinnedExport, layout_digest: str) -> export_pb2.ExportPlan:
     """The message for a plan whose sources are pinned."""
-    settings = plan.settings
+    plan, settings = pinned.plan, pinned.plan.settings
     return export_pb2.ExportPlan(
-        incarnation=state.incarnation,
-        history=state.history,
+        incarnation=pinned.state.incarnation,
+        history=pinned.state.history,
         layout_digest=layout_digest,
-        step=state.step,
-        edits=state.edits,
+        step=pinned.state.step,
+        edits=pinned.state.edits,
         format=export_pb2.ExportFormat.ValueType(FORMATS[settings.format].number),
         max_shard_bytes=settings.max_shard_bytes,
         dtype=settings.dtype if settings.dtype is not None else "",
@@ -63,8 +56,8 @@ def encode_plan(
             for rule in settings.names.rules
         ],
         digest=plan.digest,
-        pins=pins,
-        unsettled=unsettled,
+        pins=pinned.pins,
+        unsettled=pinned.unsettled,
     )
 
 
@@ -200,13 +193,7 @@ async def pin_with_optimizer(
         raise
     named = [_named(pin, "") for pin in held.pinned.pins.values()]
     named += [_named(pin, key) for key, pins in held.states.items() for pin in pins.values()]
-    pinned = held.pinned
-    return PinnedExport(
-        whole,
-        pinned.state,
-        tuple(named),
-        unsettled=pinned.unsettled,
-    )
+    return _exported(whole, held.pinned, named)
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,8 +335,13 @@ async def pin_parameters(pinner: Pinner, plan: ExportPlan, *, deadline_s: float)
     pinned = await pinner.pin(
         spans if spans else {0: ()}, deadline_s=deadline_s, with_buffers=plan.at_boundary
     )
-    pins = tuple(_named(pin, "") for pin in pinned.pins.values())
-    return PinnedExport(plan, pinned.state, pins, unsettled=pinned.unsettled)
+    return _exported(plan, pinned, [_named(pin, "") for pin in pinned.pins.values()])
+
+
+def _exported(
+    plan: ExportPlan, pinned: Pinned, pins: Sequence[export_pb2.ExportPin]
+) -> PinnedExport:
+    return PinnedExport(plan, pinned.state, tuple(pins), pinned.unsettled)
 
 
 async def _tables(

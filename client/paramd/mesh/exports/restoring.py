@@ -75,7 +75,10 @@ class ExportFiles:
                 f"{self._destination} is of format {manifest['format']!r}; only safetensors can be "
                 "restored into a running mesh"
             )
-        files = [one for one in manifest["files"] if _is_model(str(one["name"]))]
+        named = ((str(one["name"]), one) for one in manifest["files"])
+        files = [
+            one for name, one in named if name.startswith(MODEL_FILES) and name.endswith(SUFFIX)
+        ]
         whole_bytes = sum(int(one["size_bytes"]) for one in files)
         done_bytes = 0
 
@@ -146,7 +149,3 @@ def values_of(
             )
         found[one.fqn] = value
     return found
-
-
-def _is_model(name: str) -> bool:
-    return name.startswith(MODEL_FILES) and name.endswith(SUFFIX)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 from paramd.errors import UsageError
-from paramd.mesh.edits.calls import unreadable
-from paramd.mesh.peers.control import RestClient
+from paramd.mesh.peers.control import RestClient, read_document, readable
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.state_files import MAX_LOG_LINES
 
@@ -66,20 +65,9 @@ async def ask_log(rest: RestClient, reach: SidecarFinder, rank: int, lines: int)
     job = quote(reach.document.job, safe="")
     path = f"/jobs/{job}/ranks/{rank}/log?lines={lines}"
     found = await rest.send("GET", path, timeout_s=TIMEOUT_S)
-    try:
-        return RankLog(
-            job=str(found["job"]),
-            incarnation=int(found["incarnation"]),
-            rank=int(found["rank"]),
-            error=str(found["error"]),
-            logs=tuple(
-                LogTail(
-                    source=str(one["source"]),
-                    lines=tuple(map(str, one["lines"])),
-                    missing=str(one["missing"]),
-                )
-                for one in found["logs"]
-            ),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise unreadable(rest.url, error) from error
+    with readable(rest.url):
+        logs = [
+            read_document(LogTail, one, lines=tuple(map(str, one["lines"])))
+            for one in found["logs"]
+        ]
+        return read_document(RankLog, found, logs=tuple(logs))

@@ -13,12 +13,14 @@ from typing import Any
 
 from paramd.errors import DataLossError
 from paramd.mesh.frames.stepping import CAPTURE_LEASE_S, PinnedStep, hold_step
-from paramd.mesh.insight.states import MAX_WAIT_S
 from paramd.mesh.peers.sidecars import Pinned, Sidecars
 from paramd.state import At
 from paramd.v1 import sidecar_pb2 as pb
 
 MAX_FACTS_BYTES = 256 << 20
+MAX_WAIT_S = 500.0
+"""Longest wait for a step to come, and longest time that it is then held; sidecars accept no
+longer call."""
 
 Spans = Mapping[int, Sequence[tuple[int, int]]]
 """Byte ranges of arenas, by rank."""

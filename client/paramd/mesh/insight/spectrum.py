@@ -273,7 +273,8 @@ class _Shards:
                 col_count=columns,
                 items=self._messages(rank),
             )
-            return await self.sidecars.profile(rank, request, self.deadline_s - time.monotonic())
+            left_s = self.deadline_s - time.monotonic()
+            return await self.sidecars.ask(rank, request, pb.ProfileSnapshotResponse, left_s)
 
         for rank, part in zip(self.items, await asyncio.gather(*map(ask, self.items)), strict=True):
             row_max = np.frombuffer(part.row_max, "<f8")
@@ -336,7 +337,7 @@ class _Shards:
                 factor=columns.tobytes(),
             )
             left_s = self.deadline_s - time.monotonic()
-            answer = await self.sidecars.multiply(rank, request, left_s)
+            answer = await self.sidecars.ask(rank, request, pb.MultiplySnapshotResponse, left_s)
             product = np.frombuffer(answer.product, "<f8").reshape(-1, columns.shape[1])
             first = answer.begin
             most = self.matrix.columns if transposed else self.matrix.rows

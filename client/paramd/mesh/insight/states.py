@@ -25,7 +25,8 @@ from paramd.errors import (
 )
 from paramd.layout.plan import ReadPlan
 from paramd.mesh.exports.restoring import MANIFEST
-from paramd.mesh.frames.stepping import CAPTURE_LEASE_S, TrainingEndedError, hold_step
+from paramd.mesh.frames.stepping import TrainingEndedError
+from paramd.mesh.insight.moments import MAX_WAIT_S, hold
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.sidecars import Pinned, Sidecars
 from paramd.mesh.reading.pin import choose, pinned
@@ -52,9 +53,6 @@ MARK = "mark:"
 """How the name of a mark begins where other states can be given, too."""
 
 MAX_FILES = 10_000
-MAX_WAIT_S = 500.0
-"""Longest wait for a step to come, and longest time that it is then held; sidecars accept no
-longer call."""
 
 
 class State(Protocol):
@@ -203,22 +201,12 @@ async def pin_step(
         DeadlineError: it did not come in time.
         ParamdError: as `hold_step`.
     """
-    document = sidecars.document
-    templates = {
-        read.rank: pb.PinSnapshotRequest(
-            incarnation=document.incarnation,
-            layout_digest=document.layout_digest,
-            spans=[pb.Span(begin=begin, end=end) for begin, end in read.spans],
-            lease_ms=int(1000 * CAPTURE_LEASE_S),
-        )
-        for read in plan.ranks
-    }
+    spans = {read.rank: read.spans for read in plan.ranks}
     try:
         left_s = min(deadline_s - time.monotonic(), MAX_WAIT_S)
-        held = await hold_step(sidecars, templates, at, left_s, hold_s=left_s)
+        held = await hold(stack, sidecars, spans, pb.PinSnapshotRequest(), at, deadline_s)
     except (AbortedError, DeadlineError, TrainingEndedError) as error:
-        raise await _why_not_pinned(sidecars, list(templates), at, left_s, error) from error
-    stack.callback(held.release)
+        raise await _why_not_pinned(sidecars, list(spans), at, left_s, error) from error
     return Pinned.at(held.state, held.pins)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -25,6 +25,7 @@ from paramd.errors import (
 from paramd.layout.dtypes import item_bytes
 from paramd.layout.plan import ReadPlan, plan_read
 from paramd.layout.select import SelectedTensor, select
+from paramd.mesh.exports.download import batches
 from paramd.mesh.insight.moments import Facts, HeldMoments, Spans, pin_moments_at
 from paramd.mesh.insight.states import pin_step, present
 from paramd.mesh.peers.discovery import SidecarFinder
@@ -96,24 +97,10 @@ class Updates(Table[UpdateRow]):
     about = ("job", "incarnation")
     job: str
     incarnation: int
-    history: int
+    history: int = 0
     """As in `Summoned`; of all rows."""
-    moments_missing: str
+    moments_missing: str = ""
     """Why there are no second moments; empty when there are."""
-
-    def __new__(
-        cls,
-        rows: Iterable[UpdateRow],
-        *,
-        job: str,
-        incarnation: int,
-        history: int = 0,
-        moments_missing: str = "",
-    ) -> Updates:
-        self = super().__new__(cls, sorted(rows, key=_order))
-        self.job, self.incarnation, self.moments_missing = job, incarnation, moments_missing
-        self.history = history
-        return self
 
     def summary(self) -> str:
         norm = math.hypot(*(row.norm for row in self if math.isfinite(row.norm)))
@@ -141,7 +128,7 @@ async def compute_updates(
         selection = list(select(index, patterns, with_buffers=False))
         parts = [
             (plan_read(index.layout, group, prefer=reach.costs()), group)
-            for group in groups(selection, max(index.layout.arena_bytes, default=0) // 3)
+            for group in batches(selection, _bytes, max(index.layout.arena_bytes, default=0) // 3)
         ]
         found: list[_Part] = []
         while len(found) < len(parts):
@@ -153,7 +140,7 @@ async def compute_updates(
                 found.append(one)
         document = sidecars.document
         return Updates(
-            [row for part in found for row in part.rows],
+            sorted((row for part in found for row in part.rows), key=_order),
             job=document.job,
             incarnation=document.incarnation,
             history=found[0].history if found else 0,
@@ -161,20 +148,6 @@ async def compute_updates(
         )
 
     return await reach.attempts(attempt, deadline_s)
-
-
-def groups(selection: Sequence[SelectedTensor], most_bytes: int) -> Iterator[list[SelectedTensor]]:
-    """Consecutive tensors of at most `most_bytes`; a larger one is alone."""
-    group: list[SelectedTensor] = []
-    size_bytes = 0
-    for item in selection:
-        if group and size_bytes + _bytes(item) > most_bytes:
-            yield group
-            group, size_bytes = [], 0
-        group.append(item)
-        size_bytes += _bytes(item)
-    if group:
-        yield group
 
 
 def _bytes(item: SelectedTensor) -> int:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlencode
 
 from paramd.errors import UsageError
-from paramd.mesh.edits.calls import unreadable
-from paramd.mesh.peers.control import RestClient
+from paramd.mesh.peers.control import RestClient, read_document, readable
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.results import Table
 
@@ -110,13 +109,6 @@ class Why(Table[RankActivity]):
     verdict: str
     """Which rank keeps the others waiting, in a sentence."""
 
-    def __new__(
-        cls, rows: Iterable[RankActivity], *, job: str, incarnation: int, verdict: str
-    ) -> Why:
-        self = super().__new__(cls, rows)
-        self.job, self.incarnation, self.verdict = job, incarnation, verdict
-        return self
-
     def summary(self) -> str:
         return self.verdict
 
@@ -132,32 +124,23 @@ async def ask_why(
     job = reach.document.job
     query = urlencode([("log_lines", log_lines), *(("rank", rank) for rank in ranks)])
     found = await rest.send("GET", f"/jobs/{quote(job, safe='')}/why?{query}", timeout_s=TIMEOUT_S)
-    try:
+    with readable(rest.url):
         return Why(
             map(_row, found["ranks"]),
             job=job,
             incarnation=int(found["incarnation"]),
             verdict=str(found["verdict"]),
         )
-    except (KeyError, TypeError, ValueError) as error:
-        raise unreadable(rest.url, error) from error
 
 
 def _row(found: Mapping[str, Any]) -> RankActivity:
-    taken = {
-        name: found[name]
-        for name in (
-            "rank", "error", "step", "phase", "boundary_age_s", "overdue", "doing", "where",
-            "seen_for_s", "source", "missing", "collectives_missing", "rss_bytes", "device_bytes",
-            "open_file_count", "open_file_limit", "log_missing",
-        )
-    }  # fmt: skip
-    return RankActivity(
-        threads=tuple(_thread(one) for one in found["threads"]),
+    return read_document(
+        RankActivity,
+        found,
+        threads=tuple(map(_thread, found["threads"])),
         collectives=tuple(Collective(**one) for one in found["collectives"]),
         log_lines=tuple(found["log_lines"]),
         document=found,
-        **taken,
     )
 
 

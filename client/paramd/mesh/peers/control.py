@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 import httpx2
@@ -24,7 +25,7 @@ from paramd.errors import (
     UsageError,
 )
 from paramd.mesh.peers import tunnels
-from paramd.mesh.peers.grpc import Asked, RankUnreachableError, check_way
+from paramd.mesh.peers.grpc import Asked, RankUnreachableError, check_way, is_relayed
 from paramd.mesh.peers.trust import client_tls
 from paramd.security.tls import IF_MOVED, ClientTls, Pems, https_context, not_accepted
 
@@ -43,15 +44,6 @@ class PeerAddress:
     """Its Unix socket, for clients on its host."""
     host_id: str
     """As `state_files.host_id` on its host."""
-
-
-RELAY = "relay/"
-"""How the address of a sidecar begins that is only reached through the control plane."""
-
-
-def is_relayed(address: str) -> bool:
-    """Whether an address leads through the control plane; see relay.py."""
-    return address.startswith(RELAY)
 
 
 def behind(address: str) -> str:
@@ -104,6 +96,41 @@ class JobDocument:
             address=self.peer(rank).address,
             layout_digest=self.layout_digest,
         )
+
+
+_KINDS: dict[str, Callable[[Any], Any]] = {"str": str, "int": int, "float": float, "bool": bool}
+
+Document = TypeVar("Document")
+
+
+def read_document(
+    kind: Callable[..., Document], found: Mapping[str, Any], **given: Any
+) -> Document:
+    """A dataclass from the fields of a JSON object that are called like its own.
+
+    Fields that are neither numbers, text nor flags have to be `given`.
+
+    Raises:
+        KeyError, TypeError, ValueError: a field is missing, or of another type.
+    """
+    for one in fields(kind):  # type: ignore[arg-type]
+        if one.name not in given:
+            name, _, optional = str(one.type).partition(" | ")
+            value = found[one.name]
+            given[one.name] = None if optional and value is None else _KINDS[name](value)
+    return kind(**given)
+
+
+@contextmanager
+def readable(url: str) -> Iterator[None]:
+    """Raise ParamdError where the block finds that a response breaks the API's schema."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError) as error:
+        raise ParamdError(
+            f"{url} returned a response that this client cannot read ({error!r}); client and job "
+            "may run different versions of paramd"
+        ) from error
 
 
 Find = Callable[[], tuple[str, str]]
@@ -178,13 +205,8 @@ class RestClient:
             UnreachableError, DeniedError, NotFoundError, DeadlineError.
         """
         found = await self.send("GET", f"/jobs/{quote(job, safe='')}")
-        try:
+        with readable(self.url):
             return parse_job(found)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ParamdError(
-                f"{self.url} returned a job document that this client cannot read ({error!r}); "
-                "client and job may run different versions of paramd"
-            ) from error
 
     async def ranks(self, job: str) -> list[dict[str, Any]]:
         """Last state of every rank known to the control plane, ordered by rank."""
@@ -298,7 +320,7 @@ class RestClient:
                 f"the connection to {self.url} was closed during the request; connect again"
             ) from error
         if answer.status_code >= 400:
-            raise error_of_http(self.url, answer.status_code, *problem_of(answer))
+            raise error_of_http(self.url, answer.status_code, *problem_of_text(answer.text))
         return answer
 
     def _if_moved(self) -> str:
@@ -339,15 +361,10 @@ def parse_job(found: Mapping[str, Any]) -> JobDocument:
         )
         for peer in found["peers"]
     ]
-    return JobDocument(
-        job=str(found["job"]),
-        incarnation=int(found["incarnation"]),
-        world_size=int(found["world_size"]),
-        control_address=str(found["control_address"]),
-        layout_digest=str(found["layout_digest"]),
+    return read_document(
+        JobDocument,
+        found,
         peers={peer.rank: peer for peer in peers},
-        ticket=str(found["ticket"]),
-        ticket_expires_s=float(found["ticket_expires_s"]),
         tls=Pems.of_json(found["tls"]) if found.get("tls") is not None else None,
     )
 
@@ -366,13 +383,8 @@ def checked_url(url: str) -> str:
     return url.rstrip("/")
 
 
-def problem_of(answer: httpx2.Response) -> tuple[str, str]:
-    """(message, `type` of the RFC 9457 problem document); else (its first 200 characters, "")."""
-    return problem_of_text(answer.text)
-
-
 def problem_of_text(text: str) -> tuple[str, str]:
-    """As `problem_of`, of a body."""
+    """(message, `type` of the RFC 9457 problem document); else (its first 200 characters, "")."""
     try:
         found = json.loads(text)
     except ValueError:

@@ -13,7 +13,7 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
@@ -41,6 +41,17 @@ from paramd.security.tls import (
 from paramd.state_files import host_id, same_network
 from paramd.v1 import common_pb2, control_pb2_grpc, sidecar_pb2, sidecar_pb2_grpc
 from paramd.wire import Chunk, parse_chunk
+
+if TYPE_CHECKING:
+    from paramd.mesh.peers.relay import TunnelRelay
+
+RELAY = "relay/"
+"""How the address of a sidecar begins that is only reached through the control plane."""
+
+
+def is_relayed(address: str) -> bool:
+    """Whether an address leads through the control plane; see relay.py."""
+    return address.startswith(RELAY)
 
 
 class RankUnreachableError(UnreachableError):
@@ -231,22 +242,6 @@ UnaryCall: TypeAlias = Callable[..., Awaitable[Response]]
 """A unary method of a generated stub on an asyncio channel."""
 
 
-class Relay(Protocol):
-    """Carries bytes to addresses that cannot be reached from here; see relay.py."""
-
-    def leads_to(self, address: str) -> bool:
-        """Whether this address is one of its own."""
-        ...
-
-    def way(self, address: str) -> tuple[str, str]:
-        """The address behind one of its own, and the gRPC target that leads there."""
-        ...
-
-    def why_not(self, address: str) -> str:
-        """Why it does not get there at present; empty if it does, or if it is not its own."""
-        ...
-
-
 class Channels:
     """One channel per address, made on first use, all closed together.
 
@@ -259,7 +254,7 @@ class Channels:
         *,
         tls: ClientTls | None = None,
         job_tls: Callable[[], Pems | None] = lambda: None,
-        relay: Relay | None = None,
+        relay: TunnelRelay | None = None,
     ) -> None:
         """No I/O.
 
@@ -288,7 +283,7 @@ class Channels:
             UsageError: a TLS file cannot be read.
         """
         target, way = address, ""
-        if self._relay is not None and self._relay.leads_to(address):
+        if self._relay is not None and is_relayed(address):
             target, way = self._relay.way(address)
         tls = tls_for(target, self._tls, self._job_tls())
         stamp = tls.stamp() if is_secure(target) and tls is not None else ()

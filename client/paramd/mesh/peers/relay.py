@@ -19,11 +19,12 @@ from collections.abc import Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 from urllib.parse import quote
 
 from paramd.errors import ParamdError
-from paramd.mesh.peers.control import JobDocument, behind, is_relayed
+from paramd.mesh.peers.control import JobDocument, RestClient, behind
+from paramd.mesh.peers.grpc import is_relayed
 from paramd.security.tls import host_of, is_loopback
 from paramd.state_files import host_id, same_network
 
@@ -35,21 +36,13 @@ PART_BYTES: Final = 256 << 10
 CONTROL: Final = "control"
 
 
-class OpensTunnels(Protocol):
-    """The connection to a control plane; `RestClient` is one."""
-
-    async def tunnel(self, path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A connection whose bytes go where `path` says. Raises ParamdError."""
-        ...
-
-
 class TunnelRelay:
     """The relayed addresses of one job, each with a Unix socket that leads there.
 
     Event loop only.
     """
 
-    def __init__(self, control: OpensTunnels) -> None:
+    def __init__(self, control: RestClient) -> None:
         """No I/O."""
         self._control = control
         self._job = ""
@@ -57,10 +50,6 @@ class TunnelRelay:
         self._listeners: dict[str, socket.socket] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._failures: dict[str, str] = {}
-
-    def leads_to(self, address: str) -> bool:
-        """Whether an address is relayed."""
-        return is_relayed(address)
 
     def way(self, address: str) -> tuple[str, str]:
         """The address behind a relayed one, and the gRPC target that leads there."""

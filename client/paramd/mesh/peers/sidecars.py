@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
+
+from google.protobuf.message import Message
 
 from paramd import streams
 from paramd.errors import (
@@ -19,15 +21,15 @@ from paramd.errors import (
     ParamdError,
     UnreachableError,
 )
-from paramd.mesh.peers.control import JobDocument, is_relayed
+from paramd.mesh.peers.control import JobDocument
 from paramd.mesh.peers.grpc import (
-    Asked,
     Background,
     Channels,
     LeaseEndedError,
     NotTrustedError,
     RankUnreachableError,
     cancelled,
+    is_relayed,
     told_errors,
     watched,
 )
@@ -229,6 +231,7 @@ class FastPathBackoff:
 
 
 Result = TypeVar("Result")
+Answer = TypeVar("Answer", bound=Message)
 
 LAYOUT_TIMEOUT_S = 30.0
 
@@ -266,24 +269,16 @@ class SnapshotSource:
     """One rank's pinned snapshot, read over a stream."""
 
     def __init__(
-        self,
-        channels: Channels,
-        pin: RankPin,
-        *,
-        asked: Asked,
-        probe: Callable[[], Awaitable[None]],
-        offer: Callable[[], Awaitable[StreamOffer]],
-        end_bytes: int = 0,
+        self, sidecars: Sidecars, channels: Channels, pin: RankPin, *, end_bytes: int = 0
     ) -> None:
         """`end_bytes` is the exclusive end of the read; 0 means the snapshot's end."""
-        self._offer = offer
+        self._sidecars = sidecars
         self._channels = channels
         self._pin = pin
-        self._asked = asked
-        self._probe = probe
+        self._asked = sidecars.document.asked(pin.rank)
         self._end_bytes = end_bytes
-        self.rank = pin.rank
-        self.who = asked.who
+        self.who = self._asked.who
+        """The rank, for error messages."""
 
     def chunks(self, offset_bytes: int, timeout_s: float) -> AsyncIterator[Chunk]:
         """Stream the snapshot from `offset_bytes` on."""
@@ -300,11 +295,11 @@ class SnapshotSource:
 
     async def offer(self) -> StreamOffer:
         """A grant for one bulk stream. Raises as `Sidecars.offer`."""
-        return await self._offer()
+        return await self._sidecars.offer(self._pin)
 
     async def probe(self) -> None:
         """Raise RankUnreachableError if the sidecar does not respond."""
-        await self._probe()
+        await self._sidecars.probe(self._pin.rank)
 
 
 class Sidecars:
@@ -346,17 +341,12 @@ class Sidecars:
             unsettled=how.unsettled,
             mark=how.mark,
         )
-        return RankPin.of(rank, await self._pinned(rank, request, timeout_s))
+        return RankPin.of(rank, await self.pin_step(rank, request, timeout_s))
 
     async def pin_step(
         self, rank: int, request: sidecar_pb2.PinSnapshotRequest, timeout_s: float
     ) -> sidecar_pb2.PinSnapshotResponse:
-        """Pin one rank at a given step; waits for a step that lies ahead."""
-        return await self._pinned(rank, request, timeout_s)
-
-    async def _pinned(
-        self, rank: int, request: sidecar_pb2.PinSnapshotRequest, timeout_s: float
-    ) -> sidecar_pb2.PinSnapshotResponse:
+        """Pin one rank; waits for a step that lies ahead."""
         call = asyncio.ensure_future(self._call(rank, "PinSnapshot", request, timeout_s))
         try:
             found = await watched(asyncio.shield(call), lambda: self.probe(rank))
@@ -453,9 +443,7 @@ class Sidecars:
             edges=edges,
             before_snapshot_id=before.snapshot_id if before is not None else "",
         )
-        found = await self._watched(pin.rank, "ComputeStats", request, timeout_s)
-        assert isinstance(found, sidecar_pb2.ComputeStatsResponse)
-        return found
+        return await self.ask(pin.rank, request, sidecar_pb2.ComputeStatsResponse, timeout_s)
 
     async def digests(
         self, pin: RankPin, ranges: Sequence[tuple[int, int]], timeout_s: float
@@ -465,9 +453,7 @@ class Sidecars:
             snapshot_id=pin.snapshot_id,
             ranges=[sidecar_pb2.Span(begin=begin, end=end) for begin, end in ranges],
         )
-        found = await self._watched(pin.rank, "DigestSnapshot", request, timeout_s)
-        assert isinstance(found, sidecar_pb2.DigestSnapshotResponse)
-        return found
+        return await self.ask(pin.rank, request, sidecar_pb2.DigestSnapshotResponse, timeout_s)
 
     async def delta(
         self, pin: RankPin, request: sidecar_pb2.DeltaSnapshotRequest, timeout_s: float
@@ -508,37 +494,11 @@ class Sidecars:
             )
         return head, bytes(data), received_bytes
 
-    async def pool(
-        self, rank: int, request: sidecar_pb2.PoolSnapshotRequest, timeout_s: float
-    ) -> sidecar_pb2.PoolSnapshotResponse:
-        """Pool parts of a pinned snapshot into cells of a heat map."""
-        found = await self._watched(rank, "PoolSnapshot", request, timeout_s)
-        assert isinstance(found, sidecar_pb2.PoolSnapshotResponse)
-        return found
-
-    async def profile(
-        self, rank: int, request: sidecar_pb2.ProfileSnapshotRequest, timeout_s: float
-    ) -> sidecar_pb2.ProfileSnapshotResponse:
-        """Rows and columns of a pinned matrix."""
-        found = await self._watched(rank, "ProfileSnapshot", request, timeout_s)
-        assert isinstance(found, sidecar_pb2.ProfileSnapshotResponse)
-        return found
-
-    async def multiply(
-        self, rank: int, request: sidecar_pb2.MultiplySnapshotRequest, timeout_s: float
-    ) -> sidecar_pb2.MultiplySnapshotResponse:
-        """A pinned matrix times a narrow one."""
-        found = await self._watched(rank, "MultiplySnapshot", request, timeout_s)
-        assert isinstance(found, sidecar_pb2.MultiplySnapshotResponse)
-        return found
-
     async def replay(
         self, rank: int, request: sidecar_pb2.ReplayUpdateRequest, timeout_s: float
     ) -> sidecar_pb2.ReplayUpdateResponse:
         """Make a pinned update again."""
-        found = await self._watched(rank, "ReplayUpdate", request, timeout_s)
-        assert isinstance(found, sidecar_pb2.ReplayUpdateResponse)
-        return found
+        return await self.ask(rank, request, sidecar_pb2.ReplayUpdateResponse, timeout_s)
 
     async def layout_batches(self, rank: int) -> list[layout_pb2.Layout]:
         """The current layout, from one rank's sidecar."""
@@ -569,9 +529,7 @@ class Sidecars:
     ) -> sidecar_pb2.GetEditResponse:
         """Progress of an edit on one rank. Raises NotFoundError if unknown there."""
         request = sidecar_pb2.GetEditRequest(edit_id=edit_id)
-        found = await self._watched(rank, "GetEdit", request, timeout_s)
-        assert isinstance(found, sidecar_pb2.GetEditResponse)
-        return found
+        return await self.ask(rank, request, sidecar_pb2.GetEditResponse, timeout_s)
 
     async def offer(self, pin: RankPin) -> StreamOffer:
         """A grant for a bulk stream of a pinned snapshot. Raises LeaseEndedError: pin again."""
@@ -583,7 +541,7 @@ class Sidecars:
         return await self._offer(rank, sidecar_pb2.GrantStreamRequest(edit_id=edit_id))
 
     async def _offer(self, rank: int, request: sidecar_pb2.GrantStreamRequest) -> StreamOffer:
-        found = await self._watched(rank, "GrantStream", request, _GRANT_TIMEOUT_S)
+        found = await self.ask(rank, request, sidecar_pb2.GrantStreamResponse, _GRANT_TIMEOUT_S)
         address = self.document.peer(rank).address
         return StreamOffer(
             grant=streams.Grant(found.grant_id, found.secret),
@@ -608,14 +566,7 @@ class Sidecars:
 
     def source(self, pin: RankPin, *, end_bytes: int = 0) -> SnapshotSource:
         """A source that reads a pinned snapshot up to `end_bytes`; 0 means to its end."""
-        return SnapshotSource(
-            self._channels,
-            pin,
-            asked=self.document.asked(pin.rank),
-            probe=lambda: self.probe(pin.rank),
-            offer=lambda: self.offer(pin),
-            end_bytes=end_bytes,
-        )
+        return SnapshotSource(self, self._channels, pin, end_bytes=end_bytes)
 
     async def _probe_all(self, ranks: Sequence[int]) -> None:
         probes = [asyncio.ensure_future(self.probe(rank)) for rank in ranks]
@@ -650,10 +601,16 @@ class Sidecars:
         peer = self.document.peers.get(rank)
         return f"rank {rank} ({peer.address})" if peer is not None else f"rank {rank}"
 
-    async def _watched(self, rank: int, method: str, request: object, timeout_s: float) -> Any:
+    async def ask(
+        self, rank: int, request: Message, answers: type[Answer], timeout_s: float
+    ) -> Answer:
+        """Call the method that `request` is of; probe the rank while it takes its time."""
         # A deadline alone cannot tell a rank in a long update from a stopped sidecar.
+        method = request.DESCRIPTOR.name.removesuffix("Request")
         call = self._call(rank, method, request, timeout_s)
-        return await watched(call, lambda: self.probe(rank))
+        found = await watched(call, lambda: self.probe(rank))
+        assert isinstance(found, answers)
+        return found
 
     async def _call(self, rank: int, method: str, request: object, timeout_s: float) -> Any:
         asked = self.document.asked(rank)

@@ -16,13 +16,13 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import accumulate
 
 from paramd.errors import UnreachableError
 from paramd.memory.arena import is_mirror
 from paramd.memory.control_page import PAGE_BYTES, Word, is_stray, sample_digest
 from paramd.memory.gate import State, is_changed, state_of, worth_starting
+from paramd.state import StateName
 
 CHUNK_BYTES = 4 << 20
 """Bytes copied between looks at SEQ, so that an overtaken copy ends early."""
@@ -43,18 +43,6 @@ _BYTES_PER_S = 4e9
 
 class OvertakenError(Exception):
     """An update began before the copy ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class LiveState:
-    """The state that a live read is of."""
-
-    incarnation: int
-    step: int
-    edits: int
-    unsettled: bool = False
-    label: str = ""
-    history: int = 0
 
 
 class LivePage:
@@ -160,7 +148,7 @@ class LiveRank:
 
 def read_live(
     ranks: Mapping[int, LiveRank], incarnation: int, copy: Callable[[], None]
-) -> LiveState | None:
+) -> StateName | None:
     """Run `copy`, which reads from `ranks`, until it was of one state. Blocks.
 
     Returns None if no attempt succeeded: what `copy` wrote is then undefined.
@@ -179,7 +167,7 @@ def read_live(
     return None
 
 
-def agree(ranks: Mapping[int, LiveRank], incarnation: int, deadline_s: float) -> LiveState | None:
+def agree(ranks: Mapping[int, LiveRank], incarnation: int, deadline_s: float) -> StateName | None:
     """Wait until all ranks show one settled state with time for the copy, and note it in each.
 
     Returns None if there was none until `deadline_s`, or there never can be.
@@ -198,7 +186,7 @@ def agree(ranks: Mapping[int, LiveRank], incarnation: int, deadline_s: float) ->
             for rank, state in zip(ranks.values(), found, strict=True):
                 rank.state = state
             ((step, edits, history, _),) = alike
-            return LiveState(incarnation, step, edits, history=history)
+            return StateName(incarnation, history, step, edits)
         if time.monotonic() > deadline_s or any(map(_rests, ranks.values())):
             return None
         time.sleep(_LOOK_S)

@@ -60,13 +60,6 @@ class Scratch:
         return self._address
 
 
-class Sink(Protocol):
-    """Destination of a snapshot. Called in order of offsets, once per byte."""
-
-    def write(self, offset_bytes: int, address: int, size_bytes: int) -> None:
-        """Take `size_bytes` at `address`, from snapshot byte `offset_bytes` on."""
-
-
 class PlaceSink:
     """Writes a snapshot, in order of offsets, to `places` sorted by `begin`.
 
@@ -102,7 +95,7 @@ class PlaceSink:
         return None, end
 
     def write(self, offset_bytes: int, address: int, size_bytes: int) -> None:
-        """As `Sink.write`."""
+        """Take `size_bytes` at `address`, from snapshot byte `offset_bytes` on."""
         end_bytes = offset_bytes + size_bytes
         for number in range(self._at, len(self._places)):
             place = self._places[number]

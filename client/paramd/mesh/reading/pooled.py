@@ -172,7 +172,8 @@ async def _part(
             for item in items
         ],
     )
-    found = await sidecars.pool(rank, request, deadline_s - time.monotonic())
+    left_s = deadline_s - time.monotonic()
+    found = await sidecars.ask(rank, request, sidecar_pb2.PoolSnapshotResponse, left_s)
     cells = found.cell_row_count * found.cell_col_count
     fits = (
         0 <= found.cell_row_begin <= rows - found.cell_row_count

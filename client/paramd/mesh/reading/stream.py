@@ -12,10 +12,9 @@ import asyncio
 import ctypes
 import functools
 import time
-from collections.abc import AsyncIterator
 from contextlib import aclosing, closing
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import grpc.aio
 from xxhash import xxh3_64
@@ -31,8 +30,8 @@ from paramd.errors import (
 )
 from paramd.mesh.peers.bulk import BulkStream, NoStreamError, on_thread
 from paramd.mesh.peers.grpc import LIVENESS_S, LeaseEndedError, cancelled, error_of
-from paramd.mesh.peers.sidecars import Pinned, Sidecars, StreamOffer
-from paramd.mesh.reading.places import Place, PlaceSink, Scratch, Sink
+from paramd.mesh.peers.sidecars import Pinned, Sidecars, SnapshotSource
+from paramd.mesh.reading.places import Place, PlaceSink, Scratch
 from paramd.state import StateName
 from paramd.v1 import common_pb2
 from paramd.wire import Chunk
@@ -57,22 +56,6 @@ _M_ARENA_MAX = -8
 _MMAP_THRESHOLD_BYTES = 32 << 20
 _TRIM_THRESHOLD_BYTES = 64 << 20
 _ARENAS = 2
-
-
-class Source(Protocol):
-    """One rank's snapshot, readable from any offset."""
-
-    who: str
-    """The rank, for error messages."""
-
-    def chunks(self, offset_bytes: int, timeout_s: float) -> AsyncIterator[Chunk]:
-        """Stream the snapshot from `offset_bytes` on; closing the iterator cancels the call."""
-
-    async def offer(self) -> StreamOffer:
-        """A grant for one bulk stream."""
-
-    async def probe(self) -> None:
-        """Raise UnreachableError if the sidecar does not respond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +106,7 @@ async def read_range(
     sidecars: Sidecars,
     pinned: Pinned,
     rank: int,
-    sink: Sink,
+    sink: PlaceSink,
     begin: int,
     end: int,
     deadline_s: float,
@@ -152,7 +135,7 @@ class Reader:
     """Reads one rank's snapshot into a sink, resuming at the first missing byte. Over gRPC."""
 
     def __init__(
-        self, source: Source, sink: Sink, expected: Expected, offset_bytes: int = 0
+        self, source: SnapshotSource, sink: PlaceSink, expected: Expected, offset_bytes: int = 0
     ) -> None:
         self._source = source
         self._sink = sink
@@ -314,9 +297,7 @@ class StreamReader(Reader):
         kept: list[tuple[int, int, int]] = []
         at = window.offset
         while at < end:
-            address, until = None, end
-            if isinstance(self._sink, PlaceSink):
-                address, until = self._sink.direct(at, end)
+            address, until = self._sink.direct(at, end)
             if address is None:
                 address = scratch.address(window.size) + at - window.offset
                 kept.append((at, address, until - at))

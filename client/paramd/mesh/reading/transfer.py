@@ -35,15 +35,18 @@ from paramd.errors import (
     error_of_grpc,
 )
 from paramd.layout.plan import RankRead, ReadPlan
+from paramd.layout.types import joined
 from paramd.memory import handover
+from paramd.memory.descriptors import close_all
 from paramd.mesh.peers.bulk import CONNECT_S
-from paramd.mesh.peers.control import JobDocument, PeerAddress, is_relayed
-from paramd.mesh.peers.grpc import LeaseEndedError, check_handover, ended
+from paramd.mesh.peers.control import JobDocument, PeerAddress
+from paramd.mesh.peers.grpc import LeaseEndedError, check_handover, ended, is_relayed
 from paramd.mesh.peers.sidecars import FastPathBackoff, Pinned, RankPin, Sidecars
-from paramd.mesh.reading.live import LiveRank, LiveState, read_live
+from paramd.mesh.reading.live import LiveRank, read_live
 from paramd.mesh.reading.places import Place, PlaceSink, RandomAccess, fill_from
 from paramd.mesh.reading.stream import Transport, read_range
 from paramd.security.tls import host_of, is_loopback
+from paramd.state import StateName
 from paramd.state_files import host_id, kernel_of
 
 if TYPE_CHECKING:
@@ -164,8 +167,9 @@ class SharedSnapshot:
         """
         connection = handover.connect(Path(peer.socket_path), timeout_s=_ANSWER_S)
         try:
-            descriptor, size_bytes = _receive_memory(connection, peer.rank, ticket, snapshot_id)
-            return cls(connection, descriptor, size_bytes, snapshot_id)
+            message = {"op": "map", "ticket": ticket, "rank": peer.rank, "snapshot_id": snapshot_id}
+            answer, (descriptor,) = _asked(connection, message, "mapped", 1)
+            return cls(connection, descriptor, int(answer["size_bytes"]), snapshot_id)
         except OSError as error:
             connection.close()
             if isinstance(error, ParamdError):
@@ -232,14 +236,6 @@ class SharedSnapshot:
             self._connection.close()
 
 
-def _receive_memory(
-    connection: socket.socket, rank: int, ticket: str, snapshot_id: str
-) -> tuple[int, int]:
-    message = {"op": "map", "ticket": ticket, "rank": rank, "snapshot_id": snapshot_id}
-    answer, (descriptor,) = _asked(connection, message, "mapped", 1)
-    return descriptor, int(answer["size_bytes"])
-
-
 def open_live(peer: PeerAddress, document: JobDocument, read: RankRead) -> LiveRank:
     """Get page and arena of a rank from its sidecar. Blocks, for a few seconds at most.
 
@@ -279,8 +275,7 @@ def _asked(
             found, descriptors = descriptors, []
             return answer, found
     finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
+        close_all(descriptors)
     if answer["op"] == "error":
         raise error_of_grpc(str(answer.get("code")))(f"rank {rank}: {answer.get('message')}")
     raise UnreachableError(f"rank {rank}: unexpected {answer['op']!r} at its Unix socket")
@@ -410,7 +405,7 @@ class Transfer:
 
     async def read_live(
         self, sidecars: Sidecars, chosen: Chosen, targets: Targets, transport: Transport
-    ) -> LiveState | None:
+    ) -> StateName | None:
         """Fill the targets straight from the arenas, if all needed ranks are on this host.
 
         Returns None if it cannot be done, or training was too quick: read snapshots instead.
@@ -459,7 +454,8 @@ class Transfer:
 
         async def stream(read: RankRead) -> None:
             sink = PlaceSink(targets.places(read))
-            for begin, end in _ranges([(one.begin_bytes, one.end_bytes) for one in read.landings]):
+            landings = ((one.begin_bytes, one.end_bytes) for one in read.landings)
+            for begin, end in joined(landings, MAX_GAP_BYTES):
                 await read_range(
                     sidecars, pinned, read.rank, sink, begin, end, deadline_s, transport
                 )
@@ -618,17 +614,6 @@ def _cut(
             begin, first = place.begin, number
         reached = max(reached, place.end)
     return [*found, (begin, size_bytes, places[first:])]
-
-
-def _ranges(landings: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges that cover all landings, with short gaps included."""
-    found: list[tuple[int, int]] = []
-    for begin, end in sorted(landings):
-        if found and begin <= found[-1][1] + MAX_GAP_BYTES:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
-        else:
-            found.append((begin, end))
-    return found
 
 
 async def all_ended(work: Sequence[Awaitable[None]]) -> None:

@@ -54,16 +54,6 @@ class HostView:
     master: str = ""
     """The address of MASTER_ADDR, as this host resolves it."""
 
-    def to_json(self) -> dict[str, Any]:
-        """For the other ranks."""
-        return asdict(self)
-
-    @classmethod
-    def of_json(cls, found: Mapping[str, Any]) -> HostView:
-        """The inverse; what a newer paramd tells is left out."""
-        names = cls.__dataclass_fields__
-        return cls(**{name: value for name, value in found.items() if name in names})
-
 
 @dataclass(frozen=True, slots=True)
 class HostAddress:
@@ -184,7 +174,7 @@ def meet(together: Together, rank: int, settings: AttachSettings) -> Meeting | N
     Raises:
         UsageError: as `needs_own_tls` and `choose`, of any rank.
     """
-    views = [HostView.of_json(told) for told in together(lambda: look(settings).to_json())]
+    views = [HostView(**told) for told in together(lambda: asdict(look(settings)))]
     if not needs_own_tls(views):
         return None
     chosen = together(lambda: asdict(choose(rank, views)))

@@ -195,7 +195,7 @@ class Attachment:
         self.keeper = self._boundary.keeper = keeper
         self._state, self.resumed = state, resumed
 
-    def at_detach(self, undo: Callable[[], None]) -> None:
+    def at_detach(self, undo: Callable[[], object]) -> None:
         """Have `undo` called when the attachment ends, once the parameters have moved out.
 
         Of several, the last is called first.

@@ -22,6 +22,8 @@ class Missing(Enum):
     OPTIMIZER = "optimizer"
 
 
+_HOOKS = "_optimizer_step_pre_hooks"
+
 MOST_WRAPPERS = 8
 """Most wrappers to unwrap around one optimizer; more means a cycle."""
 
@@ -52,7 +54,7 @@ def _unwrapped(given: Any) -> torch.optim.Optimizer:
     for _ in range(MOST_WRAPPERS):
         if isinstance(optimizer, type):
             break
-        if isinstance(optimizer, torch.optim.Optimizer) and _takes_hooks(optimizer):
+        if isinstance(optimizer, torch.optim.Optimizer) and _HOOKS in vars(optimizer):
             return optimizer
         if not hasattr(optimizer, "param_groups"):
             break
@@ -77,10 +79,6 @@ def _why_not(optimizer: Any) -> str:
             "torch.optim.Optimizer"
         )
     return "; pass the optimizer that it stands for"
-
-
-def _takes_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    return "_optimizer_step_pre_hooks" in vars(optimizer)
 
 
 def _kind(thing: object) -> str:
@@ -182,13 +180,9 @@ def check_versions(answers: Sequence[Mapping[str, Any]]) -> None:
     """Raise ConflictError unless all ranks run the same paramd; `answers` is what each says."""
     first = answers[0]
     for rank, answer in enumerate(answers):
-        if answer.get("version") != first.get("version"):
+        if answer["version"] != first["version"]:
             raise ConflictError(
-                f"rank {rank} on host {_told(answer, 'hostname')} runs paramd "
-                f"{_told(answer, 'version')}, rank 0 on host {_told(first, 'hostname')} "
-                f"{_told(first, 'version')}; install the same version on all hosts"
+                f"rank {rank} on host {answer['hostname']} runs paramd {answer['version']}, rank 0 "
+                f"on host {first['hostname']} {first['version']}; install the same version on all "
+                "hosts"
             )
-
-
-def _told(answer: Mapping[str, Any], name: str) -> str:
-    return str(answer.get(name, "of an older paramd"))

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import base64
+import ctypes
 import json
 import logging
 import socket
 from array import array
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from xxhash import xxh3_64_intdigest
 
 from paramd import extras, places
 from paramd.errors import UsageError
 from paramd.layout.codec import decode_local, encode_layout, encode_local
 from paramd.layout.merge import check_replicas, layout_digest, merge_layouts, whole_parameters
+from paramd.layout.types import TensorKind
 from paramd.security.tickets import new_token
 from paramd.security.tls import Pems
 from paramd.state_files import same_network
@@ -28,13 +31,13 @@ from paramd.trainer.attaching.checks import (
     optimizers_of,
     steps_done,
 )
-from paramd.trainer.attaching.contents import contents
-from paramd.trainer.attaching.exchange import Exchange, TakenIncarnation, take_incarnation
+from paramd.trainer.attaching.exchange import take_incarnation
 from paramd.trainer.attaching.given import resolve
 from paramd.trainer.helpers.sidecar_link import Identity, OwnTls
-from paramd.trainer.helpers.site_link import Registration
+from paramd.trainer.helpers.site_link import TakenIncarnation
 from paramd.trainer.home.mirrored import home_of
 from paramd.trainer.home.owned import ParameterStorage
+from paramd.trainer.model.local_shard import LocalShard
 from paramd.trainer.resume.choice import RankOffer
 from paramd.trainer.resume.copies import buddies
 from paramd.trainer.resume.keeper import check_keep
@@ -61,25 +64,17 @@ class Found:
 class Discovering(Attempt):
     """Nothing is changed yet."""
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        settings: AttachSettings,
-        job: str | None,
-        keep: Mapping[str, Any],
-    ) -> None:
-        super().__init__(exchange, settings, job, keep)
-        self._succession: Succession | None = None
-        self._lineage = (0, 0)
-        self._known_incarnation = 0
-        """The last one that a rank's sidecar served: the host that counted them may be lost."""
-        self._hosts: list[str] = []
-        """By rank, its `host_id`."""
-        self._buddies: list[int] = []
-        """By rank, who keeps copies of its standing snapshots; empty: nobody."""
-        self._site: Registration | None = None
-        self._meeting: Meeting | None = None
-        """The ranks' addresses if they are on several hosts and paramd makes certificates."""
+    _succession: Succession | None = None
+    _lineage = (0, 0)
+    _known_incarnation = 0
+    """The last one that a rank's sidecar served: the host that counted them may be lost."""
+    _hosts: Sequence[str] = ()
+    """By rank, its `host_id`."""
+    _buddies: Sequence[int] = ()
+    """By rank, who keeps copies of its standing snapshots; empty: nobody."""
+    _site: TakenIncarnation | None = None
+    _meeting: Meeting | None = None
+    """The ranks' addresses if they are on several hosts and paramd makes certificates."""
 
     def discover(self, model: Any, optimizer: Any, accelerator: Any, step: int | None) -> Found:
         """Inspect the model and agree on layout and first step; change nothing."""
@@ -176,16 +171,11 @@ class Discovering(Attempt):
             )
         return found
 
-    @property
-    def _resumes(self) -> bool:
-        return self._settings.resume != "never"
-
     def look_back(self, found: Found) -> Found:
         """Agree on the state of an earlier incarnation to go on from; change nothing."""
-        if not self._resumes:
+        if self._settings.resume == "never":
             return found
         exchange = self._exchange
-
         device = found.home.device
 
         def look() -> dict[str, Any]:
@@ -240,7 +230,7 @@ class Discovering(Attempt):
                 above=self._known_incarnation,
             )
             taken.append(mine)
-            self._site = mine.site
+            self._site = mine if mine.url else None
             return {"incarnation": mine.incarnation, "public_key": mine.public_key.hex()}
 
         first = self._together(stage)[0]
@@ -264,6 +254,28 @@ class Discovering(Attempt):
             return None
         mine = self._meeting.addresses[self._exchange.rank]
         return OwnTls(name=mine.name, ip=mine.ip, pems=Pems.of_json(pems))
+
+
+def contents(shards: Sequence[LocalShard], names: Collection[str]) -> array[int]:
+    """A digest of the values of each of these parameters, in the order of `shards`."""
+    wanted = set(names)
+    return array(
+        "Q",
+        (
+            _digest(shard.tensor)
+            for shard in shards
+            if shard.kind is TensorKind.PARAMETER and shard.fqn in wanted
+        ),
+    )
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    # Row-major: memory orders may differ between ranks.
+    values = tensor.detach().to("cpu").contiguous()
+    size_bytes = values.numel() * values.itemsize
+    if not size_bytes:
+        return 0
+    return xxh3_64_intdigest((ctypes.c_char * size_bytes).from_address(values.data_ptr()))
 
 
 def _secrets(taken: TakenIncarnation) -> list[str]:

@@ -14,7 +14,6 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +25,7 @@ from paramd.errors import UnreachableError
 from paramd.security.tickets import Role, Signer, mint_of_ranks, new_private_key
 from paramd.security.tls import Pems
 from paramd.trainer import exit
-from paramd.trainer.helpers.site_link import Registration, register
+from paramd.trainer.helpers.site_link import TakenIncarnation, register
 from paramd.trainer.settings import AttachSettings
 
 log = logging.getLogger("paramd")
@@ -41,25 +40,6 @@ _SIZE = struct.Struct("<q")
 
 AGAIN_S = 0.5
 """Pause before asking an unresponsive control plane again."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TakenIncarnation:
-    """An incarnation, with its keys and its ranks' tickets."""
-
-    incarnation: int
-    public_key: bytes
-    """Verifies the incarnation's tickets."""
-    rank_tickets: list[str] = field(repr=False)
-    """By rank; each lets one sidecar join as that rank."""
-    private_key: bytes | None = field(default=None, repr=False)
-    """Signs the incarnation's tickets; None when a site's control plane keeps it."""
-    copy_tickets: list[str] = field(default_factory=list, repr=False)
-    """By rank; each lets one sidecar send copies to another host. May be empty."""
-    rank_pems: list[Pems] = field(default_factory=list, repr=False)
-    """By rank, for ranks on several hosts: a certificate of the job's own CA."""
-    site: Registration | None = None
-    """The site's registration; None when there is no site, or it did not answer."""
 
 
 def take_incarnation(
@@ -95,20 +75,13 @@ def take_incarnation(
         else:
             # Remember it here too, so that a later incarnation of this host's own stays above it.
             places.last_incarnation(job, at_least=found.incarnation)
-            return TakenIncarnation(
-                incarnation=found.incarnation,
-                public_key=found.public_key,
-                rank_tickets=found.rank_tickets,
-                copy_tickets=found.copy_tickets,
-                rank_pems=found.rank_pems,
-                site=found,
-            )
+            return found
     return _own_incarnation(settings, job, world_size, hosts, above)
 
 
 def _registered(
     settings: AttachSettings, *, job: str, world_size: int, hosts: Sequence[str]
-) -> Registration:
+) -> TakenIncarnation:
     """Register the job, retrying while the control plane may be coming back.
 
     Safe although `register` is not idempotent: a lost answer leaves an incarnation that no rank

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,11 +18,9 @@ from paramd.memory.handover import Descriptors
 from paramd.trainer.attaching.addresses import summary
 from paramd.trainer.attaching.attempt import Answer
 from paramd.trainer.attaching.discovering import Discovering, Found
-from paramd.trainer.attaching.exchange import Exchange
 from paramd.trainer.helpers.control_link import ControlLink
 from paramd.trainer.helpers.sidecar_link import Identity, SidecarLink
 from paramd.trainer.resume.exported import Exported, Offered, opened
-from paramd.trainer.settings import AttachSettings
 from paramd.v1 import layout_pb2
 
 log = logging.getLogger("paramd")
@@ -31,21 +29,13 @@ log = logging.getLogger("paramd")
 class Opening(Discovering):
     """Helper processes run; the parameters are where they were."""
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        settings: AttachSettings,
-        job: str | None,
-        keep: Mapping[str, Any],
-    ) -> None:
-        super().__init__(exchange, settings, job, keep)
-        self._sidecar: SidecarLink | None = None
-        self._control: ControlLink | None = None
-        self._url = ""
-        self._exports: list[Offered] = []
-        """The last whole exports of this job, newest first."""
-        self._exported: Exported | None = None
-        """The one to go on from."""
+    _sidecar: SidecarLink | None = None
+    _control: ControlLink | None = None
+    _url = ""
+    _exports: Sequence[Offered] = ()
+    """The last whole exports of this job, newest first."""
+    _exported: Exported | None = None
+    """The one to go on from."""
 
     def open(self, identity: Identity, found: Found) -> dict[str, Any]:
         """Bring up the sidecars and the control plane; return the sidecars' mesh message."""
@@ -105,7 +95,7 @@ class Opening(Discovering):
             "peers": [answer["peer"] for answer in answers],
             "control_address": told["control_address"],
             "layout_digest": found.layout_digest,
-            "buddies": self._buddies,
+            "buddies": list(self._buddies),
         }
 
     def look_at_exports(self, found: Found) -> Found:

@@ -6,8 +6,6 @@ import logging
 from functools import partial
 from typing import Any
 
-import torch
-
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import ControlPage, Word
 from paramd.memory.descriptors import SparseMemory
@@ -46,8 +44,9 @@ class Stages(Opening):
         mesh: dict[str, Any],
     ) -> Attachment:
         """Move the parameters into the arena and serve them, on all ranks or none."""
-        assert self._sidecar is not None
-        shared = self._sidecar.own_descriptors()
+        sidecar = self._sidecar
+        assert sidecar is not None
+        shared = sidecar.own_descriptors()
         page = ControlPage(shared.page)
         self._undo.callback(page.close)
         arena = found.home.open_arena(shared.arena, page)
@@ -56,7 +55,6 @@ class Stages(Opening):
         succession = self._succession
         optimizer_memory = SparseMemory(shared.optimizer)
         state_memory: DeviceState | None = None
-        add_state = self._sidecar.add_state
         # Where parameters stay in the trainer's own memory, the optimizers' state does, too.
         stays = found.home.mirrored or partitions.are_declared(found.model)
         moves = succession is not None or not stays
@@ -66,7 +64,7 @@ class Stages(Opening):
             self._undo.callback(found.home.move_out)
             if moves:
                 most_bytes = optimizer_memory.size_bytes
-                state_memory = found.home.open_state(shared.state, most_bytes, add_state)
+                state_memory = found.home.open_state(shared.state, most_bytes, sidecar.add_state)
             if succession is None or succession.resumed is None:
                 arena.populate()
                 found.home.move_in(arena.buffer)
@@ -89,16 +87,16 @@ class Stages(Opening):
                 state = self._optimizer_home(optimizer_memory, state_memory, page, found)
             page[Word.MOMENTS_LIVE] = int(moves)
             self._introduce(page, identity, found.first_step)
-            agreement = self._agreement()
+            agreement = Agreement(
+                self._exchange.group,
+                timeout_s=self._settings.agreement_timeout_s,
+                edit_timeout_s=self._settings.attach_timeout_s,
+            )
             keeper = self._keeper(shared, page, found, state, agreement)
             record: StateRecord | None = None
             if keeper is None:
                 record = _state_record(shared, page, found.home, state, optimizer_memory)
-            made.append(
-                self._attachment(
-                    found.model, found.home, identity, page, arena, shared, agreement, record
-                )
-            )
+            made.append(self._attachment(found, identity, page, arena, shared, agreement, record))
             self._undo.callback(made[0].detach)
             if succession is not None and succession.resumed is not None:
                 # Before that: a failed resume must not end the sidecar that has the state.
@@ -107,7 +105,7 @@ class Stages(Opening):
             if keeper is not None and state is not None and succession is not None:
                 made[0].rewind_with(self._rewinder(found, page, arena, state, keeper))
             made[0].follow(found.optimizers)
-            self.serve(mesh, found.layout)
+            sidecar.serve(mesh, found.layout)
             return {}
 
         # Two stages, so that no rank serves before all have moved in.
@@ -200,8 +198,7 @@ class Stages(Opening):
 
     def _attachment(
         self,
-        model: torch.nn.Module,
-        home: ParameterStorage,
+        found: Found,
         identity: Identity,
         page: ControlPage,
         arena: HostArena | DeviceMemory,
@@ -210,6 +207,7 @@ class Stages(Opening):
         record: StateRecord | None,
     ) -> Attachment:
         assert self._sidecar is not None
+        model, home = found.model, found.home
         mirror = home if isinstance(home, MirroredHome) else None
         page[Word.MIRRORED] = int(mirror is not None)
         edits = SparseMemory(shared.edits)
@@ -241,7 +239,14 @@ class Stages(Opening):
             boundary=boundary,
             editor=editor,
             record=record,
-            gradients=self._gradients(page, shared, home),
+            gradients=GradientCapture(
+                page,
+                shared.wake,
+                shared.gradients,
+                arena_bytes=home.arena_bytes,
+                pieces=home.pieces,
+                lossless_budget_ns=round(self._settings.lossless_budget_ms * 1e6),
+            ),
             exchange=self._exchange,
             sidecar=self._sidecar,
             control=self._control,
@@ -257,30 +262,6 @@ class Stages(Opening):
                 changes,
             )
         return changes
-
-    def _gradients(
-        self, page: ControlPage, shared: Descriptors, home: ParameterStorage
-    ) -> GradientCapture:
-        return GradientCapture(
-            page,
-            shared.wake,
-            shared.gradients,
-            arena_bytes=home.arena_bytes,
-            pieces=home.pieces,
-            lossless_budget_ns=round(self._settings.lossless_budget_ms * 1e6),
-        )
-
-    def _agreement(self) -> Agreement:
-        return Agreement(
-            self._exchange.group,
-            timeout_s=self._settings.agreement_timeout_s,
-            edit_timeout_s=self._settings.attach_timeout_s,
-        )
-
-    def serve(self, mesh: dict[str, Any], layout: bytes) -> None:
-        """Let the sidecar serve, now that all trainers are ready."""
-        assert self._sidecar is not None
-        self._sidecar.serve(mesh, layout)
 
 
 def _state_record(

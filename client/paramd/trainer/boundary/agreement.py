@@ -157,7 +157,7 @@ class Agreement:
         """Whether to launch a round at this boundary; the same on all ranks."""
         return self._boundary >= self._next_launch
 
-    def standing(self, pace: int, made: int, *, interval: int) -> tuple[int, int]:
+    def standing(self, pace: int, made: int, interval: int) -> tuple[int, int]:
         """Tell the others about standing snapshots; return what all ranks told in the last round.
 
         The same on all ranks between two boundaries; zeros before the first round.

@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from paramd.memory.control_page import (
     MAX_SAMPLES,
@@ -40,10 +40,16 @@ from paramd.memory.gate import TrainerGate
 from paramd.trainer import exit
 from paramd.trainer.boundary.agreement import Agreement, Request
 from paramd.trainer.boundary.backward import BackwardUpdate
-from paramd.trainer.boundary.hold import BoundaryHandler, EditorLike, Hold, MirrorLike
+from paramd.trainer.boundary.hold import BoundaryHandler, Hold
 from paramd.trainer.boundary.signals import replaced_for_a_call, runs_inside_itself
 from paramd.trainer.boundary.standins import CHANGED, StandIns
-from paramd.trainer.home.watch import Contents
+
+if TYPE_CHECKING:
+    from paramd.trainer.boundary.edits import Editor
+    from paramd.trainer.home.mirrored import MirroredHome
+    from paramd.trainer.home.owned import ParameterStorage
+    from paramd.trainer.resume.keeper import Keeper
+    from paramd.trainer.resume.rewinding import Rewinder
 
 log = logging.getLogger("paramd")
 
@@ -78,50 +84,6 @@ def _nothing(_: object) -> None:
     """The default `before_update`."""
 
 
-class HomeLike(Protocol):
-    """What the boundary needs from the parameters' home (see home/)."""
-
-    contents: Contents | None
-
-    def check(self) -> list[str]:
-        """Return names of parameters that have left the arena; cheap."""
-
-    def in_place(self) -> bool:
-        """Whether everything is still where it was. Any thread may call."""
-
-    def take_back(self) -> list[str]:
-        """Copy them back into the arena and return their names."""
-
-    def gathered(self) -> bool:
-        """Whether a sharded model is using unsharded copies of its parameters now."""
-
-
-class KeeperLike(Protocol):
-    """Keeps what a successor needs (see trainer/resume/keeper.py). Must not raise."""
-
-    def rested(self, step: int) -> None:
-        """The update that made `step` has ended."""
-
-    def settling(self, step: int, *, trusted: bool) -> bool:
-        """Training goes on from `step`; return whether to announce this boundary."""
-
-    def kept(self, step: int) -> None:
-        """The script's loop begins anew at `step`."""
-
-
-class RewinderLike(Protocol):
-    """Puts the training back to an earlier state (see trainer/resume/rewinding.py)."""
-
-    at_forward: bool
-    """Whether this boundary is right before a forward."""
-
-    def taken(self) -> int | None:
-        """The step that training was put back to at this boundary; None if it was not."""
-
-    def leave(self) -> None:
-        """Leave the forward under way if training was put back."""
-
-
 @dataclass(slots=True)
 class _Entry:
     """A step in progress on one thread."""
@@ -144,16 +106,16 @@ class Boundary:
         self,
         page: ControlPage,
         wake_descriptor: int,
-        home: HomeLike,
+        home: ParameterStorage,
         agreement: Agreement,
         *,
-        editor: EditorLike,
+        editor: Editor,
         copy_buffers: Callable[[], None],
         copy_state: Callable[[Request], None] = lambda _: None,
         settles: Callable[[int], None] = lambda _: None,
         hold_cap_s: float,
         stall_budget_ns: int,
-        mirror: MirrorLike | None = None,
+        mirror: MirroredHome | None = None,
         order: Callable[[], None] | None = None,
         always_strict: str = "",
         after_edit: Callable[[], None] = lambda: None,
@@ -187,7 +149,7 @@ class Boundary:
             gathered=home.gathered,
             after_edit=after_edit,
         )
-        self._standing = StandIns(page, self._gate, self._digest)
+        self._standing = StandIns(page, self._gate, self._digest, self._say)
         self._only_confirms = False
         self._lock = threading.RLock()
         self._open: dict[tuple[int, int], _Entry] = {}
@@ -207,9 +169,9 @@ class Boundary:
         self._always_strict = always_strict
         self._strict_left = PROBATION
         self._forgotten = False
-        self.keeper: KeeperLike | None = None
+        self.keeper: Keeper | None = None
         self._keeper_announces = False
-        self.rewinder: RewinderLike | None = None
+        self.rewinder: Rewinder | None = None
         self.before_update: Callable[[object], None] = _nothing
         """Called with the owner just before an update window opens; must not raise."""
         if home.contents is not None:
@@ -330,9 +292,7 @@ class Boundary:
             if settled and not (self._standing.open or self._standing.void):
                 self._look_for_strays()
             try:
-                self._standing.enter(
-                    label, self._done, self._iteration, why=self._why, say=self._say
-                )
+                self._standing.enter(label, self._done, self._iteration, why=self._why)
             except Exception:
                 log.exception("paramd: the label %r could not be published", label)
             return True
@@ -343,9 +303,7 @@ class Boundary:
             if self._forgotten:
                 return
             try:
-                self._standing.leave(
-                    label, self._done, self._iteration, failed=failed, say=self._say
-                )
+                self._standing.leave(label, self._done, self._iteration, failed=failed)
             except Exception:
                 log.exception("paramd: the label %r could not be withdrawn", label)
             if not self._standing.open and not self._pending:

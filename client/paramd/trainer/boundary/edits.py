@@ -24,6 +24,7 @@ from typing import Protocol
 import torch
 
 from paramd.errors import ExhaustedError, ParamdError, UsageError
+from paramd.layout.types import joined
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import ControlPage, Refusal, Word
 from paramd.memory.descriptors import SparseMemory
@@ -239,7 +240,7 @@ class Editor:
             preparation.deed = self._deed(preparation, note_of(self._edits.buffer, program))
             spans = _spans(records)
             if preparation.deed is not None:
-                spans = _joined([*spans, *preparation.deed.spans])
+                spans = joined([*spans, *preparation.deed.spans], mmap.PAGESIZE)
             if most_bytes is not None and sum(end - begin for begin, end in spans) > most_bytes:
                 return
             self._fault_in(spans)
@@ -272,7 +273,7 @@ class Editor:
             known = []
         missing = [s for s in spans if not any(k[0] <= s[0] and s[1] <= k[1] for k in known)]
         _fault_in(self._edits, missing)
-        self._present = holes, _joined([*known, *missing])
+        self._present = holes, joined([*known, *missing], mmap.PAGESIZE)
 
     def _find_owners(self, preparation: _Preparation) -> None:
         """Call only at a boundary: elsewhere FSDP1 may point parameters at gathered memory."""
@@ -337,25 +338,16 @@ def _run_on_host(step: _Step) -> None:
 
 def _spans(records: Sequence[Record]) -> list[tuple[int, int]]:
     """The spans of edit memory that the program touches, joined."""
-    return _joined(
-        [
+    return joined(
+        (
             (place, place + record.size_bytes)
             for record in records
             for place in (record.data_begin, record.preimage_begin)
             if place != NO_DATA
-        ]
+        ),
+        # On the same or adjacent pages.
+        mmap.PAGESIZE,
     )
-
-
-def _joined(places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sorted, with spans on the same or adjacent pages merged."""
-    joined: list[tuple[int, int]] = []
-    for begin, end in sorted(places):
-        if joined and begin <= joined[-1][1] + mmap.PAGESIZE:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
-        else:
-            joined.append((begin, end))
-    return joined
 
 
 def _fault_in(memory: SparseMemory, spans: Sequence[tuple[int, int]]) -> None:

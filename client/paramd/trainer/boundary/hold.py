@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from paramd.memory.control_page import (
     ControlPage,
@@ -41,6 +41,10 @@ from paramd.trainer.boundary.agreement import (
     refuse,
 )
 from paramd.wire import MAX_LEASE_S
+
+if TYPE_CHECKING:
+    from paramd.trainer.boundary.edits import Editor
+    from paramd.trainer.home.mirrored import MirroredHome
 
 ROUND_S = 0.005
 """Pause between rounds of held ranks."""
@@ -133,25 +137,6 @@ AGREEMENT_WORKS, AGREEMENT_LOST = 1, 2
 _HELD, _READY = int(Word.HELD), int(Word.READY)
 
 
-class EditorLike(Protocol):
-    """Applies edits (see edits.py)."""
-
-    failed: bool
-
-    def accept(self, request: Request, *, now: bool) -> bool:
-        """Whether this rank can apply it; `now`: at this very boundary, if all can."""
-
-    def apply(self, request: Request, gate: TrainerGate) -> None:
-        """Apply the edit."""
-
-
-class MirrorLike(Protocol):
-    """Copies parameters into the arena (see home/mirrored.py)."""
-
-    def refresh_for(self, request: Request, gate: TrainerGate) -> None:
-        """Copy what an agreed capture wants, buffers included."""
-
-
 class BoundaryHandler:
     """One rank's part in acting at boundaries. Training thread only."""
 
@@ -162,11 +147,11 @@ class BoundaryHandler:
         gate: TrainerGate,
         *,
         hold: Hold,
-        editor: EditorLike,
+        editor: Editor,
         copy_buffers: Callable[[], None],
         copy_state: Callable[[Request], None],
         answer: Callable[[bool], None],
-        mirror: MirrorLike | None = None,
+        mirror: MirroredHome | None = None,
         gathered: Callable[[], bool] = lambda: False,
         after_edit: Callable[[], None] = lambda: None,
     ) -> None:

@@ -12,19 +12,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from paramd.trainer.model.local_shard import loaded_class
 
+if TYPE_CHECKING:
+    from paramd.trainer.boundary.boundary import Boundary
+
 STAGES = "torch.distributed.pipelining.stage"
-
-
-class _Listener(Protocol):
-    def forward(self, *, trains: bool) -> None: ...
-    def backward(self) -> None: ...
 
 
 def frames() -> Iterator[FrameType]:
@@ -48,7 +46,7 @@ def running_stage(module: nn.Module) -> Any:
     return None
 
 
-def follow_stage(stage: Any, listener: _Listener) -> Callable[[], None]:
+def follow_stage(stage: Any, listener: Boundary) -> Callable[[], None]:
     """Tell `listener` of each training step that a schedule begins with this stage.
 
     Returns:

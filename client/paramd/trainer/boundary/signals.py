@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from functools import partial
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,27 +29,14 @@ from torch.optim.optimizer import (
 
 from paramd.trainer.boundary.pipelines import follow_stage, frames, running_stage
 
+if TYPE_CHECKING:
+    from paramd.trainer.boundary.boundary import Boundary
+
 SILENT_UPDATES = 3
 """Updates without any forward or backward before falling back to a hook on one parameter."""
 
 MAX_OUTPUTS = 8
 """Most output tensors hooked to see the backward begin."""
-
-
-class Listener(Protocol):
-    """Receiver of the signals (see boundary.py). Called on the thread that trains."""
-
-    def begin(self, owner: object) -> None:
-        """An optimizer step begins."""
-
-    def end(self, owner: object) -> None:
-        """The step ended; also called for steps that never began."""
-
-    def forward(self, *, trains: bool) -> None:
-        """A forward begins that may be differentiated; `trains`: in training mode."""
-
-    def backward(self) -> None:
-        """The backward of one forward has begun."""
 
 
 class Followed(Collection[torch.optim.Optimizer]):
@@ -109,7 +96,7 @@ def members(optimizer: object) -> list[torch.optim.Optimizer]:
 class Signals:
     """One attachment's hooks, from `open` to `close`."""
 
-    def __init__(self, model: nn.Module, listener: Listener) -> None:
+    def __init__(self, model: nn.Module, listener: Boundary) -> None:
         self._model = weakref.ref(model)
         self._listener = listener
         self.optimizers = Followed()

@@ -19,7 +19,6 @@ All methods are called with the boundary's lock held.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 from paramd.memory.control_page import STANDS_IN, ControlPage, Word
 from paramd.memory.gate import TrainerGate
@@ -28,20 +27,25 @@ CHANGED = -1
 """A digest that no samples have."""
 
 
-class Say(Protocol):
-    """Publishes why the parameters are not served."""
-
-    def __call__(self, why: str, *, unserved: int = 1) -> None: ...
-
-
 class StandIns:
     """The blocks that are open now, and what their end must know of their beginning."""
 
-    def __init__(self, page: ControlPage, gate: TrainerGate, digest: Callable[[], int]) -> None:
-        """`digest`: of the samples as they are now; constant where the arena is a mirror."""
+    def __init__(
+        self,
+        page: ControlPage,
+        gate: TrainerGate,
+        digest: Callable[[], int],
+        say: Callable[..., None],
+    ) -> None:
+        """
+        Args:
+            digest: of the samples as they are now; constant where the arena is a mirror.
+            say: publishes why the parameters are not served.
+        """
         self._words = page.words
         self._gate = gate
         self._digest = digest
+        self._say = say
         self._labels: list[str] = []
         self._step = 0
         self._before = CHANGED
@@ -55,7 +59,7 @@ class StandIns:
         """Whether a block is open."""
         return bool(self._labels)
 
-    def enter(self, label: str, step: int, iteration: int, *, why: str, say: Say) -> None:
+    def enter(self, label: str, step: int, iteration: int, *, why: str) -> None:
         """Begin a block; `why` is what the page says now."""
         words = self._words
         # First: whatever fails below, no boundary settles what the block holds.
@@ -71,13 +75,13 @@ class StandIns:
             self._why = why if words[Word.UNSERVED] != STANDS_IN else ""
             self._step = step
             self._gate.begin_update()
-        self._tell(step, iteration, say)
+        self._tell(step, iteration)
 
-    def leave(self, label: str, step: int, iteration: int, *, failed: bool, say: Say) -> None:
+    def leave(self, label: str, step: int, iteration: int, *, failed: bool) -> None:
         """End a block; `failed`: it raised."""
         self._labels.remove(label)
         if self._labels:
-            self._tell(step, iteration, say)
+            self._tell(step, iteration)
             return
         if step != self._step:
             # An update inside changed what was to be brought back.
@@ -91,13 +95,13 @@ class StandIns:
         if failed and not same:
             return
         self._words[Word.REST] = 0
-        say(self._why)
+        self._say(self._why)
         if self._readable:
             self._gate.rest(step, iteration, self._before)
 
-    def _tell(self, step: int, iteration: int, say: Say) -> None:
+    def _tell(self, step: int, iteration: int) -> None:
         # While nothing rests: a copy with one label never gets another.
         self._words[Word.REST] = 0
-        say(", ".join(self._labels), unserved=STANDS_IN)
+        self._say(", ".join(self._labels), unserved=STANDS_IN)
         if self._readable:
             self._gate.rest(step, iteration, CHANGED)

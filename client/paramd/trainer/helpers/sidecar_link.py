@@ -20,6 +20,7 @@ from paramd import places
 from paramd.errors import ConflictError, ParamdError, UnreachableError, UsageError, error_of_grpc
 from paramd.helpers import end, spawn
 from paramd.memory import descriptors, handover
+from paramd.memory.descriptors import close_all
 from paramd.memory.device_arena import TrainerDevice, create
 from paramd.memory.handover import Allocation, Descriptors
 from paramd.security.tls import Pems, host_of, is_of_job
@@ -160,8 +161,7 @@ class SidecarLink:
             answer, received = _answer(connection, "state")
             if answer["number"] == self._asked and len(received) == 1:
                 return Allocation(received[0], int(answer["size_bytes"]))
-            for descriptor in received:
-                os.close(descriptor)
+            close_all(received)
 
     def serve(self, mesh: dict[str, Any], layout: bytes) -> None:
         """Send the sidecar its mesh and layout; from now on one is always kept alive."""
@@ -177,12 +177,8 @@ class SidecarLink:
         """Let go of a sidecar whose memory is still wanted by another attempt. Idempotent."""
         self._supervisor.close()
         self._mesh = None
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-        if self.descriptors is not None:
-            self.descriptors.close()
-            self.descriptors = None
+        self._disconnect()
+        self._drop_descriptors()
 
     def close(self) -> None:
         """Detach from the sidecar and let it end. Idempotent."""
@@ -194,19 +190,24 @@ class SidecarLink:
                 handover.send(self._connection, {"op": "detach"})
             if self._process is None:
                 _await_end(self._connection, timeout_s=5.0)
-            self._connection.close()
-            self._connection = None
+        self._disconnect()
         self._reap(grace_s=5.0)
         self.insight.close()
+        self._drop_descriptors()
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _drop_descriptors(self) -> None:
         if self.descriptors is not None:
             self.descriptors.close()
             self.descriptors = None
 
     def _restart(self) -> int:
         with self._handing:
-            if self._connection is not None:
-                self._connection.close()
-                self._connection = None
+            self._disconnect()
             self._reap(grace_s=0.0)
             self._attach(self._reach())
             self._send_mesh()
@@ -271,10 +272,7 @@ class SidecarLink:
         One that was started for a job on one host does not when it is on several now.
         """
         handover.send(connection, {"op": "where"})
-        try:
-            answer, _ = _answer(connection, "where")
-        except UsageError:
-            return True  # an older one: attaching says so
+        answer, _ = _answer(connection, "where")
         own, address = self._identity.own_tls, str(answer["address"])
         return own.is_at(address) if own is not None else not is_of_job(address)
 
@@ -348,8 +346,7 @@ class SidecarLink:
             self.descriptors = self._received(received)
         else:
             # Duplicates of those handed over; the originals stay in use.
-            for descriptor in received:
-                os.close(descriptor)
+            close_all(received)
         self._connection = connection
         self.address = str(answer["address"])
 
@@ -358,8 +355,7 @@ class SidecarLink:
             on_device = self._device is not None
             return Descriptors.received(fds, self._arena_bytes, on_device=on_device)
         except UsageError as error:
-            for descriptor in fds:
-                os.close(descriptor)
+            close_all(fds)
             raise ConflictError(f"the sidecar handed over unusable descriptors: {error}") from error
 
     def _send_mesh(self) -> None:
@@ -381,8 +377,7 @@ class SidecarLink:
         try:
             handover.send(connection, message, handed)
         finally:
-            for descriptor in handed:
-                os.close(descriptor)
+            close_all(handed)
         _answer(connection, "insight")
 
     def _pidfd(self) -> int:
@@ -408,8 +403,7 @@ def _pidfd_of_peer(connection: socket.socket) -> int:
         os.close(own)
     if len(received) == 1 and descriptors.is_pidfd_of_elsewhere(received[0]):
         return received[0]
-    for descriptor in received:
-        os.close(descriptor)
+    close_all(received)
     raise ConflictError("the sidecar introduced itself without a pidfd")
 
 
@@ -436,8 +430,7 @@ def _answer(connection: socket.socket, expected: str) -> tuple[handover.Message,
     message, received = handover.receive(connection)
     if message["op"] == expected:
         return message, received
-    for descriptor in received:
-        os.close(descriptor)
+    close_all(received)
     if message["op"] == "error":
         raise error_of_grpc(str(message.get("code")))(str(message.get("message")))
     raise ConflictError(f"the sidecar answered {message['op']!r} instead of {expected!r}")

@@ -29,19 +29,24 @@ MAX_TOKEN_BYTES = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Registration:
-    """A new incarnation of the job, as issued by the control plane."""
+class TakenIncarnation:
+    """An incarnation, with its keys and its ranks' tickets."""
 
-    url: str
     incarnation: int
-    control_address: str
-    """gRPC target that sidecars join."""
     public_key: bytes
+    """Verifies the incarnation's tickets."""
     rank_tickets: list[str] = field(repr=False)
+    """By rank; each lets one sidecar join as that rank."""
     copy_tickets: list[str] = field(default_factory=list, repr=False)
-    """By rank; empty if the control plane is older than copies are."""
+    """By rank; each lets one sidecar send copies to another host. May be empty."""
     rank_pems: list[Pems] = field(default_factory=list, repr=False)
-    """By rank; empty unless `hosts` were given."""
+    """By rank, for ranks on several hosts: a certificate of the job's own CA."""
+    private_key: bytes | None = field(default=None, repr=False)
+    """Signs the incarnation's tickets; None when a site's control plane keeps it."""
+    url: str = ""
+    """Of the site's control plane; empty when there is no site, or it did not answer."""
+    control_address: str = ""
+    """gRPC target of it, which sidecars join."""
 
 
 def register(
@@ -51,7 +56,7 @@ def register(
     world_size: int,
     incarnation_floor: int,
     hosts: Sequence[str] = (),
-) -> Registration:
+) -> TakenIncarnation:
     """Have the control plane begin a new incarnation, above `incarnation_floor`. Not idempotent.
 
     `hosts` is the address of each rank, for ranks on several hosts.
@@ -126,7 +131,7 @@ def token_of(settings: AttachSettings) -> str:
 
 def _registration(
     url: str, world_size: int, found: Mapping[str, Any], *, certified: bool
-) -> Registration:
+) -> TakenIncarnation:
     tickets = [str(ticket) for ticket in found["rank_tickets"]]
     copy_tickets = [str(ticket) for ticket in found.get("copy_tickets", [])]
     incarnation = int(found["incarnation"])
@@ -135,7 +140,7 @@ def _registration(
     pems = [Pems.of_json(one) for one in found["rank_tls"]] if certified else []
     if certified and len(pems) != world_size:
         raise ValueError(f"{len(pems)} certificates")
-    return Registration(
+    return TakenIncarnation(
         url=url,
         incarnation=incarnation,
         control_address=str(found["control_address"]),

@@ -28,7 +28,15 @@ from paramd.memory.gate import TrainerGate
 from paramd.trainer.home.buffers import BufferCopies
 from paramd.trainer.home.device import device_home
 from paramd.trainer.home.devices import DeviceCopies
-from paramd.trainer.home.moving import Memory, Range, bytes_at, differences, extent, placed
+from paramd.trainer.home.moving import (
+    Memory,
+    Range,
+    bytes_at,
+    differences,
+    extent,
+    placed,
+    span_bytes,
+)
 from paramd.trainer.home.owned import (
     ParameterStorage,
     address_of,
@@ -174,7 +182,7 @@ class MirroredHome(ParameterStorage):
         wanted = [
             (shard.tensor, at)
             for shard, at in self._placed(TensorKind.PARAMETER)
-            if at < end and begin < at + _span_bytes(shard.tensor)
+            if at < end and begin < at + span_bytes(shard.tensor)
         ]
         storage = self._memory.untyped_storage()
         sources = [tensor for tensor, _ in wanted]
@@ -229,7 +237,7 @@ def _live(pieces: Sequence[tuple[int, LocalShard]], record: Record) -> torch.Ten
     index = bisect_right(pieces, record.arena_begin, key=itemgetter(0))
     for begin, shard in reversed(pieces[:index]):
         tensor = shard.tensor
-        fits = record.arena_end <= begin + _span_bytes(tensor)
+        fits = record.arena_end <= begin + span_bytes(tensor)
         if fits and record.dtype == dtype_name(tensor.dtype):
             first = int(tensor.storage_offset()) * tensor.itemsize
             return placed(
@@ -242,8 +250,3 @@ def _live(pieces: Sequence[tuple[int, LocalShard]], record: Record) -> torch.Ten
     raise ConflictError(
         f"bytes [{record.arena_begin}, {record.arena_end}) of the arena are no parameter's"
     )
-
-
-def _span_bytes(tensor: torch.Tensor) -> int:
-    memory = extent(tensor)
-    return memory.end - memory.begin

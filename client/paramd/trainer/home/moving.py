@@ -128,6 +128,12 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return placed(torch.uint8, storage, 0, (storage.nbytes(),), (1,))
 
 
+def span_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's memory from its first to its last element."""
+    memory = extent(tensor)
+    return memory.end - memory.begin
+
+
 class DeviceBytes(Protocol):
     """An arena's memory on a device (home/device.py)."""
 

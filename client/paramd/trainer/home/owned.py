@@ -40,11 +40,11 @@ from paramd.trainer.home.moving import (
     bytes_at,
     bytes_of,
     differences,
-    extent,
     has_unseen_users,
     live_tensors,
     moved,
     repoint,
+    span_bytes,
     storage_range,
     strides_of,
     users,
@@ -69,19 +69,6 @@ def mirrored_devices() -> tuple[str, ...]:
     return ("cpu",) if found is None else ("cpu", found)
 
 
-def arena_kind(tensor: torch.Tensor) -> str:
-    """The kind of arena that can hold the tensor; so far only "host".
-
-    Raises:
-        ConflictError: there is no arena for its device.
-    """
-    if tensor.device.type != "cpu":
-        raise ConflictError(
-            f"parameters on {tensor.device}: only those in host memory can be moved into an arena"
-        )
-    return "host"
-
-
 def check_reachable(shard: LocalShard) -> None:
     """Refuse a tensor that cannot be copied into host memory.
 
@@ -96,24 +83,22 @@ def check_reachable(shard: LocalShard) -> None:
 
 
 def check_movable(shard: LocalShard) -> None:
-    """Refuse a tensor that has no kind of arena, or that other processes use.
+    """Refuse a tensor that is not in host memory, or that other processes use.
 
     Raises:
         ConflictError: naming the tensor.
     """
-    try:
-        arena_kind(shard.tensor)
-    except ConflictError as error:
-        raise ConflictError(f"tensor {shard.fqn!r}: {error}") from None
+    if shard.tensor.device.type != "cpu":
+        raise ConflictError(
+            f"tensor {shard.fqn!r}: parameters on {shard.tensor.device}: only those in host memory "
+            "can be moved into an arena"
+        )
     if shard.kind is TensorKind.PARAMETER and shard.tensor.is_shared():
         raise ConflictError(
             f"parameter {shard.fqn!r} is in memory shared with other processes "
             "(share_memory), which would stop seeing its updates; attach before sharing it "
             "or do not share it"
         )
-
-
-__all__ = ["ParameterStorage", "arena_kind"]
 
 
 class ParameterStorage:
@@ -268,7 +253,9 @@ class ParameterStorage:
 
     def _contents_of(self, arena: Memory) -> Contents:
         assert isinstance(arena, memoryview)
-        return Contents(arena, [(begin, begin + _size_bytes(s)) for s, begin in self.pieces()])
+        return Contents(
+            arena, [(begin, begin + span_bytes(s.tensor)) for s, begin in self.pieces()]
+        )
 
     def _rewatch(self) -> None:
         """Watch the tensors that are in the model now."""
@@ -442,11 +429,6 @@ def _piece(shard: LocalShard, rank: int, begin: int) -> Piece:
     # Buffers are copied row-major, whatever their own strides.
     strides = strides_of(shard) if shard.kind is TensorKind.PARAMETER else None
     return Piece(rank=rank, arena_begin=begin, region=shard.region, strides=strides)
-
-
-def _size_bytes(shard: LocalShard) -> int:
-    memory = extent(shard.tensor)
-    return memory.end - memory.begin
 
 
 def said(changed: dict[str, str]) -> str:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ from xxhash import xxh3_64
 
 from paramd.errors import ParamdError, error_of_grpc
 from paramd.memory import handover
+from paramd.memory.descriptors import close_all
 from paramd.state_files import kernel_of
 from paramd.trainer.resume.choice import HeldCopy, Mark, RankOffer
 
@@ -240,8 +240,7 @@ class Copies:
         except (OSError, ValueError):
             return None
         finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+            close_all(descriptors)
         return memoryview(mapped)[:size_bytes]
 
     def _asked(self, number: int, message: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
@@ -250,8 +249,7 @@ class Copies:
             handover.send(connection, {**message, "job": self._job, "rank": number})
             answer, descriptors = handover.receive(connection)
         if answer["op"] != message["op"]:
-            for descriptor in descriptors:
-                os.close(descriptor)
+            close_all(descriptors)
             raise error_of_grpc(str(answer.get("code")))(str(answer.get("message")))
         return answer, descriptors
 

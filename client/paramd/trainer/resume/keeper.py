@@ -59,12 +59,6 @@ class Keepable(Protocol):
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
 
 
-class Agreed(Protocol):
-    """See `Agreement.standing`."""
-
-    def __call__(self, pace: int, made: int, *, interval: int) -> tuple[int, int]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Keeping:
     """What keeping a record costs the training thread."""
@@ -113,7 +107,7 @@ class Keeper:
         keep: Mapping[str, Any],
         every: int = 1,
         standing_every: int | None = None,
-        agreed: Agreed,
+        agreed: Callable[[int, int, int], tuple[int, int]],
         copies: Callable[[int, int], tuple[int, int]] | None = None,
     ) -> None:
         """
@@ -339,7 +333,7 @@ class Keeper:
         wanted = wanted_pace(words)
         # Which one all ranks have shows only in rounds, so there is one for each.
         interval = wanted if self._settled_count > 2 * SOON_COUNT else 1
-        pace, common = self._agreed(wanted, words[Word.STANDING_MADE], interval=interval)
+        pace, common = self._agreed(wanted, words[Word.STANDING_MADE], interval)
         words[Word.STANDING_COMMON] = max(words[Word.STANDING_COMMON], common)
         if self._copying():
             return False

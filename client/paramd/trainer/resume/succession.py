@@ -15,7 +15,6 @@ import ctypes
 import dataclasses
 import logging
 import mmap
-import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -30,7 +29,7 @@ from paramd.errors import ConflictError, ParamdError, UnreachableError
 from paramd.memory import handover, left
 from paramd.memory.arena import HostArena
 from paramd.memory.continuation import read_pair
-from paramd.memory.descriptors import SparseMemory, pages
+from paramd.memory.descriptors import SparseMemory, close_all, pages
 from paramd.memory.handover import Allocation, Survived, continuation_bytes
 from paramd.trainer.home.device import DeviceMemory, DeviceState
 from paramd.trainer.home.moving import bytes_at
@@ -357,8 +356,7 @@ class Succession:
         self._live = self._chosen = None
         self._snapshots = []
         self._copies.close()
-        for descriptor in self._descriptors:
-            os.close(descriptor)
+        close_all(self._descriptors)
         self._descriptors = []
 
     def _asked(self) -> tuple[dict[str, Any], list[int]]:
@@ -368,8 +366,7 @@ class Succession:
             handover.send(connection, {"op": "offer", "job": self._job, "rank": self._rank})
             answer, descriptors = handover.receive(connection)
         if answer["op"] != "offered":
-            for descriptor in descriptors:
-                os.close(descriptor)
+            close_all(descriptors)
             raise UnreachableError(str(answer.get("message", answer["op"])))
         return answer, descriptors
 

@@ -357,13 +357,7 @@ async def begin(job: ExportJob) -> None:
     await leases.renew()
     leases.keep()
     job.plan = plan
-    job.message = encode_plan(
-        plan,
-        state=pinned.state,
-        layout_digest=digest,
-        pins=pins,
-        unsettled=pinned.unsettled,
-    )
+    job.message = encode_plan(pinned, digest)
     job.row = replace(
         job.row,
         plan=job.message.SerializeToString(),

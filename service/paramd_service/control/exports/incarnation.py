@@ -14,7 +14,7 @@ from paramd_service.control.exports.runner import ExportJob, ExportRun, OnChange
 from paramd_service.control.exports.sidecars import SidecarGroup
 from paramd_service.control.mesh.jobs import Incarnation
 from paramd_service.control.store.engine import StoreError
-from paramd_service.control.store.exports import ExportFileRow, ExportRow, ExportStore
+from paramd_service.control.store.exports import ExportRow, ExportStore, File
 
 MAX_RUNNING: Final = 2
 """Each running export holds a snapshot, which costs memory."""
@@ -78,7 +78,7 @@ class IncarnationExports:
                 f"{MAX_WAITING} exports of job {self.mesh.job!r} are queued already; retry later"
             )
 
-    def add(self, row: ExportRow, files: list[ExportFileRow]) -> ExportJob:
+    def add(self, row: ExportRow, files: list[File]) -> ExportJob:
         """Queue an export, new or resumed. Idempotent by id."""
         if row.id in self._runs:
             return self._runs[row.id].job
@@ -116,7 +116,7 @@ class IncarnationExports:
         await self._wait()
         await self.group.close()
 
-    def job_of(self, row: ExportRow, files: list[ExportFileRow]) -> ExportJob:
+    def job_of(self, row: ExportRow, files: list[File]) -> ExportJob:
         """The export of a stored row, not queued."""
         return ExportJob(
             row,
@@ -185,7 +185,7 @@ class IncarnationExports:
         else:
             self._task(self._drop_owed(row, files), "paramd-export-drop")
 
-    async def _drop_owed(self, row: ExportRow, files: list[ExportFileRow]) -> None:
+    async def _drop_owed(self, row: ExportRow, files: list[File]) -> None:
         await self.group.wait_for([0])
         if await drop(self.job_of(row, files)):
             await self._store.save(replace(row, drop_owed=False))

@@ -29,13 +29,14 @@ from paramd.v1 import export_pb2
 from paramd_service.aio import all_of
 from paramd_service.control.exports import machine
 from paramd_service.control.exports.documents import ExportSpec, named_at, read_spec
-from paramd_service.control.exports.machine import Export, File, FileState
+from paramd_service.control.exports.machine import Export
 from paramd_service.control.exports.sidecars import Leases, RankLostError, SidecarGroup
 from paramd_service.control.store.engine import StoreError
 from paramd_service.control.store.exports import (
-    ExportFileRow,
     ExportRow,
     ExportStore,
+    File,
+    FileState,
     TakenOverError,
 )
 
@@ -74,7 +75,7 @@ class ExportJob:
     def __init__(
         self,
         row: ExportRow,
-        files: Sequence[ExportFileRow],
+        files: Sequence[File],
         *,
         group: SidecarGroup,
         place: Place,
@@ -114,9 +115,9 @@ class ExportJob:
         return self._place(self.row)
 
     @property
-    def files(self) -> list[ExportFileRow]:
-        """Rows of its files in their current state."""
-        return [_row(file) for file in self.export.files.values()]
+    def files(self) -> list[File]:
+        """Its files in their current state."""
+        return list(self.export.files.values())
 
     def change(self, export: Export) -> None:
         """Set a new state and call `on_change`."""
@@ -165,34 +166,13 @@ class ExportJob:
             log.warning("progress of export %s could not be saved: %s", self.row.id, error)
 
 
-def _restored(row: ExportRow, files: Sequence[ExportFileRow]) -> Export:
+def _restored(row: ExportRow, files: Sequence[File]) -> Export:
     return Export(
         state=ExportState(row.state),
         reason=row.reason,
         incarnation=row.incarnation,
         step=row.step,
-        files={
-            file.name: File(
-                name=file.name,
-                size_bytes=file.size_bytes,
-                rank=file.rank,
-                state=FileState(file.state),
-                written_bytes=file.written_bytes,
-                checksum=file.checksum,
-            )
-            for file in files
-        },
-    )
-
-
-def _row(file: File) -> ExportFileRow:
-    return ExportFileRow(
-        name=file.name,
-        size_bytes=file.size_bytes,
-        written_bytes=file.written_bytes,
-        rank=file.rank,
-        checksum=file.checksum,
-        state=file.state,
+        files={file.name: file for file in files},
     )
 
 

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import xxhash
 
@@ -17,6 +17,9 @@ from paramd.layout.dtypes import ITEM_BYTES, item_bytes
 from paramd.layout.types import Layout, Piece, Region, TensorKind, TensorLayout
 from paramd_service.control.alerts.book import Finding, Severity
 from paramd_service.control.alerts.config import Rule
+
+if TYPE_CHECKING:
+    from paramd_service.control.alerts.sampling import Digests
 
 Spans: TypeAlias = Mapping[int, Sequence[tuple[int, int]]]
 """Half-open byte ranges of arenas, sorted and disjoint, by rank."""
@@ -228,13 +231,6 @@ def _finding(name: str, parts: Sequence[Difference], place: str, step: int) -> F
 def _listed(ranks: Sequence[int]) -> str:
     shown = ", ".join(str(rank) for rank in ranks[:8])
     return shown if len(ranks) <= 8 else f"{shown}, ... ({len(ranks)} ranks)"
-
-
-class Digests(Protocol):
-    """Pinned bytes of several ranks at one step."""
-
-    async def ask(self, rank: int, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """XXH3-128 digests of byte ranges of one rank's arena."""
 
 
 def spans_of(groups: Sequence[ReplicaGroup]) -> Spans:

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from statistics import median
 
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.control.alerts.book import Finding, Observe, Point, Severity
+from paramd_service.control.alerts.book import Finding, Observe, Severity
 from paramd_service.control.alerts.config import LOGGED, AlertConfig, NumberRule, Rule, parse_number
 from paramd_service.control.mesh.registry import MeshView, Report
+from paramd_service.control.store.history import Sample, SeriesKey
 
 MAX_RANKS = 64
 """Ranks whose numbers are kept, the lowest that log."""
@@ -121,7 +122,7 @@ class LoggedRounds:
         view: Callable[[], MeshView],
         ask: Ask,
         observe: Observe,
-        offer: Callable[[Sequence[Point]], None],
+        offer: Callable[[Iterable[Sample]], None],
     ) -> None:
         """No I/O. Arguments as those of `Rounds`; `ask` calls GetLogged."""
         self._config = config
@@ -159,7 +160,7 @@ class LoggedRounds:
 
     def _take(self, rank: int, entries: Iterable[pb.LoggedEntry]) -> None:
         values: dict[str, list[tuple[int, float]]] = {}
-        points: list[Point] = []
+        points: list[Sample] = []
         for entry in entries:
             for name, value in entry.values.items():
                 if self._history.knows(rank, name):
@@ -179,19 +180,11 @@ class LoggedRounds:
             lambda one: one.rule == Rule.LOGGED_NUMBER and one.subject.startswith(prefixes),
         )
 
-    def _point(self, rank: int, name: str, entry: pb.LoggedEntry, value: float) -> list[Point]:
+    def _point(self, rank: int, name: str, entry: pb.LoggedEntry, value: float) -> list[Sample]:
         due_s = self._point_due_s.get((rank, name), -math.inf)
         if entry.time_s < due_s and math.isfinite(value):
             return []
         self._point_due_s[rank, name] = entry.time_s + POINT_S
-        return [
-            Point(
-                job=self._job,
-                incarnation=self._incarnation,
-                name=f"{LOGGED}{name}",
-                subject=str(rank),
-                step=entry.step,
-                time_s=entry.time_s,
-                value=value,
-            )
-        ]
+        job, incarnation = self._job, self._incarnation
+        series = SeriesKey(job=job, incarnation=incarnation, rank=rank, name=f"{LOGGED}{name}")
+        return [Sample(series=series, step=entry.step, time_s=entry.time_s, value=value)]

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from paramd.clock import now_s
@@ -21,9 +21,8 @@ from paramd_service.control.alerts.book import (
     Book,
     Covered,
     Finding,
-    KeptAlerts,
     Observe,
-    Point,
+    series_of,
 )
 from paramd_service.control.alerts.config import AlertConfig, Rule
 from paramd_service.control.alerts.drift import (
@@ -45,13 +44,14 @@ from paramd_service.control.alerts.rules import (
 )
 from paramd_service.control.alerts.sampling import (
     TENSOR_RULES,
+    MeshSampler,
     NormHistory,
-    Sampler,
     tensor_findings,
 )
 from paramd_service.control.alerts.webhook import Webhooks
 from paramd_service.control.mesh.registry import MeshView
-from paramd_service.control.store.alerts import Alert, State
+from paramd_service.control.store.alerts import Alert, AlertStore, State
+from paramd_service.control.store.history import Sample as Measured
 
 if TYPE_CHECKING:
     from paramd.mesh.peers.discovery import SidecarFinder
@@ -75,6 +75,7 @@ KEEP_AGAIN_S = 5.0
 BETWEEN_PARTS_S = 0.01
 
 Tell = Callable[[Alert], object]
+Offer = Callable[[Iterable[Measured]], None]
 
 
 class Rounds:
@@ -87,10 +88,10 @@ class Rounds:
         job: str,
         incarnation: int,
         view: Callable[[], MeshView],
-        sampler: Sampler,
+        sampler: MeshSampler,
         firing: Callable[[], Sequence[Alert]],
         observe: Observe,
-        offer: Callable[[Sequence[Point]], None],
+        offer: Offer,
         clock: Callable[[], float],
     ) -> None:
         """No I/O. `firing` gives the alerts that fire; `offer` takes points for the history."""
@@ -125,19 +126,14 @@ class Rounds:
         now_s = self._clock()
         self._observe(findings, _covers(TENSOR_RULES, {one.fqn for one in found.tensors}))
         self._offer(
-            [
-                Point(
-                    job=self._job,
-                    incarnation=self._incarnation,
-                    name="norm",
-                    subject=tensor.fqn,
-                    step=found.step,
-                    time_s=now_s,
-                    value=tensor.norm,
-                )
-                for tensor in found.tensors
-                if math.isfinite(tensor.norm)
-            ]
+            Measured(
+                series=series_of(self._job, self._incarnation, "norm", tensor.fqn),
+                step=found.step,
+                time_s=now_s,
+                value=tensor.norm,
+            )
+            for tensor in found.tensors
+            if math.isfinite(tensor.norm)
         )
 
     async def digests(self) -> None:
@@ -187,9 +183,10 @@ class Watcher:
         job: str,
         incarnation: int,
         view: Callable[[], MeshView],
-        sampler: Sampler,
+        sampler: MeshSampler,
         webhooks: Webhooks,
-        store: KeptAlerts,
+        store: AlertStore,
+        offer: Offer,
         ask_logged: Ask | None = None,
         reaching: Callable[[], Awaitable[SidecarFinder]] | None = None,
         tell: Tell = lambda alert: None,
@@ -201,6 +198,8 @@ class Watcher:
         Args:
             view: Returns the current mesh, for the rounds.
             webhooks: Closed by the caller; shared by all jobs.
+            store: Keeps the alerts. It and what `offer` adds to are the caller's to close.
+            offer: Adds to the history. Never blocks, never fails; drops what it cannot keep.
             reaching: Opens the connections to the sidecars; None compares samples alone.
             ask_logged: Calls GetLogged of a sidecar; None takes no logged numbers.
             tell: Called with every alert that starts firing or is resolved, for the event bus.
@@ -213,6 +212,7 @@ class Watcher:
         self._incarnation = incarnation
         self._webhooks = webhooks
         self._store = store
+        self._offer = offer
         self._tell = tell
         self._expires_s = expires_s
         self._clock = clock
@@ -227,13 +227,13 @@ class Watcher:
         self._tasks: list[asyncio.Task[None]] = []
         self.rounds = Rounds(
             config, job=job, incarnation=incarnation, view=view, sampler=sampler, clock=clock,
-            firing=lambda: self.book.firing, observe=self._observe, offer=self._store.offer,
+            firing=lambda: self.book.firing, observe=self._observe, offer=offer,
         )  # fmt: skip
         self._logged = None
         if ask_logged is not None:
             self._logged = LoggedRounds(
                 config, job=job, incarnation=incarnation, view=view, ask=ask_logged,
-                observe=self._observe, offer=self._store.offer,
+                observe=self._observe, offer=offer,
             )  # fmt: skip
         self._bits = None
         if reaching is not None and config.compare and config.compare_steps:
@@ -319,9 +319,7 @@ class Watcher:
             self._window.append((now_s, now))
         if now_s >= self._points_due_s:
             self._points_due_s = now_s + POINTS_EVERY_S
-            self._store.offer(
-                points_of(now, job=self._job, incarnation=self._incarnation, time_s=now_s)
-            )
+            self._offer(points_of(now, job=self._job, incarnation=self._incarnation, time_s=now_s))
 
     async def _run(
         self, kind: str, every_s: float, one: Callable[[], Awaitable[bool | None]]
@@ -392,7 +390,7 @@ class Watcher:
         self._to_keep.clear()
         changed = dict(self._unkept)
         if changed:
-            await self._store.save_alerts(list(changed.values()))
+            await self._store.save(list(changed.values()))
         for key, alert in changed.items():
             # Unless it has changed since: then the new state is still to be written.
             if self._unkept.get(key) is alert:

@@ -20,6 +20,15 @@ async def all_of(works: Iterable[Coroutine[Any, Any, object]]) -> None:
         raise errors.exceptions[0] from None
 
 
+async def ended(task: asyncio.Future[Any]) -> None:
+    """Cancel a task if it still runs and wait for it, discarding its outcome."""
+    if not task.done():
+        task.cancel()
+        await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()
+
+
 async def uncancelled(
     work: Awaitable[Result], on_cancel: Callable[[], object] = lambda: None
 ) -> Result:

@@ -17,6 +17,7 @@ from paramd.layout.dtypes import ITEM_BYTES, item_bytes
 from paramd.layout.types import Layout, Piece, Region, TensorKind, TensorLayout
 from paramd_service.control.alerts.book import Finding, Severity
 from paramd_service.control.alerts.config import Rule
+from paramd_service.control.mesh.registry import listed
 
 if TYPE_CHECKING:
     from paramd_service.control.alerts.sampling import Digests
@@ -209,12 +210,12 @@ def _finding(name: str, parts: Sequence[Difference], place: str, step: int) -> F
     first = parts[0]
     ranks = tuple(sorted({rank for part in parts for rank in part.ranks}))
     if all(part.majority for part in parts):
-        who = f"rank {ranks[0]} differs" if len(ranks) == 1 else f"ranks {_listed(ranks)} differ"
+        who = f"rank {ranks[0]} differs" if len(ranks) == 1 else f"ranks {listed(ranks)} differ"
         who += f" from {first.majority} equal replicas"
     else:
-        who = f"ranks {_listed(ranks)} differ from each other; two cannot show which is wrong"
+        who = f"ranks {listed(ranks)} differ from each other; two cannot show which is wrong"
         if len(ranks) > 2:
-            who = f"ranks {_listed(ranks)} differ, and none of them has a majority"
+            who = f"ranks {listed(ranks)} differ, and none of them has a majority"
     more = f" (and {len(parts) - 1} more parts of it)" if len(parts) > 1 else ""
     where = f"; {place}" if place else ""
     return Finding(
@@ -226,11 +227,6 @@ def _finding(name: str, parts: Sequence[Difference], place: str, step: int) -> F
         fqn=first.group.fqn,
         step=step,
     )
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    shown = ", ".join(str(rank) for rank in ranks[:8])
-    return shown if len(ranks) <= 8 else f"{shown}, ... ({len(ranks)} ranks)"
 
 
 def spans_of(groups: Sequence[ReplicaGroup]) -> Spans:

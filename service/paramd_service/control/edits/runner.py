@@ -37,7 +37,6 @@ from paramd_service.control.edits.machine import (
 from paramd_service.control.edits.spec import merged
 from paramd_service.control.mesh.coordinator import (
     BoundaryAction,
-    BoundaryCalls,
     BoundaryRequest,
     worst,
 )
@@ -198,7 +197,7 @@ class EditRun:
         row: EditRow,
         *,
         calls: EditCalls,
-        boundaries: BoundaryCalls,
+        boundaries: SidecarCalls,
         view: Callable[[], MeshView],
         save: Callable[[EditRow], Awaitable[None]],
         on_change: Callable[[EditRow], None],

@@ -374,7 +374,7 @@ async def adopt(job: ExportJob) -> None:
         ConflictError: it cannot be resumed.
     """
     pins = list(job.message.pins)
-    lives = job.message.incarnation == job.group.incarnation
+    lives = job.message.incarnation == job.group.mesh.number
     if lives:
         await job.group.wait_for(pin.rank for pin in pins)
     leases = job.hold(pins)
@@ -385,7 +385,7 @@ async def adopt(job: ExportJob) -> None:
         except NotFoundError:
             lives = False
     export, why = machine.after_restart(
-        job.export, incarnation=job.group.incarnation, snapshot_lives=lives
+        job.export, incarnation=job.group.mesh.number, snapshot_lives=lives
     )
     log.info("export %s resumed as %s: %s", job.row.id, export.state, why)
     job.change(export)

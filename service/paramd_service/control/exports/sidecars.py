@@ -25,13 +25,12 @@ import grpc.aio
 
 from paramd.errors import DataLossError, DeadlineError, NotFoundError, ParamdError, UnreachableError
 from paramd.layout.types import Layout
-from paramd.mesh.peers.grpc import Asked, Channels, cancelled, error_of, watched
+from paramd.mesh.peers.grpc import Asked, cancelled, error_of, watched
 from paramd.mesh.reading.pin import Pinner
 from paramd.v1 import export_pb2, sidecar_pb2
 from paramd.wire import checksum_of
-from paramd_service.control.base.config import Bootstrap
 from paramd_service.control.mesh.jobs import Incarnation
-from paramd_service.control.mesh.sidecars import ControlTicket
+from paramd_service.control.mesh.sidecars import SidecarCalls
 from paramd_service.destinations.destinations import Destination, locate
 from paramd_service.destinations.place import MANIFEST
 
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from paramd.mesh.peers.sidecars import Sidecars
 
 UNARY_TIMEOUT_S: Final = 60.0
-PROBE_TIMEOUT_S: Final = 3.0
 QUIET_S: Final = 1.5
 """Probe the ranks of a call after this long without a message."""
 READ_BYTES: Final = 8 << 20
@@ -67,21 +65,11 @@ class RankLostError(UnreachableError):
         self.rank = rank
 
 
-class ExportCalls:
-    """Calls to the sidecars of one incarnation, over its own channels.
+class ExportCalls(SidecarCalls):
+    """Calls for exports, over channels of their own.
 
     All raise RankLostError when the rank does not answer, else the ParamdError of the status.
     """
-
-    def __init__(self, bootstrap: Bootstrap, *, generation: int) -> None:
-        """No I/O."""
-        self._generation = generation
-        self._bootstrap = bootstrap
-        self._channels = Channels(ControlTicket(bootstrap), job_tls=bootstrap.certificates.own)
-
-    async def close(self) -> None:
-        """Closes all channels."""
-        await self._channels.close()
 
     async def begin(
         self, rank: int, address: str, target: export_pb2.ExportTarget, size_bytes: int
@@ -119,7 +107,7 @@ class ExportCalls:
             async for message in messages:
                 moved(message.written_bytes)
                 if message.HasField("done"):
-                    return _file(message.done)
+                    return message.done
         raise UnreachableError(f"rank {rank}: its answer ended before the file did")
 
     async def verify(
@@ -137,7 +125,7 @@ class ExportCalls:
         async with _answers(call, asked, probe) as messages:
             async for message in messages:
                 if message.HasField("found"):
-                    return _file(message.found)
+                    return message.found
         raise UnreachableError(f"rank {rank}: its answer ended before the file did")
 
     async def store(
@@ -151,7 +139,7 @@ class ExportCalls:
                 yield export_pb2.StoreExportFileRequest(data=data[begin : begin + STORE_PART_BYTES])
 
         answer = await self._unary(rank, address, "StoreExportFile", parts())
-        return _file(answer.done)
+        return answer.done
 
     async def finish(
         self,
@@ -256,8 +244,7 @@ class ExportCalls:
         *,
         timeout_s: float = UNARY_TIMEOUT_S,
     ) -> Any:
-        asked = self._bootstrap.asked(rank, address)
-        call = self._channels.ask(asked, name, request, timeout_s=timeout_s)
+        call = self.ask(rank, address, name, request, timeout_s=timeout_s)
         try:
             return await watched(call, lambda: self._probe(rank, address))
         except RankLostError:
@@ -276,15 +263,12 @@ class ExportCalls:
         return probe
 
     async def _probe(self, rank: int, address: str) -> None:
-        asked, request = self._bootstrap.asked(rank, address), sidecar_pb2.GetStateRequest()
         try:
-            await self._channels.ask(asked, "GetState", request, timeout_s=PROBE_TIMEOUT_S)
-        except (DeadlineError, UnreachableError) as error:
+            await super()._probe(rank, address)
+        except UnreachableError as error:
             raise RankLostError(
                 rank, f"rank {rank} does not answer: its sidecar is stopped, dead or disconnected"
             ) from error
-        except ParamdError:
-            pass  # any answer proves that it is alive
 
 
 @asynccontextmanager
@@ -328,12 +312,6 @@ async def _next(call: Any, probe: Callable[[], Awaitable[None]]) -> Any:
         await cancelled(reading)
 
 
-def _file(message: export_pb2.ExportedFile) -> export_pb2.ExportedFile:
-    found = export_pb2.ExportedFile()
-    found.CopyFrom(message)
-    return found
-
-
 class SidecarGroup:
     """The sidecars of one incarnation as a group. Connects on first use; one event loop."""
 
@@ -341,10 +319,6 @@ class SidecarGroup:
         """No I/O."""
         self.mesh = mesh
         self.calls = ExportCalls(mesh.bootstrap, generation=mesh.terms.generation)
-
-    @property
-    def incarnation(self) -> int:
-        return self.mesh.number
 
     def ranks(self) -> dict[int, str]:
         """Addresses of the joined sidecars, by rank."""

@@ -19,6 +19,7 @@ from sqlalchemy import Connection, insert, select, text
 
 from paramd.chain import GENESIS, Link, canonical, link_hash
 from paramd.errors import ParamdError, UnreachableError, reason_of
+from paramd_service.control.access.join import FailureLimit
 from paramd_service.control.store.engine import StoreError
 from paramd_service.control.store.schema import audit
 from paramd_service.control.store.store import Store
@@ -216,17 +217,13 @@ class Denials:
     ) -> None:
         self._audit = audit
         self._job = job
-        self._burst = burst
-        self._per_s = per_s
-        self._clock = clock
-        self._left = burst
-        self._seen_s = clock()
+        self._limit = FailureLimit(burst=burst, per_s=per_s, clock=clock)
         self._unrecorded = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     def saw(self, *, actor: str, role: str, method: str, reason: str) -> None:
         """Record or count one refusal; `actor` is empty when the caller is unknown."""
-        if not self._allows():
+        if not self._limit.allows():
             self._unrecorded += 1
             return
         detail: dict[str, object] = {"method": method[:MAX_TEXT_CHARS]}
@@ -249,12 +246,3 @@ class Denials:
             await self._audit.event(
                 Action(actor="", role="", method="denied", job=self._job, detail=detail)
             )
-
-    def _allows(self) -> bool:
-        now_s = self._clock()
-        self._left = min(self._burst, self._left + (now_s - self._seen_s) * self._per_s)
-        self._seen_s = now_s
-        if self._left < 1.0:
-            return False
-        self._left -= 1.0
-        return True

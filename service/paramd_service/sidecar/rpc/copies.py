@@ -53,7 +53,7 @@ MAX_RESTARTS = 3
 
 def calls(rank: RankSidecar) -> CallTable:
     """Methods of this subject."""
-    return {"PutCopy": Call(request=pb.PutCopyRequest, unary=partial(_put, rank), heavy=True)}
+    return {"PutCopy": Call(unary=partial(_put, rank), heavy=True)}
 
 
 async def _put(
@@ -76,34 +76,12 @@ async def _put(
     return pb.PutCopyResponse(header=messages.header(rank), received_bytes=received)
 
 
+_FIELDS = tuple(pb.StandingCopy.DESCRIPTOR.fields_by_name)
+"""Labels' fields that belong to a copy; they have the same names there."""
+
+
 def _label(copy: pb.StandingCopy) -> StandingLabel:
-    return StandingLabel(
-        lineage=copy.lineage,
-        step=copy.step,
-        edits=copy.edits,
-        arena_bytes=copy.arena_bytes,
-        optimizer_bytes=copy.optimizer_bytes,
-        record_bytes=copy.record_bytes,
-        table_bytes=copy.table_bytes,
-        world_size=copy.world_size,
-        layout_digest=copy.layout_digest,
-        digest=copy.digest,
-    )
-
-
-def _message(label: StandingLabel) -> pb.StandingCopy:
-    return pb.StandingCopy(
-        lineage=label.lineage,
-        step=label.step,
-        edits=label.edits,
-        arena_bytes=label.arena_bytes,
-        optimizer_bytes=label.optimizer_bytes,
-        record_bytes=label.record_bytes,
-        table_bytes=label.table_bytes,
-        world_size=label.world_size,
-        layout_digest=label.layout_digest,
-        digest=label.digest,
-    )
+    return StandingLabel(**{name: getattr(copy, name) for name in _FIELDS})
 
 
 def _check(rank: RankSidecar, mesh: Mesh, of: int, label: StandingLabel) -> None:
@@ -225,7 +203,8 @@ class Sending:
         asked = Asked(
             job=rank.config.job, incarnation=rank.incarnation, rank=buddy, address=peer.address
         )
-        copy, size_bytes = _message(label), label.size_bytes
+        copy = pb.StandingCopy(**{name: getattr(label, name) for name in _FIELDS})
+        size_bytes = label.size_bytes
         received = expected = restarts = 0
         data = b""
         while True:

@@ -130,10 +130,10 @@ def calls(rank: RankSidecar) -> CallTable:
     """Methods of this subject."""
     subject = _EditCalls(rank)
     return {
-        "StageEdit": Call(request=pb.StageEditRequest, requests=subject.stage, part=_part),
-        "GetEdit": Call(request=pb.GetEditRequest, unary=subject.get),
-        "PreviewEdit": Call(request=pb.PreviewEditRequest, unary=subject.preview, heavy=True),
-        "DropEdit": Call(request=pb.DropEditRequest, unary=subject.drop),
+        "StageEdit": Call(requests=subject.stage, part=_part),
+        "GetEdit": Call(unary=subject.get),
+        "PreviewEdit": Call(unary=subject.preview, heavy=True),
+        "DropEdit": Call(unary=subject.drop),
     }
 
 

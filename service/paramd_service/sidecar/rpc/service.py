@@ -29,6 +29,7 @@ from typing import Any, TypeAlias
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
 
 from paramd.errors import RANK_KEY, DeadlineError, ParamdError, UsageError
 from paramd.memory.control_page import Word
@@ -66,11 +67,13 @@ from paramd_service.sidecar.rpc.gateway import Gateway
 from paramd_service.sidecar.rpc.messages import abort_internal, abort_with
 from paramd_service.sidecar.rpc.replay import ReplaySnapshots, replay_update
 from paramd_service.sidecar.rpc.statistics import (
+    SnapshotWork,
     compute_stats,
-    digest_snapshot,
-    multiply_snapshot,
-    pool_snapshot,
-    profile_snapshot,
+    digest,
+    multiply,
+    on_stats_thread,
+    pool,
+    profile,
 )
 from paramd_service.sidecar.rpc.streams import StreamServer
 from paramd_service.sidecar.snapshots.store import Snapshot
@@ -308,42 +311,38 @@ class SidecarServicer:
             **reach.calls(rank),
             **self._streams.calls(),
         }
-        return grpc.method_handlers_generic_handler(
-            SERVICE, {name: self._served(call) for name, call in table.items()}
-        )
+        methods = pb.DESCRIPTOR.services_by_name[SERVICE.rpartition(".")[2]].methods_by_name
+        served = {
+            name: self._served(call, GetMessageClass(methods[name].input_type))
+            for name, call in table.items()
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, served)
 
     def _calls(self) -> CallTable:
         return {
-            "GetState": Call(request=pb.GetStateRequest, unary=self._get_state),
-            "GetMesh": Call(request=pb.GetMeshRequest, unary=self._get_mesh),
-            "GetLayout": Call(request=pb.GetLayoutRequest, answers=self._get_layout),
-            "ReadSnapshot": Call(request=pb.ReadSnapshotRequest, answers=self._read),
-            "RenewSnapshot": Call(request=pb.RenewSnapshotRequest, unary=self._renew),
-            "ReleaseSnapshot": Call(request=pb.ReleaseSnapshotRequest, unary=self._release),
-            "ComputeStats": Call(request=pb.ComputeStatsRequest, unary=self._stats, heavy=True),
-            "PoolSnapshot": Call(request=pb.PoolSnapshotRequest, unary=self._pool, heavy=True),
-            "ProfileSnapshot": Call(
-                request=pb.ProfileSnapshotRequest, unary=self._profile, heavy=True
-            ),
-            "MultiplySnapshot": Call(
-                request=pb.MultiplySnapshotRequest, unary=self._multiply, heavy=True
-            ),
-            "ReplayUpdate": Call(request=pb.ReplayUpdateRequest, unary=self._replay, heavy=True),
-            "ListSnapshots": Call(request=pb.ListSnapshotsRequest, unary=self._list),
-            "DigestSnapshot": Call(
-                request=pb.DigestSnapshotRequest, unary=self._digest, heavy=True
-            ),
-            "GetMetrics": Call(request=pb.GetMetricsRequest, unary=self._metrics),
-            "Summon": Call(request=pb.SummonRequest, answers=self._summon),
+            "GetState": Call(unary=self._get_state),
+            "GetMesh": Call(unary=self._get_mesh),
+            "GetLayout": Call(answers=self._get_layout),
+            "ReadSnapshot": Call(answers=self._read),
+            "RenewSnapshot": Call(unary=self._renew),
+            "ReleaseSnapshot": Call(unary=self._release),
+            "ComputeStats": Call(unary=self._stats, heavy=True),
+            **{
+                name: Call(unary=partial(self._on_thread, work), heavy=True)
+                for name, work in _ON_THREAD.items()
+            },
+            "ReplayUpdate": Call(unary=self._replay, heavy=True),
+            "ListSnapshots": Call(unary=self._list),
+            "GetMetrics": Call(unary=self._metrics),
         }
 
-    def _served(self, call: Call) -> grpc.RpcMethodHandler[Any, Any]:
+    def _served(self, call: Call, request: type[Message]) -> grpc.RpcMethodHandler[Any, Any]:
         if call.unary is not None:
-            return self._unary(call.unary, call.request, heavy=call.heavy)
+            return self._unary(call.unary, request, heavy=call.heavy)
         if call.answers is not None:
-            return self._answering(call.answers, call.request)
+            return self._answering(call.answers, request)
         assert call.requests is not None
-        return self._gathering(call.requests, call.part or partial(_parse, call.request))
+        return self._gathering(call.requests, call.part or partial(_parse, request))
 
     def _unary(
         self,
@@ -447,7 +446,7 @@ class SidecarServicer:
         return pb.GetMeshResponse(
             header=messages.header(self._rank),
             world_size=attached.request.world_size if attached is not None else 0,
-            peers=[messages.peer(info) for info in mesh.peers],
+            peers=mesh.peers,
             control_address=mesh.control_address,
         )
 
@@ -508,22 +507,14 @@ class SidecarServicer:
             )
         return pb.ComputeStatsResponse(header=messages.header_of(self._rank, snapshot), stats=found)
 
-    async def _pool(self, request: pb.PoolSnapshotRequest, timeout_s: float) -> Message:
+    async def _on_thread(self, work: SnapshotWork, request: Any, timeout_s: float) -> Message:
+        """The answer that `work` makes of a snapshot's bytes; it only lacks the header."""
         async with self._held(request.snapshot_id, timeout_s) as snapshot:
-            answer = await pool_snapshot(self._rank, snapshot, request)
-        answer.header.CopyFrom(messages.header_of(self._rank, snapshot))
-        return answer
-
-    async def _profile(self, request: pb.ProfileSnapshotRequest, timeout_s: float) -> Message:
-        async with self._held(request.snapshot_id, timeout_s) as snapshot:
-            answer = await profile_snapshot(self._rank, snapshot, request)
-        answer.header.CopyFrom(messages.header_of(self._rank, snapshot))
-        return answer
-
-    async def _multiply(self, request: pb.MultiplySnapshotRequest, timeout_s: float) -> Message:
-        async with self._held(request.snapshot_id, timeout_s) as snapshot:
-            answer = await multiply_snapshot(self._rank, snapshot, request)
-        answer.header.CopyFrom(messages.header_of(self._rank, snapshot))
+            data, rank = snapshot.view(), self._rank
+            answer: Message = await on_stats_thread(
+                rank, lambda stop: work(rank, data, request, stop)
+            )
+        answer.header.CopyFrom(messages.header_of(rank, snapshot))
         return answer
 
     async def _replay(self, request: pb.ReplayUpdateRequest, timeout_s: float) -> Message:
@@ -544,26 +535,22 @@ class SidecarServicer:
     async def _list(self, _request: pb.ListSnapshotsRequest, _timeout_s: float) -> Message:
         return messages.snapshot_list(self._rank)
 
-    async def _digest(self, request: pb.DigestSnapshotRequest, timeout_s: float) -> Message:
-        async with self._held(request.snapshot_id, timeout_s) as snapshot:
-            digests = await digest_snapshot(self._rank, snapshot, request.ranges)
-        header = messages.header_of(self._rank, snapshot)
-        return pb.DigestSnapshotResponse(header=header, digests=digests)
-
     async def _metrics(self, _request: pb.GetMetricsRequest, _timeout_s: float) -> Message:
         header = messages.header(self._rank)
         return pb.GetMetricsResponse(header=header, text=sidecar_metrics(self._rank))
 
-    async def _summon(
-        self, request: pb.SummonRequest, timeout_s: float
-    ) -> AsyncGenerator[bytes, None]:
-        async with aclosing(self._gateway.summon(request, timeout_s)) as parts:
-            async for message in parts:
-                yield message
-
     def _lease_s(self, lease_ms: int) -> float:
         config = self._rank.config
         return auth.granted_lease_s(lease_ms, config.default_lease_s, config.max_lease_s)
+
+
+_ON_THREAD: dict[str, SnapshotWork] = {
+    "PoolSnapshot": pool,
+    "ProfileSnapshot": profile,
+    "MultiplySnapshot": multiply,
+    "DigestSnapshot": digest,
+}
+"""Methods that reduce a snapshot to one answer."""
 
 
 def _meant(context: Context) -> str | None:

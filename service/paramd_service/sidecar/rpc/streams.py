@@ -123,7 +123,7 @@ class StreamServer:
 
     def calls(self) -> CallTable:
         """Methods of this subject."""
-        return {"GrantStream": Call(request=pb.GrantStreamRequest, unary=self.grant)}
+        return {"GrantStream": Call(unary=self.grant)}
 
     def start(self) -> None:
         """Listen on gRPC's host. Without a port readers keep to gRPC, which is slower."""

@@ -107,7 +107,8 @@ class ExportCalls(SidecarCalls):
             async for message in messages:
                 moved(message.written_bytes)
                 if message.HasField("done"):
-                    return message.done
+                    file: export_pb2.ExportedFile = message.done
+                    return file
         raise UnreachableError(f"rank {rank}: its answer ended before the file did")
 
     async def verify(
@@ -125,7 +126,8 @@ class ExportCalls(SidecarCalls):
         async with _answers(call, asked, probe) as messages:
             async for message in messages:
                 if message.HasField("found"):
-                    return message.found
+                    file: export_pb2.ExportedFile = message.found
+                    return file
         raise UnreachableError(f"rank {rank}: its answer ended before the file did")
 
     async def store(
@@ -139,7 +141,8 @@ class ExportCalls(SidecarCalls):
                 yield export_pb2.StoreExportFileRequest(data=data[begin : begin + STORE_PART_BYTES])
 
         answer = await self._unary(rank, address, "StoreExportFile", parts())
-        return answer.done
+        file: export_pb2.ExportedFile = answer.done
+        return file
 
     async def finish(
         self,

@@ -507,13 +507,11 @@ class SidecarServicer:
             )
         return pb.ComputeStatsResponse(header=messages.header_of(self._rank, snapshot), stats=found)
 
-    async def _on_thread(self, work: SnapshotWork, request: Any, timeout_s: float) -> Message:
+    async def _on_thread(self, work: SnapshotWork, request: Any, timeout_s: float) -> Any:
         """The answer that `work` makes of a snapshot's bytes; it only lacks the header."""
         async with self._held(request.snapshot_id, timeout_s) as snapshot:
             data, rank = snapshot.view(), self._rank
-            answer: Message = await on_stats_thread(
-                rank, lambda stop: work(rank, data, request, stop)
-            )
+            answer = await on_stats_thread(rank, lambda stop: work(rank, data, request, stop))
         answer.header.CopyFrom(messages.header_of(rank, snapshot))
         return answer
 

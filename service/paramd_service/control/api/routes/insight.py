@@ -400,8 +400,11 @@ def _row(found: Found, *, no_log: str) -> RankWhy:
     if answer is None or isinstance(answer, ParamdError):
         error = str(answer) if answer is not None else rank.reason or "its sidecar has not joined"
         state = rank.report.state if rank.report is not None else common_pb2.RankState()
-        answer = pb.InspectTrainerResponse(state=state, age_ms=-1, **dict.fromkeys(_COUNTS, -1))
+        unknown: dict[str, Any] = dict.fromkeys(_COUNTS, -1)
+        answer = pb.InspectTrainerResponse(state=state, age_ms=-1, **unknown)
     state = answer.state
+    same: dict[str, Any] = {name: getattr(answer, name) for name in _AS_TOLD}
+    same |= {name: _count(getattr(answer, name)) for name in _COUNTS}
     return RankWhy(
         rank=rank.rank,
         error=error,
@@ -426,8 +429,7 @@ def _row(found: Found, *, no_log: str) -> RankWhy:
             )
             for one in answer.collectives
         ],
-        **{name: getattr(answer, name) for name in _AS_TOLD},
-        **{name: _count(getattr(answer, name)) for name in _COUNTS},
+        **same,
         log_lines=[without_secrets(line) for line in answer.log_lines],
         log_missing=no_log or answer.log_missing,
     )

@@ -20,6 +20,16 @@ async def all_of(works: Iterable[Coroutine[Any, Any, object]]) -> None:
         raise errors.exceptions[0] from None
 
 
+def kept(
+    tasks: set[asyncio.Task[Any]], work: Coroutine[Any, Any, Result], name: str | None = None
+) -> asyncio.Task[Result]:
+    """Start `work` as a task, which is in `tasks` until it has ended."""
+    task = asyncio.create_task(work, name=name)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task
+
+
 async def ended(task: asyncio.Future[Any]) -> None:
     """Cancel a task if it still runs and wait for it, discarding its outcome."""
     if not task.done():

@@ -32,6 +32,7 @@ from paramd.memory.descriptors import same_object
 from paramd.memory.gate import State, resting_state, state_of
 from paramd.security.tickets import CLOCK_SKEW_S, Claims, Verifier
 from paramd.security.tls import Pems
+from paramd_service.aio import kept
 from paramd_service.sidecar.config import SidecarConfig
 from paramd_service.sidecar.copying.capture import Capture
 from paramd_service.sidecar.copying.copier import Copier
@@ -591,10 +592,7 @@ class RankSidecar:
 
     def start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `work` in the background; `close` waits for it."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        return kept(self._tasks, work)
 
     async def close(self) -> None:
         """End snapshots and the attachment. Call it once the servers have stopped."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 import xxhash
@@ -51,14 +51,7 @@ class ReplicaGroup:
 
     def on(self, ranks: Iterable[int]) -> ReplicaGroup:
         """The group restricted to these ranks."""
-        return ReplicaGroup(
-            fqn=self.fqn,
-            region=self.region,
-            size_bytes=self.size_bytes,
-            item_bytes=self.item_bytes,
-            begins={rank: self.begins[rank] for rank in sorted(ranks)},
-            state_key=self.state_key,
-        )
+        return replace(self, begins={rank: self.begins[rank] for rank in sorted(ranks)})
 
 
 def replica_groups(tensor: TensorLayout) -> list[ReplicaGroup]:
@@ -130,6 +123,19 @@ def _rank_bytes(tensor: TensorLayout) -> int:
     """Most bytes of the tensor that one rank holds in one piece."""
     size = item_bytes(tensor.dtype)
     return max((piece.region.numel for piece in tensor.pieces), default=0) * size
+
+
+def groups_of(
+    tensors: Iterable[TensorLayout], joined: set[int], *, most_ranks: int, turn: int
+) -> list[ReplicaGroup]:
+    """The tensors' replicated pieces on the ranks that are joined, as `choose_holders`."""
+    groups = [
+        group.on(joined.intersection(group.begins))
+        for tensor in tensors
+        for group in replica_groups(tensor)
+        if len(joined.intersection(group.begins)) > 1
+    ]
+    return choose_holders(groups, most_ranks=most_ranks, turn=turn)
 
 
 def choose_holders(

@@ -14,6 +14,7 @@ from paramd import gone
 from paramd.errors import ParamdError, UsageError
 from paramd.state_files import file_places
 from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.aio import kept
 from paramd_service.control.alerts.config import AlertConfig
 from paramd_service.control.alerts.numbers import ASK_TIMEOUT_S, Ask
 from paramd_service.control.alerts.sampling import MeshSampler
@@ -74,12 +75,7 @@ class Watchers:
 
     def start(self, jobs: Jobs) -> None:
         """Watch the open jobs and every later one."""
-        jobs.on_begin.append(self._begin)
-        jobs.on_end.append(self._end)
-        jobs.on_view.append(self._look)
-        for mesh in jobs.all():
-            if mesh.over is None:
-                self._begin(mesh)
+        jobs.follow(self._begin, self._end, self._look)
 
     async def close(self) -> None:
         """Stop all watchers; firing alerts stay firing in the store. Idempotent."""
@@ -119,9 +115,7 @@ class Watchers:
         # `Jobs` ends an incarnation before it announces the next one, so this is the right watcher.
         watcher = self._watchers.get(mesh.job)
         if watcher is not None:
-            task = asyncio.create_task(watcher.close(incarnation_over=True))
-            self._ending.add(task)
-            task.add_done_callback(self._ending.discard)
+            kept(self._ending, watcher.close(incarnation_over=True))
 
     def _look(self, mesh: Incarnation, view: MeshView) -> None:
         watcher = self._watchers.get(mesh.job)
@@ -132,9 +126,7 @@ class Watchers:
         self._publish("alert", alert.model_dump(mode="json"), job=alert.job)
         if self.hold and alert.state == State.FIRING and alert.rule in self.config.hold:
             # Once: who resumes it has seen the alert, which may go on firing.
-            task = asyncio.create_task(self._paused(alert, self.hold), name="paramd-alert-hold")
-            self._ending.add(task)
-            task.add_done_callback(self._ending.discard)
+            kept(self._ending, self._paused(alert, self.hold), "paramd-alert-hold")
 
     @staticmethod
     async def _paused(alert: Alert, hold: Hold) -> None:

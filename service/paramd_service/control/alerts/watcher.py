@@ -26,12 +26,10 @@ from paramd_service.control.alerts.book import (
 )
 from paramd_service.control.alerts.config import AlertConfig, Rule
 from paramd_service.control.alerts.drift import (
-    ReplicaGroup,
     Sample,
-    choose_holders,
     drift_findings,
+    groups_of,
     next_sample,
-    replica_groups,
 )
 from paramd_service.control.alerts.numbers import Ask, LoggedRounds
 from paramd_service.control.alerts.rules import (
@@ -144,7 +142,9 @@ class Rounds:
         if layout.mirrored and not self._config.watch:
             return
         sample = self._next(layout, self._digests_begin, _DRIFT)
-        groups = self._groups(sample)
+        joined = {report.rank for report in self._view().joined}
+        most_ranks = self._config.sample_ranks
+        groups = groups_of(sample.tensors, joined, most_ranks=most_ranks, turn=self._turn)
         self._digests_begin = sample.next_begin
         if not groups:
             return
@@ -152,16 +152,6 @@ class Rounds:
         self._turn += 1
         findings = drift_findings(found.differences, found.places, found.step)
         self._observe(findings, _covers(_DRIFT, {group.fqn for group in groups}))
-
-    def _groups(self, sample: Sample) -> list[ReplicaGroup]:
-        joined = {report.rank for report in self._view().joined}
-        groups = [
-            group.on(joined.intersection(group.begins))
-            for tensor in sample.tensors
-            for group in replica_groups(tensor)
-            if len(joined.intersection(group.begins)) > 1
-        ]
-        return choose_holders(groups, most_ranks=self._config.sample_ranks, turn=self._turn)
 
     def _next(self, layout: Layout, begin: int, rules: frozenset[Rule]) -> Sample:
         again = [alert.name for alert in self._firing() if alert.rule in rules]

@@ -208,11 +208,8 @@ class ExportSpec:
     settings: ExportSettings
     optimizer: bool
     """Whether to export the optimizer state."""
-    overwrite: bool
     verify: bool
     timeout_s: float
-    assets: tuple[str, ...]
-    """Names of the asset files to copy into the export."""
 
 
 def read_spec(request: Mapping[str, Any]) -> ExportSpec:
@@ -233,10 +230,8 @@ def read_spec(request: Mapping[str, Any]) -> ExportSpec:
             names=NameMap.of(request["name_map"]),
         ),
         optimizer="optimizer" in include,
-        overwrite=bool(request.get("overwrite", False)),
         verify=bool(request["verify"]),
         timeout_s=float(request["timeout_s"]),
-        assets=tuple(request["assets"]),
     )
 
 

@@ -7,13 +7,14 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
 from paramd import clock
 from paramd.errors import ConflictError, ExhaustedError, ParamdError
 from paramd.v1 import export_pb2
+from paramd_service.aio import kept
 from paramd_service.control.exports.documents import (
     Assets,
     ExportDocument,
@@ -68,12 +69,7 @@ class ExportService:
 
     def start(self, jobs: Jobs) -> None:
         """Serve the open jobs and every later one."""
-        jobs.on_begin.append(self._begin)
-        jobs.on_end.append(self._end)
-        jobs.on_view.append(self._look)
-        for mesh in jobs.all():
-            if mesh.over is None:
-                self._begin(mesh)
+        jobs.follow(self._begin, self._end, self._look)
 
     async def close(self) -> None:
         """Stop without ending exports; the next control plane resumes them. Idempotent."""
@@ -283,14 +279,14 @@ class ExportService:
         )
         self._queues[mesh.job] = queue
         queue.start()
-        self._task(self._tidy(), "paramd-exports-tidy")
+        kept(self._tasks, self._tidy(), "paramd-exports-tidy")
 
     def _end(self, mesh: Incarnation) -> None:
         # `Jobs` ends an incarnation before it begins the next, so this is its queue.
         queue = self._queues.get(mesh.job)
         if queue is not None:
             why = f"incarnation {mesh.number} of the job has ended; export again"
-            self._task(queue.end(why), "paramd-exports-end")
+            kept(self._tasks, queue.end(why), "paramd-exports-end")
 
     async def _tidy(self) -> None:
         try:
@@ -298,11 +294,6 @@ class ExportService:
             await asyncio.to_thread(self.assets.sweep, await self.store.owners())
         except (StoreError, OSError) as error:
             log.warning("old exports could not be deleted: %s", error)
-
-    def _task(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def _look(self, mesh: Incarnation, view: MeshView) -> None:
         queue = self._queues.get(mesh.job)

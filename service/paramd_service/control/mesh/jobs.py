@@ -31,6 +31,7 @@ from paramd.errors import (
 from paramd.places import IncarnationRecord
 from paramd.security.tickets import Signer, Verifier
 from paramd.state_files import is_job_name
+from paramd_service.aio import kept
 from paramd_service.control.base.config import MAX_WORLD_SIZE, Bootstrap
 from paramd_service.control.base.site import Site
 from paramd_service.control.mesh.coordinator import Coordinator
@@ -291,6 +292,17 @@ class Jobs:
         """Settings shared by all jobs."""
         return self._terms
 
+    def follow(
+        self, begin: OnChange, end: OnChange, look: Callable[[Incarnation, MeshView], None]
+    ) -> None:
+        """Have them called of the open incarnations, and of every later one."""
+        self.on_begin.append(begin)
+        self.on_end.append(end)
+        self.on_view.append(look)
+        for mesh in self.all():
+            if mesh.over is None:
+                begin(mesh)
+
     def all(self) -> list[Incarnation]:
         """Each job's latest incarnation, sorted by job name."""
         return [self._current[job] for job in sorted(self._current)]
@@ -537,9 +549,7 @@ class Jobs:
         self._publish("incarnation", data, job=mesh.job)
         for callback in self.on_end:
             callback(mesh)
-        task = asyncio.create_task(mesh.close())
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        kept(self._closing, mesh.close())
 
 
 def _went_on(job: str) -> bool:

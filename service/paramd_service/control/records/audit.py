@@ -19,6 +19,7 @@ from sqlalchemy import Connection, insert, select, text
 
 from paramd.chain import GENESIS, Link, canonical, link_hash
 from paramd.errors import ParamdError, UnreachableError, reason_of
+from paramd_service.aio import kept
 from paramd_service.control.access.join import FailureLimit
 from paramd_service.control.store.engine import StoreError
 from paramd_service.control.store.schema import audit
@@ -232,9 +233,7 @@ class Denials:
             detail["unrecorded_before"] = self._unrecorded
             self._unrecorded = 0
         action = Action(actor=actor, role=role, method="denied", job=self._job, detail=detail)
-        task = asyncio.create_task(self._audit.event(action), name="paramd-audit-denied")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        kept(self._tasks, self._audit.event(action), "paramd-audit-denied")
 
     async def close(self) -> None:
         """Wait for pending records, then record how many refusals were only counted."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from paramd import places
 from paramd.version import __version__
+from paramd_service.aio import kept
 from paramd_service.control.access.authority import Principal
 from paramd_service.control.base.config import Bootstrap, ControlConfig
 from paramd_service.control.base.site import site_dir
@@ -156,9 +157,7 @@ class Records:
         if not self._started:
             return
         action = self._action(SELF, "", method, detail, mesh)
-        task = asyncio.create_task(self.audit.event(action), name="paramd-audit-incarnation")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        kept(self._tasks, self.audit.event(action), "paramd-audit-incarnation")
 
     def _action(
         self,

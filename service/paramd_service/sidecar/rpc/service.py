@@ -103,170 +103,132 @@ def render(samples: Iterable[Sample], *, job: str, rank: int) -> str:
     return "\n".join(lines) + "\n"
 
 
+Row: TypeAlias = tuple[str, str, float]
+"""A `Sample`, whose name lacks the "paramd_sidecar_" that all have."""
+
+
 def sidecar_metrics(rank: RankSidecar) -> str:
     """This rank's current metrics as text."""
-    return render(
-        [*_rank_samples(rank), *_process_samples()], job=rank.config.job, rank=rank.config.rank
-    )
+    rows = [*_rank_samples(rank), *_process_samples()]
+    samples = [Sample(f"paramd_sidecar_{name}", text, value) for name, text, value in rows]
+    return render(samples, job=rank.config.job, rank=rank.config.rank)
 
 
-def _rank_samples(rank: RankSidecar) -> list[Sample]:
+def _rank_samples(rank: RankSidecar) -> list[Row]:
     state = messages.rank_state(rank)
     store = rank.pins.store if rank.has_pins else None
     age_ns = state.boundary_age_ns
     device = rank.attached.device if rank.attached is not None else None
     return [
-        Sample(
-            "paramd_sidecar_incarnation",
-            "Incarnation of the job, 0 before attach",
-            rank.incarnation,
-        ),
-        Sample("paramd_sidecar_step", "Finished updates, -1 before attach", rank.step),
-        Sample("paramd_sidecar_phase", "Phase by its number in paramd.v1", state.phase),
-        Sample("paramd_sidecar_step_time_seconds", "Smoothed", state.step_time_ns / _NS),
-        Sample(
-            "paramd_sidecar_boundary_age_seconds",
+        ("incarnation", "Incarnation of the job, 0 before attach", rank.incarnation),
+        ("step", "Finished updates, -1 before attach", rank.step),
+        ("phase", "Phase by its number in paramd.v1", state.phase),
+        ("step_time_seconds", "Smoothed", state.step_time_ns / _NS),
+        (
+            "boundary_age_seconds",
             "Time since the last boundary, -1 before the first",
             age_ns / _NS if age_ns >= 0 else -1,
         ),
-        Sample("paramd_sidecar_stalls_total", "Updates that waited", state.stall_count),
-        Sample(
-            "paramd_sidecar_stall_seconds_total",
-            "Time that updates waited for copies",
-            state.stall_total_ns / _NS,
-        ),
-        Sample("paramd_sidecar_stall_max_seconds", "Longest such wait", state.stall_max_ns / _NS),
-        Sample(
-            "paramd_sidecar_abandoned_copies_total",
+        ("stalls_total", "Updates that waited", state.stall_count),
+        ("stall_seconds_total", "Time that updates waited for copies", state.stall_total_ns / _NS),
+        ("stall_max_seconds", "Longest such wait", state.stall_max_ns / _NS),
+        (
+            "abandoned_copies_total",
             "Copies given up because an update began",
             state.abandoned_copy_count,
         ),
-        Sample("paramd_sidecar_arena_bytes", "Bytes of the arena", state.arena_bytes),
-        Sample(
-            "paramd_sidecar_device_context",
+        ("arena_bytes", "Bytes of the arena", state.arena_bytes),
+        (
+            "device_context",
             "1 once this sidecar has a context on a GPU, which takes memory there",
             int(device is not None and device.is_open),
         ),
         *_context_samples(device),
-        Sample("paramd_sidecar_snapshots", "Snapshots under lease", state.snapshot_count),
-        Sample("paramd_sidecar_snapshot_bytes", "Held by snapshots", state.snapshot_bytes),
-        Sample(
-            "paramd_sidecar_snapshot_budget_bytes",
+        ("snapshots", "Snapshots under lease", state.snapshot_count),
+        ("snapshot_bytes", "Held by snapshots", state.snapshot_bytes),
+        (
+            "snapshot_budget_bytes",
             "Most that snapshots may hold",
             rank.budget_bytes(state.arena_bytes) if store is not None else 0,
         ),
-        Sample("paramd_sidecar_agreement_works", "1 while agreeing", state.agreement_works),
-        Sample(
-            "paramd_sidecar_refused_calls_total",
-            "Calls without a ticket that permits them",
-            rank.refusals.count,
-        ),
-        Sample(
-            "paramd_sidecar_copied_step",
+        ("agreement_works", "1 while agreeing", state.agreement_works),
+        ("refused_calls_total", "Calls without a ticket that permits them", rank.refusals.count),
+        (
+            "copied_step",
             "Step of the last standing snapshot that is whole on another host, 0 if none is",
             rank.attached.page[Word.COPIED] if rank.attached is not None else 0,
         ),
-        Sample(
-            "paramd_sidecar_copies_bytes",
-            "Memory of other ranks' standing snapshots",
-            rank.copies.size_bytes,
-        ),
+        ("copies_bytes", "Memory of other ranks' standing snapshots", rank.copies.size_bytes),
         *_delta_samples(rank),
         *_edit_samples(rank),
         *_tls_samples(rank),
     ]
 
 
-def _context_samples(device: DeviceReader | None) -> list[Sample]:
+def _context_samples(device: DeviceReader | None) -> list[Row]:
     found = device.context_bytes if device is not None else None
     if found is None:
         return []
     text = "Device memory that this sidecar's context takes, by NVML"
-    return [Sample("paramd_sidecar_device_context_bytes", text, found)]
+    return [("device_context_bytes", text, found)]
 
 
-def _tls_samples(rank: RankSidecar) -> list[Sample]:
+def _tls_samples(rank: RankSidecar) -> list[Row]:
     if rank.tls is None:
         return []
     return [
-        Sample(
-            "paramd_sidecar_tls_expiry_timestamp_seconds",
-            "End of the certificate in force",
-            rank.tls.expires_s,
-        ),
-        Sample(
-            "paramd_sidecar_tls_files_ok",
-            "0 while newer files of TLS cannot be used",
-            not rank.tls.failure,
-        ),
+        ("tls_expiry_timestamp_seconds", "End of the certificate in force", rank.tls.expires_s),
+        ("tls_files_ok", "0 while newer files of TLS cannot be used", not rank.tls.failure),
     ]
 
 
-def _delta_samples(rank: RankSidecar) -> list[Sample]:
+def _delta_samples(rank: RankSidecar) -> list[Row]:
     counts = rank.delta_counts
     return [
-        Sample(
-            "paramd_sidecar_deltas_computed_total",
-            "Comparisons of two states for followers",
-            counts.computed_count,
-        ),
-        Sample(
-            "paramd_sidecar_deltas_answered_total",
-            "Followers' requests answered from them",
-            counts.answered_count,
-        ),
-        Sample(
-            "paramd_sidecar_delta_sent_bytes_total",
-            "Bytes of changes sent to followers",
-            counts.sent_bytes,
-        ),
-        Sample(
-            "paramd_sidecar_delta_changed_bytes_total",
+        ("deltas_computed_total", "Comparisons of two states for followers", counts.computed_count),
+        ("deltas_answered_total", "Followers' requests answered from them", counts.answered_count),
+        ("delta_sent_bytes_total", "Bytes of changes sent to followers", counts.sent_bytes),
+        (
+            "delta_changed_bytes_total",
             "Bytes of the elements that had changed",
             counts.changed_bytes,
         ),
-        Sample(
-            "paramd_sidecar_delta_base_bytes",
+        (
+            "delta_base_bytes",
             "States kept for followers",
             rank.pins.bases.size_bytes if rank.has_pins else 0,
         ),
     ]
 
 
-def _edit_samples(rank: RankSidecar) -> list[Sample]:
+def _edit_samples(rank: RankSidecar) -> list[Row]:
     edits = rank.edits if rank.has_edits else None
     return [
-        Sample(
-            "paramd_sidecar_edits_applied_total",
+        (
+            "edits_applied_total",
             "Edits that this process saw applied",
             edits.applied_count if edits is not None else 0,
         ),
-        Sample(
-            "paramd_sidecar_edit_staged_bytes",
+        (
+            "edit_staged_bytes",
             "Memory of edits that are not applied",
             edits.staged_bytes if edits is not None else 0,
         ),
-        Sample(
-            "paramd_sidecar_edit_undo_bytes",
+        (
+            "edit_undo_bytes",
             "Memory kept to undo applied edits",
             edits.undo_bytes if edits is not None else 0,
         ),
     ]
 
 
-def _process_samples() -> list[Sample]:
+def _process_samples() -> list[Row]:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return [
-        Sample(
-            "paramd_sidecar_cpu_seconds_total",
-            "Processor time of the sidecar",
-            usage.ru_utime + usage.ru_stime,
-        ),
-        Sample(
-            "paramd_sidecar_resident_bytes", "Memory of the sidecar", resident_bytes(os.getpid())
-        ),
-        Sample("paramd_sidecar_open_descriptors", "Open files", len(os.listdir("/proc/self/fd"))),
-        Sample("paramd_sidecar_start_time_seconds", "Start, since the Unix epoch", _STARTED_S),
+        ("cpu_seconds_total", "Processor time of the sidecar", usage.ru_utime + usage.ru_stime),
+        ("resident_bytes", "Memory of the sidecar", resident_bytes(os.getpid())),
+        ("open_descriptors", "Open files", len(os.listdir("/proc/self/fd"))),
+        ("start_time_seconds", "Start, since the Unix epoch", _STARTED_S),
     ]
 
 

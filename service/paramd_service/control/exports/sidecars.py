@@ -100,10 +100,8 @@ class ExportCalls(SidecarCalls):
             RankLostError: the rank or one of its sources does not answer.
             UnreachableError: the call broke although all of them answer.
         """
-        asked = self._bootstrap.asked(rank, address)
-        call = self._channels.open(asked, "WriteExportFile", request, timeout_s=timeout_s)
-        probe = self._probes([(rank, address), *sources])
-        async with _answers(call, asked, probe) as messages:
+        asking = self._stream((rank, address), "WriteExportFile", request, timeout_s, sources)
+        async with asking as messages:
             async for message in messages:
                 moved(message.written_bytes)
                 if message.HasField("done"):
@@ -120,10 +118,8 @@ class ExportCalls(SidecarCalls):
         timeout_s: float,
     ) -> export_pb2.ExportedFile:
         """Have a rank read a file back; return its actual size and checksum."""
-        asked = self._bootstrap.asked(rank, address)
-        call = self._channels.open(asked, "VerifyExportFile", request, timeout_s=timeout_s)
-        probe = self._probes([(rank, address)])
-        async with _answers(call, asked, probe) as messages:
+        asking = self._stream((rank, address), "VerifyExportFile", request, timeout_s)
+        async with asking as messages:
             async for message in messages:
                 if message.HasField("found"):
                     file: export_pb2.ExportedFile = message.found
@@ -208,11 +204,9 @@ class ExportCalls(SidecarCalls):
             finished=True,
             offset_bytes=offset_bytes,
         )
-        asked = self._bootstrap.asked(rank, address)
-        call = self._channels.open(asked, "ReadExportFile", request, timeout_s=UNARY_TIMEOUT_S)
         whole_bytes, data = 0, bytearray()
-        probe = self._probes([(rank, address)])
-        async with _answers(call, asked, probe) as messages:
+        asking = self._stream((rank, address), "ReadExportFile", request, UNARY_TIMEOUT_S)
+        async with asking as messages:
             async for message in messages:
                 if message.HasField("header"):
                     whole_bytes = message.size_bytes
@@ -256,14 +250,31 @@ class ExportCalls(SidecarCalls):
             await self._probe(rank, address)
             raise
 
-    def _probes(self, ranks: Sequence[tuple[int, str]]) -> Callable[[], Awaitable[None]]:
+    @asynccontextmanager
+    async def _stream(
+        self,
+        of: tuple[int, str],
+        name: str,
+        request: object,
+        timeout_s: float,
+        sources: Sequence[tuple[int, str]] = (),
+    ) -> AsyncIterator[AsyncIterator[Any]]:
+        """Messages of a streaming call, which ends with the block. While it is quiet, the rank and
+        its sources are probed."""
+
         async def probe() -> None:
-            asked = [self._probe(rank, address) for rank, address in dict(ranks).items()]
-            for found in await asyncio.gather(*asked, return_exceptions=True):
+            probes = [self._probe(rank, address) for rank, address in {of, *sources}]
+            for found in await asyncio.gather(*probes, return_exceptions=True):
                 if isinstance(found, BaseException):
                     raise found
 
-        return probe
+        asked = self._bootstrap.asked(*of)
+        call = self._channels.open(asked, name, request, timeout_s=timeout_s)
+        async with aclosing(_messages(call, asked, probe)) as messages:
+            try:
+                yield messages
+            finally:
+                call.cancel()
 
     async def _probe(self, rank: int, address: str) -> None:
         try:
@@ -272,18 +283,6 @@ class ExportCalls(SidecarCalls):
             raise RankLostError(
                 rank, f"rank {rank} does not answer: its sidecar is stopped, dead or disconnected"
             ) from error
-
-
-@asynccontextmanager
-async def _answers(
-    call: Any, asked: Asked, probe: Callable[[], Awaitable[None]]
-) -> AsyncIterator[AsyncIterator[Any]]:
-    """Messages of a streaming call; `probe` runs while it is quiet. Cancels the call on exit."""
-    async with aclosing(_messages(call, asked, probe)) as messages:
-        try:
-            yield messages
-        finally:
-            call.cancel()
 
 
 async def _messages(

@@ -11,8 +11,7 @@ import time
 from dataclasses import dataclass
 
 from paramd.memory.control_page import Word
-from paramd_service.sidecar.insight.line import Stacks, TrainerLine
-from paramd_service.sidecar.insight.numbers import LoggedNumbers
+from paramd_service.sidecar.insight.line import LoggedNumbers, Stacks, TrainerLine
 from paramd_service.sidecar.insight.process import TrainerOutput
 from paramd_service.sidecar.owner import AttachedMemory
 

@@ -18,9 +18,8 @@ from paramd_service.control.api.routes.jobs import job_document
 from paramd_service.control.api.routes.params import Name
 from paramd_service.control.api.services import Services
 from paramd_service.control.insight.diff import Comparisons, state_of
-from paramd_service.control.insight.logs import tails_of
 from paramd_service.control.insight.verdict import verdict_of
-from paramd_service.control.insight.why import Found, chosen, evidence_of, inspect
+from paramd_service.control.insight.why import Found, chosen, evidence_of, inspect, tails_of
 from paramd_service.logs import without_secrets
 
 NO_LOG = "what the training prints is for editors and admins"

@@ -30,6 +30,13 @@ def kept(
     return task
 
 
+async def stopped(task: asyncio.Task[Any] | None) -> None:
+    """Cancel a task, if there is one, and wait for it; its errors stay in it."""
+    if task is not None:
+        task.cancel()
+        await asyncio.wait({task})
+
+
 async def ended(task: asyncio.Future[Any]) -> None:
     """Cancel a task if it still runs and wait for it, discarding its outcome."""
     if not task.done():

@@ -29,6 +29,7 @@ from paramd.mesh.peers.grpc import Asked, cancelled, error_of, watched
 from paramd.mesh.reading.pin import Pinner
 from paramd.v1 import export_pb2, sidecar_pb2
 from paramd.wire import checksum_of
+from paramd_service.aio import stopped
 from paramd_service.control.mesh.jobs import Incarnation
 from paramd_service.control.mesh.sidecars import SidecarCalls
 from paramd_service.destinations.destinations import Destination, locate
@@ -463,9 +464,7 @@ class Leases:
         Args:
             release: Release the snapshots; False leaves them leased for the next control plane.
         """
-        if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.wait({self._keeping})
+        await stopped(self._keeping)
         if release:
             pins, self._pins = self._pins, []
             await asyncio.gather(*(self._release(pin) for pin in pins), return_exceptions=True)

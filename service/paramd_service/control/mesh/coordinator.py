@@ -29,7 +29,7 @@ from paramd.errors import (
     UsageError,
 )
 from paramd.v1 import sidecar_pb2
-from paramd_service.aio import ended
+from paramd_service.aio import ended, stopped
 from paramd_service.control.mesh.registry import MeshView, listed
 
 if TYPE_CHECKING:
@@ -294,9 +294,7 @@ class Coordinator:
 
     async def close(self) -> None:
         """Cancel the current round; all callers get UnreachableError."""
-        if self._runner is not None:
-            self._runner.cancel()
-            await asyncio.wait({self._runner})
+        await stopped(self._runner)
         for request in [*self._current, *self._alone, *self._waiting]:
             _fail(request, UnreachableError("the control plane is stopping; try again"))
         self._alone.clear()

@@ -31,6 +31,7 @@ from paramd.mesh.peers.grpc import Asked, Channels, check_way
 from paramd.v1 import layout_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import CHUNK_BYTES
+from paramd_service.aio import stopped
 from paramd_service.sidecar.owner import Mesh
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc import messages
@@ -137,10 +138,8 @@ class Sending:
     async def stop(self) -> None:
         """Stop, and let go of the snapshot. Idempotent."""
         self._rank.standing.on_digested = None
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
-            self._task = None
+        await stopped(self._task)
+        self._task = None
 
     async def _run(self) -> None:
         while True:

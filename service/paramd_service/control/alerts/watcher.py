@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from paramd.clock import now_s
@@ -21,7 +21,6 @@ from paramd_service.control.alerts.book import (
     Book,
     Covered,
     Finding,
-    Observe,
     series_of,
 )
 from paramd_service.control.alerts.config import AlertConfig, Rule
@@ -80,29 +79,14 @@ class Rounds:
     """Sampling rounds: each takes the next parameters, plus those with firing alerts."""
 
     def __init__(
-        self,
-        config: AlertConfig,
-        *,
-        job: str,
-        incarnation: int,
-        view: Callable[[], MeshView],
-        sampler: MeshSampler,
-        firing: Callable[[], Sequence[Alert]],
-        observe: Observe,
-        offer: Offer,
-        clock: Callable[[], float],
+        self, watcher: Watcher, view: Callable[[], MeshView], sampler: MeshSampler
     ) -> None:
-        """No I/O. `firing` gives the alerts that fire; `offer` takes points for the history."""
-        self._config = config
-        self._job = job
-        self._incarnation = incarnation
+        """No I/O. What is found, and measured, goes to the watcher."""
+        self._watcher = watcher
+        self._config = watcher.config
         self._view = view
         self._sampler = sampler
-        self._firing = firing
-        self._observe = observe
-        self._offer = offer
-        self._clock = clock
-        self._norms = NormHistory(config.norm_window)
+        self._norms = NormHistory(watcher.config.norm_window)
         self._stats_begin = 0
         self._digests_begin = 0
         self._turn = 0
@@ -121,17 +105,11 @@ class Rounds:
         findings = tensor_findings(found.tensors, self._norms, found.step, self._config)
         # Only now: a round must not be part of its own baseline.
         self._norms.seen(found.tensors)
-        now_s = self._clock()
-        self._observe(findings, _covers(TENSOR_RULES, {one.fqn for one in found.tensors}))
-        self._offer(
-            Measured(
-                series=series_of(self._job, self._incarnation, "norm", tensor.fqn),
-                step=found.step,
-                time_s=now_s,
-                value=tensor.norm,
-            )
-            for tensor in found.tensors
-            if math.isfinite(tensor.norm)
+        self._watcher.observe(findings, _covers(TENSOR_RULES, {one.fqn for one in found.tensors}))
+        self._watcher.measured(
+            "norm",
+            {one.fqn: one.norm for one in found.tensors if math.isfinite(one.norm)},
+            found.step,
         )
 
     async def digests(self) -> None:
@@ -151,10 +129,10 @@ class Rounds:
         found = await self._sampler.digests(groups, timeout_s=self._config.sample_timeout_s)
         self._turn += 1
         findings = drift_findings(found.differences, found.places, found.step)
-        self._observe(findings, _covers(_DRIFT, {group.fqn for group in groups}))
+        self._watcher.observe(findings, _covers(_DRIFT, {group.fqn for group in groups}))
 
     def _next(self, layout: Layout, begin: int, rules: frozenset[Rule]) -> Sample:
-        again = [alert.name for alert in self._firing() if alert.rule in rules]
+        again = [alert.name for alert in self._watcher.book.firing if alert.rule in rules]
         return next_sample(layout, begin, most_bytes=self._config.sample_bytes, first=again)
 
 
@@ -215,21 +193,18 @@ class Watcher:
         self._to_keep = asyncio.Event()
         self._trouble: dict[str, str] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self.rounds = Rounds(
-            config, job=job, incarnation=incarnation, view=view, sampler=sampler, clock=clock,
-            firing=lambda: self.book.firing, observe=self._observe, offer=offer,
-        )  # fmt: skip
+        self.rounds = Rounds(self, view, sampler)
         self._logged = None
         if ask_logged is not None:
             self._logged = LoggedRounds(
                 config, job=job, incarnation=incarnation, view=view, ask=ask_logged,
-                observe=self._observe, offer=offer,
+                observe=self.observe, offer=offer,
             )  # fmt: skip
         self._bits = None
         if reaching is not None and config.compare and config.compare_steps:
             self._bits = BitRounds(
                 config, reaching=reaching, joined=lambda: {one.rank for one in view().joined},
-                observe=self._observe,
+                observe=self.observe,
             )  # fmt: skip
         self.round_counts = {"stats": 0, "digests": 0}
         """Rounds that succeeded, by kind."""
@@ -296,7 +271,7 @@ class Watcher:
             self._window.popleft()
         before = self._window[0][1] if self._window else {}
         missing = {rank.rank for rank in now.values() if rank.membership == "missing"}
-        self._observe(
+        self.observe(
             [
                 *mesh_findings(now, before, self.config),
                 *certificate(self._expires_s(), now_s, self.config),
@@ -335,7 +310,21 @@ class Watcher:
             self._trouble[kind] = reason
             log.warning("job %s: a round of %s failed: %s", self._job, kind, reason)
 
-    def _observe(self, findings: Sequence[Finding], covered: Covered) -> None:
+    def measured(self, name: str, values: Mapping[str, float], step: int) -> None:
+        """Add values of a metric, by what they are of, to the history."""
+        now_s = self._clock()
+        self._offer(
+            Measured(
+                series=series_of(self._job, self._incarnation, name, subject),
+                step=step,
+                time_s=now_s,
+                value=value,
+            )
+            for subject, value in values.items()
+        )
+
+    def observe(self, findings: Sequence[Finding], covered: Covered) -> None:
+        """Take the findings of one check; see `Book.observe`."""
         self._on_change(self.book.observe(findings, covered=covered, now_s=self._clock()))
 
     def _on_change(self, changes: Sequence[Alert]) -> None:

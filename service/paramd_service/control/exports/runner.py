@@ -30,11 +30,10 @@ from paramd_service.aio import all_of
 from paramd_service.control.exports import machine
 from paramd_service.control.exports.documents import ExportSpec, named_at, read_spec
 from paramd_service.control.exports.machine import Export
-from paramd_service.control.exports.sidecars import Leases, RankLostError, SidecarGroup
+from paramd_service.control.exports.sidecars import Leases, RankLostError
 from paramd_service.control.store.engine import StoreError
 from paramd_service.control.store.exports import (
     ExportRow,
-    ExportStore,
     File,
     FileState,
     TakenOverError,
@@ -43,6 +42,7 @@ from paramd_service.control.store.exports import (
 if TYPE_CHECKING:
     from paramd.layout.exports.plan import ExportPlan
     from paramd.mesh.exports.pins import PinnedExport
+    from paramd_service.control.exports.incarnation import IncarnationExports
 
 SAVE_EVERY_S: Final = 1.0
 PER_RANK: Final = 1
@@ -72,36 +72,21 @@ _Task = asyncio.Task[export_pb2.ExportedFile]
 class ExportJob:
     """State of one export. Use on one event loop."""
 
-    def __init__(
-        self,
-        row: ExportRow,
-        files: Sequence[File],
-        *,
-        group: SidecarGroup,
-        place: Place,
-        assets: Mapping[str, bytes],
-        store: ExportStore,
-        on_change: OnChange,
-    ) -> None:
-        """No I/O.
-
-        Args:
-            files: Its files in the store; empty before a step is pinned.
-            place: Resolves its destination.
-            assets: Contents of small files to copy into it, by name.
-        """
+    def __init__(self, row: ExportRow, files: Sequence[File], queue: IncarnationExports) -> None:
+        """No I/O. `files`: those in the store; none before a step is pinned."""
         self.row = row
         self.spec: ExportSpec = read_spec(row.request)
         self.export = _restored(row, files)
-        self.group = group
-        self._place = place
-        self.assets = assets
+        self.group = queue.group
+        self._place = queue.place
+        self.assets: Mapping[str, bytes] = {}
+        """Contents of small files to copy into it, by name."""
         self.message = export_pb2.ExportPlan.FromString(row.plan)
         """The plan with its pins; empty before a step is pinned."""
         self.plan: ExportPlan | None = None
         self.leases: Leases | None = None
-        self._store = store
-        self._on_change = on_change
+        self._store = queue.store
+        self._on_change = queue.on_change
         self._saved_s = 0.0
 
     @property

@@ -63,16 +63,13 @@ class TlsFiles:
 
 
 class JobPems:
-    """A job's own certificate, in memory; `replace` puts another in force."""
+    """A job's own certificate, in memory."""
 
     def __init__(self, pems: Pems, *, mutual: bool) -> None:
         """With `mutual`, clients must show a certificate of the job, too."""
         self.pems = pems
+        """Another one is in force from the next handshake on."""
         self._mutual = mutual
-
-    def replace(self, pems: Pems) -> None:
-        """From the next handshake on."""
-        self.pems = pems
 
     def stamp(self) -> tuple[int, ...]:
         """See `TlsFiles`."""

@@ -49,6 +49,7 @@ from paramd_service.control.alerts.webhook import Webhooks
 from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.store.alerts import Alert, AlertStore, State
 from paramd_service.control.store.history import Sample as Measured
+from paramd_service.control.store.history import SeriesKey
 
 if TYPE_CHECKING:
     from paramd.mesh.peers.discovery import SidecarFinder
@@ -180,7 +181,7 @@ class Watcher:
         self._incarnation = incarnation
         self._webhooks = webhooks
         self._store = store
-        self._offer = offer
+        self.offer = offer
         self._tell = tell
         self._expires_s = expires_s
         self._clock = clock
@@ -196,10 +197,7 @@ class Watcher:
         self.rounds = Rounds(self, view, sampler)
         self._logged = None
         if ask_logged is not None:
-            self._logged = LoggedRounds(
-                config, job=job, incarnation=incarnation, view=view, ask=ask_logged,
-                observe=self.observe, offer=offer,
-            )  # fmt: skip
+            self._logged = LoggedRounds(self, view, ask_logged)
         self._bits = None
         if reaching is not None and config.compare and config.compare_steps:
             self._bits = BitRounds(
@@ -284,7 +282,7 @@ class Watcher:
             self._window.append((now_s, now))
         if now_s >= self._points_due_s:
             self._points_due_s = now_s + POINTS_EVERY_S
-            self._offer(points_of(now, job=self._job, incarnation=self._incarnation, time_s=now_s))
+            self.offer(points_of(now, job=self._job, incarnation=self._incarnation, time_s=now_s))
 
     async def _run(
         self, kind: str, every_s: float, one: Callable[[], Awaitable[bool | None]]
@@ -310,12 +308,16 @@ class Watcher:
             self._trouble[kind] = reason
             log.warning("job %s: a round of %s failed: %s", self._job, kind, reason)
 
+    def series(self, name: str, subject: str) -> SeriesKey:
+        """The history of a metric of one subject; see `series_of`."""
+        return series_of(self._job, self._incarnation, name, subject)
+
     def measured(self, name: str, values: Mapping[str, float], step: int) -> None:
         """Add values of a metric, by what they are of, to the history."""
         now_s = self._clock()
-        self._offer(
+        self.offer(
             Measured(
-                series=series_of(self._job, self._incarnation, name, subject),
+                series=self.series(name, subject),
                 step=step,
                 time_s=now_s,
                 value=value,

@@ -137,10 +137,6 @@ class ExportService:
         row = await self.store.get(job, export_id)
         return export_document(row, await self.store.files(row.id))
 
-    async def whole_id(self, job: str, given: str) -> str:
-        """The id of the export that `given` begins. Raises NotFoundError, UsageError."""
-        return await self.store.whole_id(job, given)
-
     async def page(self, job: str, *, limit: int, offset: int, state: str) -> list[ExportDocument]:
         """Exports of a job, newest first, without their files. Raises StoreError."""
         rows = await self.store.page(job, limit=limit, offset=offset, state=state)

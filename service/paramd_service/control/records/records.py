@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -129,12 +129,7 @@ class Records:
         """Record refusals reported by sidecars, batched; called once a second."""
         now_s = now_s if now_s is not None else time.monotonic()
         for refused in mesh.refusals.tick(view, now_s):
-            detail = {
-                "rank": refused.rank,
-                "count": refused.count,
-                "total": refused.total,
-                "last": refused.last[:MAX_REFUSAL_CHARS],
-            }
+            detail = asdict(refused) | {"last": refused.last[:MAX_REFUSAL_CHARS]}
             self.note(mesh, "sidecar.denied", detail)
 
     async def export_ended(self, row: ExportRow) -> None:

@@ -242,7 +242,7 @@ class _Connection:
         self._attached = attached
         if pems is not None and self._rank.own_pems is not None:
             # The predecessor's CA ended with its incarnation.
-            self._rank.own_pems.replace(pems)
+            self._rank.own_pems.pems = pems
         answer = {
             "op": "attached",
             "sidecar_pid": os.getpid(),

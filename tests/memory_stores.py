@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from paramd.errors import ConflictError, NotFoundError
-from paramd_service.control.alerts.book import Point
 from paramd_service.control.store.alerts import Alert, State
+from paramd_service.control.store.history import Sample
 from paramd_service.control.store.tokens import TokenRow
 
 MAX_KEPT = 2000
@@ -47,13 +47,13 @@ class MemoryTokens:
 
 
 class MemoryStore:
-    """`KeptAlerts` in memory."""
+    """`AlertStore` in memory, and what is offered to the history."""
 
     def __init__(self) -> None:
         self.alerts: dict[str, Alert] = {}
-        self.points: list[Point] = []
+        self.points: list[Sample] = []
 
-    async def save_alerts(self, alerts: Sequence[Alert]) -> None:
+    async def save(self, alerts: Sequence[Alert]) -> None:
         for alert in alerts:
             self.alerts[alert.id] = alert
         while len(self.alerts) > MAX_KEPT:
@@ -66,5 +66,5 @@ class MemoryStore:
             if alert.state == State.FIRING and (alert.job, alert.incarnation) == (job, incarnation)
         ]
 
-    def offer(self, points: Sequence[Point]) -> None:
+    def offer(self, points: Iterable[Sample]) -> None:
         self.points = [*self.points, *points][-MAX_KEPT:]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import resource
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -203,6 +203,9 @@ class RevokedTokens:
             )
 
 
+OPEN_METHODS: Final = frozenset(f"/grpc.health.v1.Health/{m}" for m in ("Check", "List", "Watch"))
+"""They reveal only whether the server is serving: probes have no ticket."""
+
 MAX_OPEN_CALLS: Final = 64
 """Concurrent calls of methods that need no ticket."""
 
@@ -238,13 +241,11 @@ class Doors(grpc.aio.ServerInterceptor):
     def __init__(
         self,
         *,
-        open_methods: Container[str],
         counted: Callable[[str], bool],
         calls: Shares,
         who: Callable[[], Who],
     ) -> None:
         """`counted`: whether another method takes a place of `calls`; `who`: the current caller."""
-        self._open_methods = open_methods
         self._counted = counted
         self._calls = calls
         self._who = who
@@ -257,7 +258,7 @@ class Doors(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        if method in self._open_methods:
+        if method in OPEN_METHODS:
             return _Guarded(handler, method, lambda: self._open_calls.one(None)).handler()
         if self._counted(method):
             return _Guarded(handler, method, lambda: self._calls.one(self._who())).handler()

@@ -20,6 +20,32 @@ async def all_of(works: Iterable[Coroutine[Any, Any, object]]) -> None:
         raise errors.exceptions[0] from None
 
 
+def kept(
+    tasks: set[asyncio.Task[Any]], work: Coroutine[Any, Any, Result], name: str | None = None
+) -> asyncio.Task[Result]:
+    """Start `work` as a task, which is in `tasks` until it has ended."""
+    task = asyncio.create_task(work, name=name)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task
+
+
+async def stopped(task: asyncio.Task[Any] | None) -> None:
+    """Cancel a task, if there is one, and wait for it; its errors stay in it."""
+    if task is not None:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+async def ended(task: asyncio.Future[Any]) -> None:
+    """Cancel a task if it still runs and wait for it, discarding its outcome."""
+    if not task.done():
+        task.cancel()
+        await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()
+
+
 async def uncancelled(
     work: Awaitable[Result], on_cancel: Callable[[], object] = lambda: None
 ) -> Result:

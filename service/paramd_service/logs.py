@@ -11,7 +11,6 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
@@ -36,10 +35,8 @@ _SECRETS = re.compile(
 class JsonFormatter(logging.Formatter):
     """Formats one record as one line of JSON."""
 
-    def __init__(self, fields: Mapping[str, Any] | None = None) -> None:
-        """`fields` are in every line, unless the call overrides them."""
+    def __init__(self) -> None:
         super().__init__()
-        self._fields = dict(fields) if fields is not None else {}
         self._hidden: tuple[str, ...] = ()
 
     def hide(self, *secrets: str) -> None:
@@ -53,7 +50,6 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "event": self._clean(record.getMessage()[:MAX_EVENT_CHARS]),
-            **self._fields,
         }
         for name in FIELDS:
             if hasattr(record, name):
@@ -77,25 +73,7 @@ def without_secrets(line: str) -> str:
     return _SECRETS.sub(HIDDEN, line)
 
 
-class Changes:
-    """Remembers the last reason per subject, so that a reason is logged only when it changes."""
-
-    def __init__(self) -> None:
-        self._said: dict[str, str] = {}
-
-    def changed(self, subject: str, reason: str) -> bool:
-        """Whether `reason` is new; "" means recovered."""
-        before = self._said.get(subject, "")
-        if reason:
-            self._said[subject] = reason
-        else:
-            self._said.pop(subject, None)
-        return reason != before
-
-
-def configure(
-    *, level: str, fields: Mapping[str, Any] | None = None, stream: TextIO | None = None
-) -> JsonFormatter:
+def configure(*, level: str, stream: TextIO | None = None) -> JsonFormatter:
     """Send all log lines of this process to `stream`, standard error by default.
 
     Returns:
@@ -104,7 +82,7 @@ def configure(
     Raises:
         ValueError: there is no such level.
     """
-    formatter = JsonFormatter(fields)
+    formatter = JsonFormatter()
     handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
     handler.setFormatter(formatter)
     root = logging.getLogger()

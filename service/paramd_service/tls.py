@@ -17,7 +17,7 @@ import os
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from paramd.errors import UsageError
 from paramd.security.tls import (
@@ -37,18 +37,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("paramd.security.tls")
 
 
-class TlsSource(Protocol):
-    """Where a server's certificate, key and client CA come from."""
-
-    def stamp(self) -> tuple[int, ...]:
-        """Changes when any of them does."""
-        ...
-
-    def read(self) -> tuple[bytes, bytes, bytes | None]:
-        """Certificate, key, client CA; without the last, clients need no certificate."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TlsFiles:
     """Paths of a server's TLS files."""
@@ -59,11 +47,14 @@ class TlsFiles:
     """None: clients need no certificate, only their token or ticket."""
 
     def stamp(self) -> tuple[int, ...]:
-        """See `TlsSource`."""
+        """Changes when any of them does."""
         return stamp_of(path for path in (self.cert, self.key, self.client_ca) if path is not None)
 
     def read(self) -> tuple[bytes, bytes, bytes | None]:
-        """See `TlsSource`. Raises UsageError if one cannot be read."""
+        """Certificate, key, client CA; without the last, clients need no certificate.
+
+        Raises UsageError if one cannot be read.
+        """
         client_ca = read_pem(self.client_ca) if self.client_ca is not None else None
         return read_pem(self.cert), read_pem(self.key), client_ca
 
@@ -72,27 +63,27 @@ class TlsFiles:
 
 
 class JobPems:
-    """A job's own certificate, in memory; `replace` puts another in force."""
+    """A job's own certificate, in memory."""
 
     def __init__(self, pems: Pems, *, mutual: bool) -> None:
         """With `mutual`, clients must show a certificate of the job, too."""
         self.pems = pems
+        """Another one is in force from the next handshake on."""
         self._mutual = mutual
 
-    def replace(self, pems: Pems) -> None:
-        """From the next handshake on."""
-        self.pems = pems
-
     def stamp(self) -> tuple[int, ...]:
-        """See `TlsSource`."""
+        """See `TlsFiles`."""
         return self.pems.stamp()
 
     def read(self) -> tuple[bytes, bytes, bytes | None]:
-        """See `TlsSource`."""
+        """See `TlsFiles`."""
         return self.pems.cert, self.pems.key, self.pems.ca if self._mutual else None
 
     def __str__(self) -> str:
         return "the job's certificate"
+
+
+TlsSource: TypeAlias = TlsFiles | JobPems
 
 
 def tls_files(cert: str, key: str, client_ca: str) -> TlsFiles | None:

@@ -12,11 +12,11 @@ from pathlib import Path
 from unittest.mock import MagicMock
 
 from paramd.security.tickets import Role
-from paramd_service.control.access.join import METHOD_ROLES, OPEN_METHODS
+from paramd_service.admission import OPEN_METHODS
+from paramd_service.control.access.join import METHOD_ROLES
 from paramd_service.control.access.roles import OPERATIONS, PERMITTED, Action, UserRole, ticket_role
 from paramd_service.control.api.app import build_app
 from paramd_service.control.api.services import Services
-from paramd_service.sidecar.rpc.auth import OPEN_METHODS as SIDECAR_OPEN
 from paramd_service.sidecar.rpc.auth import ROLES
 
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"
@@ -60,7 +60,7 @@ def _operations() -> Iterator[str]:
 
 def _methods() -> Iterator[str]:
     yield from _head(["gRPC method", *(role.value for role in Role)])
-    for method in sorted(SIDECAR_OPEN | OPEN_METHODS):
+    for method in sorted(OPEN_METHODS):
         yield _row([f"`{method}`", *("open" for _ in Role)])
     for server, roles in (("sidecar", ROLES), ("control plane", METHOD_ROLES)):
         yield from _rows_of(server, roles)

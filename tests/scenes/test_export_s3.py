@@ -21,9 +21,10 @@ from safetensors.torch import load
 from paramd.errors import ConflictError, DataLossError, NotFoundError
 from paramd.layout.exports.settings import ExportSettings
 from paramd.mesh.exports.calls import ExportState
+from paramd.v1.export_pb2 import ExportTarget
 from paramd_service.destinations.object_store import ObjectPlace
 from paramd_service.destinations.open import open_place
-from paramd_service.destinations.place import MANIFEST, Target
+from paramd_service.destinations.place import MANIFEST
 from tests.integration.export_job import ExportingJob, exporting_job, until
 from tests.integration.export_mesh import raw, still_mesh
 from tests.integration.test_exports_faults import all_joined, ended, killed_in_the_middle
@@ -67,7 +68,7 @@ class Store:
 
     def place(self, key: str, **fields: object) -> ObjectPlace:
         fields = {"export_id": secrets.token_hex(16), "overwrite": False, **fields}
-        target = Target(
+        target = ExportTarget(
             destination="cloud",
             root=f"s3://{BUCKET}/pre",
             options=self.options,
@@ -253,7 +254,7 @@ def test_two_that_finish_at_once_do_not_both_win(store: Store) -> None:
 
 
 def test_a_bucket_that_is_gone_is_named(store: Store) -> None:
-    target = Target(
+    target = ExportTarget(
         destination="cloud",
         root="s3://no-such-bucket/x",
         options=store.options,

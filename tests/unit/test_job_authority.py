@@ -130,7 +130,7 @@ def test_a_replaced_certificate_is_in_force_at_the_next_handshake() -> None:
     source = JobPems(authority().issue("a", ["h"]), mutual=True)
     tls = ServerTls(source)
     assert not tls.refresh()
-    source.replace(authority(incarnation=2).issue("b", ["h", "new.example"]))
+    source.pems = authority(incarnation=2).issue("b", ["h", "new.example"])
     assert tls.refresh()
     assert "new.example" in tls.names
 

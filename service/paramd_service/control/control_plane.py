@@ -19,7 +19,6 @@ from paramd_service.control.access.authority import Tokens, no_audit
 from paramd_service.control.access.doorway import Doorway
 from paramd_service.control.access.join import FailureLimit
 from paramd_service.control.access.revocations import Revocations
-from paramd_service.control.alerts.book import KeptAlerts
 from paramd_service.control.alerts.service import Watchers, open_watchers
 from paramd_service.control.api.app import build_app
 from paramd_service.control.api.services import Services
@@ -120,7 +119,8 @@ class ControlPlane:
             watch=not self._config.no_watch,
             strict=jobs.is_site,
             publish=self._events.publish,
-            store=KeptAlerts(self._records.alerts, self._records.history),
+            store=self._records.alerts,
+            offer=self._records.history.offer,
             expires_s=lambda: files.expires_s if files is not None else None,
         )
         self._exports = ExportService(

@@ -26,7 +26,6 @@ from paramd.v1 import common_pb2, control_pb2, control_pb2_grpc
 from paramd_service.admission import CONNECTION_OPTIONS, Doors, Notice, Shares
 from paramd_service.control.access.authority import Denied
 from paramd_service.control.access.join import (
-    OPEN_METHODS,
     TicketInterceptor,
     caller_rank,
     caller_token,
@@ -252,7 +251,6 @@ class GrpcServer:
             UnreachableError: as `bind_grpc`.
         """
         doors = Doors(
-            open_methods=OPEN_METHODS,
             counted=lambda method: method != JOIN,
             calls=Shares(CALLERS, "calls"),
             who=caller_token,

@@ -26,11 +26,12 @@ BODY_S: Final = 30.0
 """Time limit for the whole body, after the head."""
 
 
-class _Connection(asyncio.Protocol):
+class Connection(asyncio.Protocol):
     """One connection of uvicorn's, with a place in the doorway and a time limit for heads.
 
     On its own uvicorn waits forever for a silent peer, and asyncio a minute for a handshake.
-    It calls uvicorn's protocol as asyncio does, and knows nothing of what is inside.
+    It calls uvicorn's protocol as asyncio does, and knows nothing of what is inside. A request
+    finds its own in `scope["state"]`, under `DOOR`.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class _Connection(asyncio.Protocol):
     ) -> None:
         """`app_state` and `options`: of uvicorn's `Config(http=...)`."""
         self.host = ""
+        """The peer's address."""
         self._doorway = doorway
         self._context = context
         self._http = H11Protocol(app_state={**app_state, DOOR: self}, **options)
@@ -111,14 +113,17 @@ class _Connection(asyncio.Protocol):
             self._inner.connection_lost(exc)
 
     def shut(self) -> None:
-        """See `Door`."""
+        """Close the connection at once."""
         # A failed handshake is followed by no `connection_lost`.
         self._stop_timer()
         self._doorway.closed(self)
         self._transport.abort()
 
     def carry(self, tunnel: asyncio.Protocol) -> asyncio.Transport:
-        """See `Door`."""
+        """From now on the connection is `tunnel`'s, which has to answer the current request.
+
+        What the peer sent before the answer is lost.
+        """
         self._inner = tunnel
         self._doorway.tunnels.add(self)
         # uvicorn may have stopped reading at the end of the head.
@@ -191,7 +196,7 @@ class HttpServer:
 
         config = uvicorn.Config(
             timed,
-            http=partial(_Connection, self._doorway, context),  # type: ignore[arg-type]
+            http=partial(Connection, self._doorway, context),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,

@@ -23,8 +23,9 @@ from paramd.errors import (
     ParamdError,
     UnreachableError,
 )
+from paramd.v1.export_pb2 import ExportTarget
 from paramd_service.destinations.destinations import check_file_name, check_key
-from paramd_service.destinations.place import MANIFEST, AtPoint, Target
+from paramd_service.destinations.place import MANIFEST, AtPoint
 
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 """Flags that open a directory, and nothing else."""
@@ -173,7 +174,7 @@ class DirectorySource:
 class DirectoryPlace:
     """One export at `<root>/<key>`."""
 
-    def __init__(self, root: str, target: Target) -> None:
+    def __init__(self, root: str, target: ExportTarget) -> None:
         self._root = root
         *self._parents, self._last = check_key(target.key)
         self._target = target
@@ -306,7 +307,7 @@ class DirectoryPlace:
             raise explained(error, self._target) from error
 
 
-def explained(error: OSError, target: Target) -> ParamdError:
+def explained(error: OSError, target: ExportTarget) -> ParamdError:
     """Translate an operating system error for an export."""
     where = f"{target.destination}/{target.key}"
     text = f"{where}: {os.strerror(error.errno) if error.errno else error}"

@@ -26,8 +26,9 @@ from paramd.errors import (
     UnreachableError,
     UsageError,
 )
+from paramd.v1.export_pb2 import ExportTarget
 from paramd_service.destinations.destinations import OPTIONS, check_file_name, check_key
-from paramd_service.destinations.place import MANIFEST, AtPoint, Target
+from paramd_service.destinations.place import MANIFEST, AtPoint
 
 PART_BYTES = 6 << 20
 CONCURRENCY = 4
@@ -149,7 +150,7 @@ def _first_line(error: BaseException) -> str:
 class ObjectPlace:
     """One export at `<prefix>/<key>/`."""
 
-    def __init__(self, root: str, target: Target) -> None:
+    def __init__(self, root: str, target: ExportTarget) -> None:
         bucket, _, prefix = root.removeprefix("s3://").partition("/")
         unknown = set(target.options) - OPTIONS
         if unknown:

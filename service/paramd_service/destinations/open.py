@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 
 from paramd.errors import UsageError
+from paramd.v1.export_pb2 import ExportTarget
 from paramd_service.destinations.destinations import DestinationKind, check_key, parse_root
 from paramd_service.destinations.directory import DirectoryPlace
 from paramd_service.destinations.object_store import ObjectPlace
-from paramd_service.destinations.place import Place, Target
+from paramd_service.destinations.place import Place
 
 _EXPORT_ID = re.compile(r"[0-9a-f]{32}")
 
 
-def open_place(target: Target) -> Place:
+def open_place(target: ExportTarget) -> Place:
     """The place of a target. No I/O yet; the key is checked.
 
     Raises:

@@ -7,25 +7,12 @@ need: any sidecar may write, verify, finish or drop, even after another one died
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from paramd.errors import ParamdError
 
 MANIFEST = "paramd-export.json"
 """Written last: an export without it is not one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """Where one export goes."""
-
-    destination: str
-    root: str
-    options: Mapping[str, str]
-    key: str
-    export_id: str
-    overwrite: bool
 
 
 AtPoint: TypeAlias = Callable[[str], None]

@@ -22,13 +22,12 @@ from paramd.layout.plan import Landing, View, blocks, views_of
 from paramd.layout.types import Box
 from paramd.v1 import export_pb2
 from paramd.version import __version__
-from paramd_service.destinations.place import Target
 
 
 def manifest(
     plan: ExportPlan,
     message: export_pb2.ExportPlan,
-    target: Target,
+    target: export_pb2.ExportTarget,
     files: Iterable[export_pb2.ExportedFile],
     *,
     job: str,

@@ -9,14 +9,6 @@ PARAMD_FAULTS_DIR names a directory for rules that are added while a sidecar run
 `<dir>/<socket's name>`, for example `rank-0.sock`. The file is deleted as it is read, so a
 respawned sidecar is not struck again. Each file replaces the rules of the one before; an empty
 one clears them.
-
-Points: pin-prepared, copy-begun, copy-chunk, copy-moved, pin-answered, capture-ready,
-boundary-copied, read-chunk, stats-item, pool, mapped, live, state-allocated, stream-granted,
-stream-open, stream-window, gradients-copied, gradients-reduced, standing-copied (all but its
-label), copy-sent, copy-received; of
-edits edit-staging, edit-staged, edit-ready, edit-applied; mark-made; of
-exports export-begun, export-file-begun, export-chunk, export-file-written, export-file-done,
-export-stored, export-verify, export-finish, export-marker, export-renamed, export-dropped.
 """
 
 from __future__ import annotations

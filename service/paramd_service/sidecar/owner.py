@@ -33,6 +33,7 @@ from paramd.memory.device_arena import DeviceArenaRequest, DeviceReader
 from paramd.memory.gate import CopySpan, Move
 from paramd.memory.handover import MAX_ALLOCATIONS, Allocation, Descriptors, optimizer_bytes
 from paramd.security.tickets import MAX_TICKET_BYTES, key_from_hex
+from paramd.v1 import common_pb2
 from paramd.version import __version__
 
 # madvise(2): prefault all pages for reading (Linux 5.14).
@@ -40,20 +41,10 @@ _MADV_POPULATE_READ = 22
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PeerInfo:
-    """Where to reach one rank's sidecar."""
-
-    rank: int
-    address: str
-    socket_path: str
-    host_id: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Mesh:
     """What the trainers exchanged at attach."""
 
-    peers: tuple[PeerInfo, ...]
+    peers: tuple[common_pb2.Peer, ...]
     control_address: str
     layout_digest: str
     layout: bytes
@@ -86,7 +77,7 @@ def parse_mesh(message: dict[str, Any], layout: bytes) -> Mesh:
     """Parse a "mesh" message. Raises UsageError."""
     try:
         peers = tuple(
-            PeerInfo(
+            common_pb2.Peer(
                 rank=int(peer["rank"]),
                 address=str(peer["address"]),
                 socket_path=str(peer["socket_path"]),

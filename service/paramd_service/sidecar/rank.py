@@ -32,6 +32,7 @@ from paramd.memory.descriptors import same_object
 from paramd.memory.gate import State, resting_state, state_of
 from paramd.security.tickets import CLOCK_SKEW_S, Claims, Verifier
 from paramd.security.tls import Pems
+from paramd_service.aio import kept
 from paramd_service.sidecar.config import SidecarConfig
 from paramd_service.sidecar.copying.capture import Capture
 from paramd_service.sidecar.copying.copier import Copier
@@ -80,65 +81,48 @@ CLIENT_NS = 10_000_000_000
 """How long a caller counts as a client that may soon ask for a boundary."""
 
 
-def make_pins(
-    attached: AttachedMemory,
-    *,
-    blocks: BlockMaker,
-    budget_bytes: int,
-    delta_budget_bytes: int,
-    idle_memory_s: float,
-    executor: Executor,
-    faults: Faults,
-    log: Log,
-    serve_standing: Callable[[], None],
-) -> Pins:
+def make_pins(rank: RankSidecar, attached: AttachedMemory) -> Pins:
     """Set up snapshots of a trainer's memory and start the thread that copies them."""
+    config, arena_bytes = rank.config, attached.request.arena_bytes
     store = SnapshotStore(
-        budget_bytes=budget_bytes,
-        blocks=blocks,
+        budget_bytes=rank.budget_bytes(arena_bytes),
+        blocks=rank.blocks,
         clock_ns=time.monotonic_ns,
-        idle_memory_s=idle_memory_s,
+        idle_memory_s=config.idle_memory_s,
     )
     capture = Capture(
         attached.page,
         clock_ns=time.monotonic_ns,
-        at_point=faults.at,
+        at_point=rank.faults.at,
         digest=lambda: sample_digest(attached.page, attached.host_bytes),
         move=attached.move,
         stopped=lambda: process_state(attached.trainer_pid) == "T",
-        serve_standing=serve_standing,
+        serve_standing=rank.standing.serving(attached, lambda: rank.layout_digest),
     )
-    copier = Copier(capture, attached.shared.wake, log)
+    copier = Copier(capture, attached.shared.wake, rank.log)
+    bases_bytes = rank.delta_budget_bytes(arena_bytes)
     pins = Pins(
         attached,
         store=store,
         copier=copier,
-        blocks=blocks,
-        executor=executor,
-        faults=faults,
-        bases=Bases(store, budget_bytes=delta_budget_bytes, clock_ns=time.monotonic_ns),
+        blocks=rank.blocks,
+        executor=rank.executor,
+        faults=rank.faults,
+        bases=Bases(store, budget_bytes=bases_bytes, clock_ns=time.monotonic_ns),
     )
     copier.start()
     return pins
 
 
-def make_edits(
-    attached: AttachedMemory,
-    config: SidecarConfig,
-    *,
-    layout: Callable[[], bytes],
-    marks: Marks,
-    executor: Executor,
-    faults: Faults,
-) -> Edits:
+def make_edits(rank: RankSidecar, attached: AttachedMemory) -> Edits:
     """Set up edits of a trainer's memory; `Edits.start` must be called."""
-    arena_bytes = attached.request.arena_bytes
+    config, arena_bytes = rank.config, attached.request.arena_bytes
     memory = EditMemory(
         attached.shared.edits,
         # No edit needs more than the whole arena plus its programs.
         pool_bytes=min(config.edit_pool_bytes, arena_bytes + _PROGRAM_BYTES),
         idle_s=config.idle_memory_s,
-        executor=executor,
+        executor=rank.executor,
     )
     budget = config.edit_budget_bytes
     return Edits(
@@ -151,9 +135,9 @@ def make_edits(
             undo_budget_bytes=config.undo_budget_bytes,
             expiry_s=config.edit_expiry_s,
         ),
-        layout=layout,
-        states=States(attached.page, marks.found, lambda: beside_bytes(attached)),
-        faults=faults,
+        layout=lambda: rank.ready_mesh().layout,
+        states=States(attached.page, rank.marks.found, lambda: beside_bytes(attached)),
+        faults=rank.faults,
     )
 
 
@@ -192,7 +176,7 @@ class RankSidecar:
         """The gRPC server's, once it listens; None without TLS."""
         self.own_pems: JobPems | None = None
         """The job's certificate of this rank; None without TLS of the job's own."""
-        self._blocks = blocks
+        self.blocks = blocks
         self.standing = Standing(
             blocks, self.log, budget_bytes=config.standing_budget_bytes, at_point=faults.at
         )
@@ -201,11 +185,13 @@ class RankSidecar:
         self.marks = Marks(blocks, self.standing, budget_bytes=config.marks_budget_bytes)
         self.using_memory = asyncio.Lock()
         """Held while a mark is copied: the attachment's memory stays mapped."""
-        self._attached: AttachedMemory | None = None
+        self.attached: AttachedMemory | None = None
+        """Memory shared with the trainer; None before the first attach."""
         self._verifier: Verifier | None = None
         self._pins: Pins | None = None
         self._edits: Edits | None = None
-        self._last_layout_digest = ""
+        self.layout_digest = ""
+        """Of the last mesh."""
         self._ended = asyncio.Event()
         self._ending_on_device: asyncio.Task[None] | None = None
         self._insight: TrainerInsight | None = None
@@ -218,13 +204,8 @@ class RankSidecar:
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
-    def attached(self) -> AttachedMemory | None:
-        """Memory shared with the trainer; None before the first attach."""
-        return self._attached
-
-    @property
     def incarnation(self) -> int:
-        return self._attached.incarnation if self._attached is not None else 0
+        return self.attached.incarnation if self.attached is not None else 0
 
     @property
     def step(self) -> int:
@@ -234,9 +215,9 @@ class RankSidecar:
     @property
     def state(self) -> State:
         """The current state; consistent only outside updates."""
-        if self._attached is None:
+        if self.attached is None:
             return State(-1, -1)
-        page = self._attached.page
+        page = self.attached.page
         rests = resting_state(page)
         return rests if rests is not None else state_of(page)
 
@@ -367,9 +348,9 @@ class RankSidecar:
             DeniedError: the ticket is invalid.
             UnreachableError: no trainer has attached yet.
         """
-        if self._attached is None or self._verifier is None:
+        if self.attached is None or self._verifier is None:
             raise UnreachableError(f"{Ownership.WAITING.value}; try again when training runs")
-        request = self._attached.request
+        request = self.attached.request
         other = self._tickets_time
         claims = self._verifier.verify(
             ticket,
@@ -388,8 +369,8 @@ class RankSidecar:
         """Have the trainers stay attentive: whoever called may ask for a boundary next."""
         # Metrics are scraped and copies sent for ever, by nobody who waits for a boundary.
         alike = method.endswith(("/GetMetrics", "/PutCopy"))
-        if self._attached is not None and not alike:
-            self._attached.page[Word.CLIENTS_UNTIL_NS] = time.monotonic_ns() + CLIENT_NS
+        if self.attached is not None and not alike:
+            self.attached.page[Word.CLIENTS_UNTIL_NS] = time.monotonic_ns() + CLIENT_NS
 
     def wait_for_trainer(self) -> None:
         """Leave unless a trainer attaches within the linger time."""
@@ -427,7 +408,7 @@ class RankSidecar:
         await self._device_looked_at()
         async with self._attaching:
             try:
-                view = owner_view(self.config.job, self.config.rank, self.ownership, self._attached)
+                view = owner_view(self.config.job, self.config.rank, self.ownership, self.attached)
                 check_attach(view, request, holds_page=self._is_page_of_owner(handed_back))
             except BaseException:
                 for descriptor in handed_back:
@@ -455,7 +436,7 @@ class RankSidecar:
             return attached
 
     def _is_page_of_owner(self, handed_back: Sequence[int]) -> bool:
-        attached = self._attached
+        attached = self.attached
         return (
             attached is not None
             and bool(handed_back)
@@ -498,9 +479,9 @@ class RankSidecar:
             async with asyncio.timeout(DIGEST_S):
                 await asyncio.wrap_future(self.standing.digested())
         async with self._attaching:
-            if self._attached is None:
+            if self.attached is None:
                 return offer_of_snapshots(self.ownership, self.standing)
-            return offer_of(self._attached, self.ownership, self._layout_digest(), self.standing)
+            return offer_of(self.attached, self.ownership, self.layout_digest, self.standing)
 
     async def offer_copies(self, rank: object, job: object) -> dict[str, Any]:
         """Whose standing snapshots are here: copies of other ranks', and this rank's own.
@@ -512,7 +493,7 @@ class RankSidecar:
         """
         self._check_predecessor(rank, job)
         await self._ending()
-        attached = self._attached
+        attached = self.attached
         return {
             "op": "copies",
             "ownership": self.ownership.name,
@@ -559,13 +540,10 @@ class RankSidecar:
         budget = self.config.standing_budget_bytes
         return max(budget - self.standing.wanted_bytes, 0) if budget is not None else None
 
-    def _layout_digest(self) -> str:
-        return self._last_layout_digest
-
     async def stands(self, timeout_s: float) -> None:
         """Wait for a standing snapshot of the training's present history; at most `timeout_s`."""
-        attached, until_s = self._attached, time.monotonic() + timeout_s
-        while attached is not None and attached is self._attached and self.trainer_lives:
+        attached, until_s = self.attached, time.monotonic() + timeout_s
+        while attached is not None and attached is self.attached and self.trainer_lives:
             lineage, held = attached.page[Word.LINEAGE], attached.page[Word.HELD]
             known = any(label.lineage == lineage for label, _ in self.standing.labels())
             # Nothing is copied once it goes on, nor without memory for it.
@@ -573,15 +551,10 @@ class RankSidecar:
                 return
             await asyncio.sleep(0.01)
 
-    @property
-    def layout_digest(self) -> str:
-        """Of the last mesh."""
-        return self._last_layout_digest
-
     def set_mesh(self, mesh: Mesh) -> None:
         """Set the mesh that the trainers agreed on; from now on everything is served."""
         self.mesh = mesh
-        self._last_layout_digest = mesh.layout_digest
+        self.layout_digest = mesh.layout_digest
         # This trainer has told what was lost before it; a later one tells only what it adds.
         self.standing.reached = 0
         own = self.config.rank
@@ -619,10 +592,7 @@ class RankSidecar:
 
     def start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `work` in the background; `close` waits for it."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        return kept(self._tasks, work)
 
     async def close(self) -> None:
         """End snapshots and the attachment. Call it once the servers have stopped."""
@@ -646,36 +616,19 @@ class RankSidecar:
         return configured if configured is not None else 2 * arena_bytes + (1 << 20)
 
     def _own(self, attached: AttachedMemory) -> None:
-        self._attached = attached
+        self.attached = attached
         self.control_generation = 0
         self._verifier = Verifier(attached.request.public_key)
         self.ownership = Ownership.OWNED
         self._ended.clear()
-        self._pins = make_pins(
-            attached,
-            blocks=self._blocks,
-            budget_bytes=self.budget_bytes(attached.request.arena_bytes),
-            delta_budget_bytes=self.delta_budget_bytes(attached.request.arena_bytes),
-            idle_memory_s=self.config.idle_memory_s,
-            executor=self.executor,
-            faults=self.faults,
-            log=self.log,
-            serve_standing=self.standing.serving(attached, self._layout_digest),
-        )
+        self._pins = make_pins(self, attached)
         self._insight = TrainerInsight(attached)
         self._insight.start()
         asyncio.get_running_loop().add_reader(attached.pidfd, self._trainer_ended)
         self._changed()
 
     async def _start_edits(self, attached: AttachedMemory) -> None:
-        edits = make_edits(
-            attached,
-            self.config,
-            layout=lambda: self.ready_mesh().layout,
-            marks=self.marks,
-            executor=self.executor,
-            faults=self.faults,
-        )
+        edits = make_edits(self, attached)
         try:
             await edits.start()
         except ExhaustedError as error:
@@ -688,18 +641,18 @@ class RankSidecar:
             self._pins.boundaries.edits = edits
 
     def _trainer_ended(self) -> None:
-        assert self._attached is not None
+        assert self.attached is not None
         assert self._pins is not None
         loop = asyncio.get_running_loop()
-        loop.remove_reader(self._attached.pidfd)
+        loop.remove_reader(self.attached.pidfd)
         if self._insight is not None:
             self.start_task(self._insight.stop())
         # The process has ended, so its words are final.
-        ownership = ownership_after_end(self._attached.page.words)
-        if self._attached.device is None or ownership is Ownership.TORN:
+        ownership = ownership_after_end(self.attached.page.words)
+        if self.attached.device is None or ownership is Ownership.TORN:
             self._take_end(ownership)
         else:
-            self._ending_on_device = self.start_task(self._look_at_device(self._attached))
+            self._ending_on_device = self.start_task(self._look_at_device(self.attached))
 
     async def _look_at_device(self, attached: AttachedMemory) -> None:
         """Find out whether the device finished what an ended trainer had told of."""
@@ -707,16 +660,16 @@ class RankSidecar:
         why = await asyncio.get_running_loop().run_in_executor(self.executor, attached.device.end)
         if why:
             self.log("device-unfinished", reason=why)
-        if attached is self._attached:
+        if attached is self.attached:
             ended = ownership_after_end(attached.page.words)
             self._take_end(Ownership.TORN if why else ended)
 
     def _take_end(self, ownership: Ownership) -> None:
-        assert self._attached is not None
+        assert self.attached is not None
         assert self._pins is not None
         self.ownership = ownership
-        if self.ownership is Ownership.ORPHANED and self._attached.page[Word.LINEAGE]:
-            self.standing.trainer_ended(self._attached)
+        if self.ownership is Ownership.ORPHANED and self.attached.page[Word.LINEAGE]:
+            self.standing.trainer_ended(self.attached)
         self._ended.set()
         self._pins.trainer_ended(self.ownership)
         if self._edits is not None:
@@ -751,7 +704,7 @@ class RankSidecar:
         self.log("closing-takes-long", seconds=CLOSE_S, threads=stacks)
 
     async def _close_attached(self) -> None:
-        pins, attached = self._pins, self._attached
+        pins, attached = self._pins, self.attached
         # Unset before closing, so that new calls are refused at once.
         self.mesh = None
         self._pins = None
@@ -767,7 +720,7 @@ class RankSidecar:
             asyncio.get_running_loop().remove_reader(attached.pidfd)
             async with self.using_memory:
                 # Last: the copying thread and the edits use its memory until here.
-                self._attached = None
+                self.attached = None
                 self.ownership = Ownership.WAITING
                 attached.close()
 

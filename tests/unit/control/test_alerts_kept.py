@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paramd_service.control.alerts.book import KeptAlerts, Point, series_name, subject_of
+from paramd_service.control.alerts.book import series_name, series_of, subject_of
 from paramd_service.control.store.alerts import Alert, AlertStore, State
 from paramd_service.control.store.engine import sqlite_address
-from paramd_service.control.store.history import MetricHistory, SeriesKey
+from paramd_service.control.store.history import MetricHistory, Sample, SeriesKey
 from paramd_service.control.store.store import Store
 
 ALERT = Alert(
@@ -44,11 +44,11 @@ async def test_a_restart_finds_what_fires_and_goes_on_with_its_row(tmp_path: Pat
     await store.start()
     try:
         table, history = AlertStore(store), MetricHistory(store, clock=lambda: 200.0)
-        await KeptAlerts(table, history).save_alerts([OTHER_INCARNATION, ALERT])
-        after = KeptAlerts(table, history)
+        await table.save([OTHER_INCARNATION, ALERT])
+        after = AlertStore(store)
         assert list(await after.load_firing("job", 2)) == [ALERT]
         over = ALERT.model_copy(update={"state": "resolved", "resolved_s": 170.0})
-        await after.save_alerts([over])
+        await after.save([over])
         assert list(await after.load_firing("job", 2)) == []
         rows = await table.page("job", limit=9)
         assert [alert for _, alert in rows] == [over, OTHER_INCARNATION]
@@ -59,19 +59,9 @@ async def test_a_restart_finds_what_fires_and_goes_on_with_its_row(tmp_path: Pat
         ):
             rows = await table.page("job", limit=9, incarnation=incarnation, state=state)
             assert [alert for _, alert in rows] == expected
-        after.offer(
-            [
-                Point(
-                    job="job",
-                    incarnation=2,
-                    name=name,
-                    subject=subject,
-                    step=3,
-                    time_s=150.0,
-                    value=1.5,
-                )
-                for name, subject in (("step_time_s", "7"), ("norm", "7"), ("norm", "w"))
-            ]
+        history.offer(
+            Sample(series=series_of("job", 2, name, subject), step=3, time_s=150.0, value=1.5)
+            for name, subject in (("step_time_s", "7"), ("norm", "7"), ("norm", "w"))
         )
         await history.flush()
         for series in (

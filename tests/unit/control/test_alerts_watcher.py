@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import cast
 
 import httpx2
 import pytest
@@ -18,14 +19,14 @@ from paramd_service.control.alerts import watcher as watcher_module
 from paramd_service.control.alerts import webhook
 from paramd_service.control.alerts.config import AlertConfig
 from paramd_service.control.alerts.drift import Difference, ReplicaGroup
-from paramd_service.control.alerts.sampling import DigestRound, StatsRound, TensorInput
+from paramd_service.control.alerts.sampling import DigestRound, MeshSampler, StatsRound, TensorInput
 from paramd_service.control.alerts.service import Watchers
 from paramd_service.control.alerts.watcher import Watcher
 from paramd_service.control.alerts.webhook import Webhooks
 from paramd_service.control.base.config import Bootstrap
 from paramd_service.control.mesh.jobs import ControlIdentity, Jobs
 from paramd_service.control.mesh.registry import MeshView, Report, mesh_view
-from paramd_service.control.store.alerts import Alert, State
+from paramd_service.control.store.alerts import Alert, AlertStore, State
 from tests.memory_stores import MemoryStore
 
 LAYOUT = Layout(
@@ -110,14 +111,16 @@ def watcher_of(
     webhooks: Webhooks | None = None,
 ) -> Watcher:
     config = config if config is not None else AlertConfig(watch=True)
+    store = store if store is not None else MemoryStore()
     return Watcher(
         config,
         webhooks=webhooks if webhooks is not None else Webhooks(config.webhooks),
         job="job",
         incarnation=1,
         view=world.view,
-        sampler=world,
-        store=store if store is not None else MemoryStore(),
+        sampler=cast("MeshSampler", world),
+        store=cast("AlertStore", store),
+        offer=store.offer,
         tell=told.append,
         clock=world.clock,
     )
@@ -191,12 +194,8 @@ async def test_nan_fires_with_the_tensor_s_name_and_is_over_when_it_has_gone(
     await watcher.rounds.stats()
     watcher.tick(world.view())  # does not cover tensors, so does not end it
     assert [(a.rule, a.name) for a in told] == [("non-finite", "w2")]
-    assert {point.subject for point in store.points if point.name == "norm"} == {
-        "w0",
-        "w1",
-        "w2",
-        "w3",
-    }
+    names = {one.series.name for one in store.points}
+    assert {name for name in names if "norm" in name} == {f"norm:w{n}" for n in range(4)}
     world.bad = {}
     world.now_s += 60
     await watcher.rounds.stats()
@@ -252,10 +251,10 @@ async def test_without_a_store_alerts_go_on_and_are_kept_when_it_is_back(
     class Away(MemoryStore):
         away = True
 
-        async def save_alerts(self, alerts: Sequence[Alert]) -> None:
+        async def save(self, alerts: Sequence[Alert]) -> None:
             if self.away:
                 raise UnreachableError("disk full")
-            await super().save_alerts(alerts)
+            await super().save(alerts)
 
     monkeypatch.setattr(watcher_module, "KEEP_AGAIN_S", 0.01)
     told: list[Alert] = []
@@ -408,8 +407,9 @@ async def test_a_new_incarnation_has_its_own_watcher_and_ends_the_alerts_of_the_
     watchers = Watchers(
         AlertConfig(watch=False),
         publish=publish,
-        store=MemoryStore(),
-        make_sampler=lambda mesh: world,
+        store=cast("AlertStore", MemoryStore()),
+        offer=lambda samples: None,
+        make_sampler=lambda mesh: cast("MeshSampler", world),
         expires_s=lambda: world.now_s + 86_400,
     )
     jobs.open(

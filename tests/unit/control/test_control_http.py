@@ -18,7 +18,6 @@ from paramd.security.tickets import Role, Verifier
 from paramd_service.control.access.authority import Tokens
 from paramd_service.control.access.join import FailureLimit
 from paramd_service.control.access.revocations import Revocations
-from paramd_service.control.alerts.book import KeptAlerts
 from paramd_service.control.alerts.config import AlertConfig
 from paramd_service.control.alerts.service import Watchers
 from paramd_service.control.api.app import build_app
@@ -47,7 +46,8 @@ def services() -> Services:
     watchers = Watchers(
         AlertConfig(watch=False),
         publish=lambda kind, data, *, job: None,
-        store=KeptAlerts(records.alerts, records.history),
+        store=records.alerts,
+        offer=records.history.offer,
     )
     return Services(
         config=ControlConfig(job="run"),

@@ -9,7 +9,8 @@ import pytest
 from paramd.errors import ConflictError
 from paramd.layout.exports.files import ExportState
 from paramd_service.control.exports import machine
-from paramd_service.control.exports.machine import Export, File, FileState
+from paramd_service.control.exports.machine import Export
+from paramd_service.control.store.exports import File, FileState
 
 NEW = Export(files={})
 

@@ -89,13 +89,6 @@ def test_libraries_that_log_urls_are_quiet(name: str) -> None:
     assert [line["event"] for line in lines(stream)] == ["loud"]
 
 
-def test_a_reason_is_news_once() -> None:
-    changes = logs.Changes()
-    said = [changes.changed("rank 1", reason) for reason in ("", "a", "a", "b", "", "", "b")]
-    assert said == [False, True, False, True, True, False, True]
-    assert changes.changed("rank 2", "b")
-
-
 def test_a_sidecar_s_line_has_what_changes_and_what_the_call_says() -> None:
     stream = io.StringIO()
     step = 4

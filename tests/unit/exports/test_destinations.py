@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from paramd.errors import DeniedError, NotFoundError, UsageError
+from paramd.v1.export_pb2 import ExportTarget
 from paramd_service.destinations.destinations import (
     Destination,
     DestinationKind,
@@ -18,7 +19,6 @@ from paramd_service.destinations.destinations import (
     parse_destinations,
 )
 from paramd_service.destinations.open import open_place
-from paramd_service.destinations.place import Target
 
 EXPORT_ID = "0123456789abcdef" * 2
 
@@ -127,7 +127,7 @@ def test_every_attack_is_refused_before_anything_is_opened(
             check_key(key)
         with pytest.raises(UsageError):
             locate(known, f"here/{key}")
-        target = Target(
+        target = ExportTarget(
             destination="here",
             root=str(tmp_path),
             options={},
@@ -195,7 +195,7 @@ def test_symbolic_links_below_the_root_are_never_followed(where: str, tmp_path: 
     outside, root = tmp_path / "outside", tmp_path / "root"
     outside.mkdir()
     root.mkdir()
-    target = Target(
+    target = ExportTarget(
         destination="here",
         root=str(root),
         options={},

@@ -59,6 +59,6 @@ def test_without_the_library_nothing_is_told() -> None:
 
 def test_a_metric_tells_of_a_context_and_is_absent_where_nobody_does() -> None:
     known, unknown = SimpleNamespace(context_bytes=300), SimpleNamespace(context_bytes=None)
-    (sample,) = _context_samples(cast(DeviceReader, known))
-    assert (sample.name, sample.value) == ("paramd_sidecar_device_context_bytes", 300)
+    ((name, _, value),) = _context_samples(cast(DeviceReader, known))
+    assert (name, value) == ("device_context_bytes", 300)
     assert _context_samples(cast(DeviceReader, unknown)) == _context_samples(None) == []

@@ -17,8 +17,7 @@ import pytest
 
 from paramd import state_files
 from paramd_service.sidecar.insight.activity import Frame, activity_of, parse_faulthandler
-from paramd_service.sidecar.insight.line import TrainerLine
-from paramd_service.sidecar.insight.numbers import MAX_KEPT, LoggedNumbers
+from paramd_service.sidecar.insight.line import MAX_KEPT, LoggedNumbers, TrainerLine
 from paramd_service.sidecar.insight.process import TrainerOutput, catches, facts_of, last_lines
 
 SITE = "/opt/env/lib/python3.11/site-packages"

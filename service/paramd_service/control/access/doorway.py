@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote
 
 from fastapi import Request
@@ -33,6 +33,9 @@ from paramd_service.control.access.join import FailureLimit
 from paramd_service.control.access.revocations import Revocations
 from paramd_service.control.access.roles import Action, allowed, needed_action
 from paramd_service.control.base.problems import problem
+
+if TYPE_CHECKING:
+    from paramd_service.control.http_server import Connection
 
 MAX_STRANGERS: Final = 128
 
@@ -57,36 +60,16 @@ _STATE = "principal"
 _DIGEST = "sign_in_digest"
 
 
-class Door(Protocol):
-    """One open connection. A request finds its own in `scope["state"]`, under `DOOR`."""
-
-    @property
-    def host(self) -> str:
-        """The peer's address."""
-        ...
-
-    def shut(self) -> None:
-        """Close the connection at once."""
-        ...
-
-    def carry(self, tunnel: asyncio.Protocol) -> asyncio.Transport:
-        """From now on the connection is `tunnel`'s, which has to answer the current request.
-
-        What the peer sent before the answer is lost.
-        """
-        ...
-
-
 class Doorway:
     """All connections of one server that have shown no good token. Event loop only."""
 
     def __init__(self, *, places: int = MAX_STRANGERS) -> None:
         self._places = places
-        self._strangers: dict[Door, None] = {}
-        self.tunnels: set[Door] = set()
+        self._strangers: dict[Connection, None] = {}
+        self.tunnels: set[Connection] = set()
         """Connections that carry something else than HTTP."""
 
-    def opened(self, door: Door) -> None:
+    def opened(self, door: Connection) -> None:
         """Add a new connection, as a stranger."""
         self._strangers[door] = None
         if len(self._strangers) > self._places:
@@ -94,11 +77,11 @@ class Doorway:
             ((crowd, _),) = Counter(one.host for one in self._strangers).most_common(1)
             next(one for one in self._strangers if one.host == crowd).shut()
 
-    def shown(self, door: Door) -> None:
+    def shown(self, door: Connection) -> None:
         """It has shown a good token: from now on no stranger takes its place."""
         self._strangers.pop(door, None)
 
-    def closed(self, door: Door) -> None:
+    def closed(self, door: Connection) -> None:
         """Forget a connection that has ended. Idempotent."""
         self._strangers.pop(door, None)
         self.tunnels.discard(door)

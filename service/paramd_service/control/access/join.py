@@ -26,6 +26,7 @@ from paramd.errors import (
     reason_of,
 )
 from paramd.security.tickets import Claims, Role, Verifier, claimed
+from paramd_service.admission import OPEN_METHODS
 from paramd_service.control.access.authority import Denied, no_audit
 
 DOMAIN = "paramd"
@@ -44,9 +45,6 @@ METHOD_ROLES: Final[dict[str, frozenset[Role]]] = {
     "/grpc.reflection.v1" + _REFLECTION: ANY_ROLE,
 }
 """Roles that may call each method. A method in neither table is denied."""
-
-OPEN_METHODS: Final = frozenset(f"/grpc.health.v1.Health/{m}" for m in ("Check", "List", "Watch"))
-"""They reveal only whether the server is serving: probes have no ticket."""
 
 MAX_SOURCES: Final = 1024
 """Senders of bad tokens that are tracked separately."""

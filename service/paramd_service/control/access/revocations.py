@@ -16,6 +16,7 @@ from paramd.clock import now_s
 from paramd.errors import UnreachableError
 from paramd.security.tickets import CLOCK_SKEW_S, Claims
 from paramd_service.admission import MAX_REVOKED, Notice, RevokedTokens
+from paramd_service.aio import stopped
 from paramd_service.control.access.authority import KEPT_S, Principal, token_id
 from paramd_service.control.store.tokens import TokenRow, TokenStore
 
@@ -46,10 +47,8 @@ class Revocations:
 
     async def stop(self) -> None:
         """Stop polling. Idempotent."""
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.wait([task])
+        await stopped(self._task)
+        self._task = None
 
     def check(self, claims: Claims) -> None:
         """Raise TokenRevokedError if the ticket's token has ended."""
@@ -147,9 +146,7 @@ class _Listener:
             self._task = asyncio.create_task(self._tell_news())
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        await stopped(self._task)
 
     async def _tell_news(self) -> None:
         try:

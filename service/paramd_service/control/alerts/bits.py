@@ -15,15 +15,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from paramd.errors import AbortedError, ConflictError, DeadlineError
-from paramd.layout.types import Layout
 from paramd.state import At
 from paramd_service.control.alerts.book import Covered, Observe
 from paramd_service.control.alerts.config import AlertConfig, Rule
 from paramd_service.control.alerts.drift import (
     ReplicaGroup,
-    choose_holders,
     drift_findings,
-    replica_groups,
+    groups_of,
     spans_of,
 )
 from paramd_service.control.alerts.sampling import DigestRound, digests_of
@@ -133,7 +131,12 @@ class BitRounds:
             self._history, self._begun_step, self._parts = history, now - every, []
         if self._number >= len(self._parts):
             self._parts = parts_of(
-                self._groups(layout, set(ranks)),
+                groups_of(
+                    layout.tensors,
+                    set(ranks),
+                    most_ranks=self._config.sample_ranks,
+                    turn=self._turn,
+                ),
                 await self._keys(sidecars, ranks, At(history, now)),
                 most_bytes=self._config.sample_bytes,
             )
@@ -156,15 +159,6 @@ class BitRounds:
         findings = drift_findings(found.differences, found.places, found.step)
         self._observe(findings, _covers(part.names))
         return True
-
-    def _groups(self, layout: Layout, joined: set[int]) -> list[ReplicaGroup]:
-        groups = [
-            group.on(joined.intersection(group.begins))
-            for tensor in layout.tensors
-            for group in replica_groups(tensor)
-            if len(joined.intersection(group.begins)) > 1
-        ]
-        return choose_holders(groups, most_ranks=self._config.sample_ranks, turn=self._turn)
 
     async def _keys(self, sidecars: Sidecars, ranks: Sequence[int], now: At) -> list[str]:
         """Kinds of optimizer state that sidecars have in memory."""

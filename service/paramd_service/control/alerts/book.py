@@ -1,10 +1,9 @@
-"""The alerts of one mesh and their storage.
+"""The alerts of one mesh.
 
     nothing --found--> FIRING --not found for CLEAR_AFTER_S--> RESOLVED
 
 Findings repeat; one alert is kept per key, so nothing is reported twice. A finding that returns
-after its alert was resolved starts a new one. Book does no I/O and has no clock; KeptAlerts
-stores alerts and history in the control plane's database.
+after its alert was resolved starts a new one. Book does no I/O and has no clock.
 """
 
 from __future__ import annotations
@@ -16,11 +15,8 @@ from enum import StrEnum
 import xxhash
 
 from paramd_service.control.alerts.config import Rule
-from paramd_service.control.store.alerts import Alert, AlertStore, State
-from paramd_service.control.store.history import MetricHistory, Sample, SeriesKey
-
-MAX_FIRING = 1000
-"""Most firing alerts; more are not kept."""
+from paramd_service.control.store.alerts import MAX_FIRING, Alert, State
+from paramd_service.control.store.history import SeriesKey
 
 CLEAR_AFTER_S = 5.0
 """Seconds without a sighting after which an alert is resolved: a value around its threshold would
@@ -138,58 +134,11 @@ class Book:
         return self._firing.pop(key).model_copy(update=ended)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
-    """One measurement for the history."""
-
-    job: str
-    incarnation: int
-    name: str
-    """step, step_time_s, stall_total_s (all by rank) or norm (by tensor)."""
-    subject: str
-    """Rank as text, or the tensor's name."""
-    step: int
-    time_s: float
-    """Seconds since the Unix epoch."""
-    value: float
-
-
-class KeptAlerts:
-    """Stores alerts and history in the database. Async methods raise StoreError."""
-
-    def __init__(self, table: AlertStore, history: MetricHistory) -> None:
-        """No I/O. All are started and stopped by the caller."""
-        self._table = table
-        self._history = history
-
-    async def save_alerts(self, alerts: Sequence[Alert]) -> None:
-        """Insert or overwrite alerts by id."""
-        await self._table.save(alerts)
-
-    async def load_firing(self, job: str, incarnation: int) -> Sequence[Alert]:
-        """Alerts of one incarnation that were firing when last written."""
-        found = await self._table.page(
-            job, limit=MAX_FIRING, state=State.FIRING, incarnation=incarnation
-        )
-        return [alert for _, alert in found]
-
-    def offer(self, points: Sequence[Point]) -> None:
-        """Add to the history. Never blocks, never fails; drops what it cannot keep."""
-        self._history.offer(
-            Sample(series=series_of(point), time_s=point.time_s, step=point.step, value=point.value)
-            for point in points
-        )
-
-
-def series_of(point: Point) -> SeriesKey:
-    """The history series of a point: ranks by number, tensors as part of the name."""
-    if point.subject.isdecimal() and point.name != "norm":
-        return SeriesKey(
-            job=point.job, incarnation=point.incarnation, rank=int(point.subject), name=point.name
-        )
-    return SeriesKey(
-        job=point.job, incarnation=point.incarnation, name=series_name(point.name, point.subject)
-    )
+def series_of(job: str, incarnation: int, name: str, subject: str) -> SeriesKey:
+    """A metric's history of one subject: ranks by number, tensors as part of the name."""
+    if subject.isdecimal() and name != "norm":
+        return SeriesKey(job=job, incarnation=incarnation, rank=int(subject), name=name)
+    return SeriesKey(job=job, incarnation=incarnation, name=series_name(name, subject))
 
 
 def subject_of(series: SeriesKey) -> tuple[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import math
 import re
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from urllib.parse import urlsplit
 
 from paramd.errors import UsageError
 from paramd.memory.gate import STALL_BUDGET_MS
+from paramd.security.tls import is_loopback
 
 MAX_WEBHOOKS = 8
 
@@ -215,16 +215,9 @@ def check_webhook(url: str) -> None:
         raise UsageError("webhooks: a URL contains a user or password; expected none")
     if parts.scheme == "https" and host:
         return
-    if parts.scheme == "http" and _is_loopback(host):
+    if parts.scheme == "http" and is_loopback(host):
         return
     raise UsageError(
         f"webhooks: {parts.scheme or 'no scheme'} to {host or 'no host'}; expected https://..., "
         "or http:// to 127.0.0.1, ::1 or localhost"
     )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -8,8 +8,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeAlias
 
 import xxhash
 
@@ -17,6 +17,10 @@ from paramd.layout.dtypes import ITEM_BYTES, item_bytes
 from paramd.layout.types import Layout, Piece, Region, TensorKind, TensorLayout
 from paramd_service.control.alerts.book import Finding, Severity
 from paramd_service.control.alerts.config import Rule
+from paramd_service.control.mesh.registry import listed
+
+if TYPE_CHECKING:
+    from paramd_service.control.alerts.sampling import Digests
 
 Spans: TypeAlias = Mapping[int, Sequence[tuple[int, int]]]
 """Half-open byte ranges of arenas, sorted and disjoint, by rank."""
@@ -47,14 +51,7 @@ class ReplicaGroup:
 
     def on(self, ranks: Iterable[int]) -> ReplicaGroup:
         """The group restricted to these ranks."""
-        return ReplicaGroup(
-            fqn=self.fqn,
-            region=self.region,
-            size_bytes=self.size_bytes,
-            item_bytes=self.item_bytes,
-            begins={rank: self.begins[rank] for rank in sorted(ranks)},
-            state_key=self.state_key,
-        )
+        return replace(self, begins={rank: self.begins[rank] for rank in sorted(ranks)})
 
 
 def replica_groups(tensor: TensorLayout) -> list[ReplicaGroup]:
@@ -126,6 +123,19 @@ def _rank_bytes(tensor: TensorLayout) -> int:
     """Most bytes of the tensor that one rank holds in one piece."""
     size = item_bytes(tensor.dtype)
     return max((piece.region.numel for piece in tensor.pieces), default=0) * size
+
+
+def groups_of(
+    tensors: Iterable[TensorLayout], joined: set[int], *, most_ranks: int, turn: int
+) -> list[ReplicaGroup]:
+    """The tensors' replicated pieces on the ranks that are joined, as `choose_holders`."""
+    groups = [
+        group.on(joined.intersection(group.begins))
+        for tensor in tensors
+        for group in replica_groups(tensor)
+        if len(joined.intersection(group.begins)) > 1
+    ]
+    return choose_holders(groups, most_ranks=most_ranks, turn=turn)
 
 
 def choose_holders(
@@ -206,12 +216,12 @@ def _finding(name: str, parts: Sequence[Difference], place: str, step: int) -> F
     first = parts[0]
     ranks = tuple(sorted({rank for part in parts for rank in part.ranks}))
     if all(part.majority for part in parts):
-        who = f"rank {ranks[0]} differs" if len(ranks) == 1 else f"ranks {_listed(ranks)} differ"
+        who = f"rank {ranks[0]} differs" if len(ranks) == 1 else f"ranks {listed(ranks)} differ"
         who += f" from {first.majority} equal replicas"
     else:
-        who = f"ranks {_listed(ranks)} differ from each other; two cannot show which is wrong"
+        who = f"ranks {listed(ranks)} differ from each other; two cannot show which is wrong"
         if len(ranks) > 2:
-            who = f"ranks {_listed(ranks)} differ, and none of them has a majority"
+            who = f"ranks {listed(ranks)} differ, and none of them has a majority"
     more = f" (and {len(parts) - 1} more parts of it)" if len(parts) > 1 else ""
     where = f"; {place}" if place else ""
     return Finding(
@@ -223,18 +233,6 @@ def _finding(name: str, parts: Sequence[Difference], place: str, step: int) -> F
         fqn=first.group.fqn,
         step=step,
     )
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    shown = ", ".join(str(rank) for rank in ranks[:8])
-    return shown if len(ranks) <= 8 else f"{shown}, ... ({len(ranks)} ranks)"
-
-
-class Digests(Protocol):
-    """Pinned bytes of several ranks at one step."""
-
-    async def ask(self, rank: int, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """XXH3-128 digests of byte ranges of one rank's arena."""
 
 
 def spans_of(groups: Sequence[ReplicaGroup]) -> Spans:

@@ -13,11 +13,16 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import TYPE_CHECKING
 
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.control.alerts.book import Finding, Observe, Point, Severity
-from paramd_service.control.alerts.config import LOGGED, AlertConfig, NumberRule, Rule, parse_number
+from paramd_service.control.alerts.book import Finding, Severity
+from paramd_service.control.alerts.config import LOGGED, NumberRule, Rule, parse_number
 from paramd_service.control.mesh.registry import MeshView, Report
+from paramd_service.control.store.history import Sample
+
+if TYPE_CHECKING:
+    from paramd_service.control.alerts.watcher import Watcher
 
 MAX_RANKS = 64
 """Ranks whose numbers are kept, the lowest that log."""
@@ -112,26 +117,12 @@ class _Taken:
 class LoggedRounds:
     """Takes new entries from the sidecars. Single event loop."""
 
-    def __init__(
-        self,
-        config: AlertConfig,
-        *,
-        job: str,
-        incarnation: int,
-        view: Callable[[], MeshView],
-        ask: Ask,
-        observe: Observe,
-        offer: Callable[[Sequence[Point]], None],
-    ) -> None:
-        """No I/O. Arguments as those of `Rounds`; `ask` calls GetLogged."""
-        self._config = config
-        self._job = job
-        self._incarnation = incarnation
+    def __init__(self, watcher: Watcher, view: Callable[[], MeshView], ask: Ask) -> None:
+        """No I/O. What is found, and measured, goes to the watcher; `ask` calls GetLogged."""
+        self._watcher = watcher
         self._view = view
         self._ask = ask
-        self._observe = observe
-        self._offer = offer
-        self._history = NumberHistory(config.numbers)
+        self._history = NumberHistory(watcher.config.numbers)
         self._taken: dict[int, _Taken] = {}
         self._point_due_s: dict[tuple[int, str], float] = {}
 
@@ -159,39 +150,30 @@ class LoggedRounds:
 
     def _take(self, rank: int, entries: Iterable[pb.LoggedEntry]) -> None:
         values: dict[str, list[tuple[int, float]]] = {}
-        points: list[Point] = []
+        points: list[Sample] = []
         for entry in entries:
             for name, value in entry.values.items():
                 if self._history.knows(rank, name):
                     values.setdefault(name, []).append((entry.step, value))
                     points += self._point(rank, name, entry, value)
-        self._offer(points)
+        self._watcher.offer(points)
         found = [
             finding
             for name, some in values.items()
             for finding in self._history.judge(rank, name, some)
         ]
-        if not self._config.looks_for(Rule.LOGGED_NUMBER):
+        if not self._watcher.config.looks_for(Rule.LOGGED_NUMBER):
             return
         prefixes = tuple(f"{name} of rank {rank}: " for name in values)
-        self._observe(
+        self._watcher.observe(
             found,
             lambda one: one.rule == Rule.LOGGED_NUMBER and one.subject.startswith(prefixes),
         )
 
-    def _point(self, rank: int, name: str, entry: pb.LoggedEntry, value: float) -> list[Point]:
+    def _point(self, rank: int, name: str, entry: pb.LoggedEntry, value: float) -> list[Sample]:
         due_s = self._point_due_s.get((rank, name), -math.inf)
         if entry.time_s < due_s and math.isfinite(value):
             return []
         self._point_due_s[rank, name] = entry.time_s + POINT_S
-        return [
-            Point(
-                job=self._job,
-                incarnation=self._incarnation,
-                name=f"{LOGGED}{name}",
-                subject=str(rank),
-                step=entry.step,
-                time_s=entry.time_s,
-                value=value,
-            )
-        ]
+        series = self._watcher.series(f"{LOGGED}{name}", str(rank))
+        return [Sample(series=series, step=entry.step, time_s=entry.time_s, value=value)]

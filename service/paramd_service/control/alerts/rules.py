@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from statistics import median
 
 from paramd.v1 import common_pb2
-from paramd_service.control.alerts.book import Finding, Point, Severity
+from paramd_service.control.alerts.book import Finding, Severity, series_of
 from paramd_service.control.alerts.config import AlertConfig, Rule
 from paramd_service.control.mesh.registry import MeshView, RankView
+from paramd_service.control.store.history import Sample
 
 STEPS_OF_PATIENCE = 20
 """A rank with long steps is not stalled before this many of them have passed."""
@@ -242,27 +243,20 @@ def _input(rank: RankView, watched_s: float) -> RankInput:
     )
 
 
-def points_of(ranks: Ranks, *, job: str, incarnation: int, time_s: float) -> list[Point]:
+def points_of(ranks: Ranks, *, job: str, incarnation: int, time_s: float) -> list[Sample]:
     """Measurements for the history: step, step time and stalls of the joined ranks.
 
     One per rank in small meshes, else the minimum, median and maximum.
     """
     joined = [rank for rank in ranks.values() if rank.membership == "joined"]
-    points: list[Point] = []
-    for name, read in _MEASURED:
-        for subject, value in _subjects({str(rank.rank): read(rank) for rank in joined}):
-            points.append(
-                Point(
-                    job=job,
-                    incarnation=incarnation,
-                    name=name,
-                    subject=subject,
-                    step=min(rank.step for rank in joined),
-                    time_s=time_s,
-                    value=value,
-                )
-            )
-    return points
+    step = min((rank.step for rank in joined), default=-1)
+    return [
+        Sample(
+            series=series_of(job, incarnation, name, subject), step=step, time_s=time_s, value=value
+        )
+        for name, read in _MEASURED
+        for subject, value in _subjects({str(rank.rank): read(rank) for rank in joined})
+    ]
 
 
 def _subjects(values: Mapping[str, float]) -> list[tuple[str, float]]:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from paramd.errors import ConflictError
 from paramd.layout.dtypes import DTYPES
@@ -182,27 +182,15 @@ class DigestRound:
     """Location of a difference, in words, by its index; only for the first few."""
 
 
-class Sampler(Protocol):
-    """Access to the sidecars. All methods raise ParamdError."""
-
-    async def layout(self) -> Layout:
-        """The current layout."""
-
-    async def stats(self, tensors: Sequence[TensorLayout], *, timeout_s: float) -> StatsRound:
-        """Statistics of full tensors."""
-
-    async def digests(self, groups: Sequence[ReplicaGroup], *, timeout_s: float) -> DigestRound:
-        """Compare the groups' replicas."""
-
-
 class MeshSampler:
-    """A `Sampler` over an incarnation's sidecars."""
+    """Access to an incarnation's sidecars. All methods raise ParamdError."""
 
     def __init__(self, reaching: Callable[[], Awaitable[SidecarFinder]]) -> None:
         """No I/O. `reaching` opens the connections to the sidecars."""
         self._reaching = reaching
 
     async def layout(self) -> Layout:
+        """The current layout."""
         reach = await self._reaching()
 
         async def attempt(sidecars: Sidecars) -> Layout:
@@ -211,6 +199,7 @@ class MeshSampler:
         return await reach.attempts(attempt, time.monotonic() + 30.0)
 
     async def stats(self, tensors: Sequence[TensorLayout], *, timeout_s: float) -> StatsRound:
+        """Statistics of full tensors."""
         from paramd.layout.plan import plan_read
         from paramd.mesh.reading.summary import compute_stats
 
@@ -249,6 +238,7 @@ class MeshSampler:
         return await reach.attempts(attempt, deadline_s)
 
     async def digests(self, groups: Sequence[ReplicaGroup], *, timeout_s: float) -> DigestRound:
+        """Compare the groups' replicas."""
         reach, deadline_s = await self._reaching(), time.monotonic() + timeout_s
         spans = spans_of(groups)
 
@@ -262,8 +252,8 @@ class MeshSampler:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pinned:
-    """Digests of one set of pinned snapshots; implements `drift.Digests`."""
+class Digests:
+    """Digests of one set of pinned snapshots: bytes of several ranks at one step."""
 
     reach: SidecarFinder
     sidecars: Sidecars
@@ -301,10 +291,7 @@ async def digests_of(
     deadline_s: float,
 ) -> DigestRound:
     """Compare the groups' replicas, whose `spans` are pinned."""
-    return await _compared(_Pinned(reach, sidecars, pinned, spans, deadline_s), groups)
-
-
-async def _compared(pinned: _Pinned, groups: Sequence[ReplicaGroup]) -> DigestRound:
+    all_digests = Digests(reach, sidecars, pinned, spans, deadline_s)
     asked: dict[int, list[int]] = {}
     for index, group in enumerate(groups):
         for rank in group.begins:
@@ -313,7 +300,7 @@ async def _compared(pinned: _Pinned, groups: Sequence[ReplicaGroup]) -> DigestRo
     async def of(rank: int) -> list[bytes]:
         parts = [groups[index] for index in asked[rank]]
         ranges = [(g.begins[rank], g.begins[rank] + g.size_bytes) for g in parts]
-        return await pinned.ask(rank, ranges)
+        return await all_digests.ask(rank, ranges)
 
     answers = await asyncio.gather(*(of(rank) for rank in asked))
     digests: list[dict[int, bytes]] = [{} for _ in groups]
@@ -326,7 +313,7 @@ async def _compared(pinned: _Pinned, groups: Sequence[ReplicaGroup]) -> DigestRo
         if (difference := compare(group, by_rank)) is not None
     )
     places = {
-        index: await ask_where(pinned, difference)
+        index: await ask_where(all_digests, difference)
         for index, difference in enumerate(differences[:MAX_PLACES])
     }
-    return DigestRound(step=pinned.pinned.step, differences=differences, places=places)
+    return DigestRound(step=pinned.step, differences=differences, places=places)

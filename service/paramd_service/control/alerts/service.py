@@ -14,19 +14,19 @@ from paramd import gone
 from paramd.errors import ParamdError, UsageError
 from paramd.state_files import file_places
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.control.alerts.book import KeptAlerts
+from paramd_service.aio import kept
 from paramd_service.control.alerts.config import AlertConfig
 from paramd_service.control.alerts.numbers import ASK_TIMEOUT_S, Ask
-from paramd_service.control.alerts.sampling import MeshSampler, Sampler
-from paramd_service.control.alerts.watcher import Watcher
+from paramd_service.control.alerts.sampling import MeshSampler
+from paramd_service.control.alerts.watcher import Offer, Watcher
 from paramd_service.control.alerts.webhook import Webhooks
 from paramd_service.control.base.config import table_of_file, table_of_text
 from paramd_service.control.mesh.jobs import Incarnation, Jobs
 from paramd_service.control.mesh.registry import MeshView, Report
 from paramd_service.control.mesh.watch import Publish
-from paramd_service.control.store.alerts import Alert, State
+from paramd_service.control.store.alerts import Alert, AlertStore, State
 
-MakeSampler = Callable[[Incarnation], Sampler]
+MakeSampler = Callable[[Incarnation], MeshSampler]
 Hold = Callable[[str, str], Awaitable[None]]
 
 log = logging.getLogger("paramd.control.alerts")
@@ -35,10 +35,6 @@ ENVIRONMENT = "PARAMD_ALERTS"
 """The table as JSON; its keys override those of files."""
 
 STALL_BUDGET = "PARAMD_STALL_BUDGET_MS"
-
-
-def _sampler_of(mesh: Incarnation) -> Sampler:
-    return MeshSampler(mesh.reaching)
 
 
 def _ask_logged(mesh: Incarnation) -> Ask:
@@ -59,16 +55,18 @@ class Watchers:
         config: AlertConfig,
         *,
         publish: Publish,
-        store: KeptAlerts,
-        make_sampler: MakeSampler = _sampler_of,
+        store: AlertStore,
+        offer: Offer,
+        make_sampler: MakeSampler = lambda mesh: MeshSampler(mesh.reaching),
         expires_s: Callable[[], float | None] = lambda: None,
     ) -> None:
-        """No I/O. `expires_s` as in `Watcher`."""
+        """No I/O. `store`, `offer` and `expires_s` as in `Watcher`."""
         self._expires_s = expires_s
         self.config = config
         self.webhooks = Webhooks(config.webhooks)
         self._publish = publish
         self._store = store
+        self._offer = offer
         self._make_sampler = make_sampler
         self._watchers: dict[str, Watcher] = {}
         self._ending: set[asyncio.Task[None]] = set()
@@ -77,12 +75,7 @@ class Watchers:
 
     def start(self, jobs: Jobs) -> None:
         """Watch the open jobs and every later one."""
-        jobs.on_begin.append(self._begin)
-        jobs.on_end.append(self._end)
-        jobs.on_view.append(self._look)
-        for mesh in jobs.all():
-            if mesh.over is None:
-                self._begin(mesh)
+        jobs.follow(self._begin, self._end, self._look)
 
     async def close(self) -> None:
         """Stop all watchers; firing alerts stay firing in the store. Idempotent."""
@@ -111,6 +104,7 @@ class Watchers:
             reaching=mesh.reaching,
             webhooks=self.webhooks,
             store=self._store,
+            offer=self._offer,
             tell=self._tell,
             expires_s=self._expires_s,
         )
@@ -121,9 +115,7 @@ class Watchers:
         # `Jobs` ends an incarnation before it announces the next one, so this is the right watcher.
         watcher = self._watchers.get(mesh.job)
         if watcher is not None:
-            task = asyncio.create_task(watcher.close(incarnation_over=True))
-            self._ending.add(task)
-            task.add_done_callback(self._ending.discard)
+            kept(self._ending, watcher.close(incarnation_over=True))
 
     def _look(self, mesh: Incarnation, view: MeshView) -> None:
         watcher = self._watchers.get(mesh.job)
@@ -134,9 +126,7 @@ class Watchers:
         self._publish("alert", alert.model_dump(mode="json"), job=alert.job)
         if self.hold and alert.state == State.FIRING and alert.rule in self.config.hold:
             # Once: who resumes it has seen the alert, which may go on firing.
-            task = asyncio.create_task(self._paused(alert, self.hold), name="paramd-alert-hold")
-            self._ending.add(task)
-            task.add_done_callback(self._ending.discard)
+            kept(self._ending, self._paused(alert, self.hold), "paramd-alert-hold")
 
     @staticmethod
     async def _paused(alert: Alert, hold: Hold) -> None:
@@ -151,7 +141,8 @@ def open_watchers(
     watch: bool,
     strict: bool,
     publish: Publish,
-    store: KeptAlerts,
+    store: AlertStore,
+    offer: Offer,
     expires_s: Callable[[], float | None] = lambda: None,
 ) -> Watchers:
     """Make a control plane's watchers from the current config.
@@ -160,7 +151,7 @@ def open_watchers(
         watch: False never samples parameters.
         strict: Refuse to start with an invalid config. An embedded control plane is not strict:
             it logs the error and uses the defaults.
-        store: Stores alerts and history.
+        store, offer: As in `Watcher`.
         expires_s: When the control plane's certificate expires; None without TLS.
 
     Raises:
@@ -173,7 +164,7 @@ def open_watchers(
             raise
         log.error("invalid alert configuration, using the defaults: %s", error)
         config = AlertConfig()
-    return Watchers(config, publish=publish, store=store, expires_s=expires_s)
+    return Watchers(config, publish=publish, store=store, offer=offer, expires_s=expires_s)
 
 
 def parse_alerts(table: Mapping[str, Any], *, place: str, trusted: bool = True) -> dict[str, Any]:

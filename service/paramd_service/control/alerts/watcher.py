@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from paramd.clock import now_s
@@ -21,18 +21,14 @@ from paramd_service.control.alerts.book import (
     Book,
     Covered,
     Finding,
-    KeptAlerts,
-    Observe,
-    Point,
+    series_of,
 )
 from paramd_service.control.alerts.config import AlertConfig, Rule
 from paramd_service.control.alerts.drift import (
-    ReplicaGroup,
     Sample,
-    choose_holders,
     drift_findings,
+    groups_of,
     next_sample,
-    replica_groups,
 )
 from paramd_service.control.alerts.numbers import Ask, LoggedRounds
 from paramd_service.control.alerts.rules import (
@@ -45,13 +41,15 @@ from paramd_service.control.alerts.rules import (
 )
 from paramd_service.control.alerts.sampling import (
     TENSOR_RULES,
+    MeshSampler,
     NormHistory,
-    Sampler,
     tensor_findings,
 )
 from paramd_service.control.alerts.webhook import Webhooks
 from paramd_service.control.mesh.registry import MeshView
-from paramd_service.control.store.alerts import Alert, State
+from paramd_service.control.store.alerts import Alert, AlertStore, State
+from paramd_service.control.store.history import Sample as Measured
+from paramd_service.control.store.history import SeriesKey
 
 if TYPE_CHECKING:
     from paramd.mesh.peers.discovery import SidecarFinder
@@ -75,35 +73,21 @@ KEEP_AGAIN_S = 5.0
 BETWEEN_PARTS_S = 0.01
 
 Tell = Callable[[Alert], object]
+Offer = Callable[[Iterable[Measured]], None]
 
 
 class Rounds:
     """Sampling rounds: each takes the next parameters, plus those with firing alerts."""
 
     def __init__(
-        self,
-        config: AlertConfig,
-        *,
-        job: str,
-        incarnation: int,
-        view: Callable[[], MeshView],
-        sampler: Sampler,
-        firing: Callable[[], Sequence[Alert]],
-        observe: Observe,
-        offer: Callable[[Sequence[Point]], None],
-        clock: Callable[[], float],
+        self, watcher: Watcher, view: Callable[[], MeshView], sampler: MeshSampler
     ) -> None:
-        """No I/O. `firing` gives the alerts that fire; `offer` takes points for the history."""
-        self._config = config
-        self._job = job
-        self._incarnation = incarnation
+        """No I/O. What is found, and measured, goes to the watcher."""
+        self._watcher = watcher
+        self._config = watcher.config
         self._view = view
         self._sampler = sampler
-        self._firing = firing
-        self._observe = observe
-        self._offer = offer
-        self._clock = clock
-        self._norms = NormHistory(config.norm_window)
+        self._norms = NormHistory(watcher.config.norm_window)
         self._stats_begin = 0
         self._digests_begin = 0
         self._turn = 0
@@ -122,22 +106,11 @@ class Rounds:
         findings = tensor_findings(found.tensors, self._norms, found.step, self._config)
         # Only now: a round must not be part of its own baseline.
         self._norms.seen(found.tensors)
-        now_s = self._clock()
-        self._observe(findings, _covers(TENSOR_RULES, {one.fqn for one in found.tensors}))
-        self._offer(
-            [
-                Point(
-                    job=self._job,
-                    incarnation=self._incarnation,
-                    name="norm",
-                    subject=tensor.fqn,
-                    step=found.step,
-                    time_s=now_s,
-                    value=tensor.norm,
-                )
-                for tensor in found.tensors
-                if math.isfinite(tensor.norm)
-            ]
+        self._watcher.observe(findings, _covers(TENSOR_RULES, {one.fqn for one in found.tensors}))
+        self._watcher.measured(
+            "norm",
+            {one.fqn: one.norm for one in found.tensors if math.isfinite(one.norm)},
+            found.step,
         )
 
     async def digests(self) -> None:
@@ -148,27 +121,19 @@ class Rounds:
         if layout.mirrored and not self._config.watch:
             return
         sample = self._next(layout, self._digests_begin, _DRIFT)
-        groups = self._groups(sample)
+        joined = {report.rank for report in self._view().joined}
+        most_ranks = self._config.sample_ranks
+        groups = groups_of(sample.tensors, joined, most_ranks=most_ranks, turn=self._turn)
         self._digests_begin = sample.next_begin
         if not groups:
             return
         found = await self._sampler.digests(groups, timeout_s=self._config.sample_timeout_s)
         self._turn += 1
         findings = drift_findings(found.differences, found.places, found.step)
-        self._observe(findings, _covers(_DRIFT, {group.fqn for group in groups}))
-
-    def _groups(self, sample: Sample) -> list[ReplicaGroup]:
-        joined = {report.rank for report in self._view().joined}
-        groups = [
-            group.on(joined.intersection(group.begins))
-            for tensor in sample.tensors
-            for group in replica_groups(tensor)
-            if len(joined.intersection(group.begins)) > 1
-        ]
-        return choose_holders(groups, most_ranks=self._config.sample_ranks, turn=self._turn)
+        self._watcher.observe(findings, _covers(_DRIFT, {group.fqn for group in groups}))
 
     def _next(self, layout: Layout, begin: int, rules: frozenset[Rule]) -> Sample:
-        again = [alert.name for alert in self._firing() if alert.rule in rules]
+        again = [alert.name for alert in self._watcher.book.firing if alert.rule in rules]
         return next_sample(layout, begin, most_bytes=self._config.sample_bytes, first=again)
 
 
@@ -187,9 +152,10 @@ class Watcher:
         job: str,
         incarnation: int,
         view: Callable[[], MeshView],
-        sampler: Sampler,
+        sampler: MeshSampler,
         webhooks: Webhooks,
-        store: KeptAlerts,
+        store: AlertStore,
+        offer: Offer,
         ask_logged: Ask | None = None,
         reaching: Callable[[], Awaitable[SidecarFinder]] | None = None,
         tell: Tell = lambda alert: None,
@@ -201,6 +167,8 @@ class Watcher:
         Args:
             view: Returns the current mesh, for the rounds.
             webhooks: Closed by the caller; shared by all jobs.
+            store: Keeps the alerts. It and what `offer` adds to are the caller's to close.
+            offer: Adds to the history. Never blocks, never fails; drops what it cannot keep.
             reaching: Opens the connections to the sidecars; None compares samples alone.
             ask_logged: Calls GetLogged of a sidecar; None takes no logged numbers.
             tell: Called with every alert that starts firing or is resolved, for the event bus.
@@ -213,6 +181,7 @@ class Watcher:
         self._incarnation = incarnation
         self._webhooks = webhooks
         self._store = store
+        self.offer = offer
         self._tell = tell
         self._expires_s = expires_s
         self._clock = clock
@@ -225,21 +194,15 @@ class Watcher:
         self._to_keep = asyncio.Event()
         self._trouble: dict[str, str] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self.rounds = Rounds(
-            config, job=job, incarnation=incarnation, view=view, sampler=sampler, clock=clock,
-            firing=lambda: self.book.firing, observe=self._observe, offer=self._store.offer,
-        )  # fmt: skip
+        self.rounds = Rounds(self, view, sampler)
         self._logged = None
         if ask_logged is not None:
-            self._logged = LoggedRounds(
-                config, job=job, incarnation=incarnation, view=view, ask=ask_logged,
-                observe=self._observe, offer=self._store.offer,
-            )  # fmt: skip
+            self._logged = LoggedRounds(self, view, ask_logged)
         self._bits = None
         if reaching is not None and config.compare and config.compare_steps:
             self._bits = BitRounds(
                 config, reaching=reaching, joined=lambda: {one.rank for one in view().joined},
-                observe=self._observe,
+                observe=self.observe,
             )  # fmt: skip
         self.round_counts = {"stats": 0, "digests": 0}
         """Rounds that succeeded, by kind."""
@@ -306,7 +269,7 @@ class Watcher:
             self._window.popleft()
         before = self._window[0][1] if self._window else {}
         missing = {rank.rank for rank in now.values() if rank.membership == "missing"}
-        self._observe(
+        self.observe(
             [
                 *mesh_findings(now, before, self.config),
                 *certificate(self._expires_s(), now_s, self.config),
@@ -319,9 +282,7 @@ class Watcher:
             self._window.append((now_s, now))
         if now_s >= self._points_due_s:
             self._points_due_s = now_s + POINTS_EVERY_S
-            self._store.offer(
-                points_of(now, job=self._job, incarnation=self._incarnation, time_s=now_s)
-            )
+            self.offer(points_of(now, job=self._job, incarnation=self._incarnation, time_s=now_s))
 
     async def _run(
         self, kind: str, every_s: float, one: Callable[[], Awaitable[bool | None]]
@@ -347,7 +308,25 @@ class Watcher:
             self._trouble[kind] = reason
             log.warning("job %s: a round of %s failed: %s", self._job, kind, reason)
 
-    def _observe(self, findings: Sequence[Finding], covered: Covered) -> None:
+    def series(self, name: str, subject: str) -> SeriesKey:
+        """The history of a metric of one subject; see `series_of`."""
+        return series_of(self._job, self._incarnation, name, subject)
+
+    def measured(self, name: str, values: Mapping[str, float], step: int) -> None:
+        """Add values of a metric, by what they are of, to the history."""
+        now_s = self._clock()
+        self.offer(
+            Measured(
+                series=self.series(name, subject),
+                step=step,
+                time_s=now_s,
+                value=value,
+            )
+            for subject, value in values.items()
+        )
+
+    def observe(self, findings: Sequence[Finding], covered: Covered) -> None:
+        """Take the findings of one check; see `Book.observe`."""
         self._on_change(self.book.observe(findings, covered=covered, now_s=self._clock()))
 
     def _on_change(self, changes: Sequence[Alert]) -> None:
@@ -392,7 +371,7 @@ class Watcher:
         self._to_keep.clear()
         changed = dict(self._unkept)
         if changed:
-            await self._store.save_alerts(list(changed.values()))
+            await self._store.save(list(changed.values()))
         for key, alert in changed.items():
             # Unless it has changed since: then the new state is still to be written.
             if self._unkept.get(key) is alert:

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 
+from paramd_service.aio import kept
 from paramd_service.control.store.alerts import Alert
 
 TIMEOUT_S = 5.0
@@ -51,9 +52,7 @@ class Webhooks:
                 if len(self._tasks) >= MAX_POSTS:
                     self._failed(url, alert, f"{MAX_POSTS} posts are under way")
                     continue
-                task = asyncio.create_task(self._post(url, alert), name="paramd-webhook")
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                kept(self._tasks, self._post(url, alert), "paramd-webhook")
 
     async def close(self) -> None:
         """Stop; what is under way may not arrive. Idempotent."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from paramd.clock import now_s
@@ -18,6 +17,7 @@ from paramd.layout.types import TensorLayout, full_box
 from paramd.v1 import common_pb2
 from paramd_service.control.access.roles import SMALL_NUMEL
 from paramd_service.control.alerts.book import series_name
+from paramd_service.control.api.models import MissingDocument
 from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.store.history import Sample, SeriesKey
 
@@ -62,16 +62,6 @@ class NormHistory:
             )
             for row in (*rows, {**document["total"], "name": "total"})
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Missing:
-    """A tensor that is not available now."""
-
-    name: str
-    ranks: tuple[int, ...]
-    """Unavailable ranks that are the only holders of some part of it."""
-    reason: str
 
 
 def choose(index: NameIndex, wanted: Filter, *, with_buffers: bool) -> list[SelectedTensor]:
@@ -135,7 +125,7 @@ def pattern_of(item: SelectedTensor) -> str:
 
 def split(
     chosen: Sequence[SelectedTensor], view: MeshView
-) -> tuple[list[SelectedTensor], list[Missing]]:
+) -> tuple[list[SelectedTensor], list[MissingDocument]]:
     """Split tensors into available and missing ones.
 
     A tensor is missing when some region of it is held only by ranks without a sidecar or
@@ -145,12 +135,12 @@ def split(
     if not absent:
         return list(chosen), []
     present: list[SelectedTensor] = []
-    missing: list[Missing] = []
+    missing: list[MissingDocument] = []
     for item in chosen:
         lost = sorted(_lost(item, absent))
         if lost:
             reason = "; ".join(f"rank {rank}: {absent[rank]}" for rank in lost[:4])
-            missing.append(Missing(item.name, tuple(lost), reason))
+            missing.append(MissingDocument(name=item.name, ranks=lost, reason=reason))
         else:
             present.append(item)
     return present, missing
@@ -161,7 +151,7 @@ _SMALL = f"fewer than {SMALL_NUMEL} elements: their statistics reveal values, wh
 
 def without_small(
     chosen: Sequence[SelectedTensor], *, may_read: bool
-) -> tuple[list[SelectedTensor], list[Missing]]:
+) -> tuple[list[SelectedTensor], list[MissingDocument]]:
     """Split off small tensors, whose statistics only readers may see.
 
     Done before anything is summed: a total would reveal what it includes.
@@ -172,7 +162,11 @@ def without_small(
     if may_read:
         return list(chosen), []
     seen = [item for item in chosen if item.box.numel >= SMALL_NUMEL]
-    small = [Missing(item.name, (), _SMALL) for item in chosen if item.box.numel < SMALL_NUMEL]
+    small = [
+        MissingDocument(name=item.name, ranks=[], reason=_SMALL)
+        for item in chosen
+        if item.box.numel < SMALL_NUMEL
+    ]
     if small and not seen:
         check_large(small[0].name, 0)
     return seen, small

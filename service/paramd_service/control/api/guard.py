@@ -30,33 +30,29 @@ from paramd import gone
 from paramd.errors import METADATA_KEY, request_id
 from paramd_service.control.base.problems import problem
 
-UNBUILT = b"""<!doctype html>
+_PAGE = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width">
 <title>paramd</title>
-<h1>paramd control plane</h1>
+{}
+</html>
+"""
+
+UNBUILT = _PAGE.format("""<h1>paramd control plane</h1>
 <p>The control plane is running, but its dashboard has not been built: this is a source install
 without npm. Releases on the package index include it. In a checkout, with Node 20.19 or newer:
 <pre>make web</pre>
 <p>Then restart the control plane. Until then <code>paramd top</code> shows much the same in a
-terminal, and the API is at <code>/api/v1</code>, described by <code>/api/v1/openapi.json</code>.
-</html>
-"""
+terminal, and the API is at <code>/api/v1</code>, described by <code>/api/v1/openapi.json</code>.\
+""").encode()
 
-
-UNBUILT_MANUAL = b"""<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<title>paramd</title>
-<h1>The manual of paramd</h1>
+UNBUILT_MANUAL = _PAGE.format("""<h1>The manual of paramd</h1>
 <p>It has not been built: this is a source install. Releases on the package index include it. In a
 checkout:
 <pre>make manual</pre>
-<p>Then restart the control plane. The same pages are in the folder <code>docs</code>.
-</html>
-"""
+<p>Then restart the control plane. The same pages are in the folder <code>docs</code>.\
+""").encode()
 
 BUILT = Path(__file__).parents[1] / "web"
 """Output of `make web` and of a wheel build."""

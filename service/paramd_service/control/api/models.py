@@ -62,10 +62,14 @@ class OpRequest(BaseModel):
     data: bool = Field(False, description="The operand is uploaded to the sidecars")
 
 
-class EditRequest(BaseModel):
-    """An edit, applied on all ranks at one step or on none."""
+class Request(BaseModel):
+    """A body in which nothing may stand that is not expected."""
 
     model_config = ConfigDict(extra="forbid")
+
+
+class EditRequest(Request):
+    """An edit, applied on all ranks at one step or on none."""
 
     id: str | None = Field(
         None,
@@ -91,10 +95,8 @@ class EditRequest(BaseModel):
     )
 
 
-class WaitRequest(BaseModel):
+class WaitRequest(Request):
     """How long to wait."""
-
-    model_config = ConfigDict(extra="forbid")
 
     wait_s: float = Field(
         30.0, ge=0, le=300, allow_inf_nan=False, description="Seconds to wait for it to end"
@@ -141,10 +143,8 @@ class RollbackRequest(WaitRequest):
         return self
 
 
-class MarkRequest(BaseModel):
+class MarkRequest(Request):
     """Under which name to keep a state."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str = Field(
         min_length=1,
@@ -281,10 +281,8 @@ class HoldDocument(BaseModel):
     since_s: float | None = Field(description="Seconds since the Unix epoch; null when unknown")
 
 
-class HolderRequest(BaseModel):
+class HolderRequest(Request):
     """Which hold is meant."""
-
-    model_config = ConfigDict(extra="forbid")
 
     holder: str = Field(
         "",
@@ -525,7 +523,7 @@ class ValuesDocument(BaseModel):
     )
 
 
-class SnapshotRequest(BaseModel):
+class SnapshotRequest(Request):
     """Which tensors to pin, and for how long."""
 
     filter: str = Field(
@@ -534,15 +532,11 @@ class SnapshotRequest(BaseModel):
     buffers: bool = False
     lease_s: float = Field(default=LEASE_S, ge=1, le=MAX_LEASE_S, description="Seconds")
 
-    model_config = ConfigDict(extra="forbid")
 
-
-class LeaseRequest(BaseModel):
+class LeaseRequest(Request):
     """A lease's new length."""
 
     lease_s: float = Field(default=LEASE_S, ge=1, le=MAX_LEASE_S, description="Seconds from now")
-
-    model_config = ConfigDict(extra="forbid")
 
 
 class RankPinDocument(BaseModel):

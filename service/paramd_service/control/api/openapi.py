@@ -6,9 +6,6 @@ from typing import Any
 
 from fastapi import FastAPI
 
-PROBLEM_STATUSES = (400, 401, 403, 404, 405, 409, 411, 413, 415, 422, 429, 500, 503, 504)
-"""Statuses with a problem document that any operation may return."""
-
 _PHRASES = {
     400: "The Host header does not name this server, or the URL contains credentials",
     401: "The token is missing or invalid",
@@ -25,6 +22,7 @@ _PHRASES = {
     503: "A required component does not answer",
     504: "The deadline passed",
 }
+"""Statuses with a problem document that any operation may return."""
 _EXAMPLE = {
     "type": "urn:paramd:error:usage",
     "title": "Unprocessable Entity",
@@ -69,11 +67,11 @@ def _complete(document: dict[str, Any]) -> None:
 
 
 def _problems(responses: dict[str, Any]) -> None:
-    for status in PROBLEM_STATUSES:
+    for status, phrase in _PHRASES.items():
         content: dict[str, Any] = {"schema": _PROBLEM}
         if status == 422:
             content["example"] = _EXAMPLE
         responses[str(status)] = {
-            "description": _PHRASES[status],
+            "description": phrase,
             "content": {"application/problem+json": content},
         }

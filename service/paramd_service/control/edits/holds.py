@@ -18,6 +18,7 @@ from enum import StrEnum
 
 from paramd.errors import ConflictError, ParamdError
 from paramd.v1 import common_pb2
+from paramd_service.aio import stopped
 from paramd_service.control.access.authority import Principal
 from paramd_service.control.access.roles import Action
 from paramd_service.control.edits.machine import Outcome
@@ -112,14 +113,7 @@ class Hold:
                 return HoldView(state=HoldState.PAUSING, holder=self._holder, step=now.step)
             self._forget()
             return now
-        return HoldView(
-            state=now.state,
-            holder=self._holder,
-            step=now.step,
-            steps_left=now.steps_left,
-            lease_left_s=now.lease_left_s,
-            since_s=self._since_s,
-        )
+        return replace(now, holder=self._holder, since_s=self._since_s)
 
     async def _last_to_step(self, view: MeshView, first: HoldView) -> HoldView:
         """STEPPING until every rank has passed the granted steps; then `first`."""
@@ -261,8 +255,7 @@ class Hold:
         try:
             yield
         finally:
-            renewing.cancel()
-            await asyncio.wait({renewing})
+            await stopped(renewing)
             # If it fails, the hold ends with its lease.
             with suppress(ParamdError):
                 await asyncio.shield(self.end(by, begun.holder))

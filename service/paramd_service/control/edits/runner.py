@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from google.protobuf.message import Message
+
 from paramd.errors import ConflictError, NotFoundError, ParamdError, UnreachableError, asked_by
 from paramd.layout.edits.ops import EditState
 from paramd.layout.edits.plan import PlannedOp
@@ -37,7 +39,6 @@ from paramd_service.control.edits.machine import (
 from paramd_service.control.edits.spec import merged
 from paramd_service.control.mesh.coordinator import (
     BoundaryAction,
-    BoundaryCalls,
     BoundaryRequest,
     worst,
 )
@@ -86,40 +87,34 @@ class EditCalls:
         async def messages() -> AsyncIterator[pb.StageEditRequest]:
             yield pb.StageEditRequest(manifest=manifest)
 
-        answer: pb.StageEditResponse = await self._ask(
-            rank, address, "StageEdit", messages(), STAGE_S
+        answer: pb.StageEditResponse = await self._sidecars.ask(
+            rank, address, "StageEdit", messages(), timeout_s=STAGE_S
         )
         return answer.progress
 
     async def get(self, rank: int, address: str, edit_id: str) -> pb.GetEditResponse:
         """Progress of an edit. Raises NotFoundError when the sidecar does not know it."""
         request = pb.GetEditRequest(edit_id=edit_id)
-        answer: pb.GetEditResponse = await self._ask(rank, address, "GetEdit", request)
-        return answer
+        return await self._ask(rank, address, request, pb.GetEditResponse)
 
     async def preview(
         self, rank: int, address: str, edit_id: str, *, timeout_s: float
     ) -> pb.PreviewEditResponse:
         """Statistics before and after."""
         request = pb.PreviewEditRequest(edit_id=edit_id)
-        answer: pb.PreviewEditResponse = await self._ask(
-            rank, address, "PreviewEdit", request, timeout_s
-        )
-        return answer
+        return await self._ask(rank, address, request, pb.PreviewEditResponse, timeout_s)
 
     async def drop(self, rank: int, address: str, edit_id: str) -> None:
         """Drop what is staged."""
         request = pb.DropEditRequest(edit_id=edit_id, generation=self._generation)
-        await self._ask(rank, address, "DropEdit", request)
+        await self._ask(rank, address, request, pb.DropEditResponse)
 
     async def withdraw(self, rank: int, address: str, boundary: int) -> Outcome:
         """Withdraw a boundary request; return its outcome."""
         request = pb.WithdrawBoundaryRequest(
             incarnation=self._incarnation, boundary=boundary, generation=self._generation
         )
-        answer: pb.WithdrawBoundaryResponse = await self._ask(
-            rank, address, "WithdrawBoundary", request
-        )
+        answer = await self._ask(rank, address, request, pb.WithdrawBoundaryResponse)
         # A fate added by a newer sidecar version proves nothing: ask again.
         return _FATES.get(answer.fate, Outcome.IN_DOUBT)
 
@@ -128,41 +123,43 @@ class EditCalls:
         request = pb.RenewHoldRequest(
             incarnation=self._incarnation, generation=self._generation, lease_ms=lease_ms
         )
-        answer: pb.RenewHoldResponse = await self._ask(rank, address, "RenewHold", request)
-        return answer.lease_ms
+        return (await self._ask(rank, address, request, pb.RenewHoldResponse)).lease_ms
 
     async def make_mark(
         self, rank: int, address: str, mark: str, by: str, *, fill: bool
     ) -> pb.KeptState:
         """Have memory made for a mark, or with `fill` copy the state at which training is held."""
         request = pb.MakeMarkRequest(mark=mark, by=by, fill=fill, generation=self._generation)
-        answer: pb.MakeMarkResponse = await self._ask(rank, address, "MakeMark", request, STAGE_S)
-        return answer.state
+        return (await self._ask(rank, address, request, pb.MakeMarkResponse, STAGE_S)).state
 
     async def drop_mark(self, rank: int, address: str, mark: str) -> bool:
         """Forget a mark; False if there was none."""
         request = pb.DropMarkRequest(mark=mark, generation=self._generation)
-        answer: pb.DropMarkResponse = await self._ask(rank, address, "DropMark", request)
-        return answer.dropped
+        return (await self._ask(rank, address, request, pb.DropMarkResponse)).dropped
 
     async def kept_states(self, rank: int, address: str) -> list[pb.KeptState]:
         """Marks and standing snapshots of a rank."""
         request = pb.ListKeptStatesRequest()
-        answer: pb.ListKeptStatesResponse = await self._ask(
-            rank, address, "ListKeptStates", request
-        )
-        return list(answer.states)
+        return list((await self._ask(rank, address, request, pb.ListKeptStatesResponse)).states)
 
     async def state(self, rank: int, address: str) -> pb.GetStateResponse:
         """The rank's current state and step."""
-        request = pb.GetStateRequest()
-        answer: pb.GetStateResponse = await self._ask(rank, address, "GetState", request)
-        return answer
+        return await self._ask(rank, address, pb.GetStateRequest(), pb.GetStateResponse)
 
     async def _ask(
-        self, rank: int, address: str, method: str, request: object, timeout_s: float = ASK_S
-    ) -> Any:
-        return await self._sidecars.ask(rank, address, method, request, timeout_s=timeout_s)
+        self,
+        rank: int,
+        address: str,
+        request: Message,
+        _answer: type[Result],
+        timeout_s: float = ASK_S,
+    ) -> Result:
+        """Call the method that the request is named after."""
+        method = request.DESCRIPTOR.name.removesuffix("Request")
+        found: Result = await self._sidecars.ask(
+            rank, address, method, request, timeout_s=timeout_s
+        )
+        return found
 
 
 def address_of(view: MeshView, rank: int) -> str:
@@ -198,7 +195,7 @@ class EditRun:
         row: EditRow,
         *,
         calls: EditCalls,
-        boundaries: BoundaryCalls,
+        boundaries: SidecarCalls,
         view: Callable[[], MeshView],
         save: Callable[[EditRow], Awaitable[None]],
         on_change: Callable[[EditRow], None],

@@ -62,7 +62,7 @@ class EditService:
         marks: Marks,
     ) -> None:
         self.marks = marks
-        self._mesh = mesh
+        self.mesh = mesh
         self._records = records
         self._store = records.edits
         self._config = config
@@ -80,7 +80,7 @@ class EditService:
             ExistsError: the id is taken by an edit with different content.
             ExhaustedError: too many edits per minute.
         """
-        self._mesh.check()
+        self.mesh.check()
         if spec.allow_nonfinite and by.role is not UserRole.ADMIN:
             raise DeniedError("allow_nonfinite: only an admin may write NaN and infinities")
         index, digest = await self._layout()
@@ -90,7 +90,7 @@ class EditService:
             index,
             spec,
             edit_id=name,
-            incarnation=self._mesh.number,
+            incarnation=self.mesh.number,
             layout_digest=digest,
         )
         self._check_share(planned.share)
@@ -124,10 +124,10 @@ class EditService:
 
         Raises: as `create`.
         """
-        self._mesh.check()
+        self.mesh.check()
         index, digest = await self._layout()
         planned = plan_change(
-            index, spec, edit_id=edit_id, incarnation=self._mesh.number, layout_digest=digest
+            index, spec, edit_id=edit_id, incarnation=self.mesh.number, layout_digest=digest
         )
         values = {
             name: list(v) if not isinstance(v, float | int) else v
@@ -144,12 +144,12 @@ class EditService:
         Raises:
             NotFoundError: there is no such state. ConflictError: not all ranks have it.
         """
-        self._mesh.check()
+        self.mesh.check()
         index, digest = await self._layout()
         self._check_share(1.0)
         state = await self.marks.find(to)
         planned = plan_rollback(
-            index, state, edit_id=edit_id, incarnation=self._mesh.number, layout_digest=digest
+            index, state, edit_id=edit_id, incarnation=self.mesh.number, layout_digest=digest
         )
         detail = {"rollback": {"mark": state.mark, "step": state.step}}
         return await self._begun(by, planned, index, note, detail)
@@ -161,8 +161,10 @@ class EditService:
         index: NameIndex,
         note: str,
         detail: Mapping[str, object],
+        *,
+        undo_of: str = "",
     ) -> EditRow:
-        row, driver = await self._opened(by, planned, index, note, detail)
+        row, driver = await self._opened(by, planned, index, note, detail, undo_of=undo_of)
         if driver is not None:
             driver.start(self.work.stage_and_commit(driver, by, planned, index))
         return row
@@ -175,7 +177,7 @@ class EditService:
             ConflictError: `done` was not applied in this incarnation, is already undone, or a
                 later edit changed some of the same elements and `force` is not set.
         """
-        self._mesh.check()
+        self.mesh.check()
         if reason := self.why_no_undo(done):
             raise ConflictError(f"edit {done.id} cannot be undone: {reason}")
         nonfinite = await self._brings_back_nonfinite(done)
@@ -196,10 +198,7 @@ class EditService:
         detail |= {n: done.detail[n] for n in ("hyperparameters", "rollback") if n in done.detail}
         zeroed = bool(done.detail.get("reset_moments"))
         note = f"optimizer state that edit {done.id[:8]} zeroed stays zero" if zeroed else ""
-        row, driver = await self._opened(by, planned, index, note, detail, undo_of=done.id)
-        if driver is not None:
-            driver.start(self.work.stage_and_commit(driver, by, planned, index))
-        return row
+        return await self._begun(by, planned, index, note, detail, undo_of=done.id)
 
     async def commit(self, by: Principal, row: EditRow) -> None:
         """Start the commit of a staged edit; return once it has started. Idempotent.
@@ -216,7 +215,7 @@ class EditService:
             return
         index, _ = await self._layout()
         manifest = pb.EditManifest.FromString(row.manifest)
-        view = self._mesh.coordinator.joined()
+        view = self.mesh.coordinator.joined()
         await verify_staged(driver, self.work.calls, view, manifest)
         await driver.until(EditState.STAGED, EditState.COMMITTED)
         driver.start(self.work.commit(driver, by, index, ops_of(index, manifest)))
@@ -225,7 +224,7 @@ class EditService:
         """Compute statistics before and after a staged edit without applying it."""
         driver = self._driver_of(row)
         index, _ = await self._layout()
-        view = self._mesh.coordinator.joined()
+        view = self.mesh.coordinator.joined()
         manifest = pb.EditManifest.FromString(row.manifest)
         await verify_staged(driver, self.work.calls, view, manifest)
         ops = ops_of(index, manifest)
@@ -243,7 +242,7 @@ class EditService:
             return row
         _check_own(by, row)
         detail = {"id": row.id, "staged_by": row.actor}
-        async with self._records.recorded(by, "edit.abort", detail, self._mesh) as entry:
+        async with self._records.recorded(by, "edit.abort", detail, self.mesh) as entry:
             driver.feed(CallOff(f"aborted by {by.name}"))
             with suppress(TimeoutError):
                 await asyncio.wait_for(driver.until(), ABORT_WAIT_S)
@@ -254,7 +253,7 @@ class EditService:
         """Why an applied edit can no longer be undone, asking a rank; empty if it can."""
         if reason := self.why_no_undo(row):
             return reason
-        for report in self._mesh.registry.view().joined[:1]:
+        for report in self.mesh.registry.view().joined[:1]:
             with suppress(ParamdError):
                 found = await self.work.calls.get(report.rank, report.address, row.id)
                 return found.progress.undo_refusal
@@ -266,7 +265,7 @@ class EditService:
             return f"it is {row.state}"
         if row.undone_by:
             return f"it was undone by edit {row.undone_by}"
-        if row.incarnation != self._mesh.number or self._mesh.over is not None:
+        if row.incarnation != self.mesh.number or self.mesh.over is not None:
             return f"its incarnation {row.incarnation} has ended"
         return ""
 
@@ -286,14 +285,14 @@ class EditService:
             known = self.work.open.get(edit_id)
             row = known.row if known is not None else await self._store.find(edit_id)
             if row is not None:
-                if row.digest != planned.digest.hex() or row.job != self._mesh.job:
+                if row.digest != planned.digest.hex() or row.job != self.mesh.job:
                     raise ExistsError(f"edit {edit_id} exists with different content; use a new id")
                 return row, None
             self._pace.take(time.monotonic())
             row = EditRow(
                 id=edit_id,
-                job=self._mesh.job,
-                incarnation=self._mesh.number,
+                job=self.mesh.job,
+                incarnation=self.mesh.number,
                 state=EditState.STAGING,
                 actor=by.name,
                 role=by.role.value,
@@ -314,7 +313,7 @@ class EditService:
         """Audit record of the creation. Edits without data are recorded by their commit."""
         if not row.detail.get("with_data"):
             return nullcontext()
-        return self._records.recorded(by, "edit.create", audit_detail(row), self._mesh)
+        return self._records.recorded(by, "edit.create", audit_detail(row), self.mesh)
 
     async def _brings_back_nonfinite(self, done: EditRow) -> bool:
         """Whether `done` is itself the undo of an edit that was allowed to write NaN."""
@@ -323,7 +322,7 @@ class EditService:
 
     async def _layout(self) -> tuple[NameIndex, str]:
         # joined() requires all ranks: an edit that a missing rank cannot take part in never starts.
-        digest, index = await self._mesh.layouts.get(self._mesh.coordinator.joined())
+        digest, index = await self.mesh.layouts.get(self.mesh.coordinator.joined())
         return index, digest
 
     def _driver_of(self, row: EditRow) -> EditRun:
@@ -350,7 +349,7 @@ class EditRegistry:
         self.config = config
         self._records = records
         self._publish = publish
-        self._services: dict[str, tuple[int, EditService]] = {}
+        self._services: dict[str, EditService] = {}
         self._holds: dict[str, Hold] = {}
         self._paces: dict[str, Pace] = {}
         self._older: list[EditService] = []
@@ -371,23 +370,21 @@ class EditRegistry:
         marks = Marks(mesh, work.calls, hold, self._records, on_change=self._mark_changed)
         service = EditService(mesh, work, self._records, self.config, pace, marks)
         if job in self._services:
-            self._older.append(self._services[job][1])
-        self._services[job] = (mesh.number, service)
+            self._older.append(self._services[job])
+        self._services[job] = service
         work.begin()
 
     def is_over(self, mesh: Incarnation) -> None:
         """Resolve the open edits of an incarnation that ended: ABORTED, or LOST if committed."""
-        incarnation, service = self._services.get(mesh.job, (0, None))
-        if service is None or incarnation != mesh.number:
-            return
-        service.work.incarnation_ended(f"incarnation {incarnation} ended ({mesh.over})")
+        service = self._services.get(mesh.job)
+        if service is not None and service.mesh is mesh:
+            service.work.incarnation_ended(f"incarnation {mesh.number} ended ({mesh.over})")
 
     def tick(self, mesh: Incarnation, _: MeshView, now_s: float | None = None) -> None:
         """Called once a second: time out staged edits, drop older incarnations with none open."""
         found = self._services.get(mesh.job)
-        if found is not None and found[0] == mesh.number:
-            now_s = now_s if now_s is not None else time.monotonic()
-            found[1].work.tick(now_s)
+        if found is not None and found.mesh is mesh:
+            found.work.tick(now_s if now_s is not None else time.monotonic())
         self._older = [service for service in self._older if service.work.open]
 
     def service(self, job: str) -> EditService:
@@ -395,7 +392,7 @@ class EditRegistry:
         found = self._services.get(job)
         if found is None:
             raise NotFoundError(f"job {job[:64]!r} is not served here")
-        return found[1]
+        return found
 
     def hold(self, job: str) -> Hold:
         """The hold of the job's last incarnation. Raises NotFoundError."""
@@ -415,9 +412,13 @@ class EditRegistry:
         """Open edits by (job, state)."""
         return Counter(
             (job, driver.row.state)
-            for job, (_, service) in self._services.items()
+            for job, service in self._services.items()
             for driver in service.work.open.values()
         )
+
+    def _open(self, job: str) -> Mapping[str, EditRun]:
+        found = self._services.get(job)
+        return found.work.open if found is not None else {}
 
     async def get(self, job: str, edit_id: str) -> EditRow:
         """The current row of an edit, by its id or its first characters.
@@ -426,8 +427,7 @@ class EditRegistry:
             NotFoundError, UsageError: none, or several, begin so.
         """
         edit_id = await self._records.edits.whole_id(job, edit_id)
-        found = self._services.get(job)
-        driver = found[1].work.open.get(edit_id) if found is not None else None
+        driver = self._open(job).get(edit_id)
         row = driver.row if driver is not None else await self._records.edits.find(edit_id)
         if row is None or row.job != job:
             raise NotFoundError(f"edit {edit_id} does not exist; see: paramd edits")
@@ -435,8 +435,7 @@ class EditRegistry:
 
     async def wait(self, row: EditRow, wait_s: float) -> EditRow:
         """Wait up to `wait_s` seconds for the edit to end; return its row."""
-        found = self._services.get(row.job)
-        driver = found[1].work.open.get(row.id) if found is not None else None
+        driver = self._open(row.job).get(row.id)
         if driver is not None and wait_s > 0:
             with suppress(TimeoutError):
                 await asyncio.wait_for(driver.until(), wait_s)
@@ -451,13 +450,12 @@ class EditRegistry:
     ) -> list[EditRow]:
         """The newest edits of a job, newest first."""
         rows = await self._records.edits.page(job, limit=limit, before=before, state=state)
-        found = self._services.get(job)
-        live = found[1].work.open if found is not None else {}
+        live = self._open(job)
         return [live[row.id].row if row.id in live else row for row in rows]
 
     async def close(self) -> None:
         """Stop driving open edits; the next control plane resolves them."""
-        for service in [*self._older, *(service for _, service in self._services.values())]:
+        for service in [*self._older, *self._services.values()]:
             await service.work.close()
 
     def _edit_changed(self, row: EditRow) -> None:

@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
@@ -24,7 +24,7 @@ from paramd.layout.exports.settings import CAST_DTYPES, ExportSettings, NameMap,
 from paramd.state_files import file_places
 from paramd_service.admission import CALLER, Shares, Who
 from paramd_service.control.base.config import table_of_file
-from paramd_service.control.store.exports import ExportFileRow, ExportRow, ScheduleRow
+from paramd_service.control.store.exports import ExportRow, File, ScheduleRow
 from paramd_service.destinations.destinations import (
     ENVIRONMENT,
     Destination,
@@ -209,11 +209,8 @@ class ExportSpec:
     settings: ExportSettings
     optimizer: bool
     """Whether to export the optimizer state."""
-    overwrite: bool
     verify: bool
     timeout_s: float
-    assets: tuple[str, ...]
-    """Names of the asset files to copy into the export."""
 
 
 def read_spec(request: Mapping[str, Any]) -> ExportSpec:
@@ -234,10 +231,8 @@ def read_spec(request: Mapping[str, Any]) -> ExportSpec:
             names=NameMap.of(request["name_map"]),
         ),
         optimizer="optimizer" in include,
-        overwrite=bool(request.get("overwrite", False)),
         verify=bool(request["verify"]),
         timeout_s=float(request["timeout_s"]),
-        assets=tuple(request["assets"]),
     )
 
 
@@ -418,61 +413,23 @@ class DestinationList(BaseModel):
 
 
 def export_document(
-    row: ExportRow, files: list[ExportFileRow], *, size: tuple[int, int] | None = None
+    row: ExportRow, files: list[File], *, size: tuple[int, int] | None = None
 ) -> ExportDocument:
     """The document of a stored export.
 
     Args:
         size: (total bytes, written bytes); None sums the files.
     """
-    size_bytes = sum(file.size_bytes for file in files)
-    written_bytes = sum(file.written_bytes for file in files)
-    if size is not None:
-        size_bytes, written_bytes = size
+    if size is None:
+        size = sum(one.size_bytes for one in files), sum(one.written_bytes for one in files)
     return ExportDocument(
-        id=row.id,
-        job=row.job,
-        incarnation=row.incarnation,
-        step=row.step,
-        state=row.state,
-        reason=row.reason,
-        destination=row.destination,
-        format=row.format,
-        actor=row.actor,
-        created_s=row.created_s,
-        ended_s=row.ended_s,
-        files=[_file(file) for file in files],
-        size_bytes=size_bytes,
-        written_bytes=written_bytes,
-        schedule=row.schedule,
-        removed=row.removed,
-    )
-
-
-def _file(file: ExportFileRow) -> ExportFileDocument:
-    return ExportFileDocument(
-        name=file.name,
-        size_bytes=file.size_bytes,
-        written_bytes=file.written_bytes,
-        rank=file.rank,
-        checksum=file.checksum,
-        state=file.state,
+        **(asdict(row) | {"files": [asdict(file) for file in files]}),
+        size_bytes=size[0],
+        written_bytes=size[1],
     )
 
 
 def schedule_document(row: ScheduleRow) -> ScheduleDocument:
     """The document of a stored schedule."""
-    return ScheduleDocument(
-        id=row.id,
-        job=row.job,
-        destination=str(row.request["destination"]),
-        format=str(row.request["format"]),
-        actor=row.actor,
-        every_steps=row.cadence["every_steps"],
-        keep_last=row.cadence.get("keep_last"),
-        keep_every=row.cadence.get("keep_every"),
-        last_step=row.last_step,
-        skipped_count=row.skipped_count,
-        created_s=row.created_s,
-        deleted_s=row.deleted_s,
-    )
+    asked = {name: row.request[name] for name in ("destination", "format")}
+    return ScheduleDocument(**{**asdict(row), **row.cadence, **asked})

@@ -14,7 +14,7 @@ from paramd_service.control.exports.runner import ExportJob, ExportRun, OnChange
 from paramd_service.control.exports.sidecars import SidecarGroup
 from paramd_service.control.mesh.jobs import Incarnation
 from paramd_service.control.store.engine import StoreError
-from paramd_service.control.store.exports import ExportFileRow, ExportRow, ExportStore
+from paramd_service.control.store.exports import ExportRow, ExportStore, File
 
 MAX_RUNNING: Final = 2
 """Each running export holds a snapshot, which costs memory."""
@@ -48,10 +48,10 @@ class IncarnationExports:
         """
         self.mesh = mesh
         self.group = SidecarGroup(mesh)
-        self._store = store
-        self._place = place
+        self.store = store
+        self.place = place
         self._assets = assets
-        self._on_change = on_change
+        self.on_change = on_change
         self._ended = ended
         self._runs: dict[str, ExportRun] = {}
         self._slots = asyncio.Semaphore(MAX_RUNNING)
@@ -78,7 +78,7 @@ class IncarnationExports:
                 f"{MAX_WAITING} exports of job {self.mesh.job!r} are queued already; retry later"
             )
 
-    def add(self, row: ExportRow, files: list[ExportFileRow]) -> ExportJob:
+    def add(self, row: ExportRow, files: list[File]) -> ExportJob:
         """Queue an export, new or resumed. Idempotent by id."""
         if row.id in self._runs:
             return self._runs[row.id].job
@@ -116,17 +116,9 @@ class IncarnationExports:
         await self._wait()
         await self.group.close()
 
-    def job_of(self, row: ExportRow, files: list[ExportFileRow]) -> ExportJob:
+    def job_of(self, row: ExportRow, files: list[File]) -> ExportJob:
         """The export of a stored row, not queued."""
-        return ExportJob(
-            row,
-            files,
-            group=self.group,
-            place=self._place,
-            assets={},
-            store=self._store,
-            on_change=self._on_change,
-        )
+        return ExportJob(row, files, self)
 
     async def _run(self, run: ExportRun) -> None:
         job = run.job
@@ -159,7 +151,7 @@ class IncarnationExports:
     async def _take_over(self) -> None:
         while True:
             try:
-                for row in await self._store.unfinished(self.mesh.job):
+                for row in await self.store.unfinished(self.mesh.job):
                     if row.id not in self._runs:
                         await self._take_if_possible(row)
                 return
@@ -176,19 +168,19 @@ class IncarnationExports:
             log.warning("export %s cannot be resumed: %s", row.id, error)
 
     async def _take(self, row: ExportRow) -> None:
-        files = await self._store.files(row.id)
+        files = await self.store.files(row.id)
         # Fences the control plane that had it before: its saves and sidecar calls are refused.
         row = replace(row, generation=self.mesh.terms.generation)
-        await self._store.save(row)
+        await self.store.save(row)
         if row.ended_s is None:
             self.add(row, files)
         else:
             self._task(self._drop_owed(row, files), "paramd-export-drop")
 
-    async def _drop_owed(self, row: ExportRow, files: list[ExportFileRow]) -> None:
+    async def _drop_owed(self, row: ExportRow, files: list[File]) -> None:
         await self.group.wait_for([0])
         if await drop(self.job_of(row, files)):
-            await self._store.save(replace(row, drop_owed=False))
+            await self.store.save(replace(row, drop_owed=False))
 
     def _task(self, work: Awaitable[None], name: str) -> None:
         task = asyncio.ensure_future(work)

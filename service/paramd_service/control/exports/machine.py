@@ -16,35 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 from paramd.errors import ConflictError
 from paramd.layout.exports.files import EXPORT_ENDS, ExportState
-
-
-class FileState(StrEnum):
-    """State of one file."""
-
-    WAITING = "WAITING"
-    WRITING = "WRITING"
-    WRITTEN = "WRITTEN"
-    VERIFIED = "VERIFIED"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class File:
-    """One file of an export."""
-
-    name: str
-    size_bytes: int
-    rank: int = -1
-    """Rank that writes or wrote it; while it waits, the planned one."""
-    state: FileState = FileState.WAITING
-    written_bytes: int = 0
-    checksum: str = ""
-    """XXH3-128 of the whole file in hexadecimal, once it is written."""
-    sources: frozenset[int] = frozenset()
-    """Ranks whose snapshots hold its bytes."""
+from paramd_service.control.store.exports import File, FileState
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,19 +29,20 @@ from paramd.v1 import export_pb2
 from paramd_service.aio import all_of
 from paramd_service.control.exports import machine
 from paramd_service.control.exports.documents import ExportSpec, named_anew, read_spec
-from paramd_service.control.exports.machine import Export, File, FileState
-from paramd_service.control.exports.sidecars import Leases, RankLostError, SidecarGroup
+from paramd_service.control.exports.machine import Export
+from paramd_service.control.exports.sidecars import Leases, RankLostError
 from paramd_service.control.store.engine import StoreError
 from paramd_service.control.store.exports import (
-    ExportFileRow,
     ExportRow,
-    ExportStore,
+    File,
+    FileState,
     TakenOverError,
 )
 
 if TYPE_CHECKING:
     from paramd.layout.exports.plan import ExportPlan
     from paramd.mesh.exports.pins import PinnedExport
+    from paramd_service.control.exports.incarnation import IncarnationExports
 
 SAVE_EVERY_S: Final = 1.0
 PER_RANK: Final = 1
@@ -71,36 +72,21 @@ _Task = asyncio.Task[export_pb2.ExportedFile]
 class ExportJob:
     """State of one export. Use on one event loop."""
 
-    def __init__(
-        self,
-        row: ExportRow,
-        files: Sequence[ExportFileRow],
-        *,
-        group: SidecarGroup,
-        place: Place,
-        assets: Mapping[str, bytes],
-        store: ExportStore,
-        on_change: OnChange,
-    ) -> None:
-        """No I/O.
-
-        Args:
-            files: Its files in the store; empty before a step is pinned.
-            place: Resolves its destination.
-            assets: Contents of small files to copy into it, by name.
-        """
+    def __init__(self, row: ExportRow, files: Sequence[File], queue: IncarnationExports) -> None:
+        """No I/O. `files`: those in the store; none before a step is pinned."""
         self.row = row
         self.spec: ExportSpec = read_spec(row.request)
         self.export = _restored(row, files)
-        self.group = group
-        self._place = place
-        self.assets = assets
+        self.group = queue.group
+        self._place = queue.place
+        self.assets: Mapping[str, bytes] = {}
+        """Contents of small files to copy into it, by name."""
         self.message = export_pb2.ExportPlan.FromString(row.plan)
         """The plan with its pins; empty before a step is pinned."""
         self.plan: ExportPlan | None = None
         self.leases: Leases | None = None
-        self._store = store
-        self._on_change = on_change
+        self._store = queue.store
+        self._on_change = queue.on_change
         self._saved_s = 0.0
 
     @property
@@ -114,9 +100,9 @@ class ExportJob:
         return self._place(self.row)
 
     @property
-    def files(self) -> list[ExportFileRow]:
-        """Rows of its files in their current state."""
-        return [_row(file) for file in self.export.files.values()]
+    def files(self) -> list[File]:
+        """Its files in their current state."""
+        return list(self.export.files.values())
 
     async def named(self, incarnation: int, step: int) -> str:
         """Its destination, once its step is known. Raises StoreError."""
@@ -173,34 +159,13 @@ class ExportJob:
             log.warning("progress of export %s could not be saved: %s", self.row.id, error)
 
 
-def _restored(row: ExportRow, files: Sequence[ExportFileRow]) -> Export:
+def _restored(row: ExportRow, files: Sequence[File]) -> Export:
     return Export(
         state=ExportState(row.state),
         reason=row.reason,
         incarnation=row.incarnation,
         step=row.step,
-        files={
-            file.name: File(
-                name=file.name,
-                size_bytes=file.size_bytes,
-                rank=file.rank,
-                state=FileState(file.state),
-                written_bytes=file.written_bytes,
-                checksum=file.checksum,
-            )
-            for file in files
-        },
-    )
-
-
-def _row(file: File) -> ExportFileRow:
-    return ExportFileRow(
-        name=file.name,
-        size_bytes=file.size_bytes,
-        written_bytes=file.written_bytes,
-        rank=file.rank,
-        checksum=file.checksum,
-        state=file.state,
+        files={file.name: file for file in files},
     )
 
 
@@ -394,7 +359,7 @@ async def adopt(job: ExportJob) -> None:
         ConflictError: it cannot be resumed.
     """
     pins = list(job.message.pins)
-    lives = job.message.incarnation == job.group.incarnation
+    lives = job.message.incarnation == job.group.mesh.number
     if lives:
         await job.group.wait_for(pin.rank for pin in pins)
     leases = job.hold(pins)
@@ -405,7 +370,7 @@ async def adopt(job: ExportJob) -> None:
         except NotFoundError:
             lives = False
     export, why = machine.after_restart(
-        job.export, incarnation=job.group.incarnation, snapshot_lives=lives
+        job.export, incarnation=job.group.mesh.number, snapshot_lives=lives
     )
     log.info("export %s resumed as %s: %s", job.row.id, export.state, why)
     job.change(export)

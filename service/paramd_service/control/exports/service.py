@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from paramd import clock
 from paramd.errors import ConflictError, ExhaustedError, ParamdError
 from paramd.layout.edits.ops import EditState
 from paramd.v1 import export_pb2
+from paramd_service.aio import kept
 from paramd_service.control.exports.documents import (
     Assets,
     ExportDocument,
@@ -71,12 +72,7 @@ class ExportService:
 
     def start(self, jobs: Jobs) -> None:
         """Serve the open jobs and every later one."""
-        jobs.on_begin.append(self._begin)
-        jobs.on_end.append(self._end)
-        jobs.on_view.append(self._look)
-        for mesh in jobs.all():
-            if mesh.over is None:
-                self._begin(mesh)
+        jobs.follow(self._begin, self._end, self._look)
 
     async def close(self) -> None:
         """Stop without ending exports; the next control plane resumes them. Idempotent."""
@@ -143,10 +139,6 @@ class ExportService:
             return export_document(live.row, live.files)
         row = await self.store.get(job, export_id)
         return export_document(row, await self.store.files(row.id))
-
-    async def whole_id(self, job: str, given: str) -> str:
-        """The id of the export that `given` begins. Raises NotFoundError, UsageError."""
-        return await self.store.whole_id(job, given)
 
     async def page(self, job: str, *, limit: int, offset: int, state: str) -> list[ExportDocument]:
         """Exports of a job, newest first, without their files. Raises StoreError."""
@@ -292,14 +284,14 @@ class ExportService:
         )
         self._queues[mesh.job] = queue
         queue.start()
-        self._task(self._tidy(), "paramd-exports-tidy")
+        kept(self._tasks, self._tidy(), "paramd-exports-tidy")
 
     def _end(self, mesh: Incarnation) -> None:
         # `Jobs` ends an incarnation before it begins the next, so this is its queue.
         queue = self._queues.get(mesh.job)
         if queue is not None:
             why = f"incarnation {mesh.number} of the job has ended; export again"
-            self._task(queue.end(why), "paramd-exports-end")
+            kept(self._tasks, queue.end(why), "paramd-exports-end")
 
     async def _tidy(self) -> None:
         try:
@@ -307,11 +299,6 @@ class ExportService:
             await asyncio.to_thread(self.assets.sweep, await self.store.owners())
         except (StoreError, OSError) as error:
             log.warning("old exports could not be deleted: %s", error)
-
-    def _task(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def _look(self, mesh: Incarnation, view: MeshView) -> None:
         queue = self._queues.get(mesh.job)

@@ -25,13 +25,13 @@ import grpc.aio
 
 from paramd.errors import DataLossError, DeadlineError, NotFoundError, ParamdError, UnreachableError
 from paramd.layout.types import Layout
-from paramd.mesh.peers.grpc import Asked, Channels, cancelled, error_of, watched
+from paramd.mesh.peers.grpc import Asked, cancelled, error_of, watched
 from paramd.mesh.reading.pin import Pinner
 from paramd.v1 import export_pb2, sidecar_pb2
 from paramd.wire import checksum_of
-from paramd_service.control.base.config import Bootstrap
+from paramd_service.aio import stopped
 from paramd_service.control.mesh.jobs import Incarnation
-from paramd_service.control.mesh.sidecars import ControlTicket
+from paramd_service.control.mesh.sidecars import SidecarCalls
 from paramd_service.destinations.destinations import Destination, locate
 from paramd_service.destinations.place import MANIFEST
 
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from paramd.mesh.peers.sidecars import Sidecars
 
 UNARY_TIMEOUT_S: Final = 60.0
-PROBE_TIMEOUT_S: Final = 3.0
 QUIET_S: Final = 1.5
 """Probe the ranks of a call after this long without a message."""
 READ_BYTES: Final = 8 << 20
@@ -67,21 +66,11 @@ class RankLostError(UnreachableError):
         self.rank = rank
 
 
-class ExportCalls:
-    """Calls to the sidecars of one incarnation, over its own channels.
+class ExportCalls(SidecarCalls):
+    """Calls for exports, over channels of their own.
 
     All raise RankLostError when the rank does not answer, else the ParamdError of the status.
     """
-
-    def __init__(self, bootstrap: Bootstrap, *, generation: int) -> None:
-        """No I/O."""
-        self._generation = generation
-        self._bootstrap = bootstrap
-        self._channels = Channels(ControlTicket(bootstrap), job_tls=bootstrap.certificates.own)
-
-    async def close(self) -> None:
-        """Closes all channels."""
-        await self._channels.close()
 
     async def begin(
         self, rank: int, address: str, target: export_pb2.ExportTarget, size_bytes: int
@@ -112,14 +101,13 @@ class ExportCalls:
             RankLostError: the rank or one of its sources does not answer.
             UnreachableError: the call broke although all of them answer.
         """
-        asked = self._bootstrap.asked(rank, address)
-        call = self._channels.open(asked, "WriteExportFile", request, timeout_s=timeout_s)
-        probe = self._probes([(rank, address), *sources])
-        async with _answers(call, asked, probe) as messages:
+        asking = self._stream((rank, address), "WriteExportFile", request, timeout_s, sources)
+        async with asking as messages:
             async for message in messages:
                 moved(message.written_bytes)
                 if message.HasField("done"):
-                    return _file(message.done)
+                    file: export_pb2.ExportedFile = message.done
+                    return file
         raise UnreachableError(f"rank {rank}: its answer ended before the file did")
 
     async def verify(
@@ -131,13 +119,12 @@ class ExportCalls:
         timeout_s: float,
     ) -> export_pb2.ExportedFile:
         """Have a rank read a file back; return its actual size and checksum."""
-        asked = self._bootstrap.asked(rank, address)
-        call = self._channels.open(asked, "VerifyExportFile", request, timeout_s=timeout_s)
-        probe = self._probes([(rank, address)])
-        async with _answers(call, asked, probe) as messages:
+        asking = self._stream((rank, address), "VerifyExportFile", request, timeout_s)
+        async with asking as messages:
             async for message in messages:
                 if message.HasField("found"):
-                    return _file(message.found)
+                    file: export_pb2.ExportedFile = message.found
+                    return file
         raise UnreachableError(f"rank {rank}: its answer ended before the file did")
 
     async def store(
@@ -151,7 +138,8 @@ class ExportCalls:
                 yield export_pb2.StoreExportFileRequest(data=data[begin : begin + STORE_PART_BYTES])
 
         answer = await self._unary(rank, address, "StoreExportFile", parts())
-        return _file(answer.done)
+        file: export_pb2.ExportedFile = answer.done
+        return file
 
     async def finish(
         self,
@@ -217,11 +205,9 @@ class ExportCalls:
             finished=True,
             offset_bytes=offset_bytes,
         )
-        asked = self._bootstrap.asked(rank, address)
-        call = self._channels.open(asked, "ReadExportFile", request, timeout_s=UNARY_TIMEOUT_S)
         whole_bytes, data = 0, bytearray()
-        probe = self._probes([(rank, address)])
-        async with _answers(call, asked, probe) as messages:
+        asking = self._stream((rank, address), "ReadExportFile", request, UNARY_TIMEOUT_S)
+        async with asking as messages:
             async for message in messages:
                 if message.HasField("header"):
                     whole_bytes = message.size_bytes
@@ -256,8 +242,7 @@ class ExportCalls:
         *,
         timeout_s: float = UNARY_TIMEOUT_S,
     ) -> Any:
-        asked = self._bootstrap.asked(rank, address)
-        call = self._channels.ask(asked, name, request, timeout_s=timeout_s)
+        call = self.ask(rank, address, name, request, timeout_s=timeout_s)
         try:
             return await watched(call, lambda: self._probe(rank, address))
         except RankLostError:
@@ -266,37 +251,39 @@ class ExportCalls:
             await self._probe(rank, address)
             raise
 
-    def _probes(self, ranks: Sequence[tuple[int, str]]) -> Callable[[], Awaitable[None]]:
+    @asynccontextmanager
+    async def _stream(
+        self,
+        of: tuple[int, str],
+        name: str,
+        request: object,
+        timeout_s: float,
+        sources: Sequence[tuple[int, str]] = (),
+    ) -> AsyncIterator[AsyncIterator[Any]]:
+        """Messages of a streaming call, which ends with the block. While it is quiet, the rank and
+        its sources are probed."""
+
         async def probe() -> None:
-            asked = [self._probe(rank, address) for rank, address in dict(ranks).items()]
-            for found in await asyncio.gather(*asked, return_exceptions=True):
+            probes = [self._probe(rank, address) for rank, address in {of, *sources}]
+            for found in await asyncio.gather(*probes, return_exceptions=True):
                 if isinstance(found, BaseException):
                     raise found
 
-        return probe
+        asked = self._bootstrap.asked(*of)
+        call = self._channels.open(asked, name, request, timeout_s=timeout_s)
+        async with aclosing(_messages(call, asked, probe)) as messages:
+            try:
+                yield messages
+            finally:
+                call.cancel()
 
     async def _probe(self, rank: int, address: str) -> None:
-        asked, request = self._bootstrap.asked(rank, address), sidecar_pb2.GetStateRequest()
         try:
-            await self._channels.ask(asked, "GetState", request, timeout_s=PROBE_TIMEOUT_S)
-        except (DeadlineError, UnreachableError) as error:
+            await super()._probe(rank, address)
+        except UnreachableError as error:
             raise RankLostError(
                 rank, f"rank {rank} does not answer: its sidecar is stopped, dead or disconnected"
             ) from error
-        except ParamdError:
-            pass  # any answer proves that it is alive
-
-
-@asynccontextmanager
-async def _answers(
-    call: Any, asked: Asked, probe: Callable[[], Awaitable[None]]
-) -> AsyncIterator[AsyncIterator[Any]]:
-    """Messages of a streaming call; `probe` runs while it is quiet. Cancels the call on exit."""
-    async with aclosing(_messages(call, asked, probe)) as messages:
-        try:
-            yield messages
-        finally:
-            call.cancel()
 
 
 async def _messages(
@@ -328,12 +315,6 @@ async def _next(call: Any, probe: Callable[[], Awaitable[None]]) -> Any:
         await cancelled(reading)
 
 
-def _file(message: export_pb2.ExportedFile) -> export_pb2.ExportedFile:
-    found = export_pb2.ExportedFile()
-    found.CopyFrom(message)
-    return found
-
-
 class SidecarGroup:
     """The sidecars of one incarnation as a group. Connects on first use; one event loop."""
 
@@ -341,10 +322,6 @@ class SidecarGroup:
         """No I/O."""
         self.mesh = mesh
         self.calls = ExportCalls(mesh.bootstrap, generation=mesh.terms.generation)
-
-    @property
-    def incarnation(self) -> int:
-        return self.mesh.number
 
     def ranks(self) -> dict[int, str]:
         """Addresses of the joined sidecars, by rank."""
@@ -487,9 +464,7 @@ class Leases:
         Args:
             release: Release the snapshots; False leaves them leased for the next control plane.
         """
-        if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.wait({self._keeping})
+        await stopped(self._keeping)
         if release:
             pins, self._pins = self._pins, []
             await asyncio.gather(*(self._release(pin) for pin in pins), return_exceptions=True)

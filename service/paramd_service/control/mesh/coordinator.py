@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from paramd.errors import (
     CODES,
@@ -29,7 +29,11 @@ from paramd.errors import (
     UsageError,
 )
 from paramd.v1 import sidecar_pb2
+from paramd_service.aio import ended, stopped
 from paramd_service.control.mesh.registry import MeshView, listed
+
+if TYPE_CHECKING:
+    from paramd_service.control.mesh.sidecars import SidecarCalls
 
 _TOKEN_BITS = 63
 
@@ -163,20 +167,6 @@ class Turn:
     """The mesh when the turn began; all ranks are joined."""
 
 
-class BoundaryCalls(Protocol):
-    """How the coordinator reaches sidecars."""
-
-    async def reach(
-        self,
-        rank: int,
-        address: str,
-        request: BoundaryRequest,
-        snapshot_ids: Sequence[str],
-        timeout_s: float,
-    ) -> RankAnswer:
-        """Call ReachBoundary on one rank's sidecar. Raises ParamdError."""
-
-
 def margin_s(timeout_s: float) -> float:
     """Share of a caller's timeout held back so that the reason arrives before its deadline."""
     return min(0.05 * timeout_s, 1.0)
@@ -194,7 +184,7 @@ class Coordinator:
 
     def __init__(
         self,
-        calls: BoundaryCalls,
+        calls: SidecarCalls,
         view: Callable[[], MeshView],
         *,
         incarnation: int,
@@ -298,15 +288,13 @@ class Coordinator:
         finally:
             # Awaited, not just cancelled: no call of this turn may overlap the next turn.
             for task in tasks:
-                await _ended(task)
+                await ended(task)
         self.captured_count += verdict.captured
         return verdict
 
     async def close(self) -> None:
         """Cancel the current round; all callers get UnreachableError."""
-        if self._runner is not None:
-            self._runner.cancel()
-            await asyncio.wait({self._runner})
+        await stopped(self._runner)
         for request in [*self._current, *self._alone, *self._waiting]:
             _fail(request, UnreachableError("the control plane is stopping; try again"))
         self._alone.clear()
@@ -336,7 +324,7 @@ class Coordinator:
         try:
             await asyncio.wait({self._round})
         finally:
-            await _ended(self._round)
+            await ended(self._round)
         if len(self._current) > 1 and _refused(self._round):
             self._alone += [r for r in self._current if not r.answer.done()]
         else:
@@ -388,15 +376,6 @@ class Coordinator:
                 break
         answers.sort(key=lambda answer: answer.rank)
         return decide(self._incarnation, len(tasks), answers)
-
-
-async def _ended(task: asyncio.Task[RankAnswer] | asyncio.Task[Verdict]) -> None:
-    """Cancel a task if it still runs and wait for it, discarding its outcome."""
-    if not task.done():
-        task.cancel()
-        await asyncio.wait({task})
-    if not task.cancelled():
-        task.exception()
 
 
 def _refused(ended: asyncio.Task[Verdict]) -> bool:

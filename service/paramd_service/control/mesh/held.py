@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from paramd.errors import DeniedError, NotFoundError
 from paramd_service.admission import CALLER, Shares, Who
+from paramd_service.aio import kept
 
 if TYPE_CHECKING:
     from paramd.mesh.peers.sidecars import Pinned
@@ -98,9 +99,7 @@ class HeldSnapshots:
             finally:
                 del self._held[held.id]
 
-        task = asyncio.create_task(pin(hold), name="paramd-held-snapshot")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task = kept(self._tasks, pin(hold), "paramd-held-snapshot")
         task.add_done_callback(lambda _: self._shares.give_back(who))
         try:
             both: set[asyncio.Future[Any]] = {task, pinned_now}

@@ -31,6 +31,7 @@ from paramd.errors import (
 from paramd.places import IncarnationRecord
 from paramd.security.tickets import Signer, Verifier
 from paramd.state_files import is_job_name
+from paramd_service.aio import kept
 from paramd_service.control.base.config import MAX_WORLD_SIZE, Bootstrap
 from paramd_service.control.base.site import Site
 from paramd_service.control.mesh.coordinator import Coordinator
@@ -112,7 +113,8 @@ class Incarnation:
         self.ended_s: float | None = None
         self.last_step = -1
         """Lowest step the ranks last reported when the incarnation ended; -1 when none reported."""
-        self._why_over: ParamdError | None = None
+        self.over: ParamdError | None = None
+        """Why joins and boundary requests are refused; None while they are accepted."""
         self._streams: set[asyncio.Task[None]] = set()
 
     @property
@@ -123,15 +125,10 @@ class Incarnation:
     def number(self) -> int:
         return self.bootstrap.incarnation
 
-    @property
-    def over(self) -> ParamdError | None:
-        """Why joins and boundary requests are refused; None while they are accepted."""
-        return self._why_over
-
     def check(self) -> None:
         """Raise the reason if this incarnation is over."""
-        if self._why_over is not None:
-            raise self._why_over
+        if self.over is not None:
+            raise self.over
 
     def saw_generation(self, generation: int) -> None:
         """Yield the job if a sidecar has met a control plane of a higher generation than ours.
@@ -150,8 +147,8 @@ class Incarnation:
 
     def end(self, reason: ParamdError) -> None:
         """End the incarnation and all streams with `reason`; the first reason wins. Idempotent."""
-        if self._why_over is None:
-            self._why_over = reason
+        if self.over is None:
+            self.over = reason
         if self.ended_s is None:
             self.ended_s = time.time()
             self.last_step = self.registry.last_step
@@ -160,7 +157,7 @@ class Incarnation:
 
     def send_away(self, reason: ParamdError) -> None:
         """End the streams and refuse new ones; the incarnation goes on elsewhere."""
-        self._why_over = self._why_over if self._why_over is not None else reason
+        self.over = self.over if self.over is not None else reason
         for stream in self._streams:
             stream.cancel()
 
@@ -170,9 +167,9 @@ class Incarnation:
         Raises:
             ParamdError: what the stream raised, or why this incarnation is over.
         """
-        if self._why_over is not None:
+        if self.over is not None:
             stream.close()
-            raise self._why_over
+            raise self.over
         task = asyncio.create_task(stream)
         self._streams.add(task)
         try:
@@ -195,7 +192,7 @@ class Incarnation:
             world_size=self.bootstrap.world_size,
             began_s=self.began_s,
             ended_s=self.ended_s,
-            reason=str(self._why_over) if self._why_over is not None else "",
+            reason=str(self.over) if self.over is not None else "",
             step=self.last_step if self.ended_s is not None else -1,
         )
 
@@ -265,7 +262,8 @@ class Jobs:
                 a site: the network may be partitioned.
             publish: Publishes a change to viewers: kind, data and the job.
         """
-        self._terms = terms
+        self.terms = terms
+        """Settings shared by all jobs."""
         self._site = site
         self._empty_end_s = empty_end_s
         self._publish = publish
@@ -286,10 +284,16 @@ class Jobs:
         """Whether jobs may register."""
         return self._site is not None
 
-    @property
-    def terms(self) -> ControlIdentity:
-        """Settings shared by all jobs."""
-        return self._terms
+    def follow(
+        self, begin: OnChange, end: OnChange, look: Callable[[Incarnation, MeshView], None]
+    ) -> None:
+        """Have them called of the open incarnations, and of every later one."""
+        self.on_begin.append(begin)
+        self.on_end.append(end)
+        self.on_view.append(look)
+        for mesh in self.all():
+            if mesh.over is None:
+                begin(mesh)
 
     def all(self) -> list[Incarnation]:
         """Each job's latest incarnation, sorted by job name."""
@@ -330,7 +334,7 @@ class Jobs:
             )
         if older is None:
             self._make_room()
-        mesh = Incarnation(bootstrap, self._terms, publish=self._publish)
+        mesh = Incarnation(bootstrap, self.terms, publish=self._publish)
         if older is not None:
             self._end(
                 older, ConflictError(f"incarnation {bootstrap.incarnation} has begun; attach again")
@@ -537,9 +541,7 @@ class Jobs:
         self._publish("incarnation", data, job=mesh.job)
         for callback in self.on_end:
             callback(mesh)
-        task = asyncio.create_task(mesh.close())
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        kept(self._closing, mesh.close())
 
 
 def _went_on(job: str) -> bool:

@@ -304,12 +304,8 @@ class Registry:
         self._serials: dict[int, int] = {}
         self._digests: Counter[str] = Counter()
         self._next_serial = 0
-        self._empty_since_s: float | None = clock()
-
-    @property
-    def empty_since_s(self) -> float | None:
+        self.empty_since_s: float | None = clock()
         """When the mesh last became empty (at first: when it was made); None while it is not."""
-        return self._empty_since_s
 
     @property
     def layout_digest(self) -> str:
@@ -403,9 +399,9 @@ class Registry:
         self._count(report, +1)
         present = bool(self._serials) and (_present(report) or self._any_present())
         if present:
-            self._empty_since_s = None
-        elif self._empty_since_s is None:
-            self._empty_since_s = self._clock()
+            self.empty_since_s = None
+        elif self.empty_since_s is None:
+            self.empty_since_s = self._clock()
 
     def _any_present(self) -> bool:
         # Reached only when a rank leaves: O(ranks) once per rank, not once per report.

@@ -149,7 +149,7 @@ class ControlTicket:
 
 
 class SidecarCalls:
-    """Calls to the sidecars of one mesh over cached channels; implements `BoundaryCalls`."""
+    """Calls to the sidecars of one mesh over cached channels."""
 
     def __init__(self, bootstrap: Bootstrap, *, generation: int = 0) -> None:
         """No I/O. `generation` is this control plane's; sidecars obey the highest."""

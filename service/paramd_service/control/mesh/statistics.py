@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, closing
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from paramd.errors import ConflictError, DeadlineError, UsageError, asked_by
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 FindSidecars = Callable[[], Awaitable["SidecarFinder"]]
 """Returns the connections to the sidecars, opened on first use."""
+Work = Callable[["Sidecars", "ReadPlan", "Pinned", float], Awaitable[Result]]
+"""A read of what is pinned, until a deadline on the monotonic clock."""
 
 TIMEOUT_S = 30.0
 MAX_CONCURRENT = 8
@@ -58,11 +61,7 @@ class StatsSource:
         """
         from paramd.mesh.reading.summary import compute_stats
 
-        def work(
-            sidecars: Sidecars, plan: ReadPlan, pinned: Pinned, deadline_s: float
-        ) -> Awaitable[StatsTable]:
-            return compute_stats(sidecars, plan, pinned, deadline_s, with_exponents=with_histogram)
-
+        work = partial(compute_stats, with_exponents=with_histogram)
         wanted = [patterns] if isinstance(patterns, str) else patterns
         return await self._reading(wanted or ["*"], work, buffers=with_buffers)
 
@@ -108,22 +107,12 @@ class StatsSource:
         """
         from paramd.mesh.reading.pooled import compute_heatmap
 
-        async def work(
-            sidecars: Sidecars, plan: ReadPlan, pinned: Pinned, deadline_s: float
-        ) -> tuple[int, int, TensorHeatmap]:
-            shown = await compute_heatmap(
-                sidecars,
-                plan,
-                pinned,
-                deadline_s,
-                mode=mode,
-                max_rows=rows,
-                max_columns=columns,
-                row_dims=row_dims,
-            )
-            return pinned.incarnation, pinned.step, shown
-
-        return await self._reading([pattern], work)
+        return await self._stated(
+            pattern,
+            partial(
+                compute_heatmap, mode=mode, max_rows=rows, max_columns=columns, row_dims=row_dims
+            ),
+        )
 
     async def values(self, pattern: str) -> tuple[int, int, list[str]]:
         """(incarnation, step, elements as exact text) of the one matching tensor.
@@ -132,13 +121,7 @@ class StatsSource:
         """
         from paramd.mesh.reading.pooled import read_texts
 
-        async def work(
-            sidecars: Sidecars, plan: ReadPlan, pinned: Pinned, deadline_s: float
-        ) -> tuple[int, int, list[str]]:
-            texts = await read_texts(sidecars, plan, pinned, deadline_s)
-            return pinned.incarnation, pinned.step, texts
-
-        return await self._reading([pattern], work)
+        return await self._stated(pattern, read_texts)
 
     async def updates(self, patterns: Sequence[str], steps: int) -> Updates:
         """What the next updates do to each matching parameter.
@@ -232,10 +215,21 @@ class StatsSource:
         """Release all held snapshots."""
         await self.held.close()
 
+    async def _stated(self, pattern: str, work: Work[Result]) -> tuple[int, int, Result]:
+        """(incarnation, step, result) of `work` on the one matching tensor."""
+
+        async def stated(
+            sidecars: Sidecars, plan: ReadPlan, pinned: Pinned, deadline_s: float
+        ) -> tuple[int, int, Result]:
+            result = await work(sidecars, plan, pinned, deadline_s)
+            return pinned.incarnation, pinned.step, result
+
+        return await self._reading([pattern], stated)
+
     async def _reading(
         self,
         patterns: Sequence[str],
-        work: Callable[[Sidecars, ReadPlan, Pinned, float], Awaitable[Result]],
+        work: Work[Result],
         *,
         buffers: bool = True,
     ) -> Result:

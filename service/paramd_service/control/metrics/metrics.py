@@ -25,54 +25,40 @@ from paramd_service.tls import ServerTls
 _NS = 1e9
 
 
-class EditsCollector(Collector):
-    """Edits and holds, computed on each scrape."""
-
-    def __init__(self, edits: EditRegistry) -> None:
-        self._edits = edits
-
-    def collect(self) -> Iterator[Metric]:
-        labels = ["job", "state"]
-        open_now = GaugeMetricFamily("paramd_edits_open", "Edits in progress", labels=labels)
-        for (job, state), count in sorted(self._edits.open_counts().items()):
-            open_now.add_metric([job, state], count)
-        ended = CounterMetricFamily("paramd_edits", "Edits that ended here", labels=labels)
-        for (job, state), count in sorted(self._edits.ended.items()):
-            ended.add_metric([job, state], count)
-        seconds = CounterMetricFamily(
-            "paramd_edit_seconds", "Total time from creation to APPLIED", labels=["job"]
-        )
-        for job, taken_s in sorted(self._edits.seconds.items()):
-            seconds.add_metric([job], taken_s)
-        holds = CounterMetricFamily("paramd_holds", "Holds begun here", labels=["job"])
-        for job, count in sorted(self._edits.hold_counts().items()):
-            holds.add_metric([job], count)
-        yield from (open_now, ended, seconds, holds)
+def _edit_metrics(edits: EditRegistry) -> Iterator[Metric]:
+    """Edits and holds."""
+    labels = ["job", "state"]
+    open_now = GaugeMetricFamily("paramd_edits_open", "Edits in progress", labels=labels)
+    for (job, state), count in sorted(edits.open_counts().items()):
+        open_now.add_metric([job, state], count)
+    ended = CounterMetricFamily("paramd_edits", "Edits that ended here", labels=labels)
+    for (job, state), count in sorted(edits.ended.items()):
+        ended.add_metric([job, state], count)
+    seconds = CounterMetricFamily(
+        "paramd_edit_seconds", "Total time from creation to APPLIED", labels=["job"]
+    )
+    for job, taken_s in sorted(edits.seconds.items()):
+        seconds.add_metric([job], taken_s)
+    holds = CounterMetricFamily("paramd_holds", "Holds begun here", labels=["job"])
+    for job, count in sorted(edits.hold_counts().items()):
+        holds.add_metric([job], count)
+    yield from (open_now, ended, seconds, holds)
 
 
-class RecordsCollector(Collector):
+def _record_metrics(records: Records) -> Iterator[Metric]:
     """Health of audit, store and history; a scrape does not query the store."""
-
-    def __init__(self, records: Records) -> None:
-        self._records = records
-
-    def collect(self) -> Iterator[Metric]:
-        records = self._records
-        yield GaugeMetricFamily(
-            "paramd_audit_ok",
-            "0 while the audit cannot be written and mutations are refused",
-            value=not records.audit.failure,
-        )
-        yield GaugeMetricFamily(
-            "paramd_store_writes_waiting",
-            "Writes queued for the store",
-            value=records.store.waiting_count,
-        )
-        yield CounterMetricFamily(
-            "paramd_history_dropped_samples",
-            "Samples lost from the metric history",
-            value=records.history.dropped_count,
-        )
+    yield _gauge(
+        "paramd_audit_ok",
+        "0 while the audit cannot be written and mutations are refused",
+        not records.audit.failure,
+    )
+    waiting = records.store.waiting_count
+    yield _gauge("paramd_store_writes_waiting", "Writes queued for the store", waiting)
+    yield CounterMetricFamily(
+        "paramd_history_dropped_samples",
+        "Samples lost from the metric history",
+        value=records.history.dropped_count,
+    )
 
 
 _RANK_GAUGES: tuple[tuple[str, str, Callable[[Report], float]], ...] = (
@@ -105,51 +91,8 @@ class LoopLag:
         self.max_s = max(self.max_s, self.last_s)
 
 
-class _JobsCollector(Collector):
-    def __init__(
-        self,
-        jobs: Jobs,
-        lag: LoopLag,
-        watchers: Watchers,
-        tls: ServerTls | None,
-        exports: ExportService | None,
-    ) -> None:
-        self._tls = tls
-        self._exports = exports
-        self._jobs = jobs
-        self._lag = lag
-        self._watchers = watchers
-
-    def collect(self) -> Iterator[Metric]:
-        meshes = self._jobs.all()
-        views = [(i.job, i.registry.view()) for i in meshes]
-        yield from _mesh_metrics(views)
-        yield from _rank_metrics([(job, rank) for job, view in views for rank in view.ranks])
-        rounds = CounterMetricFamily(
-            "paramd_boundary_rounds", "Boundary rounds by outcome", labels=["job", "captured"]
-        )
-        waiting = GaugeMetricFamily(
-            "paramd_boundary_waiting", "Requests waiting for the next round", labels=["job"]
-        )
-        for mesh in meshes:
-            job, coordinator = mesh.job, mesh.coordinator
-            captured = coordinator.captured_count
-            rounds.add_metric([job, "true"], captured)
-            rounds.add_metric([job, "false"], coordinator.round_count - captured)
-            waiting.add_metric([job], coordinator.waiting_count)
-        yield rounds
-        yield waiting
-        yield from _alert_metrics(self._watchers)
-        if self._exports is not None:
-            yield from _export_metrics(self._exports, [job for job, _ in views])
-        if self._tls is not None:
-            yield from _tls_metrics(self._tls)
-        yield _gauge("paramd_loop_lag_seconds", "Event loop's last lag", self._lag.last_s)
-        yield _gauge("paramd_loop_lag_max_seconds", "Event loop's longest lag", self._lag.max_s)
-
-
-class Metrics:
-    """Renders the metrics of one control plane."""
+class Metrics(Collector):
+    """Collects and renders the metrics of one control plane."""
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -164,16 +107,54 @@ class Metrics:
         edits: EditRegistry | None = None,
         records: Records | None = None,
     ) -> None:
+        self._jobs = jobs
+        self._lag = lag
+        self._watchers = watchers
+        self._tls = tls
+        self._exports = exports
+        self._edits = edits
+        self._records = records
         self._registry = CollectorRegistry()
-        if records is not None:
-            self._registry.register(RecordsCollector(records))
-        if edits is not None:
-            self._registry.register(EditsCollector(edits))
-        self._registry.register(_JobsCollector(jobs, lag, watchers, tls, exports))
+        self._registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        if self._records is not None:
+            yield from _record_metrics(self._records)
+        if self._edits is not None:
+            yield from _edit_metrics(self._edits)
+        yield from _job_metrics(self._jobs, self._watchers, self._exports)
+        if self._tls is not None:
+            yield from _tls_metrics(self._tls)
+        yield _gauge("paramd_loop_lag_seconds", "Event loop's last lag", self._lag.last_s)
+        yield _gauge("paramd_loop_lag_max_seconds", "Event loop's longest lag", self._lag.max_s)
 
     def render(self) -> bytes:
         """Metrics in the Prometheus text format."""
         return generate_latest(self._registry)
+
+
+def _job_metrics(jobs: Jobs, watchers: Watchers, exports: ExportService | None) -> Iterator[Metric]:
+    meshes = jobs.all()
+    views = [(i.job, i.registry.view()) for i in meshes]
+    yield from _mesh_metrics(views)
+    yield from _rank_metrics([(job, rank) for job, view in views for rank in view.ranks])
+    rounds = CounterMetricFamily(
+        "paramd_boundary_rounds", "Boundary rounds by outcome", labels=["job", "captured"]
+    )
+    waiting = GaugeMetricFamily(
+        "paramd_boundary_waiting", "Requests waiting for the next round", labels=["job"]
+    )
+    for mesh in meshes:
+        job, coordinator = mesh.job, mesh.coordinator
+        captured = coordinator.captured_count
+        rounds.add_metric([job, "true"], captured)
+        rounds.add_metric([job, "false"], coordinator.round_count - captured)
+        waiting.add_metric([job], coordinator.waiting_count)
+    yield rounds
+    yield waiting
+    yield from _alert_metrics(watchers)
+    if exports is not None:
+        yield from _export_metrics(exports, [job for job, _ in views])
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

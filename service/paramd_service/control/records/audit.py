@@ -19,6 +19,8 @@ from sqlalchemy import Connection, insert, select, text
 
 from paramd.chain import GENESIS, Link, canonical, link_hash
 from paramd.errors import ParamdError, UnreachableError, reason_of
+from paramd_service.aio import kept
+from paramd_service.control.access.join import FailureLimit
 from paramd_service.control.store.engine import StoreError
 from paramd_service.control.store.schema import audit
 from paramd_service.control.store.store import Store
@@ -216,17 +218,13 @@ class Denials:
     ) -> None:
         self._audit = audit
         self._job = job
-        self._burst = burst
-        self._per_s = per_s
-        self._clock = clock
-        self._left = burst
-        self._seen_s = clock()
+        self._limit = FailureLimit(burst=burst, per_s=per_s, clock=clock)
         self._unrecorded = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     def saw(self, *, actor: str, role: str, method: str, reason: str) -> None:
         """Record or count one refusal; `actor` is empty when the caller is unknown."""
-        if not self._allows():
+        if not self._limit.allows():
             self._unrecorded += 1
             return
         detail: dict[str, object] = {"method": method[:MAX_TEXT_CHARS]}
@@ -235,9 +233,7 @@ class Denials:
             detail["unrecorded_before"] = self._unrecorded
             self._unrecorded = 0
         action = Action(actor=actor, role=role, method="denied", job=self._job, detail=detail)
-        task = asyncio.create_task(self._audit.event(action), name="paramd-audit-denied")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        kept(self._tasks, self._audit.event(action), "paramd-audit-denied")
 
     async def close(self) -> None:
         """Wait for pending records, then record how many refusals were only counted."""
@@ -249,12 +245,3 @@ class Denials:
             await self._audit.event(
                 Action(actor="", role="", method="denied", job=self._job, detail=detail)
             )
-
-    def _allows(self) -> bool:
-        now_s = self._clock()
-        self._left = min(self._burst, self._left + (now_s - self._seen_s) * self._per_s)
-        self._seen_s = now_s
-        if self._left < 1.0:
-            return False
-        self._left -= 1.0
-        return True

@@ -7,12 +7,13 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from paramd import places
 from paramd.version import __version__
+from paramd_service.aio import kept
 from paramd_service.control.access.authority import Principal
 from paramd_service.control.base.config import Bootstrap, ControlConfig
 from paramd_service.control.base.site import site_dir
@@ -128,12 +129,7 @@ class Records:
         """Record refusals reported by sidecars, batched; called once a second."""
         now_s = now_s if now_s is not None else time.monotonic()
         for refused in mesh.refusals.tick(view, now_s):
-            detail = {
-                "rank": refused.rank,
-                "count": refused.count,
-                "total": refused.total,
-                "last": refused.last[:MAX_REFUSAL_CHARS],
-            }
+            detail = asdict(refused) | {"last": refused.last[:MAX_REFUSAL_CHARS]}
             self.note(mesh, "sidecar.denied", detail)
 
     async def export_ended(self, row: ExportRow) -> None:
@@ -156,9 +152,7 @@ class Records:
         if not self._started:
             return
         action = self._action(SELF, "", method, detail, mesh)
-        task = asyncio.create_task(self.audit.event(action), name="paramd-audit-incarnation")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        kept(self._tasks, self.audit.event(action), "paramd-audit-incarnation")
 
     def _action(
         self,

@@ -11,6 +11,9 @@ from sqlalchemy import Connection, insert, select, update
 from paramd_service.control.store.schema import alerts
 from paramd_service.control.store.store import Store
 
+MAX_FIRING = 1000
+"""Most firing alerts of an incarnation; more are not kept."""
+
 
 class State(StrEnum):
     """State of an alert."""
@@ -69,6 +72,11 @@ class AlertStore:
                     connection.execute(insert(alerts).values(values))
 
         await self._store.write(write)
+
+    async def load_firing(self, job: str, incarnation: int) -> Sequence[Alert]:
+        """Alerts of one incarnation that were firing when last written."""
+        found = await self.page(job, limit=MAX_FIRING, state=State.FIRING, incarnation=incarnation)
+        return [alert for _, alert in found]
 
     async def page(
         self,

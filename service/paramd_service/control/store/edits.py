@@ -13,7 +13,7 @@ from sqlalchemy import Connection, Row, Select, insert, select, update
 from paramd.errors import ExistsError
 from paramd_service.control.store.schema import edits
 from paramd_service.control.store.short_ids import whole_id
-from paramd_service.control.store.store import Store
+from paramd_service.control.store.store import Store, columns_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,29 +144,10 @@ def chosen_edits(
 
 
 def _values(row: EditRow) -> dict[str, object]:
-    return {
-        "id": row.id,
-        "job": row.job,
-        "incarnation": row.incarnation,
-        "state": row.state,
-        "reason": row.reason,
-        "actor": row.actor,
-        "role": row.role,
-        "note": row.note,
-        "created_s": row.created_s,
-        "ended_s": row.ended_s,
-        "boundary": row.boundary,
-        "token": row.token,
-        "step": row.step,
-        "edits": row.edits,
-        "stop_ns": row.stop_ns,
-        "size_bytes": row.size_bytes,
-        "manifest": zlib.compress(row.manifest, 1),
-        "digest": row.digest,
-        "detail": json.dumps(dict(row.detail), sort_keys=True),
-        "undo_of": row.undo_of,
-        "undone_by": row.undone_by,
-    }
+    manifest, detail = zlib.compress(row.manifest, 1), json.dumps(dict(row.detail), sort_keys=True)
+    values = columns_of(row, manifest=manifest, detail=detail)
+    del values["number"]  # the store's
+    return values
 
 
 def edit_of(row: Row[Any]) -> EditRow:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from sqlalchemy import Connection, Row, Select, delete, func, insert, select, union_all, update
@@ -16,7 +17,7 @@ from sqlalchemy import Connection, Row, Select, delete, func, insert, select, un
 from paramd.errors import ConflictError, NotFoundError
 from paramd_service.control.store.schema import export_files, export_schedules, exports
 from paramd_service.control.store.short_ids import whole_id
-from paramd_service.control.store.store import Store
+from paramd_service.control.store.store import Store, columns_of
 
 OPEN_STATES = ("PLANNED", "RUNNING", "VERIFYING")
 
@@ -54,17 +55,29 @@ class ExportRow:
     ended_s: float | None = None
 
 
+class FileState(StrEnum):
+    """State of one file."""
+
+    WAITING = "WAITING"
+    WRITING = "WRITING"
+    WRITTEN = "WRITTEN"
+    VERIFIED = "VERIFIED"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExportFileRow:
+class File:
     """One file of an export."""
 
     name: str
     size_bytes: int
-    written_bytes: int
-    rank: int
-    """-1: unassigned."""
-    checksum: str
-    state: str
+    rank: int = -1
+    """Rank that writes or wrote it; while it waits, the planned one."""
+    state: FileState = FileState.WAITING
+    written_bytes: int = 0
+    checksum: str = ""
+    """XXH3-128 of the whole file in hexadecimal, once it is written."""
+    sources: frozenset[int] = frozenset()
+    """Ranks whose snapshots hold its bytes; not stored."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,11 +115,11 @@ class ExportStore:
             taken = select(exports.c.id).where(exports.c.id == row.id)
             if connection.execute(taken).first() is not None:
                 raise ConflictError(f"export {row.id} exists already")
-            connection.execute(insert(exports).values(_export_values(row)))
+            connection.execute(insert(exports).values(_stored(row)))
 
         await self._store.write(work)
 
-    async def save(self, row: ExportRow, files: Iterable[ExportFileRow] = ()) -> None:
+    async def save(self, row: ExportRow, files: Iterable[File] = ()) -> None:
         """Write an export and the given ones of its files.
 
         Raises:
@@ -117,12 +130,13 @@ class ExportStore:
         def work(connection: Connection) -> None:
             # The fence: with a newer generation in the row, nothing is written, files included.
             mine = exports.c.id == row.id, exports.c.generation <= row.generation
-            changed = connection.execute(update(exports).where(*mine).values(_export_values(row)))
+            changed = connection.execute(update(exports).where(*mine).values(_stored(row)))
             if not changed.rowcount:
                 raise TakenOverError(f"export {row.id}: a newer control plane has taken it over")
             for number, file in enumerate(listed):
                 key = export_files.c.export_id == row.id, export_files.c.name == file.name
-                values = _file_values(file)
+                values = columns_of(file)
+                del values["sources"]  # of the plan
                 if not connection.execute(update(export_files).where(*key).values(values)).rowcount:
                     new = {**values, "export_id": row.id, "number": number}
                     connection.execute(insert(export_files).values(new))
@@ -145,7 +159,7 @@ class ExportStore:
         """The export with this id, of any job, as a list of at most one."""
         return await self._all(select(exports).where(exports.c.id == export_id))
 
-    async def files(self, export_id: str) -> list[ExportFileRow]:
+    async def files(self, export_id: str) -> list[File]:
         """Files of an export, in plan order."""
         chosen = (
             select(export_files)
@@ -187,7 +201,7 @@ class ExportStore:
 
     async def add_schedule(self, row: ScheduleRow) -> None:
         """Add a schedule."""
-        statement = insert(export_schedules).values(_schedule_values(row))
+        statement = insert(export_schedules).values(_schedule_stored(row))
         await self._store.write(lambda connection: connection.execute(statement))
 
     async def save_schedule(self, row: ScheduleRow) -> None:
@@ -196,7 +210,7 @@ class ExportStore:
         key = export_schedules.c.id == row.id
         if row.deleted_s is None:
             key &= export_schedules.c.deleted_s.is_(None)
-        statement = update(export_schedules).where(key).values(_schedule_values(row))
+        statement = update(export_schedules).where(key).values(_schedule_stored(row))
         await self._store.write(lambda connection: connection.execute(statement))
 
     async def schedules(self, job: str) -> list[ScheduleRow]:
@@ -229,26 +243,8 @@ class ExportStore:
         return [_export(row) for row in rows]
 
 
-def _export_values(row: ExportRow) -> dict[str, object]:
-    return {
-        "id": row.id,
-        "job": row.job,
-        "destination": row.destination,
-        "format": row.format,
-        "actor": row.actor,
-        "schedule": row.schedule,
-        "request": json.dumps(dict(row.request), sort_keys=True),
-        "state": row.state,
-        "reason": row.reason,
-        "incarnation": row.incarnation,
-        "step": row.step,
-        "plan": row.plan,
-        "generation": row.generation,
-        "drop_owed": row.drop_owed,
-        "removed": row.removed,
-        "created_s": row.created_s,
-        "ended_s": row.ended_s,
-    }
+def _stored(row: ExportRow) -> dict[str, object]:
+    return columns_of(row, request=json.dumps(dict(row.request), sort_keys=True))
 
 
 def _export(row: Row[Any]) -> ExportRow:
@@ -256,40 +252,15 @@ def _export(row: Row[Any]) -> ExportRow:
     return ExportRow(**{**found, "request": json.loads(row.request), "plan": bytes(row.plan)})
 
 
-def _file_values(row: ExportFileRow) -> dict[str, object]:
-    return {
-        "name": row.name,
-        "size_bytes": row.size_bytes,
-        "written_bytes": row.written_bytes,
-        "rank": row.rank,
-        "checksum": row.checksum,
-        "state": row.state,
-    }
+def _file(row: Row[Any]) -> File:
+    found = dict(row._mapping)
+    del found["export_id"], found["number"]
+    return File(**{**found, "state": FileState(row.state)})
 
 
-def _file(row: Row[Any]) -> ExportFileRow:
-    return ExportFileRow(
-        name=row.name,
-        size_bytes=row.size_bytes,
-        written_bytes=row.written_bytes,
-        rank=row.rank,
-        checksum=row.checksum,
-        state=row.state,
-    )
-
-
-def _schedule_values(row: ScheduleRow) -> dict[str, object]:
-    return {
-        "id": row.id,
-        "job": row.job,
-        "actor": row.actor,
-        "request": json.dumps(dict(row.request), sort_keys=True),
-        "cadence": json.dumps(dict(row.cadence), sort_keys=True),
-        "last_step": row.last_step,
-        "skipped_count": row.skipped_count,
-        "created_s": row.created_s,
-        "deleted_s": row.deleted_s,
-    }
+def _schedule_stored(row: ScheduleRow) -> dict[str, object]:
+    request, cadence = (json.dumps(dict(one), sort_keys=True) for one in (row.request, row.cadence))
+    return columns_of(row, request=request, cadence=cadence)
 
 
 def _schedule(row: Row[Any]) -> ScheduleRow:

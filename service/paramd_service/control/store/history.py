@@ -152,51 +152,6 @@ def thin_series(of: int, connection: Connection) -> None:
     connection.execute(update(metric_series).where(_S.id == of).values(state))
 
 
-def drop_series(connection: Connection, before_s: float) -> int:
-    """Drop some of the series without a sample since then; how many."""
-    old = select(_S.id).where(_S.newest_ms < before_s * _MS).limit(MAX_SWEPT)
-    return connection.execute(delete(metric_series).where(_S.id.in_(old))).rowcount
-
-
-def read_points(
-    connection: Connection, series: SeriesKey, *, begin_s: float, end_s: float, limit: int
-) -> list[Point]:
-    """Points of one series that lie at least partly within `[begin_s, end_s)`, in order, merged
-    until they are at most `limit`."""
-    chosen = (
-        select(_S.grid_ms, metric_points)
-        .join(metric_series, _S.id == _P.series_id)
-        .where(
-            _is_series(series),
-            _P.time_ms + _P.span_ms > math.ceil(begin_s * _MS),
-            _P.time_ms < math.ceil(end_s * _MS),
-        )
-        .order_by(_P.time_ms)
-    )
-    rows = connection.execute(chosen).all()
-    grid_ms = rows[0].grid_ms if rows else 1
-    return list(thin([_point(row) for row in rows], grid_ms, limit)[0])
-
-
-def read_series(
-    connection: Connection, job: str, incarnation: int, *, after: tuple[str, int] | None, limit: int
-) -> list[SeriesKey]:
-    """The first `limit` series of an incarnation after `after`, ordered by name and rank."""
-    chosen = (
-        select(_S.name, _S.rank)
-        .where(_S.job == job, _S.incarnation == incarnation)
-        .order_by(_S.name, _S.rank)
-        .limit(limit)
-    )
-    if after is not None:
-        name, rank = after
-        chosen = chosen.where(or_(_S.name > name, and_(_S.name == name, _S.rank > rank)))
-    return [
-        SeriesKey(job=job, incarnation=incarnation, rank=row.rank, name=row.name)
-        for row in connection.execute(chosen)
-    ]
-
-
 def _series_id(connection: Connection, key: SeriesKey) -> int:
     """The id of a series, which is made if it is new."""
     values = {"job": key.job, "incarnation": key.incarnation, "rank": key.rank, "name": key.name}
@@ -290,9 +245,23 @@ class MetricHistory:
         Raises:
             StoreError: the store cannot be read.
         """
-        return await self._store.read(
-            partial(read_points, series=series, begin_s=begin_s, end_s=end_s, limit=limit)
+        chosen = (
+            select(_S.grid_ms, metric_points)
+            .join(metric_series, _S.id == _P.series_id)
+            .where(
+                _is_series(series),
+                _P.time_ms + _P.span_ms > math.ceil(begin_s * _MS),
+                _P.time_ms < math.ceil(end_s * _MS),
+            )
+            .order_by(_P.time_ms)
         )
+
+        def work(connection: Connection) -> list[Point]:
+            rows = connection.execute(chosen).all()
+            grid_ms = rows[0].grid_ms if rows else 1
+            return list(thin([_point(row) for row in rows], grid_ms, limit)[0])
+
+        return await self._store.read(work)
 
     async def series(
         self, job: str, incarnation: int, *, after: tuple[str, int] | None = None, limit: int = 1000
@@ -303,9 +272,20 @@ class MetricHistory:
         Raises:
             StoreError: the store cannot be read.
         """
-        return await self._store.read(
-            lambda connection: read_series(connection, job, incarnation, after=after, limit=limit)
+        chosen = (
+            select(_S.name, _S.rank)
+            .where(_S.job == job, _S.incarnation == incarnation)
+            .order_by(_S.name, _S.rank)
+            .limit(limit)
         )
+        if after is not None:
+            name, rank = after
+            chosen = chosen.where(or_(_S.name > name, and_(_S.name == name, _S.rank > rank)))
+        rows = await self._store.read(lambda connection: connection.execute(chosen).all())
+        return [
+            SeriesKey(job=job, incarnation=incarnation, rank=row.rank, name=row.name)
+            for row in rows
+        ]
 
     def start(self) -> None:
         """Start writing."""
@@ -343,8 +323,10 @@ class MetricHistory:
 
     async def sweep(self) -> None:
         """Drop what is too old, some at a time. Raises StoreError."""
-        before_s = self._clock() - KEEP_S
-        while await self._store.write(partial(drop_series, before_s=before_s)):
+        before_ms = (self._clock() - KEEP_S) * _MS
+        old = select(_S.id).where(_S.newest_ms < before_ms).limit(MAX_SWEPT)
+        dropping = delete(metric_series).where(_S.id.in_(old))
+        while await self._store.write(lambda connection: connection.execute(dropping).rowcount):
             # On the writer thread, like all that touches it: a dropped series has another id next.
             await self._store.write(lambda _: self._series.clear())
 

@@ -8,7 +8,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
 from sqlalchemy import Connection, Engine
@@ -27,6 +27,12 @@ MAX_WAITING = 1024
 """Most queued writes; one more is refused."""
 
 T = TypeVar("T")
+
+
+def columns_of(row: Any, **stored: object) -> dict[str, object]:
+    """A row's fields by column; `stored`: those that the table has in another form."""
+    return {one.name: getattr(row, one.name) for one in fields(row)} | stored
+
 
 log = logging.getLogger("paramd.control.store")
 

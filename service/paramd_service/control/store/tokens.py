@@ -11,7 +11,7 @@ from sqlalchemy import Connection, Row, and_, func, insert, or_, select, update
 
 from paramd.errors import ConflictError, NotFoundError
 from paramd_service.control.store.schema import tokens
-from paramd_service.control.store.store import Store
+from paramd_service.control.store.store import Store, columns_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,16 +54,7 @@ class TokenStore:
             found = select(tokens.c.name).where(tokens.c.name == row.name)
             if connection.execute(found).first() is not None:
                 raise ConflictError(f"token {row.name!r}: the name has been used; choose another")
-            connection.execute(
-                insert(tokens).values(
-                    name=row.name,
-                    digest=row.digest,
-                    role=row.role,
-                    created_s=row.created_s,
-                    expires_s=row.expires_s,
-                    revoked_s=row.revoked_s,
-                )
-            )
+            connection.execute(insert(tokens).values(columns_of(row)))
 
         await self._store.write(work)
 
@@ -114,11 +105,4 @@ class TokenStore:
 
 
 def _token(row: Row[Any]) -> TokenRow:
-    return TokenRow(
-        name=row.name,
-        digest=row.digest,
-        role=row.role,
-        created_s=row.created_s,
-        expires_s=row.expires_s,
-        revoked_s=row.revoked_s,
-    )
+    return TokenRow(**row._mapping)

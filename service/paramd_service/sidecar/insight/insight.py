@@ -11,8 +11,8 @@ import time
 from dataclasses import dataclass
 
 from paramd.memory.control_page import Word
-from paramd_service.sidecar.insight.line import Stacks, TrainerLine
-from paramd_service.sidecar.insight.numbers import LoggedNumbers
+from paramd_service.aio import stopped
+from paramd_service.sidecar.insight.line import LoggedNumbers, Stacks, TrainerLine
 from paramd_service.sidecar.insight.process import TrainerOutput
 from paramd_service.sidecar.owner import AttachedMemory
 
@@ -53,10 +53,8 @@ class TrainerInsight:
 
     async def stop(self) -> None:
         """The trainer has ended: look no more, but keep its output. Idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
-            self._task = None
+        await stopped(self._task)
+        self._task = None
         self.line.close()
 
     async def close(self) -> None:

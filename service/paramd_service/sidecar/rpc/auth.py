@@ -18,7 +18,7 @@ from collections.abc import (
 )
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
@@ -27,8 +27,9 @@ from google.protobuf.message import Message
 from paramd import errors
 from paramd.errors import DeniedError, ParamdError, UnreachableError, UsageError
 from paramd.security.tickets import Claims, Role
+from paramd.v1 import sidecar_pb2 as pb
 from paramd_service import admission
-from paramd_service.admission import Who
+from paramd_service.admission import OPEN_METHODS, Who
 
 MAX_SPANS = 100_000
 MAX_STATS_ITEMS = 100_000
@@ -37,13 +38,6 @@ MAX_SNAPSHOT_IDS = 1_024
 # Reserved from a caller's deadline, so that an error arrives before it.
 _MARGIN_S = 0.25
 _MARGIN_PART = 0.1
-
-
-class SpanMessage(Protocol):
-    """paramd.v1.Span."""
-
-    begin: int
-    end: int
 
 
 def check_deadline(remaining_s: float | None, max_deadline_s: float) -> float:
@@ -60,7 +54,7 @@ def check_deadline(remaining_s: float | None, max_deadline_s: float) -> float:
     return max(remaining_s - min(_MARGIN_S, _MARGIN_PART * remaining_s), 0.0)
 
 
-def check_spans(spans: Sequence[SpanMessage], arena_bytes: int) -> tuple[tuple[int, int], ...]:
+def check_spans(spans: Sequence[pb.Span], arena_bytes: int) -> tuple[tuple[int, int], ...]:
     """The spans as pairs.
 
     Raises:
@@ -121,7 +115,6 @@ Requests: TypeAlias = Callable[[AsyncIterator[Any], float], Awaitable[Message]]
 class Call:
     """One method; exactly one of `unary`, `answers` and `requests` is set."""
 
-    request: type[Message]
     unary: Unary | None = None
     answers: Answers | None = None
     """Returns a stream; always heavy."""
@@ -144,14 +137,6 @@ _READERS = _EDITORS | {Role.READER}
 _VIEWERS = _READERS | {Role.VIEWER}
 _CONTROL = frozenset({Role.CONTROL})
 
-# Health reveals SERVING or not, nothing else, and an operator's probes have no ticket.
-OPEN_METHODS = frozenset(
-    {
-        "/grpc.health.v1.Health/Check",
-        "/grpc.health.v1.Health/List",
-        "/grpc.health.v1.Health/Watch",
-    }
-)
 ROLES: dict[str, frozenset[Role]] = {
     # The sidecars of other ranks ask where the control plane is.
     f"/{SERVICE}/GetState": _VIEWERS | {Role.SIDECAR},

@@ -19,7 +19,8 @@ from paramd.places import host_id
 from paramd.security.tls import open_channel, tls_for
 from paramd.v1 import common_pb2, control_pb2, control_pb2_grpc, sidecar_pb2
 from paramd.version import __version__
-from paramd_service.sidecar.owner import Mesh, Ownership, PeerInfo
+from paramd_service.aio import stopped
+from paramd_service.sidecar.owner import Mesh, Ownership
 from paramd_service.sidecar.phase import LASTING
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc import messages
@@ -87,8 +88,7 @@ class Joining:
         if self._rank.detached:
             # The last report says `leaving`; the stream then ends by itself.
             await asyncio.wait([self._task], timeout=GOODBYE_S)
-        self._task.cancel()
-        await asyncio.wait([self._task])
+        await stopped(self._task)
         self._task = None
 
     async def _run(self) -> None:
@@ -231,13 +231,11 @@ class Joining:
         )
 
     def _peer(self) -> common_pb2.Peer:
-        return messages.peer(
-            PeerInfo(
-                rank=self._rank.config.rank,
-                address=self._address,
-                socket_path=str(self._rank.config.socket_path),
-                host_id=host_id(),
-            )
+        return common_pb2.Peer(
+            rank=self._rank.config.rank,
+            address=self._address,
+            socket_path=str(self._rank.config.socket_path),
+            host_id=host_id(),
         )
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:

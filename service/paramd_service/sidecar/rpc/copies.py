@@ -31,6 +31,7 @@ from paramd.mesh.peers.grpc import Asked, Channels, check_way
 from paramd.v1 import layout_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import CHUNK_BYTES
+from paramd_service.aio import stopped
 from paramd_service.sidecar.owner import Mesh
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc import messages
@@ -53,7 +54,7 @@ MAX_RESTARTS = 3
 
 def calls(rank: RankSidecar) -> CallTable:
     """Methods of this subject."""
-    return {"PutCopy": Call(request=pb.PutCopyRequest, unary=partial(_put, rank), heavy=True)}
+    return {"PutCopy": Call(unary=partial(_put, rank), heavy=True)}
 
 
 async def _put(
@@ -76,34 +77,12 @@ async def _put(
     return pb.PutCopyResponse(header=messages.header(rank), received_bytes=received)
 
 
+_FIELDS = tuple(pb.StandingCopy.DESCRIPTOR.fields_by_name)
+"""Labels' fields that belong to a copy; they have the same names there."""
+
+
 def _label(copy: pb.StandingCopy) -> StandingLabel:
-    return StandingLabel(
-        lineage=copy.lineage,
-        step=copy.step,
-        edits=copy.edits,
-        arena_bytes=copy.arena_bytes,
-        optimizer_bytes=copy.optimizer_bytes,
-        record_bytes=copy.record_bytes,
-        table_bytes=copy.table_bytes,
-        world_size=copy.world_size,
-        layout_digest=copy.layout_digest,
-        digest=copy.digest,
-    )
-
-
-def _message(label: StandingLabel) -> pb.StandingCopy:
-    return pb.StandingCopy(
-        lineage=label.lineage,
-        step=label.step,
-        edits=label.edits,
-        arena_bytes=label.arena_bytes,
-        optimizer_bytes=label.optimizer_bytes,
-        record_bytes=label.record_bytes,
-        table_bytes=label.table_bytes,
-        world_size=label.world_size,
-        layout_digest=label.layout_digest,
-        digest=label.digest,
-    )
+    return StandingLabel(**{name: getattr(copy, name) for name in _FIELDS})
 
 
 def _check(rank: RankSidecar, mesh: Mesh, of: int, label: StandingLabel) -> None:
@@ -159,10 +138,8 @@ class Sending:
     async def stop(self) -> None:
         """Stop, and let go of the snapshot. Idempotent."""
         self._rank.standing.on_digested = None
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
-            self._task = None
+        await stopped(self._task)
+        self._task = None
 
     async def _run(self) -> None:
         while True:
@@ -225,7 +202,8 @@ class Sending:
         asked = Asked(
             job=rank.config.job, incarnation=rank.incarnation, rank=buddy, address=peer.address
         )
-        copy, size_bytes = _message(label), label.size_bytes
+        copy = pb.StandingCopy(**{name: getattr(label, name) for name in _FIELDS})
+        size_bytes = label.size_bytes
         received = expected = restarts = 0
         data = b""
         while True:

@@ -45,7 +45,7 @@ class _Result:
 def calls(rank: RankSidecar) -> CallTable:
     """Methods of this subject."""
     subject = _DeltaCalls(rank)
-    return {"DeltaSnapshot": Call(request=pb.DeltaSnapshotRequest, answers=subject.delta)}
+    return {"DeltaSnapshot": Call(answers=subject.delta)}
 
 
 class _DeltaCalls:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError, Message
 
@@ -28,16 +27,7 @@ STANDING_S = 2.0
 """How long training put back stays held for a standing snapshot of where it is now."""
 
 
-@dataclass(frozen=True, slots=True)
-class Preview:
-    """One pair of statistics per operation, in order, all of one step."""
-
-    step: int
-    before: list[pb.Stats]
-    after: list[pb.Stats]
-
-
-async def preview(rank: RankSidecar, entry: Entry, timeout_s: float) -> Preview:
+async def preview(rank: RankSidecar, entry: Entry, timeout_s: float) -> pb.PreviewEditResponse:
     """Statistics of this rank's elements before and after an edit, per operation.
 
     Computed on a copy; holds a snapshot of the elements meanwhile.
@@ -63,7 +53,8 @@ async def preview(rank: RankSidecar, entry: Entry, timeout_s: float) -> Preview:
         spans = tuple(Ranges(*((item.arena_begin, item.arena_end) for item in edit.items)))
         if not spans:
             nothing = [pb.Stats(min=float("inf"), max=float("-inf"))] * entry.op_count
-            return Preview(rank.step, nothing, nothing)
+            header = messages.header(rank, rank.step)
+            return pb.PreviewEditResponse(header=header, before=nothing, after=nothing)
         key = Key(rank.incarnation, spans)
         lease = await rank.pins.pin(key, lease_s=timeout_s, timeout_s=timeout_s)
         store = rank.pins.store
@@ -82,7 +73,8 @@ async def preview(rank: RankSidecar, entry: Entry, timeout_s: float) -> Preview:
         # Applied meanwhile, the edit may be in the snapshot already.
         rank.edits.settle()
         _check_staged(entry)
-    return Preview(step, before, after)
+    header = messages.header(rank, step)
+    return pb.PreviewEditResponse(header=header, before=before, after=after)
 
 
 def _reduce(
@@ -130,10 +122,10 @@ def calls(rank: RankSidecar) -> CallTable:
     """Methods of this subject."""
     subject = _EditCalls(rank)
     return {
-        "StageEdit": Call(request=pb.StageEditRequest, requests=subject.stage, part=_part),
-        "GetEdit": Call(request=pb.GetEditRequest, unary=subject.get),
-        "PreviewEdit": Call(request=pb.PreviewEditRequest, unary=subject.preview, heavy=True),
-        "DropEdit": Call(request=pb.DropEditRequest, unary=subject.drop),
+        "StageEdit": Call(requests=subject.stage, part=_part),
+        "GetEdit": Call(unary=subject.get),
+        "PreviewEdit": Call(unary=subject.preview, heavy=True),
+        "DropEdit": Call(unary=subject.drop),
     }
 
 
@@ -171,9 +163,7 @@ class _EditCalls:
         rank = self._rank
         entry = rank.edits.get(request.edit_id)
         async with asyncio.timeout(timeout_s):
-            found = await preview(rank, entry, timeout_s)
-        header = messages.header(rank, found.step)
-        return pb.PreviewEditResponse(header=header, before=found.before, after=found.after)
+            return await preview(rank, entry, timeout_s)
 
     async def drop(self, request: pb.DropEditRequest, _timeout_s: float) -> Message:
         self._rank.follow_control(request.generation)

@@ -23,7 +23,7 @@ from paramd.v1 import common_pb2, export_pb2, layout_pb2
 from paramd.wire import CHUNK_BYTES, data_chunk
 from paramd_service.aio import uncancelled
 from paramd_service.destinations.open import open_place
-from paramd_service.destinations.place import MANIFEST, FileSource, Place, Target
+from paramd_service.destinations.place import MANIFEST, FileSource, Place
 from paramd_service.formats.dcp import dcp_files
 from paramd_service.formats.filling import manifest
 from paramd_service.sidecar.rank import RankSidecar
@@ -58,7 +58,7 @@ class Exports:
 
     async def begin(self, request: export_pb2.BeginExportRequest, _timeout_s: float) -> Message:
         self._rank.follow_control(request.generation)
-        place = self._place(request.target)
+        place = open_place(request.target)
         await in_thread(partial(place.begin, request.size_bytes))
         self._rank.faults.at("export-begun")
         return export_pb2.BeginExportResponse(header=messages.header(self._rank))
@@ -66,7 +66,7 @@ class Exports:
     async def write(
         self, request: export_pb2.WriteExportFileRequest, _timeout_s: float
     ) -> AsyncGenerator[bytes, None]:
-        place = self._place(request.target)
+        place = open_place(request.target)
         async with (
             self._job(request.plan, request.file) as job,
             self._writes(request.target.export_id),
@@ -90,7 +90,7 @@ class Exports:
             raise UsageError(
                 "target: missing; the first message of a file must have target and name"
             )
-        place = self._place(first.target)
+        place = open_place(first.target)
         data = bytearray(first.data)
         async for part in requests:
             data += part.data
@@ -104,7 +104,7 @@ class Exports:
     async def verify(
         self, request: export_pb2.VerifyExportFileRequest, _timeout_s: float
     ) -> AsyncGenerator[bytes, None]:
-        place = self._place(request.target)
+        place = open_place(request.target)
         header = messages.header(self._rank)
         digesting = Digesting()
         async with _opened(place, request.name, request.finished) as source:
@@ -122,7 +122,7 @@ class Exports:
     async def read(
         self, request: export_pb2.ReadExportFileRequest, _timeout_s: float
     ) -> AsyncGenerator[bytes, None]:
-        place = self._place(request.target)
+        place = open_place(request.target)
         async with _opened(place, request.name, request.finished) as source:
             begin, end = _range(request, source.size_bytes)
             yield export_pb2.ReadExportFileResponse(
@@ -136,7 +136,7 @@ class Exports:
     async def finish(self, request: export_pb2.FinishExportRequest, _timeout_s: float) -> Message:
         rank = self._rank
         rank.follow_control(request.generation)
-        target = self._target(request.target)
+        target = request.target
         place = open_place(target)
         plan = await self._plans.plan(request.plan)
         _check_complete(plan, request)
@@ -163,7 +163,7 @@ class Exports:
             await written.wait()
         if request.wait_only:
             return export_pb2.DropExportResponse(header=messages.header(self._rank))
-        place = self._place(request.target)
+        place = open_place(request.target)
         work = partial(place.drop, list(request.names), finished=request.finished)
         await in_thread(work)
         self._rank.faults.at("export-dropped")
@@ -193,19 +193,6 @@ class Exports:
         header = messages.header(self._rank, message.step)
         header.edits = message.edits
         return header
-
-    def _place(self, message: export_pb2.ExportTarget) -> Place:
-        return open_place(self._target(message))
-
-    def _target(self, message: export_pb2.ExportTarget) -> Target:
-        return Target(
-            destination=message.destination,
-            root=message.root,
-            options=dict(message.options),
-            key=message.key,
-            export_id=message.export_id,
-            overwrite=message.overwrite,
-        )
 
 
 async def in_thread(work: Callable[[], Result]) -> Result:

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import grpc.aio
 import xxhash
@@ -36,7 +36,7 @@ from paramd.mesh.reading.transfer import SharedSnapshot, is_same_host
 from paramd.v1 import export_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import Chunk
-from paramd_service.aio import all_of, uncancelled
+from paramd_service.aio import all_of, ended, uncancelled
 from paramd_service.destinations.place import FileSink, Place
 from paramd_service.formats.filling import Batch, Filler, Memory, batches
 from paramd_service.sidecar.rank import RankSidecar
@@ -343,7 +343,7 @@ async def make_file(
             position += sum(window.size_bytes for window in batch)
             fetched = await fetching
         finally:
-            await _ended(fetching)
+            await ended(fetching)
         yield position
         batch = following
 
@@ -381,14 +381,6 @@ async def _fetch(job: Job, batch: Batch) -> dict[tuple[int, int], memoryview]:
     sources = {(extent.rank, extent.state_key) for _, extent in wanted}
     await all_of(one_peer(source) for source in sources)
     return found
-
-
-async def _ended(task: asyncio.Future[Any]) -> None:
-    if not task.done():
-        task.cancel()
-        await asyncio.wait({task})
-    if not task.cancelled():
-        task.exception()
 
 
 class Digesting:

@@ -5,15 +5,14 @@ Their code is loaded at the first call: most sidecars never export, and stay sma
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import Message
 
-from paramd.v1 import export_pb2
 from paramd_service.sidecar.rank import RankSidecar
-from paramd_service.sidecar.rpc.auth import Answers, Call, CallTable, Requests, Unary
+from paramd_service.sidecar.rpc.auth import Answers, Call, CallTable, Unary
 
 if TYPE_CHECKING:
     from paramd_service.sidecar.rpc.export_service import Exports
@@ -23,25 +22,13 @@ def calls(rank: RankSidecar) -> CallTable:
     """Methods of this subject."""
     late = _Late(rank)
     return {
-        "BeginExport": Call(request=export_pb2.BeginExportRequest, unary=late.unary("begin")),
-        "WriteExportFile": Call(
-            request=export_pb2.WriteExportFileRequest, answers=late.answers("write")
-        ),
-        "StoreExportFile": Call(
-            request=export_pb2.StoreExportFileRequest, requests=late.requests("store")
-        ),
-        "VerifyExportFile": Call(
-            request=export_pb2.VerifyExportFileRequest, answers=late.answers("verify")
-        ),
-        "ReadExportFile": Call(
-            request=export_pb2.ReadExportFileRequest, answers=late.answers("read")
-        ),
-        "FinishExport": Call(
-            request=export_pb2.FinishExportRequest, unary=late.unary("finish"), heavy=True
-        ),
-        "DropExport": Call(
-            request=export_pb2.DropExportRequest, unary=late.unary("drop"), heavy=True
-        ),
+        "BeginExport": Call(unary=late.one("begin")),
+        "WriteExportFile": Call(answers=late.many("write")),
+        "StoreExportFile": Call(requests=late.one("store")),
+        "VerifyExportFile": Call(answers=late.many("verify")),
+        "ReadExportFile": Call(answers=late.many("read")),
+        "FinishExport": Call(unary=late.one("finish"), heavy=True),
+        "DropExport": Call(unary=late.one("drop"), heavy=True),
     }
 
 
@@ -52,21 +39,18 @@ class _Late:
         self._rank = rank
         self._made: Exports | None = None
 
-    def unary(self, name: str) -> Unary:
+    def one(self, name: str) -> Unary:
+        """A method with one answer, of one request or a stream of them."""
+
         async def call(request: Any, timeout_s: float) -> Message:
             found: Message = await self._method(name)(request, timeout_s)
             return found
 
         return call
 
-    def requests(self, name: str) -> Requests:
-        async def call(requests: AsyncIterator[Any], timeout_s: float) -> Message:
-            found: Message = await self._method(name)(requests, timeout_s)
-            return found
+    def many(self, name: str) -> Answers:
+        """A method that answers with a stream."""
 
-        return call
-
-    def answers(self, name: str) -> Answers:
         async def call(request: Any, timeout_s: float) -> AsyncGenerator[bytes, None]:
             async with aclosing(self._method(name)(request, timeout_s)) as messages:
                 async for message in messages:

@@ -34,7 +34,9 @@ class Gateway:
             async for part in parts:
                 yield part
 
-    async def gradients(self, request: pb.StreamGradientsRequest) -> AsyncGenerator[bytes, None]:
+    async def gradients(
+        self, request: pb.StreamGradientsRequest, _timeout_s: float
+    ) -> AsyncGenerator[bytes, None]:
         """Yield serialized StreamGradientsResponses until the caller leaves or training detaches.
 
         Raises:
@@ -65,12 +67,7 @@ class Gateway:
 
 def calls(gateway: Gateway) -> CallTable:
     """Methods of this subject."""
-
-    async def stream(
-        request: pb.StreamGradientsRequest, _timeout_s: float
-    ) -> AsyncGenerator[bytes, None]:
-        async with aclosing(gateway.gradients(request)) as parts:
-            async for message in parts:
-                yield message
-
-    return {"StreamGradients": Call(request=pb.StreamGradientsRequest, answers=stream)}
+    return {
+        "Summon": Call(answers=gateway.summon),
+        "StreamGradients": Call(answers=gateway.gradients),
+    }

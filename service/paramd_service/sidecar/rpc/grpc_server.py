@@ -10,7 +10,7 @@ from grpc_reflection.v1alpha import reflection
 from paramd.errors import UsageError
 from paramd_service.admission import CALLER, CONNECTION_OPTIONS, Doors, Shares
 from paramd_service.sidecar.rank import RankSidecar
-from paramd_service.sidecar.rpc.auth import OPEN_METHODS, SERVICE, AuthInterceptor
+from paramd_service.sidecar.rpc.auth import SERVICE, AuthInterceptor
 from paramd_service.sidecar.rpc.gateway import Gateway
 from paramd_service.sidecar.rpc.service import SidecarServicer
 from paramd_service.sidecar.rpc.streams import StreamServer
@@ -57,7 +57,6 @@ class GrpcServer:
             UsageError: cannot listen on the address.
         """
         doors = Doors(
-            open_methods=OPEN_METHODS,
             # The servicer counts its own calls, depending on their work.
             counted=lambda method: not method.startswith(f"/{SERVICE}/"),
             calls=Shares(MAX_REFLECTIONS, "calls"),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-
-from google.protobuf.message import Message
+from functools import partial
 
 from paramd import state_files
 from paramd.errors import UsageError
@@ -31,25 +30,15 @@ _MAY_READ_LOGS = frozenset({Role.EDITOR, Role.CONTROL})
 
 def calls(rank: RankSidecar) -> CallTable:
     """The methods, by name."""
-
-    async def inspect(request: pb.InspectTrainerRequest, _timeout_s: float) -> Message:
-        return await _inspect(rank, request)
-
-    async def logged(request: pb.GetLoggedRequest, _timeout_s: float) -> Message:
-        return _logged(rank, request)
-
-    async def log(request: pb.GetLogRequest, _timeout_s: float) -> Message:
-        return await _log(rank, request)
-
     return {
-        "InspectTrainer": Call(request=pb.InspectTrainerRequest, unary=inspect),
-        "GetLogged": Call(request=pb.GetLoggedRequest, unary=logged),
-        "GetLog": Call(request=pb.GetLogRequest, unary=log),
+        "InspectTrainer": Call(unary=partial(_inspect, rank)),
+        "GetLogged": Call(unary=partial(_logged, rank)),
+        "GetLog": Call(unary=partial(_log, rank)),
     }
 
 
 async def _inspect(
-    rank: RankSidecar, request: pb.InspectTrainerRequest
+    rank: RankSidecar, request: pb.InspectTrainerRequest, _timeout_s: float
 ) -> pb.InspectTrainerResponse:
     if not 0 <= request.log_line_count <= MAX_LOG_LINES:
         raise UsageError(f"log_line_count: {request.log_line_count}; expected 0 to {MAX_LOG_LINES}")
@@ -109,7 +98,9 @@ def _tell_process(answer: pb.InspectTrainerResponse, facts: ProcessFacts) -> Non
     answer.host_available_bytes = facts.host_available_bytes
 
 
-def _logged(rank: RankSidecar, request: pb.GetLoggedRequest) -> pb.GetLoggedResponse:
+async def _logged(
+    rank: RankSidecar, request: pb.GetLoggedRequest, _timeout_s: float
+) -> pb.GetLoggedResponse:
     if request.after < 0 or not 0 <= request.limit <= MAX_ENTRIES:
         raise UsageError(f"after, limit: expected 0 or more, and 0 to {MAX_ENTRIES}")
     answer = pb.GetLoggedResponse(header=messages.header(rank))
@@ -123,7 +114,9 @@ def _logged(rank: RankSidecar, request: pb.GetLoggedRequest) -> pb.GetLoggedResp
     return answer
 
 
-async def _log(rank: RankSidecar, request: pb.GetLogRequest) -> pb.GetLogResponse:
+async def _log(
+    rank: RankSidecar, request: pb.GetLogRequest, _timeout_s: float
+) -> pb.GetLogResponse:
     count = request.line_count
     if not 1 <= count <= state_files.MAX_LOG_LINES:
         raise UsageError(f"line_count: {count}; expected 1 to {state_files.MAX_LOG_LINES}")

@@ -20,9 +20,9 @@ def calls(rank: RankSidecar) -> CallTable:
     """Methods of this subject."""
     subject = _MarkCalls(rank)
     return {
-        "MakeMark": Call(request=pb.MakeMarkRequest, unary=subject.make, heavy=True),
-        "DropMark": Call(request=pb.DropMarkRequest, unary=subject.drop),
-        "ListKeptStates": Call(request=pb.ListKeptStatesRequest, unary=subject.all),
+        "MakeMark": Call(unary=subject.make, heavy=True),
+        "DropMark": Call(unary=subject.drop),
+        "ListKeptStates": Call(unary=subject.all),
     }
 
 

@@ -22,7 +22,7 @@ from paramd.v1 import common_pb2, layout_pb2, sidecar_pb2
 from paramd_service.sidecar.boundaries import GAVE_UP
 from paramd_service.sidecar.copying.page_requests import apart_reason
 from paramd_service.sidecar.log import Log
-from paramd_service.sidecar.owner import Ownership, PeerInfo, process_state
+from paramd_service.sidecar.owner import Ownership, process_state
 from paramd_service.sidecar.phase import Doing, doing
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.snapshots.store import Snapshot
@@ -222,16 +222,6 @@ def snapshot_list(rank: RankSidecar) -> sidecar_pb2.ListSnapshotsResponse:
         lease_count=store.lease_count,
         used_bytes=store.used_bytes,
         budget_bytes=store.budget_bytes,
-    )
-
-
-def peer(info: PeerInfo) -> common_pb2.Peer:
-    """Where to reach a sidecar."""
-    return common_pb2.Peer(
-        rank=info.rank,
-        address=info.address,
-        socket_path=info.socket_path,
-        host_id=info.host_id,
     )
 
 

@@ -27,9 +27,9 @@ def boundary_calls(rank: RankSidecar) -> CallTable:
     """Methods of this subject."""
     subject = _BoundaryCalls(rank)
     return {
-        "ReachBoundary": Call(request=pb.ReachBoundaryRequest, unary=subject.reach),
-        "WithdrawBoundary": Call(request=pb.WithdrawBoundaryRequest, unary=subject.withdraw),
-        "RenewHold": Call(request=pb.RenewHoldRequest, unary=subject.renew_hold),
+        "ReachBoundary": Call(unary=subject.reach),
+        "WithdrawBoundary": Call(unary=subject.withdraw),
+        "RenewHold": Call(unary=subject.renew_hold),
     }
 
 
@@ -127,9 +127,7 @@ MAX_REDUCTION_ITEMS = 20_000
 def calls(rank: RankSidecar) -> CallTable:
     """Methods of this subject."""
     subject = _PinCalls(rank)
-    return {
-        "PinSnapshot": Call(request=pb.PinSnapshotRequest, unary=subject.pin, heavy=_works_at_once)
-    }
+    return {"PinSnapshot": Call(unary=subject.pin, heavy=_works_at_once)}
 
 
 def _works_at_once(request: pb.PinSnapshotRequest) -> bool:

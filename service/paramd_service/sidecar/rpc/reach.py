@@ -35,7 +35,7 @@ CONTROL = -1
 
 def calls(rank: RankSidecar) -> CallTable:
     """Methods of this subject."""
-    return {"ReachPeers": Call(request=pb.ReachPeersRequest, unary=_Reach(rank).reach)}
+    return {"ReachPeers": Call(unary=_Reach(rank).reach)}
 
 
 class _Reach:

@@ -48,34 +48,6 @@ _WHY: Final = {text: number for number, text in REASONS.items()}
 Answer = TypeVar("Answer")
 
 
-class GatewayReach:
-    """The job as this sidecar knows it, for a stream; see `ReachLike`."""
-
-    def __init__(self, gatherer: Gatherer) -> None:
-        self._gatherer = gatherer
-
-    @property
-    def document(self) -> JobDocument:
-        return self._gatherer.document()
-
-    async def refresh(self) -> JobDocument:
-        return self._gatherer.document()
-
-    async def sidecars(self) -> Sidecars:
-        return self._gatherer.sidecars()
-
-    async def index(self, sidecars: Sidecars) -> NameIndex:
-        return self._gatherer.index()
-
-    def costs(self) -> dict[int, float]:
-        return {}
-
-    async def attempts(
-        self, attempt: Callable[[Sidecars], Awaitable[Answer]], deadline_s: float
-    ) -> Answer:
-        return await attempt(self._gatherer.sidecars())
-
-
 async def stream_gradients(
     gatherer: Gatherer, request: pb.StreamGradientsRequest
 ) -> AsyncGenerator[bytes, None]:
@@ -95,7 +67,7 @@ async def stream_gradients(
 
     transfer = Transfer()
     try:
-        stream = await open_stream(GatewayReach(gatherer), transfer, wanted)
+        stream = await open_stream(gatherer, transfer, wanted)
         async with aclosing(stream.frames()) as frames:
             async for frame in frames:
                 for message in _messages(frame, gatherer):
@@ -154,7 +126,8 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 class Gatherer:
-    """Answers Summon in one mesh."""
+    """Answers Summon in one mesh. Also the job as this sidecar knows it, for a stream; see
+    `ReachLike`."""
 
     def __init__(self, rank: RankSidecar, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -172,11 +145,11 @@ class Gatherer:
     ) -> AsyncGenerator[bytes, None]:
         """Yield serialized SummonResponses: the header, then each tensor's facts and bytes."""
         deadline_s = time.monotonic() + timeout_s
-        index = self.index()
+        sidecars = await self.sidecars()
+        index = await self.index(sidecars)
         selection = select(index, request.pattern, with_buffers=request.with_buffers)
         plan = plan_read(index.layout, selection)
         self._check_sizes(plan)
-        sidecars = self.sidecars()
         spans: dict[int, Sequence[tuple[int, int]]] = {r.rank: r.spans for r in plan.ranks}
         if not spans:
             spans = {self._rank.config.rank: ()}
@@ -195,16 +168,27 @@ class Gatherer:
         """The rank that gathers."""
         return self._rank.config.rank
 
-    def index(self) -> NameIndex:
+    async def index(self, _sidecars: Sidecars) -> NameIndex:
         """Names and layout of the incarnation."""
         if self._index is None:
             layout = layout_pb2.Layout.FromString(self.mesh.layout)
             self._index = NameIndex(decode_layout(layout))
         return self._index
 
-    def sidecars(self) -> Sidecars:
+    async def sidecars(self) -> Sidecars:
         """All ranks' sidecars, called with our caller's ticket."""
-        return Sidecars(self._channels, self.document(), self._background)
+        return Sidecars(self._channels, self.document, self._background)
+
+    async def refresh(self) -> JobDocument:
+        return self.document
+
+    def costs(self) -> dict[int, float]:
+        return {}
+
+    async def attempts(
+        self, attempt: Callable[[Sidecars], Awaitable[Answer]], deadline_s: float
+    ) -> Answer:
+        return await attempt(await self.sidecars())
 
     async def _tensor(
         self, plan: ReadPlan, number: int, pinned: Pinned, deadline_s: float
@@ -244,7 +228,7 @@ class Gatherer:
         request = pb.ReadSnapshotRequest(
             snapshot_id=pin.snapshot_id, offset_bytes=begin, size_bytes=size_bytes
         )
-        asked = self.document().asked(pin.rank)
+        asked = self.document.asked(pin.rank)
         data = bytearray(size_bytes)
         filled = 0
         stream = self._channels.read(asked, request, timeout_s=deadline_s - time.monotonic())
@@ -271,6 +255,7 @@ class Gatherer:
                 f"of {budget:,}; request a slice of it, or use a client that reads from all ranks"
             )
 
+    @property
     def document(self) -> JobDocument:
         """The job as this sidecar knows it, without a ticket of its own."""
         attached = self._rank.attached

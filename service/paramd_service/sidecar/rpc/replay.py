@@ -7,7 +7,6 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from paramd.errors import AbortedError, UsageError
 from paramd.v1 import sidecar_pb2 as pb
@@ -103,19 +102,7 @@ def _replay(found: ReplaySnapshots, stop: Sequence[bool]) -> list[pb.ReplayedTen
         partial=frozenset(note.arena_begin for note in notes if note.partial_group),
         place=_place_in(found.before[""].key.spans),
     )
-    rows: list[Any] = replay.replay(captured, lambda: bool(stop))
-    return [
-        pb.ReplayedTensor(
-            arena_begin=row.arena_begin,
-            state_key=row.key,
-            numel=row.numel,
-            differing_count=row.differing,
-            element=row.element,
-            bits=row.bits,
-            refused=row.refused,
-        )
-        for row in rows
-    ]
+    return replay.replay(captured, lambda: bool(stop))
 
 
 def _place_in(spans: Sequence[tuple[int, int]]) -> Callable[[int, int], int | None]:

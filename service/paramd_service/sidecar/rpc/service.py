@@ -29,6 +29,7 @@ from typing import Any, TypeAlias
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
 
 from paramd.errors import RANK_KEY, DeadlineError, ParamdError, UsageError
 from paramd.memory.control_page import Word
@@ -66,11 +67,13 @@ from paramd_service.sidecar.rpc.gateway import Gateway
 from paramd_service.sidecar.rpc.messages import abort_internal, abort_with
 from paramd_service.sidecar.rpc.replay import ReplaySnapshots, replay_update
 from paramd_service.sidecar.rpc.statistics import (
+    SnapshotWork,
     compute_stats,
-    digest_snapshot,
-    multiply_snapshot,
-    pool_snapshot,
-    profile_snapshot,
+    digest,
+    multiply,
+    on_stats_thread,
+    pool,
+    profile,
 )
 from paramd_service.sidecar.rpc.streams import StreamServer
 from paramd_service.sidecar.snapshots.store import Snapshot
@@ -100,170 +103,132 @@ def render(samples: Iterable[Sample], *, job: str, rank: int) -> str:
     return "\n".join(lines) + "\n"
 
 
+Row: TypeAlias = tuple[str, str, float]
+"""A `Sample`, whose name lacks the "paramd_sidecar_" that all have."""
+
+
 def sidecar_metrics(rank: RankSidecar) -> str:
     """This rank's current metrics as text."""
-    return render(
-        [*_rank_samples(rank), *_process_samples()], job=rank.config.job, rank=rank.config.rank
-    )
+    rows = [*_rank_samples(rank), *_process_samples()]
+    samples = [Sample(f"paramd_sidecar_{name}", text, value) for name, text, value in rows]
+    return render(samples, job=rank.config.job, rank=rank.config.rank)
 
 
-def _rank_samples(rank: RankSidecar) -> list[Sample]:
+def _rank_samples(rank: RankSidecar) -> list[Row]:
     state = messages.rank_state(rank)
     store = rank.pins.store if rank.has_pins else None
     age_ns = state.boundary_age_ns
     device = rank.attached.device if rank.attached is not None else None
     return [
-        Sample(
-            "paramd_sidecar_incarnation",
-            "Incarnation of the job, 0 before attach",
-            rank.incarnation,
-        ),
-        Sample("paramd_sidecar_step", "Finished updates, -1 before attach", rank.step),
-        Sample("paramd_sidecar_phase", "Phase by its number in paramd.v1", state.phase),
-        Sample("paramd_sidecar_step_time_seconds", "Smoothed", state.step_time_ns / _NS),
-        Sample(
-            "paramd_sidecar_boundary_age_seconds",
+        ("incarnation", "Incarnation of the job, 0 before attach", rank.incarnation),
+        ("step", "Finished updates, -1 before attach", rank.step),
+        ("phase", "Phase by its number in paramd.v1", state.phase),
+        ("step_time_seconds", "Smoothed", state.step_time_ns / _NS),
+        (
+            "boundary_age_seconds",
             "Time since the last boundary, -1 before the first",
             age_ns / _NS if age_ns >= 0 else -1,
         ),
-        Sample("paramd_sidecar_stalls_total", "Updates that waited", state.stall_count),
-        Sample(
-            "paramd_sidecar_stall_seconds_total",
-            "Time that updates waited for copies",
-            state.stall_total_ns / _NS,
-        ),
-        Sample("paramd_sidecar_stall_max_seconds", "Longest such wait", state.stall_max_ns / _NS),
-        Sample(
-            "paramd_sidecar_abandoned_copies_total",
+        ("stalls_total", "Updates that waited", state.stall_count),
+        ("stall_seconds_total", "Time that updates waited for copies", state.stall_total_ns / _NS),
+        ("stall_max_seconds", "Longest such wait", state.stall_max_ns / _NS),
+        (
+            "abandoned_copies_total",
             "Copies given up because an update began",
             state.abandoned_copy_count,
         ),
-        Sample("paramd_sidecar_arena_bytes", "Bytes of the arena", state.arena_bytes),
-        Sample(
-            "paramd_sidecar_device_context",
+        ("arena_bytes", "Bytes of the arena", state.arena_bytes),
+        (
+            "device_context",
             "1 once this sidecar has a context on a GPU, which takes memory there",
             int(device is not None and device.is_open),
         ),
         *_context_samples(device),
-        Sample("paramd_sidecar_snapshots", "Snapshots under lease", state.snapshot_count),
-        Sample("paramd_sidecar_snapshot_bytes", "Held by snapshots", state.snapshot_bytes),
-        Sample(
-            "paramd_sidecar_snapshot_budget_bytes",
+        ("snapshots", "Snapshots under lease", state.snapshot_count),
+        ("snapshot_bytes", "Held by snapshots", state.snapshot_bytes),
+        (
+            "snapshot_budget_bytes",
             "Most that snapshots may hold",
             rank.budget_bytes(state.arena_bytes) if store is not None else 0,
         ),
-        Sample("paramd_sidecar_agreement_works", "1 while agreeing", state.agreement_works),
-        Sample(
-            "paramd_sidecar_refused_calls_total",
-            "Calls without a ticket that permits them",
-            rank.refusals.count,
-        ),
-        Sample(
-            "paramd_sidecar_copied_step",
+        ("agreement_works", "1 while agreeing", state.agreement_works),
+        ("refused_calls_total", "Calls without a ticket that permits them", rank.refusals.count),
+        (
+            "copied_step",
             "Step of the last standing snapshot that is whole on another host, 0 if none is",
             rank.attached.page[Word.COPIED] if rank.attached is not None else 0,
         ),
-        Sample(
-            "paramd_sidecar_copies_bytes",
-            "Memory of other ranks' standing snapshots",
-            rank.copies.size_bytes,
-        ),
+        ("copies_bytes", "Memory of other ranks' standing snapshots", rank.copies.size_bytes),
         *_delta_samples(rank),
         *_edit_samples(rank),
         *_tls_samples(rank),
     ]
 
 
-def _context_samples(device: DeviceReader | None) -> list[Sample]:
+def _context_samples(device: DeviceReader | None) -> list[Row]:
     found = device.context_bytes if device is not None else None
     if found is None:
         return []
     text = "Device memory that this sidecar's context takes, by NVML"
-    return [Sample("paramd_sidecar_device_context_bytes", text, found)]
+    return [("device_context_bytes", text, found)]
 
 
-def _tls_samples(rank: RankSidecar) -> list[Sample]:
+def _tls_samples(rank: RankSidecar) -> list[Row]:
     if rank.tls is None:
         return []
     return [
-        Sample(
-            "paramd_sidecar_tls_expiry_timestamp_seconds",
-            "End of the certificate in force",
-            rank.tls.expires_s,
-        ),
-        Sample(
-            "paramd_sidecar_tls_files_ok",
-            "0 while newer files of TLS cannot be used",
-            not rank.tls.failure,
-        ),
+        ("tls_expiry_timestamp_seconds", "End of the certificate in force", rank.tls.expires_s),
+        ("tls_files_ok", "0 while newer files of TLS cannot be used", not rank.tls.failure),
     ]
 
 
-def _delta_samples(rank: RankSidecar) -> list[Sample]:
+def _delta_samples(rank: RankSidecar) -> list[Row]:
     counts = rank.delta_counts
     return [
-        Sample(
-            "paramd_sidecar_deltas_computed_total",
-            "Comparisons of two states for followers",
-            counts.computed_count,
-        ),
-        Sample(
-            "paramd_sidecar_deltas_answered_total",
-            "Followers' requests answered from them",
-            counts.answered_count,
-        ),
-        Sample(
-            "paramd_sidecar_delta_sent_bytes_total",
-            "Bytes of changes sent to followers",
-            counts.sent_bytes,
-        ),
-        Sample(
-            "paramd_sidecar_delta_changed_bytes_total",
+        ("deltas_computed_total", "Comparisons of two states for followers", counts.computed_count),
+        ("deltas_answered_total", "Followers' requests answered from them", counts.answered_count),
+        ("delta_sent_bytes_total", "Bytes of changes sent to followers", counts.sent_bytes),
+        (
+            "delta_changed_bytes_total",
             "Bytes of the elements that had changed",
             counts.changed_bytes,
         ),
-        Sample(
-            "paramd_sidecar_delta_base_bytes",
+        (
+            "delta_base_bytes",
             "States kept for followers",
             rank.pins.bases.size_bytes if rank.has_pins else 0,
         ),
     ]
 
 
-def _edit_samples(rank: RankSidecar) -> list[Sample]:
+def _edit_samples(rank: RankSidecar) -> list[Row]:
     edits = rank.edits if rank.has_edits else None
     return [
-        Sample(
-            "paramd_sidecar_edits_applied_total",
+        (
+            "edits_applied_total",
             "Edits that this process saw applied",
             edits.applied_count if edits is not None else 0,
         ),
-        Sample(
-            "paramd_sidecar_edit_staged_bytes",
+        (
+            "edit_staged_bytes",
             "Memory of edits that are not applied",
             edits.staged_bytes if edits is not None else 0,
         ),
-        Sample(
-            "paramd_sidecar_edit_undo_bytes",
+        (
+            "edit_undo_bytes",
             "Memory kept to undo applied edits",
             edits.undo_bytes if edits is not None else 0,
         ),
     ]
 
 
-def _process_samples() -> list[Sample]:
+def _process_samples() -> list[Row]:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return [
-        Sample(
-            "paramd_sidecar_cpu_seconds_total",
-            "Processor time of the sidecar",
-            usage.ru_utime + usage.ru_stime,
-        ),
-        Sample(
-            "paramd_sidecar_resident_bytes", "Memory of the sidecar", resident_bytes(os.getpid())
-        ),
-        Sample("paramd_sidecar_open_descriptors", "Open files", len(os.listdir("/proc/self/fd"))),
-        Sample("paramd_sidecar_start_time_seconds", "Start, since the Unix epoch", _STARTED_S),
+        ("cpu_seconds_total", "Processor time of the sidecar", usage.ru_utime + usage.ru_stime),
+        ("resident_bytes", "Memory of the sidecar", resident_bytes(os.getpid())),
+        ("open_descriptors", "Open files", len(os.listdir("/proc/self/fd"))),
+        ("start_time_seconds", "Start, since the Unix epoch", _STARTED_S),
     ]
 
 
@@ -308,42 +273,38 @@ class SidecarServicer:
             **reach.calls(rank),
             **self._streams.calls(),
         }
-        return grpc.method_handlers_generic_handler(
-            SERVICE, {name: self._served(call) for name, call in table.items()}
-        )
+        methods = pb.DESCRIPTOR.services_by_name[SERVICE.rpartition(".")[2]].methods_by_name
+        served = {
+            name: self._served(call, GetMessageClass(methods[name].input_type))
+            for name, call in table.items()
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, served)
 
     def _calls(self) -> CallTable:
         return {
-            "GetState": Call(request=pb.GetStateRequest, unary=self._get_state),
-            "GetMesh": Call(request=pb.GetMeshRequest, unary=self._get_mesh),
-            "GetLayout": Call(request=pb.GetLayoutRequest, answers=self._get_layout),
-            "ReadSnapshot": Call(request=pb.ReadSnapshotRequest, answers=self._read),
-            "RenewSnapshot": Call(request=pb.RenewSnapshotRequest, unary=self._renew),
-            "ReleaseSnapshot": Call(request=pb.ReleaseSnapshotRequest, unary=self._release),
-            "ComputeStats": Call(request=pb.ComputeStatsRequest, unary=self._stats, heavy=True),
-            "PoolSnapshot": Call(request=pb.PoolSnapshotRequest, unary=self._pool, heavy=True),
-            "ProfileSnapshot": Call(
-                request=pb.ProfileSnapshotRequest, unary=self._profile, heavy=True
-            ),
-            "MultiplySnapshot": Call(
-                request=pb.MultiplySnapshotRequest, unary=self._multiply, heavy=True
-            ),
-            "ReplayUpdate": Call(request=pb.ReplayUpdateRequest, unary=self._replay, heavy=True),
-            "ListSnapshots": Call(request=pb.ListSnapshotsRequest, unary=self._list),
-            "DigestSnapshot": Call(
-                request=pb.DigestSnapshotRequest, unary=self._digest, heavy=True
-            ),
-            "GetMetrics": Call(request=pb.GetMetricsRequest, unary=self._metrics),
-            "Summon": Call(request=pb.SummonRequest, answers=self._summon),
+            "GetState": Call(unary=self._get_state),
+            "GetMesh": Call(unary=self._get_mesh),
+            "GetLayout": Call(answers=self._get_layout),
+            "ReadSnapshot": Call(answers=self._read),
+            "RenewSnapshot": Call(unary=self._renew),
+            "ReleaseSnapshot": Call(unary=self._release),
+            "ComputeStats": Call(unary=self._stats, heavy=True),
+            **{
+                name: Call(unary=partial(self._on_thread, work), heavy=True)
+                for name, work in _ON_THREAD.items()
+            },
+            "ReplayUpdate": Call(unary=self._replay, heavy=True),
+            "ListSnapshots": Call(unary=self._list),
+            "GetMetrics": Call(unary=self._metrics),
         }
 
-    def _served(self, call: Call) -> grpc.RpcMethodHandler[Any, Any]:
+    def _served(self, call: Call, request: type[Message]) -> grpc.RpcMethodHandler[Any, Any]:
         if call.unary is not None:
-            return self._unary(call.unary, call.request, heavy=call.heavy)
+            return self._unary(call.unary, request, heavy=call.heavy)
         if call.answers is not None:
-            return self._answering(call.answers, call.request)
+            return self._answering(call.answers, request)
         assert call.requests is not None
-        return self._gathering(call.requests, call.part or partial(_parse, call.request))
+        return self._gathering(call.requests, call.part or partial(_parse, request))
 
     def _unary(
         self,
@@ -447,7 +408,7 @@ class SidecarServicer:
         return pb.GetMeshResponse(
             header=messages.header(self._rank),
             world_size=attached.request.world_size if attached is not None else 0,
-            peers=[messages.peer(info) for info in mesh.peers],
+            peers=mesh.peers,
             control_address=mesh.control_address,
         )
 
@@ -508,22 +469,12 @@ class SidecarServicer:
             )
         return pb.ComputeStatsResponse(header=messages.header_of(self._rank, snapshot), stats=found)
 
-    async def _pool(self, request: pb.PoolSnapshotRequest, timeout_s: float) -> Message:
+    async def _on_thread(self, work: SnapshotWork, request: Any, timeout_s: float) -> Any:
+        """The answer that `work` makes of a snapshot's bytes; it only lacks the header."""
         async with self._held(request.snapshot_id, timeout_s) as snapshot:
-            answer = await pool_snapshot(self._rank, snapshot, request)
-        answer.header.CopyFrom(messages.header_of(self._rank, snapshot))
-        return answer
-
-    async def _profile(self, request: pb.ProfileSnapshotRequest, timeout_s: float) -> Message:
-        async with self._held(request.snapshot_id, timeout_s) as snapshot:
-            answer = await profile_snapshot(self._rank, snapshot, request)
-        answer.header.CopyFrom(messages.header_of(self._rank, snapshot))
-        return answer
-
-    async def _multiply(self, request: pb.MultiplySnapshotRequest, timeout_s: float) -> Message:
-        async with self._held(request.snapshot_id, timeout_s) as snapshot:
-            answer = await multiply_snapshot(self._rank, snapshot, request)
-        answer.header.CopyFrom(messages.header_of(self._rank, snapshot))
+            data, rank = snapshot.view(), self._rank
+            answer = await on_stats_thread(rank, lambda stop: work(rank, data, request, stop))
+        answer.header.CopyFrom(messages.header_of(rank, snapshot))
         return answer
 
     async def _replay(self, request: pb.ReplayUpdateRequest, timeout_s: float) -> Message:
@@ -544,26 +495,22 @@ class SidecarServicer:
     async def _list(self, _request: pb.ListSnapshotsRequest, _timeout_s: float) -> Message:
         return messages.snapshot_list(self._rank)
 
-    async def _digest(self, request: pb.DigestSnapshotRequest, timeout_s: float) -> Message:
-        async with self._held(request.snapshot_id, timeout_s) as snapshot:
-            digests = await digest_snapshot(self._rank, snapshot, request.ranges)
-        header = messages.header_of(self._rank, snapshot)
-        return pb.DigestSnapshotResponse(header=header, digests=digests)
-
     async def _metrics(self, _request: pb.GetMetricsRequest, _timeout_s: float) -> Message:
         header = messages.header(self._rank)
         return pb.GetMetricsResponse(header=header, text=sidecar_metrics(self._rank))
 
-    async def _summon(
-        self, request: pb.SummonRequest, timeout_s: float
-    ) -> AsyncGenerator[bytes, None]:
-        async with aclosing(self._gateway.summon(request, timeout_s)) as parts:
-            async for message in parts:
-                yield message
-
     def _lease_s(self, lease_ms: int) -> float:
         config = self._rank.config
         return auth.granted_lease_s(lease_ms, config.default_lease_s, config.max_lease_s)
+
+
+_ON_THREAD: dict[str, SnapshotWork] = {
+    "PoolSnapshot": pool,
+    "ProfileSnapshot": profile,
+    "MultiplySnapshot": multiply,
+    "DigestSnapshot": digest,
+}
+"""Methods that reduce a snapshot to one answer."""
 
 
 def _meant(context: Context) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import xxhash
 
@@ -16,34 +16,36 @@ from paramd.errors import UsageError
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.aio import uncancelled
 from paramd_service.sidecar.rank import RankSidecar
-from paramd_service.sidecar.rpc.auth import SpanMessage
 from paramd_service.sidecar.snapshots.store import Snapshot
 
 if TYPE_CHECKING:
     from paramd_service.sidecar.statistics import pooling
 
 MAX_RANGES = 100_000
-DIGEST_BYTES = 16
 BLOCK_BYTES = 8 << 20
 """Bytes hashed at a time; a cancelled call ends between two blocks."""
 
 
-async def digest_snapshot(
-    rank: RankSidecar, snapshot: Snapshot, ranges: Sequence[SpanMessage]
-) -> list[bytes]:
-    """One digest of `DIGEST_BYTES` per range. The caller must hold the snapshot.
+SnapshotWork: TypeAlias = Callable[[RankSidecar, memoryview, Any, Sequence[bool]], Any]
+"""(rank, the snapshot's bytes, request, stop) -> answer with an empty header.
 
-    Cancellation waits for the thread, which reads the snapshot's memory.
-
-    Raises:
-        UsageError: too many ranges, or one that leaves the snapshot.
-    """
-    parts = checked_ranges(ranges, snapshot.size_bytes)
-    data = snapshot.view()
-    return await on_stats_thread(rank, lambda stop: digest_all(data, parts, stop))
+Runs on a thread, should end early once `stop` is not empty, and raises UsageError: something in
+the request leaves the snapshot or is out of range.
+"""
 
 
-def checked_ranges(ranges: Sequence[SpanMessage], size_bytes: int) -> list[tuple[int, int]]:
+def digest(
+    _rank: RankSidecar,
+    data: memoryview,
+    request: pb.DigestSnapshotRequest,
+    stop: Sequence[bool],
+) -> pb.DigestSnapshotResponse:
+    """One digest of 16 bytes per range."""
+    parts = checked_ranges(request.ranges, len(data))
+    return pb.DigestSnapshotResponse(digests=digest_all(data, parts, stop))
+
+
+def checked_ranges(ranges: Sequence[pb.Span], size_bytes: int) -> list[tuple[int, int]]:
     """The ranges as pairs, all within [0, size_bytes).
 
     Raises:
@@ -119,20 +121,6 @@ async def compute_stats(
     )
 
 
-async def pool_snapshot(
-    rank: RankSidecar, snapshot: Snapshot, request: pb.PoolSnapshotRequest
-) -> pb.PoolSnapshotResponse:
-    """A heat map of the items, with an empty header. The caller must hold the snapshot.
-
-    Raises:
-        UsageError: an item leaves the snapshot or the matrix, or something is out of range.
-    """
-    if len(request.items) > MAX_POOL_ITEMS:
-        raise UsageError(f"items: {len(request.items)}; expected at most {MAX_POOL_ITEMS}")
-    data = snapshot.view()
-    return await on_stats_thread(rank, lambda stop: _pool(rank, data, request, stop))
-
-
 async def on_stats_thread(rank: RankSidecar, work: Callable[[Sequence[bool]], Answer]) -> Answer:
     """Run `work` off the event loop; it should end early once its argument is not empty."""
     stop: list[bool] = []
@@ -171,9 +159,12 @@ def _reduce_all(
     return answers
 
 
-def _pool(
+def pool(
     rank: RankSidecar, data: memoryview, request: pb.PoolSnapshotRequest, stop: Sequence[bool]
 ) -> pb.PoolSnapshotResponse:
+    """A heat map of the items."""
+    if len(request.items) > MAX_POOL_ITEMS:
+        raise UsageError(f"items: {len(request.items)}; expected at most {MAX_POOL_ITEMS}")
     from paramd_service.sidecar.statistics import pooling, reduce
 
     reduce.set_up()
@@ -220,30 +211,6 @@ def _views(
     ]
 
 
-async def profile_snapshot(
-    rank: RankSidecar, snapshot: Snapshot, request: pb.ProfileSnapshotRequest
-) -> pb.ProfileSnapshotResponse:
-    """Rows and columns of a matrix, with an empty header. The caller must hold the snapshot.
-
-    Raises:
-        UsageError: an item leaves the snapshot or the matrix, or the dtype is not of floats.
-    """
-    data = snapshot.view()
-    return await on_stats_thread(rank, lambda stop: _profile(rank, data, request, stop))
-
-
-async def multiply_snapshot(
-    rank: RankSidecar, snapshot: Snapshot, request: pb.MultiplySnapshotRequest
-) -> pb.MultiplySnapshotResponse:
-    """A matrix times a narrow one, with an empty header. The caller must hold the snapshot.
-
-    Raises:
-        UsageError: as `profile_snapshot`, or the factor does not fit.
-    """
-    data = snapshot.view()
-    return await on_stats_thread(rank, lambda stop: _multiply(rank, data, request, stop))
-
-
 def _matrix_views(
     request: pb.ProfileSnapshotRequest | pb.MultiplySnapshotRequest, data_bytes: int
 ) -> list[pooling.View]:
@@ -264,9 +231,10 @@ def _matrix_views(
     return _views(request.items, request.dtype, grid, data_bytes)
 
 
-def _profile(
+def profile(
     rank: RankSidecar, data: memoryview, request: pb.ProfileSnapshotRequest, stop: Sequence[bool]
 ) -> pb.ProfileSnapshotResponse:
+    """Rows and columns of a matrix of floats."""
     views = _matrix_views(request, len(data))
     from paramd_service.sidecar.statistics import spectra
 
@@ -290,9 +258,10 @@ def _profile(
 MAX_FACTOR_BYTES = 3 << 20
 
 
-def _multiply(
+def multiply(
     rank: RankSidecar, data: memoryview, request: pb.MultiplySnapshotRequest, stop: Sequence[bool]
 ) -> pb.MultiplySnapshotResponse:
+    """A matrix of floats times a narrow one."""
     views = _matrix_views(request, len(data))
     import numpy as np
 

@@ -17,7 +17,7 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -73,6 +73,28 @@ ACCEPTS_AT_ONCE = 16
 ACCEPT_PAUSE_S = 0.5
 
 
+def accepted_now(
+    listener: socket.socket, rank: RankSidecar, again: Callable[[], None]
+) -> Iterator[socket.socket]:
+    """Connections that wait, several at once, so that a flood of strangers delays others little.
+
+    `again` is called after a pause in which the listener is not read.
+    """
+    for _ in range(ACCEPTS_AT_ONCE):
+        try:
+            accepted, _ = listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            # Out of descriptors: it stays in the backlog, and retrying at once would spin.
+            rank.log("accept-failed", error=repr(error))
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(listener.fileno())
+            loop.call_later(ACCEPT_PAUSE_S, again)
+            return
+        yield accepted
+
+
 @dataclass(frozen=True, slots=True)
 class _Granted:
     """What a grant is bound to."""
@@ -123,7 +145,7 @@ class StreamServer:
 
     def calls(self) -> CallTable:
         """Methods of this subject."""
-        return {"GrantStream": Call(request=pb.GrantStreamRequest, unary=self.grant)}
+        return {"GrantStream": Call(unary=self.grant)}
 
     def start(self) -> None:
         """Listen on gRPC's host. Without a port readers keep to gRPC, which is slower."""
@@ -258,18 +280,7 @@ class StreamServer:
 
     def _accept(self) -> None:
         assert self._listener is not None
-        # Several at once, so that a flood of strangers delays others little.
-        for _ in range(ACCEPTS_AT_ONCE):
-            try:
-                accepted, _ = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                # Out of descriptors: it stays in the backlog, and retrying at once would spin.
-                self._rank.log("accept-failed", error=repr(error))
-                self._loop.remove_reader(self._listener.fileno())
-                self._loop.call_later(ACCEPT_PAUSE_S, self._accept_again)
-                return
+        for accepted in accepted_now(self._listener, self._rank, self._accept_again):
             while len(self._strangers) >= MAX_STRANGERS:
                 next(iter(self._strangers)).close()
             try:

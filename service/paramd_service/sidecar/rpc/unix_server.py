@@ -30,6 +30,7 @@ from paramd_service.sidecar.owner import (
 )
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc.auth import check_editor, check_reader
+from paramd_service.sidecar.rpc.streams import accepted_now
 from paramd_service.sidecar.snapshots.store import Snapshot
 
 MAX_CONNECTIONS = 256
@@ -39,8 +40,6 @@ MAX_STRANGERS = 64
 """Most connections without a ticket whose peer is not the trainer; beyond this, the oldest is
 closed for a new one."""
 
-ACCEPT_PAUSE_S = 0.5
-ACCEPTS_AT_ONCE = 16
 MAX_LAYOUT_BYTES = 1 << 30
 
 
@@ -109,19 +108,7 @@ class UnixServer:
             self.start()
 
     def _accept(self) -> None:
-        # Several at once, so that a flood of strangers delays others little.
-        for _ in range(ACCEPTS_AT_ONCE):
-            try:
-                accepted, _ = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                # Out of descriptors: it stays in the backlog, and retrying at once would spin.
-                self.rank.log("accept-failed", error=repr(error))
-                loop = asyncio.get_running_loop()
-                loop.remove_reader(self._listener.fileno())
-                loop.call_later(ACCEPT_PAUSE_S, self._accept_again)
-                return
+        for accepted in accepted_now(self._listener, self.rank, self._accept_again):
             self._take_in(accepted)
 
     def _take_in(self, accepted: socket.socket) -> None:
@@ -255,7 +242,7 @@ class _Connection:
         self._attached = attached
         if pems is not None and self._rank.own_pems is not None:
             # The predecessor's CA ended with its incarnation.
-            self._rank.own_pems.replace(pems)
+            self._rank.own_pems.pems = pems
         answer = {
             "op": "attached",
             "sidecar_pid": os.getpid(),

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from paramd.v1 import sidecar_pb2 as pb
+
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "torch.optim.adam.Adam": torch.optim.Adam,
     "torch.optim.adamw.AdamW": torch.optim.AdamW,
@@ -24,22 +26,6 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Place = Callable[[int, int], int | None]
 """(arena byte, size) -> byte of the snapshots; None when it is not all there."""
-
-
-@dataclass(frozen=True, slots=True)
-class Replayed:
-    """One tensor, recomputed; as `paramd.v1.ReplayedTensor`."""
-
-    arena_begin: int
-    key: str
-    numel: int
-    differing: int = 0
-    element: int = 0
-    """First that differs, counted in memory."""
-    bits: int = 0
-    """In which its two values differ."""
-    refused: str = ""
-    """Why it was not recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +45,11 @@ class Captured:
     place: Place
 
 
-def replay(captured: Captured, stopped: Callable[[], bool]) -> list[Replayed]:
+def replay(captured: Captured, stopped: Callable[[], bool]) -> list[pb.ReplayedTensor]:
     """Make the update again; one row for each tensor, useless once `stopped` says true."""
     facts = captured.facts
     torch.set_num_threads(max(int(facts["threads"]), 1))
-    found: list[Replayed] = []
+    found: list[pb.ReplayedTensor] = []
     try:
         for number, name in enumerate(facts["classes"]):
             mine = [param for param in facts["params"] if param["optimizer"] == number]
@@ -79,14 +65,14 @@ def replay(captured: Captured, stopped: Callable[[], bool]) -> list[Replayed]:
 
 def _one(
     captured: Captured, param: Mapping[str, Any], group: Mapping[str, Any], name: str
-) -> list[Replayed]:
+) -> list[pb.ReplayedTensor]:
     begin, size = param["begin"], param["end"] - param["begin"]
     at = captured.place(begin, size)
     if at is None or not size:
         return []
     why = _why_not(param, group, name, captured)
     if why:
-        return [Replayed(begin, "", 0, refused=why)]
+        return [pb.ReplayedTensor(arena_begin=begin, refused=why)]
     dtype = getattr(torch, param["dtype"])
 
     def tensor(data: memoryview) -> torch.Tensor:
@@ -137,15 +123,15 @@ def _arguments(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _compared(begin: int, key: str, ours: torch.Tensor, theirs: torch.Tensor) -> Replayed:
+def _compared(begin: int, key: str, ours: torch.Tensor, theirs: torch.Tensor) -> pb.ReplayedTensor:
     words = _WORDS[ours.itemsize]
     one, other = (_memory(tensor).view(words) for tensor in (ours, theirs))
     differs = (one != other).nonzero().flatten()
-    if not len(differs):
-        return Replayed(begin, key, ours.numel())
-    element = int(differs[0])
-    bits = int(one[element] ^ other[element]) & ((1 << 8 * ours.itemsize) - 1)
-    return Replayed(begin, key, ours.numel(), len(differs), element, bits)
+    row = pb.ReplayedTensor(arena_begin=begin, state_key=key, numel=ours.numel())
+    if len(differs):
+        row.differing_count, row.element = len(differs), int(differs[0])
+        row.bits = int(one[row.element] ^ other[row.element]) & ((1 << 8 * ours.itemsize) - 1)
+    return row
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:

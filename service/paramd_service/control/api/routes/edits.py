@@ -14,8 +14,6 @@ from paramd_service.control.api.models import (
     EditList,
     EditRequest,
     EditStateName,
-    OpDocument,
-    RangeDocument,
     UndoDocument,
     UndoRequest,
     WaitRequest,
@@ -52,6 +50,10 @@ def router(services: Services) -> APIRouter:
 def _add_making(routes: APIRouter, services: Services) -> None:
     edits = services.edits
 
+    async def row_of(job: str, edit: str) -> EditRow:
+        services.jobs.get(job)
+        return await edits.get(job, edit)
+
     @routes.post("/jobs/{job}/edits", status_code=201)
     async def create_edit(job: str, wanted: EditRequest, request: Request) -> EditDocument:
         """Create an edit. Without data it is applied at once; with data it waits for the upload
@@ -75,16 +77,15 @@ def _add_making(routes: APIRouter, services: Services) -> None:
     ) -> EditDocument:
         """Apply an edit whose data has been uploaded. Needs its author's token, or an admin's.
         Idempotent."""
-        services.jobs.get(job)
-        row = await edits.get(job, edit)
+        row = await row_of(job, edit)
         await edits.service(job).commit(principal_of(request), row)
         return stored_document(edits, await edits.wait(row, wanted.wait_s))
 
     @routes.post("/jobs/{job}/edits/{edit}/preview")
     async def preview_edit(job: str, edit: EditId) -> EditDocument:
         """Compute the statistics before and after a staged edit, without applying it."""
-        services.jobs.get(job)
-        return stored_document(edits, await edits.service(job).preview(await edits.get(job, edit)))
+        row = await row_of(job, edit)
+        return stored_document(edits, await edits.service(job).preview(row))
 
     @routes.post("/jobs/{job}/edits/{edit}/undo", status_code=201)
     async def undo_edit(
@@ -92,8 +93,7 @@ def _add_making(routes: APIRouter, services: Services) -> None:
     ) -> EditDocument:
         """Create an edit that undoes an applied one. Optimizer state that was zeroed stays zero;
         the note says so. Idempotent by id."""
-        services.jobs.get(job)
-        service, row = edits.service(job), await edits.get(job, edit)
+        row, service = await row_of(job, edit), edits.service(job)
         edit_id = wanted.id if wanted.id is not None else secrets.token_hex(16)
         made = await service.undo(principal_of(request), row, force=wanted.force, edit_id=edit_id)
         return stored_document(edits, await edits.wait(made, wanted.wait_s))
@@ -102,8 +102,7 @@ def _add_making(routes: APIRouter, services: Services) -> None:
     async def abort_edit(job: str, edit: EditId, request: Request) -> EditDocument:
         """Abort an edit, unless the trainers may have agreed on it: check the state returned.
         Needs its author's token, or an admin's. Idempotent."""
-        services.jobs.get(job)
-        row = await edits.get(job, edit)
+        row = await row_of(job, edit)
         return stored_document(edits, await edits.service(job).abort(principal_of(request), row))
 
 
@@ -158,36 +157,28 @@ def stored_document(edits: EditRegistry, row: EditRow) -> EditDocument:
     return document_of(row, refusal)
 
 
+_AS_STORED = (
+    "id", "job", "incarnation", "state", "reason", "actor", "note", "created_s", "ended_s", "step",
+    "boundary", "size_bytes",
+)  # fmt: skip
+_IN_DETAIL = ("committed_by", "hyperparameters", "rollback")
+"""Members of the document that are as the row, and its detail, have them."""
+
+
 def document_of(row: EditRow, undo_refusal: str) -> EditDocument:
     """The document of a stored edit."""
     applied = row.state == EditState.APPLIED
+    stored: dict[str, Any] = {name: getattr(row, name) for name in _AS_STORED}
+    stored |= {name: row.detail.get(name) for name in _IN_DETAIL}
     return EditDocument(
-        id=row.id,
-        job=row.job,
-        incarnation=row.incarnation,
-        state=row.state,  # type: ignore[arg-type]
-        reason=row.reason,
-        actor=row.actor,
-        committed_by=row.detail.get("committed_by"),
-        note=row.note,
+        **stored,
         dry_run=bool(row.detail.get("dry_run", False)),
-        created_s=row.created_s,
-        ended_s=row.ended_s,
-        step=row.step,
-        boundary=row.boundary,
-        ops=[OpDocument(**one) for one in row.detail.get("ops", [])],
-        size_bytes=row.size_bytes,
+        ops=row.detail.get("ops", []),
         stop_ms=row.stop_ns / _NS_A_MS if applied else None,
-        before=_range(row.detail.get("before")),
-        after=_range(row.detail.get("after")),
+        before=row.detail.get("before") or None,
+        after=row.detail.get("after") or None,
         undo=UndoDocument(possible=not undo_refusal, reason=undo_refusal),
         undo_of=row.undo_of or None,
         undone_by=row.undone_by or None,
-        hyperparameters=row.detail.get("hyperparameters"),
-        rollback=row.detail.get("rollback"),
         warning=str(row.detail.get("warning", "")),
     )
-
-
-def _range(found: dict[str, Any] | None) -> RangeDocument | None:
-    return RangeDocument(**found) if found else None

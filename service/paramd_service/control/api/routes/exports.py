@@ -113,14 +113,14 @@ def _exports(services: Services, routes: APIRouter) -> None:
     async def get_export(job: str, export: ExportId) -> ExportDocument:
         """One export and its files."""
         services.jobs.get(job)
-        export = await services.exports.whole_id(job, export)
+        export = await services.exports.store.whole_id(job, export)
         return await services.exports.get(job, export)
 
     @routes.delete("/jobs/{job}/exports/{export}")
     async def cancel_export(job: str, export: ExportId, request: Request) -> ExportDocument:
         """Cancel an export and remove what it wrote. Idempotent; refused once it has finished."""
         mesh = services.jobs.get(job)
-        export = await services.exports.whole_id(job, export)
+        export = await services.exports.store.whole_id(job, export)
         async with _recorded(services, mesh, request, "export.cancel", {"id": export}):
             actor = principal_of(request).name
             return await services.exports.cancel(job, export, actor=actor)

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from paramd.errors import NotFoundError, UsageError
 from paramd.layout.types import Layout, TensorLayout
 from paramd_service.control.access.doorway import may_read
-from paramd_service.control.alerts.book import Point, series_name, series_of, subject_of
+from paramd_service.control.alerts.book import series_name, series_of, subject_of
 from paramd_service.control.alerts.config import LOGGED
 from paramd_service.control.api.choice import check_large
 from paramd_service.control.api.routes.paging import INVALID, make_token, read_token
@@ -200,17 +200,7 @@ def _add_points(routes: APIRouter, services: Services) -> None:
         end = end_s if end_s is not None else LATEST_S
         if begin > end:
             raise UsageError(f"begin_s: {begin}; expected at most end_s ({end})")
-        series = series_of(
-            Point(
-                job=job,
-                incarnation=found_incarnation,
-                name=metric,
-                subject=subject,
-                step=-1,
-                time_s=0.0,
-                value=0.0,
-            )
-        )
+        series = series_of(job, found_incarnation, metric, subject)
         points = await services.records.history.read(
             series, begin_s=begin, end_s=end, limit=max_points
         )

@@ -18,9 +18,8 @@ from paramd_service.control.api.routes.jobs import job_document
 from paramd_service.control.api.routes.params import Name
 from paramd_service.control.api.services import Services
 from paramd_service.control.insight.diff import Comparisons, state_of
-from paramd_service.control.insight.logs import tails_of
 from paramd_service.control.insight.verdict import verdict_of
-from paramd_service.control.insight.why import Found, chosen, evidence_of, inspect
+from paramd_service.control.insight.why import Found, chosen, evidence_of, inspect, tails_of
 from paramd_service.logs import without_secrets
 
 NO_LOG = "what the training prints is for editors and admins"
@@ -381,17 +380,30 @@ def _finite(row: dict[str, Any]) -> dict[str, Any]:
     return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in row.items()}
 
 
+_AS_TOLD = ("overdue", "source", "missing", "collectives_missing", "process_state")
+_COUNTS = (
+    "rss_bytes",
+    "peak_rss_bytes",
+    "device_bytes",
+    "thread_count",
+    "open_file_count",
+    "open_file_limit",
+    "host_available_bytes",
+)
+"""Of an answer and of its document; -1 in the one, null in the other, where it is not known."""
+
+
 def _row(found: Found, *, no_log: str) -> RankWhy:
     rank, answer = found
     error = ""
     if answer is None or isinstance(answer, ParamdError):
         error = str(answer) if answer is not None else rank.reason or "its sidecar has not joined"
         state = rank.report.state if rank.report is not None else common_pb2.RankState()
-        answer = pb.InspectTrainerResponse(
-            state=state, age_ms=-1, rss_bytes=-1, peak_rss_bytes=-1, device_bytes=-1,
-            thread_count=-1, open_file_count=-1, open_file_limit=-1, host_available_bytes=-1,
-        )  # fmt: skip
+        unknown: dict[str, Any] = dict.fromkeys(_COUNTS, -1)
+        answer = pb.InspectTrainerResponse(state=state, age_ms=-1, **unknown)
     state = answer.state
+    same: dict[str, Any] = {name: getattr(answer, name) for name in _AS_TOLD}
+    same |= {name: _count(getattr(answer, name)) for name in _COUNTS}
     return RankWhy(
         rank=rank.rank,
         error=error,
@@ -399,14 +411,13 @@ def _row(found: Found, *, no_log: str) -> RankWhy:
         phase=common_pb2.Phase.Name(state.phase).removeprefix("PHASE_"),
         phase_reason=state.phase_reason,
         boundary_age_s=_known(state.boundary_age_ns, 1e9),
-        overdue=answer.overdue,
         activity=answer.activity_kind,
         doing=answer.activity,
         where=answer.activity_where,
         seen_for_s=_known(answer.age_ms, 1e3),
-        source=answer.source,
-        missing=answer.missing,
-        threads=[_thread(one) for one in answer.threads],
+        threads=[
+            ThreadDocument.model_validate(one, from_attributes=True) for one in answer.threads
+        ],
         collectives=[
             CollectiveDocument(
                 name=one.name,
@@ -417,24 +428,9 @@ def _row(found: Found, *, no_log: str) -> RankWhy:
             )
             for one in answer.collectives
         ],
-        collectives_missing=answer.collectives_missing,
-        process_state=answer.process_state,
-        rss_bytes=_count(answer.rss_bytes),
-        peak_rss_bytes=_count(answer.peak_rss_bytes),
-        device_bytes=_count(answer.device_bytes),
-        thread_count=_count(answer.thread_count),
-        open_file_count=_count(answer.open_file_count),
-        open_file_limit=_count(answer.open_file_limit),
-        host_available_bytes=_count(answer.host_available_bytes),
+        **same,
         log_lines=[without_secrets(line) for line in answer.log_lines],
         log_missing=no_log or answer.log_missing,
-    )
-
-
-def _thread(one: pb.TrainerThread) -> ThreadDocument:
-    frames = [FrameDocument(file=f.file, line=f.line, function=f.function) for f in one.frames]
-    return ThreadDocument(
-        name=one.name, native_id=one.native_id, training=one.training, frames=frames
     )
 
 

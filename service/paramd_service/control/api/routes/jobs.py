@@ -180,13 +180,7 @@ def job_document(services: Services, mesh: Incarnation, principal: Principal) ->
         now_s=now_s,
     )
     peers = [
-        PeerDocument(
-            rank=peer.rank,
-            address=peer.address,
-            socket_path=peer.socket_path,
-            host_id=peer.host_id,
-        )
-        for peer in mesh.registry.peers()
+        PeerDocument.model_validate(peer, from_attributes=True) for peer in mesh.registry.peers()
     ]
     pems = None
     if any(is_of_job(address) for address in (services.grpc_address, *(p.address for p in peers))):

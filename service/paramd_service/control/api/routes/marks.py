@@ -20,6 +20,7 @@ from paramd_service.control.api.models import (
 from paramd_service.control.api.routes.edits import stored_document
 from paramd_service.control.api.services import Services
 from paramd_service.control.edits.kept import KeptState
+from paramd_service.control.edits.service import EditService
 from paramd_service.control.edits.spec import ChangeSpec
 
 Name = Annotated[str, Path(alias="mark", min_length=1, max_length=64, description="Its name")]
@@ -30,39 +31,37 @@ def router(services: Services) -> APIRouter:
     routes = APIRouter(tags=["marks"])
     edits = services.edits
 
+    def edits_of(job: str) -> EditService:
+        services.jobs.get(job)
+        return edits.service(job)
+
     @routes.get("/jobs/{job}/marks")
     async def list_marks(job: str) -> MarkList:
         """States that training can be put back to: marks, and the standing snapshots that all
         ranks have."""
-        services.jobs.get(job)
-        return MarkList(marks=[_document(one) for one in await edits.service(job).marks.all()])
+        return MarkList(marks=[_document(one) for one in await edits_of(job).marks.all()])
 
     @routes.post("/jobs/{job}/marks", status_code=201)
     async def create_mark(job: str, wanted: MarkRequest, request: Request) -> MarkDocument:
         """Keep the complete state of the next common boundary under a name, in the sidecars'
         memory. Training is held while it is copied."""
-        services.jobs.get(job)
-        by = principal_of(request)
-        return _document(await edits.service(job).marks.make(by, wanted.name))
+        return _document(await edits_of(job).marks.make(principal_of(request), wanted.name))
 
     @routes.delete("/jobs/{job}/marks/{mark}")
     async def delete_mark(job: str, mark: Name, request: Request) -> DroppedMark:
         """Forget a mark and give its memory back. Idempotent."""
-        services.jobs.get(job)
-        dropped = await edits.service(job).marks.drop(principal_of(request), mark)
-        return DroppedMark(dropped=dropped)
+        return DroppedMark(dropped=await edits_of(job).marks.drop(principal_of(request), mark))
 
     @routes.post("/jobs/{job}/rollback", status_code=201)
     async def create_rollback(job: str, wanted: RollbackRequest, request: Request) -> EditDocument:
         """Put training back to a mark, or to a step that is kept: parameters, optimizer state and
         everything in keep, on all ranks or on none. An edit: undo_edit goes forward again.
         Idempotent by id."""
-        services.jobs.get(job)
         edit_id = wanted.id if wanted.id is not None else secrets.token_hex(16)
         to: str | int | None = wanted.mark if wanted.mark is not None else wanted.step
         assert to is not None, "the model takes exactly one of them"
         by = principal_of(request)
-        row = await edits.service(job).roll_back(by, to, wanted.note, edit_id)
+        row = await edits_of(job).roll_back(by, to, wanted.note, edit_id)
         return stored_document(edits, await edits.wait(row, wanted.wait_s))
 
     @routes.post("/jobs/{job}/hyperparameters", status_code=201)
@@ -71,12 +70,11 @@ def router(services: Services) -> APIRouter:
     ) -> EditDocument:
         """Set hyper-parameters of a parameter group, on all ranks at one step or on none. An edit,
         which undo_edit undoes. Idempotent by id."""
-        services.jobs.get(job)
         edit_id = wanted.id if wanted.id is not None else secrets.token_hex(16)
         spec = ChangeSpec(
             optimizer=wanted.optimizer, group=wanted.group, values=wanted.values, note=wanted.note
         )
-        row = await edits.service(job).change(principal_of(request), spec, edit_id)
+        row = await edits_of(job).change(principal_of(request), spec, edit_id)
         return stored_document(edits, await edits.wait(row, wanted.wait_s))
 
     return routes

@@ -16,7 +16,6 @@ from paramd.layout.select import SelectedTensor
 from paramd_service.control.access.doorway import may_read
 from paramd_service.control.access.roles import ELEMENTS_OF_BIN
 from paramd_service.control.api.choice import (
-    Missing,
     choose,
     choose_one,
     pattern_of,
@@ -26,6 +25,7 @@ from paramd_service.control.api.choice import (
 from paramd_service.control.api.models import (
     HeatmapDocument,
     HistogramDocument,
+    MissingDocument,
     StatsDocument,
     StatsList,
     ValuesDocument,
@@ -35,7 +35,6 @@ from paramd_service.control.api.routes.params import (
     Name,
     Wanted,
     available,
-    missing_documents,
 )
 from paramd_service.control.api.services import Services
 from paramd_service.control.mesh.jobs import Incarnation
@@ -201,7 +200,7 @@ async def _stats(
     mesh: Incarnation,
     wanted: Filter,
     chosen: list[SelectedTensor],
-    small: list[Missing],
+    small: list[MissingDocument],
     *,
     buffers: bool,
     histogram: bool,
@@ -220,7 +219,7 @@ async def _stats(
         stats=[_row(row) for row in rows],
         total=_row(table.total),
         partial=bool(missing),
-        missing=missing_documents(missing),
+        missing=missing,
     )
 
 

@@ -17,7 +17,6 @@ from paramd.layout.select import SelectedTensor
 from paramd.layout.types import Box, Piece, TensorLayout
 from paramd_service.control.access.doorway import may_read
 from paramd_service.control.api.choice import (
-    Missing,
     choose,
     choose_one,
     choose_whole,
@@ -77,7 +76,7 @@ class Found:
     """Tensors that a filter selected, and the state its statistics belong to."""
 
     tensors: tuple[TensorLayout, ...]
-    missing: tuple[Missing, ...] = ()
+    missing: tuple[MissingDocument, ...] = ()
     incarnation: int = -1
     step: int = -1
     digest: str = ""
@@ -140,7 +139,7 @@ def _add_list(routes: APIRouter, services: Services, pages: Pages[Found]) -> Non
             incarnation=found.incarnation,
             step=found.step,
             partial=bool(found.missing),
-            missing=missing_documents(found.missing),
+            missing=list(found.missing),
         )
 
 
@@ -198,7 +197,7 @@ async def _find(mesh: Incarnation, wanted: Filter, *, reads: bool) -> Found:
 
 def available(
     mesh: Incarnation, chosen: list[SelectedTensor]
-) -> tuple[list[SelectedTensor], list[Missing]]:
+) -> tuple[list[SelectedTensor], list[MissingDocument]]:
     """Split tensors into those available from the sidecars now and missing ones.
 
     Raises:
@@ -216,13 +215,6 @@ def available(
             f"{missing[0].reason}; try again in a few seconds"
         )
     return present, missing
-
-
-def missing_documents(missing: tuple[Missing, ...] | list[Missing]) -> list[MissingDocument]:
-    """Documents of missing tensors."""
-    return [
-        MissingDocument(name=one.name, ranks=list(one.ranks), reason=one.reason) for one in missing
-    ]
 
 
 def document_of(tensor: TensorLayout) -> ParamDocument:

@@ -9,7 +9,6 @@ from fastapi import APIRouter, Path, Query, Request, Response
 
 from paramd.errors import ParamdError, UsageError
 from paramd.filters import parse_filter
-from paramd.v1 import sidecar_pb2
 from paramd_service.control.access.doorway import principal_of
 from paramd_service.control.access.roles import Action
 from paramd_service.control.api.choice import choose, pattern_of
@@ -144,23 +143,15 @@ async def _rank(mesh: Incarnation, rank: RankView) -> RankSnapshots:
         lease_count=found.lease_count,
         used_bytes=found.used_bytes,
         budget_bytes=found.budget_bytes,
-        snapshots=[_lease(lease) for lease in found.snapshots],
+        snapshots=[
+            LeaseDocument.model_validate(lease, from_attributes=True) for lease in found.snapshots
+        ],
     )
 
 
 def _silent(rank: int, reason: str) -> RankSnapshots:
     return RankSnapshots(
         rank=rank, reason=reason, lease_count=0, used_bytes=0, budget_bytes=0, snapshots=[]
-    )
-
-
-def _lease(lease: sidecar_pb2.SnapshotInfo) -> LeaseDocument:
-    return LeaseDocument(
-        name=lease.name,
-        step=lease.step,
-        size_bytes=lease.size_bytes,
-        lease_left_ms=lease.lease_left_ms,
-        at_boundary=lease.at_boundary,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Path, Request
 from pydantic import BaseModel, ConfigDict, Field
@@ -68,7 +68,7 @@ def router(services: Services) -> APIRouter:
         row, token = await services.tokens.create(
             principal_of(request), role=wanted.role, ttl_s=wanted.ttl_s, name=wanted.name
         )
-        return NewToken(**_fields(row), token=token)
+        return NewToken(**_document(row).model_dump(), token=token)
 
     @routes.get("/tokens")
     async def list_tokens() -> TokenList:
@@ -86,14 +86,4 @@ def router(services: Services) -> APIRouter:
 
 
 def _document(row: TokenRow) -> TokenDocument:
-    return TokenDocument(**_fields(row))
-
-
-def _fields(row: TokenRow) -> dict[str, Any]:
-    return {
-        "name": row.name,
-        "role": row.role,
-        "created_s": row.created_s,
-        "expires_s": row.expires_s,
-        "revoked_s": row.revoked_s,
-    }
+    return TokenDocument.model_validate(row, from_attributes=True)

@@ -16,8 +16,9 @@ from starlette.types import Receive, Scope, Send
 from paramd.errors import NotFoundError, UnreachableError, UsageError
 from paramd.mesh.peers.tunnels import PROTOCOL
 from paramd.security.tls import host_of
-from paramd_service.control.access.doorway import DOOR, Door
+from paramd_service.control.access.doorway import DOOR
 from paramd_service.control.api.services import Services
+from paramd_service.control.http_server import Connection
 
 CONNECT_S = 3.0
 
@@ -56,7 +57,7 @@ class _End(asyncio.Protocol):
 class Tunnel(Response):
     """Turns the request's connection into one to somewhere else, until either side ends it."""
 
-    def __init__(self, door: Door, far: _End, upstream: asyncio.Transport) -> None:
+    def __init__(self, door: Connection, far: _End, upstream: asyncio.Transport) -> None:
         super().__init__()
         self._door, self._far, self._upstream = door, far, upstream
 
@@ -91,7 +92,7 @@ def router(services: Services) -> APIRouter:
     async def opened(request: Request, what: str, address: str) -> Response:
         if request.headers.get("upgrade", "").lower() != PROTOCOL:
             raise UsageError(f"tunnel: expected headers Connection: upgrade, Upgrade: {PROTOCOL}")
-        door: Door | None = getattr(request.state, DOOR, None)
+        door: Connection | None = getattr(request.state, DOOR, None)
         if door is None:
             raise UsageError("tunnel: this connection cannot be upgraded")
         host, port = host_of(address), int(address.rpartition(":")[2])

@@ -7,8 +7,6 @@ from alembic import op
 
 revision: str = "0005"
 down_revision: str | None = "0004"
-branch_labels: None = None
-depends_on: None = None
 
 
 def upgrade() -> None:

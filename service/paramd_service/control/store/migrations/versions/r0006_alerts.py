@@ -10,8 +10,6 @@ from alembic import op
 
 revision: str = "0006"
 down_revision: str | None = "0005"
-branch_labels: None = None
-depends_on: None = None
 
 _Id = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 

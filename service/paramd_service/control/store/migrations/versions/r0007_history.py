@@ -14,8 +14,6 @@ from paramd_service.control.store.thinning import Point, thin
 
 revision: str = "0007"
 down_revision: str | None = "0006"
-branch_labels: None = None
-depends_on: None = None
 
 MAX_POINTS = 2_048
 

@@ -11,8 +11,6 @@ from alembic import op
 
 revision: str = "0008"
 down_revision: str | None = "0007"
-branch_labels: None = None
-depends_on: None = None
 
 _SCHEDULES = sa.table(
     "export_schedules",

@@ -355,7 +355,7 @@ class Attachment:
             self._rewinder.close()
         if self.keeper is not None and self._state is not None:
             self.keeper.close()
-            self._state.move_out()
+            self._state.close()
         self._home.move_out()
         self._at_detach.close()
         if self._control is not None:

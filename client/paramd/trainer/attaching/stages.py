@@ -134,7 +134,7 @@ class Stages(Opening):
     ) -> OptimizerHome:
         resumable = self._succession is not None
         state = OptimizerHome(memory, page, found.optimizers, on_device, resumable=resumable)
-        self._undo.callback(state.move_out)
+        self._undo.callback(state.close)
         if self._succession is not None:
             self._succession.restore(state)
         if self._exported is not None:

@@ -95,6 +95,7 @@ class OptimizerHome:
         """
         self._resumable = resumable
         self.followed: Collection[torch.optim.Optimizer] | None = None
+        self._host_memory = memory
         self._most_bytes = memory.size_bytes
         self._page = page
         self._device = device
@@ -204,6 +205,11 @@ class OptimizerHome:
         repoint(targets)
         self._lodged, self._placed = {}, []
         self._entries, self._expected, self._others = [], [], []
+
+    def close(self) -> None:
+        """Move out, and drop the map of the memory in the host. Idempotent."""
+        self.move_out()
+        self._host_memory.close()
 
     @property
     def places(self) -> tuple[Places, ...]:

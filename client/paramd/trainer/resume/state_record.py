@@ -146,7 +146,7 @@ class MovedState:
 
     def close(self) -> None:
         self._notes.close()
-        self._state.move_out()
+        self._state.close()
 
     def _give_up(self, step: int, error: Exception) -> None:
         self._pause = self._left = min(2 * self._pause + 1, _MOST_PAUSE)

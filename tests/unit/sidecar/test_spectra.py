@@ -218,4 +218,4 @@ def test_a_request_that_does_not_fit_is_refused(change: dict[str, Any], said: st
     rank: Any = SimpleNamespace(faults=SimpleNamespace(at=lambda _: None))
     data = memoryview(torch.ones(3, 5).numpy().tobytes())
     with pytest.raises(UsageError, match=said):
-        statistics._multiply(rank, data, request, [])
+        statistics.multiply(rank, data, request, [])

@@ -62,17 +62,14 @@ class Break(Exception):
 
 
 def broken_off(job: Job, folder: Path) -> None:
-    """A download that leaves its partial file and its journal."""
+    """A download that leaves its partial file."""
 
     def moved(done_bytes: int, size_bytes: int) -> None:
         raise Break
 
     with paramd.connect(job.url, job.token) as mesh, pytest.raises(Break):
         mesh.download(folder / "all.safetensors", moved=moved)
-    assert {path.name for path in folder.glob(".all.*")} == {
-        ".all.safetensors.part",
-        ".all.safetensors.journal",
-    }
+    assert [path.name for path in folder.glob(".all.*")] == [".all.safetensors.part"]
 
 
 def processes() -> list[psutil.Process]:
@@ -123,7 +120,7 @@ def test_no_secret_is_seen_in_a_running_mesh(
     said = capfd.readouterr()
     monkeypatch.delenv("PARAMD_TOKEN")
     seen = [*texts(job, tmp_path), ("cli", (listed.out + said.out + said.err).encode())]
-    assert any(name.endswith(".journal") for name, _ in seen)
+    assert any(name.endswith(".part") for name, _ in seen)
     assert any(name.endswith("cmdline") and b"paramd_service.sidecar" in t for name, t in seen)
     logs = b"".join(text for name, text in seen if name.endswith(".log"))
     assert b"/api/v1/tokens" in logs, "the control plane's log is looked at, with debug lines"
@@ -194,8 +191,8 @@ def outcomes(tries: list[tuple[str, str]], *, user: int) -> dict[tuple[str, str]
 
 
 def test_another_local_user_gets_at_nothing(job: Job, tmp_path: Path) -> None:
-    """Socket, files, memory, journals and processes; once more when the directories are open."""
-    wanted = {places.ENDPOINT_FILE, "rank-0.log", ".all.safetensors.journal"}
+    """Socket, files, memory, partial files and processes; once more when the directories are open."""
+    wanted = {places.ENDPOINT_FILE, "rank-0.log", ".all.safetensors.part"}
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
     used(job)

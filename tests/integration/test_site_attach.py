@@ -132,14 +132,14 @@ def test_a_site_that_refuses_is_an_error_and_one_that_is_away_is_not() -> None:
         with pytest.raises(DeniedError, match=told):
             take_incarnation(settings(control.url, "wrong" * 8), job="run", world_size=2)
         taken = take_incarnation(settings(control.url, site_token()), job="run", world_size=2)
-        assert taken.site is not None
+        assert taken.url == control.url
         assert (taken.incarnation, len(taken.rank_tickets), taken.private_key) == (1, 2, None)
         assert len(taken.copy_tickets) == 2
     with pytest.raises(UsageError, match="control"):
         take_incarnation(settings("nowhere", "t"), job="run", world_size=2)
     # Nobody listens there any more: the training gets an incarnation of its own, above the last.
     alone = take_incarnation(settings(control.url, "t" * 20), job="run", world_size=2)
-    assert (alone.incarnation, alone.site, len(alone.rank_tickets)) == (2, None, 2)
+    assert (alone.incarnation, alone.url, len(alone.rank_tickets)) == (2, "", 2)
     assert alone.private_key is not None
 
 
@@ -156,7 +156,7 @@ def test_a_site_that_is_being_restarted_is_waited_for(
             time.sleep(0.01)
         with site_plane(listen=listen):
             taken = taking.result(PATIENCE_S)
-    assert taken.site is not None
+    assert taken.url == f"http://{listen}"
     assert taken.private_key is None
 
 

@@ -65,7 +65,9 @@ class LivePage:
 
     def holds(self, state: State) -> bool:
         """Whether no update began since `state`, and no stray change was found in it."""
-        return self[Word.SEQ] == state.proof and not is_stray(self.words, state.proof)
+        # 0: nothing has settled yet, and SETTLED_SEQ, which has its first value, vouches for nothing.
+        same = self[Word.SEQ] == state.proof > 0
+        return same and not is_stray(self.words, state.proof)
 
     def close(self) -> None:
         self.words.release()

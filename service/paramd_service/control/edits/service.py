@@ -265,9 +265,7 @@ class EditService:
             return f"it is {row.state}"
         if row.undone_by:
             by = row.undone_by
-            return (
-                f"it was undone by edit {by}; if that one was undone, undo the edit that did it"
-            )
+            return f"it was undone by edit {by}; if that one was undone, undo the edit that did it"
         if row.incarnation != self.mesh.number or self.mesh.over is not None:
             return f"its incarnation {row.incarnation} has ended"
         return ""

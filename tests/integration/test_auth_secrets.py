@@ -191,7 +191,7 @@ def outcomes(tries: list[tuple[str, str]], *, user: int) -> dict[tuple[str, str]
 
 
 def test_another_local_user_gets_at_nothing(job: Job, tmp_path: Path) -> None:
-    """Socket, files, memory, partial files and processes; once more when the directories are open."""
+    """Socket, files, memory and processes; once more when the directories are open."""
     wanted = {places.ENDPOINT_FILE, "rank-0.log", ".all.safetensors.part"}
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")

@@ -231,7 +231,7 @@ def test_a_whole_job_works_over_tls_and_its_clients_trust_the_ca(
             assert time.monotonic() < deadline_s, "the sidecars have not joined over TLS"
             time.sleep(0.05)
     for rank in job.ranks:
-        # 64 MiB until tickets were verified with PyJWT, which loads an HTTP client (docs/decisions.md).
+        # It was 64 MiB before PyJWT, which loads an HTTP client (docs/decisions.md).
         assert own_memory_bytes(rank.process.pid) <= 68 << 20
     answer = httpx2.get(
         f"{job.url}/api/v1/jobs/{JOB}/ranks/1/metrics",

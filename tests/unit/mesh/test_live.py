@@ -411,7 +411,8 @@ def test_spans_are_read_at_the_offsets_of_their_concatenation(
         os.pwrite(one.arena_fd, data, 0)
         page, arena = read_only(one.page_fd), read_only(one.arena_fd)
         rank = stack.enter_context(closing(LiveRank(0, page, arena, ARENA_BYTES, spans)))
-        rank.state = live.State(0, 0)
+        one.page[Word.SEQ] = 2
+        rank.state = live.State(0, 0, proof=2)
         expected = b"".join(data[begin:end] for begin, end in spans)
         assert rank.size_bytes == len(expected)
         with pytest.MonkeyPatch.context() as patch:

@@ -153,8 +153,7 @@ def is_owned(socket_path: Path) -> bool:
 def test_state_on_the_device_is_read_and_exported_while_it_trains_and_when_the_trainers_are_dead(
     tmp_path: Path,
 ) -> None:
-    # The trainer must not be asked for copies.
-    with training(tmp_path, "--no-mirror", ends=False) as (mesh, ranks):
+    with training(tmp_path, ends=False) as (mesh, ranks):
         found = mesh.summon("*", optimizer=True)
         assert found.optimizer is not None
         known = truth(tmp_path, found.step)

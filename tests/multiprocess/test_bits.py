@@ -19,7 +19,7 @@ WORKER = "tests.multiprocess.workers.insight"
 JOB = "insight"
 EVERY = 20
 SLACK = 30
-"""Steps of 30 ms that pass while digests are made and compared, on a busy machine; requests are made
+"""Steps of 30 ms that pass while digests are made and compared on a busy machine; requests are made
 three ahead, and further where one was missed."""
 
 

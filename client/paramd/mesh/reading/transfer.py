@@ -422,7 +422,9 @@ class Transfer:
             for peer, read in zip(peers, reads, strict=True):
                 try:
                     opening = partial(open_live, peer, document, read)
-                    ranks[peer.rank] = stack.enter_context(closing(await self.run(opening)))
+                    ranks[peer.rank] = stack.enter_context(
+                        closing(await self.run(opening, LiveRank.close))
+                    )
                 except UnreachableError:
                     await sidecars.probe(peer.rank)
                     return None
@@ -570,7 +572,8 @@ class Transfer:
             )
         try:
             shared = await self.run(
-                lambda: SharedSnapshot.open(peer, document.ticket, pin.snapshot_id)
+                lambda: SharedSnapshot.open(peer, document.ticket, pin.snapshot_id),
+                SharedSnapshot.close,
             )
         except NotFoundError as error:
             raise LeaseEndedError(str(error)) from error
@@ -582,10 +585,13 @@ class Transfer:
         stack.callback(shared.close)
         return shared
 
-    async def run(self, work: Callable[[], Result]) -> Result:
+    async def run(
+        self, work: Callable[[], Result], let_go: Callable[[Result], object] | None = None
+    ) -> Result:
         """Run blocking work on a thread. Even if cancelled, returns only after it has ended.
 
-        Otherwise the thread could write into memory that the caller has freed.
+        Otherwise the thread could write into memory that the caller has freed. `let_go` closes what
+        was opened for a caller that was cancelled meanwhile.
         """
         running = asyncio.get_running_loop().run_in_executor(self._blocking, work)
         try:
@@ -595,6 +601,8 @@ class Transfer:
                 await ended({running})
             if not running.cancelled() and isinstance(error := running.exception(), ParamdError):
                 raise asyncio.CancelledError from error
+            if let_go is not None and not running.cancelled() and running.exception() is None:
+                let_go(running.result())
             raise
 
 

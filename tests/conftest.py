@@ -28,7 +28,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     folders = {item.path.parent.name for item in session.items}
     if session.config.option.collectonly:
         return
-    if folders & {"integration", "multiprocess", "scenes", "web"}:
+    if folders & {"gpu", "integration", "multiprocess", "scenes", "web"}:
         launch.warm_services()
         launch.warm_start()
 

@@ -208,6 +208,9 @@ async def eight_cost_the_sidecars_one_comparison(job: Training) -> None:
             await frames.aclose()  # type: ignore[attr-defined]
 
     job.seen(0, 0.5)
+    # A rank has metrics from when its sidecar has joined.
+    async with async_connect(endpoint.url, endpoint.token, job=JOB) as mesh:
+        await mesh.summon("*", timeout=60)
     before = job.metrics()
     await asyncio.gather(*(follow(number) for number in range(FOLLOWERS)))
     after = job.metrics()

@@ -261,10 +261,12 @@ def rollback_standing(s: Session, rng: Random) -> str:
     (to, note), history = (rng.choice(kept).step, s.note()), s.now
     # Until it is known which state of that step it was, any counts as gone back to.
     event = Event("rollback to a step", back_to=(to, s.reference.first))
-    # The next one may have replaced it meanwhile, which the refusal says.
-    done = s.change(
-        event, lambda: s.mesh.rollback(to, note=note, timeout=CALL_S), note, refused=None
-    )
+    try:
+        done = s.change(
+            event, lambda: s.mesh.rollback(to, note=note, timeout=CALL_S), note, refused=None
+        )
+    except NotFoundError as error:
+        raise NotNowError(f"the next one has replaced it meanwhile: {error}") from error
     s.counts.rollbacks += 1
     s.held_at = None
     found = s.ask("an answer", lambda: s.mesh.summon("*", timeout=CALL_S))

@@ -45,10 +45,10 @@ RARELY = 4
 
 WORLD_SIZES = {
     "plain": 1, "ddp": 2, "fsdp1": 2, "fsdp1-flat": 2, "fsdp2": 2, "hsdp": 4, "tp-fsdp2": 4,
-    "partial": 4, "mirror": 2, "device": 2,
+    "partial": 4, "mirror": 2, "device": 2, "pipeline": 2,
 }  # fmt: skip
 KINDS = tuple(WORLD_SIZES)
-UNSHARDED = frozenset({"plain", "ddp", "mirror", "device", "partial"})
+UNSHARDED = frozenset({"plain", "ddp", "mirror", "device", "partial", "pipeline"})
 
 
 def names_of(kind: str) -> list[str]:
@@ -56,7 +56,7 @@ def names_of(kind: str) -> list[str]:
     left = set()
     if kind not in UNSHARDED:
         left.add("dot.weight")  # FSDP shards nothing without a dim
-    if kind not in ("plain", "partial"):
+    if kind not in ("plain", "partial", "pipeline"):
         left.add("rare.weight")  # DDP and FSDP reduce what all ranks have
     if kind == "fsdp1-flat":
         left |= FROZEN  # a flat parameter is frozen as a whole

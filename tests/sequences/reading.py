@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -16,7 +18,9 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file
 
-from paramd.errors import ConflictError
+import paramd
+from paramd.errors import ConflictError, ParamdError
+from paramd.integrations.trackers import Following, Histogram, Tracker
 from paramd.mesh.frames.frames import ParamFrame
 from tests.sequences.model import (
     COUNT,
@@ -29,11 +33,13 @@ from tests.sequences.model import (
 from tests.sequences.reference import Index, value
 from tests.sequences.session import (
     CALL_S,
+    JOB,
     RETRYABLE,
     DefectError,
     NotNowError,
     Session,
     Stream,
+    patience_s,
 )
 from tests.sequences.training import LABEL
 
@@ -45,6 +51,8 @@ LANES: list[Literal["auto", "same-host", "stream", "grpc"]] = [
 ]
 SLICED = "wide.weight"
 CLOSE = 1e-5
+BURST = 40
+"""Reads of one burst."""
 WRITES = True
 """Whether followers write into their frames."""
 
@@ -112,6 +120,136 @@ def summary_differs(got: Any, wanted: torch.Tensor) -> str:
         if not math.isclose(getattr(got, name), number, rel_tol=CLOSE, abs_tol=1e-9):
             return f"{name} {getattr(got, name)!r}, expected {number!r}"
     return ""
+
+
+def burst(s: Session, rng: Random) -> str:
+    """Many short reads, one behind the other, as a page or a loop asks them."""
+    chosen = [rng.choice([summon, summon, summon_slice, stats, view]) for _ in range(BURST)]
+    for operation in chosen:
+        operation(s, rng)
+    return f"{len(chosen)} reads"
+
+
+def standing_in(s: Session, rng: Random) -> str:
+    """Other weights stand in and are read as such, beside readers of settled ones."""
+    if s.mirrored or not s.stands_in:
+        raise NotNowError("none stand in where they could be read")
+    s.running()
+    patterns = s.patterns(rng)
+    subjects, s.subjects = s.subjects, patterns
+    judged: list[BaseException] = []
+
+    def beside() -> None:
+        try:
+            follow(s, rng)
+        except NotNowError:
+            pass
+        except BaseException as error:
+            judged.append(error)
+
+    follower = threading.Thread(target=beside, daemon=True)
+    follower.start()
+    try:
+        until_s = time.monotonic() + 4.0
+        while True:
+            found = s.ask("standing in", lambda: s.mesh.summon(
+                *patterns, unsettled=True, timeout=CALL_S))  # fmt: skip
+            if found.label or time.monotonic() > until_s:
+                break
+        told = [operation(s, rng) for operation in (summon, stats, download)]
+    finally:
+        follower.join(60)
+        s.subjects = subjects
+    if judged:
+        raise judged[0]
+    return f"{found.label or 'none stood in'}; {'; '.join(told)}"
+
+
+class Log(threading.Thread):
+    """What `paramd log` writes into a tracker: statistics under their run's name and step."""
+
+    def __init__(self, s: Session) -> None:
+        super().__init__(daemon=True)
+        self.incarnation, self.since = s.incarnation, s.now.edits
+        self.rows: list[tuple[str, int, Mapping[str, float]]] = []
+        self._loop = asyncio.new_event_loop()
+        self._run = ""
+
+    def run(self) -> None:
+        with suppress(ParamdError, asyncio.CancelledError):
+            self._loop.run_until_complete(self._log())
+        self._loop.close()
+
+    async def _log(self) -> None:
+        async with paramd.async_connect(job=JOB) as mesh:
+            following = Following(mesh, self._opened, ["*"])
+            self._task = asyncio.current_task()
+            await following.run(0.05)
+
+    def _opened(self, run: str, history: int) -> Tracker:
+        self._run = f"{run}-r{history}"
+        return self
+
+    def end(self) -> None:
+        with suppress(RuntimeError, AttributeError):
+            self._loop.call_soon_threadsafe(self._task.cancel)
+        self.join(10)
+
+    def numbers(self, values: Mapping[str, float], step: int) -> None:
+        self.rows.append((self._run, step, values))
+
+    def histograms(self, found: Mapping[str, Histogram], step: int) -> None:
+        raise AssertionError("not asked for")
+
+    def note(self, text: str, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def logged(s: Session, rng: Random) -> str:
+    """What a tracker is given meanwhile: never silent, never of another state."""
+    s.running()
+    if s.log is not None and (not s.log.is_alive() or s.log.incarnation != s.incarnation):
+        s.end_log()
+    if s.log is None:
+        s.log = Log(s)
+        s.log.start()
+    log, seen = s.log, len(s.log.rows)
+    disturbed = s.disturbed
+    until_s = time.monotonic() + patience_s(CALL_S)
+    while len(log.rows) < seen + 2 and log.is_alive() and time.monotonic() < until_s:
+        time.sleep(0.02)
+    rows, log.rows = log.rows, []
+    segments = range(log.since, s.now.edits + 1)
+    log.since = s.now.edits
+    for run, step, values in rows:
+        _judge_logged(s, f"{run}, step {step}", step, values, segments)
+    if len(rows) < 2 and not disturbed and not s.disturbed:
+        raise DefectError(f"the log is silent: {len(rows)} looks since the last time")
+    return f"{len(rows)} looks, steps {[step for _, step, _ in rows][-3:]}"
+
+
+def _judge_logged(
+    s: Session, what: str, step: int, values: Mapping[str, float], segments: range
+) -> None:
+    said: list[str] = []
+    for edits in reversed(segments):
+        if not s.now.had(edits, step):
+            continue
+        state = s.now.state(edits, step)
+        bad = [
+            name
+            for name in s.names
+            if not math.isclose(
+                values[f"{name}/norm"], float(value(state, name).double().norm()),
+                rel_tol=CLOSE, abs_tol=1e-9,
+            )
+        ]  # fmt: skip
+        if not bad:
+            s.counts.answers += 1
+            return
+        said = said or bad
+    raise DefectError(f"log {what}: norms of {said[:4]} are of no state there was")
 
 
 def optimizer(s: Session, rng: Random) -> str:
@@ -409,7 +547,10 @@ def listing(s: Session, rng: Random) -> str:
     rows = s.ask("params", lambda: s.mesh.params(buffers=True, timeout=CALL_S))
     found = {name: tuple(row.shape) for row in rows for name in row.names}
     wanted = {n: SHAPES[TIED.get(n, n)] for n in s.shown}
-    wanted |= {TRACE: SHAPES["traced.weight"], COUNT: ()}
+    wanted |= {TRACE: SHAPES["traced.weight"]}
+    if s.kind != "pipeline":
+        # Which has modules of the ranks alone, no module around them.
+        wanted[COUNT] = ()
     if found != wanted:
         raise DefectError(f"params: {set(found.items()) ^ set(wanted.items())}")
     table = s.ask("status", lambda: s.mesh.status(timeout=CALL_S))
@@ -481,5 +622,6 @@ READING: dict[Callable[[Session, Random], str], int] = {
     summon: 10, summon_slice: 3, unsettled: 4, stats: 5, optimizer: 5, view: 3, grads: 9,
     follow: 7, made_again: 6, open_stream: 4, next_frames: 8, close_stream: 2, diff: 5,
     diff_ahead: 2, updates: 4, spectrum: 2, replay: 4, download: 3, listing: 1, together: 5,
+    burst: 6, standing_in: 3, logged: 4,
 }  # fmt: skip
 """Operations, with how often they come."""

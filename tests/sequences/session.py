@@ -126,6 +126,8 @@ class Session:
         self.summoned: list[Summoned] = []
         self.captured: dict[str, int] = {}
         """The update of the last frame, by kind of subscription."""
+        self.log: Any = None
+        """What is logged into a tracker meanwhile (`reading.Log`)."""
         self.held_at: int | None = None
         self.struck_s = -1e9
         self.lives = 0
@@ -290,7 +292,14 @@ class Session:
         with suppress(ParamdError, RuntimeError, ValueError):
             self.streams.pop(name).frames.close()  # type: ignore[attr-defined]
 
+    def end_log(self) -> None:
+        """Ends what logs."""
+        if self.log is not None:
+            self.log.end()
+        self.log = None
+
     def _close(self) -> None:
+        self.end_log()
         if self.mesh is not None:
             with suppress(ParamdError, DefectError):
                 bounded(self.disconnect, patience_s(10))

@@ -146,8 +146,27 @@ def distributed(kind: str) -> tuple[nn.Module, DeviceMesh | None]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         _place(net, mesh, lambda _: [Replicate(), Replicate()])
         return net, mesh
+    if kind == "pipeline":
+        return Stage(net), None
     assert kind == "plain", kind
     return net, None
+
+
+class Stage(nn.Module):
+    """Every other module of the network, of one rank; those that are tied stay together."""
+
+    def __init__(self, net: Net) -> None:
+        super().__init__()
+        mine = [n for n, _ in net.named_children() if n != "head"][dist.get_rank() :: 2]
+        for name in ["head", *mine] if "embed" in mine else mine:
+            self.add_module(name, getattr(net, name))
+
+    def forward(self, step: int) -> torch.Tensor:
+        total = torch.zeros(())
+        for module in self.children():
+            for leaf in module if isinstance(module, nn.ModuleList) else [module]:
+                total = total + leaf(step)
+        return total
 
 
 def _fsdp1(net: Net, *, orig: bool) -> nn.Module:
@@ -226,8 +245,10 @@ class Training:
             self.optimizer.register_step_pre_hook(self.partial.sum)
 
     def attach(self, step: int | None) -> None:
+        apart = isinstance(self.model, Stage)
+        model = dict(self.model.named_children()) if apart else self.model
         self.attachment = paramd.attach(
-            self.model, self.optimizer, job="main", resume=self.given.resume, step=step
+            model, self.optimizer, job="main", resume=self.given.resume, step=step
         )
         self.attached += 1
         one = self.attachment

@@ -36,7 +36,7 @@ exec "$1" --user --log-target=console
 """
 """A user's manager where none has booted: it looks for the folder alone."""
 
-ROOTS_OWN = ("MemoryMax", "TasksMax", "LimitNOFILE")
+ROOTS_OWN = ("MemoryMax", "TasksMax", "LimitNOFILE", "LoadCredential")
 """Of the unit, what a user's manager may not promise; so is all from `DynamicUser` on."""
 
 
@@ -86,9 +86,9 @@ def unit_for_tests(state: Path, token: Path, port: int) -> str:
     install = rest[rest.index("[Install]") :]
     lines = [one for one in before.splitlines() if one.partition("=")[0] not in ROOTS_OWN]
     return (
-        "\n".join([*lines, install])
+        "\n".join([*lines, f"StandardError=append:{state}/control.log", install])
         .replace("/opt/paramd/bin/python", sys.executable)
-        .replace("/etc/paramd/token", str(token))
+        .replace("%d/token", str(token))
         .replace("%S/paramd", str(state))
         .replace("127.0.0.1:8470", f"127.0.0.1:{port}")
     )
@@ -154,10 +154,10 @@ def test_slurm_starts_a_killed_site_again_and_all_ranks_join_it(tmp_path: Path) 
 
         wait_until("the site has a token", is_served, timeout_s=100, told=lambda: logs(tmp_path))
         shown = node.run(["cat", str(token)]).stdout.strip()
-        command = ["--nodes=1", "--ntasks-per-node=2", "--overcommit"]
-        command += [str(ROOT / "deploy" / "slurm" / "srun.sbatch"), "python", *TRAIN]
         env = {"PARAMD_CONTROL": "http://127.0.0.1:8470", "PARAMD_TOKEN": shown}
-        job = slurm.submit(*command, env=env)
+        env["RANKS_PER_HOST"] = "2"
+        batch = str(ROOT / "deploy" / "slurm" / "torchrun.sbatch")
+        job = slurm.submit("--nodes=1", batch, *TRAIN, env=env)
         await_step(slurm, job, 10)
 
         def looked(what: str = "look") -> tuple[list[int], int]:

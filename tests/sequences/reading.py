@@ -18,9 +18,9 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file
 
-import paramd
 from paramd.errors import ConflictError, ParamdError
 from paramd.integrations.trackers import Following, Histogram, Tracker
+from paramd.mesh.connect import async_connect
 from paramd.mesh.frames.frames import ParamFrame
 from tests.sequences.model import (
     COUNT,
@@ -51,6 +51,8 @@ LANES: list[Literal["auto", "same-host", "stream", "grpc"]] = [
 ]
 SLICED = "wide.weight"
 CLOSE = 1e-5
+SILENT_S = 4.0
+"""Within this time a log of a training that goes on has two more looks."""
 BURST = 40
 """Reads of one burst."""
 WRITES = True
@@ -181,7 +183,7 @@ class Log(threading.Thread):
         self._loop.close()
 
     async def _log(self) -> None:
-        async with paramd.async_connect(job=JOB) as mesh:
+        async with async_connect(job=JOB) as mesh:
             following = Following(mesh, self._opened, ["*"])
             self._task = asyncio.current_task()
             await following.run(0.05)
@@ -216,7 +218,7 @@ def logged(s: Session, rng: Random) -> str:
         s.log.start()
     log, seen = s.log, len(s.log.rows)
     disturbed = s.disturbed
-    until_s = time.monotonic() + patience_s(CALL_S)
+    until_s = time.monotonic() + patience_s(SILENT_S if s.log.rows else CALL_S)
     while len(log.rows) < seen + 2 and log.is_alive() and time.monotonic() < until_s:
         time.sleep(0.02)
     rows, log.rows = log.rows, []

@@ -1,5 +1,10 @@
 """The arena: memory behind a descriptor, mapped into this process, and its mirrored form.
 
+In forked children shared memory becomes private, as fork promises: through a shared map, a child
+changing "its" parameters would change its parent's. So in the child every such map becomes
+copy-on-write at its old address. Pages the child has not written yet still show the parent's
+stores; a child that needs the values as of the fork must copy them.
+
 A mirrored arena (word MIRRORED) is a copy of parameters that stay in the trainer's own memory.
 It may serve a snapshot of boundary request MIRRORED_FOR only, whose state MIRRORED_STEP and
 MIRRORED_EDITS name; all bytes that request did not ask for date from earlier steps.
@@ -13,7 +18,10 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+import weakref
 from collections.abc import Iterable
+from typing import Protocol
 
 from paramd.memory.control_page import Word, Words
 
@@ -25,6 +33,15 @@ _NOTHING = 1 << _BITS | 1
 
 # madvise(2): fault all pages in for writing now (Linux 5.14).
 _MADV_POPULATE_WRITE = 23
+
+_MAP_FIXED = 0x10
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+)  # fmt: skip
 
 
 def is_mirror(words: Words) -> bool:
@@ -81,3 +98,42 @@ class HostArena:
     def close(self) -> None:
         self.buffer = memoryview(b"")
         self._map = None
+
+
+class Mapped(Protocol):
+    """A mapping whose descriptor stays open."""
+
+    @property
+    def descriptor(self) -> int: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def size_bytes(self) -> int: ...
+
+
+_mapped: weakref.WeakSet[Mapped] = weakref.WeakSet()
+
+
+def private_in_children(mapped: Mapped) -> None:
+    """Make this mapping copy-on-write in children forked from now on."""
+    _mapped.add(mapped)
+
+
+def _remap() -> None:
+    for mapped in list(_mapped):
+        if mapped.size_bytes == 0:
+            continue
+        found = _libc.mmap(
+            mapped.address,
+            mapped.size_bytes,
+            mmap.PROT_READ | mmap.PROT_WRITE,
+            mmap.MAP_PRIVATE | _MAP_FIXED,
+            mapped.descriptor,
+            0,
+        )
+        if found == _MAP_FAILED:
+            # Still shared: better kill the child than let it change its parent's parameters.
+            os._exit(70)
+
+
+os.register_at_fork(after_in_child=_remap)

@@ -39,9 +39,8 @@ from paramd.memory.descriptors import wake
 from paramd.memory.gate import TrainerGate
 from paramd.trainer import exit
 from paramd.trainer.boundary.agreement import Agreement, Request
-from paramd.trainer.boundary.backward import BackwardUpdate
 from paramd.trainer.boundary.hold import BoundaryHandler, Hold
-from paramd.trainer.boundary.signals import replaced_for_a_call, runs_inside_itself
+from paramd.trainer.boundary.signals import BackwardUpdate, replaced_for_a_call, runs_inside_itself
 from paramd.trainer.boundary.standins import CHANGED, StandIns
 
 if TYPE_CHECKING:

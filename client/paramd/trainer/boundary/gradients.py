@@ -38,7 +38,7 @@ from paramd.memory.gradient_program import (
 )
 from paramd.memory.handover import GRADIENT_SLOTS
 from paramd.trainer.boundary.signals import backward_id
-from paramd.trainer.home.devices import finish_copies
+from paramd.trainer.home.mirrored import finish_copies
 from paramd.trainer.home.moving import address
 from paramd.trainer.model.dtensor import is_dtensor, leaf_of, split
 from paramd.trainer.model.flatten import wait_for_gradient

@@ -6,6 +6,11 @@ that asked for them, so only agreed boundaries can serve reads (memory/arena.py)
 
 The arena has the geometry of the live memory: relative to its piece, every byte has the same
 offset in both. So an edit's views, and optimizer state, are found by adding.
+
+Copies from an accelerator go through torch's streams of any device: a side stream per device waits
+for the training's current stream, copies, and records one event; the host waits for those events
+only. CUDA and HIP can register memory that was made elsewhere; torch has no such call for other
+accelerators, whose copies therefore wait one by one.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,7 +32,6 @@ from paramd.memory.edit_program import Record
 from paramd.memory.gate import TrainerGate
 from paramd.trainer.home.buffers import BufferCopies
 from paramd.trainer.home.device import device_home
-from paramd.trainer.home.devices import DeviceCopies
 from paramd.trainer.home.moving import (
     Memory,
     Range,
@@ -250,3 +254,77 @@ def _live(pieces: Sequence[tuple[int, LocalShard]], record: Record) -> torch.Ten
     raise ConflictError(
         f"bytes [{record.arena_begin}, {record.arena_end}) of the arena are no parameter's"
     )
+
+
+class DeviceCopies:
+    """Copies into one arena. Training thread only."""
+
+    def __init__(self, address: int, size_bytes: int) -> None:
+        """Register the memory as pinned, if possible; it must stay mapped until `close`."""
+        self._address = address
+        self._streams: dict[torch.device, torch.Stream] = {}
+        self._events: dict[torch.device, torch.Event] = {}
+        self._pinned = size_bytes > 0 and _register(address, size_bytes)
+
+    def to_host(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Fill each target, in host memory, from its source on any device.
+
+        Ordered after everything the training has queued on its current streams.
+        """
+        used: dict[torch.device, torch.Stream] = {}
+        for target, source in zip(targets, sources, strict=True):
+            if source.device.type == "cpu":
+                target.copy_(source)
+                continue
+            stream = used.get(source.device)
+            if stream is None:
+                stream = used[source.device] = self._behind_training(source.device)
+            with stream:
+                # What "non-blocking" means for memory that is not pinned differs between backends.
+                target.copy_(source, non_blocking=self._pinned)
+        for device, stream in used.items():
+            self._events[device].record(stream)
+        for device in used:
+            self._events[device].synchronize()
+
+    def close(self) -> None:
+        """Unregister the memory. Idempotent."""
+        if self._pinned:
+            self._pinned = False
+            _runtime().cudaHostUnregister(self._address)
+
+    def _behind_training(self, device: torch.device) -> torch.Stream:
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = torch.Stream(device)
+            self._events[device] = torch.Event(device, blocking=True)
+        stream.wait_stream(torch.accelerator.current_stream(device))
+        return stream
+
+
+def finish_copies(devices: Sequence[torch.device]) -> None:
+    """Wait for everything queued on these devices' current streams."""
+    for device in devices:
+        torch.accelerator.current_stream(device).synchronize()
+
+
+def _register(address: int, size_bytes: int) -> bool:
+    """Register host memory with the accelerator's runtime, so that copies run at link speed."""
+    try:
+        found = _runtime().cudaHostRegister(address, size_bytes, 0)
+    except (AttributeError, RuntimeError, TypeError) as error:
+        found = error
+    if isinstance(found, Exception) or int(found) != 0:
+        log.warning(
+            "paramd: %s bytes of host memory could not be pinned (%s); copies from the device "
+            "take longer",
+            f"{size_bytes:,}",
+            found,
+        )
+        return False
+    return True
+
+
+def _runtime() -> Any:
+    """CUDA's runtime or HIP's; AttributeError where the accelerator has neither."""
+    return torch.get_device_module().cudart()

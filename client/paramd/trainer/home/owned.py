@@ -27,8 +27,7 @@ from torch import nn
 from paramd.errors import ConflictError, UsageError
 from paramd.layout.merge import LocalLayout, LocalTensor
 from paramd.layout.types import Piece, TensorKind
-from paramd.memory.arena import HostArena
-from paramd.memory.forking import private_in_children
+from paramd.memory.arena import HostArena, private_in_children
 from paramd.trainer.home.buffers import BufferCopies
 from paramd.trainer.home.moving import (
     Escaped,
@@ -51,7 +50,7 @@ from paramd.trainer.home.moving import (
 )
 from paramd.trainer.home.plan import ALIGN_BYTES, ArenaPlan, plan_arena
 from paramd.trainer.home.watch import Contents, Watch, Watched
-from paramd.trainer.model import accelerator, fsdp2
+from paramd.trainer.model import accelerator, fsdp
 from paramd.trainer.model.dtensor import split
 from paramd.trainer.model.local_shard import LocalShard
 from paramd.trainer.model.shards import find_shards
@@ -355,7 +354,7 @@ class ParameterStorage:
 
         The next forward would not see writes to the shards.
         """
-        return fsdp2.has_gathered(self._model.modules())
+        return fsdp.has_gathered(self._model.modules())
 
     def restore_buffers(self) -> None:
         """Give all persistent buffers what the arena has of them. Raises as `copy_buffers`."""

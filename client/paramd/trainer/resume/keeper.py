@@ -34,9 +34,8 @@ from paramd.memory.continuation import MAX_PAYLOAD_BYTES, RECORD, TABLE, KeptSlo
 from paramd.memory.control_page import ControlPage, Word, Words, step_of
 from paramd.memory.descriptors import SparseMemory
 from paramd.trainer.home.owned import ParameterStorage
-from paramd.trainer.resume.codec import decode, encode
+from paramd.trainer.resume.codec import decode, encode, random_state, set_random_state
 from paramd.trainer.resume.optimizer_home import OptimizerHome
-from paramd.trainer.resume.random_state import random_state, set_random_state
 
 log = logging.getLogger("paramd")
 

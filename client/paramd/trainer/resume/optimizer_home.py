@@ -162,10 +162,12 @@ class OptimizerHome:
         return [self._expected[i] for i in self._others]
 
     def adopt(self, table: dict[str, Any], others: Sequence[Any]) -> None:
-        """Give the optimizers the state that a predecessor left in this memory.
+        """Give the optimizers the state that is in this memory: a predecessor left it, or a
+        rollback has replaced its bytes.
 
         The optimizers must have the table's signature.
         """
+        self._lodged.clear()
         for places, used_bytes in zip(self.places, table["used_bytes"], strict=True):
             places.begin_again(used_bytes)
         params = [_params(optimizer) for optimizer in self.alive()]
@@ -186,11 +188,6 @@ class OptimizerHome:
             optimizer.state[param][key] = value
         self._tell()
         self._remember()
-
-    def adopt_again(self, table: dict[str, Any], others: Sequence[Any]) -> None:
-        """As `adopt`, when the bytes of this memory were replaced while training runs."""
-        self._lodged.clear()
-        self.adopt(table, others)
 
     def move_out(self) -> None:
         """Give every tensor private memory again. Idempotent."""

@@ -12,8 +12,8 @@ from typing import Protocol
 
 import torch
 
+from paramd.memory.arena import private_in_children
 from paramd.memory.descriptors import SparseMemory, pages
-from paramd.memory.forking import private_in_children
 from paramd.trainer.home.moving import Memory, bytes_at
 
 

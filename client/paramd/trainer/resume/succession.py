@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import logging
-import mmap
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -26,28 +25,30 @@ import torch
 import torch.distributed as dist
 
 from paramd.errors import ConflictError, ParamdError, UnreachableError
-from paramd.memory import handover, left
+from paramd.memory import handover
 from paramd.memory.arena import HostArena
-from paramd.memory.continuation import read_pair
+from paramd.memory.continuation import CHECK_S, check_left, read_pair
+from paramd.memory.control_page import Word, Words
 from paramd.memory.descriptors import SparseMemory, close_all, pages
 from paramd.memory.handover import Allocation, Survived, continuation_bytes
 from paramd.trainer.home.device import DeviceMemory, DeviceState
 from paramd.trainer.home.moving import bytes_at
 from paramd.trainer.resume.choice import OVER_AN_EXPORT, Choice, How, Mark, RankOffer, choose
-from paramd.trainer.resume.codec import decode
+from paramd.trainer.resume.codec import decode, set_random_state
 from paramd.trainer.resume.copies import (
     OWN,
     Copies,
     Damaged,
     digest_of,
     left_behind,
+    mapped,
     marks_of,
+    sizes_of,
     ways,
     with_copies,
 )
 from paramd.trainer.resume.keeper import Keeper, read_record
 from paramd.trainer.resume.optimizer_home import OptimizerHome, signature, signature_difference
-from paramd.trainer.resume.random_state import set_random_state
 
 log = logging.getLogger("paramd")
 
@@ -84,7 +85,7 @@ class _State:
     digest: int = 0
     """Of a snapshot: XXH3 of its bytes; 0 unknown."""
     digests: tuple[int, ...] = ()
-    """Of a live state: those of its pieces (memory/left.py); none if they are not known."""
+    """Of a live state: those of its pieces (memory/continuation.py); none if they are not known."""
 
 
 class Succession:
@@ -163,7 +164,7 @@ class Succession:
                 why_not = str(error)
         for label, descriptor in zip(offer["snapshots"], fds, strict=True):
             with suppress(ParamdError, ValueError, OSError):
-                self._snapshots += _read_snapshot(label, descriptor)
+                self._snapshots += _snapshots_in(mapped(descriptor, sum(sizes_of(label))), label)
         return RankOffer(
             refusal=self._refusal(offer),
             step=max(int(offer["step"]), int(offer["reached"])),
@@ -236,7 +237,7 @@ class Succession:
                 state.mark.step,
             )
             return False
-        found = left.check(state.parts, state.digests)
+        found = check_left(state.parts, state.digests)
         if found.piece_count < found.of_count:
             log.info(
                 "paramd: rank %d: %d of %d pieces of step %d were checked in %.0f s",
@@ -244,7 +245,7 @@ class Succession:
                 found.piece_count,
                 found.of_count,
                 state.mark.step,
-                left.CHECK_S,
+                CHECK_S,
             )
         return found.damaged
 
@@ -271,20 +272,13 @@ class Succession:
         """The last step that is known to have been made, when a fresh start was chosen."""
         return self._choice.lost_steps if self._choice is not None else 0
 
-    @property
-    def edits_before(self) -> int:
-        """Edits applied in this history so far."""
-        return self._chosen.mark.edits if self._chosen is not None else 0
-
-    @property
-    def common_step(self) -> int:
-        """Step of the newest standing snapshot that all ranks have; 0 none."""
-        return self._choice.common_step if self._choice is not None else 0
-
-    @property
-    def used_bytes(self) -> tuple[int, int]:
-        """Bytes of optimizer state in host memory, and on the device."""
-        return _used_bytes(self._chosen.table) if self._chosen is not None else (0, 0)
+    def introduce(self, words: Words) -> None:
+        """Tell the page what came with the state that was chosen, if one was."""
+        state, choice = self._chosen, self._choice
+        if state is not None and choice is not None:
+            words[Word.EDITS_BEFORE] = state.mark.edits
+            words[Word.OPTIMIZER_BYTES], words[Word.STATE_BYTES] = _used_bytes(state.table)
+            words[Word.STANDING_MADE] = words[Word.STANDING_COMMON] = choice.common_step
 
     def said(self) -> str:
         """One line for the log: what was chosen, what is lost, and why."""
@@ -372,7 +366,7 @@ class Succession:
 
     def _read_live(self, offer: dict[str, Any], continuation: int, mark: Mark) -> str:
         """Read the live state's record and table; return why it cannot be used."""
-        memory = _mapped(continuation, continuation_bytes())
+        memory = mapped(continuation, continuation_bytes())
         pair = read_pair(memory)
         record = read_record(pair[0]) if pair is not None else {"step": -1}
         if pair is None or record["step"] != mark.step:
@@ -389,7 +383,7 @@ class Succession:
             record,
             decode(pair[1]),
             parts=tuple(
-                _mapped(descriptor, size)
+                mapped(descriptor, size)
                 for descriptor, size in zip(self._descriptors[on:2], sizes[on:], strict=True)
                 if size
             ),
@@ -512,18 +506,9 @@ def new_lineage() -> int:
     return secrets.randbits(62) | 1
 
 
-def _read_snapshot(label: dict[str, Any], descriptor: int) -> list[_State]:
-    return _snapshots_in(_mapped(descriptor, sum(_sizes(label))), label)
-
-
-def _sizes(label: Mapping[str, Any]) -> list[int]:
-    names = ("arena_bytes", "optimizer_bytes", "record_bytes", "table_bytes")
-    return [int(label[name]) for name in names]
-
-
 def _snapshots_in(memory: memoryview, label: Mapping[str, Any]) -> list[_State]:
     """A snapshot, as a state of each history that it belongs to."""
-    sizes = _sizes(label)
+    sizes = sizes_of(label)
     begin = sizes[0] + sizes[1]
     record = read_record(bytes(memory[begin : begin + sizes[2]]))
     table = decode(bytes(memory[begin + sizes[2] : sum(sizes)]))
@@ -539,11 +524,6 @@ def _snapshots_in(memory: memoryview, label: Mapping[str, Any]) -> list[_State]:
         )
         for mark in marks_of(label)
     ]
-
-
-def _mapped(descriptor: int, size_bytes: int) -> memoryview:
-    # Goes with its last view. Copy-on-write, since torch takes no read-only memory.
-    return memoryview(mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_PRIVATE))[:size_bytes]
 
 
 def _used_bytes(table: dict[str, Any]) -> tuple[int, int]:

@@ -2,8 +2,7 @@
 
 One call, in order, and the file of each part:
 
-    summon.py     the context manager
-    call.py       one call, step by step
+    summon.py     the context manager, and one call, step by step
     guards.py     its arguments; may this rank summon now?
     meeting.py    which ranks take part, what each holds; do all arrive, asking the same?
     gradients.py  the same for gradients

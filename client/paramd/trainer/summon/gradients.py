@@ -11,7 +11,7 @@ from torch import nn
 
 from paramd.errors import ConflictError
 from paramd.layout.types import TensorKind
-from paramd.trainer.model import dtensor, fsdp1, plain
+from paramd.trainer.model import dtensor, fsdp, plain
 from paramd.trainer.model.dtensor import leaf_of
 from paramd.trainer.model.flatten import wait_for_gradient
 from paramd.trainer.model.local_shard import LocalShard, dtype_name
@@ -144,7 +144,7 @@ def _flat_shards(holding: LocalParam, handle: Any, index: int) -> Iterator[Local
     local = _flat_gradient(handle, index)
     if local is None:
         return
-    for region, view in fsdp1.regions_of(handle.flat_param, index, local):
+    for region, view in fsdp.regions_of(handle.flat_param, index, local):
         shard = holding.shards[0]
         yield LocalShard(
             fqn=shard.fqn,

@@ -23,8 +23,8 @@ from torch.distributed import distributed_c10d
 
 from paramd.errors import AbortedError, ConflictError, DeadlineError, ParamdError
 from paramd.layout.types import TensorKind
-from paramd.trainer.model import fsdp1, fsdp2, partitions
-from paramd.trainer.model.local_shard import LocalShard, loaded_class, walk
+from paramd.trainer.model import fsdp, partitions
+from paramd.trainer.model.local_shard import LocalShard, walk
 from paramd.trainer.model.shards import find_tensors
 from paramd.trainer.summon.wire import Wire
 from paramd.trainer.summon.wrappers import FlatParameters, ShardedParameters
@@ -83,7 +83,7 @@ def find_holdings(module: nn.Module, *, recurse: bool) -> list[LocalParam]:
 
 def _managed_below(module: nn.Module) -> set[object]:
     modules = [inner for _, inner in walk(module)]
-    root = next((inner for inner in modules if is_fsdp(inner)), None)
+    root = next((inner for inner in modules if fsdp.is_fsdp(inner)), None)
     own = root if root is not None and _wraps(module, root) else None
     mine = _keys([own]) if own is not None else set()
     return _keys([inner for inner in modules if inner is not own]) - mine
@@ -96,21 +96,8 @@ def _wraps(module: nn.Module, inner: nn.Module) -> bool:
 
 
 def _keys(modules: Sequence[nn.Module]) -> set[object]:
-    managed = fsdp1.managed(modules) | fsdp2.managed(modules)
+    managed = fsdp.managed(modules)
     return {entry.key for names in managed.values() for entry in names.values()}
-
-
-def is_fsdp(module: nn.Module) -> bool:
-    """Whether it is a FullyShardedDataParallel or `fully_shard` module."""
-    return any(
-        cls is not None and isinstance(module, cls)
-        for cls in (
-            loaded_class(
-                "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"
-            ),
-            loaded_class("torch.distributed.fsdp._fully_shard._fully_shard", "FSDPModule"),
-        )
-    )
 
 
 def digest(holdings: Sequence[LocalParam]) -> str:
@@ -123,37 +110,29 @@ _groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
 """Process groups created for parties smaller than the world."""
 
 
-@dataclass(frozen=True, slots=True)
-class Participants:
-    """The ranks of a call, ascending, this one included."""
+def find_party(flat: FlatParameters, sharded: ShardedParameters) -> tuple[int, ...]:
+    """The ranks of a call, ascending, this one included.
 
-    ranks: tuple[int, ...]
-
-    def wire(self, devices: Sequence[torch.device]) -> Wire:
-        """The wire between them, for tensors on these devices. Collective on first use."""
-        if len(self.ranks) == 1:
-            return Wire(ranks=self.ranks, index=0, group=None, device=torch.device("cpu"))
-        group = _group_of(self.ranks)
-        return Wire(
-            ranks=self.ranks,
-            index=self.ranks.index(dist.get_rank()),
-            group=group,
-            device=_wire_device(group, devices),
-        )
-
-
-def find_party(flat: FlatParameters, sharded: ShardedParameters) -> Participants:
-    """All ranks, or those of the FSDP modules if these all span the same subset.
-
-    So each pipeline stage, a model of its own, can be summoned separately.
+    All ranks, or those of the FSDP modules if these all span the same subset. So each pipeline
+    stage, a model of its own, can be summoned separately.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        return Participants((0,))
+        return (0,)
     parties = flat.parties() | sharded.parties()
-    if len(parties) == 1:
-        (ranks,) = parties
-        return Participants(ranks)
-    return Participants(tuple(range(dist.get_world_size())))
+    return parties.pop() if len(parties) == 1 else tuple(range(dist.get_world_size()))
+
+
+def wire_of(ranks: tuple[int, ...], devices: Sequence[torch.device]) -> Wire:
+    """The wire between them, for tensors on these devices. Collective on first use."""
+    if len(ranks) == 1:
+        return Wire(world_size=1, index=0, group=None, device=torch.device("cpu"))
+    group = _group_of(ranks)
+    return Wire(
+        world_size=len(ranks),
+        index=ranks.index(dist.get_rank()),
+        group=group,
+        device=_wire_device(group, devices),
+    )
 
 
 def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:

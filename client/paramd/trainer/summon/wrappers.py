@@ -15,10 +15,12 @@ import torch.distributed as dist
 from torch import nn
 
 from paramd.errors import ConflictError
-from paramd.trainer.model.local_shard import loaded_class
+from paramd.trainer.model import fsdp
+from paramd.trainer.model.local_shard import of_class
 
 Place = tuple[nn.Module, str]
 
+_DDP = ("torch.nn.parallel.distributed", "DistributedDataParallel")
 _BETWEEN_STEPS = "call summon_full_params between two steps"
 
 
@@ -26,23 +28,12 @@ class FlatParameters:
     """The FSDP1 modules under a module, and their flat parameters."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        cls = loaded_class(
-            "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"
-        )
-        self.states: list[Any] = [m for m in modules if cls is not None and isinstance(m, cls)]
-        self._places: dict[tuple[int, str], tuple[Any, int]] = {}
-        for state in self.states:
-            if state._handle is not None:
-                self._note(state._handle)
-
-    def _note(self, handle: Any) -> None:
-        places = self._places
-        for index, info in enumerate(handle.flat_param._param_infos):
-            places[id(info.module), info.param_name] = (handle, index)
-        for info in handle.flat_param._shared_param_infos:
-            places[id(info.module), info.param_name] = places[
-                id(info.prim_module), info.prim_param_name
-            ]
+        self.states = fsdp.flat_modules(modules)
+        self._places: dict[tuple[int, str], tuple[Any, int]] = {
+            (id(module), name): (state._handle, index)
+            for state in self.states
+            for module, name, index in fsdp.flat_places(state._handle)
+        }
 
     def place(self, module: nn.Module, name: str) -> tuple[Any, int] | None:
         """The handle managing this parameter, and its index there."""
@@ -146,21 +137,14 @@ class ShardedParameters:
     """The modules made by `fully_shard` under a module, and their parameters."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        cls = loaded_class("torch.distributed.fsdp._fully_shard._fully_shard", "FSDPModule")
-        states: dict[int, Any] = {}
-        for module in modules:
-            if cls is not None and isinstance(module, cls):
-                fsdp_module: Any = module
-                state = fsdp_module._get_fsdp_state()
-                states[id(state)] = state
-        self._states = list(states.values())
-        self._groups = [group for state in self._states for group in _groups_of(state)]
-        self._params: dict[tuple[int, str], Any] = {}
-        for fsdp_param in (p for group in self._groups for p in group.fsdp_params):
-            info = fsdp_param._module_info
-            self._params[id(info.module), info.param_name] = fsdp_param
-            for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
-                self._params[id(module), name] = fsdp_param
+        self._states = fsdp.sharded_states(modules)
+        self._groups = [group for state in self._states for group in fsdp.groups_of(state)]
+        self._params: dict[tuple[int, str], Any] = {
+            (id(module), name): fsdp_param
+            for group in self._groups
+            for fsdp_param in group.fsdp_params
+            for module, name in fsdp.sharded_places(fsdp_param)
+        }
 
     def find(self, module: nn.Module, name: str) -> Any | None:
         """FSDP's record of this parameter, if any."""
@@ -193,32 +177,13 @@ class ShardedParameters:
                     group.wait_for_unshard()
 
 
-def _groups_of(state: Any) -> list[Any]:
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        # Before torch 2.12 a state had at most one group.
-        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-    return list(groups)
-
-
 @contextmanager
 def forwards_refused(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Make forwards of FSDP and DDP modules raise: they would use what is swapped out."""
     removers: list[Callable[[], None]] = []
-    kinds = tuple(
-        cls
-        for cls in (
-            loaded_class(
-                "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"
-            ),
-            loaded_class("torch.distributed.fsdp._fully_shard._fully_shard", "FSDPModule"),
-            loaded_class("torch.nn.parallel.distributed", "DistributedDataParallel"),
-        )
-        if cls is not None
-    )
     try:
         for module in modules:
-            if isinstance(module, kinds):
+            if fsdp.is_fsdp(module) or of_class(module, *_DDP):
                 handle = module.register_forward_pre_hook(_refuse, prepend=True)
                 removers.append(handle.remove)
         yield

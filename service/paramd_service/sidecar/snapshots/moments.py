@@ -21,7 +21,7 @@ from paramd.memory.control_page import Word
 from paramd.memory.descriptors import SparseMemory
 from paramd.memory.device_arena import STATE_BASE
 from paramd.memory.gate import CopySpan, LateError
-from paramd.memory.moments_table import TABLE_BYTES, pack_table, table_text
+from paramd.memory.optimizer_state import TABLE_BYTES, pack_table, table_text
 from paramd.memory.optimizer_state import (
     DEVICE_PLACES,
     OptimizerState,

@@ -29,7 +29,7 @@ from paramd.memory.descriptors import SparseMemory
 from paramd.memory.device_arena import STATE_BASE
 from paramd.memory.device_driver import DeviceError
 from paramd.memory.gate import CopyEnd, CopySpan, copy_at_one_step
-from paramd.memory.left import digests_of
+from paramd.memory.continuation import digests_of
 from paramd_service.sidecar.log import Log
 from paramd_service.sidecar.owner import AttachedMemory
 from paramd_service.sidecar.snapshots.store import Block, BlockMaker

@@ -85,6 +85,7 @@ class Stages(Discovering):
             _fail_open(self._sidecar.open)
             self._pass("opened")
             self._sidecar.own_descriptors()
+            there = self._site if self._site is not None else self._control
             return {
                 "peer": {
                     "rank": identity.rank,
@@ -92,8 +93,8 @@ class Stages(Discovering):
                     "socket_path": str(path),
                     "host_id": places.host_id(),
                 },
-                "control_address": self._control_address(),
-                "url": self._control_url(),
+                "control_address": there.control_address if there is not None else "",
+                "url": there.url if there is not None else "",
                 "exports": self._control.exports if self._control is not None else [],
             }
 
@@ -285,16 +286,6 @@ class Stages(Discovering):
             # Last: from now on the memory can be resumed.
             words[Word.LINEAGE] = self._lineage[1]
 
-    def _control_address(self) -> str:
-        if self._site is not None:
-            return self._site.control_address
-        return self._control.grpc_address if self._control is not None else ""
-
-    def _control_url(self) -> str:
-        if self._site is not None:
-            return self._site.url
-        return self._control.url if self._control is not None else ""
-
     @property
     def _resumed(self) -> Resumed | None:
         """How this training is resumed."""
@@ -383,20 +374,26 @@ class Stages(Discovering):
         editor = Editor(
             page, arena, edits, at_point=self._at_point, mirror=mirror, finish=home.finish
         )
+        changes = changes_in_forward(model)
+        if changes:
+            log.warning(
+                "paramd: %s: parameters are read at boundaries alone, while training waits within "
+                "its stall budget (PARAMD_STALL_BUDGET_MS)",
+                changes,
+            )
         boundary = Boundary(
             page,
             shared.wake,
             home,
             agreement,
             editor=editor,
-            copy_buffers=home.copy_buffers,
             copy_state=record.copy_for if record is not None else lambda _: None,
             hold_cap_s=cap_s(collective_timeout_s()),
             stall_budget_ns=round(self._settings.stall_budget_ms * 1e6),
             mirror=mirror,
             order=home.device.publish if home.device is not None else None,
             settles=record.settle if record is not None else lambda _: None,
-            always_strict=self._warned(changes_in_forward(model)),
+            always_strict=changes,
             after_edit=partial(partitions.refresh, model),
         )
         return Attachment(
@@ -425,16 +422,6 @@ class Stages(Discovering):
             control=self._control,
             url=self._url,
         )
-
-    @staticmethod
-    def _warned(changes: str) -> str:
-        if changes:
-            log.warning(
-                "paramd: %s: parameters are read at boundaries alone, while training waits within "
-                "its stall budget (PARAMD_STALL_BUDGET_MS)",
-                changes,
-            )
-        return changes
 
 
 def _why_not(answers: Sequence[Answer]) -> str:

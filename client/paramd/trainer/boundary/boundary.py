@@ -109,7 +109,6 @@ class Boundary:
         agreement: Agreement,
         *,
         editor: Editor,
-        copy_buffers: Callable[[], None],
         copy_state: Callable[[Request], None] = lambda _: None,
         settles: Callable[[int], None] = lambda _: None,
         hold_cap_s: float,
@@ -139,13 +138,12 @@ class Boundary:
             page,
             agreement,
             self._gate,
+            home=home,
             hold=Hold(page.words, cap_s=hold_cap_s, clock_ns=time.monotonic_ns),
             editor=editor,
-            copy_buffers=copy_buffers,
             copy_state=copy_state,
             answer=self._answer,
             mirror=mirror,
-            gathered=home.gathered,
             after_edit=after_edit,
         )
         self._standing = StandIns(page, self._gate, self._digest, self._say)

@@ -28,21 +28,29 @@ from paramd.layout.types import joined
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import ControlPage, Refusal, Word
 from paramd.memory.descriptors import SparseMemory
-from paramd.memory.edit_note import Note, NoteKind, read_note, write_answer
 from paramd.memory.edit_program import (
     ANY_STEP,
     NO_DATA,
+    Note,
+    NoteKind,
     Record,
     note_of,
     parse_program,
+    read_note,
     record_count,
     wanted_step,
+    write_answer,
 )
 from paramd.memory.gate import TrainerGate
 from paramd.tensors.edit_ops import Views, run
 from paramd.trainer.boundary.agreement import Request, refuse
-from paramd.trainer.boundary.hyperparameters import HyperparameterChange
-from paramd.trainer.boundary.moments import Owned, find_owned, owner_of, zero_moments
+from paramd.trainer.boundary.optimizers import (
+    HyperparameterChange,
+    Owned,
+    find_owned,
+    owner_of,
+    zero_moments,
+)
 from paramd.trainer.home.device import DeviceMemory
 from paramd.trainer.home.mirrored import MirroredHome
 

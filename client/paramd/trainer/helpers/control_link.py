@@ -45,7 +45,8 @@ class ControlLink:
         self._listen = ""
         self._grpc_listen = ""
         self.url = ""
-        self.grpc_address = ""
+        self.control_address = ""
+        """gRPC target of it, which sidecars join."""
         self.exports: list[dict[str, Any]] = []
         """The last whole exports of this job, newest first (resume/exported.py)."""
 
@@ -86,7 +87,7 @@ class ControlLink:
         arguments = ["--job", identity.job, "--listen", self._wanted_listen()]
         if own is not None:
             arguments += ["--advertise", own.name]
-        if self.grpc_address:
+        if self.control_address:
             arguments += ["--grpc-listen", self._grpc_listen]
         secrets = {
             "job": identity.job,
@@ -109,7 +110,7 @@ class ControlLink:
         if ready is None:
             end(self._process, grace_s=0.0)
             raise UnreachableError(f"the control plane did not start; see {log_path}")
-        self.url, self.grpc_address = ready["url"], ready["grpc_address"]
+        self.url, self.control_address = ready["url"], ready["grpc_address"]
         self._listen, self._grpc_listen = ready["listen"], ready["grpc_listen"]
         self.exports = ready["exports"]
         return descriptors.pidfd(self._process.pid)

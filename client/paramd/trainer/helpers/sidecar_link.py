@@ -50,10 +50,6 @@ class OwnTls:
         """An address to listen on."""
         return f"[{self.ip}]:{port}" if ":" in self.ip else f"{self.ip}:{port}"
 
-    def is_at(self, address: str) -> bool:
-        """Whether a sidecar at `address` serves as this rank's is to."""
-        return is_of_job(address) and host_of(address) == self.name
-
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
@@ -167,8 +163,7 @@ class SidecarLink:
         """Send the sidecar its mesh and layout; from now on one is always kept alive."""
         self._mesh = (mesh, layout)
         try:
-            self._send_mesh()
-            pidfd = self._pidfd()
+            pidfd = self._send_mesh()
         except (ParamdError, OSError, EOFError):
             pidfd = None
         self._supervisor.start(pidfd)
@@ -189,7 +184,10 @@ class SidecarLink:
             with contextlib.suppress(OSError):
                 handover.send(self._connection, {"op": "detach"})
             if self._process is None:
-                _await_end(self._connection, timeout_s=5.0)
+                # It closes its end when it leaves.
+                self._connection.settimeout(5.0)
+                with contextlib.suppress(OSError, EOFError, UsageError):
+                    handover.receive(self._connection)
         self._disconnect()
         self._reap(grace_s=5.0)
         self.insight.close()
@@ -210,8 +208,7 @@ class SidecarLink:
             self._disconnect()
             self._reap(grace_s=0.0)
             self._attach(self._reach())
-            self._send_mesh()
-            return self._pidfd()
+            return self._send_mesh()
 
     def _reach(self) -> socket.socket:
         with contextlib.suppress(UnreachableError):
@@ -274,7 +271,9 @@ class SidecarLink:
         handover.send(connection, {"op": "where"})
         answer, _ = _answer(connection, "where")
         own, address = self._identity.own_tls, str(answer["address"])
-        return own.is_at(address) if own is not None else not is_of_job(address)
+        if own is None:
+            return not is_of_job(address)
+        return is_of_job(address) and host_of(address) == own.name
 
     def _send_away(self, connection: socket.socket) -> None:
         """Have a sidecar leave, and wait until it has. Raises ConflictError if it may not."""
@@ -358,7 +357,8 @@ class SidecarLink:
             close_all(fds)
             raise ConflictError(f"the sidecar handed over unusable descriptors: {error}") from error
 
-    def _send_mesh(self) -> None:
+    def _send_mesh(self) -> int:
+        """Send mesh and layout, and open the line; return a pidfd of the sidecar."""
         assert self._mesh is not None
         if self._connection is None:
             raise UnreachableError("no sidecar is connected")
@@ -370,18 +370,12 @@ class SidecarLink:
         finally:
             os.close(memory)
         _answer(self._connection, "serving")
-        self._send_line(self._connection)
-
-    def _send_line(self, connection: socket.socket) -> None:
         message, handed = self.insight.open_line()
         try:
-            handover.send(connection, message, handed)
+            handover.send(self._connection, message, handed)
         finally:
             close_all(handed)
-        _answer(connection, "insight")
-
-    def _pidfd(self) -> int:
-        assert self._connection is not None
+        _answer(self._connection, "insight")
         return _pidfd_of_peer(self._connection)
 
     def _reap(self, *, grace_s: float) -> None:
@@ -417,13 +411,6 @@ def _ended(host: socket.socket) -> int | None:
         return int(_answer(host, "ended")[0]["code"])
     except (EOFError, OSError):
         return -1
-
-
-def _await_end(connection: socket.socket, *, timeout_s: float) -> None:
-    """Wait until a sidecar that leaves closes its end."""
-    connection.settimeout(timeout_s)
-    with contextlib.suppress(OSError, EOFError, UsageError):
-        handover.receive(connection)
 
 
 def _answer(connection: socket.socket, expected: str) -> tuple[handover.Message, list[int]]:

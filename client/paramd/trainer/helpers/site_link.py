@@ -26,6 +26,12 @@ TIMEOUT_S = 10.0
 """Longest wait for the control plane at attach, in seconds."""
 
 MAX_TOKEN_BYTES = 4096
+_REFUSALS: dict[int, type[ParamdError]] = {
+    401: DeniedError,
+    403: DeniedError,
+    409: ConflictError,
+    422: UsageError,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,12 +162,5 @@ def _refusal(url: str, answer: httpx2.Response) -> ParamdError:
         text = str(answer.json()["detail"])
     except (ValueError, KeyError, TypeError):
         text = f"HTTP {answer.status_code}"
-    status = answer.status_code
-    if status in (401, 403):
-        return DeniedError(f"{url}: {text}")
-    if status == 409:
-        return ConflictError(f"{url}: {text}")
-    if status == 422:
-        return UsageError(f"{url}: {text}")
     # The control plane's own failures must not keep a training from starting.
-    return UnreachableError(f"{url}: {text}")
+    return _REFUSALS.get(answer.status_code, UnreachableError)(f"{url}: {text}")

@@ -162,7 +162,7 @@ def random_state() -> dict[str, Any]:
     """
     version, words, gauss = random.getstate()
     found: dict[str, Any] = {
-        "python": [version, _packed(words), gauss],
+        "python": [version, array("I", words).tobytes(), gauss],
         "torch": torch.get_rng_state(),
     }
     numpy = sys.modules.get("numpy")
@@ -178,7 +178,7 @@ def random_state() -> dict[str, Any]:
 def set_random_state(found: dict[str, Any]) -> None:
     """Continue as they were when `random_state` was taken."""
     version, words, gauss = found["python"]
-    random.setstate((version, _unpacked(words), gauss))
+    random.setstate((version, tuple(array("I", words)), gauss))
     if "numpy" in found:
         import numpy
 
@@ -188,11 +188,3 @@ def set_random_state(found: dict[str, Any]) -> None:
         states = found[kind][: torch.accelerator.device_count()]
         torch.get_device_module(kind).set_rng_state_all(states)
     torch.set_rng_state(found["torch"])
-
-
-def _packed(words: tuple[int, ...]) -> bytes:
-    return array("I", words).tobytes()
-
-
-def _unpacked(data: bytes) -> tuple[int, ...]:
-    return tuple(array("I", data))

@@ -119,7 +119,8 @@ class Keeper:
             copies: how far all ranks' copies on other hosts are (Agreement.copies); None
                 without copies.
         """
-        self._memory = memory
+        self.memory = memory
+        """Where records and tables are."""
         self._words = page.words
         self._home = home
         self._state = state
@@ -228,11 +229,6 @@ class Keeper:
             self._give_up(error)
         self._note_cost(begin_ns)
 
-    @property
-    def memory(self) -> SparseMemory:
-        """Where records and tables are."""
-        return self._memory
-
     def groups_changed(self) -> None:
         """An edit has set hyper-parameters: the record of this step has to have them."""
         if self._why or self._written.get("step") != self._words[Word.STEP]:
@@ -275,7 +271,7 @@ class Keeper:
         """Release the memory and the kept objects."""
         self._why = "detached"
         self._keep, self._loaders, self._parts = {}, {}, {}
-        self._memory.close()
+        self.memory.close()
 
     def _continue_random(self) -> None:
         """At the first forward, draw on as the predecessor did at its own."""

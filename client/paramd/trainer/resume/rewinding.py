@@ -22,13 +22,14 @@ from paramd.memory.arena import HostArena
 from paramd.memory.continuation import read_pair
 from paramd.memory.control_page import NEVER_REWINDABLE, ControlPage, Word
 from paramd.memory.descriptors import SparseMemory, pages
-from paramd.memory.edit_note import Kept, Note, branch_of, write_payload
+from paramd.memory.edit_program import Kept, Note, branch_of, write_payload
 from paramd.trainer.home.device import DeviceMemory
 from paramd.trainer.home.moving import Memory, bytes_at
 from paramd.trainer.home.owned import ParameterStorage
+from paramd.trainer.resume.choice import signature_difference
 from paramd.trainer.resume.codec import decode, set_random_state
 from paramd.trainer.resume.keeper import Keeper, read_record
-from paramd.trainer.resume.optimizer_home import OptimizerHome, signature, signature_difference
+from paramd.trainer.resume.optimizer_home import OptimizerHome, signature
 from paramd.trainer.resume.succession import give_back, keep_difference
 
 SWAP_BYTES = 4 << 20
@@ -147,7 +148,6 @@ class Rollback:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """What it touches of the edit memory."""
         arena = self._arena_begin
         parts = [
             (self._note.begin, self._note.begin + self._note.capacity),

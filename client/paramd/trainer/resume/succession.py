@@ -33,7 +33,15 @@ from paramd.memory.descriptors import SparseMemory, close_all, pages
 from paramd.memory.handover import Allocation, Survived, continuation_bytes
 from paramd.trainer.home.device import DeviceMemory, DeviceState
 from paramd.trainer.home.moving import bytes_at
-from paramd.trainer.resume.choice import OVER_AN_EXPORT, Choice, How, Mark, RankOffer, choose
+from paramd.trainer.resume.choice import (
+    OVER_AN_EXPORT,
+    Choice,
+    How,
+    Mark,
+    RankOffer,
+    choose,
+    signature_difference,
+)
 from paramd.trainer.resume.codec import decode, set_random_state
 from paramd.trainer.resume.copies import (
     OWN,
@@ -48,7 +56,7 @@ from paramd.trainer.resume.copies import (
     with_copies,
 )
 from paramd.trainer.resume.keeper import Keeper, read_record
-from paramd.trainer.resume.optimizer_home import OptimizerHome, signature, signature_difference
+from paramd.trainer.resume.optimizer_home import OptimizerHome, signature
 
 log = logging.getLogger("paramd")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -145,17 +145,8 @@ def _flat_shards(holding: LocalParam, handle: Any, index: int) -> Iterator[Local
     if local is None:
         return
     for region, view in fsdp.regions_of(handle.flat_param, index, local):
-        shard = holding.shards[0]
-        yield LocalShard(
-            fqn=shard.fqn,
-            aliases=shard.aliases,
-            dtype=dtype_name(view.dtype),
-            shape=shard.shape,
-            kind=shard.kind,
-            placement=shard.placement,
-            region=region,
-            tensor=view,
-            slot=shard.slot,
+        yield replace(
+            holding.shards[0], dtype=dtype_name(view.dtype), region=region, tensor=view, holders=()
         )
 
 

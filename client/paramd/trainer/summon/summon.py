@@ -14,19 +14,11 @@ from paramd.errors import ParamdError, UsageError
 from paramd.trainer import exit
 from paramd.trainer.attaching.attachment import attached
 from paramd.trainer.model.local_shard import LocalShard
-from paramd.trainer.summon import guards
+from paramd.trainer.summon import guards, meeting
 from paramd.trainer.summon.full import FullTensors, Local, Swap
 from paramd.trainer.summon.gradients import GradientHolding, check_gradients, find_gradient
 from paramd.trainer.summon.guards import Arguments, timeout_from
-from paramd.trainer.summon.meeting import (
-    LocalParam,
-    Proposal,
-    Rendezvous,
-    digest,
-    find_holdings,
-    find_party,
-    wire_of,
-)
+from paramd.trainer.summon.meeting import LocalParam, Proposal
 from paramd.trainer.summon.wrappers import FlatParameters, ShardedParameters, forwards_refused
 
 NAME = "summon_full_params"
@@ -123,8 +115,8 @@ class Call:
         self._modules = list(module.modules())
         self._flat = FlatParameters(self._modules)
         self._sharded = ShardedParameters(self._modules)
-        self._ranks = find_party(self._flat, self._sharded)
-        self._rendezvous = Rendezvous(NAME, self._ranks)
+        self._ranks = meeting.find_party(self._flat, self._sharded)
+        self._rendezvous = meeting.Rendezvous(NAME, self._ranks)
         self._number = 0
         self._holdings: list[LocalParam] = []
         self._gradients: dict[str, GradientHolding] = {}
@@ -140,7 +132,7 @@ class Call:
             self._flat.check_idle()
             self._sharded.check_idle()
             self._flat.settle()
-            self._holdings = find_holdings(self._module, recurse=self._arguments.recurse)
+            self._holdings = meeting.find_holdings(self._module, recurse=self._arguments.recurse)
             guards.check_not_summoned(p for holding in self._holdings for p in holding.places)
             if self._arguments.with_grads:
                 check_gradients(self._holdings, self._flat, self._sharded)
@@ -153,7 +145,7 @@ class Call:
                 self._rendezvous.enter(word, timeout_s=min(timeout_s, REFUSAL_TIMEOUT_S))
             except ParamdError:
                 raise refusal from None
-        question = f"{self._arguments}, parameters {digest(self._holdings)}"
+        question = f"{self._arguments}, parameters {meeting.digest(self._holdings)}"
         self._number = self._rendezvous.enter(Proposal(question=question), timeout_s=timeout_s)
 
     @torch.no_grad()
@@ -168,7 +160,7 @@ class Call:
                 self._gradients[name] = gradient
                 locals.append(_local(GRADIENT + name, holding, gradient.shards))
         self._full = FullTensors(
-            wire_of(self._ranks, [holding.device for holding in self._holdings]),
+            meeting.wire_of(self._ranks, [holding.device for holding in self._holdings]),
             locals,
             rank0_only=arguments.rank0_only,
             device=torch.device("cpu") if arguments.offload_to_cpu else None,

@@ -24,15 +24,13 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from paramd.memory.control_page import Word, Words
+from paramd.memory.descriptors import populate
 
 _PAGE_BYTES = 4096
 _BITS = 31
 _MASK = (1 << _BITS) - 1
 _NOTHING = 1 << _BITS | 1
 """An empty range: asks only which state it is."""
-
-# madvise(2): fault all pages in for writing now (Linux 5.14).
-_MADV_POPULATE_WRITE = 23
 
 _MAP_FIXED = 0x10
 _MAP_FAILED = ctypes.c_void_p(-1).value
@@ -89,10 +87,7 @@ class HostArena:
     def populate(self) -> None:
         """Fault in all pages, so that no later copy pays for first touches."""
         assert self._map is not None
-        # ctypes releases the GIL; mmap.madvise would hold it throughout.
-        madvise = ctypes.CDLL(None).madvise
-        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        if madvise(self.address, len(self._map), _MADV_POPULATE_WRITE):
+        if populate(self.address, len(self._map)):
             ctypes.memset(self.address, 0, self.size_bytes)
 
     def close(self) -> None:

@@ -222,9 +222,7 @@ class Driver:
 
     def retain(self, device: int) -> int:
         """The device's primary context, which torch uses too; made if there is none yet."""
-        context = c_void_p()
-        self._call("cuDevicePrimaryCtxRetain", byref(context), device)
-        return _number(context)
+        return self._made("cuDevicePrimaryCtxRetain", device)
 
     def let_go(self, device: int) -> None:
         """Undo one `retain`."""
@@ -248,9 +246,7 @@ class Driver:
                 self._make_current(before)
 
     def _current(self) -> int:
-        found = c_void_p()
-        self._call("cuCtxGetCurrent", byref(found))
-        return _number(found)
+        return self._made("cuCtxGetCurrent")
 
     def _make_current(self, context: int) -> None:
         self._call("cuCtxSetCurrent", context)
@@ -259,18 +255,14 @@ class Driver:
 
     def pinned(self, size_bytes: int) -> int:
         """The address of new page-locked host memory."""
-        found = c_void_p()
-        self._call("cuMemAllocHost_v2", byref(found), size_bytes)
-        return _number(found)
+        return self._made("cuMemAllocHost_v2", size_bytes)
 
     def free_pinned(self, address: int) -> None:
         self._call("cuMemFreeHost", address)
 
     def stream(self) -> int:
         """A stream that does not wait for the default one."""
-        made = c_void_p()
-        self._call("cuStreamCreate", byref(made), abi.NON_BLOCKING)
-        return _number(made)
+        return self._made("cuStreamCreate", abi.NON_BLOCKING)
 
     def destroy_stream(self, stream: int) -> None:
         self._call("cuStreamDestroy_v2", stream)
@@ -297,10 +289,8 @@ class Driver:
 
     def event(self, *, shared: bool = False) -> int:
         """An event without times; `shared`: other processes may open it."""
-        made = c_void_p()
         flags = abi.DISABLE_TIMING | (abi.INTERPROCESS if shared else 0)
-        self._call("cuEventCreate", byref(made), flags)
-        return _number(made)
+        return self._made("cuEventCreate", flags)
 
     def event_handle(self, event: int) -> bytes:
         """With what another process opens a shared event."""
@@ -310,10 +300,7 @@ class Driver:
 
     def open_event(self, handle: bytes) -> int:
         """The event of another process."""
-        event = c_void_p()
-        packed = abi.EventHandle.from_buffer_copy(handle)
-        self._call("cuIpcOpenEventHandle", byref(event), packed)
-        return _number(event)
+        return self._made("cuIpcOpenEventHandle", abi.EventHandle.from_buffer_copy(handle))
 
     def destroy_event(self, event: int) -> None:
         self._call("cuEventDestroy_v2", event)
@@ -341,6 +328,12 @@ class Driver:
         code = self._code(name, *arguments)
         if code:
             raise self._refused(name, code)
+
+    def _made(self, name: str, *arguments: Any) -> int:
+        """What a function writes where its first argument points."""
+        found = c_void_p()
+        self._call(name, byref(found), *arguments)
+        return found.value if found.value is not None else 0
 
     def _refused(self, name: str, code: int) -> DeviceError:
         text, call = c_void_p(), self.name(name)
@@ -398,9 +391,7 @@ class HipDriver(Driver):
         self._call("hipSetDevice", context - 1)
 
     def pinned(self, size_bytes: int) -> int:
-        found = c_void_p()
-        self._call("cuMemAllocHost_v2", byref(found), size_bytes, 0)
-        return _number(found)
+        return self._made("cuMemAllocHost_v2", size_bytes, 0)
 
 
 @cache
@@ -432,10 +423,6 @@ def _hip_library() -> str:
 
 def _prop(device: int) -> abi.Prop:
     return abi.Prop(abi.PINNED, abi.POSIX_DESCRIPTOR, abi.Location(abi.ON_DEVICE, device))
-
-
-def _number(pointer: c_void_p) -> int:
-    return pointer.value if pointer.value is not None else 0
 
 
 def rounded(size_bytes: int, granularity: int) -> int:

@@ -34,8 +34,8 @@ from paramd.trainer.attaching.checks import (
     steps_done,
 )
 from paramd.trainer.attaching.exchange import Exchange, take_incarnation
+from paramd.trainer.helpers.control_link import TakenIncarnation
 from paramd.trainer.helpers.sidecar_link import Identity, OwnTls
-from paramd.trainer.helpers.site_link import TakenIncarnation
 from paramd.trainer.home.mirrored import home_of
 from paramd.trainer.home.owned import ParameterStorage
 from paramd.trainer.model.local_shard import LocalShard

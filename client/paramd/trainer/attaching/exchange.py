@@ -24,7 +24,7 @@ from paramd import places
 from paramd.errors import UnreachableError
 from paramd.security.tickets import Role, Signer, mint_of_ranks, new_private_key
 from paramd.trainer import exit
-from paramd.trainer.helpers.site_link import TakenIncarnation, register
+from paramd.trainer.helpers.control_link import TakenIncarnation, register
 from paramd.trainer.settings import AttachSettings
 
 log = logging.getLogger("paramd")

@@ -32,7 +32,6 @@ from paramd.trainer.helpers.control_link import ControlLink
 from paramd.trainer.helpers.sidecar_link import Identity, SidecarLink
 from paramd.trainer.home.device import DeviceMemory, DeviceState
 from paramd.trainer.home.mirrored import MirroredHome
-from paramd.trainer.home.owned import ParameterStorage
 from paramd.trainer.model import partitions
 from paramd.trainer.resume.exported import Exported, Offered, opened
 from paramd.trainer.resume.keeper import Keeper
@@ -343,7 +342,8 @@ class Stages(Discovering):
         model, home = found.model, found.home
         mirror = home if isinstance(home, MirroredHome) else None
         page[Word.MIRRORED] = int(mirror is not None)
-        keeper, rewinder, record = None, None, None
+        keeper, rewinder = None, None
+        record: StateRecord | None = None
         records = SparseMemory(shared.continuation)
         if state is not None and self._succession is not None:
             standing = self._settings.standing_every
@@ -368,8 +368,12 @@ class Stages(Discovering):
                 copied=bool(self._buddies),
                 at_point=self._at_point,
             )
+        # How readers are told of the optimizers' state where no successor is.
+        elif state is not None:
+            record = MovedState(records, page, home, state)
         else:
-            record = _state_record(records, page, home, state, optimizer_memory)
+            locator = mirror.locator if mirror is not None else None
+            record = CopiedState(records, optimizer_memory, page, home, locator=locator)
         edits = SparseMemory(shared.edits)
         editor = Editor(
             page, arena, edits, at_point=self._at_point, mirror=mirror, finish=home.finish
@@ -445,17 +449,3 @@ def _fail_open(start: Callable[[], None]) -> None:
         raise
     except (ParamdError, OSError, EOFError) as error:
         log.warning("paramd: %s; training continues, paramd retries", error)
-
-
-def _state_record(
-    records: SparseMemory,
-    page: ControlPage,
-    home: ParameterStorage,
-    state: OptimizerHome | None,
-    optimizer_memory: SparseMemory,
-) -> StateRecord:
-    """How readers are told of the optimizers' state where no successor is."""
-    if state is not None:
-        return MovedState(records, page, home, state)
-    locator = home.locator if isinstance(home, MirroredHome) else None
-    return CopiedState(records, optimizer_memory, page, home, locator=locator)

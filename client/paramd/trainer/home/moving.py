@@ -407,24 +407,20 @@ class BufferCopies:
         Raises:
             ConflictError: a buffer's shape changed, or its dtype changed to one that does not fit.
         """
-        pairs = zip(self._shards, self._targets, strict=True)
-        sources = [_live(shard, target) for shard, target in pairs]
         with torch.no_grad():
             # One by one: `_foreach_copy_` takes no mixture of devices.
-            for target, source in zip(self._targets, sources, strict=True):
-                target.copy_(source)
+            for live, target in self._pairs():
+                target.copy_(live)
 
     def restore(self) -> None:
-        """Copy the arena's bytes into the model's buffers.
-
-        Raises:
-            ConflictError: as `refresh`.
-        """
-        pairs = list(zip(self._shards, self._targets, strict=True))
-        lives = [_live(shard, target) for shard, target in pairs]
+        """Copy the arena's bytes into the model's buffers. Raises as `refresh`."""
         with torch.no_grad():
-            for live, target in zip(lives, self._targets, strict=True):
+            for live, target in self._pairs():
                 live.copy_(target)
+
+    def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        pairs = zip(self._shards, self._targets, strict=True)
+        return [(_live(shard, target), target) for shard, target in pairs]
 
 
 def _target(arena: Memory, shard: LocalShard, begin: int) -> torch.Tensor:

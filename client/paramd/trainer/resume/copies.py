@@ -228,14 +228,20 @@ class Copies:
             close_all(descriptors)
 
     def _asked(self, number: int, message: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
-        with handover.connect(self._sockets[number]) as connection:
-            connection.settimeout(ASK_TIMEOUT_S)
-            handover.send(connection, {**message, "job": self._job, "rank": number})
-            answer, descriptors = handover.receive(connection)
+        message |= {"job": self._job, "rank": number}
+        answer, descriptors = asked(self._sockets[number], message)
         if answer["op"] != message["op"]:
             close_all(descriptors)
             raise error_of_grpc(str(answer.get("code")))(str(answer.get("message")))
         return answer, descriptors
+
+
+def asked(path: Path, message: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+    """What a sidecar answers, with its descriptors. Raises as `handover.receive`, `connect`."""
+    with handover.connect(path) as connection:
+        connection.settimeout(ASK_TIMEOUT_S)
+        handover.send(connection, message)
+        return handover.receive(connection)
 
 
 def digest_of(parts: Sequence[memoryview]) -> int:

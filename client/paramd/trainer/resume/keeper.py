@@ -128,7 +128,8 @@ class Keeper:
         self.followed: Collection[torch.optim.Optimizer] = ()
         """All optimizers that update the model, once they are known."""
         self._keep = dict(keep)
-        self._loaders = {n: o for n, o in keep.items() if _is_iterated(o)}
+        iterated = ("__iter__", "__next__")
+        self._loaders = {n: o for n, o in keep.items() if any(hasattr(o, one) for one in iterated)}
         self._every = every
         self._standing_every = standing_every
         self._agreed = agreed
@@ -410,10 +411,6 @@ def read_record(data: bytes) -> dict[str, Any]:
     if not isinstance(found, dict) or not isinstance(found.get("step"), int):
         raise UsageError("the continuation record has no step")
     return found
-
-
-def _is_iterated(thing: object) -> bool:
-    return hasattr(thing, "__iter__") or hasattr(thing, "__next__")
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

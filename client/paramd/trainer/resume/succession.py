@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 
 from paramd.errors import ConflictError, ParamdError, UnreachableError
-from paramd.memory import handover
 from paramd.memory.arena import HostArena
 from paramd.memory.continuation import CHECK_S, check_left, read_pair
 from paramd.memory.control_page import Word, Words
@@ -47,6 +46,7 @@ from paramd.trainer.resume.copies import (
     OWN,
     Copies,
     Damaged,
+    asked,
     digest_of,
     left_behind,
     mapped,
@@ -61,7 +61,6 @@ from paramd.trainer.resume.optimizer_home import OptimizerHome, signature
 log = logging.getLogger("paramd")
 
 NO_SIDECAR = "no sidecar of an earlier incarnation is here"
-OFFER_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,11 +361,8 @@ class Succession:
         self._descriptors = []
 
     def _asked(self) -> tuple[dict[str, Any], list[int]]:
-        connection = handover.connect(self._socket_path)
-        with connection:
-            connection.settimeout(OFFER_TIMEOUT_S)
-            handover.send(connection, {"op": "offer", "job": self._job, "rank": self._rank})
-            answer, descriptors = handover.receive(connection)
+        message = {"op": "offer", "job": self._job, "rank": self._rank}
+        answer, descriptors = asked(self._socket_path, message)
         if answer["op"] != "offered":
             close_all(descriptors)
             raise UnreachableError(str(answer.get("message", answer["op"])))

@@ -16,10 +16,8 @@ from paramd.trainer.attaching.attachment import attached
 from paramd.trainer.model.local_shard import LocalShard
 from paramd.trainer.summon import guards, meeting
 from paramd.trainer.summon.full import FullTensors, Local, Swap
-from paramd.trainer.summon.gradients import GradientHolding, check_gradients, find_gradient
-from paramd.trainer.summon.guards import Arguments, timeout_from
-from paramd.trainer.summon.meeting import LocalParam, Proposal
-from paramd.trainer.summon.wrappers import FlatParameters, ShardedParameters, forwards_refused
+from paramd.trainer.summon.guards import Arguments, FlatParameters, ShardedParameters
+from paramd.trainer.summon.meeting import GradientHolding, LocalParam, Proposal
 
 NAME = "summon_full_params"
 GRADIENT = "gradient of "
@@ -86,7 +84,7 @@ def summon_full_params(
     if dist.is_available() and dist.is_initialized():
         exit.settle_at_exit()
     call = Call(module, arguments)
-    call.meet(timeout_from(timeout_s))
+    call.meet(guards.timeout_from(timeout_s))
     with ExitStack() as inside:
         params = call.show(inside)
         try:
@@ -135,7 +133,7 @@ class Call:
             self._holdings = meeting.find_holdings(self._module, recurse=self._arguments.recurse)
             guards.check_not_summoned(p for holding in self._holdings for p in holding.places)
             if self._arguments.with_grads:
-                check_gradients(self._holdings, self._flat, self._sharded)
+                meeting.check_gradients(self._holdings, self._flat, self._sharded)
         except ParamdError as error:
             refusal = error
         if refusal is not None:
@@ -156,7 +154,7 @@ class Call:
         if arguments.with_grads:
             for holding in self._holdings:
                 name = holding.names[0]
-                gradient = find_gradient(holding, self._flat, self._sharded)
+                gradient = meeting.find_gradient(holding, self._flat, self._sharded)
                 self._gradients[name] = gradient
                 locals.append(_local(GRADIENT + name, holding, gradient.shards))
         self._full = FullTensors(
@@ -167,7 +165,7 @@ class Call:
         )
         full = self._full.fill()
         inside.callback(self._swap.restore)
-        inside.enter_context(forwards_refused(self._modules))
+        inside.enter_context(guards.forwards_refused(self._modules))
         for holding in self._holdings:
             self._swap.announce(holding.places, holding.names[0])
         if not self._full.shows:

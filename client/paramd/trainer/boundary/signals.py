@@ -262,22 +262,17 @@ class _Output(_Hook):
             return
         if not torch.is_grad_enabled() or _in_transform() or module is not self._module():
             return
-        once = _Once(partial(self._listener.backward, module))
+        told = False
+
+        def tell(_gradient: torch.Tensor) -> None:
+            # Once for a forward, whichever of its outputs the backward reaches first.
+            nonlocal told
+            if not told:
+                told = True
+                self._listener.backward(module)
+
         for tensor in _tensors(output):
-            tensor.register_hook(once)
-
-
-class _Once:
-    """Report one forward's backward once, whichever output it reaches first."""
-
-    def __init__(self, tell: Callable[[], None]) -> None:
-        self._tell = tell
-        self._told = False
-
-    def __call__(self, _gradient: torch.Tensor) -> None:
-        if not self._told:
-            self._told = True
-            self._tell()
+            tensor.register_hook(tell)
 
 
 def _in_transform() -> bool:

@@ -32,6 +32,7 @@ from paramd.memory.descriptors import SparseMemory, close_all, pages
 from paramd.memory.handover import Allocation, Survived, continuation_bytes
 from paramd.trainer.home.device import DeviceMemory, DeviceState
 from paramd.trainer.home.moving import bytes_at
+from paramd.trainer.resume import copies
 from paramd.trainer.resume.choice import (
     OVER_AN_EXPORT,
     Choice,
@@ -42,19 +43,6 @@ from paramd.trainer.resume.choice import (
     signature_difference,
 )
 from paramd.trainer.resume.codec import decode, set_random_state
-from paramd.trainer.resume.copies import (
-    OWN,
-    Copies,
-    Damaged,
-    asked,
-    digest_of,
-    left_behind,
-    mapped,
-    marks_of,
-    sizes_of,
-    ways,
-    with_copies,
-)
 from paramd.trainer.resume.keeper import Keeper, read_record
 from paramd.trainer.resume.optimizer_home import OptimizerHome, signature
 
@@ -130,8 +118,8 @@ class Succession:
         self._choice: Choice | None = None
         self._chosen: _State | None = None
         self._incarnation = 0
-        sockets = left_behind(socket_path, rank, hosts) | {rank: socket_path}
-        self._copies = Copies(job=job, rank=rank, sockets=sockets)
+        sockets = copies.left_behind(socket_path, rank, hosts) | {rank: socket_path}
+        self._copies = copies.Copies(job=job, rank=rank, sockets=sockets)
         self._ways: dict[int, int] = {}
 
     def look(self) -> RankOffer:
@@ -171,7 +159,9 @@ class Succession:
                 why_not = str(error)
         for label, descriptor in zip(offer["snapshots"], fds, strict=True):
             with suppress(ParamdError, ValueError, OSError):
-                self._snapshots += _snapshots_in(mapped(descriptor, sum(sizes_of(label))), label)
+                self._snapshots += _snapshots_in(
+                    copies.mapped(descriptor, sum(copies.sizes_of(label))), label
+                )
         return RankOffer(
             refusal=self._refusal(offer),
             step=max(int(offer["step"]), int(offer["reached"])),
@@ -189,13 +179,13 @@ class Succession:
         self._chosen = next((s for s in states if s is not None and s.mark == choice.mark), None)
         return choice
 
-    def ready(self, found: dict[int, int], offers: Sequence[RankOffer]) -> list[Damaged]:
+    def ready(self, found: dict[int, int], offers: Sequence[RankOffer]) -> list[copies.Damaged]:
         """Make ready to give and get copies; what it would have to give and found damaged."""
         assert self._choice is not None, "decide comes first"
         self._ways = found
         return self._copies.prepare(self._choice.mark, found, offers)
 
-    def fetch(self, group: dist.ProcessGroup | None) -> list[Damaged]:
+    def fetch(self, group: dist.ProcessGroup | None) -> list[copies.Damaged]:
         """Get this rank's copy, and give others theirs; what arrived and cannot be used.
 
         Raises:
@@ -207,12 +197,12 @@ class Succession:
         assert self._choice is not None, "decide comes first"
         label, memory = got
         mark = self._choice.mark
-        damaged = Damaged(self._rank, self._ways[self._rank], mark)
+        damaged = copies.Damaged(self._rank, self._ways[self._rank], mark)
         try:
             state = next(one for one in _snapshots_in(memory, label) if one.mark == mark)
         except (ParamdError, ValueError, StopIteration):
             return [damaged]
-        if digest_of(state.parts) != state.digest:
+        if copies.digest_of(state.parts) != state.digest:
             return [damaged]
         if refusal := self._difference(state, label):
             raise ConflictError(f"resume: on rank {self._rank} {refusal}; {OVER_AN_EXPORT}")
@@ -228,7 +218,7 @@ class Succession:
         if choice.how == "live":
             damaged = self._left_damaged(state)
         else:
-            damaged = bool(state.digest) and digest_of(state.parts) != state.digest
+            damaged = bool(state.digest) and copies.digest_of(state.parts) != state.digest
         if not damaged:
             return ""
         return f"the {choice.how} state of step {state.mark.step} is damaged on rank {self._rank}"
@@ -362,7 +352,7 @@ class Succession:
 
     def _asked(self) -> tuple[dict[str, Any], list[int]]:
         message = {"op": "offer", "job": self._job, "rank": self._rank}
-        answer, descriptors = asked(self._socket_path, message)
+        answer, descriptors = copies.asked(self._socket_path, message)
         if answer["op"] != "offered":
             close_all(descriptors)
             raise UnreachableError(str(answer.get("message", answer["op"])))
@@ -370,7 +360,7 @@ class Succession:
 
     def _read_live(self, offer: dict[str, Any], continuation: int, mark: Mark) -> str:
         """Read the live state's record and table; return why it cannot be used."""
-        memory = mapped(continuation, continuation_bytes())
+        memory = copies.mapped(continuation, continuation_bytes())
         pair = read_pair(memory)
         record = read_record(pair[0]) if pair is not None else {"step": -1}
         if pair is None or record["step"] != mark.step:
@@ -387,7 +377,7 @@ class Succession:
             record,
             decode(pair[1]),
             parts=tuple(
-                mapped(descriptor, size)
+                copies.mapped(descriptor, size)
                 for descriptor, size in zip(self._descriptors[on:2], sizes[on:], strict=True)
                 if size
             ),
@@ -431,15 +421,15 @@ def agreed_choice(
         ConflictError: on all ranks; see choice.py.
     """
     live: list[tuple[How, Mark]] = []
-    damaged: set[Damaged] = set()
+    damaged: set[copies.Damaged] = set()
     while True:
-        choice = succession.decide(with_copies(offers, damaged), live)
-        found = ways(offers, choice.mark, damaged) if choice.how == "snapshot" else {}
+        choice = succession.decide(copies.with_copies(offers, damaged), live)
+        found = copies.ways(offers, choice.mark, damaged) if choice.how == "snapshot" else {}
 
         def look(found: dict[int, int] = found) -> dict[str, Any]:
             own = succession.damage()
-            copies = succession.ready(found, offers)
-            return {"damage": own, "copies": [dataclasses.astuple(one) for one in copies]}
+            bad = succession.ready(found, offers)
+            return {"damage": own, "copies": [dataclasses.astuple(one) for one in bad]}
 
         answers = together(look)
         texts = [answer["damage"] for answer in answers]
@@ -448,7 +438,7 @@ def agreed_choice(
             if text and choice.how == "live":
                 live.append((choice.how, choice.mark))
             elif text:
-                bad.append(Damaged(rank, OWN, choice.mark))
+                bad.append(copies.Damaged(rank, copies.OWN, choice.mark))
         if found and not bad and not any(texts):
             # Its own stage: what is given has been checked on all ranks.
             bad = _damaged(
@@ -459,7 +449,7 @@ def agreed_choice(
         if not bad and not any(texts):
             return choice
         for one in bad:
-            if one.holder != OWN:
+            if one.holder != copies.OWN:
                 texts.append(
                     f"rank {one.holder}'s copy of rank {one.rank}'s step {one.mark.step} is damaged"
                 )
@@ -467,9 +457,9 @@ def agreed_choice(
         damaged.update(bad)
 
 
-def _damaged(answers: Sequence[dict[str, Any]]) -> list[Damaged]:
+def _damaged(answers: Sequence[dict[str, Any]]) -> list[copies.Damaged]:
     return [
-        Damaged(rank, holder, Mark(*mark))
+        copies.Damaged(rank, holder, Mark(*mark))
         for answer in answers
         for rank, holder, mark in answer["copies"]
     ]
@@ -512,7 +502,7 @@ def new_lineage() -> int:
 
 def _snapshots_in(memory: memoryview, label: Mapping[str, Any]) -> list[_State]:
     """A snapshot, as a state of each history that it belongs to."""
-    sizes = sizes_of(label)
+    sizes = copies.sizes_of(label)
     begin = sizes[0] + sizes[1]
     record = read_record(bytes(memory[begin : begin + sizes[2]]))
     table = decode(bytes(memory[begin + sizes[2] : sum(sizes)]))
@@ -526,7 +516,7 @@ def _snapshots_in(memory: memoryview, label: Mapping[str, Any]) -> list[_State]:
             optimizer_bytes=sizes[1],
             digest=int(label["digest"]),
         )
-        for mark in marks_of(label)
+        for mark in copies.marks_of(label)
     ]
 
 

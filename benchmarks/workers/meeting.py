@@ -25,9 +25,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.site import REPORT_S, told_worker
-from paramd.trainer.attaching import opening
+from paramd.trainer.attaching import stages
 from paramd.trainer.attaching.exchange import Exchange
-from paramd.trainer.attaching.stages import Stages
 from paramd.trainer.helpers.sidecar_link import SidecarLink
 from paramd.trainer.settings import AttachSettings
 
@@ -49,7 +48,7 @@ class SimulatedSidecar(SidecarLink):
 def main() -> None:
     world_size = int(sys.argv[1])
     torch.set_num_threads(1)
-    opening.SidecarLink = SimulatedSidecar  # type: ignore[misc]
+    stages.SidecarLink = SimulatedSidecar  # type: ignore[misc]
     # Loads what the first optimizer of a process loads; the ranks share it, and scan none of it.
     _model()
     gc.collect()
@@ -92,7 +91,7 @@ def _rank(rank: int, world_size: int, port: int) -> None:
     before, begin_s = _connections(), time.perf_counter()
     settings = AttachSettings.from_environment()
     exchange = Exchange(timeout_s=TIMEOUT_S)
-    met = Stages(exchange, settings, "meeting", {})
+    met = stages.Stages(exchange, settings, "meeting", {})
     found = met.look_back(met.discover(model, optimizer, None, None))
     identity = met.identify()
     mesh = met.open(identity, found)

@@ -26,8 +26,7 @@ from paramd.layout.edits.ops import EditOp
 from paramd.layout.types import Box
 from paramd.memory import handover
 from paramd.memory.control_page import Word
-from paramd.memory.descriptors import SparseMemory
-from paramd.memory.lent import LentMemory, lent_memory
+from paramd.memory.descriptors import LentMemory, SparseMemory, lent_memory
 from paramd.mesh.edits.lending import Lender, Loan, send
 from paramd.mesh.peers.bulk import BulkStream
 from paramd.mesh.peers.sidecars import StreamOffer

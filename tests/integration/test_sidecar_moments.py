@@ -16,7 +16,7 @@ import pytest
 from paramd.memory.continuation import RECORD, TABLE, KeptSlots
 from paramd.memory.control_page import Word
 from paramd.memory.descriptors import SparseMemory
-from paramd.memory.moments_table import parse_table
+from paramd.memory.optimizer_state import parse_table
 from paramd.security.tickets import Role
 from paramd.trainer.resume.codec import encode
 from paramd.v1 import sidecar_pb2 as pb

@@ -21,7 +21,7 @@ import pytest
 import paramd
 from paramd.errors import DeniedError, UsageError
 from paramd.trainer.attaching.exchange import take_incarnation
-from paramd.trainer.helpers.site_link import token_of
+from paramd.trainer.helpers.control_link import token_of
 from paramd.trainer.settings import AttachSettings
 from tests.integration.control_process import Control, site_plane, site_token
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from paramd.errors import ConflictError, UsageError
-from paramd.memory.lent import lent_memory
+from paramd.memory.descriptors import lent_memory
 from paramd.mesh.edits import editing, upload
 from paramd.mesh.edits.calls import EditState
 from paramd.mesh.mesh import Mesh

@@ -80,7 +80,7 @@ async def _log(
         following = Following(mesh, opened, patterns, also)
         task, ended = asyncio.current_task(), ""
         assert task is not None
-        # A training that detaches ends what it has started (trainer/helpers/tracking.py).
+        # A training that detaches ends what it has started (trainer/helpers/control_link.py).
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         try:
             with suppress(asyncio.CancelledError):

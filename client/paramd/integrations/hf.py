@@ -14,7 +14,7 @@ from typing import Any
 from paramd.errors import UsageError
 from paramd.integrations.training import Training
 from paramd.integrations.versions import require
-from paramd.trainer.resume.random_state import random_state, set_random_state
+from paramd.trainer.resume.codec import random_state, set_random_state
 
 require("transformers", at_least="5.0", below="6", extra="hf")
 require("accelerate", at_least="1.10", below="2", extra="hf")

@@ -1,5 +1,10 @@
 """The arena: memory behind a descriptor, mapped into this process, and its mirrored form.
 
+In forked children shared memory becomes private, as fork promises: through a shared map, a child
+changing "its" parameters would change its parent's. So in the child every such map becomes
+copy-on-write at its old address. Pages the child has not written yet still show the parent's
+stores; a child that needs the values as of the fork must copy them.
+
 A mirrored arena (word MIRRORED) is a copy of parameters that stay in the trainer's own memory.
 It may serve a snapshot of boundary request MIRRORED_FOR only, whose state MIRRORED_STEP and
 MIRRORED_EDITS name; all bytes that request did not ask for date from earlier steps.
@@ -13,9 +18,13 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+import weakref
 from collections.abc import Iterable
+from typing import Protocol
 
 from paramd.memory.control_page import Word, Words
+from paramd.memory.descriptors import populate
 
 _PAGE_BYTES = 4096
 _BITS = 31
@@ -23,8 +32,14 @@ _MASK = (1 << _BITS) - 1
 _NOTHING = 1 << _BITS | 1
 """An empty range: asks only which state it is."""
 
-# madvise(2): fault all pages in for writing now (Linux 5.14).
-_MADV_POPULATE_WRITE = 23
+_MAP_FIXED = 0x10
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+)  # fmt: skip
 
 
 def is_mirror(words: Words) -> bool:
@@ -72,12 +87,48 @@ class HostArena:
     def populate(self) -> None:
         """Fault in all pages, so that no later copy pays for first touches."""
         assert self._map is not None
-        # ctypes releases the GIL; mmap.madvise would hold it throughout.
-        madvise = ctypes.CDLL(None).madvise
-        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        if madvise(self.address, len(self._map), _MADV_POPULATE_WRITE):
+        if populate(self.address, len(self._map)):
             ctypes.memset(self.address, 0, self.size_bytes)
 
     def close(self) -> None:
         self.buffer = memoryview(b"")
         self._map = None
+
+
+class Mapped(Protocol):
+    """A mapping whose descriptor stays open."""
+
+    @property
+    def descriptor(self) -> int: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def size_bytes(self) -> int: ...
+
+
+_mapped: weakref.WeakSet[Mapped] = weakref.WeakSet()
+
+
+def private_in_children(mapped: Mapped) -> None:
+    """Make this mapping copy-on-write in children forked from now on."""
+    _mapped.add(mapped)
+
+
+def _remap() -> None:
+    for mapped in list(_mapped):
+        if mapped.size_bytes == 0:
+            continue
+        found = _libc.mmap(
+            mapped.address,
+            mapped.size_bytes,
+            mmap.PROT_READ | mmap.PROT_WRITE,
+            mmap.MAP_PRIVATE | _MAP_FIXED,
+            mapped.descriptor,
+            0,
+        )
+        if found == _MAP_FAILED:
+            # Still shared: better kill the child than let it change its parent's parameters.
+            os._exit(70)
+
+
+os.register_at_fork(after_in_child=_remap)

@@ -1,13 +1,21 @@
-"""Kernel objects that outlive either process: memory, sparse memory, eventfds, pidfds."""
+"""Kernel objects that outlive either process: memory, sparse memory, eventfds, pidfds.
+
+And memory that a client lends to sidecars of its host: they map it and copy from it. It is a memfd
+whose size is sealed: a sidecar must not be killed by SIGBUS because a client truncated what it
+reads. Its content may change at any time, also while it is read.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
+import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Self
 
 from paramd.errors import ExhaustedError
 
@@ -19,6 +27,14 @@ _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+# madvise(2): fault all pages in for writing now (Linux 5.14).
+_MADV_POPULATE_WRITE = 23
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+_all: weakref.WeakSet[LentMemory] = weakref.WeakSet()
 
 
 def create_memory(name: str, size_bytes: int, *, sealable: bool = False) -> int:
@@ -120,6 +136,13 @@ def pages(size_bytes: int) -> int:
     return -(-size_bytes // PAGE) * PAGE
 
 
+def populate(address: int, size_bytes: int) -> int:
+    """Fault in whole pages for writing; the errno if that failed, else 0."""
+    # ctypes releases the GIL; mmap.madvise would hold it throughout.
+    failed = _libc.madvise(address, size_bytes, _MADV_POPULATE_WRITE)
+    return ctypes.get_errno() if failed else 0
+
+
 def reserved_bytes(descriptor: int) -> int:
     """Bytes of sparse memory that have pages."""
     return os.fstat(descriptor).st_blocks * 512
@@ -169,3 +192,41 @@ class SparseMemory:
         """Drop the map, which goes with its last user. The descriptor stays with its owner."""
         self.buffer = memoryview(b"")
         self._map = None
+
+
+class LentMemory(mmap.mmap):
+    """A shared mapping with its descriptor; both live as long as a tensor in it."""
+
+    descriptor: int
+    address: int
+
+    def __new__(cls, size_bytes: int) -> Self:
+        """Allocated as a whole: a store that finds no memory would end in SIGBUS.
+
+        Raises:
+            ExhaustedError: the machine does not have that much memory.
+        """
+        descriptor = create_memory("paramd-lent", size_bytes, sealable=True)
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+            self = super().__new__(cls, descriptor, size_bytes)
+        except OSError as error:
+            os.close(descriptor)
+            raise ExhaustedError(
+                f"{size_bytes:,} bytes of memory could not be mapped ({error.strerror})"
+            ) from error
+        weakref.finalize(self, os.close, descriptor).atexit = False
+        self.descriptor = descriptor
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self))
+        _all.add(self)
+        return self
+
+    def begin_of(self, address: int, size_bytes: int) -> int | None:
+        """Where in this memory the bytes at `address` lie; None if they do not."""
+        begin = address - self.address
+        return begin if 0 <= begin <= len(self) - size_bytes else None
+
+
+def lent_memory(address: int, size_bytes: int) -> LentMemory | None:
+    """The memory in which these bytes of this process lie."""
+    return next((one for one in _all if one.begin_of(address, size_bytes) is not None), None)

@@ -35,9 +35,8 @@ from typing import Any
 
 from paramd.errors import UsageError
 from paramd.memory.control_page import Word, Words
-from paramd.memory.device_driver import CUDA, HIP, DeviceError, Driver, load, rounded
+from paramd.memory.device_driver import CUDA, HIP, DeviceError, Driver, load, rounded, used_bytes
 from paramd.memory.device_symbols import EVENT_HANDLE_BYTES, UUID_BYTES
-from paramd.memory.device_usage import used_bytes
 from paramd.memory.gate import CopySpan, LateError, batches
 from paramd.memory.handover import Allocation, optimizer_bytes
 

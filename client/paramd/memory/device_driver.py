@@ -8,6 +8,9 @@
 No package and no torch is needed, so the sidecar can make memory without either. Every refusal
 becomes an error that names the call, the code and what to do. tests/gpu/driver has a simulated
 driver with the same symbols; `simulated` tells them apart.
+
+How much memory of a device this process takes is told by NVIDIA's management library (`used_bytes`)
+alone: the driver tells what is free only within a context, and of all processes together.
 """
 
 from __future__ import annotations
@@ -16,35 +19,27 @@ import ctypes
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from ctypes import byref, c_int, c_size_t, c_ubyte, c_uint64, c_void_p
+from ctypes import (
+    POINTER,
+    byref,
+    c_char_p,
+    c_int,
+    c_size_t,
+    c_ubyte,
+    c_uint,
+    c_uint64,
+    c_ulonglong,
+    c_void_p,
+)
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Final
+from uuid import UUID
 
 from paramd.errors import ExhaustedError, UnreachableError
-from paramd.memory.device_symbols import (
-    CAPTURE_IMPLICIT,
-    CUDA_SYMBOLS,
-    CURES,
-    DISABLE_TIMING,
-    HIP_SYMBOLS,
-    HIP_VALUE_VERSION,
-    INTERPROCESS,
-    NON_BLOCKING,
-    NOT_READY,
-    ON_DEVICE,
-    OUT_OF_MEMORY,
-    PINNED,
-    POSIX_DESCRIPTOR,
-    READ_WRITE,
-    UUID_BYTES,
-    Access,
-    EventHandle,
-    Location,
-    Prop,
-    hip_name,
-)
+from paramd.memory import device_symbols as abi
+from paramd.memory.device_symbols import CUDA_SYMBOLS, HIP_SYMBOLS
 
 CUDA: Final = "cuda"
 HIP: Final = "hip"
@@ -61,6 +56,10 @@ _HIP_ATTRIBUTES = ((89, "virtual memory management"),)
 """What arenas need, by the number with which the device is asked for it."""
 
 _OTHERWISE = "attach with arena='mirror', which needs none of this, and report the code"
+
+LIBRARY = "libnvidia-ml.so.1"
+_NOT_AVAILABLE = (1 << 64) - 1
+_MOST_PROCESSES = 256
 
 
 class DeviceError(UnreachableError):
@@ -131,7 +130,7 @@ class Driver:
 
     def uuid(self, device: int) -> bytes:
         """What identifies the device on this host."""
-        found = (c_ubyte * UUID_BYTES)()
+        found = (c_ubyte * abi.UUID_BYTES)()
         self._call("cuDeviceGetUuid_v2", byref(found), device)
         return bytes(found)
 
@@ -165,7 +164,7 @@ class Driver:
             with self._on(device):
                 self._call("cuMemCreate", byref(handle), size_bytes, byref(_prop(device)), 0)
         except DeviceError as error:
-            if error.code == OUT_OF_MEMORY:
+            if error.code == abi.OUT_OF_MEMORY:
                 raise ExhaustedError(f"{size_bytes:,} bytes of device memory: {error}") from None
             raise
         return handle.value
@@ -173,7 +172,9 @@ class Driver:
     def export(self, handle: int) -> int:
         """A new descriptor of the memory, which keeps it alive. Needs no context."""
         descriptor = c_int(-1)
-        self._call("cuMemExportToShareableHandle", byref(descriptor), handle, POSIX_DESCRIPTOR, 0)
+        self._call(
+            "cuMemExportToShareableHandle", byref(descriptor), handle, abi.POSIX_DESCRIPTOR, 0
+        )
         os.set_inheritable(descriptor.value, False)
         return descriptor.value
 
@@ -181,7 +182,7 @@ class Driver:
         """A handle of the memory behind a descriptor, which stays the caller's."""
         handle, told = c_uint64(), self._told(descriptor)
         with self._on(device):
-            self._call("cuMemImportFromShareableHandle", byref(handle), told, POSIX_DESCRIPTOR)
+            self._call("cuMemImportFromShareableHandle", byref(handle), told, abi.POSIX_DESCRIPTOR)
         return handle.value
 
     def _told(self, descriptor: int) -> Any:
@@ -210,7 +211,7 @@ class Driver:
         """Map memory at reserved addresses, for the device to read and write."""
         self._call("cuMemMap", at, size_bytes, 0, handle, 0)
         try:
-            access = Access(Location(ON_DEVICE, device), READ_WRITE)
+            access = abi.Access(abi.Location(abi.ON_DEVICE, device), abi.READ_WRITE)
             self._call("cuMemSetAccess", at, size_bytes, byref(access), 1)
         except BaseException:
             self.unmap(at, size_bytes)
@@ -221,9 +222,7 @@ class Driver:
 
     def retain(self, device: int) -> int:
         """The device's primary context, which torch uses too; made if there is none yet."""
-        context = c_void_p()
-        self._call("cuDevicePrimaryCtxRetain", byref(context), device)
-        return _number(context)
+        return self._made("cuDevicePrimaryCtxRetain", device)
 
     def let_go(self, device: int) -> None:
         """Undo one `retain`."""
@@ -247,9 +246,7 @@ class Driver:
                 self._make_current(before)
 
     def _current(self) -> int:
-        found = c_void_p()
-        self._call("cuCtxGetCurrent", byref(found))
-        return _number(found)
+        return self._made("cuCtxGetCurrent")
 
     def _make_current(self, context: int) -> None:
         self._call("cuCtxSetCurrent", context)
@@ -258,18 +255,14 @@ class Driver:
 
     def pinned(self, size_bytes: int) -> int:
         """The address of new page-locked host memory."""
-        found = c_void_p()
-        self._call("cuMemAllocHost_v2", byref(found), size_bytes)
-        return _number(found)
+        return self._made("cuMemAllocHost_v2", size_bytes)
 
     def free_pinned(self, address: int) -> None:
         self._call("cuMemFreeHost", address)
 
     def stream(self) -> int:
         """A stream that does not wait for the default one."""
-        made = c_void_p()
-        self._call("cuStreamCreate", byref(made), NON_BLOCKING)
-        return _number(made)
+        return self._made("cuStreamCreate", abi.NON_BLOCKING)
 
     def destroy_stream(self, stream: int) -> None:
         self._call("cuStreamDestroy_v2", stream)
@@ -282,7 +275,7 @@ class Driver:
         """Whether work queued on the stream is recorded into a graph now, instead of done."""
         status = c_int()
         code = self._code("cuStreamIsCapturing", stream, byref(status))
-        if code not in (0, CAPTURE_IMPLICIT):
+        if code not in (0, abi.CAPTURE_IMPLICIT):
             raise self._refused("cuStreamIsCapturing", code)
         return bool(code or status.value)
 
@@ -296,23 +289,18 @@ class Driver:
 
     def event(self, *, shared: bool = False) -> int:
         """An event without times; `shared`: other processes may open it."""
-        made = c_void_p()
-        flags = DISABLE_TIMING | (INTERPROCESS if shared else 0)
-        self._call("cuEventCreate", byref(made), flags)
-        return _number(made)
+        flags = abi.DISABLE_TIMING | (abi.INTERPROCESS if shared else 0)
+        return self._made("cuEventCreate", flags)
 
     def event_handle(self, event: int) -> bytes:
         """With what another process opens a shared event."""
-        handle = EventHandle()
+        handle = abi.EventHandle()
         self._call("cuIpcGetEventHandle", byref(handle), event)
         return bytes(handle)
 
     def open_event(self, handle: bytes) -> int:
         """The event of another process."""
-        event = c_void_p()
-        packed = EventHandle.from_buffer_copy(handle)
-        self._call("cuIpcOpenEventHandle", byref(event), packed)
-        return _number(event)
+        return self._made("cuIpcOpenEventHandle", abi.EventHandle.from_buffer_copy(handle))
 
     def destroy_event(self, event: int) -> None:
         self._call("cuEventDestroy_v2", event)
@@ -328,7 +316,7 @@ class Driver:
     def is_done(self, event: int) -> bool:
         """Whether all that the event stands for is done."""
         code = self._code("cuEventQuery", event)
-        if code not in (0, NOT_READY):
+        if code not in (0, abi.NOT_READY):
             raise self._refused("cuEventQuery", code)
         return bool(code == 0)
 
@@ -341,11 +329,17 @@ class Driver:
         if code:
             raise self._refused(name, code)
 
+    def _made(self, name: str, *arguments: Any) -> int:
+        """What a function writes where its first argument points."""
+        found = c_void_p()
+        self._call(name, byref(found), *arguments)
+        return found.value if found.value is not None else 0
+
     def _refused(self, name: str, code: int) -> DeviceError:
         text, call = c_void_p(), self.name(name)
         self._code("cuGetErrorName", code, byref(text))
         known = ctypes.string_at(text.value).decode() if text.value else "unknown to it"
-        cure = CURES.get(code, _OTHERWISE).replace(Driver.visible, self.visible)
+        cure = abi.CURES.get(code, _OTHERWISE).replace(Driver.visible, self.visible)
         return DeviceError(
             f"the {self.title} refused {call} with {code} ({known}): {cure}", call=call, code=code
         )
@@ -369,10 +363,10 @@ class HipDriver(Driver):
         super().__init__(path)
         version = c_int()
         self._call("hipRuntimeGetVersion", byref(version))
-        self._by_value = version.value >= HIP_VALUE_VERSION
+        self._by_value = version.value >= abi.HIP_VALUE_VERSION
 
     def name(self, name: str) -> str:
-        return hip_name(name) if name.startswith("cu") else name
+        return abi.hip_name(name) if name.startswith("cu") else name
 
     def _told(self, descriptor: int) -> Any:
         return descriptor if self._by_value else byref(c_int(descriptor))
@@ -397,9 +391,7 @@ class HipDriver(Driver):
         self._call("hipSetDevice", context - 1)
 
     def pinned(self, size_bytes: int) -> int:
-        found = c_void_p()
-        self._call("cuMemAllocHost_v2", byref(found), size_bytes, 0)
-        return _number(found)
+        return self._made("cuMemAllocHost_v2", size_bytes, 0)
 
 
 @cache
@@ -429,14 +421,53 @@ def _hip_library() -> str:
     return _HIP_DEFAULT
 
 
-def _prop(device: int) -> Prop:
-    return Prop(PINNED, POSIX_DESCRIPTOR, Location(ON_DEVICE, device))
-
-
-def _number(pointer: c_void_p) -> int:
-    return pointer.value if pointer.value is not None else 0
+def _prop(device: int) -> abi.Prop:
+    return abi.Prop(abi.PINNED, abi.POSIX_DESCRIPTOR, abi.Location(abi.ON_DEVICE, device))
 
 
 def rounded(size_bytes: int, granularity: int) -> int:
     """`size_bytes` as a multiple of the granularity, at least one."""
     return max(-(-size_bytes // granularity), 1) * granularity
+
+
+class _Process(ctypes.Structure):
+    """nvmlProcessInfo_t."""
+
+    _fields_ = [
+        ("pid", c_uint),
+        ("used_bytes", c_ulonglong),
+        ("gpu_instance", c_uint),
+        ("compute_instance", c_uint),
+    ]
+
+
+def used_bytes(uuid: bytes, library: str = LIBRARY) -> int | None:
+    """What this process takes of the device; 0 while it is not known there.
+
+    None where the library is missing or does not tell. In a container that numbers processes for
+    itself it is always 0.
+    """
+    nvml = _management(library)
+    if nvml is None:
+        return None
+    device, count = c_void_p(), c_uint(_MOST_PROCESSES)
+    found = (_Process * _MOST_PROCESSES)()
+    if nvml.nvmlDeviceGetHandleByUUID(f"GPU-{UUID(bytes=uuid)}".encode(), byref(device)):
+        return None
+    if nvml.nvmlDeviceGetComputeRunningProcesses_v3(device, byref(count), found):
+        return None
+    used = [one.used_bytes for one in found[: count.value] if one.pid == os.getpid()]
+    return sum(used) if _NOT_AVAILABLE not in used else None
+
+
+@cache
+def _management(library: str) -> ctypes.CDLL | None:
+    try:
+        nvml = ctypes.CDLL(library)
+        nvml.nvmlDeviceGetHandleByUUID.argtypes = (c_char_p, POINTER(c_void_p))
+        nvml.nvmlDeviceGetComputeRunningProcesses_v3.argtypes = (
+            c_void_p, POINTER(c_uint), POINTER(_Process),
+        )  # fmt: skip
+        return nvml if nvml.nvmlInit_v2() == 0 else None
+    except (OSError, AttributeError):
+        return None

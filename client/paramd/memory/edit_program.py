@@ -3,7 +3,7 @@
 A program lies in the edit memory, at a multiple of 8 bytes given by the request's ARGUMENT.
 It consists of native 8-byte words: a header, then one record per strided view.
 
-    header   MAGIC, record count, wanted step + 1 (0: any), note (edit_note.py; 0: none)  int64
+    header   MAGIC, record count, wanted step + 1 (0: any), note (0: none)  int64
     record   kind, dtype, dim count, flags, arena_begin, data_begin, preimage_begin  int64
              value, weight, min, max                                               float64
              8 sizes, 8 strides (unused ones 0)                                      int64
@@ -19,6 +19,19 @@ It consists of native 8-byte words: a header, then one record per strided view.
 
 The trainer parses before it promises (`parse_program`), so that nothing is left to fail when it
 applies: a program it cannot run is refused with a reason, and never agreed.
+
+What an edit does beside changing elements of the arena stands in a note behind its program, which
+then has no records. The trainer does what the note says and leaves there what undoes it, so that
+the same note, carried out again, undoes it.
+
+    note     kind, capacity, size, size of the answer, 4 numbers of the kind       int64
+             answer, UTF-8: why the trainer refuses it, or what it has to say about it
+             payload, `size` bytes of `capacity`
+
+HYPERPARAMETERS   numbers: optimizer, group; payload: the values by name, JSON
+ROLLBACK          numbers: where the arena's bytes lie in the edit memory, where the optimizer
+                  memory's, how many of those there is room for, and, on whole pages behind them,
+                  for how many of the state on a device; payload: a `Kept` state
 """
 
 from __future__ import annotations
@@ -29,7 +42,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
-from paramd.errors import UsageError
+from paramd.errors import ExhaustedError, UsageError
+from paramd.layout.dtypes import item_bytes
 from paramd.layout.edits.kinds import KINDS, EditKind, Kind
 
 MAGIC = 0x7061_7261_6D64_6564
@@ -44,6 +58,12 @@ _RECORD = struct.Struct("=7q4d8q8q")
 HEADER_BYTES = _HEADER.size
 RECORD_BYTES = _RECORD.size
 
+ANSWER_BYTES = 2048
+
+_NOTE_HEAD = struct.Struct("=8q")
+_PAYLOAD_BEGIN = _NOTE_HEAD.size + ANSWER_BYTES
+_KEPT = struct.Struct("=4q")
+
 
 class Flag(IntEnum):
     """Bits of a record's flags."""
@@ -51,31 +71,14 @@ class Flag(IntEnum):
     RESET_MOMENTS = 1  # zero the optimizer state of the same elements
 
 
-@dataclass(frozen=True, slots=True)
-class DtypeCode:
-    """A dtype as encoded in programs."""
-
-    name: str
-    """torch dtype without its prefix."""
-    itemsize: int
-    floating: bool
+FLOATS = ("float32", "float64", "bfloat16", "float16")
 
 
-DTYPES: tuple[DtypeCode, ...] = (
-    DtypeCode("float32", 4, True),
-    DtypeCode("float64", 8, True),
-    DtypeCode("bfloat16", 2, True),
-    DtypeCode("float16", 2, True),
-    DtypeCode("int64", 8, False),
-    DtypeCode("int32", 4, False),
-    DtypeCode("int16", 2, False),
-    DtypeCode("int8", 1, False),
-    DtypeCode("uint8", 1, False),
-    DtypeCode("bool", 1, False),
-)
-"""By code."""
+DTYPES = (*FLOATS, "int64", "int32", "int16", "int8", "uint8", "bool")
+"""By code, as torch names them."""
 
-DTYPE_CODES = {dtype.name: code for code, dtype in enumerate(DTYPES)}
+
+DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,7 @@ class Record:
 
     @property
     def itemsize(self) -> int:
-        return DTYPES[DTYPE_CODES[self.dtype]].itemsize
+        return item_bytes(self.dtype)
 
     @property
     def size_bytes(self) -> int:
@@ -230,7 +233,7 @@ def _checked(fields: tuple[float, ...], arena_bytes: int, memory_bytes: int) -> 
     strides = tuple(int(n) for n in fields[19 : 19 + dim_count])
     record = Record(
         op=EditKind(op),
-        dtype=DTYPES[code].name,
+        dtype=DTYPES[code],
         arena_begin=arena_begin,
         sizes=sizes,
         strides=strides,
@@ -247,7 +250,7 @@ def _checked(fields: tuple[float, ...], arena_bytes: int, memory_bytes: int) -> 
             f"has sizes {sizes} and strides {strides}; expected above 0, and not below 0"
         )
     _check_places(record, arena_bytes, memory_bytes)
-    _check_operand(record, KINDS[record.op], floating=DTYPES[code].floating)
+    _check_operand(record, KINDS[record.op], floating=record.dtype in FLOATS)
     return record
 
 
@@ -282,7 +285,125 @@ def _check_operand(record: Record, kind: Kind, *, floating: bool) -> None:
 
 def _fits(dtype: str, value: float) -> bool:
     """Whether a non-floating dtype can represent this value exactly."""
-    bits = 8 * DTYPES[DTYPE_CODES[dtype]].itemsize
+    bits = 8 * item_bytes(dtype)
     signed = dtype.startswith("int")
     least, most = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if signed else (0, (1 << bits) - 1)
     return value.is_integer() and least <= value <= (1 if dtype == "bool" else most)
+
+
+class NoteKind(IntEnum):
+    """What a note is about."""
+
+    HYPERPARAMETERS = 1
+    ROLLBACK = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A note as it stands in the edit memory."""
+
+    begin: int
+    kind: NoteKind
+    numbers: tuple[int, int, int, int]
+    payload: bytes
+    capacity: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """The payload of a ROLLBACK: what belongs to a state beside its bytes."""
+
+    lineage: int
+    """Of the state that is put back; 0: the history branches there."""
+    optimizer_bytes: int
+    """Bytes of the optimizer's state, wherever it is."""
+    record: bytes
+    table: bytes
+
+    def packed(self) -> bytes:
+        """The inverse of `unpacked`."""
+        sizes = (self.lineage, self.optimizer_bytes, len(self.record), len(self.table))
+        return _KEPT.pack(*sizes) + self.record + self.table
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> Kept:
+        """Raises UsageError: malformed."""
+        if len(data) < _KEPT.size:
+            raise UsageError(f"{len(data)} bytes are no kept state")
+        lineage, used, record, table = _KEPT.unpack_from(data)
+        begin = _KEPT.size
+        if min(used, record, table) < 0 or begin + record + table != len(data):
+            raise UsageError(f"{len(data)} bytes are no kept state of {record} and {table} bytes")
+        return cls(
+            lineage=lineage,
+            optimizer_bytes=used,
+            record=data[begin : begin + record],
+            table=data[begin + record :],
+        )
+
+
+def note_bytes(capacity: int) -> int:
+    """Size of a note whose payload may have up to `capacity` bytes."""
+    return _PAYLOAD_BEGIN + capacity
+
+
+def write_note(
+    memory: memoryview,
+    begin: int,
+    kind: NoteKind,
+    payload: bytes,
+    *,
+    capacity: int,
+    numbers: tuple[int, int, int, int] = (0, 0, 0, 0),
+) -> None:
+    """Write a whole note at byte `begin`. Raises ExhaustedError: the payload is too large."""
+    _NOTE_HEAD.pack_into(memory, begin, kind, capacity, 0, 0, *numbers)
+    write_payload(memory, begin, payload)
+
+
+def write_payload(memory: memoryview, begin: int, payload: bytes) -> None:
+    """Replace the payload. Raises ExhaustedError: there is no room for it."""
+    capacity = _NOTE_HEAD.unpack_from(memory, begin)[1]
+    if len(payload) > capacity:
+        raise ExhaustedError(f"{len(payload):,} bytes; there is room for {capacity:,}")
+    at = begin + _PAYLOAD_BEGIN
+    memory[at : at + len(payload)] = payload
+    memory[begin + 16 : begin + 24] = len(payload).to_bytes(8, "little")
+
+
+def read_note(memory: memoryview, begin: int) -> Note:
+    """The note at byte `begin`. Raises UsageError: there is none."""
+    if begin <= 0 or begin % 8 or begin + _PAYLOAD_BEGIN > memory.nbytes:
+        raise UsageError(f"no note can begin at byte {begin} of {memory.nbytes}")
+    kind, capacity, size, _, *numbers = _NOTE_HEAD.unpack_from(memory, begin)
+    at = begin + _PAYLOAD_BEGIN
+    if kind not in iter(NoteKind) or not 0 <= size <= capacity <= memory.nbytes - at:
+        raise UsageError(f"there is no note at byte {begin}")
+    first, second, third, fourth = numbers
+    return Note(
+        begin,
+        NoteKind(kind),
+        (first, second, third, fourth),
+        bytes(memory[at : at + size]),
+        capacity,
+    )
+
+
+def write_answer(memory: memoryview, begin: int, text: str) -> None:
+    """Leave the trainer's words; cut to `ANSWER_BYTES`."""
+    data = text.encode()[:ANSWER_BYTES].decode(errors="ignore").encode()
+    at = begin + _NOTE_HEAD.size
+    memory[at : at + len(data)] = data
+    memory[begin + 24 : begin + 32] = len(data).to_bytes(8, "little")
+
+
+def read_answer(memory: memoryview, begin: int) -> str:
+    """The trainer's words; empty if it left none."""
+    size = _NOTE_HEAD.unpack_from(memory, begin)[3]
+    at = begin + _NOTE_HEAD.size
+    return bytes(memory[at : at + min(max(size, 0), ANSWER_BYTES)]).decode(errors="replace")
+
+
+def branch_of(token: int) -> int:
+    """Lineage of the history that begins where a request with this token was agreed; never 0."""
+    return token & ((1 << 62) - 1) | 1

@@ -8,6 +8,10 @@ from DEVICE_PLACES on are on the arena's device.
 
 Record and table are written inside updates, while SEQ is odd. So what is read while SEQ is even, by
 a record of the page's own step, is of that step if SEQ has not changed since.
+
+A snapshot has what `OptimizerState.facts` gives as a table of its own: its length, int64, then
+zlib-compressed UTF-8 JSON. Numbers JSON lacks (NaN, infinities) are the strings "nan", "inf" and
+"-inf".
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +39,12 @@ _SIZE = struct.Struct("=Q")
 _SCALARS = {"float32": "=f", "float64": "=d", "int64": "=q", "int32": "=i"}
 _INFINITE = ("nan", "inf", "-inf")
 _MOST_DEPTH = 100
+
+TABLE_BYTES = 1 << 20
+"""Room for a table."""
+
+_LENGTH = struct.Struct("=q")
+_MAX_TEXT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,3 +263,37 @@ def _is_number_or_none(value: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     return value if not isinstance(value, float) or math.isfinite(value) else str(value)
+
+
+def table_text(table: Mapping[str, Any]) -> bytes:
+    """The compressed JSON alone."""
+    return zlib.compress(json.dumps(table, allow_nan=False).encode(), 1)
+
+
+def pack_table(table: Mapping[str, Any]) -> bytes:
+    """A table; one that is too long becomes one that says so."""
+    data = table_text(table)
+    if len(data) > TABLE_BYTES - _LENGTH.size:
+        failure = f"its table takes {len(data):,} bytes, more than there is space for"
+        data = table_text({**table, "keys": [], "params": [], "groups": [], "failure": failure})
+    return _LENGTH.pack(len(data)) + data
+
+
+def parse_table(memory: memoryview | bytes) -> dict[str, Any]:
+    """Parse a table; bytes after it are ignored.
+
+    Raises:
+        UsageError: not a table.
+    """
+    inflater = zlib.decompressobj()
+    try:
+        (length,) = _LENGTH.unpack_from(memory, 0)
+        if not 0 <= length <= TABLE_BYTES - _LENGTH.size:
+            raise ValueError(f"it says that it has {length} bytes")
+        end = _LENGTH.size + length
+        found = json.loads(inflater.decompress(memory[_LENGTH.size : end], _MAX_TEXT_BYTES))
+    except (struct.error, zlib.error, ValueError, RecursionError) as error:
+        raise UsageError(f"the table of optimizer state cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise UsageError("the table of optimizer state is no object")
+    return found

@@ -165,7 +165,7 @@ class AttachSettings:
             value = getattr(self, name)
             if value is None or (value == 0 and name in _MAY_BE_ZERO):
                 continue
-            if value is not None and not (math.isfinite(value) and value > 0):
+            if not (math.isfinite(value) and value > 0):
                 raise UsageError(f"{name} must be a number above 0, is {value}")
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paramd.memory.edit_note import branch_of
+from paramd.memory.edit_program import branch_of
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.control.exports.documents import named_anew
 from paramd_service.control.exports.histories import is_on_the_way

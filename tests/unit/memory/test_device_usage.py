@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import cast
 
 from paramd.memory.device_arena import DeviceReader
-from paramd.memory.device_usage import used_bytes
+from paramd.memory.device_driver import used_bytes
 from paramd_service.sidecar.rpc.service import _context_samples
 from tests.needs import program
 

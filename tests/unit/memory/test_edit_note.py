@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paramd.errors import ExhaustedError, UsageError
-from paramd.memory.edit_note import (
+from paramd.memory.edit_program import (
     ANSWER_BYTES,
     Kept,
     NoteKind,

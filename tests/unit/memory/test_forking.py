@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 
 from paramd.memory import descriptors
-from paramd.memory.arena import HostArena
-from paramd.memory.forking import private_in_children
+from paramd.memory.arena import HostArena, private_in_children
 
 SIZE_BYTES = 1 << 16
 

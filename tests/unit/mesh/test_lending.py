@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paramd.memory.lent import LentMemory, lent_memory
+from paramd.memory.descriptors import LentMemory, lent_memory
 from paramd.mesh.edits.lending import Lender
 
 

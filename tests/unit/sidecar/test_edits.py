@@ -30,9 +30,8 @@ from paramd.layout.edits.ops import EditOp
 from paramd.layout.types import Box, full_box, row_major
 from paramd.memory import handover
 from paramd.memory.control_page import Word
-from paramd.memory.descriptors import reserved_bytes
+from paramd.memory.descriptors import LentMemory, reserved_bytes
 from paramd.memory.edit_program import ANY_STEP, wanted_step
-from paramd.memory.lent import LentMemory
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.edits import table
 from paramd_service.sidecar.edits.entry import WITHDRAWN_NS, Entry, Outcome, Phase, fate

@@ -12,8 +12,7 @@ import pytest
 
 from paramd import places
 from paramd.errors import ConflictError, ExhaustedError
-from paramd.memory import left
-from paramd.memory.continuation import RECORD, TABLE, KeptSlots
+from paramd.memory.continuation import RECORD, TABLE, Checked, KeptSlots, check_left
 from paramd.memory.control_page import NEVER_REWINDABLE, Word, step_of
 from paramd.memory.descriptors import SparseMemory
 from paramd.v1 import sidecar_pb2 as pb
@@ -276,10 +275,10 @@ def test_what_a_dead_trainer_left_is_digested(trainer: Trainer, standing: Standi
     digests = standing.left_digests(trainer.attached)
     assert offered(trainer, standing, Ownership.ORPHANED)["digests"] == digests
     parts = [memoryview(bytearray([7] * size)) for size in (ARENA_BYTES, STATE_BYTES)]
-    assert left.check(parts, digests) == left.Checked(False, 2, 2)
+    assert check_left(parts, digests) == Checked(False, 2, 2)
     parts[1][STATE_BYTES - 1] = 8
-    assert left.check(parts, digests).damaged
-    assert left.check(parts[:1], digests).damaged
+    assert check_left(parts, digests).damaged
+    assert check_left(parts[:1], digests).damaged
 
 
 def offered(trainer: Trainer, standing: Standing, ownership: Ownership) -> dict[str, Any]:

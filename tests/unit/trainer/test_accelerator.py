@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from paramd.trainer.home import devices
-from paramd.trainer.home.devices import DeviceCopies
+from paramd.trainer.home import mirrored
+from paramd.trainer.home.mirrored import DeviceCopies
 from paramd.trainer.model import accelerator
-from paramd.trainer.resume.random_state import random_state, set_random_state
+from paramd.trainer.resume.codec import random_state, set_random_state
 
 SCRIPT = """
 import torch
@@ -25,10 +25,9 @@ from tests.python_accelerator import NAME, on_device
 module = python_accelerator.enter()
 
 from paramd.trainer.helpers import insight
-from paramd.trainer.home.devices import DeviceCopies, finish_copies
-from paramd.trainer.home.owned import mirrored_devices
+from paramd.trainer.home.mirrored import DeviceCopies, finish_copies, mirrored_devices
 from paramd.trainer.model import accelerator
-from paramd.trainer.resume.random_state import random_state, set_random_state
+from paramd.trainer.resume.codec import random_state, set_random_state
 
 assert mirrored_devices() == ("cpu", NAME)
 assert accelerator.kind() == NAME
@@ -119,8 +118,8 @@ def test_copies_are_behind_the_training_and_the_host_waits_for_them_alone(
     monkeypatch.setattr(torch, "Stream", noting.stream)
     monkeypatch.setattr(torch, "Event", noting.event)
     monkeypatch.setattr(torch.accelerator, "current_stream", noting.current)
-    monkeypatch.setattr(devices, "_register", lambda *_: True)
-    monkeypatch.setattr(devices, "_runtime", lambda: SimpleNamespace(cudaHostUnregister=print))
+    monkeypatch.setattr(mirrored, "_register", lambda *_: True)
+    monkeypatch.setattr(mirrored, "_runtime", lambda: SimpleNamespace(cudaHostUnregister=print))
     source: Any = SimpleNamespace(device=torch.device("cuda", 0))
     target: Any = SimpleNamespace(
         copy_=lambda _, non_blocking: noting.notes.append(f"copy, non_blocking={non_blocking}")
@@ -136,7 +135,7 @@ def test_copies_are_behind_the_training_and_the_host_waits_for_them_alone(
         "the host waits for the event",
     ]
     noting.notes.clear()
-    devices.finish_copies([source.device])
+    mirrored.finish_copies([source.device])
     assert noting.notes == ["the host waits for the training's"]
     copies.close()
 

@@ -75,16 +75,18 @@ def acting(
     nothing: Any = SimpleNamespace(
         stay=lambda: True, update=lambda heard: None, pass_boundary=lambda: None, end=lambda: None
     )
+    home: Any = SimpleNamespace(
+        copy_buffers=partial(copied.append, "buffers"), gathered=lambda: gathered
+    )
     return BoundaryHandler(
         page,
         agreement,
         TrainerGate(page, stall_budget_ns=0),
+        home=home,
         hold=nothing,
         editor=editor,
-        copy_buffers=partial(copied.append, "buffers"),
         copy_state=lambda _: copied.append("moments"),
         answer=lambda announce: None,
-        gathered=lambda: gathered,
     )
 
 

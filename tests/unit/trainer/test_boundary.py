@@ -65,7 +65,6 @@ class Bench:
             self.home,
             Agreement(None, timeout_s=1),
             editor=NoEdits(),
-            copy_buffers=self.home.copy_buffers,
             copy_state=lambda _: None,
             hold_cap_s=1,
             stall_budget_ns=0,

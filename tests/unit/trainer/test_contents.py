@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from paramd.errors import UsageError
+from paramd.trainer.attaching.checks import resolve
 from paramd.trainer.attaching.discovering import contents
-from paramd.trainer.attaching.given import resolve
 from paramd.trainer.model.shards import find_shards
 
 

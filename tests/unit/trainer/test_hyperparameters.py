@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paramd.errors import UsageError
-from paramd.trainer.boundary.hyperparameters import converted
+from paramd.trainer.boundary.optimizers import converted
 
 GROUP: dict[str, Any] = {
     "params": [],

@@ -16,7 +16,7 @@ from paramd.memory.edit_program import Record
 from paramd.memory.gate import TrainerGate
 from paramd.memory.handover import Descriptors
 from paramd.trainer.boundary.agreement import CAPTURE, Request
-from paramd.trainer.boundary.moments import find_owned
+from paramd.trainer.boundary.optimizers import find_owned
 from paramd.trainer.home.mirrored import MirroredHome, home_of
 from paramd.trainer.home.owned import ParameterStorage
 from paramd.trainer.settings import AttachSettings

@@ -14,11 +14,11 @@ from paramd.errors import ConflictError
 from paramd.memory.control_page import ControlPage, Word
 from paramd.memory.descriptors import SparseMemory, create_memory, create_sparse
 from paramd.memory.handover import optimizer_bytes
+from paramd.trainer.resume.choice import signature_difference
 from paramd.trainer.resume.codec import decode, encode
 from paramd.trainer.resume.optimizer_home import (
     OptimizerHome,
     signature,
-    signature_difference,
 )
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

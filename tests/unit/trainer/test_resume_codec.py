@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from paramd.errors import UsageError
-from paramd.trainer.resume.codec import decode, encode
-from paramd.trainer.resume.random_state import random_state, set_random_state
+from paramd.trainer.resume.codec import decode, encode, random_state, set_random_state
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def optimizer_table(layout: Layout, tables: Mapping[int, Mapping[str, Any]]) -> 
 
     Args:
         layout: where the parameters are.
-        tables: those of the ranks that are read, by rank, as memory/moments_table.py says.
+        tables: those of the ranks that are read, by rank, as memory/optimizer_state.py says.
 
     Raises:
         ConflictError: a rank could not tell its state, ranks disagree, or a state cannot be

@@ -17,8 +17,7 @@ from typing import Any, Final
 
 from paramd.errors import ConflictError, ParamdError, UnreachableError, error_of_grpc
 from paramd.memory import handover
-from paramd.memory.descriptors import close_all
-from paramd.memory.lent import LentMemory
+from paramd.memory.descriptors import LentMemory, close_all
 from paramd.mesh.peers.control import PeerAddress
 from paramd.mesh.peers.grpc import check_handover
 

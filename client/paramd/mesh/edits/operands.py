@@ -14,7 +14,7 @@ from paramd.layout.dtypes import item_bytes
 from paramd.layout.edits.ops import EditOp, OpSpec, edit_ops
 from paramd.layout.edits.plan import EditItem, EditPlan, RankEdit, plan_edit
 from paramd.layout.select import NameIndex, SelectedTensor, Selection
-from paramd.memory.lent import LentMemory, lent_memory
+from paramd.memory.descriptors import LentMemory, lent_memory
 from paramd.mesh.edits.lending import Lender
 from paramd.mesh.reading.assemble import torch_dtype
 from paramd.wire import CHUNK_BYTES

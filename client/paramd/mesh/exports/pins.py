@@ -21,7 +21,7 @@ from paramd.layout.exports.optimizer import OptimizerTable, optimizer_table
 from paramd.layout.exports.plan import ExportPlan, plan_export
 from paramd.layout.exports.settings import ExportSettings, NameMap, NameRule
 from paramd.layout.types import Layout
-from paramd.memory.moments_table import parse_table
+from paramd.memory.optimizer_state import parse_table
 from paramd.mesh.peers.sidecars import Captured, PinKind, Pinned, RankPin, Sidecars, Spans
 from paramd.mesh.reading.pin import Pinner
 from paramd.state import StateName

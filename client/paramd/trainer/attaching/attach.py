@@ -90,16 +90,11 @@ def attach(
         Exception: any other failure on any rank; likewise.
     """
     settings = settings if settings is not None else AttachSettings.from_environment()
-    if control is not None:
-        settings = replace(settings, control=control)
-    if arena is not None:
-        settings = replace(settings, arena=arena)
-    if resume is not None:
-        settings = replace(settings, resume=resume)
-    if replicas is not None:
-        settings = replace(settings, replicas=replicas)
-    if log is not None:
-        settings = replace(settings, log=log if isinstance(log, str) else ",".join(log))
+    trackers = log if log is None or isinstance(log, str) else ",".join(log)
+    given: dict[str, Any] = {
+        "control": control, "arena": arena, "resume": resume, "replicas": replicas, "log": trackers,
+    }  # fmt: skip
+    settings = replace(settings, **{name: one for name, one in given.items() if one is not None})
     exchange = Exchange(timeout_s=settings.attach_timeout_s)
     stages = Stages(exchange, settings, job, keep if keep is not None else {})
     try:

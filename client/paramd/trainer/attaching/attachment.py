@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -21,14 +22,13 @@ from paramd.trainer.boundary.boundary import Boundary
 from paramd.trainer.boundary.edits import Editor
 from paramd.trainer.boundary.gradients import GradientCapture
 from paramd.trainer.boundary.signals import Signals
-from paramd.trainer.helpers.control_link import ControlLink
+from paramd.trainer.helpers.control_link import ControlLink, Tracking
 from paramd.trainer.helpers.sidecar_link import Identity, SidecarLink
-from paramd.trainer.helpers.tracking import Tracking
 from paramd.trainer.home.device import DeviceMemory
 from paramd.trainer.home.owned import ParameterStorage
 from paramd.trainer.resume.keeper import Keeper, Keeping
 from paramd.trainer.resume.optimizer_home import OptimizerHome
-from paramd.trainer.resume.rewinding import Rewinder
+from paramd.trainer.resume.rewinding import Rewinder, Rollback
 from paramd.trainer.resume.state_record import StateRecord
 from paramd.trainer.resume.succession import Resumed
 from paramd.trainer.settings import AttachSettings
@@ -75,6 +75,10 @@ class Attachment:
         boundary: Boundary,
         editor: Editor,
         record: StateRecord | None,
+        keeper: Keeper | None,
+        state: OptimizerHome | None,
+        rewinder: Rewinder | None,
+        resumed: Resumed | None,
         gradients: GradientCapture,
         exchange: Exchange,
         sidecar: SidecarLink,
@@ -100,12 +104,15 @@ class Attachment:
         self._is_childs = False
         self._last_step = 0
         self._last_edits = 0
-        self.keeper: Keeper | None = None
-        self._state: OptimizerHome | None = None
-        self._rewinder: Rewinder | None = None
+        self.keeper = boundary.keeper = keeper
+        self._state = state
+        self._rewinder = boundary.rewinder = rewinder
+        if rewinder is not None:
+            editor.rollback = partial(Rollback, rewinder)
+            editor.groups_changed = rewinder.keeper.groups_changed
         self._at_detach = ExitStack()
         self._tracking: Tracking | None = None
-        self.resumed: Resumed | None = None
+        self.resumed = resumed
         """From which state this training goes on (`step`, `how`, `lost_steps`, `reason`); None
         after a fresh start."""
         self.job = identity.job
@@ -188,25 +195,12 @@ class Attachment:
         finally:
             self._boundary.training_weights_again(label, failed=failed)
 
-    def keep_with(
-        self, keeper: Keeper | None, state: OptimizerHome | None, resumed: Resumed | None
-    ) -> None:
-        """Keep what a successor needs from now on, if anything."""
-        self.keeper = self._boundary.keeper = keeper
-        self._state, self.resumed = state, resumed
-
     def at_detach(self, undo: Callable[[], object]) -> None:
         """Have `undo` called when the attachment ends, once the parameters have moved out.
 
         Of several, the last is called first.
         """
         self._at_detach.callback(undo)
-
-    def rewind_with(self, rewinder: Rewinder) -> None:
-        """Have rollbacks done by `rewinder`."""
-        self._rewinder = self._boundary.rewinder = rewinder
-        self._editor.rollback = rewinder.deed
-        self._editor.groups_changed = rewinder.keeper.groups_changed
 
     def track(self, settings: AttachSettings) -> None:
         """Log to the trackers that these settings name, until `detach`."""

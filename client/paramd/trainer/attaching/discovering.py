@@ -8,33 +8,34 @@ import json
 import logging
 import socket
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from xxhash import xxh3_64_intdigest
 
-from paramd import extras, places
-from paramd.errors import UsageError
+from paramd import errors, extras, places
+from paramd.errors import ConflictError, UsageError
 from paramd.layout.codec import decode_local, encode_layout, encode_local
 from paramd.layout.merge import check_replicas, layout_digest, merge_layouts, whole_parameters
 from paramd.layout.types import TensorKind
 from paramd.security.tickets import new_token
 from paramd.security.tls import Pems
 from paramd.state_files import same_network
+from paramd.trainer import faults
 from paramd.trainer.attaching.addresses import Meeting, meet
-from paramd.trainer.attaching.attempt import Attempt
 from paramd.trainer.attaching.checks import (
     check_attachable,
     check_versions,
     optimizers_of,
+    resolve,
     steps_done,
 )
-from paramd.trainer.attaching.exchange import take_incarnation
-from paramd.trainer.attaching.given import resolve
+from paramd.trainer.attaching.exchange import Exchange, take_incarnation
+from paramd.trainer.helpers.control_link import TakenIncarnation
 from paramd.trainer.helpers.sidecar_link import Identity, OwnTls
-from paramd.trainer.helpers.site_link import TakenIncarnation
 from paramd.trainer.home.mirrored import home_of
 from paramd.trainer.home.owned import ParameterStorage
 from paramd.trainer.model.local_shard import LocalShard
@@ -44,6 +45,9 @@ from paramd.trainer.resume.keeper import check_keep
 from paramd.trainer.resume.succession import Succession, agreed_choice, new_lineage
 from paramd.trainer.settings import AttachSettings
 from paramd.version import __version__
+
+Answer = dict[str, Any]
+"""What a stage tells the other ranks, JSON."""
 
 log = logging.getLogger("paramd")
 
@@ -61,8 +65,8 @@ class Found:
     first_step: int
 
 
-class Discovering(Attempt):
-    """Nothing is changed yet."""
+class Discovering:
+    """One attempt to attach: what all its stages share, and those that change nothing yet."""
 
     _succession: Succession | None = None
     _lineage = (0, 0)
@@ -75,6 +79,30 @@ class Discovering(Attempt):
     _site: TakenIncarnation | None = None
     _meeting: Meeting | None = None
     """The ranks' addresses if they are on several hosts and paramd makes certificates."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        settings: AttachSettings,
+        job: str | None,
+        keep: Mapping[str, Any],
+    ) -> None:
+        self._exchange = exchange
+        self._settings = settings
+        self._keep = keep
+        # `discover` refuses a missing one, on all ranks, before it is used.
+        self._job: str = job  # type: ignore[assignment]
+        self._at_point = faults.from_environment(exchange.rank)
+        self._undo = ExitStack()
+        """Undoes everything begun so far, last first."""
+        self._undo.callback(exchange.close)
+
+    def close(self) -> None:
+        """Undo the stages after a failure; the caller re-raises that failure."""
+        try:
+            self._undo.close()
+        except Exception:
+            log.exception("paramd: a failed attach could not be undone completely")
 
     def discover(self, model: Any, optimizer: Any, accelerator: Any, step: int | None) -> Found:
         """Inspect the model and agree on layout and first step; change nothing."""
@@ -254,6 +282,28 @@ class Discovering(Attempt):
             return None
         mine = self._meeting.addresses[self._exchange.rank]
         return OwnTls(name=mine.name, ip=mine.ip, pems=Pems.of_json(pems))
+
+    def _pass(self, point: str) -> None:
+        if self._at_point is not None:
+            self._at_point(point)
+
+    def _together(self, stage: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+        """Run a stage on every rank; a failure on one is raised on all."""
+        failure: Exception | None = None
+        try:
+            message = stage()
+        except Exception as error:
+            failure = error
+            message = {"error": str(error), "kind": type(error).__name__}
+        # Also after a failure: gathering is collective, and the others would hang without us.
+        answers = self._exchange.gather(message)
+        if failure is not None:
+            raise failure
+        for rank, answer in enumerate(answers):
+            if "error" in answer:
+                kind = getattr(errors, answer["kind"], ConflictError)
+                raise kind(f"rank {rank}: {answer['error']}")
+        return answers
 
 
 def contents(shards: Sequence[LocalShard], names: Collection[str]) -> array[int]:

@@ -23,9 +23,8 @@ import torch.distributed as dist
 from paramd import places
 from paramd.errors import UnreachableError
 from paramd.security.tickets import Role, Signer, mint_of_ranks, new_private_key
-from paramd.security.tls import Pems
 from paramd.trainer import exit
-from paramd.trainer.helpers.site_link import TakenIncarnation, register
+from paramd.trainer.helpers.control_link import TakenIncarnation, register
 from paramd.trainer.settings import AttachSettings
 
 log = logging.getLogger("paramd")
@@ -108,7 +107,13 @@ def _own_incarnation(
     settings: AttachSettings, job: str, world_size: int, hosts: Sequence[str], above: int
 ) -> TakenIncarnation:
     incarnation, private_key = places.next_incarnation(job, above=above), new_private_key()
-    signer = Signer(private_key)
+    signer, pems = Signer(private_key), []
+    if hosts:
+        # Imported only with several hosts: it is slow to load.
+        from paramd.security.job_authority import JobAuthority
+
+        authority = JobAuthority(private_key, job=job, incarnation=incarnation)
+        pems = authority.issue_ranks(hosts)
 
     def minted(role: Role) -> list[str]:
         return mint_of_ranks(signer, role, job=job, incarnation=incarnation, world_size=world_size)
@@ -119,20 +124,8 @@ def _own_incarnation(
         rank_tickets=minted(Role.SIDECAR),
         copy_tickets=minted(Role.COPIER) if settings.replicas else [],
         private_key=private_key,
-        rank_pems=_certificates(settings, private_key, job, incarnation, hosts),
+        rank_pems=pems,
     )
-
-
-def _certificates(
-    settings: AttachSettings, private_key: bytes, job: str, incarnation: int, hosts: Sequence[str]
-) -> list[Pems]:
-    if not hosts:
-        return []
-    # Imported only with several hosts: it is slow to load.
-    from paramd.security.job_authority import JobAuthority
-
-    authority = JobAuthority(private_key, job=job, incarnation=incarnation)
-    return authority.issue_ranks(hosts)
 
 
 class Exchange:

@@ -1,48 +1,148 @@
-"""The last stage, which moves the parameters in and serves them."""
+"""The later stages: sidecars and control plane, whether to go on from an export, and the last one,
+which moves the parameters in and serves them."""
 
 from __future__ import annotations
 
 import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from paramd import places
+from paramd.errors import ConflictError, ParamdError
+from paramd.layout.codec import decode_layout
 from paramd.memory.arena import HostArena
-from paramd.memory.control_page import ControlPage, Word
+from paramd.memory.control_page import MAGIC, ControlPage, Word
 from paramd.memory.descriptors import SparseMemory
 from paramd.memory.handover import Descriptors
+from paramd.trainer.attaching.addresses import summary
 from paramd.trainer.attaching.attachment import Attachment
 from paramd.trainer.attaching.checks import changes_in_forward
-from paramd.trainer.attaching.discovering import Found
+from paramd.trainer.attaching.discovering import Answer, Discovering, Found
 from paramd.trainer.attaching.exchange import collective_timeout_s
-from paramd.trainer.attaching.opening import Opening
 from paramd.trainer.boundary.agreement import Agreement
 from paramd.trainer.boundary.boundary import Boundary
 from paramd.trainer.boundary.edits import Editor
 from paramd.trainer.boundary.gradients import GradientCapture
 from paramd.trainer.boundary.hold import cap_s
-from paramd.trainer.helpers.sidecar_link import Identity
+from paramd.trainer.helpers.control_link import ControlLink
+from paramd.trainer.helpers.sidecar_link import Identity, SidecarLink
 from paramd.trainer.home.device import DeviceMemory, DeviceState
 from paramd.trainer.home.mirrored import MirroredHome
-from paramd.trainer.home.owned import ParameterStorage
 from paramd.trainer.model import partitions
+from paramd.trainer.resume.exported import Exported, Offered, opened
 from paramd.trainer.resume.keeper import Keeper
 from paramd.trainer.resume.optimizer_home import OptimizerHome
 from paramd.trainer.resume.rewinding import Rewinder
 from paramd.trainer.resume.state_record import CopiedState, MovedState, StateRecord
 from paramd.trainer.resume.succession import Resumed
+from paramd.v1 import layout_pb2
 
 log = logging.getLogger("paramd")
 
 
-class Stages(Opening):
+class Stages(Discovering):
     """The stages of attaching; after each, every rank knows the outcome on all."""
 
-    def move_in(
-        self,
-        found: Found,
-        identity: Identity,
-        mesh: dict[str, Any],
-    ) -> Attachment:
+    _sidecar: SidecarLink | None = None
+    _control: ControlLink | None = None
+    _url = ""
+    _exports: Sequence[Offered] = ()
+    """The last whole exports of this job, newest first."""
+    _exported: Exported | None = None
+    """The one to go on from."""
+
+    def open(self, identity: Identity, found: Found) -> dict[str, Any]:
+        """Bring up the sidecars and the control plane; return the sidecars' mesh message."""
+
+        def stage() -> dict[str, Any]:
+            path = places.socket_path(self._job, identity.rank)
+            if identity.rank == 0 and not self._settings.control:
+                self._control = ControlLink(
+                    identity,
+                    self._settings,
+                    directory=path.parent,
+                    token=identity.control_token,
+                )
+                self._undo.callback(self._control.close)
+            self._sidecar = SidecarLink(
+                identity,
+                self._settings,
+                socket_path=path,
+                arena_bytes=found.home.arena_bytes,
+                device=found.home.device,
+            )
+            # Undone before the control plane, which exits after the last sidecar.
+            self._undo.callback(self._let_go_of_sidecar)
+            self._take_over(self._sidecar, identity, found)
+            if self._control is not None:
+                resumed = self._succession is not None and self._succession.resumed is not None
+                _fail_open(partial(self._control.open, resumes=resumed))
+            _fail_open(self._sidecar.open)
+            self._pass("opened")
+            self._sidecar.own_descriptors()
+            there = self._site if self._site is not None else self._control
+            return {
+                "peer": {
+                    "rank": identity.rank,
+                    "address": self._sidecar.address,
+                    "socket_path": str(path),
+                    "host_id": places.host_id(),
+                },
+                "control_address": there.control_address if there is not None else "",
+                "url": there.url if there is not None else "",
+                "exports": self._control.exports if self._control is not None else [],
+            }
+
+        answers = self._together(stage)
+        told = answers[0]
+        self._url = told["url"]
+        self._exports = [Offered(**one) for one in told["exports"]]
+        if self._meeting is not None and identity.rank == 0:
+            hosts = summary(self._meeting.addresses, self._meeting.views)
+            print(
+                f"paramd: job {self._job!r} is at {self._url or 'no control plane yet'}, over TLS "
+                f"of its own; hosts: {hosts}",
+                file=sys.stderr,
+                flush=True,
+            )
+        return {
+            "op": "mesh",
+            "peers": [answer["peer"] for answer in answers],
+            "control_address": told["control_address"],
+            "layout_digest": found.layout_digest,
+            "buddies": list(self._buddies),
+        }
+
+    def look_at_exports(self, found: Found) -> Found:
+        """Agree on an export to go on from, if nothing is left in memory; change nothing."""
+        if self._succession is None or self._succession.resumed is not None:
+            return found
+        if self._control is not None and not self._url:
+            log.warning(
+                "paramd: job %r: whether it has exports to go on from is not known, because its "
+                "control plane did not start; start the training again to have them looked at",
+                self._job,
+            )
+        for offered in self._exports:
+            if offered.step <= found.first_step:
+                # What the script begins with is no older: a checkpoint that it loaded.
+                return found
+            why = self._take_export(offered, found)
+            if self._exchange.rank == 0 and why:
+                log.warning(
+                    "paramd: job %r: its export of %s is passed over: %s", self._job, offered, why
+                )
+            elif self._exchange.rank == 0:
+                log.warning("paramd: job %r %s", self._job, self._exported_said(found))
+            if not why:
+                return replace(found, first_step=offered.step)
+        return found
+
+    def move_in(self, found: Found, identity: Identity, mesh: dict[str, Any]) -> Attachment:
         """Move the parameters into the arena and serve them, on all ranks or none."""
         sidecar = self._sidecar
         assert sidecar is not None
@@ -56,7 +156,7 @@ class Stages(Opening):
         optimizer_memory = SparseMemory(shared.optimizer)
         state_memory: DeviceState | None = None
         # Where parameters stay in the trainer's own memory, the optimizers' state does, too.
-        stays = found.home.mirrored or partitions.are_declared(found.model)
+        stays = found.home.mirrored or found.model in partitions.declared
         moves = succession is not None or not stays
 
         def move() -> dict[str, Any]:
@@ -87,23 +187,13 @@ class Stages(Opening):
                 state = self._optimizer_home(optimizer_memory, state_memory, page, found)
             page[Word.MOMENTS_LIVE] = int(moves)
             self._introduce(page, identity, found.first_step)
-            agreement = Agreement(
-                self._exchange.group,
-                timeout_s=self._settings.agreement_timeout_s,
-                edit_timeout_s=self._settings.attach_timeout_s,
+            made.append(
+                self._attachment(found, identity, page, arena, shared, optimizer_memory, state)
             )
-            keeper = self._keeper(shared, page, found, state, agreement)
-            record: StateRecord | None = None
-            if keeper is None:
-                record = _state_record(shared, page, found.home, state, optimizer_memory)
-            made.append(self._attachment(found, identity, page, arena, shared, agreement, record))
             self._undo.callback(made[0].detach)
             if succession is not None and succession.resumed is not None:
                 # Before that: a failed resume must not end the sidecar that has the state.
                 self._undo.callback(self._let_go_of_sidecar)
-            made[0].keep_with(keeper, state, self._resumed)
-            if keeper is not None and state is not None and succession is not None:
-                made[0].rewind_with(self._rewinder(found, page, arena, state, keeper))
             made[0].follow(found.optimizers)
             sidecar.serve(mesh, found.layout)
             return {}
@@ -115,6 +205,85 @@ class Stages(Opening):
         self._undo.pop_all()
         self._go_on(made[0], found.first_step)
         return made[0]
+
+    def _take_export(self, offered: Offered, found: Found) -> str:
+        """Go on from this export if all ranks can; else why they cannot."""
+        rank = self._exchange.rank
+        here = [other for other, host in enumerate(self._hosts) if host == self._hosts[rank]]
+        share = here.index(rank), len(here)
+        mine: list[Exported] = []
+
+        def look() -> Answer:
+            if found.home.gathered():
+                return {"why": "fully_shard has unsharded parameters in use", "digest": ""}
+            layout = decode_layout(layout_pb2.Layout.FromString(found.layout))
+            export, told = opened(offered, layout, rank, found.optimizers, share)
+            if export is not None:
+                mine.append(export)
+                self._undo.callback(export.close)
+            return told
+
+        why = _why_not(self._together(look))
+        for export in mine:
+            if why:
+                export.close()
+            else:
+                self._exported = export
+        return why
+
+    def _exported_said(self, found: Found) -> str:
+        """One line for the log: what was chosen, and what was not in it."""
+        assert self._exported is not None
+        parts, without = ["parameters"], []
+        if found.optimizers and self._exported.has_optimizer:
+            parts.append("optimizer state")
+        elif found.optimizers:
+            without.append("optimizer state")
+        if missing := self._exported.missing_buffers():
+            without.append(f"{missing} buffers")
+        without += ["random states", "hyper-parameters", *(f"keep[{n!r}]" for n in self._keep)]
+        return (
+            f"goes on from its export of {self._exported.offered}, since nothing is left in "
+            f"memory: {' and '.join(parts)} are loaded; not in it, and as this script made them, "
+            f"are {', '.join(without)}"
+        )
+
+    def _take_over(self, sidecar: SidecarLink, identity: Identity, found: Found) -> None:
+        """Hand the sidecar the memory that a predecessor left, if training goes on in it."""
+        succession = self._succession
+        if succession is None or succession.resumed is None:
+            return
+        sidecar.continues = (*self._lineage, found.first_step)
+        if succession.survived is None:
+            return
+        arena_bytes = found.home.arena_bytes
+        shared = Descriptors.create(arena_bytes, survived=succession.survived)
+        sidecar.descriptors = shared
+        # Now, so that dying from here on leaves a state that can be resumed as it was.
+        page = ControlPage(shared.page)
+        self._introduce(page, identity, found.first_step)
+        page.close()
+
+    def _let_go_of_sidecar(self) -> None:
+        assert self._sidecar is not None
+        succession = self._succession
+        if succession is not None and succession.resumed is not None:
+            self._sidecar.abandon()
+        else:
+            self._sidecar.close()
+
+    def _introduce(self, page: ControlPage, identity: Identity, first_step: int) -> None:
+        words = page.words
+        words[Word.MAGIC] = MAGIC
+        words[Word.INCARNATION] = identity.incarnation
+        words[Word.STEP] = first_step
+        words[Word.TRAINER_PID] = os.getpid()
+        words[Word.TRAINER_START] = places.process_start(os.getpid())
+        succession = self._succession
+        if succession is not None:
+            succession.introduce(words)
+            # Last: from now on the memory can be resumed.
+            words[Word.LINEAGE] = self._lineage[1]
 
     @property
     def _resumed(self) -> Resumed | None:
@@ -143,48 +312,6 @@ class Stages(Opening):
             self._exported.close()
         return state
 
-    def _keeper(
-        self,
-        shared: Descriptors,
-        page: ControlPage,
-        found: Found,
-        state: OptimizerHome | None,
-        agreement: Agreement,
-    ) -> Keeper | None:
-        if state is None or self._succession is None:
-            return None
-        standing = self._settings.standing_every
-        return Keeper(
-            SparseMemory(shared.continuation),
-            page,
-            found.home,
-            state,
-            keep=self._keep,
-            every=int(self._settings.keep_every),
-            standing_every=int(standing) if standing is not None else None,
-            agreed=agreement.standing,
-            copies=agreement.copies if self._buddies else None,
-        )
-
-    def _rewinder(
-        self,
-        found: Found,
-        page: ControlPage,
-        arena: HostArena | DeviceMemory,
-        state: OptimizerHome,
-        keeper: Keeper,
-    ) -> Rewinder:
-        return Rewinder(
-            page,
-            arena,
-            home=found.home,
-            state=state,
-            keeper=keeper,
-            keep=self._keep,
-            copied=bool(self._buddies),
-            at_point=self._at_point,
-        )
-
     def _go_on(self, attachment: Attachment, first_step: int) -> None:
         """Let the training continue with the random states it had. Last of all."""
         succession, keeper = self._succession, attachment.keeper
@@ -203,31 +330,74 @@ class Stages(Opening):
         page: ControlPage,
         arena: HostArena | DeviceMemory,
         shared: Descriptors,
-        agreement: Agreement,
-        record: StateRecord | None,
+        optimizer_memory: SparseMemory,
+        state: OptimizerHome | None,
     ) -> Attachment:
         assert self._sidecar is not None
+        agreement = Agreement(
+            self._exchange.group,
+            timeout_s=self._settings.agreement_timeout_s,
+            edit_timeout_s=self._settings.attach_timeout_s,
+        )
         model, home = found.model, found.home
         mirror = home if isinstance(home, MirroredHome) else None
         page[Word.MIRRORED] = int(mirror is not None)
+        keeper, rewinder = None, None
+        record: StateRecord | None = None
+        records = SparseMemory(shared.continuation)
+        if state is not None and self._succession is not None:
+            standing = self._settings.standing_every
+            keeper = Keeper(
+                records,
+                page,
+                home,
+                state,
+                keep=self._keep,
+                every=int(self._settings.keep_every),
+                standing_every=int(standing) if standing is not None else None,
+                agreed=agreement.standing,
+                copies=agreement.copies if self._buddies else None,
+            )
+            rewinder = Rewinder(
+                page,
+                arena,
+                home=home,
+                state=state,
+                keeper=keeper,
+                keep=self._keep,
+                copied=bool(self._buddies),
+                at_point=self._at_point,
+            )
+        # How readers are told of the optimizers' state where no successor is.
+        elif state is not None:
+            record = MovedState(records, page, home, state)
+        else:
+            locator = mirror.locator if mirror is not None else None
+            record = CopiedState(records, optimizer_memory, page, home, locator=locator)
         edits = SparseMemory(shared.edits)
         editor = Editor(
             page, arena, edits, at_point=self._at_point, mirror=mirror, finish=home.finish
         )
+        changes = changes_in_forward(model)
+        if changes:
+            log.warning(
+                "paramd: %s: parameters are read at boundaries alone, while training waits within "
+                "its stall budget (PARAMD_STALL_BUDGET_MS)",
+                changes,
+            )
         boundary = Boundary(
             page,
             shared.wake,
             home,
             agreement,
             editor=editor,
-            copy_buffers=home.copy_buffers,
             copy_state=record.copy_for if record is not None else lambda _: None,
             hold_cap_s=cap_s(collective_timeout_s()),
             stall_budget_ns=round(self._settings.stall_budget_ms * 1e6),
             mirror=mirror,
             order=home.device.publish if home.device is not None else None,
             settles=record.settle if record is not None else lambda _: None,
-            always_strict=self._warned(changes_in_forward(model)),
+            always_strict=changes,
             after_edit=partial(partitions.refresh, model),
         )
         return Attachment(
@@ -239,6 +409,10 @@ class Stages(Opening):
             boundary=boundary,
             editor=editor,
             record=record,
+            keeper=keeper,
+            state=state,
+            rewinder=rewinder,
+            resumed=self._resumed,
             gradients=GradientCapture(
                 page,
                 shared.wake,
@@ -253,27 +427,25 @@ class Stages(Opening):
             url=self._url,
         )
 
-    @staticmethod
-    def _warned(changes: str) -> str:
-        if changes:
-            log.warning(
-                "paramd: %s: parameters are read at boundaries alone, while training waits within "
-                "its stall budget (PARAMD_STALL_BUDGET_MS)",
-                changes,
-            )
-        return changes
+
+def _why_not(answers: Sequence[Answer]) -> str:
+    """Why an export cannot be used on all ranks; empty if it can."""
+    for rank, answer in enumerate(answers):
+        if answer["why"]:
+            return f"rank {rank}: {answer['why']}"
+        if answer["digest"] != answers[0]["digest"]:
+            return f"rank {rank} finds another export there than rank 0"
+    return ""
 
 
-def _state_record(
-    shared: Descriptors,
-    page: ControlPage,
-    home: ParameterStorage,
-    state: OptimizerHome | None,
-    optimizer_memory: SparseMemory,
-) -> StateRecord:
-    """How readers are told of the optimizers' state where no successor is."""
-    memory = SparseMemory(shared.continuation)
-    if state is not None:
-        return MovedState(memory, page, home, state)
-    locator = home.locator if isinstance(home, MirroredHome) else None
-    return CopiedState(memory, optimizer_memory, page, home, locator=locator)
+def _fail_open(start: Callable[[], None]) -> None:
+    """Log, don't raise, when a helper process does not start: training comes first.
+
+    A conflict is raised, since only the user can solve it (the name is taken).
+    """
+    try:
+        start()
+    except ConflictError:
+        raise
+    except (ParamdError, OSError, EOFError) as error:
+        log.warning("paramd: %s; training continues, paramd retries", error)

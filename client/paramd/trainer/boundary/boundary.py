@@ -39,9 +39,8 @@ from paramd.memory.descriptors import wake
 from paramd.memory.gate import TrainerGate
 from paramd.trainer import exit
 from paramd.trainer.boundary.agreement import Agreement, Request
-from paramd.trainer.boundary.backward import BackwardUpdate
 from paramd.trainer.boundary.hold import BoundaryHandler, Hold
-from paramd.trainer.boundary.signals import replaced_for_a_call, runs_inside_itself
+from paramd.trainer.boundary.signals import BackwardUpdate, replaced_for_a_call, runs_inside_itself
 from paramd.trainer.boundary.standins import CHANGED, StandIns
 
 if TYPE_CHECKING:
@@ -110,7 +109,6 @@ class Boundary:
         agreement: Agreement,
         *,
         editor: Editor,
-        copy_buffers: Callable[[], None],
         copy_state: Callable[[Request], None] = lambda _: None,
         settles: Callable[[int], None] = lambda _: None,
         hold_cap_s: float,
@@ -140,13 +138,12 @@ class Boundary:
             page,
             agreement,
             self._gate,
+            home=home,
             hold=Hold(page.words, cap_s=hold_cap_s, clock_ns=time.monotonic_ns),
             editor=editor,
-            copy_buffers=copy_buffers,
             copy_state=copy_state,
             answer=self._answer,
             mirror=mirror,
-            gathered=home.gathered,
             after_edit=after_edit,
         )
         self._standing = StandIns(page, self._gate, self._digest, self._say)

@@ -12,7 +12,7 @@ agreement needs every rank's promise, so the compare-and-swap happens on all ran
 
 from __future__ import annotations
 
-import ctypes
+import errno
 import logging
 import mmap
 import threading
@@ -27,22 +27,30 @@ from paramd.errors import ExhaustedError, ParamdError, UsageError
 from paramd.layout.types import joined
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import ControlPage, Refusal, Word
-from paramd.memory.descriptors import SparseMemory
-from paramd.memory.edit_note import Note, NoteKind, read_note, write_answer
+from paramd.memory.descriptors import SparseMemory, populate
 from paramd.memory.edit_program import (
     ANY_STEP,
     NO_DATA,
+    Note,
+    NoteKind,
     Record,
     note_of,
     parse_program,
+    read_note,
     record_count,
     wanted_step,
+    write_answer,
 )
 from paramd.memory.gate import TrainerGate
 from paramd.tensors.edit_ops import Views, run
 from paramd.trainer.boundary.agreement import Request, refuse
-from paramd.trainer.boundary.hyperparameters import HyperparameterChange
-from paramd.trainer.boundary.moments import Owned, find_owned, owner_of, zero_moments
+from paramd.trainer.boundary.optimizers import (
+    HyperparameterChange,
+    Owned,
+    find_owned,
+    owner_of,
+    zero_moments,
+)
 from paramd.trainer.home.device import DeviceMemory
 from paramd.trainer.home.mirrored import MirroredHome
 
@@ -51,8 +59,6 @@ log = logging.getLogger("paramd")
 AT_ONCE_RECORDS = 32
 AT_ONCE_BYTES = 2 << 20
 """Programs up to these sizes are prepared inline at the boundary: some 0.5 ms."""
-
-_MADV_POPULATE_WRITE = 23
 
 NO_STATES = "this training keeps no states; attach it with resume='auto'"
 
@@ -356,18 +362,11 @@ def _fault_in(memory: SparseMemory, spans: Sequence[tuple[int, int]]) -> None:
     Raises:
         ExhaustedError: a range is not reserved and the machine is out of memory for it.
     """
-    # ctypes releases the GIL; mmap.madvise would hold it throughout.
-    madvise = ctypes.CDLL(None, use_errno=True).madvise
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     for begin, end in spans:
         first = begin // mmap.PAGESIZE * mmap.PAGESIZE
-        if madvise(memory.address + first, end - first, _MADV_POPULATE_WRITE):
-            number = ctypes.get_errno()
-            if number != _EINVAL:  # an older kernel pays at the first touch
-                raise ExhaustedError(
-                    f"{end - begin:,} bytes of staged data are not there (errno {number}); "
-                    "stage the edit again"
-                )
-
-
-_EINVAL = 22
+        number = populate(memory.address + first, end - first)
+        if number not in (0, errno.EINVAL):  # an older kernel pays at the first touch
+            raise ExhaustedError(
+                f"{end - begin:,} bytes of staged data are not there (errno {number}); "
+                "stage the edit again"
+            )

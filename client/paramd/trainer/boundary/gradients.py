@@ -38,7 +38,7 @@ from paramd.memory.gradient_program import (
 )
 from paramd.memory.handover import GRADIENT_SLOTS
 from paramd.trainer.boundary.signals import backward_id
-from paramd.trainer.home.devices import finish_copies
+from paramd.trainer.home.mirrored import finish_copies
 from paramd.trainer.home.moving import address
 from paramd.trainer.model.dtensor import is_dtensor, leaf_of, split
 from paramd.trainer.model.flatten import wait_for_gradient
@@ -58,10 +58,6 @@ class Room:
 
     buffer: memoryview
     address: int
-
-    def flat(self, dtype: torch.dtype, begin_bytes: int, numel: int) -> torch.Tensor:
-        """Elements starting at an arena byte, 1-D."""
-        return torch.frombuffer(self.buffer, dtype=dtype, count=numel, offset=begin_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,13 +185,12 @@ def copy_gradient(source: Source, room: Room) -> list[Note]:
     grad = source.param.grad
     if grad is None:
         return _none(source, NoGradient.NONE)
-    group = 0
     # Checked first: the common case, and the other checks cost more.
     if type(grad) is not torch.Tensor:
         if is_dtensor(grad):
             return _copy_dtensor(source, grad, room)
         grad = wait_for_gradient(grad)
-    return _copy_local(source, grad, room, group, 1)
+    return _copy_local(source, grad, room, 0, 1)
 
 
 def _copy_dtensor(source: Source, grad: Any, room: Room) -> list[Note]:
@@ -298,7 +293,8 @@ def _copy_slices(source: Source, whole: torch.Tensor, room: Room) -> list[Note]:
 
 
 def _target(part: Part, dtype: torch.dtype, room: Room) -> torch.Tensor:
-    return room.flat(dtype, part.arena_begin + part.begin * dtype.itemsize, part.end - part.begin)
+    begin_bytes, numel = part.arena_begin + part.begin * dtype.itemsize, part.end - part.begin
+    return torch.frombuffer(room.buffer, dtype=dtype, count=numel, offset=begin_bytes)
 
 
 def _none(source: Source, why: NoGradient) -> list[Note]:
@@ -406,11 +402,7 @@ class GradientCapture:
         if words[slot.done_word] == moment:
             return
         try:
-            if (
-                not _skips(owner)
-                and backward_id() == -1
-                and self._fill(index, slot, room, step, owner)
-            ):
+            if not _skips(owner) and self._fill(index, slot, room, step, owner):
                 done = moment
         except Exception:
             if not self._failed:
@@ -430,17 +422,8 @@ class GradientCapture:
         finish_copies(plan.devices)
         if len(notes) > MAX_NOTES:
             return False
-        slot.write_notes(
-            Notes(
-                step,
-                plan.version,
-                _scale(owner),
-                self._clip_factor,
-                tuple(notes),
-                self.iteration(),
-                plan.digest,
-            )
-        )
+        told = (_scale(owner), self._clip_factor, tuple(notes), self.iteration(), plan.digest)
+        slot.write_notes(Notes(step, plan.version, *told))
         return True
 
     def _plan(self, index: int, slot: Slot, owner: object) -> _Plan | None:

@@ -45,10 +45,17 @@ from paramd.wire import MAX_LEASE_S
 if TYPE_CHECKING:
     from paramd.trainer.boundary.edits import Editor
     from paramd.trainer.home.mirrored import MirroredHome
+    from paramd.trainer.home.owned import ParameterStorage
+
+log = logging.getLogger("paramd")
+
+AGREEMENT_WORKS, AGREEMENT_LOST = 1, 2
+
+# Plain ints cost a fraction of enum lookups, and these are read on every step.
+_HELD, _READY = int(Word.HELD), int(Word.READY)
 
 ROUND_S = 0.005
 """Pause between rounds of held ranks."""
-
 
 PATIENCE_NS = 10_000_000_000
 """Longest wait of one update for a copy with optimizer state, where the stall budget was too short
@@ -129,14 +136,6 @@ class Hold:
             self.end()
 
 
-log = logging.getLogger("paramd")
-
-AGREEMENT_WORKS, AGREEMENT_LOST = 1, 2
-
-# Plain ints cost a fraction of enum lookups, and these are read on every step.
-_HELD, _READY = int(Word.HELD), int(Word.READY)
-
-
 class BoundaryHandler:
     """One rank's part in acting at boundaries. Training thread only."""
 
@@ -146,31 +145,28 @@ class BoundaryHandler:
         agreement: Agreement,
         gate: TrainerGate,
         *,
+        home: ParameterStorage,
         hold: Hold,
         editor: Editor,
-        copy_buffers: Callable[[], None],
         copy_state: Callable[[Request], None],
         answer: Callable[[bool], None],
         mirror: MirroredHome | None = None,
-        gathered: Callable[[], bool] = lambda: False,
         after_edit: Callable[[], None] = lambda: None,
     ) -> None:
         """`answer(announce)` wakes the sidecar if `announce`, or if it asked to be woken.
 
         `copy_state` copies what a request wants of optimizer state that lies elsewhere.
-        `mirror` copies the parameters when they do not live in the arena. `gathered` tells
-        whether a forward is working on unsharded copies. `after_edit` is called on every rank
-        after an edit, whether or not it could be applied there, and may be collective.
+        `mirror` copies the parameters when they do not live in the arena. `after_edit` is called
+        on every rank after an edit, applied there or not, and may be collective.
         """
         self._words = page.words
         self._agreement: Agreement | None = agreement
         self._gate = gate
         self._hold = hold
         self._editor = editor
-        self._copy_buffers = copy_buffers
+        self._home = home
         self._copy_state = copy_state
         self._mirror = mirror
-        self._gathered = gathered
         self._after_edit = after_edit
         self._answer = answer
         self._agreed = page.words[Word.AGREED]
@@ -284,7 +280,7 @@ class BoundaryHandler:
     def _accept(self, request: Request, now: bool) -> bool:
         if request.action == EDIT:
             # FSDP has gathered: an edit of the shards would not reach this forward. Wait.
-            if self._gathered():
+            if self._home.gathered():
                 if self._waits():
                     self._refuse(request.number, Refusal.GATHERED)
                 return False
@@ -353,7 +349,7 @@ class BoundaryHandler:
             finally:
                 self._after_edit()
         if self._mirror is None and self._wants(Word.BUFFERS_WANTED, request):
-            self._copy_buffers()
+            self._home.copy_buffers()
             words[Word.BUFFERS_STEP] = words[Word.STEP]
         if self._wants(Word.MOMENTS_WANTED, request):
             if self._mirror is not None:

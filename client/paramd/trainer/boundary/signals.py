@@ -3,21 +3,35 @@
     optimizer hooks   global, so they also cover optimizers made after `attach`, and a step
                       inside another class's step
     forward           of the attached module, in a call that will be differentiated; of a
-                      stage of a pipeline, the beginning of the schedule's step (pipelines.py)
+                      stage of a pipeline, the beginning of the schedule's step
     backward          of that forward's output; counted, and the same on all ranks
 
 The computation is unaffected: the hooks return None, draw no random numbers, and stay out of
 torch.compile's traces. Copies and pickles of the model do not carry them.
+
+Pipelines (torch.distributed.pipelining): a later stage's forward begins when the earlier one has
+sent its output. A rank that waits at a boundary in its forward would wait for ranks that wait for
+its output. So the boundary is where the schedule begins a step, on all ranks before anything is
+sent: it then has each of its stages clear what the last step left. Such a step counts as one
+backward, however many it has: some ranks have more of them, by which the schedule learns the shapes
+of gradients.
+
+Optimizers that step as soon as a gradient is there, within the backward: all steps within one
+backward make one update. It begins with the first of them and ends with the backward, so nothing is
+read of it, not even at rest, while some parameters are new and others old. If the backward raises,
+the update stays open until one succeeds.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from functools import partial
-from types import FrameType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +41,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from paramd.trainer.boundary.pipelines import follow_stage, frames, running_stage
+from paramd.trainer.model.local_shard import loaded_class
 
 if TYPE_CHECKING:
     from paramd.trainer.boundary.boundary import Boundary
@@ -37,6 +51,8 @@ SILENT_UPDATES = 3
 
 MAX_OUTPUTS = 8
 """Most output tensors hooked to see the backward begin."""
+
+STAGES = "torch.distributed.pipelining.stage"
 
 
 class Followed(Collection[torch.optim.Optimizer]):
@@ -246,22 +262,17 @@ class _Output(_Hook):
             return
         if not torch.is_grad_enabled() or _in_transform() or module is not self._module():
             return
-        once = _Once(partial(self._listener.backward, module))
+        told = False
+
+        def tell(_gradient: torch.Tensor) -> None:
+            # Once for a forward, whichever of its outputs the backward reaches first.
+            nonlocal told
+            if not told:
+                told = True
+                self._listener.backward(module)
+
         for tensor in _tensors(output):
-            tensor.register_hook(once)
-
-
-class _Once:
-    """Report one forward's backward once, whichever output it reaches first."""
-
-    def __init__(self, tell: Callable[[], None]) -> None:
-        self._tell = tell
-        self._told = False
-
-    def __call__(self, _gradient: torch.Tensor) -> None:
-        if not self._told:
-            self._told = True
-            self._tell()
+            tensor.register_hook(tell)
 
 
 def _in_transform() -> bool:
@@ -289,3 +300,116 @@ def _tensors(output: Any, depth: int = 3) -> list[torch.Tensor]:
         if len(found) >= MAX_OUTPUTS:
             break
     return found[:MAX_OUTPUTS]
+
+
+def frames() -> Iterator[FrameType]:
+    """The Python stack of this thread, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def running_stage(module: nn.Module) -> Any:
+    """The stage whose forward of `module` runs on this thread now; None if none does."""
+    stages: Any = loaded_class(STAGES, "_PipelineStageBase")
+    if stages is None:
+        return None
+    for frame in frames():
+        if frame.f_globals.get("__name__") == STAGES:
+            stage = frame.f_locals.get("self")
+            if isinstance(stage, stages) and any(m is module for m in stage.submod.modules()):
+                return stage
+    return None
+
+
+def follow_stage(stage: Any, listener: Boundary) -> Callable[[], None]:
+    """Tell `listener` of each training step that a schedule begins with this stage.
+
+    Returns:
+        What ends it.
+    """
+    clear = stage.clear_runtime_states
+
+    def clear_runtime_states() -> None:
+        clear()
+        # A schedule's eval() has no backward.
+        if stage.has_backward and torch.is_grad_enabled():
+            listener.forward(trains=True)
+            listener.backward()
+
+    stage.clear_runtime_states = clear_runtime_states
+
+    def end() -> None:
+        if vars(stage).get("clear_runtime_states") is clear_runtime_states:
+            del stage.clear_runtime_states
+
+    return end
+
+
+class BackwardUpdate:
+    """The owner of such updates at the boundary; knows which backward runs on which thread."""
+
+    def __init__(self, end: Callable[[object, int], None]) -> None:
+        """`end`: told of this owner and the thread when a backward that had steps is over."""
+        self._end = end
+        self._running: dict[int, tuple[int, int]] = {}
+        """Outermost backwards by thread: id and depth of the stack."""
+        self._stepping: set[int] = set()
+        """Threads whose backward has had a step."""
+
+    def started(self) -> None:
+        """A backward runs on this thread; learns when it is over. Outside of one does nothing."""
+        now = backward_id()
+        if now == -1:
+            return
+        thread = threading.get_ident()
+        known = self._running.get(thread)
+        if known is not None and (known[0] == now or _depth() > known[1]):
+            # Checkpointing runs backwards of its own within this one.
+            return
+        self._stepping.discard(thread)
+        try:
+            _at_the_end(partial(self._last, thread, now))
+            self._running[thread] = now, _depth()
+        except RuntimeError:
+            # Compiled autograd may take no callbacks; then each step is an update of its own.
+            self._running.pop(thread, None)
+
+    def begins(self) -> bool:
+        """Whether the step that begins is the first within the present backward."""
+        if backward_id() == -1:
+            return False
+        self.started()
+        thread = threading.get_ident()
+        if thread in self._stepping or thread not in self._running:
+            return False
+        self._stepping.add(thread)
+        return True
+
+    def _last(self, thread: int, now: int) -> None:
+        # FSDP reduces the root's gradients in a callback of its own, which may be after this.
+        _at_the_end(partial(self._over, thread, now))
+
+    def _over(self, thread: int, now: int) -> None:
+        known = self._running.get(thread)
+        if known is None or known[0] != now:
+            return
+        del self._running[thread]
+        if thread in self._stepping:
+            self._stepping.discard(thread)
+            self._end(self, thread)
+
+
+def _at_the_end(call: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def _depth() -> int:
+    """How many backwards the Python stack of this thread is in."""
+    return sum(frame.f_code is _ENGINE for frame in frames())
+
+
+_ENGINE: CodeType | None = getattr(
+    getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None
+)

@@ -1,20 +1,188 @@
-"""Rank 0's control plane: started, told its secrets, kept alive."""
+"""Control planes: a site's, where the job registers and which its sidecars join, or rank 0's own.
+
+Rank 0 starts its own, tells it its secrets and keeps it alive. It also starts the trackers: a
+process of `paramd log` beside the training for each that was asked for.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
+import os
 import select
+import signal
 import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
-from paramd.errors import UnreachableError
+from paramd.errors import (
+    ConflictError,
+    DeniedError,
+    ParamdError,
+    UnreachableError,
+    UsageError,
+)
 from paramd.helpers import end, spawn
 from paramd.memory import descriptors
-from paramd.security.tls import is_loopback
-from paramd.trainer.helpers.sidecar_link import Identity
-from paramd.trainer.helpers.supervisor import Supervisor
+from paramd.security.tickets import key_from_hex
+from paramd.security.tls import ClientTls, Pems, https_context, is_loopback, not_accepted
+from paramd.trainer.helpers.sidecar_link import Identity, Supervisor
 from paramd.trainer.settings import AttachSettings
+
+if TYPE_CHECKING:
+    import httpx2
+
+TIMEOUT_S = 10.0
+"""Longest wait for the control plane at attach, in seconds."""
+
+MAX_TOKEN_BYTES = 4096
+_REFUSALS: dict[int, type[ParamdError]] = {
+    401: DeniedError,
+    403: DeniedError,
+    409: ConflictError,
+    422: UsageError,
+}
+
+log = logging.getLogger("paramd")
+
+GRACE_S = 10.0
+"""How long a tracker may take to write what it has."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TakenIncarnation:
+    """An incarnation, with its keys and its ranks' tickets."""
+
+    incarnation: int
+    public_key: bytes
+    """Verifies the incarnation's tickets."""
+    rank_tickets: list[str] = field(repr=False)
+    """By rank; each lets one sidecar join as that rank."""
+    copy_tickets: list[str] = field(default_factory=list, repr=False)
+    """By rank; each lets one sidecar send copies to another host. May be empty."""
+    rank_pems: list[Pems] = field(default_factory=list, repr=False)
+    """By rank, for ranks on several hosts: a certificate of the job's own CA."""
+    private_key: bytes | None = field(default=None, repr=False)
+    """Signs the incarnation's tickets; None when a site's control plane keeps it."""
+    url: str = ""
+    """Of the site's control plane; empty when there is no site, or it did not answer."""
+    control_address: str = ""
+    """gRPC target of it, which sidecars join."""
+
+
+def register(
+    settings: AttachSettings,
+    *,
+    job: str,
+    world_size: int,
+    incarnation_floor: int,
+    hosts: Sequence[str] = (),
+) -> TakenIncarnation:
+    """Have the control plane begin a new incarnation, above `incarnation_floor`. Not idempotent.
+
+    `hosts` is the address of each rank, for ranks on several hosts.
+
+    Raises:
+        UnreachableError: no answer, or it cannot serve now.
+        DeniedError: the token is missing, wrong, or may not register jobs.
+        ConflictError: the job is already training, or the control plane belongs to another job.
+        UsageError: invalid URL, or one that would send the token unencrypted to another host.
+    """
+    import httpx2  # here, because most jobs have no site
+
+    url = settings.control.rstrip("/")
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UsageError(f"control: {url!r}; expected one like http://127.0.0.1:8470")
+    verify = https_context(url)
+    body: dict[str, Any] = {
+        "job": job,
+        "world_size": world_size,
+        "incarnation_floor": incarnation_floor,
+    }
+    if hosts:
+        body["rank_hosts"] = list(hosts)
+    try:
+        answer = httpx2.post(
+            f"{url}/api/v1/jobs",
+            json=body,
+            headers={"authorization": f"Bearer {token_of(settings)}"},
+            timeout=TIMEOUT_S,
+            verify=verify,
+            # A proxy from the environment must not see the token.
+            trust_env=False,
+        )
+    except httpx2.HTTPError as error:
+        if why := not_accepted(error, ClientTls.from_environment().ca):
+            raise UnreachableError(
+                f"{url} has a certificate that cannot be trusted: {why}"
+            ) from error
+        raise UnreachableError(f"the control plane at {url} does not answer ({error})") from error
+    if answer.status_code != 201:
+        raise _refusal(url, answer)
+    try:
+        return _registration(url, world_size, answer.json(), certified=bool(hosts))
+    except (ValueError, KeyError, TypeError) as error:
+        raise UnreachableError(
+            f"{url} sent an answer that this paramd cannot read ({error!r}); the versions of "
+            "the control plane and the training may differ"
+        ) from error
+
+
+def token_of(settings: AttachSettings) -> str:
+    """The token to register with: PARAMD_TOKEN, else the contents of PARAMD_TOKEN_FILE.
+
+    Raises:
+        DeniedError: neither is set.
+        UsageError: the file cannot be read.
+    """
+    if settings.token:
+        return settings.token
+    if not settings.token_file:
+        raise DeniedError(
+            f"no token for the control plane at {settings.control}; set PARAMD_TOKEN or "
+            "PARAMD_TOKEN_FILE to one that may register jobs"
+        )
+    try:
+        with Path(settings.token_file).open() as file:
+            return file.read(MAX_TOKEN_BYTES).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"token_file: {settings.token_file} cannot be read: {error}") from error
+
+
+def _registration(
+    url: str, world_size: int, found: Mapping[str, Any], *, certified: bool
+) -> TakenIncarnation:
+    tickets = [str(ticket) for ticket in found["rank_tickets"]]
+    copy_tickets = [str(ticket) for ticket in found.get("copy_tickets", [])]
+    incarnation = int(found["incarnation"])
+    if len(tickets) != world_size or len(copy_tickets) not in (0, world_size) or incarnation < 1:
+        raise ValueError(f"{len(tickets)} tickets, incarnation {incarnation}")
+    pems = [Pems.of_json(one) for one in found["rank_tls"]] if certified else []
+    if certified and len(pems) != world_size:
+        raise ValueError(f"{len(pems)} certificates")
+    return TakenIncarnation(
+        url=url,
+        incarnation=incarnation,
+        control_address=str(found["control_address"]),
+        public_key=key_from_hex(found, "public_key"),
+        rank_tickets=tickets,
+        copy_tickets=copy_tickets,
+        rank_pems=pems,
+    )
+
+
+def _refusal(url: str, answer: httpx2.Response) -> ParamdError:
+    try:
+        text = str(answer.json()["detail"])
+    except (ValueError, KeyError, TypeError):
+        text = f"HTTP {answer.status_code}"
+    # The control plane's own failures must not keep a training from starting.
+    return _REFUSALS.get(answer.status_code, UnreachableError)(f"{url}: {text}")
 
 
 class ControlLink:
@@ -32,7 +200,8 @@ class ControlLink:
         self._listen = ""
         self._grpc_listen = ""
         self.url = ""
-        self.grpc_address = ""
+        self.control_address = ""
+        """gRPC target of it, which sidecars join."""
         self.exports: list[dict[str, Any]] = []
         """The last whole exports of this job, newest first (resume/exported.py)."""
 
@@ -73,7 +242,7 @@ class ControlLink:
         arguments = ["--job", identity.job, "--listen", self._wanted_listen()]
         if own is not None:
             arguments += ["--advertise", own.name]
-        if self.grpc_address:
+        if self.control_address:
             arguments += ["--grpc-listen", self._grpc_listen]
         secrets = {
             "job": identity.job,
@@ -96,7 +265,7 @@ class ControlLink:
         if ready is None:
             end(self._process, grace_s=0.0)
             raise UnreachableError(f"the control plane did not start; see {log_path}")
-        self.url, self.grpc_address = ready["url"], ready["grpc_address"]
+        self.url, self.control_address = ready["url"], ready["grpc_address"]
         self._listen, self._grpc_listen = ready["listen"], ready["grpc_listen"]
         self.exports = ready["exports"]
         return descriptors.pidfd(self._process.pid)
@@ -116,3 +285,69 @@ def _first_line(output: IO[bytes], timeout_s: float) -> dict[str, Any] | None:
         return None
     line = output.readline()
     return json.loads(line) if line else None
+
+
+class Tracking:
+    """`paramd log` of this job, into each tracker that was asked for.
+
+    What it computes, the sidecars compute; this process only starts and ends it. It ends by
+    itself when the job no longer answers, or begins anew.
+    """
+
+    def __init__(self, job: str, settings: AttachSettings, directory: Path) -> None:
+        self._job = job
+        self._settings = settings
+        self._directory = directory
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def open(self) -> None:
+        """Start the processes; one that cannot be started costs its tracker, not the training."""
+        for kind in self._settings.trackers:
+            try:
+                self._processes[kind] = self._start(kind)
+            except (OSError, ParamdError) as error:
+                log.warning("paramd: nothing is logged to %s: %s", kind, error)
+
+    def _start(self, kind: str) -> subprocess.Popen[bytes]:
+        arguments = ["log", "--to", kind, "--job", self._job]
+        # A person's own settings may name another control plane.
+        environment = {key: value for key, value in os.environ.items() if key not in _OTHERS}
+        token = None
+        if self._settings.control:
+            arguments += ["--url", self._settings.control, "--token", "-"]
+            token = token_of(self._settings).encode() + b"\n"
+        path = self._directory / f"log-{kind}.log"
+        output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "paramd.cli", *arguments],
+                stdin=subprocess.PIPE if token is not None else subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                # Ctrl-C in the training's terminal is the training's.
+                start_new_session=True,
+            )
+        finally:
+            os.close(output)
+        if process.stdin is not None and token is not None:
+            with process.stdin:
+                process.stdin.write(token)
+        return process
+
+    def close(self) -> None:
+        """Have what was logged written, and end the processes. Idempotent."""
+        for process in self._processes.values():
+            process.send_signal(signal.SIGTERM)
+        for kind, process in self._processes.items():
+            end(process, grace_s=GRACE_S)
+            # One that was still starting has nothing to write.
+            if process.returncode not in (0, -signal.SIGTERM):
+                log.warning(
+                    "paramd: what logged to %s ended with status %s; see %s",
+                    kind, process.returncode, self._directory / f"log-{kind}.log",
+                )  # fmt: skip
+        self._processes = {}
+
+
+_OTHERS = ("PARAMD_URL", "PARAMD_TOKEN", "PARAMD_TOKEN_FILE", "PARAMD_CONTEXT", "PARAMD_JOB")

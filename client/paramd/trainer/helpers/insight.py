@@ -64,7 +64,6 @@ class Insight:
 
     def __init__(self) -> None:
         """No thread runs before `open_line`."""
-        """Called on the thread, with what the sidecar's successor is to be started with."""
         self._training = threading.get_ident()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._dump = os.memfd_create("paramd-stacks", os.MFD_CLOEXEC)
@@ -229,8 +228,9 @@ class _Entry:
         return self.computed is None or self.computed.query()
 
     def as_json(self) -> list[Any]:
-        numbers = {name: _json_number(value) for name, value in self.numbers.items()}
-        return [self.step, self.time_s, numbers]
+        numbers = {name: float(value) for name, value in self.numbers.items()}
+        told = {name: n if math.isfinite(n) else str(n) for name, n in numbers.items()}
+        return [self.step, self.time_s, told]
 
 
 def _computed(numbers: Mapping[str, float | torch.Tensor]) -> torch.Event | None:
@@ -278,11 +278,6 @@ def checked_numbers(numbers: Mapping[str, float | torch.Tensor]) -> dict[str, An
                 f"log: {name} is of type {type(value).__name__}; expected a number"
             ) from None
     return checked
-
-
-def _json_number(value: float | torch.Tensor) -> float | str:
-    number = float(value)
-    return number if math.isfinite(number) else str(number)
 
 
 def collectives() -> dict[str, Any]:

@@ -1,9 +1,13 @@
-"""A rank's sidecar: started, handed what it needs, started again at its address if it dies."""
+"""A rank's sidecar: started, handed what it needs, started again at its address if it dies.
+
+A `Supervisor` keeps one helper process of the trainer alive, whichever that is.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import select
 import socket
@@ -26,14 +30,89 @@ from paramd.memory.handover import Allocation, Descriptors
 from paramd.security.tls import Pems, host_of, is_of_job
 from paramd.state_files import HOST_SOCKET, sidecars_dir
 from paramd.trainer.helpers.insight import Insight
-from paramd.trainer.helpers.supervisor import Supervisor
 from paramd.trainer.settings import AttachSettings
 from paramd.version import __version__
+
+log = logging.getLogger("paramd")
+
+FIRST_DELAY_S = 0.1
+LONGEST_DELAY_S = 10.0
+# A process that lived this long did not fail at startup.
+STEADY_S = 5.0
 
 CONNECT_POLL_S = 0.02
 
 STATE_TIMEOUT_S = 2.0
 """How long the training waits for device memory that the sidecar makes."""
+
+
+class Supervisor:
+    """A thread that waits for a process to exit and then calls `restart`.
+
+    `restart` returns the new process's pidfd, or raises and is retried with growing delays.
+    The thread sleeps in the kernel, so it costs the trainer nothing while the process lives.
+    """
+
+    def __init__(self, name: str, restart: Callable[[], int]) -> None:
+        self._name = name
+        self._restart = restart
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name=f"paramd-{name}", daemon=True)
+        self._pidfd: int | None = None
+        self._closed = False
+
+    def start(self, pidfd: int | None) -> None:
+        """Start watching; None when the first start failed and should be retried."""
+        self._pidfd = pidfd
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching; the process itself is left alone. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        os.eventfd_write(self._stop, 1)
+        if self._thread.ident is not None:
+            self._thread.join()
+        os.close(self._stop)
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+
+    def _run(self) -> None:
+        delay_s = FIRST_DELAY_S
+        while True:
+            if self._pidfd is not None:
+                lived_long = not self._wait(self._pidfd, STEADY_S)
+                if lived_long:
+                    self._wait(self._pidfd, None)
+                if self._stopped():
+                    return
+                os.close(self._pidfd)
+                self._pidfd = None
+                log.warning("paramd: the %s ended; starting it again", self._name)
+                delay_s = FIRST_DELAY_S if lived_long else min(LONGEST_DELAY_S, 2 * delay_s)
+            try:
+                self._pidfd = self._restart()
+            except Exception as error:
+                log.warning(
+                    "paramd: the %s did not start (%s); training continues without it, next try "
+                    "in %.1f s", self._name, error, delay_s,
+                )  # fmt: skip
+                if self._wait(self._stop, delay_s):
+                    return
+                delay_s = min(LONGEST_DELAY_S, 2 * delay_s)
+
+    def _wait(self, descriptor: int, timeout_s: float | None) -> bool:
+        """Whether `descriptor` or the stop event became readable in time."""
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)
+        poller.register(self._stop, select.POLLIN)
+        return bool(poller.poll(None if timeout_s is None else timeout_s * 1000))
+
+    def _stopped(self) -> bool:
+        poller = select.poll()
+        poller.register(self._stop, select.POLLIN)
+        return bool(poller.poll(0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,10 +128,6 @@ class OwnTls:
     def listen(self, port: str) -> str:
         """An address to listen on."""
         return f"[{self.ip}]:{port}" if ":" in self.ip else f"{self.ip}:{port}"
-
-    def is_at(self, address: str) -> bool:
-        """Whether a sidecar at `address` serves as this rank's is to."""
-        return is_of_job(address) and host_of(address) == self.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,8 +242,7 @@ class SidecarLink:
         """Send the sidecar its mesh and layout; from now on one is always kept alive."""
         self._mesh = (mesh, layout)
         try:
-            self._send_mesh()
-            pidfd = self._pidfd()
+            pidfd = self._send_mesh()
         except (ParamdError, OSError, EOFError):
             pidfd = None
         self._supervisor.start(pidfd)
@@ -189,7 +263,10 @@ class SidecarLink:
             with contextlib.suppress(OSError):
                 handover.send(self._connection, {"op": "detach"})
             if self._process is None:
-                _await_end(self._connection, timeout_s=5.0)
+                # It closes its end when it leaves.
+                self._connection.settimeout(5.0)
+                with contextlib.suppress(OSError, EOFError, UsageError):
+                    handover.receive(self._connection)
         self._disconnect()
         self._reap(grace_s=5.0)
         self.insight.close()
@@ -210,8 +287,7 @@ class SidecarLink:
             self._disconnect()
             self._reap(grace_s=0.0)
             self._attach(self._reach())
-            self._send_mesh()
-            return self._pidfd()
+            return self._send_mesh()
 
     def _reach(self) -> socket.socket:
         with contextlib.suppress(UnreachableError):
@@ -274,7 +350,9 @@ class SidecarLink:
         handover.send(connection, {"op": "where"})
         answer, _ = _answer(connection, "where")
         own, address = self._identity.own_tls, str(answer["address"])
-        return own.is_at(address) if own is not None else not is_of_job(address)
+        if own is None:
+            return not is_of_job(address)
+        return is_of_job(address) and host_of(address) == own.name
 
     def _send_away(self, connection: socket.socket) -> None:
         """Have a sidecar leave, and wait until it has. Raises ConflictError if it may not."""
@@ -358,7 +436,8 @@ class SidecarLink:
             close_all(fds)
             raise ConflictError(f"the sidecar handed over unusable descriptors: {error}") from error
 
-    def _send_mesh(self) -> None:
+    def _send_mesh(self) -> int:
+        """Send mesh and layout, and open the line; return a pidfd of the sidecar."""
         assert self._mesh is not None
         if self._connection is None:
             raise UnreachableError("no sidecar is connected")
@@ -370,18 +449,12 @@ class SidecarLink:
         finally:
             os.close(memory)
         _answer(self._connection, "serving")
-        self._send_line(self._connection)
-
-    def _send_line(self, connection: socket.socket) -> None:
         message, handed = self.insight.open_line()
         try:
-            handover.send(connection, message, handed)
+            handover.send(self._connection, message, handed)
         finally:
             close_all(handed)
-        _answer(connection, "insight")
-
-    def _pidfd(self) -> int:
-        assert self._connection is not None
+        _answer(self._connection, "insight")
         return _pidfd_of_peer(self._connection)
 
     def _reap(self, *, grace_s: float) -> None:
@@ -417,13 +490,6 @@ def _ended(host: socket.socket) -> int | None:
         return int(_answer(host, "ended")[0]["code"])
     except (EOFError, OSError):
         return -1
-
-
-def _await_end(connection: socket.socket, *, timeout_s: float) -> None:
-    """Wait until a sidecar that leaves closes its end."""
-    connection.settimeout(timeout_s)
-    with contextlib.suppress(OSError, EOFError, UsageError):
-        handover.receive(connection)
 
 
 def _answer(connection: socket.socket, expected: str) -> tuple[handover.Message, list[int]]:

@@ -25,8 +25,7 @@ from paramd.memory.device_arena import Addresses, DeviceMap, TrainerDevice, why_
 from paramd.memory.device_driver import CUDA, HIP, HIP_VARIABLE, DeviceError, Driver, load
 from paramd.memory.handover import Allocation
 from paramd.trainer.home.moving import Memory, live_tensors
-from paramd.trainer.home.owned import ParameterStorage
-from paramd.trainer.home.plan import ALIGN_BYTES, ArenaPlan, plan_arena
+from paramd.trainer.home.owned import ALIGN_BYTES, ArenaPlan, ParameterStorage, plan_arena
 from paramd.trainer.home.watch import Contents, Slots
 from paramd.trainer.model.local_shard import LocalShard
 from paramd.trainer.model.shards import find_shards
@@ -46,7 +45,7 @@ CAPTURED = (
 )
 
 
-class _Mapped:
+class MappedBytes:
     """Mapped device memory as tensors."""
 
     def __init__(self, mapped: Addresses, device: torch.device, size_bytes: int) -> None:
@@ -60,19 +59,19 @@ class _Mapped:
         return self.size_bytes
 
     @property
-    def buffer(self) -> _Mapped:
+    def buffer(self) -> MappedBytes:
         """What tensors are moved into."""
         return self
 
     def at(self, begin: int, size_bytes: int) -> torch.Tensor:
-        """A span as a 1-D uint8 tensor whose storage has exactly that size; nothing is copied."""
+        """As `bytes_at`; nothing is copied."""
         span = _Span(self._mapped, self.address + begin, size_bytes)
         if self._device.type == "cpu":
             return torch.frombuffer(span.of_host(), dtype=torch.uint8)
         return torch.as_tensor(span, dtype=torch.uint8, device=self._device)
 
 
-class DeviceMemory(_Mapped):
+class DeviceMemory(MappedBytes):
     """An arena on a device as tensors, in place of a `HostArena`."""
 
     def __init__(self, mapped: DeviceMap, device: torch.device) -> None:
@@ -86,7 +85,7 @@ class DeviceMemory(_Mapped):
         """Nothing: it is unmapped with the last tensor in it. The descriptor is its owner's."""
 
 
-class DeviceState(_Mapped):
+class DeviceState(MappedBytes):
     """Memory on a device for optimizer state, which the sidecar makes as it is needed."""
 
     def __init__(

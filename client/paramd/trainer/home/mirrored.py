@@ -6,6 +6,11 @@ that asked for them, so only agreed boundaries can serve reads (memory/arena.py)
 
 The arena has the geometry of the live memory: relative to its piece, every byte has the same
 offset in both. So an edit's views, and optimizer state, are found by adding.
+
+Copies from an accelerator go through torch's streams of any device: a side stream per device waits
+for the training's current stream, copies, and records one event; the host waits for those events
+only. CUDA and HIP can register memory that was made elsewhere; torch has no such call for other
+accelerators, whose copies therefore wait one by one.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,26 +30,17 @@ from paramd.layout.types import TensorKind
 from paramd.memory.arena import unpack_wanted
 from paramd.memory.edit_program import Record
 from paramd.memory.gate import TrainerGate
-from paramd.trainer.home.buffers import BufferCopies
+from paramd.trainer.home import moving
 from paramd.trainer.home.device import device_home
-from paramd.trainer.home.devices import DeviceCopies
-from paramd.trainer.home.moving import (
-    Memory,
-    Range,
-    bytes_at,
-    differences,
-    extent,
-    placed,
-    span_bytes,
-)
+from paramd.trainer.home.moving import BufferCopies, Memory, Range
 from paramd.trainer.home.owned import (
+    ArenaPlan,
     ParameterStorage,
     address_of,
     check_arena,
-    check_reachable,
-    said,
+    plan_arena,
 )
-from paramd.trainer.home.plan import ArenaPlan, plan_arena
+from paramd.trainer.model import accelerator
 from paramd.trainer.model.local_shard import LocalShard, dtype_name
 from paramd.trainer.model.shards import find_shards
 
@@ -55,6 +51,25 @@ log = logging.getLogger("paramd")
 
 Locate = Callable[[Range], int | None]
 """Maps a parameter's memory to its first arena byte; None for memory of no parameter."""
+
+
+def mirrored_devices() -> tuple[str, ...]:
+    """Device types whose tensors can be copied into host memory."""
+    found = accelerator.kind()
+    return ("cpu",) if found is None else ("cpu", found)
+
+
+def _check_reachable(shard: LocalShard) -> None:
+    """Refuse a tensor that cannot be copied into host memory.
+
+    Raises:
+        ConflictError: naming the tensor.
+    """
+    if shard.tensor.device.type not in mirrored_devices():
+        raise ConflictError(
+            f"tensor {shard.fqn!r} is on {shard.tensor.device}; expected one of "
+            f"{', '.join(mirrored_devices())}"
+        )
 
 
 class MirroredHome(ParameterStorage):
@@ -74,7 +89,7 @@ class MirroredHome(ParameterStorage):
 
     def _planned(self, shards: Sequence[LocalShard]) -> ArenaPlan:
         for shard in shards:
-            check_reachable(shard)
+            _check_reachable(shard)
         return plan_arena(shards, ())
 
     def move_in(self, arena: Memory) -> None:
@@ -87,14 +102,14 @@ class MirroredHome(ParameterStorage):
         assert isinstance(arena, memoryview)
         check_arena(arena, self.arena_bytes)
         shards = find_shards(self._model)
-        if self._planned(shards) != self._plan or differences(self._shards, shards):
+        if self._planned(shards) != self._plan or moving.differences(self._shards, shards):
             raise ConflictError(
                 "the model's parameters changed while they were being attached; attach again"
             )
         self._shards = shards
         self._arena_address = address_of(arena)
         if arena.nbytes:
-            self._memory = bytes_at(arena, 0, arena.nbytes)
+            self._memory = moving.bytes_at(arena, 0, arena.nbytes)
         if not _on_host(shard.tensor for shard in shards):
             self._copies = DeviceCopies(self._arena_address, arena.nbytes)
         self._buffers = BufferCopies(arena, self._placed(TensorKind.BUFFER))
@@ -156,16 +171,16 @@ class MirroredHome(ParameterStorage):
         Raises:
             ConflictError: no single parameter of this rank contains a record.
         """
-        self._follow()
+        self.check(full=True)
         found = [(begin, shard) for shard, begin in self._placed(TensorKind.PARAMETER)]
         pieces = sorted(found, key=itemgetter(0))
         return [_live(pieces, record) for record in records]
 
     def locator(self) -> Locate:
         """A map from the parameters' memory to the arena, valid at this boundary."""
-        self._follow()
+        self.check(full=True)
         ways = sorted(
-            (extent(shard.tensor).begin, extent(shard.tensor).end, begin)
+            (moving.extent(shard.tensor).begin, moving.extent(shard.tensor).end, begin)
             for shard, begin in self._placed(TensorKind.PARAMETER)
         )
 
@@ -178,15 +193,15 @@ class MirroredHome(ParameterStorage):
         return locate
 
     def _refresh(self, begin: int, end: int) -> None:
-        self._follow()
+        self.check(full=True)
         wanted = [
             (shard.tensor, at)
             for shard, at in self._placed(TensorKind.PARAMETER)
-            if at < end and begin < at + span_bytes(shard.tensor)
+            if at < end and begin < at + moving.span_bytes(shard.tensor)
         ]
         storage = self._memory.untyped_storage()
         sources = [tensor for tensor, _ in wanted]
-        targets = [placed(t.dtype, storage, at, t.shape, t.stride()) for t, at in wanted]
+        targets = [moving.placed(t.dtype, storage, at, t.shape, t.stride()) for t, at in wanted]
         with torch.no_grad():
             if not _on_host(sources):
                 if self._copies is None:
@@ -195,21 +210,11 @@ class MirroredHome(ParameterStorage):
             elif targets:
                 torch._foreach_copy_(targets, sources)
 
-    def _follow(self) -> None:
-        """Refresh the shards to the tensors the training uses now."""
-        self.check(full=True)
-
     def _way_home(self, shard: LocalShard, begin: int) -> int:
         return 0
 
     def _look_again(self) -> None:
-        shards = find_shards(self._model)
-        if changed := differences(self._shards, shards):
-            raise ConflictError(
-                f"parameters changed their layout in training: {said(changed)}; "
-                "detach and attach again to serve them"
-            )
-        self._shards = shards
+        self._shards = self._found_again()
         self._rewatch()
 
 
@@ -237,10 +242,10 @@ def _live(pieces: Sequence[tuple[int, LocalShard]], record: Record) -> torch.Ten
     index = bisect_right(pieces, record.arena_begin, key=itemgetter(0))
     for begin, shard in reversed(pieces[:index]):
         tensor = shard.tensor
-        fits = record.arena_end <= begin + span_bytes(tensor)
+        fits = record.arena_end <= begin + moving.span_bytes(tensor)
         if fits and record.dtype == dtype_name(tensor.dtype):
             first = int(tensor.storage_offset()) * tensor.itemsize
-            return placed(
+            return moving.placed(
                 tensor.dtype,
                 tensor.untyped_storage(),
                 first + record.arena_begin - begin,
@@ -250,3 +255,77 @@ def _live(pieces: Sequence[tuple[int, LocalShard]], record: Record) -> torch.Ten
     raise ConflictError(
         f"bytes [{record.arena_begin}, {record.arena_end}) of the arena are no parameter's"
     )
+
+
+class DeviceCopies:
+    """Copies into one arena. Training thread only."""
+
+    def __init__(self, address: int, size_bytes: int) -> None:
+        """Register the memory as pinned, if possible; it must stay mapped until `close`."""
+        self._address = address
+        self._streams: dict[torch.device, torch.Stream] = {}
+        self._events: dict[torch.device, torch.Event] = {}
+        self._pinned = size_bytes > 0 and _register(address, size_bytes)
+
+    def to_host(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Fill each target, in host memory, from its source on any device.
+
+        Ordered after everything the training has queued on its current streams.
+        """
+        used: dict[torch.device, torch.Stream] = {}
+        for target, source in zip(targets, sources, strict=True):
+            if source.device.type == "cpu":
+                target.copy_(source)
+                continue
+            stream = used.get(source.device)
+            if stream is None:
+                stream = used[source.device] = self._behind_training(source.device)
+            with stream:
+                # What "non-blocking" means for memory that is not pinned differs between backends.
+                target.copy_(source, non_blocking=self._pinned)
+        for device, stream in used.items():
+            self._events[device].record(stream)
+        for device in used:
+            self._events[device].synchronize()
+
+    def close(self) -> None:
+        """Unregister the memory. Idempotent."""
+        if self._pinned:
+            self._pinned = False
+            _runtime().cudaHostUnregister(self._address)
+
+    def _behind_training(self, device: torch.device) -> torch.Stream:
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = torch.Stream(device)
+            self._events[device] = torch.Event(device, blocking=True)
+        stream.wait_stream(torch.accelerator.current_stream(device))
+        return stream
+
+
+def finish_copies(devices: Sequence[torch.device]) -> None:
+    """Wait for everything queued on these devices' current streams."""
+    for device in devices:
+        torch.accelerator.current_stream(device).synchronize()
+
+
+def _register(address: int, size_bytes: int) -> bool:
+    """Register host memory with the accelerator's runtime, so that copies run at link speed."""
+    try:
+        found = _runtime().cudaHostRegister(address, size_bytes, 0)
+    except (AttributeError, RuntimeError, TypeError) as error:
+        found = error
+    if isinstance(found, Exception) or int(found) != 0:
+        log.warning(
+            "paramd: %s bytes of host memory could not be pinned (%s); copies from the device "
+            "take longer",
+            f"{size_bytes:,}",
+            found,
+        )
+        return False
+    return True
+
+
+def _runtime() -> Any:
+    """CUDA's runtime or HIP's; AttributeError where the accelerator has neither."""
+    return torch.get_device_module().cudart()

@@ -3,6 +3,9 @@
 A storage may have users that no module knows: an optimizer's bucket, a `p.data` kept in a
 list, FSDP's own views. All must move together, or one would silently stop following the
 others. Python's garbage collector knows them all.
+
+Persistent buffers are not moved but copied, on request: they change in forward, outside updates,
+and modules may rebind them to new tensors, so every copy looks them up in the modules again.
 """
 
 from __future__ import annotations
@@ -14,14 +17,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from paramd.errors import ConflictError
-from paramd.layout.types import Box, TensorKind, is_row_major
-from paramd.trainer.model.local_shard import LocalShard
+from paramd.layout.types import Box, Region, TensorKind, is_row_major
+from paramd.trainer.model import plain
+from paramd.trainer.model.dtensor import split
+from paramd.trainer.model.local_shard import LocalShard, dtype_name
 from paramd.trainer.model.plain import has_plain_memory
+
+if TYPE_CHECKING:
+    from paramd.trainer.home.device import MappedBytes
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -134,16 +142,7 @@ def span_bytes(tensor: torch.Tensor) -> int:
     return memory.end - memory.begin
 
 
-class DeviceBytes(Protocol):
-    """An arena's memory on a device (home/device.py)."""
-
-    @property
-    def nbytes(self) -> int: ...
-    def at(self, begin: int, size_bytes: int) -> torch.Tensor:
-        """As `bytes_at`."""
-
-
-Memory = memoryview | DeviceBytes
+Memory: TypeAlias = "memoryview | MappedBytes"
 """What parameters are moved into."""
 
 
@@ -392,3 +391,67 @@ class _Homes:
             f"a tensor of shape {list(tensor.shape)} does not fit the memory that its parameter "
             "had; detach and attach again"
         )
+
+
+class BufferCopies:
+    """Row-major copies of buffer shards at fixed places in an arena."""
+
+    def __init__(self, arena: Memory, placed: Sequence[tuple[LocalShard, int]]) -> None:
+        """`placed`: each shard with its first byte in the arena."""
+        self._shards = [shard for shard, _ in placed]
+        self._targets = [_target(arena, shard, begin) for shard, begin in placed]
+
+    def refresh(self) -> None:
+        """Copy all buffers as they are now.
+
+        Raises:
+            ConflictError: a buffer's shape changed, or its dtype changed to one that does not fit.
+        """
+        with torch.no_grad():
+            # One by one: `_foreach_copy_` takes no mixture of devices.
+            for live, target in self._pairs():
+                target.copy_(live)
+
+    def restore(self) -> None:
+        """Copy the arena's bytes into the model's buffers. Raises as `refresh`."""
+        with torch.no_grad():
+            for live, target in self._pairs():
+                live.copy_(target)
+
+    def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        pairs = zip(self._shards, self._targets, strict=True)
+        return [(_live(shard, target), target) for shard, target in pairs]
+
+
+def _target(arena: Memory, shard: LocalShard, begin: int) -> torch.Tensor:
+    size_bytes = shard.tensor.numel() * shard.tensor.itemsize
+    span = bytes_at(arena, begin, size_bytes)
+    return span.view(shard.tensor.dtype).view(shard.tensor.shape)
+
+
+def _live(shard: LocalShard, target: torch.Tensor) -> torch.Tensor:
+    value = shard.slot.owner.get(shard.slot.key)
+    for region, source in _regions(shard, value):
+        fits = torch.promote_types(source.dtype, target.dtype) == target.dtype
+        if region == shard.region and source.shape == target.shape and fits:
+            return source
+    raise ConflictError(
+        f"buffer {shard.fqn!r} was {shard.dtype} {list(shard.shape)} when attached and is "
+        f"{_described(value)} now; detach and attach again to serve it"
+    )
+
+
+def _regions(shard: LocalShard, value: object) -> list[tuple[Region, torch.Tensor]]:
+    if not isinstance(value, torch.Tensor):
+        return []
+    local, spec = split(value)
+    if spec is None and local.shape == shard.shape and shard.region.numel == local.numel():
+        return [(shard.region, local.detach())]
+    found = plain.shards_of((shard.fqn,), value, shard.kind, shard.slot)
+    return [(part.region, part.tensor) for part in found]
+
+
+def _described(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{dtype_name(value.dtype)} {list(value.shape)}"
+    return repr(value)

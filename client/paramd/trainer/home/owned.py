@@ -19,6 +19,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,31 +29,11 @@ from torch import nn
 from paramd.errors import ConflictError, UsageError
 from paramd.layout.merge import LocalLayout, LocalTensor
 from paramd.layout.types import Piece, TensorKind
-from paramd.memory.arena import HostArena
-from paramd.memory.forking import private_in_children
-from paramd.trainer.home.buffers import BufferCopies
-from paramd.trainer.home.moving import (
-    Escaped,
-    Memory,
-    Range,
-    Ranges,
-    address,
-    bring_back,
-    bytes_at,
-    bytes_of,
-    differences,
-    has_unseen_users,
-    live_tensors,
-    moved,
-    repoint,
-    span_bytes,
-    storage_range,
-    strides_of,
-    users,
-)
-from paramd.trainer.home.plan import ALIGN_BYTES, ArenaPlan, plan_arena
+from paramd.memory.arena import HostArena, private_in_children
+from paramd.trainer.home import moving
+from paramd.trainer.home.moving import BufferCopies, Escaped, Memory, Range, Ranges
 from paramd.trainer.home.watch import Contents, Watch, Watched
-from paramd.trainer.model import accelerator, fsdp2
+from paramd.trainer.model import fsdp
 from paramd.trainer.model.dtensor import split
 from paramd.trainer.model.local_shard import LocalShard
 from paramd.trainer.model.shards import find_shards
@@ -62,43 +44,74 @@ if TYPE_CHECKING:
     from paramd.memory.handover import Allocation
     from paramd.trainer.home.device import DeviceMemory, DeviceState
 
-
-def mirrored_devices() -> tuple[str, ...]:
-    """Device types whose tensors can be copied into host memory."""
-    found = accelerator.kind()
-    return ("cpu",) if found is None else ("cpu", found)
+ALIGN_BYTES = 64
+"""torch's own alignment on the host. Kernels may dispatch on it, so every storage keeps its
+address modulo this, and results stay bitwise equal."""
 
 
-def check_reachable(shard: LocalShard) -> None:
-    """Refuse a tensor that cannot be copied into host memory.
+@dataclass(frozen=True, slots=True)
+class ArenaPlan:
+    """Arena placement of the parameters' storages, followed by the buffers."""
 
-    Raises:
-        ConflictError: naming the tensor.
+    arena_bytes: int
+    ranges: tuple[Range, ...]
+    """Private memory to move, in module tree order."""
+    starts: tuple[int, ...]
+    """First arena byte of each range."""
+    begins: tuple[int | None, ...]
+    """First arena byte of each shard; None for one without elements."""
+
+
+def plan_arena(
+    shards: Sequence[LocalShard],
+    tensors: Sequence[torch.Tensor],
+    align_bytes: int = ALIGN_BYTES,
+) -> ArenaPlan:
+    """Assign a span to every storage a parameter uses, and one to every buffer.
+
+    Args:
+        shards: what the arena is for.
+        tensors: all live tensors, so that memory they share with parameters moves whole.
+        align_bytes: every storage keeps its address modulo this.
+
+    Addresses may come from any device: within a process they never overlap.
     """
-    if shard.tensor.device.type not in mirrored_devices():
-        raise ConflictError(
-            f"tensor {shard.fqn!r} is on {shard.tensor.device}; expected one of "
-            f"{', '.join(mirrored_devices())}"
-        )
+    params = [s for s in shards if s.kind is TensorKind.PARAMETER and s.tensor.numel()]
+    ranges = moving.close_over(
+        Ranges(moving.storage_range(s.tensor) for s in params),
+        [*tensors, *chain.from_iterable(s.holders for s in params)],
+    )
+    starts: dict[Range, int] = {}
+    cursor = 0
+    for home in dict.fromkeys(_home(ranges, s) for s in params):
+        starts[home] = _aligned(cursor, align_bytes) + home.begin % align_bytes
+        cursor = starts[home] + home.end - home.begin
+    begins: list[int | None] = []
+    for shard in shards:
+        if shard.tensor.numel() == 0:
+            begins.append(None)
+        elif shard.kind is TensorKind.PARAMETER:
+            home = _home(ranges, shard)
+            begins.append(starts[home] + moving.address(shard.tensor) - home.begin)
+        else:
+            begins.append(_aligned(cursor, align_bytes))
+            cursor = _aligned(cursor, align_bytes) + shard.tensor.numel() * shard.tensor.itemsize
+    return ArenaPlan(
+        arena_bytes=_aligned(cursor, align_bytes),
+        ranges=tuple(starts),
+        starts=tuple(starts.values()),
+        begins=tuple(begins),
+    )
 
 
-def check_movable(shard: LocalShard) -> None:
-    """Refuse a tensor that is not in host memory, or that other processes use.
+def _home(ranges: Ranges, shard: LocalShard) -> Range:
+    home = ranges.at(moving.address(shard.tensor))
+    assert home is not None, "the ranges are those of the shards' storages"
+    return home
 
-    Raises:
-        ConflictError: naming the tensor.
-    """
-    if shard.tensor.device.type != "cpu":
-        raise ConflictError(
-            f"tensor {shard.fqn!r}: parameters on {shard.tensor.device}: only those in host memory "
-            "can be moved into an arena"
-        )
-    if shard.kind is TensorKind.PARAMETER and shard.tensor.is_shared():
-        raise ConflictError(
-            f"parameter {shard.fqn!r} is in memory shared with other processes "
-            "(share_memory), which would stop seeing its updates; attach before sharing it "
-            "or do not share it"
-        )
+
+def _aligned(offset: int, align_bytes: int) -> int:
+    return -(-offset // align_bytes) * align_bytes
 
 
 class ParameterStorage:
@@ -139,11 +152,26 @@ class ParameterStorage:
         return plan_arena(shards, alive)
 
     def _check_movable(self, shard: LocalShard) -> None:
-        check_movable(shard)
+        """Refuse a tensor that is not in host memory, or that other processes use.
+
+        Raises:
+            ConflictError: naming the tensor.
+        """
+        if shard.tensor.device.type != "cpu":
+            raise ConflictError(
+                f"tensor {shard.fqn!r}: parameters on {shard.tensor.device}: only those in host "
+                "memory can be moved into an arena"
+            )
+        if shard.kind is TensorKind.PARAMETER and shard.tensor.is_shared():
+            raise ConflictError(
+                f"parameter {shard.fqn!r} is in memory shared with other processes "
+                "(share_memory), which would stop seeing its updates; attach before sharing it "
+                "or do not share it"
+            )
 
     def _alive(self) -> list[torch.Tensor]:
         """All tensors that may use the parameters' memory."""
-        return list(live_tensors())
+        return list(moving.live_tensors())
 
     def open_arena(self, descriptor: int, page: ControlPage) -> HostArena | DeviceMemory:
         """Map the arena into this process. The descriptor stays the caller's."""
@@ -227,21 +255,21 @@ class ParameterStorage:
         check_arena(arena, self.arena_bytes)
         shards = find_shards(self._model)
         alive = self._alive()
-        if self._plan_for(shards, alive) != self._plan or differences(self._shards, shards):
+        if self._plan_for(shards, alive) != self._plan or moving.differences(self._shards, shards):
             raise ConflictError(
                 "the model's parameters changed while they were being attached; attach again"
             )
         self._shards = []
-        tensors = users(shards, alive, Ranges(self._plan.ranges))
-        if gc.get_freeze_count() and has_unseen_users(tensors):
+        tensors = moving.users(shards, alive, Ranges(self._plan.ranges))
+        if gc.get_freeze_count() and moving.has_unseen_users(tensors):
             raise ConflictError(
                 "gc.freeze() hides tensors that use the parameters' memory and would stop "
                 "following them; call gc.unfreeze() before paramd.attach"
             )
         bases = self._bases_of(arena, tensors, filled=filled)
-        repoint([(t, moved(t, bases[storage_range(t)])) for t in tensors])
+        moving.repoint([(t, moving.moved(t, bases[moving.storage_range(t)])) for t in tensors])
         self._arena_address = address_of(arena)
-        self._bases = sorted(bases.values(), key=address)
+        self._bases = sorted(bases.values(), key=moving.address)
         self._shards = find_shards(self._model)
         self._buffers = BufferCopies(arena, self._placed(TensorKind.BUFFER))
         if filled:
@@ -254,7 +282,7 @@ class ParameterStorage:
     def _contents_of(self, arena: Memory) -> Contents:
         assert isinstance(arena, memoryview)
         return Contents(
-            arena, [(begin, begin + span_bytes(s.tensor)) for s, begin in self.pieces()]
+            arena, [(begin, begin + moving.span_bytes(s.tensor)) for s, begin in self.pieces()]
         )
 
     def _rewatch(self) -> None:
@@ -274,15 +302,15 @@ class ParameterStorage:
         homes = Ranges(starts)
         bases: dict[Range, torch.Tensor] = {}
         for tensor in tensors:
-            old = storage_range(tensor)
+            old = moving.storage_range(tensor)
             if old not in bases:
                 home = homes.at(old.begin)
                 assert home is not None
                 assert old.end <= home.end
                 begin = starts[home] + old.begin - home.begin
-                bases[old] = bytes_at(arena, begin, old.end - old.begin)
+                bases[old] = moving.bytes_at(arena, begin, old.end - old.begin)
                 if filled:
-                    bases[old].copy_(bytes_of(tensor.untyped_storage()))
+                    bases[old].copy_(moving.bytes_of(tensor.untyped_storage()))
         return bases
 
     def in_place(self) -> bool:
@@ -307,7 +335,7 @@ class ParameterStorage:
             if not left:
                 raise
             return left
-        if changed := differences(self._shards, shards):
+        if changed := moving.differences(self._shards, shards):
             return list(dict.fromkeys([*left, *changed]))
         self._shards = shards
         self._rewatch()
@@ -324,12 +352,7 @@ class ParameterStorage:
                 was done.
         """
         assert self._watch is not None, "move_in comes first"
-        shards = find_shards(self._model)
-        if changed := differences(self._shards, shards):
-            raise ConflictError(
-                f"parameters changed their layout in training: {said(changed)}; "
-                "detach and attach again to serve them"
-            )
+        shards = self._found_again()
         # First drop the old watch: it keeps replaced tensors alive, and `bring_back` would
         # mistake them for someone else's.
         self._shards = shards
@@ -337,17 +360,27 @@ class ParameterStorage:
         left = self._departed()
         for departed in left:
             self._check_movable(departed.shard)
-        bring_back(left, self._bases, shards)
+        moving.bring_back(left, self._bases, shards)
         self._shards = find_shards(self._model)
         self._rewatch()
         return list(dict.fromkeys(departed.shard.fqn for departed in left))
+
+    def _found_again(self) -> list[LocalShard]:
+        """The shards as they are now. Raises ConflictError if their layout has changed."""
+        shards = find_shards(self._model)
+        if changed := moving.differences(self._shards, shards):
+            raise ConflictError(
+                f"parameters changed their layout in training: {_said(changed)}; "
+                "detach and attach again to serve them"
+            )
+        return shards
 
     def _departed(self) -> list[Escaped]:
         """Shards whose memory is not where it belongs."""
         return [
             Escaped(shard, self._arena_address + begin)
             for shard, begin in self._placed(TensorKind.PARAMETER)
-            if address(shard.tensor) != self._arena_address + begin
+            if moving.address(shard.tensor) != self._arena_address + begin
         ]
 
     def gathered(self) -> bool:
@@ -355,7 +388,7 @@ class ParameterStorage:
 
         The next forward would not see writes to the shards.
         """
-        return fsdp2.has_gathered(self._model.modules())
+        return fsdp.has_gathered(self._model.modules())
 
     def restore_buffers(self) -> None:
         """Give all persistent buffers what the arena has of them. Raises as `copy_buffers`."""
@@ -377,7 +410,7 @@ class ParameterStorage:
         Afterwards no tensor known to Python uses the arena.
         """
         self._close_watch()
-        inside = Ranges(storage_range(base) for base in self._bases)
+        inside = Ranges(moving.storage_range(base) for base in self._bases)
         if not inside.items:
             return
         shards = self._shards
@@ -385,13 +418,13 @@ class ParameterStorage:
             # Even a model that can no longer be served must get its memory back.
             shards = [*shards, *find_shards(self._model)]
         self._bases, self._buffers, self._shards = [], None, []
-        tensors = users(shards, self._alive(), inside)
+        tensors = moving.users(shards, self._alive(), inside)
         copies: dict[Range, torch.Tensor] = {}
         for tensor in tensors:
-            old = storage_range(tensor)
+            old = moving.storage_range(tensor)
             if old not in copies:
-                copies[old] = bytes_of(tensor.untyped_storage()).clone()
-        repoint([(t, moved(t, copies[storage_range(t)])) for t in tensors])
+                copies[old] = moving.bytes_of(tensor.untyped_storage()).clone()
+        moving.repoint([(t, moving.moved(t, copies[moving.storage_range(t)])) for t in tensors])
 
     def _close_watch(self) -> None:
         if self._watch is not None:
@@ -422,16 +455,16 @@ class ParameterStorage:
 
     def _way_home(self, shard: LocalShard, begin: int) -> int:
         """Byte distance a shard's memory would have to move; 0 when at home."""
-        return self._arena_address + begin - address(shard.tensor)
+        return self._arena_address + begin - moving.address(shard.tensor)
 
 
 def _piece(shard: LocalShard, rank: int, begin: int) -> Piece:
     # Buffers are copied row-major, whatever their own strides.
-    strides = strides_of(shard) if shard.kind is TensorKind.PARAMETER else None
+    strides = moving.strides_of(shard) if shard.kind is TensorKind.PARAMETER else None
     return Piece(rank=rank, arena_begin=begin, region=shard.region, strides=strides)
 
 
-def said(changed: dict[str, str]) -> str:
+def _said(changed: dict[str, str]) -> str:
     words = [f"{name!r} {change}" for name, change in changed.items()]
     more = f"; and {len(words) - 3} more" if len(words) > 3 else ""
     return "; ".join(words[:3]) + more
@@ -450,4 +483,4 @@ def check_arena(arena: Memory, needed_bytes: int) -> None:
 
 def address_of(arena: Memory) -> int:
     # A rank may hold no elements, and then needs no memory.
-    return address(bytes_at(arena, 0, 1)) if arena.nbytes else 0
+    return moving.address(moving.bytes_at(arena, 0, 1)) if arena.nbytes else 0

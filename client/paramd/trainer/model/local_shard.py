@@ -46,6 +46,12 @@ def loaded_class(module_name: str, class_name: str) -> type | None:
     return found if isinstance(found, type) else None
 
 
+def of_class(value: object, module_name: str, class_name: str) -> bool:
+    """Whether it is an instance of that class, by `loaded_class`."""
+    cls = loaded_class(module_name, class_name)
+    return cls is not None and isinstance(value, cls)
+
+
 def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """All modules in tree order, each with its name prefix ("" or "blocks.0.").
 

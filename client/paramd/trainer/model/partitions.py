@@ -120,11 +120,6 @@ def managed(model: nn.Module, modules: Iterable[nn.Module]) -> Managed:
     return found
 
 
-def are_declared(model: nn.Module) -> bool:
-    """Whether parameters of the model are kept in partitions."""
-    return model in declared
-
-
 def check_declared(model: nn.Module) -> None:
     """Raise ConflictError if parameters are kept in partitions, and nobody declared how."""
     found = _kept_by_somebody(model) if model not in declared else None

@@ -1,9 +1,8 @@
 """What this rank holds of each tensor of a model, in module tree order.
 
-`find_shards` walks the tree once and asks the adapter of each parameter's manager: fsdp1.py
-(flat parameters), fsdp2.py (`fully_shard`), partitions.py (DeepSpeed, Megatron-Core), else
-plain.py (plain modules, DDP, tensor parallelism; all buffers). dtensor.py determines what a
-DTensor holds.
+`find_shards` walks the tree once and asks the adapter of each parameter's manager: fsdp.py (both
+kinds of FSDP), partitions.py (DeepSpeed, Megatron-Core), else plain.py (plain modules, DDP, tensor
+parallelism; all buffers). dtensor.py determines what a DTensor holds.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from paramd.layout.types import TensorKind
-from paramd.trainer.model import fsdp1, fsdp2, partitions, plain
+from paramd.trainer.model import fsdp, partitions, plain
 from paramd.trainer.model.local_shard import Entry, LocalShard, Slot, walk
 
 __all__ = ["FoundTensor", "LocalShard", "find_shards", "find_tensors"]
@@ -59,8 +58,7 @@ def find_tensors(model: nn.Module) -> list[FoundTensor]:
     """All parameters and persistent buffers, in tree order, tied ones once."""
     tree = list(walk(model))
     modules = list({id(module): module for _, module in tree}.values())
-    managed = fsdp1.managed(modules) | fsdp2.managed(modules)
-    managed |= partitions.managed(model, modules)
+    managed = fsdp.managed(modules) | partitions.managed(model, modules)
     localized = plain.localized_for_ddp(modules)
     found: dict[Hashable, FoundTensor] = {}
     for prefix, module in tree:

@@ -151,3 +151,27 @@ def _why_not_live(offers: Sequence[RankOffer]) -> str:
             return f"the ranks stand at steps {', '.join(map(str, steps))}"
         return "the ranks stand at different edits or histories"
     return ""
+
+
+def signature_difference(was: list[Any], now: list[Any]) -> str:
+    """What differs between two signatures of optimizers, in words; empty if nothing."""
+    if len(was) != len(now):
+        return f"there were {len(was)} optimizers and are {len(now)}"
+    for number, ((old_class, old_groups), (new_class, new_groups)) in enumerate(
+        zip(was, now, strict=True)
+    ):
+        if old_class != new_class:
+            return f"optimizer {number} was {old_class} and is {new_class}"
+        if len(old_groups) != len(new_groups):
+            return (
+                f"optimizer {number} ({new_class}) had {len(old_groups)} parameter groups and has "
+                f"{len(new_groups)}"
+            )
+        for group, (old, new) in enumerate(zip(old_groups, new_groups, strict=True)):
+            where = f"group {group} of optimizer {number} ({new_class})"
+            if len(old) != len(new):
+                return f"{where} had {len(old)} parameters and has {len(new)}"
+            for index, (a, b) in enumerate(zip(old, new, strict=True)):
+                if a != b:
+                    return f"parameter {index} in {where} was {a[0]} {a[1]} and is {b[0]} {b[1]}"
+    return ""

@@ -8,12 +8,17 @@ arrays, nested in any way. What has no such form is refused by its path, as in
 
 Plain values stand in the JSON as they are, all others as {kind: ...}; a dict is a list of pairs,
 so that its keys may be numbers.
+
+The states of the random number generators that a training draws from are read and set here, too.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import struct
+import sys
+from array import array
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +27,7 @@ import numpy as np
 import torch
 
 from paramd.errors import UsageError
+from paramd.trainer.model import accelerator
 from paramd.trainer.model.local_shard import dtype_name
 from paramd.trainer.model.plain import has_plain_memory
 
@@ -146,3 +152,39 @@ def _at(blobs: memoryview, begin: int, size: int) -> bytes:
     if not 0 <= begin <= begin + size <= len(blobs):
         raise ValueError(f"bytes [{begin}, {begin + size}) of {len(blobs)}")
     return bytes(blobs[begin : begin + size])
+
+
+def random_state() -> dict[str, Any]:
+    """Python's, NumPy's global one once it was imported, torch's on the host and each device.
+
+    A device costs a synchronization with it. Their states are under the accelerator's name, "cuda"
+    for CUDA and HIP, and left out while the training has not used it.
+    """
+    version, words, gauss = random.getstate()
+    found: dict[str, Any] = {
+        "python": [version, array("I", words).tobytes(), gauss],
+        "torch": torch.get_rng_state(),
+    }
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        name, keys, *rest = numpy.random.get_state()
+        found["numpy"] = [name, keys, *rest]
+    devices = accelerator.in_use()
+    if devices is not None:
+        found[str(accelerator.kind())] = devices.get_rng_state_all()
+    return found
+
+
+def set_random_state(found: dict[str, Any]) -> None:
+    """Continue as they were when `random_state` was taken."""
+    version, words, gauss = found["python"]
+    random.setstate((version, tuple(array("I", words)), gauss))
+    if "numpy" in found:
+        import numpy
+
+        numpy.random.set_state(tuple(found["numpy"]))
+    kind = accelerator.kind()
+    if kind in found and torch.accelerator.is_available():
+        states = found[kind][: torch.accelerator.device_count()]
+        torch.get_device_module(kind).set_rng_state_all(states)
+    torch.set_rng_state(found["torch"])

@@ -125,19 +125,6 @@ def left_behind(socket_path: Path, rank: int, hosts: Sequence[str]) -> dict[int,
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Looked:
-    """What sidecars here keep of other ranks."""
-
-    copies: tuple[HeldCopy, ...] = ()
-    living_pid: int = 0
-    """A former trainer that still lives."""
-    incarnation: int = 0
-    """The last one that they served."""
-    step: int = -1
-    """The last step that one of them is at."""
-
-
 class Copies:
     """The copies that sidecars here keep, and the one that this rank needs."""
 
@@ -149,25 +136,25 @@ class Copies:
         self._given: dict[int, tuple[dict[str, Any], memoryview]] = {}
         self._room = memoryview(b"")
 
-    def look(self) -> Looked:
+    def look(self) -> RankOffer:
         """What is kept of other ranks; a sidecar that cannot say keeps nothing."""
-        looked = Looked()
+        looked = RankOffer()
         for number in sorted(self._sockets):
             with suppress(ParamdError, OSError, EOFError):
                 answer, _ = self._asked(number, {"op": "copies"})
                 looked = self._heard(number, answer, looked)
         copies = tuple(
-            HeldCopy(rank, mark, _size_bytes(label))
+            HeldCopy(rank, mark, sum(sizes_of(label)))
             for (rank, mark), (_, label) in self._labels.items()
         )
         return replace(looked, copies=copies)
 
-    def _heard(self, number: int, answer: dict[str, Any], looked: Looked) -> Looked:
+    def _heard(self, number: int, answer: dict[str, Any], looked: RankOffer) -> RankOffer:
         for told in answer["copies"]:
             rank, label = int(told["rank"]), told["label"]
             if (number, rank) != (self._rank, self._rank):
                 self._labels |= {(rank, mark): (number, label) for mark in marks_of(label)}
-        return Looked(
+        return RankOffer(
             living_pid=int(answer["pid"]) if answer["ownership"] == "OWNED" else looked.living_pid,
             incarnation=max(looked.incarnation, int(answer["incarnation"])),
             step=max(looked.step, int(answer["step"])),
@@ -233,25 +220,28 @@ class Copies:
             _, descriptors = self._asked(number, wanted)
         except (ParamdError, OSError, EOFError):
             return None
-        size_bytes = _size_bytes(label)
         try:
-            # Copy-on-write, since torch takes no read-only memory.
-            mapped = mmap.mmap(descriptors[0], size_bytes, flags=mmap.MAP_PRIVATE)
+            return mapped(descriptors[0], sum(sizes_of(label)))
         except (OSError, ValueError):
             return None
         finally:
             close_all(descriptors)
-        return memoryview(mapped)[:size_bytes]
 
     def _asked(self, number: int, message: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
-        with handover.connect(self._sockets[number]) as connection:
-            connection.settimeout(ASK_TIMEOUT_S)
-            handover.send(connection, {**message, "job": self._job, "rank": number})
-            answer, descriptors = handover.receive(connection)
+        message |= {"job": self._job, "rank": number}
+        answer, descriptors = asked(self._sockets[number], message)
         if answer["op"] != message["op"]:
             close_all(descriptors)
             raise error_of_grpc(str(answer.get("code")))(str(answer.get("message")))
         return answer, descriptors
+
+
+def asked(path: Path, message: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+    """What a sidecar answers, with its descriptors. Raises as `handover.receive`, `connect`."""
+    with handover.connect(path) as connection:
+        connection.settimeout(ASK_TIMEOUT_S)
+        handover.send(connection, message)
+        return handover.receive(connection)
 
 
 def digest_of(parts: Sequence[memoryview]) -> int:
@@ -271,9 +261,15 @@ def marks_of(label: Mapping[str, Any]) -> list[Mark]:
     ]
 
 
-def _size_bytes(label: Mapping[str, Any]) -> int:
+def sizes_of(label: Mapping[str, Any]) -> list[int]:
+    """Bytes of a snapshot's parts: arena, optimizer state, record, table."""
     names = ("arena_bytes", "optimizer_bytes", "record_bytes", "table_bytes")
-    return sum(int(label[name]) for name in names)
+    return [int(label[name]) for name in names]
+
+
+def mapped(descriptor: int, size_bytes: int) -> memoryview:
+    """A map that goes with its last view. Copy-on-write, since torch takes no read-only memory."""
+    return memoryview(mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_PRIVATE))[:size_bytes]
 
 
 def _parts(memory: memoryview) -> Iterator[memoryview]:

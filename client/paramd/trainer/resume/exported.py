@@ -42,7 +42,7 @@ from paramd.layout.types import (
     boxes_of_interval,
     row_major,
 )
-from paramd.trainer.boundary.moments import Owned, find_owned
+from paramd.trainer.boundary.optimizers import Owned, find_owned
 from paramd.trainer.home.moving import Memory, bytes_at, placed
 from paramd.trainer.model.dtensor import like
 

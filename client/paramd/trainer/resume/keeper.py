@@ -34,9 +34,8 @@ from paramd.memory.continuation import MAX_PAYLOAD_BYTES, RECORD, TABLE, KeptSlo
 from paramd.memory.control_page import ControlPage, Word, Words, step_of
 from paramd.memory.descriptors import SparseMemory
 from paramd.trainer.home.owned import ParameterStorage
-from paramd.trainer.resume.codec import decode, encode
+from paramd.trainer.resume.codec import decode, encode, random_state, set_random_state
 from paramd.trainer.resume.optimizer_home import OptimizerHome
-from paramd.trainer.resume.random_state import random_state, set_random_state
 
 log = logging.getLogger("paramd")
 
@@ -120,7 +119,8 @@ class Keeper:
             copies: how far all ranks' copies on other hosts are (Agreement.copies); None
                 without copies.
         """
-        self._memory = memory
+        self.memory = memory
+        """Where records and tables are."""
         self._words = page.words
         self._home = home
         self._state = state
@@ -128,7 +128,8 @@ class Keeper:
         self.followed: Collection[torch.optim.Optimizer] = ()
         """All optimizers that update the model, once they are known."""
         self._keep = dict(keep)
-        self._loaders = {n: o for n, o in keep.items() if _is_iterated(o)}
+        iterated = ("__iter__", "__next__")
+        self._loaders = {n: o for n, o in keep.items() if any(hasattr(o, one) for one in iterated)}
         self._every = every
         self._standing_every = standing_every
         self._agreed = agreed
@@ -229,11 +230,6 @@ class Keeper:
             self._give_up(error)
         self._note_cost(begin_ns)
 
-    @property
-    def memory(self) -> SparseMemory:
-        """Where records and tables are."""
-        return self._memory
-
     def groups_changed(self) -> None:
         """An edit has set hyper-parameters: the record of this step has to have them."""
         if self._why or self._written.get("step") != self._words[Word.STEP]:
@@ -276,7 +272,7 @@ class Keeper:
         """Release the memory and the kept objects."""
         self._why = "detached"
         self._keep, self._loaders, self._parts = {}, {}, {}
-        self._memory.close()
+        self.memory.close()
 
     def _continue_random(self) -> None:
         """At the first forward, draw on as the predecessor did at its own."""
@@ -415,10 +411,6 @@ def read_record(data: bytes) -> dict[str, Any]:
     if not isinstance(found, dict) or not isinstance(found.get("step"), int):
         raise UsageError("the continuation record has no step")
     return found
-
-
-def _is_iterated(thing: object) -> bool:
-    return hasattr(thing, "__iter__") or hasattr(thing, "__next__")
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

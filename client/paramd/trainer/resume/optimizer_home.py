@@ -1,10 +1,14 @@
 """Optimizer state in memory that outlives the trainer.
 
 Every state tensor (moments, momentum buffers, `step` tensors, factors of any shape) gets a place
-of its own (state_places.py) in the optimizer memory, or on the device where it is, with the shape,
-strides and alignment it had; the tensor object stays the same and only its address changes, so
-training computes the same bits. State appears with the first updates and is replaced by
-`load_state_dict`, so whoever needs it calls `settle` first.
+of its own in the optimizer memory, or on the device where it is, with the shape, strides and
+alignment it had; the tensor object stays the same and only its address changes, so training
+computes the same bits. State appears with the first updates and is replaced by `load_state_dict`,
+so whoever needs it calls `settle` first.
+
+A place is a number: the byte in the optimizer memory; for state on a device, DEVICE_PLACES and the
+byte in its memory there (memory/optimizer_state.py). The place of a tensor that is gone is taken
+again by one of the same size.
 
 What is no tensor stays in the optimizer; `others` lists it for the continuation record.
 """
@@ -12,6 +16,7 @@ What is no tensor stays in the optimizer; `others` lists it for the continuation
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
@@ -21,22 +26,85 @@ from typing import Any
 import torch
 
 from paramd.errors import ConflictError
+from paramd.memory.arena import private_in_children
 from paramd.memory.control_page import ControlPage, Word
-from paramd.memory.descriptors import SparseMemory
+from paramd.memory.descriptors import SparseMemory, pages
 from paramd.memory.optimizer_state import DEVICE_PLACES
 from paramd.trainer.home.device import DeviceState
-from paramd.trainer.home.moving import address, extent, has_unseen_users, placed, repoint
-from paramd.trainer.home.plan import ALIGN_BYTES
+from paramd.trainer.home.moving import address, bytes_at, extent, has_unseen_users, placed, repoint
+from paramd.trainer.home.owned import ALIGN_BYTES
 from paramd.trainer.model.dtensor import is_dtensor, like, split
 from paramd.trainer.model.local_shard import dtype_name
 from paramd.trainer.model.plain import has_plain_memory
-from paramd.trainer.resume.state_places import Places
 
 LOOKS = 8
 """Addresses looked at in each update; the identity of tensors is looked at for all."""
 
 Place = tuple[int, int, Any]
 """Optimizer, parameter (counted over all groups) and state key."""
+
+
+class _Used:
+    """The part of the memory in use, for `private_in_children`."""
+
+    def __init__(self, memory: SparseMemory) -> None:
+        self.descriptor = memory.descriptor
+        self.address = memory.address
+        self.size_bytes = 0
+
+
+class Places:
+    """The places of one memory. Training thread only."""
+
+    def __init__(self, memory: SparseMemory | DeviceState, *, first: int, align_bytes: int) -> None:
+        """
+        Args:
+            first: the place of the memory's first byte.
+            align_bytes: torch's alignment there; addresses stay what they were modulo this.
+        """
+        self.memory = memory
+        self.first = first
+        self.align_bytes = align_bytes
+        self.used_bytes = 0
+        """How far places reach."""
+        self._reserved_bytes = 0
+        self._free: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        self._used: _Used | None = None
+        if isinstance(memory, SparseMemory):
+            self._used = _Used(memory)
+            private_in_children(self._used)
+
+    def room(self, size_bytes: int, offset: int) -> int:
+        """A place, `offset` bytes behind an aligned one; `reserve` comes before it is used."""
+        free = self._free[size_bytes, offset]
+        if free:
+            return free.pop()
+        begin = -(-self.used_bytes // self.align_bytes) * self.align_bytes + offset
+        self.used_bytes = begin + size_bytes
+        return self.first + begin
+
+    def give_back(self, place: int, size_bytes: int) -> None:
+        """Let the next tensor of this size have the place."""
+        self._free[size_bytes, place % self.align_bytes].append(place)
+
+    def reserve(self) -> None:
+        """Have memory for all places that were given. Raises as its `reserve`."""
+        begin, end = self._reserved_bytes, pages(self.used_bytes)
+        if end > begin:
+            self.memory.reserve(begin, end)
+            self._reserved_bytes = end
+            if self._used is not None:
+                self._used.size_bytes = end
+
+    def begin_again(self, used_bytes: int) -> None:
+        """Forget all places but for how far they reach, which a predecessor left."""
+        self._free.clear()
+        self.used_bytes = used_bytes
+        self.reserve()
+
+    def at(self, place: int, size_bytes: int) -> torch.Tensor:
+        """The bytes of a place (`bytes_at`)."""
+        return bytes_at(self.memory.buffer, place - self.first, size_bytes)
 
 
 @dataclass(slots=True, eq=False)
@@ -53,15 +121,8 @@ class _Lodged:
 
     def described(self) -> list[Any]:
         local = self.local
-        shape, strides = list(local.shape), list(local.stride())
-        return [
-            self.place,
-            self.size_bytes,
-            dtype_name(local.dtype),
-            shape,
-            strides,
-            self.distributed,
-        ]
+        layout = [dtype_name(local.dtype), list(local.shape), list(local.stride())]
+        return [self.place, self.size_bytes, *layout, self.distributed]
 
 
 @dataclass(slots=True, eq=False)
@@ -162,10 +223,12 @@ class OptimizerHome:
         return [self._expected[i] for i in self._others]
 
     def adopt(self, table: dict[str, Any], others: Sequence[Any]) -> None:
-        """Give the optimizers the state that a predecessor left in this memory.
+        """Give the optimizers the state that is in this memory: a predecessor left it, or a
+        rollback has replaced its bytes.
 
         The optimizers must have the table's signature.
         """
+        self._lodged.clear()
         for places, used_bytes in zip(self.places, table["used_bytes"], strict=True):
             places.begin_again(used_bytes)
         params = [_params(optimizer) for optimizer in self.alive()]
@@ -186,11 +249,6 @@ class OptimizerHome:
             optimizer.state[param][key] = value
         self._tell()
         self._remember()
-
-    def adopt_again(self, table: dict[str, Any], others: Sequence[Any]) -> None:
-        """As `adopt`, when the bytes of this memory were replaced while training runs."""
-        self._lodged.clear()
-        self.adopt(table, others)
 
     def move_out(self) -> None:
         """Give every tensor private memory again. Idempotent."""
@@ -418,30 +476,6 @@ def signature(optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
         ]
         for optimizer in optimizers
     ]
-
-
-def signature_difference(was: list[Any], now: list[Any]) -> str:
-    """What differs between two signatures, in words; empty if nothing."""
-    if len(was) != len(now):
-        return f"there were {len(was)} optimizers and are {len(now)}"
-    for number, ((old_class, old_groups), (new_class, new_groups)) in enumerate(
-        zip(was, now, strict=True)
-    ):
-        if old_class != new_class:
-            return f"optimizer {number} was {old_class} and is {new_class}"
-        if len(old_groups) != len(new_groups):
-            return (
-                f"optimizer {number} ({new_class}) had {len(old_groups)} parameter groups and has "
-                f"{len(new_groups)}"
-            )
-        for group, (old, new) in enumerate(zip(old_groups, new_groups, strict=True)):
-            where = f"group {group} of optimizer {number} ({new_class})"
-            if len(old) != len(new):
-                return f"{where} had {len(old)} parameters and has {len(new)}"
-            for index, (a, b) in enumerate(zip(old, new, strict=True)):
-                if a != b:
-                    return f"parameter {index} in {where} was {a[0]} {a[1]} and is {b[0]} {b[1]}"
-    return ""
 
 
 def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

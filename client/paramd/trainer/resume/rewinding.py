@@ -22,14 +22,14 @@ from paramd.memory.arena import HostArena
 from paramd.memory.continuation import read_pair
 from paramd.memory.control_page import NEVER_REWINDABLE, ControlPage, Word
 from paramd.memory.descriptors import SparseMemory, pages
-from paramd.memory.edit_note import Kept, Note, branch_of, write_payload
+from paramd.memory.edit_program import Kept, Note, branch_of, write_payload
 from paramd.trainer.home.device import DeviceMemory
 from paramd.trainer.home.moving import Memory, bytes_at
 from paramd.trainer.home.owned import ParameterStorage
-from paramd.trainer.resume.codec import decode
+from paramd.trainer.resume.choice import signature_difference
+from paramd.trainer.resume.codec import decode, set_random_state
 from paramd.trainer.resume.keeper import Keeper, read_record
-from paramd.trainer.resume.optimizer_home import OptimizerHome, signature, signature_difference
-from paramd.trainer.resume.random_state import set_random_state
+from paramd.trainer.resume.optimizer_home import OptimizerHome, signature
 from paramd.trainer.resume.succession import give_back, keep_difference
 
 SWAP_BYTES = 4 << 20
@@ -70,7 +70,8 @@ class Rewinder:
         self.at_point = at_point if at_point is not None else lambda _: None
         self.at_forward = False
         """Whether this boundary is right before a forward."""
-        self._blocks: list[int] = []
+        self.blocks: list[int] = []
+        """The threads that are in a block, once for each."""
         self._pid = os.getpid()
         self._step: int | None = None
         self._leaving: BaseException | None = None
@@ -79,34 +80,25 @@ class Rewinder:
     def block(self) -> Iterator[None]:
         """The script can be put back from anywhere in this block."""
         thread = threading.get_ident()
-        self._blocks.append(thread)
+        self.blocks.append(thread)
         self._tell()
         try:
             yield
         except Rewound:
             pass
         finally:
-            self._blocks.remove(thread)
+            self.blocks.remove(thread)
             self._tell()
 
     def _tell(self) -> None:
         # Not once detached, nor in a forked child: the page is not ours then.
         if self._pid == os.getpid():
-            able = NEVER_REWINDABLE if self._copied else int(bool(self._blocks))
+            able = NEVER_REWINDABLE if self._copied else int(bool(self.blocks))
             self.page[Word.REWINDABLE] = able
 
     def close(self) -> None:
         """Nothing is put back any more; the page may be closed."""
         self._pid = 0
-
-    @property
-    def in_block(self) -> bool:
-        """Whether this thread is in a block."""
-        return threading.get_ident() in self._blocks
-
-    def deed(self, note: Note, edits: SparseMemory) -> Rollback:
-        """What a note in the edit memory asks for."""
-        return Rollback(self, note, edits)
 
     def moved(self, step: int) -> None:
         """The state is that of `step` now; the forward under way must not go on."""
@@ -156,7 +148,6 @@ class Rollback:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """What it touches of the edit memory."""
         arena = self._arena_begin
         parts = [
             (self._note.begin, self._note.begin + self._note.capacity),
@@ -168,7 +159,7 @@ class Rollback:
     def refusal(self) -> str:
         """Why it cannot be done at this boundary; empty if it can."""
         owner = self._owner
-        if not owner.in_block:
+        if threading.get_ident() not in owner.blocks:
             return NO_BLOCK
         if not owner.at_forward:
             return "training is not held before a forward; let it pass a step (paramd step)"
@@ -211,7 +202,7 @@ class Rollback:
             _swap(edits, begin, places.memory.buffer, room)
         write_payload(edits, self._note.begin, present.packed())
         owner.home.restore_buffers()
-        owner.state.adopt_again(self._table, record["others"])
+        owner.state.adopt(self._table, record["others"])
         give_back(record, owner.state.alive(), owner.keep)
         owner.keeper.rewound(step, record, kept.record, kept.table)
         set_random_state(decode(record["early"])["random"])

@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import logging
-import mmap
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -26,33 +25,30 @@ import torch
 import torch.distributed as dist
 
 from paramd.errors import ConflictError, ParamdError, UnreachableError
-from paramd.memory import handover, left
 from paramd.memory.arena import HostArena
-from paramd.memory.continuation import read_pair
+from paramd.memory.continuation import CHECK_S, check_left, read_pair
+from paramd.memory.control_page import Word, Words
 from paramd.memory.descriptors import SparseMemory, close_all, pages
 from paramd.memory.handover import Allocation, Survived, continuation_bytes
 from paramd.trainer.home.device import DeviceMemory, DeviceState
 from paramd.trainer.home.moving import bytes_at
-from paramd.trainer.resume.choice import OVER_AN_EXPORT, Choice, How, Mark, RankOffer, choose
-from paramd.trainer.resume.codec import decode
-from paramd.trainer.resume.copies import (
-    OWN,
-    Copies,
-    Damaged,
-    digest_of,
-    left_behind,
-    marks_of,
-    ways,
-    with_copies,
+from paramd.trainer.resume import copies
+from paramd.trainer.resume.choice import (
+    OVER_AN_EXPORT,
+    Choice,
+    How,
+    Mark,
+    RankOffer,
+    choose,
+    signature_difference,
 )
+from paramd.trainer.resume.codec import decode, set_random_state
 from paramd.trainer.resume.keeper import Keeper, read_record
-from paramd.trainer.resume.optimizer_home import OptimizerHome, signature, signature_difference
-from paramd.trainer.resume.random_state import set_random_state
+from paramd.trainer.resume.optimizer_home import OptimizerHome, signature
 
 log = logging.getLogger("paramd")
 
 NO_SIDECAR = "no sidecar of an earlier incarnation is here"
-OFFER_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +80,7 @@ class _State:
     digest: int = 0
     """Of a snapshot: XXH3 of its bytes; 0 unknown."""
     digests: tuple[int, ...] = ()
-    """Of a live state: those of its pieces (memory/left.py); none if they are not known."""
+    """Of a live state: those of its pieces (memory/continuation.py); none if they are not known."""
 
 
 class Succession:
@@ -122,8 +118,8 @@ class Succession:
         self._choice: Choice | None = None
         self._chosen: _State | None = None
         self._incarnation = 0
-        sockets = left_behind(socket_path, rank, hosts) | {rank: socket_path}
-        self._copies = Copies(job=job, rank=rank, sockets=sockets)
+        sockets = copies.left_behind(socket_path, rank, hosts) | {rank: socket_path}
+        self._copies = copies.Copies(job=job, rank=rank, sockets=sockets)
         self._ways: dict[int, int] = {}
 
     def look(self) -> RankOffer:
@@ -163,7 +159,9 @@ class Succession:
                 why_not = str(error)
         for label, descriptor in zip(offer["snapshots"], fds, strict=True):
             with suppress(ParamdError, ValueError, OSError):
-                self._snapshots += _read_snapshot(label, descriptor)
+                self._snapshots += _snapshots_in(
+                    copies.mapped(descriptor, sum(copies.sizes_of(label))), label
+                )
         return RankOffer(
             refusal=self._refusal(offer),
             step=max(int(offer["step"]), int(offer["reached"])),
@@ -181,13 +179,13 @@ class Succession:
         self._chosen = next((s for s in states if s is not None and s.mark == choice.mark), None)
         return choice
 
-    def ready(self, found: dict[int, int], offers: Sequence[RankOffer]) -> list[Damaged]:
+    def ready(self, found: dict[int, int], offers: Sequence[RankOffer]) -> list[copies.Damaged]:
         """Make ready to give and get copies; what it would have to give and found damaged."""
         assert self._choice is not None, "decide comes first"
         self._ways = found
         return self._copies.prepare(self._choice.mark, found, offers)
 
-    def fetch(self, group: dist.ProcessGroup | None) -> list[Damaged]:
+    def fetch(self, group: dist.ProcessGroup | None) -> list[copies.Damaged]:
         """Get this rank's copy, and give others theirs; what arrived and cannot be used.
 
         Raises:
@@ -199,12 +197,12 @@ class Succession:
         assert self._choice is not None, "decide comes first"
         label, memory = got
         mark = self._choice.mark
-        damaged = Damaged(self._rank, self._ways[self._rank], mark)
+        damaged = copies.Damaged(self._rank, self._ways[self._rank], mark)
         try:
             state = next(one for one in _snapshots_in(memory, label) if one.mark == mark)
         except (ParamdError, ValueError, StopIteration):
             return [damaged]
-        if digest_of(state.parts) != state.digest:
+        if copies.digest_of(state.parts) != state.digest:
             return [damaged]
         if refusal := self._difference(state, label):
             raise ConflictError(f"resume: on rank {self._rank} {refusal}; {OVER_AN_EXPORT}")
@@ -220,7 +218,7 @@ class Succession:
         if choice.how == "live":
             damaged = self._left_damaged(state)
         else:
-            damaged = bool(state.digest) and digest_of(state.parts) != state.digest
+            damaged = bool(state.digest) and copies.digest_of(state.parts) != state.digest
         if not damaged:
             return ""
         return f"the {choice.how} state of step {state.mark.step} is damaged on rank {self._rank}"
@@ -236,7 +234,7 @@ class Succession:
                 state.mark.step,
             )
             return False
-        found = left.check(state.parts, state.digests)
+        found = check_left(state.parts, state.digests)
         if found.piece_count < found.of_count:
             log.info(
                 "paramd: rank %d: %d of %d pieces of step %d were checked in %.0f s",
@@ -244,7 +242,7 @@ class Succession:
                 found.piece_count,
                 found.of_count,
                 state.mark.step,
-                left.CHECK_S,
+                CHECK_S,
             )
         return found.damaged
 
@@ -271,20 +269,13 @@ class Succession:
         """The last step that is known to have been made, when a fresh start was chosen."""
         return self._choice.lost_steps if self._choice is not None else 0
 
-    @property
-    def edits_before(self) -> int:
-        """Edits applied in this history so far."""
-        return self._chosen.mark.edits if self._chosen is not None else 0
-
-    @property
-    def common_step(self) -> int:
-        """Step of the newest standing snapshot that all ranks have; 0 none."""
-        return self._choice.common_step if self._choice is not None else 0
-
-    @property
-    def used_bytes(self) -> tuple[int, int]:
-        """Bytes of optimizer state in host memory, and on the device."""
-        return _used_bytes(self._chosen.table) if self._chosen is not None else (0, 0)
+    def introduce(self, words: Words) -> None:
+        """Tell the page what came with the state that was chosen, if one was."""
+        state, choice = self._chosen, self._choice
+        if state is not None and choice is not None:
+            words[Word.EDITS_BEFORE] = state.mark.edits
+            words[Word.OPTIMIZER_BYTES], words[Word.STATE_BYTES] = _used_bytes(state.table)
+            words[Word.STANDING_MADE] = words[Word.STANDING_COMMON] = choice.common_step
 
     def said(self) -> str:
         """One line for the log: what was chosen, what is lost, and why."""
@@ -360,11 +351,8 @@ class Succession:
         self._descriptors = []
 
     def _asked(self) -> tuple[dict[str, Any], list[int]]:
-        connection = handover.connect(self._socket_path)
-        with connection:
-            connection.settimeout(OFFER_TIMEOUT_S)
-            handover.send(connection, {"op": "offer", "job": self._job, "rank": self._rank})
-            answer, descriptors = handover.receive(connection)
+        message = {"op": "offer", "job": self._job, "rank": self._rank}
+        answer, descriptors = copies.asked(self._socket_path, message)
         if answer["op"] != "offered":
             close_all(descriptors)
             raise UnreachableError(str(answer.get("message", answer["op"])))
@@ -372,7 +360,7 @@ class Succession:
 
     def _read_live(self, offer: dict[str, Any], continuation: int, mark: Mark) -> str:
         """Read the live state's record and table; return why it cannot be used."""
-        memory = _mapped(continuation, continuation_bytes())
+        memory = copies.mapped(continuation, continuation_bytes())
         pair = read_pair(memory)
         record = read_record(pair[0]) if pair is not None else {"step": -1}
         if pair is None or record["step"] != mark.step:
@@ -389,7 +377,7 @@ class Succession:
             record,
             decode(pair[1]),
             parts=tuple(
-                _mapped(descriptor, size)
+                copies.mapped(descriptor, size)
                 for descriptor, size in zip(self._descriptors[on:2], sizes[on:], strict=True)
                 if size
             ),
@@ -433,15 +421,15 @@ def agreed_choice(
         ConflictError: on all ranks; see choice.py.
     """
     live: list[tuple[How, Mark]] = []
-    damaged: set[Damaged] = set()
+    damaged: set[copies.Damaged] = set()
     while True:
-        choice = succession.decide(with_copies(offers, damaged), live)
-        found = ways(offers, choice.mark, damaged) if choice.how == "snapshot" else {}
+        choice = succession.decide(copies.with_copies(offers, damaged), live)
+        found = copies.ways(offers, choice.mark, damaged) if choice.how == "snapshot" else {}
 
         def look(found: dict[int, int] = found) -> dict[str, Any]:
             own = succession.damage()
-            copies = succession.ready(found, offers)
-            return {"damage": own, "copies": [dataclasses.astuple(one) for one in copies]}
+            bad = succession.ready(found, offers)
+            return {"damage": own, "copies": [dataclasses.astuple(one) for one in bad]}
 
         answers = together(look)
         texts = [answer["damage"] for answer in answers]
@@ -450,7 +438,7 @@ def agreed_choice(
             if text and choice.how == "live":
                 live.append((choice.how, choice.mark))
             elif text:
-                bad.append(Damaged(rank, OWN, choice.mark))
+                bad.append(copies.Damaged(rank, copies.OWN, choice.mark))
         if found and not bad and not any(texts):
             # Its own stage: what is given has been checked on all ranks.
             bad = _damaged(
@@ -461,7 +449,7 @@ def agreed_choice(
         if not bad and not any(texts):
             return choice
         for one in bad:
-            if one.holder != OWN:
+            if one.holder != copies.OWN:
                 texts.append(
                     f"rank {one.holder}'s copy of rank {one.rank}'s step {one.mark.step} is damaged"
                 )
@@ -469,9 +457,9 @@ def agreed_choice(
         damaged.update(bad)
 
 
-def _damaged(answers: Sequence[dict[str, Any]]) -> list[Damaged]:
+def _damaged(answers: Sequence[dict[str, Any]]) -> list[copies.Damaged]:
     return [
-        Damaged(rank, holder, Mark(*mark))
+        copies.Damaged(rank, holder, Mark(*mark))
         for answer in answers
         for rank, holder, mark in answer["copies"]
     ]
@@ -512,18 +500,9 @@ def new_lineage() -> int:
     return secrets.randbits(62) | 1
 
 
-def _read_snapshot(label: dict[str, Any], descriptor: int) -> list[_State]:
-    return _snapshots_in(_mapped(descriptor, sum(_sizes(label))), label)
-
-
-def _sizes(label: Mapping[str, Any]) -> list[int]:
-    names = ("arena_bytes", "optimizer_bytes", "record_bytes", "table_bytes")
-    return [int(label[name]) for name in names]
-
-
 def _snapshots_in(memory: memoryview, label: Mapping[str, Any]) -> list[_State]:
     """A snapshot, as a state of each history that it belongs to."""
-    sizes = _sizes(label)
+    sizes = copies.sizes_of(label)
     begin = sizes[0] + sizes[1]
     record = read_record(bytes(memory[begin : begin + sizes[2]]))
     table = decode(bytes(memory[begin + sizes[2] : sum(sizes)]))
@@ -537,13 +516,8 @@ def _snapshots_in(memory: memoryview, label: Mapping[str, Any]) -> list[_State]:
             optimizer_bytes=sizes[1],
             digest=int(label["digest"]),
         )
-        for mark in marks_of(label)
+        for mark in copies.marks_of(label)
     ]
-
-
-def _mapped(descriptor: int, size_bytes: int) -> memoryview:
-    # Goes with its last view. Copy-on-write, since torch takes no read-only memory.
-    return memoryview(mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_PRIVATE))[:size_bytes]
 
 
 def _used_bytes(table: dict[str, Any]) -> tuple[int, int]:

@@ -2,14 +2,11 @@
 
 One call, in order, and the file of each part:
 
-    summon.py     the context manager
-    call.py       one call, step by step
-    guards.py     its arguments; may this rank summon now?
-    meeting.py    which ranks take part, what each holds; do all arrive, asking the same?
-    gradients.py  the same for gradients
+    summon.py     the context manager, and one call, step by step
+    guards.py     its arguments; may this rank summon now? what FSDP and DDP modules must know
+    meeting.py    which ranks take part, what each holds, gradients too; do all arrive?
     wire.py       which rank sends which elements; gather, scatter and broadcast
     full.py       the full tensors of one call: filled, swapped in and back, written back
-    wrappers.py   what FSDP and DDP modules must know about it
 """
 
 from __future__ import annotations

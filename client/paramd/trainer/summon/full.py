@@ -195,7 +195,10 @@ class FullTensors:
             edited: full tensors of any dtype and device; those left out stay as they are. If
                 only the first rank has full tensors, its choice holds for all.
         """
-        same = {name: self._like(name, value) for name, value in edited.items()}
+        same = {
+            name: value.detach().to(self._locals[name].dtype).contiguous()
+            for name, value in edited.items()
+        }
         for (name, region), view in self._own.items():
             if name in same:
                 write_changes(view, region_of(same[name], region))
@@ -231,9 +234,6 @@ class FullTensors:
             for index, part in enumerate(parts)
             if (part.name, part.region) in self._own
         }
-
-    def _like(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        return value.detach().to(self._locals[name].dtype).contiguous()
 
 
 def region_of(full: torch.Tensor, region: Region) -> torch.Tensor:

@@ -137,17 +137,12 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Wire:
     """The ranks taking part, and how their bytes travel."""
 
-    ranks: tuple[int, ...]
-    """Global ranks, ascending."""
+    world_size: int
     index: int
     """Position of this rank."""
     group: dist.ProcessGroup | None
     """None when this rank is alone."""
     device: torch.device
-
-    @property
-    def world_size(self) -> int:
-        return len(self.ranks)
 
     def exchange(self, message: bytes) -> list[bytes]:
         """All ranks' messages, by position. Collective."""

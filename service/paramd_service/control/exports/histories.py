@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from paramd.memory.edit_note import branch_of
+from paramd.memory.edit_program import branch_of
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.control.store.edits import EditRow
 

@@ -22,8 +22,7 @@ from paramd.layout.edits.ops import decode_ops, manifest_digest
 from paramd.layout.edits.plan import PlannedOp, RankEdit, check_ops, rank_edits
 from paramd.layout.types import TensorLayout
 from paramd.memory.control_page import ControlPage, Word, Words
-from paramd.memory.edit_note import read_answer
-from paramd.memory.edit_program import ANY_STEP, note_of, write_program
+from paramd.memory.edit_program import ANY_STEP, note_of, read_answer, write_program
 from paramd.v1 import layout_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.admission import CALLER

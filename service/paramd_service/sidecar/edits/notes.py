@@ -3,9 +3,9 @@
     [program][program of its undo][note]                                        hyper-parameters
     [program][program of its undo][note][arena's bytes][optimizer memory's]      rollback
 
-What undoes such an edit comes to lie where its own data was (memory/edit_note.py), so both programs
-name the same note. A rollback's body is as large as the rank's whole state; only the last one that
-was applied is kept for its undo, beside the undo budget.
+What undoes such an edit comes to lie where its own data was (memory/edit_program.py), so both
+programs name the same note. A rollback's body is as large as the rank's whole state; only the last
+one that was applied is kept for its undo, beside the undo budget.
 """
 
 from __future__ import annotations
@@ -20,8 +20,14 @@ from paramd.errors import ConflictError, UsageError
 from paramd.layout.edits.plan import RankEdit
 from paramd.memory.control_page import NEVER_REWINDABLE, ControlPage, Word
 from paramd.memory.descriptors import pages
-from paramd.memory.edit_note import Kept, NoteKind, note_bytes, write_note
-from paramd.memory.edit_program import HEADER_BYTES, write_program
+from paramd.memory.edit_program import (
+    HEADER_BYTES,
+    Kept,
+    NoteKind,
+    note_bytes,
+    write_note,
+    write_program,
+)
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.edits.entry import Body
 from paramd_service.sidecar.owner import check_keeps_states

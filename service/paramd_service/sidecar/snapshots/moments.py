@@ -21,13 +21,15 @@ from paramd.memory.control_page import Word
 from paramd.memory.descriptors import SparseMemory
 from paramd.memory.device_arena import STATE_BASE
 from paramd.memory.gate import CopySpan, LateError
-from paramd.memory.moments_table import TABLE_BYTES, pack_table, table_text
 from paramd.memory.optimizer_state import (
     DEVICE_PLACES,
+    TABLE_BYTES,
     OptimizerState,
     Read,
+    pack_table,
     parse_state,
     read_record,
+    table_text,
 )
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.owner import AttachedMemory

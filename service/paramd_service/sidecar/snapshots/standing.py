@@ -23,13 +23,12 @@ from dataclasses import dataclass, replace
 from xxhash import xxh3_64
 
 from paramd.errors import ExhaustedError
-from paramd.memory.continuation import read_pair
+from paramd.memory.continuation import digests_of, read_pair
 from paramd.memory.control_page import Word, in_time
 from paramd.memory.descriptors import SparseMemory
 from paramd.memory.device_arena import STATE_BASE
 from paramd.memory.device_driver import DeviceError
 from paramd.memory.gate import CopyEnd, CopySpan, copy_at_one_step
-from paramd.memory.left import digests_of
 from paramd_service.sidecar.log import Log
 from paramd_service.sidecar.owner import AttachedMemory
 from paramd_service.sidecar.snapshots.store import Block, BlockMaker

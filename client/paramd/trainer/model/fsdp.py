@@ -1,13 +1,18 @@
-"""FullyShardedDataParallel: many parameters in one flat one, cut across their borders.
+"""FSDP, of both kinds: what a rank holds of the parameters that they manage.
 
-Of each original parameter a rank holds an interval of the flattened elements, possibly empty;
-alignment padding lies between them and belongs to none. With NO_SHARD it holds all of each. The
-precision is the original one, which the optimizer keeps.
+FullyShardedDataParallel has many parameters in one flat one, cut across their borders. Of each
+original parameter a rank holds an interval of the flattened elements, possibly empty; alignment
+padding lies between them and belongs to none. With NO_SHARD it holds all of each. The precision is
+the original one, which the optimizer keeps.
+
+Under `fully_shard`, HSDP too, every parameter is a DTensor over padded local memory. The registered
+parameter may be the unsharded one (after a forward without reshard), so the sharded one is taken
+from FSDP's own record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,37 +30,87 @@ from paramd.trainer.model.local_shard import (
     add_managed,
     dtype_name,
     loaded_class,
+    of_class,
 )
 
+_FLAT = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
+_SHARDED = ("torch.distributed.fsdp._fully_shard._fully_shard", "FSDPModule")
 
-def managed(modules: Iterable[nn.Module]) -> Managed:
-    """The original parameters that flat parameters stand for, tied ones included."""
+
+def is_fsdp(module: nn.Module) -> bool:
+    """Whether it is a FullyShardedDataParallel or `fully_shard` module."""
+    return of_class(module, *_FLAT) or of_class(module, *_SHARDED)
+
+
+def managed(modules: Sequence[nn.Module]) -> Managed:
+    """The parameters that either of them manages, tied ones included."""
     found: Managed = {}
-    for handle in _handles(modules):
-        flat = handle.flat_param
-        by_place: dict[tuple[int, str], Entry] = {}
-        for index, info in enumerate(flat._param_infos):
-            entry = _entry(handle, index)
-            by_place[id(info.module), info.param_name] = entry
-            add_managed(found, info.module, info.param_name, entry)
-        for info in flat._shared_param_infos:
-            entry = by_place[id(info.prim_module), info.prim_param_name]
-            add_managed(found, info.module, info.param_name, entry)
+    for state in flat_modules(modules):
+        for module, name, index in flat_places(state._handle):
+            add_managed(found, module, name, _flat_entry(state._handle, index))
+    for fsdp_param in _fsdp_params(modules):
+        for module, name in sharded_places(fsdp_param):
+            add_managed(found, module, name, _sharded_entry(fsdp_param))
     return found
 
 
-def _handles(modules: Iterable[nn.Module]) -> Iterator[Any]:
-    cls = loaded_class(
-        "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"
-    )
-    for module in modules:
-        if cls is not None and isinstance(module, cls):
-            wrapper: Any = module
-            if wrapper._handle is not None:
-                yield wrapper._handle
+def flat_modules(modules: Iterable[nn.Module]) -> list[Any]:
+    """The FullyShardedDataParallel modules among these."""
+    cls = loaded_class(*_FLAT)
+    return [module for module in modules if cls is not None and isinstance(module, cls)]
 
 
-def _entry(handle: Any, index: int) -> Entry:
+def flat_places(handle: Any | None) -> Iterator[tuple[nn.Module, str, int]]:
+    """Where a flat parameter's original ones are registered, each with its index there.
+
+    None has none: the handle of a module that manages nothing itself.
+    """
+    if handle is None:
+        return
+    indices: dict[tuple[int, str], int] = {}
+    for index, info in enumerate(handle.flat_param._param_infos):
+        indices[id(info.module), info.param_name] = index
+        yield info.module, info.param_name, index
+    for info in handle.flat_param._shared_param_infos:
+        yield info.module, info.param_name, indices[id(info.prim_module), info.prim_param_name]
+
+
+def sharded_states(modules: Iterable[nn.Module]) -> list[Any]:
+    """The states of the modules among these that `fully_shard` made, each once."""
+    cls: Any = loaded_class(*_SHARDED)
+    sharded = [module for module in modules if cls is not None and isinstance(module, cls)]
+    states = [module._get_fsdp_state() for module in sharded]
+    return list({id(state): state for state in states}.values())
+
+
+def groups_of(state: Any) -> list[Any]:
+    """The groups of parameters of one of them."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        # Before torch 2.12 a state had at most one group.
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return list(groups)
+
+
+def sharded_places(fsdp_param: Any) -> Iterator[tuple[nn.Module, str]]:
+    """Where one of their parameters is registered."""
+    info = fsdp_param._module_info
+    yield info.module, info.param_name
+    yield from zip(info.shared_modules, info.shared_param_names, strict=True)
+
+
+def has_gathered(modules: Iterable[nn.Module]) -> bool:
+    """Whether any parameter of `fully_shard` is unsharded now."""
+    return any(p.sharded_state.name != "SHARDED" for p in _fsdp_params(modules))
+
+
+def _fsdp_params(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    for state in sharded_states(modules):
+        for group in groups_of(state):
+            yield from group.fsdp_params
+
+
+def _flat_entry(handle: Any, index: int) -> Entry:
     return Entry((id(handle), index), lambda names: _shards(handle, index, names))
 
 
@@ -166,3 +221,17 @@ def _permuted_boxes(
         view = run.as_strided(box.sizes, row_major(box.sizes), run.storage_offset())
         region = Box(tuple(box.begin[d] for d in back), tuple(box.end[d] for d in back))
         yield region, view.permute(back)
+
+
+def _sharded_entry(fsdp_param: Any) -> Entry:
+    slot = Slot(vars(fsdp_param), "sharded_param")
+    return Entry(
+        id(fsdp_param),
+        lambda names: plain.shards_of(
+            names,
+            slot.tensor(),
+            TensorKind.PARAMETER,
+            slot,
+            holders=(fsdp_param._sharded_param_data,),
+        ),
+    )

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paramd.errors import UsageError
-from paramd.filters import KEYS, MAX_FILTER_BYTES, Facts, Filter, FilterError, parse_filter
+from paramd.filters import MAX_FILTER_BYTES, Facts, Filter, FilterError, parse_filter
 from paramd.layout.stats import Summary
 from paramd.layout.types import Box, Piece, TensorKind, TensorLayout
 
@@ -199,17 +199,3 @@ def test_any_text_is_read_or_refused_in_words(text: str) -> None:
         return
     assert refusal.startswith("filter: at character")
     assert len(refusal) < 600
-
-
-@given(
-    st.sampled_from(KEYS),
-    st.sampled_from(["=", "!=", "<", ">", "<=", ">=", "~"]),
-    st.sampled_from(["1", "true", "4x4", "x", "1k"]),
-)
-def test_a_term_that_was_read_reads_the_same_again(key: str, comparison: str, value: str) -> None:
-    try:
-        found = parse_filter(f"{key}{comparison}{value}")
-    except UsageError:
-        return
-    (term,) = found.facts or found.statistics
-    assert parse_filter(str(term)) == found

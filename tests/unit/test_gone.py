@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -73,24 +70,6 @@ def test_a_command_line_says_what_replaces_it(
     assert capsys.readouterr().err == f"paramd: `paramd {row.name}` is gone: {row.instead}\n"
 
 
-def test_options_and_values_do_not_hide_a_name_that_is_gone(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for given in (
-        ["--job", "run", "alerts", "--all", "herald", "loss"],
-        ["--job", "run", "alerts", "--herald=3"],
-    ):
-        assert main(given) == 2
-        assert "is gone: use samples" in capsys.readouterr().err
-
-
-def test_a_word_is_gone_only_where_it_stood(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["stats", "--herald"]) == 2
-    assert "No such option: --herald" in capsys.readouterr().err
-    assert main(["stat"]) == 2
-    assert "Did you mean" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("row", [row for row in rows("setting") if "." not in row.values[0].name])
 def test_a_setting_says_what_replaces_it(row: Gone, tmp_path: Path) -> None:
     option = f"--{row.name.replace('_', '-')}"
@@ -140,28 +119,6 @@ def test_a_key_of_a_table_says_what_replaces_it(row: Gone) -> None:
     with pytest.raises(UsageError) as refused:
         read(key)
     assert str(refused.value).endswith(f"{key!r} is gone: {row.instead}")
-
-
-CONTROL_PLANE = """
-import sys
-from paramd import gone
-gone.GONE = (gone.Gone("setting", "herald_s", "use samples"),)
-from paramd_service.control.main import main
-sys.exit(main(["--listen", "nowhere"]))
-"""
-
-
-def test_a_control_plane_warns_of_a_variable_and_goes_on() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", CONTROL_PLANE],
-        check=False,
-        env=os.environ | {"PARAMD_HERALD_S": "3"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert "PARAMD_HERALD_S is gone: use samples" in ended.stderr
-    assert "'nowhere'; expected host:port" in ended.stderr
 
 
 @pytest.mark.parametrize("row", rows("rest"))
@@ -215,12 +172,6 @@ async def test_a_keyword_that_is_gone_is_refused_and_others_are_passed_on(
     assert await AsyncHerald().export("a", note="b") == "ab"
     with pytest.raises(GoneError, match=r"Herald.export\(every_s=...\) is gone: use samples"):
         AsyncHerald().export("a", every_s=3)  # type: ignore[call-arg]
-
-
-def test_an_unknown_attribute_is_python_s_own_error() -> None:
-    with pytest.raises(AttributeError, match="has no attribute 'nope'") as error:
-        object.__new__(Mesh).nope  # type: ignore[attr-defined]  # noqa: B018
-    assert not isinstance(error.value, GoneError)
 
 
 def test_no_row_names_what_still_exists() -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from paramd.errors import NotFoundError, UsageError
 from paramd.layout.dtypes import item_bytes
-from paramd.layout.edits import kinds
 from paramd.layout.edits.kinds import EditKind
 from paramd.layout.edits.ops import (
     EditOp,
@@ -151,30 +150,6 @@ def test_any_edit_of_any_layout_is_what_slicing_the_full_tensors_would_do(
     check_plan(plan_edit(world.layout, ops), world)
 
 
-def test_a_plan_for_some_ranks_is_that_part_of_the_whole_plan() -> None:
-    specs = [Spec("w", "float32", (8, 4))]
-    ops = [EditOp(fqn="w", kind=EditKind.SET, with_data=True)]
-    hybrid = plan_edit(build(specs, [BOXES["hybrid"](specs[0], 4)]).layout, ops)
-    only = plan_edit(build(specs, [BOXES["hybrid"](specs[0], 4)]).layout, ops, ranks=[3])
-    assert only.ranks == hybrid.ranks[3:]
-
-
-def test_the_data_of_each_operation_begins_aligned() -> None:
-    specs = [Spec("a", "bfloat16", (3,)), Spec("b", "float32", (5,)), Spec("c", "float32", (5,))]
-    world = build(specs, fsdp1(specs, 1))
-    plan = plan_edit(
-        world.layout,
-        [
-            EditOp(fqn="a", kind=EditKind.SET, with_data=True),
-            EditOp(fqn="b", kind=EditKind.FILL, value=1.0),
-            EditOp(fqn="c", kind=EditKind.LERP, weight=0.5, with_data=True),
-        ],
-    )
-    (rank,) = plan.ranks
-    assert [(item.op, item.data_begin) for item in rank.items] == [(0, 0), (1, -1), (2, 64)]
-    assert rank.data_bytes == 128
-
-
 def layout(*tensors: tuple[str, str, tuple[int, ...]], buffers: tuple[str, ...] = ()) -> Layout:
     made, begin = [], 0
     for fqn, dtype, shape in tensors:
@@ -237,11 +212,6 @@ def test_what_cannot_be_done_is_refused_with_the_reason(
         plan_edit(PLAIN, [EditOp(**fields)])  # type: ignore[arg-type]
 
 
-def test_nonfinite_numbers_pass_where_they_are_allowed() -> None:
-    op = EditOp(fqn="f", kind=EditKind.FILL, value=math.nan)
-    assert plan_edit(PLAIN, [op], allow_nonfinite=True).numel == 16
-
-
 def test_overlapping_regions_and_names_of_one_tensor_are_refused() -> None:
     def fill(fqn: str, *box: tuple[int, ...]) -> EditOp:
         return EditOp(fqn=fqn, box=Box(*box) if box else None, kind=EditKind.FILL)
@@ -279,14 +249,6 @@ def test_tensors_that_share_memory_under_two_names_are_not_edited_together() -> 
     ops = [EditOp(fqn=fqn, kind=EditKind.FILL) for fqn in ("whole", "half")]
     with pytest.raises(UsageError, match="share memory"):
         plan_edit(Layout(1, (64,), tensors), ops)
-
-
-def test_the_table_has_every_kind_of_the_proto_and_only_numbers_there_are() -> None:
-    named = {f"EDIT_KIND_{kind.name}": int(kind) for kind in kinds.KINDS}
-    assert named | {"EDIT_KIND_UNSPECIFIED": 0} == dict(pb.EditKind.items())
-    for kind in kinds.KINDS.values():
-        assert set(kind.needed) <= set(kind.numbers) <= set(kinds.NUMBERS)
-        assert kind.with_data or kind.without_data
 
 
 def test_words_become_operations_on_what_their_patterns_match() -> None:

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from paramd.errors import UsageError
 from paramd.layout.dtypes import ITEM_BYTES
 from paramd.layout.elements import element_texts
 
@@ -54,8 +53,3 @@ def test_booleans_and_complex_numbers_read_as_such() -> None:
                           "complex64")  # fmt: skip
     assert texts == ["1.0-2.0j", "-0.0+infj", "nan+0.5j"]
     assert complex(texts[0]) == 1 - 2j
-
-
-def test_an_unknown_dtype_is_refused() -> None:
-    with pytest.raises(UsageError, match="float3"):
-        element_texts(b"", "float3")

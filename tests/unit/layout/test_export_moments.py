@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paramd.errors import ConflictError, UsageError
+from paramd.errors import ConflictError
 from paramd.layout.exports.optimizer import StateScalar, optimizer_table
 from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, TensorLayout
 
@@ -107,15 +107,3 @@ def test_what_cannot_be_given_is_refused_with_its_reason() -> None:
     other[1]["step"] = 8
     with pytest.raises(ConflictError, match="different steps"):
         optimizer_table(layout(), other)
-
-
-@pytest.mark.parametrize("broken", [{}, {"params": 3}, {"keys": None}])
-def test_malformed_tables_are_refused(broken: dict[str, Any]) -> None:
-    tables: dict[int, dict[str, Any]] = {0: {**table(), **broken} if broken else {}, 1: table()}
-    with pytest.raises(UsageError, match="malformed"):
-        optimizer_table(layout(), tables)
-
-
-def test_a_table_of_nobody_who_holds_it_is_refused() -> None:
-    with pytest.raises(UsageError, match="holder of 'a'"):
-        optimizer_table(layout(), {5: table()})

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from paramd.errors import ExhaustedError, UsageError
-from paramd.memory import device_arena, device_driver
+from paramd.errors import ExhaustedError
+from paramd.memory import device_arena
 from paramd.memory.control_page import Word
 from paramd.memory.device_arena import (
     BASE,
@@ -22,7 +22,6 @@ from paramd.memory.device_arena import (
     WINDOW_BYTES,
     WINDOWS,
     Addresses,
-    DeviceArenaRequest,
     DeviceMap,
     DeviceReader,
     TrainerDevice,
@@ -31,7 +30,7 @@ from paramd.memory.device_arena import (
     why_not,
 )
 from paramd.memory.device_driver import DeviceError, Driver
-from paramd.memory.device_symbols import CUDA_SYMBOLS, CURES
+from paramd.memory.device_symbols import CURES
 from paramd.memory.gate import CopySpan, LateError
 from tests.gpu.driver import POISON, Standin, driver_in, environment
 
@@ -205,13 +204,6 @@ def test_state_is_read_across_allocations_once_the_event_behind_it_has_come(
         os.close(allocation.descriptor)
 
 
-def test_host_memory_is_moved_without_the_device(both: Both) -> None:
-    source, target = ctypes.create_string_buffer(b"host"), ctypes.create_string_buffer(5)
-    both.reader.move([CopySpan(ctypes.addressof(source), ctypes.addressof(target), 5)])
-    assert target.value == b"host"
-    assert not both.reader.is_open
-
-
 def test_memory_lives_as_long_as_its_last_descriptor(loaded: tuple[Driver, Standin]) -> None:
     driver, _ = loaded
     descriptor = create(driver, 0, 8)
@@ -296,39 +288,8 @@ def test_a_device_that_cannot_have_arenas_says_why(
     assert reason in why_not(loaded[0], 0)
 
 
-def test_a_process_without_a_driver_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(device_driver.VARIABLE, "/no/libcuda.so")
-    with pytest.raises(DeviceError, match=r"install one, or name its library in PARAMD_CUDA"):
-        device_driver.load()
-
-
 def test_a_device_of_another_process_is_found_by_its_uuid(loaded: tuple[Driver, Standin]) -> None:
     driver, _ = loaded
     assert driver.device(driver.uuid(0)) == 0
     with pytest.raises(DeviceError, match="is not visible here"):
         driver.device(bytes(16))
-
-
-def test_a_request_that_is_no_device_is_refused() -> None:
-    good = DeviceArenaRequest(bytes(16), bytes(64))
-    assert DeviceArenaRequest.from_message(good.to_message()) == good
-    for bad in (None, {}, {"uuid": "zz", "event": ""}, {"uuid": "00", "event": "00" * 64}):
-        with pytest.raises(UsageError, match=r"^attach: "):
-            DeviceArenaRequest.from_message(bad)
-
-
-def test_all_symbols_of_the_table_are_in_the_simulated_driver(
-    loaded: tuple[Driver, Standin],
-) -> None:
-    assert loaded[0].simulated
-    assert all(hasattr(loaded[0]._library, name) for name in CUDA_SYMBOLS)
-
-
-def test_what_the_context_takes_is_measured_around_its_making(
-    both: Both, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = [1_000, 300_001_000]
-    monkeypatch.setattr(device_arena, "used_bytes", lambda _: told.pop(0))
-    assert both.reader.context_bytes is None
-    assert both.reader.is_whole()
-    assert (both.reader.context_bytes, told) == (300_000_000, [])

@@ -5,12 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
-from paramd.memory.device_arena import DeviceReader
 from paramd.memory.device_usage import used_bytes
-from paramd_service.sidecar.rpc.service import _context_samples
 from tests.needs import program
 
 UUID = bytes(range(16))
@@ -51,14 +47,3 @@ def test_a_process_that_is_not_listed_takes_nothing_and_one_without_a_number_is_
 ) -> None:
     assert used_bytes(UUID, built(tmp_path, 2, "7")) == 0
     assert used_bytes(UUID, built(tmp_path, os.getpid(), "-1")) is None
-
-
-def test_without_the_library_nothing_is_told() -> None:
-    assert used_bytes(UUID, "/no/libnvidia-ml.so") is None
-
-
-def test_a_metric_tells_of_a_context_and_is_absent_where_nobody_does() -> None:
-    known, unknown = SimpleNamespace(context_bytes=300), SimpleNamespace(context_bytes=None)
-    ((name, _, value),) = _context_samples(cast(DeviceReader, known))
-    assert (name, value) == ("device_context_bytes", 300)
-    assert _context_samples(cast(DeviceReader, unknown)) == _context_samples(None) == []

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paramd.errors import DataLossError
-from paramd.v1 import common_pb2, sidecar_pb2
+from paramd.v1 import sidecar_pb2
 from paramd.wire import checksum_of, parse_chunk
 
 
@@ -19,26 +17,6 @@ def test_wire_bytes_of_protobuf_are_understood(data: bytes, xxh3: int, offset: i
     chunk = parse_chunk(message.SerializeToString())
     assert (bytes(chunk.data), chunk.xxh3, chunk.offset_bytes) == (data, xxh3, offset)
     assert chunk.header is None
-
-
-def test_another_order_of_fields_is_understood() -> None:
-    one = sidecar_pb2.ReadSnapshotResponse(offset_bytes=7, xxh3=5).SerializeToString()
-    other = sidecar_pb2.ReadSnapshotResponse(data=b"abc").SerializeToString()
-    chunk = parse_chunk(one + other)
-    assert (bytes(chunk.data), chunk.xxh3, chunk.offset_bytes) == (b"abc", 5, 7)
-
-
-def test_the_header_of_the_first_message_is_kept() -> None:
-    header = common_pb2.Header(job="j", incarnation=2, step=9)
-    chunk = parse_chunk(sidecar_pb2.ReadSnapshotResponse(header=header).SerializeToString())
-    assert chunk.header == header
-    assert chunk.size_bytes == 0
-
-
-def test_the_address_is_that_of_the_data() -> None:
-    message = sidecar_pb2.ReadSnapshotResponse(data=b"x" * 500, xxh3=1, offset_bytes=3)
-    chunk = parse_chunk(message.SerializeToString())
-    assert ctypes.string_at(chunk.address, chunk.size_bytes) == b"x" * 500
 
 
 def test_a_flipped_bit_is_data_loss() -> None:

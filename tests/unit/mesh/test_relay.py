@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Iterable
 
 import pytest
 
@@ -43,18 +42,6 @@ class Control:
         if not self.port:
             raise UnreachableError("the control plane does not reach rank 1")
         return await asyncio.open_connection("127.0.0.1", self.port)
-
-
-@asynccontextmanager
-async def echo() -> AsyncIterator[int]:
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(1 << 16):
-            writer.write(data.upper())
-            await writer.drain()
-        writer.close()
-
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        yield server.sockets[0].getsockname()[1]
 
 
 @pytest.fixture
@@ -98,37 +85,6 @@ async def test_what_does_not_answer_and_another_hosts_loopback_are_relayed(
     found = await TunnelRelay(Control()).routed(document(("127.0.0.1:4000", FAR)))
     assert found.control_address == "relay/control/127.0.0.1:8471"
     assert found.peer(0).address == "relay/0/127.0.0.1:4000"
-
-
-async def test_bytes_go_there_and_back_and_end_together() -> None:
-    async with echo() as port:
-        control = Control(port)
-        routes = TunnelRelay(control)
-        await routes.routed(document(("127.0.0.1:4000", FAR), control="127.0.0.1:1"))
-        target, way = routes.way("relay/0/127.0.0.1:4000")
-        assert target == "127.0.0.1:4000"
-        reader, writer = await asyncio.open_unix_connection(way.removeprefix("unix:"))
-        sent = b"abc" * (1 << 20)
-        writer.write(sent)
-        assert await reader.readexactly(len(sent)) == sent.upper()
-        assert control.paths == ["/jobs/run/ranks/0/tunnel"]
-        await routes.close()
-        assert await reader.read() == b""
-        writer.close()
-        await routes.close()
-
-
-async def test_a_tunnel_that_is_refused_ends_the_connection_and_says_why() -> None:
-    routes = TunnelRelay(Control())
-    await routes.routed(document(("127.0.0.1:4000", FAR)))
-    _, way = routes.way("relay/control/127.0.0.1:8471")
-    reader, writer = await asyncio.open_unix_connection(way.removeprefix("unix:"))
-    assert await reader.read() == b""
-    why = routes.why_not("relay/control/127.0.0.1:8471")
-    assert why == "the control plane does not reach rank 1"
-    assert not routes.why_not("relay/0/127.0.0.1:4000")
-    writer.close()
-    await routes.close()
 
 
 @pytest.mark.parametrize(

@@ -79,25 +79,6 @@ def test_a_comparison_of_one_history_is_never_given_to_another(bench: Bench) -> 
     assert len({state_of(found) for found in (one, other, later, labelled)}) == 4
 
 
-def test_the_least_recently_used_base_goes_first(bench: Bench) -> None:
-    first, second = bench.kept(1), bench.kept(2)
-    held = bench.bases.find(state_of(first))
-    assert held is first
-    bench.store.drop(held)
-    bench.kept(3)
-    assert bench.bases.find(state_of(second)) is None
-    assert bench.bases.find(state_of(first)) is first
-    assert bench.bases.size_bytes == 2 * PAGE
-
-
-def test_a_state_that_all_followers_share_is_kept_once(bench: Bench) -> None:
-    snapshot = bench.filled(1)
-    for _ in range(8):
-        bench.bases.keep(snapshot)
-    assert bench.bases.size_bytes == PAGE
-    assert snapshot.holders == 2
-
-
 def test_what_is_larger_than_the_budget_is_not_kept_and_displaces_nothing(bench: Bench) -> None:
     kept = bench.kept(1)
     large = bench.filled(2, pages=3)
@@ -128,11 +109,6 @@ def test_ranges_that_leave_the_snapshot_or_cut_elements_are_refused(
     asked = pb.DeltaItem(begin_bytes=begin, end_bytes=end, element_bytes=size)
     with pytest.raises(UsageError, match="items"):
         deltas._checked([asked], PAGE)
-
-
-def test_too_many_ranges_are_refused() -> None:
-    with pytest.raises(UsageError, match="20,001"):
-        deltas._checked([pb.DeltaItem(element_bytes=1)] * 20_001, PAGE)
 
 
 def test_a_base_that_nobody_asks_for_is_forgotten(bench: Bench) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-import socket
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,15 +27,11 @@ from paramd.errors import (
 from paramd.layout.edits.kinds import EditKind
 from paramd.layout.edits.ops import EditOp
 from paramd.layout.types import Box, full_box, row_major
-from paramd.memory import handover
 from paramd.memory.control_page import Word
 from paramd.memory.descriptors import reserved_bytes
-from paramd.memory.edit_program import ANY_STEP, wanted_step
-from paramd.memory.lent import LentMemory
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.edits import table
 from paramd_service.sidecar.edits.entry import WITHDRAWN_NS, Entry, Outcome, Phase, fate
-from paramd_service.sidecar.edits.lent import Lent
 from paramd_service.sidecar.edits.memory import HEAD_BYTES, Ranges
 from paramd_service.sidecar.edits.receive import is_finite
 from paramd_service.sidecar.owner import Ownership
@@ -249,24 +244,6 @@ def alike(chance: random.Random) -> tuple[list[EditOp], list[torch.Tensor | None
     return ops, [torch.randn(4, 6, generator=generator) if op.with_data else None for op in ops]
 
 
-def test_the_program_is_for_the_step_that_the_manifest_wants_and_its_undo_for_any() -> None:
-    async def test() -> None:
-        fill = [EditOp(fqn="w", kind=EditKind.FILL, value=1.0)]
-        with rank_of() as rank:
-            async with rank.edits() as edits:
-                with pytest.raises(UsageError, match=r"if_step: -2; expected 0 or more"):
-                    await edits.begin(rank.manifest(9, fill, if_step=-2))
-                for number, fields in enumerate([{}, {"if_step": 0}, {"if_step": 7}]):
-                    entry = await edits.begin(rank.manifest(number, fill, **fields))
-                    buffer = edits.memory.buffer
-                    assert wanted_step(buffer, entry.program_begin) == fields.get("if_step", -1)
-                rank.boundary(edits, entry)
-                undo = await edits.begin(rank.manifest(8, fill, undo_of=entry.edit_id))
-                assert wanted_step(buffer, undo.program_begin) == ANY_STEP
-
-    run(test)
-
-
 def assert_as_before(rank: Rank, before: bytes) -> None:
     """All bytes but those of the sum, which may be off in its last digits."""
     now, sums = bytearray(rank.arena), bytearray(before)
@@ -346,43 +323,6 @@ def test_data_comes_in_order_whole_and_finite_or_not_at_all() -> None:
                         edits.get(f"{9:032x}")
                     wanted = rank.manifest(10 + number, ops, allow_nonfinite=True)
                     assert (await stage(edits, wanted, data)).phase is Phase.STAGED
-
-    run(test)
-
-
-def test_messages_that_are_there_already_are_taken_at_once_and_anything_else_is_left() -> None:
-    def take(number: int) -> dict[str, object]:
-        begin = 64 * number
-        spans = [[0, begin, 24], [0, begin + 24, 0], [0, begin + 24, 40]]
-        return {"op": "take", "offset_bytes": begin, "spans": spans}
-
-    async def test() -> None:
-        with rank_of() as rank:
-            async with rank.edits() as edits:
-                ops = [EditOp(fqn="h", kind=EditKind.SET, with_data=True), *WHOLE[:1]]
-                data = rank.data_of(ops, [torch.ones(7).bfloat16(), torch.ones(6, 5)])
-                entry = await edits.begin(rank.manifest(1, ops))
-                lent, memory = Lent(), LentMemory(4096)
-                memory[: len(data)] = data
-                lent.lend([memory.descriptor])
-                lent.stage(entry)
-                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                with ours, theirs:
-                    handover.send(theirs, take(1))
-                    handover.send(theirs, {"op": "unmap"})
-                    await edits.take(entry, lent.arriving(ours, take(0)))
-                    assert entry.staged_bytes == 128
-                    # The last one is answered by whoever serves the connection.
-                    theirs.settimeout(0)
-                    assert handover.receive(theirs)[0] == {
-                        "op": "taken", "staged_bytes": 64, "size_bytes": 192
-                    }  # fmt: skip
-                    with pytest.raises(BlockingIOError):
-                        handover.receive(theirs)
-                    assert handover.receive(ours)[0]["op"] == "unmap"
-                    with pytest.raises(UsageError, match="of a memory of 4096 bytes"):
-                        await edits.take(entry, lent.arriving(ours, take(64)))
-                lent.close()
 
     run(test)
 
@@ -591,22 +531,6 @@ def test_what_is_told_of_applied_edits_is_bounded(monkeypatch: pytest.MonkeyPatc
                     assert edits.get(f"{number:032x}").phase is Phase.APPLIED
                     await edits.drop(f"{number:032x}")
                 assert whole - edits.memory.free_bytes == 2 * 4096
-
-    run(test)
-
-
-def test_staged_edits_that_nobody_touches_expire() -> None:
-    async def test() -> None:
-        with rank_of() as rank:
-            async with rank.edits(expiry_s=0.01) as edits:
-                entry = await edits.begin(rank.manifest(1, WHOLE))
-                ready = await edits.begin(rank.manifest(2, [EditOp(fqn="s", kind=EditKind.FILL)]))
-                rank.ready(edits, ready)
-                await asyncio.sleep(0.02)
-                edits.sweep()
-                with pytest.raises(NotFoundError, match="expired"):
-                    edits.get(entry.edit_id)
-                assert edits.get(ready.edit_id).phase is Phase.READY
 
     run(test)
 

@@ -6,7 +6,6 @@ import asyncio
 import faulthandler
 import math
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import pytest
 from paramd import state_files
 from paramd_service.sidecar.insight.activity import Frame, activity_of, parse_faulthandler
 from paramd_service.sidecar.insight.line import MAX_KEPT, LoggedNumbers, TrainerLine
-from paramd_service.sidecar.insight.process import TrainerOutput, catches, facts_of, last_lines
+from paramd_service.sidecar.insight.process import TrainerOutput
 
 SITE = "/opt/env/lib/python3.11/site-packages"
 TORCH = f"{SITE}/torch"
@@ -117,41 +116,6 @@ def test_the_ring_keeps_the_latest_numbers_and_counts_all() -> None:
     assert numbers.after(MAX_KEPT + 5, 10) == []
     numbers.add([[7, 2.0, {"loss": "nan"}]])
     assert math.isnan(numbers.after(MAX_KEPT + 5, 10)[0].values["loss"])
-
-
-def test_the_kernel_tells_of_a_process_and_of_none() -> None:
-    mine = facts_of(os.getpid())
-    assert mine.rss_bytes > 1 << 20
-    assert mine.open_files > 2
-    assert mine.open_files_limit > 2
-    assert mine.thread_count >= 1
-    nobody = facts_of(1 << 30)
-    assert (nobody.rss_bytes, nobody.open_files, nobody.state) == (-1, -1, "")
-    before = signal.signal(signal.SIGUSR2, lambda *_: None)
-    try:
-        assert catches(os.getpid(), signal.SIGUSR2)
-    finally:
-        signal.signal(signal.SIGUSR2, before)
-    assert not catches(os.getpid(), signal.SIGRTMIN + 3)
-    assert not catches(1 << 30, signal.SIGINT)
-
-
-def test_last_lines_come_from_a_file_and_else_the_reason_is_told(tmp_path: Path) -> None:
-    program = "import sys; print('a\\nb\\nc', flush=True); sys.stdin.read()"
-    for target, lines in ((tmp_path / "log", ["b", "c"]), (None, [])):
-        with (target or Path(os.devnull)).open("w") as out:
-            process = subprocess.Popen(
-                [sys.executable, "-c", program],
-                stdin=subprocess.PIPE,
-                stdout=out,
-                stderr=subprocess.DEVNULL,
-            )
-            while target is not None and "c" not in target.read_text():
-                assert process.poll() is None
-            found, why = last_lines(process.pid, 2)
-            process.communicate()
-        assert found == lines
-        assert bool(why) is not bool(lines)
 
 
 def test_who_is_cancelled_while_the_line_closes_ends() -> None:

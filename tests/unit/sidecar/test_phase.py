@@ -11,7 +11,6 @@ from paramd_service.sidecar.phase import STALL_LEAST_S, doing, stall_after_ns
 from paramd_service.sidecar.rpc.control_link import (
     FIRST_BACKOFF_S,
     JOINS_PER_S,
-    LAST_BACKOFF_S,
     backoff_s,
 )
 
@@ -102,11 +101,3 @@ def test_sidecars_do_not_come_back_all_at_once(world_size: int) -> None:
     assert busiest <= max(JOINS_PER_S * 1.05, FIRST_BACKOFF_S * JOINS_PER_S)
     assert pauses[0] >= FIRST_BACKOFF_S / 2
     assert pauses[-1] <= max(FIRST_BACKOFF_S, world_size / JOINS_PER_S)
-
-
-def test_pauses_grow_with_attempts_in_vain_and_stay_bounded() -> None:
-    longest = [backoff_s(attempt, 1.0) for attempt in range(40)]
-    assert longest == sorted(longest)
-    assert longest[0] == FIRST_BACKOFF_S
-    assert longest[-1] == LAST_BACKOFF_S
-    assert all(backoff_s(attempt, 0.0) == longest[attempt] / 2 for attempt in range(40))

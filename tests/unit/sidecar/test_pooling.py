@@ -111,14 +111,6 @@ def test_blocks_join_up_whatever_their_size(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.equal(whole.counts, small.counts)
 
 
-def test_a_part_gives_only_the_cells_that_it_touches() -> None:
-    part = torch.ones(4, 5)
-    grid = pooling.Grid("sum", 100, 100, 10, 10)
-    heatmap = picture_of(part, grid, origin=(28, 93))
-    assert heatmap.begin == (2, 9)
-    assert heatmap.values.tolist() == [[10.0], [10.0]]
-
-
 def test_a_part_with_gaps_between_its_rows_leaves_the_cells_between_alone() -> None:
     full = torch.arange(8 * 20 * 3, dtype=torch.float32).reshape(8, 20, 3)
     part = full[:, 2:4].contiguous()
@@ -174,9 +166,3 @@ def test_what_leaves_the_snapshot_or_the_matrix_is_refused(change: dict[str, obj
     pooling.make_view(**right)  # type: ignore[arg-type]
     with pytest.raises(UsageError):
         pooling.make_view(**right | change)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("cells", [0, -1, 5, 513])
-def test_a_picture_is_no_larger_than_its_matrix_or_the_limit(cells: int) -> None:
-    with pytest.raises(UsageError):
-        pooling.Grid("sum", 4 if cells == 5 else 1000, 1000, cells, 2)

@@ -13,7 +13,6 @@ from paramd.memory import descriptors
 from paramd.memory.control_page import PAGE_BYTES, ControlPage, Word
 from paramd.memory.gate import CopyEnd, CopySpan, State, state_of, worth_starting
 from paramd_service.sidecar.copying.capture import (
-    EAGER_ATTEMPTS,
     REST_NS,
     RETRY_NS,
     Capture,
@@ -95,14 +94,6 @@ def bench() -> Iterator[Bench]:
     bench.page.close()
 
 
-def test_a_rank_between_updates_is_copied_at_once(bench: Bench) -> None:
-    bench.page[Word.STEP] = 7
-    bench.job()
-    bench.capture.serve()
-    assert bench.steps == [7]
-    assert bench.page[Word.WANT] == 0
-
-
 def test_inside_an_update_the_next_boundary_is_asked_for_once(bench: Bench) -> None:
     bench.page[Word.SEQ] = 1
     bench.job()
@@ -147,38 +138,6 @@ def test_an_overtaken_copy_waits_for_the_announced_boundary(bench: Bench) -> Non
     assert bench.capture.given_up_count == 1
 
 
-def test_a_copy_overtaken_again_asks_again(bench: Bench) -> None:
-    bench.ends = [CopyEnd.OVERTAKEN, CopyEnd.OVERTAKEN]
-    bench.job()
-    bench.capture.serve()
-    bench.boundary()
-    bench.capture.serve()
-    assert bench.page[Word.WANT] == 2
-    assert bench.page[Word.SERVED] == 1
-
-
-def test_a_copy_that_never_fits_asks_ever_more_rarely(bench: Bench) -> None:
-    bench.ends = [CopyEnd.OVERTAKEN] * 100
-    bench.job()
-    asked = 0
-    for _ in range(50):
-        bench.capture.serve()
-        if bench.page[Word.WANT] > asked:
-            asked = bench.page[Word.WANT]
-            bench.boundary()
-        bench.now_ns += 10 * MS
-    assert EAGER_ATTEMPTS <= asked <= EAGER_ATTEMPTS + 1 + 500 * MS // RETRY_NS
-
-
-def test_a_copy_that_would_not_end_in_time_is_not_begun(bench: Bench) -> None:
-    bench.train(step_time_ms=100, age_ms=85)
-    large, small = bench.job(size_bytes=400 << 20), bench.job(size_bytes=100)
-    bench.capture.serve()
-    assert bench.steps == [0]
-    assert bench.page[Word.WANT] == 1
-    assert large.attempts == small.attempts == 0
-
-
 def test_a_held_rank_is_copied_even_though_nothing_is_announced(bench: Bench) -> None:
     bench.train(step_time_ms=100, age_ms=85)
     bench.job(size_bytes=400 << 20)
@@ -187,20 +146,6 @@ def test_a_held_rank_is_copied_even_though_nothing_is_announced(bench: Bench) ->
     bench.now_ns += RETRY_NS
     bench.capture.serve()
     assert bench.steps == [0]
-
-
-def test_an_announce_without_anything_to_do_is_served(bench: Bench) -> None:
-    bench.page[Word.ANNOUNCE] = 5
-    bench.capture.serve()
-    assert bench.page[Word.SERVED] == 5
-
-
-def test_a_cancelled_job_is_given_up_once(bench: Bench) -> None:
-    bench.page[Word.SEQ] = 1
-    job = bench.job()
-    bench.capture.cancel(job)
-    bench.capture.cancel(job)
-    assert bench.steps == [None]
 
 
 def test_an_agreed_boundary_is_captured_at_its_step(bench: Bench) -> None:
@@ -220,16 +165,6 @@ def test_a_passed_boundary_is_missed(bench: Bench) -> None:
     bench.capture.serve()
     assert [outcome.captured for outcome in bench.outcomes] == [False]
     assert "the next update began" in bench.outcomes[0].reason
-
-
-def test_an_overtaken_boundary_is_missed_with_the_times(bench: Bench) -> None:
-    bench.train(step_time_ms=20, age_ms=0)
-    bench.arm(1)
-    bench.boundary(agreed=1)
-    bench.ends = [CopyEnd.OVERTAKEN]
-    bench.capture.serve()
-    assert "a whole step takes 20.0 ms" in bench.outcomes[0].reason
-    assert bench.page[Word.SERVED] == 1
 
 
 def test_words_of_an_agreement_still_being_written_are_waited_for(bench: Bench) -> None:
@@ -317,14 +252,6 @@ def test_a_settled_state_that_was_changed_without_an_update_is_copied_at_no_time
     bench.boundary()
     bench.capture.serve()
     assert bench.steps == [2]
-
-
-def test_a_digest_of_another_state_says_nothing(bench: Bench) -> None:
-    bench.boundary()
-    bench.page[Word.SETTLED_DIGEST], bench.page[Word.SETTLED_SEQ] = 7, 1
-    bench.job()
-    bench.capture.serve()
-    assert bench.steps == [1]
 
 
 def test_an_agreed_boundary_whose_state_was_changed_since_is_missed(bench: Bench) -> None:

@@ -11,17 +11,15 @@ from typing import Any
 import pytest
 
 from paramd import places
-from paramd.errors import ConflictError, ExhaustedError
+from paramd.errors import ExhaustedError
 from paramd.memory import left
 from paramd.memory.continuation import RECORD, TABLE, KeptSlots
-from paramd.memory.control_page import NEVER_REWINDABLE, Word, step_of
+from paramd.memory.control_page import Word, step_of
 from paramd.memory.descriptors import SparseMemory
-from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.sidecar.edits import notes
 from paramd_service.sidecar.log import Log
 from paramd_service.sidecar.owner import AttachedMemory, AttachRequest, Ownership, attach_memory
 from paramd_service.sidecar.snapshots.offer import offer_of
-from paramd_service.sidecar.snapshots.standing import Standing, digest_of, expendable
+from paramd_service.sidecar.snapshots.standing import Standing, expendable
 from paramd_service.sidecar.snapshots.store import Block, BlockMaker
 
 ARENA_BYTES, STATE_BYTES = 10_000, 5_000
@@ -116,23 +114,6 @@ def steps(standing: Standing) -> list[int]:
     return [label.step for label, _ in standing.labels()]
 
 
-def test_two_are_kept_and_hold_everything_of_their_step(
-    trainer: Trainer, standing: Standing
-) -> None:
-    serve = standing.serving(trainer.attached, lambda: "digest")
-    for step in (1, 2, 3):
-        made_at(standing, trainer, serve, step)
-    assert steps(standing) == [3, 2]
-    for label, block in standing.labels():
-        expected = (
-            bytes([label.step]) * (ARENA_BYTES + STATE_BYTES) + b"record %dtable" % label.step
-        )
-        assert bytes(block.buffer[: label.size_bytes]) == expected
-    settled(lambda: all(label.digest for label, _ in standing.labels()))
-    for label, block in standing.labels():
-        assert label.digest == digest_of(block.buffer[: label.size_bytes])
-
-
 def settled(condition: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + 10
     while not condition():
@@ -201,13 +182,6 @@ def test_a_rank_whose_successor_died_and_one_that_never_had_it_still_match(
     assert standing.labels() == []
 
 
-def test_the_first_one_asked_for_is_made(trainer: Trainer, standing: Standing) -> None:
-    serve = standing.serving(trainer.attached, lambda: "")
-    trainer.ask(1)
-    serve()
-    assert steps(standing) == [1]
-
-
 @pytest.mark.parametrize(
     ("held", "common", "given_up"),
     [
@@ -254,18 +228,6 @@ def test_what_a_rollback_left_stays_until_all_ranks_have_something_newer(
     assert steps(standing) == [6, 9]
     made_at(standing, trainer, serve, 7)
     assert steps(standing) == [7, 6]
-
-
-@pytest.mark.parametrize(
-    ("able", "why"), [(0, "in no block of attachment"), (NEVER_REWINDABLE, "replicas=1")]
-)
-def test_a_training_that_cannot_be_put_back_says_why(trainer: Trainer, able: int, why: str) -> None:
-    wanted = pb.EditManifest(rollback=pb.Rollback())
-    trainer.page[Word.REWINDABLE] = 1
-    notes.check(wanted, trainer.page)
-    trainer.page[Word.REWINDABLE] = able
-    with pytest.raises(ConflictError, match=why):
-        notes.check(wanted, trainer.page)
 
 
 def test_what_a_dead_trainer_left_is_digested(trainer: Trainer, standing: Standing) -> None:

@@ -177,23 +177,6 @@ def test_rounds_are_rare_when_idle_and_at_every_boundary_after_a_request(
     assert rounds(40) <= 5
 
 
-def test_one_rank_that_expects_a_request_brings_rounds_more_often(
-    make: Callable[..., Ranks],
-) -> None:
-    ranks = make(2)
-
-    def rounds(expecting: int) -> int:
-        heard = [
-            ranks.boundary(NOTHING, NOTHING, step_time_ns=2 * MS, expecting=expecting)
-            for _ in range(200)
-        ]
-        return sum(one[0] is not None for one in heard)
-
-    assert rounds(expecting=-1) == 2
-    assert 20 <= rounds(expecting=1) <= 41
-    assert rounds(expecting=-1) <= 3
-
-
 def test_without_clients_rounds_are_rare_until_one_rank_has_one(
     make: Callable[..., Ranks],
 ) -> None:
@@ -213,13 +196,6 @@ def test_without_clients_rounds_are_rare_until_one_rank_has_one(
     # The first of these rounds is still the one that the quiet ranks have agreed on.
     assert rounds((True, False)) >= 15
     assert rounds((False, False)) <= 5
-
-
-@pytest.mark.parametrize("step_time_ns", [0, 1, MS, 3 * MS, 47 * MS, 300 * MS, 5000 * MS])
-def test_the_quiet_interval_bounds_what_a_first_request_waits(step_time_ns: int) -> None:
-    quiet, idle = quiet_interval(step_time_ns), idle_interval(step_time_ns)
-    assert idle <= quiet <= max(idle, QUIET_BOUNDARIES)
-    assert quiet * step_time_ns <= max(1000 * MS, step_time_ns)
 
 
 def test_one_rank_that_does_not_want_to_stay_is_heard_by_all(make: Callable[..., Ranks]) -> None:

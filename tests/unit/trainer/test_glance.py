@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 
 import pytest
@@ -162,15 +161,6 @@ def test_another_parameter_with_the_same_memory_is_watched_from_then_on(model: n
     assert watch.look() == []
     model[1].weight.data = model[1].weight.data + 1
     assert watch.look() == ["1.weight"]
-    watch.close()
-
-
-def test_what_was_replaced_is_let_go_of_at_the_next_look(model: nn.Module) -> None:
-    watch = _looked_at(model)
-    old = weakref.ref(model[1].weight)
-    _replaced(model[1])
-    watch.look()
-    assert old() is None
     watch.close()
 
 

@@ -39,20 +39,6 @@ def received(theirs: socket.socket) -> dict[str, Any]:
     return found
 
 
-def test_stacks_of_all_threads_are_told_on_request() -> None:
-    with line() as (_, theirs, _message, _dump):
-        theirs.send(json.dumps({"op": "stacks", "id": 5, "collectives": True}).encode())
-        answer = received(theirs)
-    assert answer["id"] == 5
-    first = answer["threads"][0]
-    assert first["training"]
-    functions = [name for _, _, name in first["frames"]]
-    assert "test_stacks_of_all_threads_are_told_on_request" in functions
-    # Other tests of this process may have made process groups.
-    assert all(one["done"] for one in answer["collectives"])
-    assert bool(answer["collectives"]) != bool(answer.get("no_collectives"))
-
-
 def test_the_signal_is_free_caught_and_given_back() -> None:
     with line() as (_, _theirs, message, dump):
         number = message["signal"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from paramd.errors import ConflictError, UsageError
+from paramd.errors import ConflictError
 from paramd.layout.edits.kinds import EditKind
 from paramd.memory.arena import HostArena, pack_wanted, unpack_wanted
 from paramd.memory.control_page import ControlPage, Word
@@ -17,9 +17,7 @@ from paramd.memory.gate import TrainerGate
 from paramd.memory.handover import Descriptors
 from paramd.trainer.boundary.agreement import CAPTURE, Request
 from paramd.trainer.boundary.moments import find_owned
-from paramd.trainer.home.mirrored import MirroredHome, home_of
-from paramd.trainer.home.owned import ParameterStorage
-from paramd.trainer.settings import AttachSettings
+from paramd.trainer.home.mirrored import MirroredHome
 
 
 class Odd(nn.Module):
@@ -139,15 +137,6 @@ def test_optimizer_state_is_found_where_the_copy_would_be(bench: Bench) -> None:
         assert places[id(parameter)] == bench.place(name), name
     stranger = torch.optim.Adam([nn.Parameter(torch.ones(3))])
     assert find_owned([stranger], 0, bench.home.arena_bytes, bench.home.locator()) == []
-
-
-def test_which_home_a_model_gets() -> None:
-    assert type(home_of(Odd(), "mirror")) is MirroredHome
-    assert type(home_of(Odd(), "auto")) is type(home_of(Odd(), "host")) is ParameterStorage
-    with pytest.raises(ConflictError, match="on meta; expected one of cpu"):
-        home_of(nn.Linear(2, 2, device="meta"), "auto")
-    with pytest.raises(UsageError, match="arena must be one of auto, host, device, mirror"):
-        AttachSettings(arena="elsewhere")
 
 
 def test_what_is_wanted_survives_its_word() -> None:

@@ -6,10 +6,9 @@ import struct
 from typing import Any
 
 import pytest
-import torch
 
 from paramd.errors import UsageError
-from paramd.memory.optimizer_state import OptimizerState, parse_state, read_plain, read_record
+from paramd.memory.optimizer_state import OptimizerState, parse_state, read_record
 from paramd.trainer.resume.codec import encode
 
 
@@ -21,26 +20,6 @@ def table(*params: list[Any], entries: list[Any]) -> OptimizerState:
         "classes": ["torch.optim.adam.Adam"],
     }
     return parse_state(encode(kept))
-
-
-def test_plain_values_are_what_was_kept_and_arrays_are_left_out() -> None:
-    kept = {
-        "step": 7,
-        "groups": [[{"lr": torch.tensor(0.25), "betas": (0.9, float("nan")), "foreach": None}]],
-        "threads": 3,
-        "early": b"x" * 9,
-        "late": torch.ones(4),
-        3: float("inf"),
-    }
-    found = read_plain(encode(kept))
-    assert found["groups"] == [[{"lr": 0.25, "betas": [0.9, "nan"], "foreach": None}]]
-    assert (found["early"], found["late"], found["3"]) == (None, None, "inf")
-    assert read_record(encode(kept)) == {
-        "step": 7,
-        "groups": found["groups"],
-        "threads": 3,
-        "others": [],
-    }
 
 
 def test_state_is_found_by_the_bytes_of_its_parameter() -> None:

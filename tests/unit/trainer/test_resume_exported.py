@@ -210,11 +210,3 @@ def test_state_of_other_optimizers_is_refused(tmp_path: Path, groups: Any, why: 
         "optimizer.json": json.dumps({"groups": one}).encode(),
     }
     assert why in why_not(made(tmp_path, files), sgd)
-
-
-def test_what_is_not_in_a_directory_says_so(tmp_path: Path) -> None:
-    offered = made(tmp_path)
-    dcp = Offered(ID, 7, "dcp", "backup/one", offered.directory, "")
-    assert "only exports as safetensors" in why_not(dcp)
-    stored = Offered(ID, 7, "safetensors", "cloud/one", "", "it is not in a directory")
-    assert why_not(stored) == "it is not in a directory"

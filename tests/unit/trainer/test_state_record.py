@@ -109,57 +109,6 @@ def test_state_moves_where_the_sidecar_reads_it_and_follows_what_replaces_it(ben
     assert bench.truth("exp_avg") == before
 
 
-def test_state_of_no_parameter_is_left_alone_and_the_rest_is_told(bench: Bench) -> None:
-    record = bench.moved()
-    bench.step()
-    stranger: Any = "of all"
-    bench.optimizer.state[stranger] = {"norm": torch.ones(3), "count": 4}
-    bench.optimizer.state["whole"] = 7  # type: ignore[index, assignment]
-    record.settle(1)
-    told, _ = bench.told()
-    assert told.failure == ""
-    assert set(told.keys) == {"exp_avg", "exp_avg_sq"}
-    assert bench.state_of(told, "exp_avg") == bench.truth("exp_avg")
-    record.close()
-
-
-def test_what_cannot_move_is_refused_by_name_until_it_can(bench: Bench) -> None:
-    record = bench.moved()
-    bench.step()
-    state = bench.optimizer.state[bench.model.weight]
-    other = state["exp_avg"].view(-1)
-    record.settle(1)
-    assert "'exp_avg' of parameter 0" in bench.told()[0].failure
-    assert "shares its memory" in bench.told()[0].failure
-    assert bench.page[Word.RECORD_STEP] == 1
-    del other
-    for step in range(2, 6):
-        record.settle(step)
-    assert bench.told()[0].failure == ""
-    assert bench.state_of(bench.told()[0], "exp_avg") == bench.truth("exp_avg")
-    record.close()
-
-
-def test_copies_are_made_for_a_request_and_only_of_what_it_wants(bench: Bench) -> None:
-    record = bench.copied()
-    bench.step()
-    record.settle(1)
-    assert read_pair(bench.kept.buffer) is None
-    own = bench.optimizer.state[bench.model.weight]["exp_avg"].data_ptr()
-    record.copy_for(request(4, (0, bench.home.arena_bytes)))
-    told, noted = bench.told()
-    assert bench.page[Word.MOMENTS_FOR] == 4
-    assert noted["others"] == [1.0, 1.0]
-    assert bench.state_of(told, "exp_avg") == bench.truth("exp_avg")
-    assert bench.optimizer.state[bench.model.weight]["exp_avg"].data_ptr() == own
-    bench.memory.release(0, bench.memory.size_bytes)
-    record.copy_for(request(5))
-    told, _ = bench.told()
-    assert set(told.keys) == {"exp_avg", "exp_avg_sq"}
-    assert not any(map(any, bench.state_of(told, "exp_avg")))
-    record.close()
-
-
 def test_a_copy_takes_the_strides_of_its_parameter(bench: Bench) -> None:
     record = bench.copied()
     bench.step()
@@ -170,16 +119,4 @@ def test_a_copy_takes_the_strides_of_its_parameter(bench: Bench) -> None:
     record.copy_for(request(1, (0, bench.home.arena_bytes)))
     expected = [tensor.contiguous().numpy().tobytes() for tensor in (state["exp_avg"],)]
     assert expected[0] in bench.state_of(bench.told()[0], "exp_avg")
-    record.close()
-
-
-def test_what_cannot_be_copied_is_told_with_the_reason(bench: Bench) -> None:
-    record = bench.copied()
-    bench.step()
-    bench.optimizer.state[bench.model.weight]["exp_avg"] = torch.empty(3, 5, device="meta")
-    bench.optimizer.state[bench.model.bias]["factor"] = torch.ones(2)
-    record.copy_for(request(1, (0, bench.home.arena_bytes)))
-    left_out = {key: why for one in bench.told()[0].params for key, why in one.left_out.items()}
-    assert "local shape" in left_out["factor"]
-    assert bench.page[Word.MOMENTS_FOR] == 1
     record.close()

@@ -75,19 +75,6 @@ def test_who_starts_during_a_jump_goes_on_from_its_predecessor(
         assert clocks.error_s() == 0.0
 
 
-def test_a_new_time_settles_across_restarts(tmp_path: Path) -> None:
-    clocks = Clocks()
-    clocks.error_s()
-    clocks.wrong_s = 3600.0
-    for _ in range(4):
-        assert clocks.error_s() == 0.0
-        clocks.now_s.write(tmp_path / "clock")
-        clocks.passed_s += SETTLE_S / 4
-        clocks.restart()
-        assert clocks.now_s.go_on_from(tmp_path / "clock")
-    assert clocks.error_s() == 3600.0
-
-
 def test_what_was_left_long_ago_is_not_taken(tmp_path: Path) -> None:
     clocks = Clocks()
     clocks.now_s.write(tmp_path / "clock")

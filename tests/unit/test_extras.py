@@ -97,14 +97,3 @@ def test_a_training_without_torch_is_told_what_to_install(name: str) -> None:
     assert said == (
         f"ModuleNotFoundError: paramd.{name} needs torch; run: pip install 'paramd[torch]'"
     )
-
-
-def test_attach_without_the_service_is_told_so_at_once() -> None:
-    code = """
-import paramd, torch
-model = torch.nn.Linear(2, 2)
-paramd.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), job="x")
-"""
-    said = without(("cryptography", "obstore"), code)
-    assert said.startswith("paramd.errors.UsageError: paramd.attach needs cryptography, obstore;")
-    assert said.endswith("run: pip install 'paramd[service]'")

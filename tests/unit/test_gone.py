@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
 import paramd
 from paramd import gone
-from paramd.cli.main import app, main
-from paramd.cli.settings import FILE_KEYS, read_file
+from paramd.cli.main import main
+from paramd.cli.settings import read_file
 from paramd.errors import GoneError, UsageError
 from paramd.gone import GONE, Door, Gone
 from paramd.mesh.amesh import AsyncMesh
 from paramd.mesh.mesh import Mesh
 from paramd.trainer.attaching.attach import attach
 from paramd.trainer.attaching.attachment import Attachment
-from paramd.trainer.settings import AttachSettings
 from paramd_service.control.alerts.config import AlertConfig
 from paramd_service.control.alerts.service import parse_alerts
 from paramd_service.control.base.config import ControlConfig
 from paramd_service.control.edits.spec import EditConfig, load_edits
-from paramd_service.sidecar.config import SidecarConfig
 from paramd_service.sidecar.main import parse
 from tests.unit.control.test_control_http import RIGHT, build_app, client_of, services
 
@@ -156,81 +150,3 @@ def test_a_python_name_says_what_replaces_it(row: Gone) -> None:
         assert str(refused.value) == f"{shown} is gone: {row.instead}"
         # What asks whether there is such a name goes on as with any other.
         assert hasattr(holder, name) == bool(keyword)
-
-
-async def test_a_keyword_that_is_gone_is_refused_and_others_are_passed_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    row = Gone("python", "Herald.export(every_s)", "use samples")
-    monkeypatch.setattr(gone, "GONE", (row,))
-
-    @gone.tells
-    class AsyncHerald:
-        async def export(self, to: str, *, note: str = "") -> str:
-            return to + note
-
-    assert await AsyncHerald().export("a", note="b") == "ab"
-    with pytest.raises(GoneError, match=r"Herald.export\(every_s=...\) is gone: use samples"):
-        AsyncHerald().export("a", every_s=3)  # type: ignore[call-arg]
-
-
-def test_no_row_names_what_still_exists() -> None:
-    assert [row for row in GONE if _is_there(row)] == []
-    assert len({(row.door, row.name) for row in GONE}) == len(GONE)
-
-
-def test_what_exists_is_found() -> None:
-    """The test above can fail."""
-    there: list[tuple[Door, str]] = [
-        ("command", "export"),
-        ("flag", "alerts --all"),
-        ("setting", "job"),
-        ("setting", "alerts.watch"),
-        ("rest", "GET /jobs/{}/alerts"),
-        ("python", "Mesh.export"),
-        ("python", "Mesh.export(dtype)"),
-        ("python", "paramd.attach"),
-    ]
-    assert [one for one in there if not _is_there(Gone(*one, "use it"))] == []
-
-
-def _is_there(row: Gone) -> bool:
-    if row.door == "python":
-        return _is_python(row.name)
-    if row.door == "variable":
-        return row.name in {field.name for field in fields(AttachSettings)}
-    lines = _command_lines(typer.main.get_command(app))
-    return row.name in {"setting": _settings(), "rest": _operations()}.get(row.door, lines)
-
-
-def _settings() -> Iterator[str]:
-    yield from FILE_KEYS
-    yield from inspect.signature(attach).parameters
-    for kind in (AttachSettings, ControlConfig, SidecarConfig):
-        yield from (field.name for field in fields(kind))
-    for table, (kind, _) in TABLES.items():
-        yield from (f"{table}.{field.name}" for field in fields(kind))
-
-
-def _command_lines(command: Any, *path: str) -> Iterator[str]:
-    for parameter in command.params:
-        for flag in (*parameter.opts, *parameter.secondary_opts):
-            yield " ".join((*path, flag))
-    for name, sub in getattr(command, "commands", {}).items():
-        yield " ".join((*path, name))
-        yield from _command_lines(sub, *path, name)
-
-
-def _operations() -> Iterator[str]:
-    for path, methods in build_app(services()).openapi()["paths"].items():
-        shape = "/".join("{}" if part[:1] == "{" else part for part in path.split("/"))
-        yield from (f"{method.upper()} {shape.removeprefix(gone.API)}" for method in methods)
-
-
-def _is_python(row_name: str) -> bool:
-    owner, _, name = row_name.partition(".")
-    name, _, keyword = name.removesuffix(")").partition("(")
-    kind = KINDS.get(owner, paramd)
-    if not hasattr(kind, name):
-        return False
-    return not keyword or keyword in inspect.signature(getattr(kind, name)).parameters

@@ -83,18 +83,6 @@ def test_numbers_that_json_has_not_come_back() -> None:
     assert scalars[1] == StateScalar("n", "int64", 3)
 
 
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        ({"keys": []}, "disagree on the optimizer state of 'd'"),
-        ({"scalars": {"step": 8.0}}, "disagree on the optimizer state of 'd'"),
-    ],
-)
-def test_ranks_that_disagree_are_refused(fields: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConflictError, match=text):
-        optimizer_table(layout(), ranks(**fields))
-
-
 def test_what_cannot_be_given_is_refused_with_its_reason() -> None:
     tables = ranks()
     tables[1]["failure"] = "no room"

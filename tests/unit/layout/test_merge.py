@@ -201,11 +201,6 @@ def test_only_parameters_held_unsharded_are_compared_between_ranks() -> None:
     assert whole_parameters(changed(whole(0, "a"), kind=TensorKind.BUFFER)) == []
 
 
-def test_an_unknown_dtype_is_refused() -> None:
-    with pytest.raises(UsageError, match="dtype 'quint8', which is not supported"):
-        merge_layouts([changed(local(0), dtype="quint8")])
-
-
 @pytest.mark.parametrize("ranks", [[], [1], [0, 0], [0, 2]])
 def test_missing_and_doubled_ranks_are_refused(ranks: list[int]) -> None:
     with pytest.raises(UsageError, match="one layout from every rank"):
@@ -318,21 +313,3 @@ def test_where_the_parameters_live_is_in_the_digest_and_in_the_layout() -> None:
     home, mirror = merge_layouts(regions), merge_layouts(regions, mirrored=True)
     assert (home.mirrored, mirror.mirrored) == (False, True)
     assert layout_digest(home) != layout_digest(mirror)
-
-
-@pytest.mark.parametrize("data", [b"", b"short", b"\0" * 8, b"\0" * 8 + b"\xff\xff\xff"])
-def test_bytes_that_are_no_local_layout_are_refused(data: bytes) -> None:
-    with pytest.raises(UsageError, match="not the layout of a rank"):
-        decode_local(data)
-
-
-def test_messages_that_lack_something_are_refused() -> None:
-    with pytest.raises(UsageError, match="2 ranks has 0 arenas"):
-        decode_layout(layout_pb2.Layout(world_size=2))
-    with pytest.raises(UsageError, match="'w' has kind 0"):
-        decode_layout(layout_pb2.Layout(tensors=[layout_pb2.Tensor(fqn="w")]))
-    tensor = layout_pb2.Tensor(
-        fqn="w", kind=layout_pb2.TENSOR_KIND_BUFFER, pieces=[layout_pb2.Piece()]
-    )
-    with pytest.raises(UsageError, match="'w' has no region"):
-        decode_layout(layout_pb2.Layout(tensors=[tensor]))

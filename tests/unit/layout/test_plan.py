@@ -176,12 +176,6 @@ def replicas(world_size: int) -> World:
     return build(specs, [BOXES["replicated"](spec, world_size) for spec in specs])
 
 
-def test_replicas_share_the_load_evenly() -> None:
-    world = replicas(4)
-    plan = plan_read(world.layout, select(NameIndex(world.layout), "*"))
-    assert [len(read.landings) for read in plan.ranks] == [3, 3, 3, 3]
-
-
 def test_costs_and_functions_choose_among_replicas() -> None:
     world = replicas(3)
     selection = select(NameIndex(world.layout), "*")

@@ -77,13 +77,6 @@ def test_summaries_are_what_torch_says(part: list[float]) -> None:
     assert (summary.min, summary.max) == (tensor.min().item(), tensor.max().item())
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_norm_without_a_finite_element_is_no_number(value: float) -> None:
-    summary = summarize(merge(stats_of([value]), stats_of([value, value])))
-    assert summary.nan_count + summary.inf_count == summary.count == 3
-    assert math.isnan(summary.norm)
-
-
 def test_summaries_of_nothing_have_no_numbers() -> None:
     summary = summarize(EMPTY)
     assert summary.count == 0

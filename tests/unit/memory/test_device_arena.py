@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import signal
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,12 +23,11 @@ from paramd.memory.device_arena import (
     TrainerDevice,
     create,
     create_allocation,
-    why_not,
 )
 from paramd.memory.device_driver import DeviceError, Driver
 from paramd.memory.device_symbols import CURES
 from paramd.memory.gate import CopySpan, LateError
-from tests.gpu.driver import POISON, Standin, driver_in, environment
+from tests.gpu.driver import POISON, Standin, driver_in
 
 ARENA_BYTES = 3 * WINDOW_BYTES * WINDOWS // 2 + 4096
 WORD = 0x01010101
@@ -217,27 +212,6 @@ def test_memory_lives_as_long_as_its_last_descriptor(loaded: tuple[Driver, Stand
     os.close(descriptor)
 
 
-def test_what_is_mapped_without_access_faults(tmp_path: Path) -> None:
-    script = textwrap.dedent("""
-        import ctypes
-        from paramd.memory.device_driver import load
-        driver = load()
-        size = driver.granularity(0)
-        at = driver.reserve(size)
-        driver._call("cuMemMap", at, size, 0, driver.create(0, size), 0)
-        print("mapped", flush=True)
-        ctypes.memset(at, 1, 1)
-    """)
-    ended = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, **environment(tmp_path)},
-        check=False,
-        capture_output=True,
-        timeout=60,
-    )
-    assert (ended.stdout, ended.returncode) == (b"mapped\n", -signal.SIGSEGV), ended.stderr
-
-
 @pytest.mark.parametrize("code", [1, 3, 100, 101, 201, 304, 400, 800, 801, 999])
 @pytest.mark.parametrize("call", ["cuMemCreate", "cuMemExportToShareableHandle", "cuMemMap"])
 def test_every_refusal_names_call_code_and_cure(
@@ -265,27 +239,6 @@ def made_and_mapped(driver: Driver) -> None:
 def test_a_full_device_is_told_as_such(loaded: tuple[Driver, Standin]) -> None:
     with pytest.raises(ExhaustedError, match=r"bytes of device memory.*CUDA_ERROR_OUT_OF_MEMORY"):
         create(loaded[0], 0, 1 << 40)
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "reason"),
-    [
-        ("PARAMD_STANDIN_LIMITS", "vmm", "virtual memory"),
-        ("PARAMD_STANDIN_LIMITS", "fd", "by file descriptors"),
-        ("PARAMD_STANDIN_FAIL", "cuMemExportToShareableHandle=801", "with 801"),
-        ("PARAMD_STANDIN_FAIL", "cuMemSetAccess=800", "forbids it"),
-    ],
-)
-def test_a_device_that_cannot_have_arenas_says_why(
-    loaded: tuple[Driver, Standin],
-    monkeypatch: pytest.MonkeyPatch,
-    variable: str,
-    value: str,
-    reason: str,
-) -> None:
-    assert why_not(loaded[0], 0) == ""
-    monkeypatch.setenv(variable, value)
-    assert reason in why_not(loaded[0], 0)
 
 
 def test_a_device_of_another_process_is_found_by_its_uuid(loaded: tuple[Driver, Standin]) -> None:

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import os
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, suppress
-from pathlib import Path
-from types import SimpleNamespace
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paramd.errors import ConflictError, DeniedError, ParamdError, UnreachableError
-from paramd.layout.plan import RankRead
-from paramd.memory import handover
+from paramd.errors import UnreachableError
 from paramd.memory.control_page import (
     PAGE_BYTES,
     ControlPage,
@@ -29,11 +23,8 @@ from paramd.memory.control_page import (
     write_samples,
 )
 from paramd.memory.gate import TrainerGate
-from paramd.mesh.peers.control import PeerAddress
 from paramd.mesh.reading import live
 from paramd.mesh.reading.live import LivePage, LiveRank, read_live
-from paramd.mesh.reading.transfer import open_live
-from paramd.security.tickets import Role, Signer
 from paramd.state import StateName
 
 ARENA_BYTES = 1 << 16
@@ -349,96 +340,3 @@ def test_spans_are_read_at_the_offsets_of_their_concatenation(
                 target = (ctypes.c_char * size)()
                 rank.read_into(ctypes.addressof(target), begin, size)
                 assert target.raw == expected[begin : begin + size]
-
-
-SIGNER = Signer(bytes(range(32)))
-TICKET = SIGNER.mint(job="job", incarnation=1, role=Role.READER, rank=0, ttl_s=1e6)
-READ = RankRead(rank=0, spans=((0, ARENA_BYTES),), landings=(), size_bytes=ARENA_BYTES)
-IDENTITY = {"job": "job", "incarnation": 1, "rank": 0}
-
-
-class Socket:
-    """A sidecar's socket, where `answer` says what comes for each message."""
-
-    def __init__(self, path: Path, answer: Callable[[socket.socket], None]) -> None:
-        path.parent.chmod(0o700)
-        self._listener = handover.listen(path)
-        self._listener.setblocking(True)
-        self._answer = answer
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        with suppress(OSError):
-            connection, _ = self._listener.accept()
-            with connection:
-                self._answer(connection)
-
-    def close(self) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        self._listener.close()
-
-
-def opened(path: Path, answer: Callable[[socket.socket], None]) -> LiveRank:
-    peer = PeerAddress(rank=0, address="127.0.0.1:1", socket_path=str(path), host_id="")
-    document: Any = SimpleNamespace(ticket=TICKET, incarnation=1, layout_digest="d")
-    with closing(Socket(path, answer)):
-        return open_live(peer, document, READ)
-
-
-def answering(message: dict[str, Any], sizes: Sequence[int] = ()) -> Callable[[Any], None]:
-    def answer(connection: socket.socket) -> None:
-        found, _ = handover.receive(connection)
-        assert {**found, "ticket": ""} == {
-            "op": "live",
-            "ticket": "",
-            "rank": 0,
-            "incarnation": 1,
-            "layout_digest": "d",
-        }
-        descriptors = [memory(size) for size in sizes]
-        handover.send(connection, message, descriptors)
-        for descriptor in descriptors:
-            os.close(descriptor)
-
-    return answer
-
-
-LIVE = {"op": "live", "arena_bytes": ARENA_BYTES, **IDENTITY}
-
-
-@pytest.mark.parametrize(
-    ("answer", "sizes", "kind"),
-    [
-        ({"op": "error", "code": "PERMISSION_DENIED", "message": "no"}, [], DeniedError),
-        ({"op": "error", "code": "FAILED_PRECONDITION", "message": "no"}, [], ConflictError),
-        ({**LIVE, "rank": 1}, [PAGE_BYTES, ARENA_BYTES], UnreachableError),
-        ({**LIVE, "job": "other"}, [PAGE_BYTES, ARENA_BYTES], UnreachableError),
-        (LIVE, [PAGE_BYTES], UnreachableError),
-        (LIVE, [PAGE_BYTES, ARENA_BYTES, 1], UnreachableError),
-        (LIVE, [], UnreachableError),
-        ({**LIVE, "op": "mapped"}, [PAGE_BYTES, ARENA_BYTES], UnreachableError),
-        (LIVE, [PAGE_BYTES, ARENA_BYTES - 1], UnreachableError),
-    ],
-)
-def test_any_other_answer_is_an_error_and_leaves_no_descriptor(
-    tmp_path: Path, answer: dict[str, Any], sizes: list[int], kind: type[ParamdError]
-) -> None:
-    with pytest.raises(kind, match="rank 0"):
-        opened(tmp_path / "s", answering(answer, sizes))
-
-
-def test_a_sidecar_that_is_silent_is_unreachable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from paramd.mesh.reading import transfer
-
-    monkeypatch.setattr(transfer, "_ANSWER_S", 0.05)
-    ended = threading.Event()
-
-    def silent(connection: socket.socket) -> None:
-        ended.wait(0.5)
-
-    with pytest.raises(UnreachableError, match="rank 0: its sidecar does not answer"):
-        opened(tmp_path / "s", silent)

@@ -12,13 +12,11 @@ import pytest
 from paramd.errors import (
     ConflictError,
     DeniedError,
-    NotFoundError,
-    ParamdError,
     UnreachableError,
     UsageError,
 )
 from paramd.mesh.connect import resolve
-from paramd.mesh.peers.control import RestClient, checked_url
+from paramd.mesh.peers.control import RestClient
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.places import Endpoint, write_endpoint
 from paramd.security.tickets import Role, Signer
@@ -67,36 +65,11 @@ async def test_a_url_that_does_not_answer_is_told_with_where_to_find_the_new_one
         await rest.close()
 
 
-@pytest.mark.parametrize(
-    ("status", "kind"),
-    [
-        (401, DeniedError),
-        (403, DeniedError),
-        (404, NotFoundError),
-        (503, UnreachableError),
-        (500, ParamdError),
-    ],
-)
-async def test_statuses_become_errors_with_the_servers_words(
-    status: int, kind: type[ParamdError]
-) -> None:
-    rest = client(lambda _: httpx2.Response(status, json={"detail": "because"}))
-    with pytest.raises(kind, match="because"):
-        await rest.job("my-run")
-    await rest.close()
-
-
 async def test_a_request_after_the_client_was_closed_is_an_outage() -> None:
     rest = client(lambda request: httpx2.Response(200, json=document()))
     await rest.close()
     with pytest.raises(UnreachableError, match="was closed during the request; connect again"):
         await rest.job("my-run")
-
-
-@pytest.mark.parametrize("url", ["control:8470", "ftp://x", "http://", "http://me:pw@host"])
-def test_what_is_no_url_is_refused(url: str) -> None:
-    with pytest.raises(UsageError, match="url"):
-        checked_url(url)
 
 
 def test_arguments_go_before_the_environment_before_the_state_dir(
@@ -143,18 +116,6 @@ async def test_a_ticket_is_renewed_before_it_expires() -> None:
     deadline_s = time.monotonic() + 10
     assert await control.reach.attempts(attempt, deadline_s) == 2
     assert await control.reach.attempts(attempt, deadline_s) == 2
-    await control.reach.close()
-
-
-async def test_a_valid_ticket_outlasts_its_control_plane() -> None:
-    control = Answers([document(valid_s=1.5), httpx2.ConnectError("refused")])
-    await control.reach.start()
-    control.reach._renew_at_s = 0.0
-
-    async def attempt(sidecars: object) -> str:
-        return "served"
-
-    assert await control.reach.attempts(attempt, time.monotonic() + 10) == "served"
     await control.reach.close()
 
 

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from types import SimpleNamespace
-from typing import Any
-
-import pytest
 import torch
 
 from paramd.layout.types import Box, Piece, TensorKind, TensorLayout
@@ -53,16 +48,3 @@ def test_a_summoned_state_dict_loads_into_the_module() -> None:
     assert plain["head.weight"] is plain["embed.weight"] is summoned["embed.weight"]
     target.load_state_dict(plain, strict=True)
     assert all(torch.equal(target.state_dict()[name], found) for name, found in plain.items())
-
-
-class FakeFrame:
-    """What `to_pandas` uses of a DataFrame, where pandas is not installed."""
-
-    def __init__(self, records: list[dict[str, Any]], columns: list[str]) -> None:
-        self.records, self.columns = records, columns
-        self.attrs: dict[str, Any] = {}
-
-
-@pytest.fixture
-def pandas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=FakeFrame))

@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,8 +32,6 @@ from paramd.mesh.reading import places as placing
 from paramd.mesh.reading import stream as reading
 from paramd.mesh.reading.places import Place, PlaceSink, Scratch
 from paramd.mesh.reading.stream import Expected, NoStreamError, StreamReader, read_range
-from paramd.security import authority
-from paramd.security.tls import ClientTls
 from paramd.state import StateName
 from paramd.streams import DATA, FAILED, LAST, Grant, Opening, Window
 from paramd.v1 import common_pb2, sidecar_pb2
@@ -489,39 +486,6 @@ async def test_a_read_cancelled_twice_still_waits_for_its_thread(
     with pytest.raises(asyncio.CancelledError):
         await running
     assert ended.is_set()
-
-
-@pytest.fixture
-def contexts(tmp_path: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """Of a server, and of a client that trusts it."""
-    authority.write(tmp_path, names=["127.0.0.1"], days=2)
-    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    server.load_cert_chain(tmp_path / "server.pem", tmp_path / "server.key")
-    return server, ClientTls(ca=tmp_path / "ca.pem").ssl_context(ssl.TLSVersion.TLSv1_3)
-
-
-async def test_a_stream_over_tls_lands_is_resumed_and_can_be_cancelled(
-    contexts: tuple[ssl.SSLContext, ssl.SSLContext],
-) -> None:
-    server, client = contexts
-
-    def cut(number: int, sealed: bytes) -> Iterator[bytes]:
-        yield accepted(sealed)
-        yield from [*windows(streams.read_opening(sealed))][: 4 if number == 1 else None]
-
-    with port(cut, server) as at:
-        assert await run(Source(at.number, far=True, tls=client)) == SNAPSHOT
-        assert at.begins == [0, 400]
-        at.begins.clear()
-        at.answers = lambda number, sealed: stalled(at, number, sealed)
-        target = Target()
-        running = asyncio.ensure_future(run(Source(at.number, tls=client), target=target))
-        while not target.data.startswith(SNAPSHOT[:400]):
-            await asyncio.sleep(0.005)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(running, 5.0)
-        no_stream_thread()
 
 
 def stream_threads() -> list[threading.Thread]:

@@ -79,14 +79,6 @@ def test_a_comparison_of_one_history_is_never_given_to_another(bench: Bench) -> 
     assert len({state_of(found) for found in (one, other, later, labelled)}) == 4
 
 
-def test_what_is_larger_than_the_budget_is_not_kept_and_displaces_nothing(bench: Bench) -> None:
-    kept = bench.kept(1)
-    large = bench.filled(2, pages=3)
-    bench.bases.keep(large)
-    assert bench.bases.find(state_of(large)) is None
-    assert bench.bases.find(state_of(kept)) is kept
-
-
 def test_bases_take_nothing_from_the_budget_of_snapshots(bench: Bench) -> None:
     bench.kept(1)
     bench.kept(2)

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from paramd.errors import DataLossError, ExhaustedError, NotFoundError
+from paramd.errors import DataLossError, ExhaustedError
 from paramd_service.sidecar.snapshots.copies import Copies
 from paramd_service.sidecar.snapshots.standing import StandingLabel, digest_of
 from paramd_service.sidecar.snapshots.store import BlockMaker
@@ -81,21 +81,6 @@ def whole(copies: Copies) -> list[tuple[int, int]]:
         os.close(descriptor)
         found.append((rank, label.step))
     return sorted(found)
-
-
-def test_a_copy_counts_once_it_is_whole(made: Callable[..., Copies]) -> None:
-    copies = made()
-    sender = Sender(copies)
-    assert sender.put(1, parts=2) == 2 * PART
-    assert whole(copies) == []
-    with pytest.raises(NotFoundError):
-        copies.opened(0, 7, 1)
-    # The same part again, and one that does not follow, change nothing.
-    assert sender.part(1, PART, b"x" * PART) == 2 * PART
-    assert sender.part(1, 3 * PART, b"x" * PART) == 2 * PART
-    # A sender that was interrupted goes on where it was.
-    assert sender.put(1) == SIZE
-    assert whole(copies) == [(0, 1)]
 
 
 def test_bytes_that_do_not_have_their_digest_are_dropped(made: Callable[..., Copies]) -> None:

@@ -20,7 +20,6 @@ from paramd.errors import (
     ConflictError,
     DataLossError,
     ExhaustedError,
-    ExistsError,
     NotFoundError,
     UsageError,
 )
@@ -30,7 +29,6 @@ from paramd.layout.types import Box, full_box, row_major
 from paramd.memory.control_page import Word
 from paramd.memory.descriptors import reserved_bytes
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.sidecar.edits import table
 from paramd_service.sidecar.edits.entry import WITHDRAWN_NS, Entry, Outcome, Phase, fate
 from paramd_service.sidecar.edits.memory import HEAD_BYTES, Ranges
 from paramd_service.sidecar.edits.receive import is_finite
@@ -260,28 +258,6 @@ def assert_as_before(rank: Rank, before: bytes) -> None:
     assert now == sums
 
 
-def test_an_id_names_one_edit_for_ever() -> None:
-    async def test() -> None:
-        with rank_of() as rank:
-            async with rank.edits() as edits:
-                fill = [EditOp(fqn="w", kind=EditKind.FILL, value=1.0)]
-                entry = await edits.begin(rank.manifest(1, fill))
-                assert await edits.begin(rank.manifest(1, fill)) is entry
-                rank.boundary(edits, entry)
-                assert (await edits.begin(rank.manifest(1, fill))).phase is Phase.APPLIED
-                other = [EditOp(fqn="w", kind=EditKind.FILL, value=2.0)]
-                with pytest.raises(ExistsError, match="another content"):
-                    await edits.begin(rank.manifest(1, other))
-                with pytest.raises(UsageError, match="32 hexadecimal"):
-                    await edits.begin(rank.manifest(1, fill, edit_id="../../x"))
-                with pytest.raises(NotFoundError, match="no parameter"):
-                    await edits.begin(rank.manifest(2, [EditOp(fqn="x", kind=EditKind.FILL)]))
-                with pytest.raises(NotFoundError, match="never staged"):
-                    edits.get(f"{2:032x}")
-
-    run(test)
-
-
 def test_data_comes_in_order_whole_and_finite_or_not_at_all() -> None:
     async def test() -> None:
         with rank_of() as rank:
@@ -508,29 +484,6 @@ def test_budgets_bound_what_is_staged_and_what_is_kept() -> None:
                 bare = await edits.begin(rank.manifest(41, small, undoable=False))
                 rank.boundary(edits, bare)
                 assert "without undo data" in bare.undo_refusal
-
-    run(test)
-
-
-def test_what_is_told_of_applied_edits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "MAX_META_BYTES", 2 * 4096)
-
-    async def test() -> None:
-        with rank_of() as rank:
-            async with rank.edits() as edits:
-                whole = edits.memory.free_bytes
-                for number in range(4):
-                    entry = await edits.begin(
-                        rank.manifest(number, [EditOp(fqn="s", kind=EditKind.FILL)])
-                    )
-                    rank.boundary(edits, entry)
-                for number in (0, 1):
-                    with pytest.raises(NotFoundError):
-                        edits.get(f"{number:032x}")
-                for number in (2, 3):
-                    assert edits.get(f"{number:032x}").phase is Phase.APPLIED
-                    await edits.drop(f"{number:032x}")
-                assert whole - edits.memory.free_bytes == 2 * 4096
 
     run(test)
 

@@ -97,18 +97,6 @@ async def training() -> AsyncIterator[Training]:
         await found.close()
 
 
-async def test_an_update_that_began_without_us_is_missed(training: Training) -> None:
-    asked = training.reduce(5)
-    await training.armed(5)
-    training.update(5)
-    with pytest.raises(AbortedError, match="update 5 has begun"):
-        await asked
-    assert training.gradients.missed_count == 1
-    assert [training.page[word] for word in ARM_WORDS] == [0, 0]
-    with pytest.raises(AbortedError):
-        await training.reduce(5)
-
-
 async def test_the_end_is_told_to_all_that_wait(training: Training) -> None:
     asked = training.reduce(9)
     await training.armed(9)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import faulthandler
-import math
 import os
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
 from paramd import state_files
-from paramd_service.sidecar.insight.activity import Frame, activity_of, parse_faulthandler
-from paramd_service.sidecar.insight.line import MAX_KEPT, LoggedNumbers, TrainerLine
+from paramd_service.sidecar.insight.activity import Frame, activity_of
+from paramd_service.sidecar.insight.line import LoggedNumbers, TrainerLine
 from paramd_service.sidecar.insight.process import TrainerOutput
 
 SITE = "/opt/env/lib/python3.11/site-packages"
@@ -81,41 +78,6 @@ def test_a_stack_tells_what_its_thread_does(
 ) -> None:
     found = activity_of(frames)
     assert (found.kind, found.what, found.where) == (kind, what, where)
-
-
-def test_what_faulthandler_writes_is_parsed(tmp_path: Path) -> None:
-    begun, end = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        begun.set()
-        end.wait()
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    begun.wait()
-    with (tmp_path / "stacks").open("w+") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        end.set()
-        thread.join()
-        threads = parse_faulthandler((tmp_path / "stacks").read_text())
-    functions = [[frame.function for frame in frames] for _, frames in threads]
-    assert any("wait" in one for one in functions[:-1])
-    assert "test_what_faulthandler_writes_is_parsed" in functions[-1]
-    assert threads[-1][1][0].file == __file__
-    assert threads[-1][1][0].line > 0
-
-
-def test_the_ring_keeps_the_latest_numbers_and_counts_all() -> None:
-    numbers = LoggedNumbers()
-    numbers.add([[step, 1.0, {"loss": step}] for step in range(MAX_KEPT + 5)])
-    numbers.add([None, [1], [1, "x", {}], [1, 2.0, 3], ["a", 1.0, {"loss": 1}]])
-    assert numbers.count == MAX_KEPT + 5
-    kept = numbers.after(0, 10)
-    assert [one.number for one in kept] == list(range(6, 16))
-    assert [one.number for one in numbers.after(8, 2)] == [9, 10]
-    assert numbers.after(MAX_KEPT + 5, 10) == []
-    numbers.add([[7, 2.0, {"loss": "nan"}]])
-    assert math.isnan(numbers.after(MAX_KEPT + 5, 10)[0].values["loss"])
 
 
 def test_who_is_cancelled_while_the_line_closes_ends() -> None:

@@ -69,11 +69,6 @@ def test_how_long_is_too_long_depends_on_the_trainings_own_steps() -> None:
     assert phase(slow, now_ns=NOW_NS + 1300 * S) == common_pb2.PHASE_STALLED
 
 
-@pytest.mark.parametrize("state", ["T", "t"])
-def test_a_stopped_process_is_stalled_at_once(state: str) -> None:
-    assert phase(words(), state=state) == common_pb2.PHASE_STALLED
-
-
 @pytest.mark.parametrize(
     ("ownership", "expected"),
     [

@@ -111,31 +111,6 @@ def test_blocks_join_up_whatever_their_size(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.equal(whole.counts, small.counts)
 
 
-def test_a_part_with_gaps_between_its_rows_leaves_the_cells_between_alone() -> None:
-    full = torch.arange(8 * 20 * 3, dtype=torch.float32).reshape(8, 20, 3)
-    part = full[:, 2:4].contiguous()
-    grid = pooling.Grid("sum", 160, 3, 80, 3)
-    data = memoryview(bytearray(part.untyped_storage()))
-    view = pooling.make_view(
-        0,
-        part.shape,
-        part.stride(),
-        (20, 1, 1),
-        row_dims=2,
-        origin=(2, 0),
-        grid=grid,
-        data_bytes=len(data),
-        dtype="float32",
-    )
-    heatmap = pooling.pool(data, "float32", grid, [view], lambda: False)
-    wanted = torch.zeros_like(full)
-    wanted[:, 2:4] = part
-    cells = wanted.reshape(80, 2, 3).sum(dim=1).double()
-    top = heatmap.begin[0]
-    assert torch.equal(heatmap.values, cells[top : top + len(heatmap.values)])
-    assert int(heatmap.counts.sum()) == part.numel()
-
-
 @pytest.mark.parametrize(
     "change",
     [

@@ -11,7 +11,7 @@ import pytest
 
 from paramd.memory import descriptors
 from paramd.memory.control_page import PAGE_BYTES, ControlPage, Word
-from paramd.memory.gate import CopyEnd, CopySpan, State, state_of, worth_starting
+from paramd.memory.gate import CopyEnd, CopySpan, State, state_of
 from paramd_service.sidecar.copying.capture import (
     REST_NS,
     RETRY_NS,
@@ -179,30 +179,6 @@ def test_words_of_an_agreement_still_being_written_are_waited_for(bench: Bench) 
     assert bench.outcomes == [Outcome(4, "", edits=0, proof=8)]
 
 
-def test_buffers_that_the_trainer_did_not_copy_are_missed(bench: Bench) -> None:
-    bench.arm(1, with_buffers=True)
-    assert bench.page[Word.BUFFERS_WANTED] == 1
-    bench.boundary(agreed=1)
-    bench.capture.serve()
-    assert "buffers" in bench.outcomes[0].reason
-
-
-@pytest.mark.parametrize(
-    ("age_ms", "copy_ms", "worth"),
-    [(0, 10, True), (80, 5, True), (80, 15, False), (150, 10, False), (250, 500, True)],
-)
-def test_when_a_copy_is_begun(age_ms: int, copy_ms: int, worth: bool) -> None:
-    assert (
-        worth_starting(
-            now_ns=1_000 * MS,
-            boundary_ns=(1_000 - age_ms) * MS,
-            step_time_ns=100 * MS,
-            copy_ns=copy_ms * MS,
-        )
-        is worth
-    )
-
-
 def test_a_number_that_was_ever_asked_for_or_taken_back_is_past_for_good(bench: Bench) -> None:
     reaching = bench.capture.reaching
     bench.arm(9)
@@ -217,26 +193,6 @@ def test_a_number_that_was_ever_asked_for_or_taken_back_is_past_for_good(bench: 
         assert bench.page[Word.READY] == 0
     bench.arm(13)
     assert (bench.page[Word.READY], bench.page[Word.HIGHEST]) == (13, 13)
-
-
-def test_an_edit_that_the_trainer_refuses_for_its_step_is_told_with_both_steps(
-    bench: Bench,
-) -> None:
-    for number, step, reason in (
-        (
-            1,
-            12,
-            "if_step is 11, but the next boundary of all ranks is at step 12 or later; "
-            "hold training to edit at an exact step",
-        ),
-        (2, -1, "the trainer cannot carry it out; its log says why"),
-    ):
-        bench.arm(number)
-        bench.page[Word.REFUSED_STEP], bench.page[Word.REFUSED_IF_STEP] = step, 11
-        bench.page[Word.REFUSED] = number
-        bench.capture.serve()
-        assert bench.outcomes.pop() == Outcome(-1, reason)
-        assert bench.page[Word.READY] == 0
 
 
 @pytest.mark.parametrize("digests", [[7], [0, 7]], ids=["before the copy", "after it"])

@@ -33,28 +33,6 @@ from paramd_service.sidecar.owner import (
     parse_attach,
 )
 from paramd_service.sidecar.rpc import auth
-from paramd_service.sidecar.rpc.control_link import LAST_BACKOFF_S, backoff_s
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("--rank", "-1"),
-        ("--linger-s", "0"),
-        ("--listen", "127.0.0.1"),
-        ("--listen", "127.0.0.1:70000"),
-        ("--budget-bytes", "0"),
-        ("--max-calls", "0"),
-        ("--max-lease-s", "1"),
-        ("--grace-s", "-1"),
-        ("--job", "../x"),
-    ],
-)
-def test_options_out_of_range_are_refused_by_name(option: str, value: str) -> None:
-    arguments = ["--job", "j", "--rank", "0", "--socket", "s", option, value]
-    with pytest.raises(UsageError, match=option.removeprefix("--").replace("-", "_")):
-        parse(arguments)
-
 
 REQUEST = AttachRequest(
     job="job",
@@ -195,20 +173,6 @@ def test_an_attach_message_is_checked(changes: dict[str, object]) -> None:
     assert parse_attach(message) == REQUEST
     with pytest.raises(UsageError, match=next(iter(changes))):
         parse_attach({**message, **changes})
-
-
-@pytest.mark.parametrize(
-    ("lease_ms", "granted_s"),
-    [(0, 30.0), (1, 0.001), (1500, 1.5), (59_999, 59.999), (60_000, 60.0), (60_001, 60.0)],
-)
-def test_a_lease_is_as_long_as_asked_for_up_to_the_cap(lease_ms: int, granted_s: float) -> None:
-    assert auth.granted_lease_s(lease_ms, 30.0, 60.0) == granted_s
-
-
-def test_pauses_grow_to_a_cap_and_are_spread() -> None:
-    assert backoff_s(0, 0.0) == pytest.approx(0.1)
-    assert backoff_s(1, 1.0) == pytest.approx(0.4)
-    assert backoff_s(1000, 1.0) == LAST_BACKOFF_S
 
 
 def test_what_attach_is_set_to_reaches_every_limit_of_its_sidecar(

@@ -78,16 +78,6 @@ def test_a_lease_ends_at_its_time_and_not_before(bench: Bench) -> None:
     assert bench.store.kept_bytes == 2 * PAGE
 
 
-def test_the_same_bytes_are_found_while_held_and_when_kept(bench: Bench) -> None:
-    snapshot = bench.filled(2, 5)
-    assert bench.store.find(key(2), step=5) is snapshot
-    for _ in range(2):
-        bench.store.drop(snapshot)
-    assert bench.store.used_bytes == 0
-    assert bench.store.find(key(2), step=5) is snapshot
-    assert bench.store.used_bytes == 2 * PAGE
-
-
 @pytest.mark.parametrize(("pages", "incarnation", "step"), [(2, 1, 6), (1, 1, 5), (2, 2, 5)])
 def test_other_bytes_are_not_found(bench: Bench, pages: int, incarnation: int, step: int) -> None:
     bench.filled(2, 5)
@@ -133,14 +123,6 @@ def test_what_a_boundary_filled_is_never_shared(bench: Bench) -> None:
     assert bench.store.find(key(2), step=5) is None
     bench.store.drop(snapshot)
     assert bench.store.find(key(2), step=5) is None
-
-
-def test_kept_memory_gives_way_to_new_snapshots(bench: Bench) -> None:
-    for pages in (3, 6):
-        bench.store.drop(bench.filled(pages, pages))
-    bench.store.reserve(key(9), at_boundary=False)
-    assert len(bench.blocks.disposed) == 2
-    assert bench.store.used_bytes + bench.store.kept_bytes <= 10 * PAGE
 
 
 def test_memory_is_used_again_and_forgets_its_old_bytes(bench: Bench) -> None:

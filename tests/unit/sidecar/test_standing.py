@@ -154,18 +154,6 @@ def test_one_buffer_is_used_alone(
     standing.close()
 
 
-def test_a_successor_keeps_what_it_descends_from(trainer: Trainer, standing: Standing) -> None:
-    serve = standing.serving(trainer.attached, lambda: "")
-    for step in (1, 2):
-        made_at(standing, trainer, serve, step)
-    standing.rebase(77, 88, 1, reached=2)
-    assert [(label.lineage, label.step) for label, _ in standing.labels()] == [(88, 1)]
-    assert standing.reached == 2
-    standing.rebase(0, 0, -1, reached=2)
-    assert standing.labels() == []
-    assert standing.reached == 0
-
-
 def test_a_rank_whose_successor_died_and_one_that_never_had_it_still_match(
     trainer: Trainer, standing: Standing
 ) -> None:

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from paramd.memory.control_page import KEPT, Word, note_agreed, note_failed
 from paramd.trainer.boundary import agreement as module
 from paramd.trainer.boundary.agreement import (
-    EAGER_BOUNDARIES,
     EDIT,
     NOTHING,
     QUIET_BOUNDARIES,
@@ -156,27 +155,6 @@ def test_a_request_that_was_agreed_is_not_agreed_again(make: Callable[..., Ranks
     assert told(ranks.boundary(NOTHING, NOTHING)) == [None] * 2
 
 
-def test_rounds_are_rare_when_idle_and_at_every_boundary_after_a_request(
-    make: Callable[..., Ranks],
-) -> None:
-    ranks = make(2)
-    fast = 20 * MS
-    assert idle_interval(fast) == 10
-
-    def rounds(count: int) -> int:
-        heard = [ranks.boundary(NOTHING, NOTHING, step_time_ns=fast) for _ in range(count)]
-        return sum(one[0] is not None for one in heard)
-
-    assert rounds(21) == 2
-    # One rank alone brings rounds at every boundary, from the next one on.
-    for _ in range(12):
-        ranks.boundary(edit(1), NOTHING, step_time_ns=fast)
-    assert told(ranks.boundary(edit(1), edit(1), step_time_ns=fast)) == [None] * 2
-    assert told(ranks.boundary(NOTHING, NOTHING, step_time_ns=fast)) == [edit(1)] * 2
-    assert rounds(EAGER_BOUNDARIES) == EAGER_BOUNDARIES
-    assert rounds(40) <= 5
-
-
 def test_without_clients_rounds_are_rare_until_one_rank_has_one(
     make: Callable[..., Ranks],
 ) -> None:
@@ -292,22 +270,6 @@ def test_a_request_taken_back_at_any_moment_is_promised_or_certainly_not() -> No
             assert fate == pb.BOUNDARY_FATE_IN_DOUBT
         ends.add(taken)
     assert ends == {NOTHING, edit(4)}
-
-
-def test_a_request_written_over_at_any_moment_is_one_of_the_two() -> None:
-    for moment in range(12):
-        page = Page()
-        ready(page.words, 4, token=40)
-        accesses = 0
-
-        def sidecar(page: Page = page, moment: int = moment) -> None:
-            nonlocal accesses
-            if accesses == moment:
-                ready(page.words, 5, token=50)
-            accesses += 1
-
-        page.before = sidecar
-        assert promise(page, 0, lambda _: True) in (NOTHING, edit(4, 40), edit(5, 50))
 
 
 def test_a_trainer_that_looks_while_a_request_is_written_over_sees_one_of_the_two() -> None:
@@ -466,48 +428,6 @@ def test_no_two_ranks_ever_differ_and_what_is_withdrawn_is_never_applied(
     seed: int, world_size: int
 ) -> None:
     assert Simulation(random.Random(seed), world_size).run(60) == []
-
-
-def careless(words: Page, last_agreed: int, accept: Callable[[Request], bool]) -> Request:
-    """`promise` without its second look at READY."""
-    number = words[Word.READY]
-    if number <= last_agreed:
-        return NOTHING
-    request = Request(number, words[Word.TOKEN], EDIT, 0)
-    if not accept(request):
-        return NOTHING
-    words[Word.PROMISED] = number
-    return request
-
-
-def blind(words: list[int], number: int, *, ended: bool) -> pb.BoundaryFate.ValueType:
-    """`fate_of` without a look at PROMISED."""
-    return (
-        pb.BOUNDARY_FATE_WITHDRAWN if words[Word.AGREED] < number else pb.BOUNDARY_FATE_UNSPECIFIED
-    )
-
-
-@pytest.mark.parametrize("bug", ["at least", "careless", "blind", "repeated"])
-def test_the_simulation_catches_planted_bugs(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if bug == "careless":
-        monkeypatch.setattr(module, "promise", careless)
-    if bug == "blind":
-        monkeypatch.setitem(globals(), "fate_of", blind)
-    if bug == "repeated":  # a number that was taken back comes again
-        monkeypatch.setattr(PageRequests, "take_back", _forgetful)
-    worlds = []
-    for seed in range(400):
-        simulation = Simulation(random.Random(seed))
-        simulation.at_least = bug == "at least"
-        worlds.append(simulation.run(60))
-    assert any(worlds)
-
-
-def _forgetful(reaching: PageRequests, number: int) -> None:
-    words = reaching._words
-    if words[Word.READY] == number:
-        words[Word.READY] = 0
-    words[Word.HIGHEST] = min(words[Word.HIGHEST], number - 1)
 
 
 def test_the_simulation_agrees_often_enough_to_show_something() -> None:

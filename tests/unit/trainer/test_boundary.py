@@ -657,25 +657,6 @@ def test_a_block_that_raised_keeps_its_label_while_samples_differ(
     assert bench.settled is restores
 
 
-def test_an_update_inside_a_block_counts_and_is_served_after_it(make: Make) -> None:
-    bench = make()
-    optimizer = _sgd(bench)
-    bench.train(optimizer)
-    before, strays = _boundaries(bench), bench.page[Word.STRAY_COUNT]
-    bench.boundary.stand_in("adapted")
-    _swapped(bench)
-    bench.train(optimizer, rounds=2)
-    assert bench.at_rest(changed_too=True)[1].label == "adapted"
-    bench.boundary.training_weights_again("adapted", failed=False)
-
-    assert bench.at_rest()[0] is CopyEnd.CHANGED
-    bench.model(torch.ones(2, WIDTH))
-    assert bench.settled
-    assert bench.page[Word.STEP] == PROBATION + 4
-    assert before == [0, 0, 1]
-    assert bench.page[Word.STRAY_COUNT] == strays
-
-
 class NotedKeeper:
     """In the keeper's place: notes what it is told."""
 
@@ -707,13 +688,3 @@ def test_no_record_is_completed_where_the_script_may_be_in_the_middle(make: Make
     assert [step for told, step in keeper.told if told == "settling"] == [0]
     bench.boundary.kept()
     assert keeper.told[-1] == ("kept", 3)
-
-
-def test_a_state_that_changes_outside_updates_is_not_trusted(make: Make) -> None:
-    bench, keeper = make(always_strict="it renormalises"), NotedKeeper()
-    bench.boundary.keeper = keeper
-    bench.train(_sgd(bench), 1)
-    bench.model(torch.ones(2, WIDTH))
-    assert keeper.told[-1] == ("untrusted", 1)
-    bench.boundary.kept()
-    assert keeper.told[-1] == ("untrusted", 1)

@@ -174,18 +174,6 @@ def test_an_edit_is_a_state_of_its_own_at_the_same_step(bench: Bench) -> None:
     assert bench.points == ["agreed", "applying", "applied"]
 
 
-def test_what_cannot_run_is_refused_and_said_so(bench: Bench) -> None:
-    for bad in (
-        block(EditKind.SET),
-        block(EditKind.ADD, data_begin=1 << 60),
-        block(EditKind.FILL, arena_begin=-4),
-    ):
-        request = bench.request(bad)
-        assert not bench.editor.accept(request, now=True)
-        assert (bench.page[Word.REFUSED], bench.page[Word.REFUSED_STEP]) == (request.number, -1)
-    assert bench.page[Word.SEQ] == 0
-
-
 @pytest.mark.parametrize(
     ("step", "now", "told"),
     [(5, True, 5), (7, True, 7), (0, True, 0), (6, False, 7), (5, False, 6)],

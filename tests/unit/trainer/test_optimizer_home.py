@@ -17,8 +17,6 @@ from paramd.memory.handover import optimizer_bytes
 from paramd.trainer.resume.codec import decode, encode
 from paramd.trainer.resume.optimizer_home import (
     OptimizerHome,
-    signature,
-    signature_difference,
 )
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -158,20 +156,3 @@ def test_state_that_shares_memory_is_refused_by_name(memory: Memory) -> None:
     home = OptimizerHome(memory.optimizer, memory.page, [optimizer])
     with pytest.raises(ConflictError, match="state 'view' of parameter 0 of optimizer 0 shares"):
         home.settle()
-
-
-def test_what_differs_between_optimizers_is_said() -> None:
-    net, other = model(), nn.Linear(5, 7)
-    adam = signature([torch.optim.Adam(net.parameters())])
-    cases = (
-        ([], "there were 1 optimizers and are 0"),
-        ([torch.optim.SGD(net.parameters())], "optimizer 0 was Adam and is SGD"),
-        ([torch.optim.Adam(other.parameters())], "had 4 parameters and has 2"),
-        (
-            [torch.optim.Adam([p.detach().double() for p in net.parameters()])],
-            r"parameter 0 in group 0 of optimizer 0 (Adam) was float32 [7, 5] and is float64",
-        ),
-    )
-    for optimizers, said in cases:
-        assert said in signature_difference(adam, signature(optimizers))
-    assert signature_difference(adam, decode(encode(adam))) == ""

@@ -67,30 +67,6 @@ def recorded(*others: Any) -> dict[str, Any]:
     return read_record(encode({"step": 9, "groups": [[{"lr": 0.5}]], "others": list(others)}))
 
 
-def test_facts_have_what_corresponds_all_numbers_and_the_reasons_for_the_rest() -> None:
-    state = table(
-        [64, 0, "float32", [4, 3], [3, 1]],
-        [4096, 0, "float32", [2], [1]],
-        entries=[
-            [0, 0, "step", [0, 4, "float32", [], [], False]],
-            [0, 0, "exp_avg", [1000, 48, "float32", [4, 3], [3, 1], True]],
-            [0, 0, "count", None],
-            [0, 0, "nothing", None],
-            [0, 0, "name", None],
-            [0, 0, "beyond", None],
-            [0, 1, "exp_avg", [3000, 8, "float32", [2], [1], False]],
-        ],
-    )
-    facts = state.facts(recorded(float("inf"), None, "text"), nine, arena_bytes=4096)
-    assert (facts["step"], facts["keys"], facts["groups"]) == (9, ["exp_avg"], [[{"lr": 0.5}]])
-    # The second parameter lies beyond the arena: it is not one of the attached model.
-    (param,) = facts["params"]
-    assert (param["begin"], param["end"], param["keys"]) == (64, 112, ["exp_avg"])
-    assert param["scalars"] == {"step": 9.0}
-    assert param["others"] == {"count": "inf", "nothing": None}
-    assert set(param["left_out"]) == {"count", "nothing", "name", "beyond"}
-
-
 @pytest.mark.parametrize(
     ("described", "why"),
     [

@@ -117,15 +117,6 @@ def test_state_of_a_local_parameter_that_ddp_made_of_a_dtensor(tmp_path: Path) -
     assert torch.equal(optimizer.state[param]["momentum_buffer"], momentum[:, 1:])
 
 
-def test_names_that_were_changed_and_buffers_that_are_not_there(tmp_path: Path) -> None:
-    files = {"model.safetensors": {"w": WEIGHT, "bias": BIAS}}
-    offered = made(tmp_path, files, renamed={"weight": "w"})
-    found, _ = opened(offered, layout(), 1, [], (0, 1))
-    assert found is not None
-    assert (found.missing_buffers(), found.has_optimizer) == (1, False)
-    found.close()
-
-
 def damaged(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")

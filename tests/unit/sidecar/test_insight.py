@@ -21,63 +21,37 @@ TORCH = f"{SITE}/torch"
 MAIN = Frame("/home/me/train.py", 9, "main")
 
 
-@pytest.mark.parametrize(
-    ("frames", "kind", "what", "where"),
-    [
-        ([], "", "at an unknown place", ""),
-        (
-            [
-                Frame("/usr/lib/python3.11/threading.py", 320, "Condition.wait"),
-                Frame("/usr/lib/python3.11/queue.py", 171, "Queue.get"),
-                Frame(f"{TORCH}/utils/data/dataloader.py", 1, "_Multi._next_data"),
-                Frame(f"{TORCH}/utils/data/dataloader.py", 2, "_Base.__next__"),
-                MAIN,
-            ],
-            "dataloader",
-            "in DataLoader.next",
-            "train.py:9 in main",
-        ),
-        (
-            [
-                Frame(f"{TORCH}/distributed/distributed_c10d.py", 1, "all_gather"),
-                Frame(f"{TORCH}/distributed/c10d_logger.py", 2, "wrapper"),
-                Frame(f"{TORCH}/distributed/distributed_c10d.py", 3, "all_gather_object"),
-                MAIN,
-            ],
-            "collective",
-            "in all_gather_object",
-            "train.py:9 in main",
-        ),
-        (
-            [Frame(f"{TORCH}/serialization.py", 1, "save"), MAIN],
-            "checkpoint",
-            "in torch.save",
-            "train.py:9 in main",
-        ),
-        (
-            [
-                Frame(f"{TORCH}/autograd/graph.py", 1, "_engine_run_backward"),
-                Frame(f"{TORCH}/_tensor.py", 2, "Tensor.backward"),
-                MAIN,
-            ],
-            "backward",
-            "in backward",
-            "train.py:9 in main",
-        ),
-        ([MAIN], "code", "at train.py:9 in main", "train.py:9 in main"),
-        (
-            [Frame("/usr/lib/python3.11/pdb.py", 1, "Pdb.interaction"), MAIN],
-            "debugger",
-            "in a debugger",
-            "train.py:9 in main",
-        ),
-    ],
-)
-def test_a_stack_tells_what_its_thread_does(
-    frames: list[Frame], kind: str, what: str, where: str
-) -> None:
-    found = activity_of(frames)
-    assert (found.kind, found.what, found.where) == (kind, what, where)
+WHERE = "train.py:9 in main"
+DONE = {
+    "dataloader: in DataLoader.next": (
+        "/usr/lib/python3.11/threading.py Condition.wait",
+        "/usr/lib/python3.11/queue.py Queue.get",
+        f"{TORCH}/utils/data/dataloader.py _Multi._next_data",
+        f"{TORCH}/utils/data/dataloader.py _Base.__next__",
+    ),
+    "collective: in all_gather_object": (
+        f"{TORCH}/distributed/distributed_c10d.py all_gather",
+        f"{TORCH}/distributed/c10d_logger.py wrapper",
+        f"{TORCH}/distributed/distributed_c10d.py all_gather_object",
+    ),
+    "checkpoint: in torch.save": (f"{TORCH}/serialization.py save",),
+    "backward: in backward": (
+        f"{TORCH}/autograd/graph.py _engine_run_backward",
+        f"{TORCH}/_tensor.py Tensor.backward",
+    ),
+    f"code: at {WHERE}": (),
+    "debugger: in a debugger": ("/usr/lib/python3.11/pdb.py Pdb.interaction",),
+}
+"""What a thread is told to do, by what lies above its script's own frame."""
+
+
+@pytest.mark.parametrize("told", DONE)
+def test_a_stack_tells_what_its_thread_does(told: str) -> None:
+    above = [Frame(*line.split()[:1], 1, line.split()[1]) for line in DONE[told]]
+    found = activity_of([*above, MAIN])
+    assert (f"{found.kind}: {found.what}", found.where) == (told, WHERE)
+    nothing = activity_of([])
+    assert (nothing.kind, nothing.what, nothing.where) == ("", "at an unknown place", "")
 
 
 def test_who_is_cancelled_while_the_line_closes_ends() -> None:

@@ -15,10 +15,9 @@ from paramd.errors import ConflictError, UnreachableError
 from paramd.memory.control_page import PAGE_BYTES, ControlPage, Word, digest_of
 from paramd.memory.descriptors import SparseMemory, create_memory, create_sparse
 from paramd.memory.device_arena import DeviceReader, create, create_allocation
-from paramd.memory.gate import CopySpan
 from paramd.memory.handover import Allocation
 from paramd.trainer.home import device as device_module
-from paramd.trainer.home.device import CAPTURED, DeviceHome, DeviceState
+from paramd.trainer.home.device import CAPTURED, DeviceHome
 from paramd.trainer.home.mirrored import home_of
 from paramd.trainer.resume.codec import encode
 from paramd.trainer.resume.optimizer_home import OptimizerHome
@@ -33,7 +32,6 @@ class Inside:
     def __init__(self) -> None:
         torch.manual_seed(1)
         self.model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7))
-        self.before = {n: p.detach().clone() for n, p in self.model.named_parameters()}
         home = home_of(self.model, "device")
         assert isinstance(home, DeviceHome)
         self.home = home
@@ -44,14 +42,6 @@ class Inside:
         self.arena = home.open_arena(self._arena, self.page)
         home.move_in(self.arena.buffer)
         self.reader = DeviceReader(device.request, self._arena, home.arena_bytes, self.page.words)
-
-    def bytes_of(self, name: str) -> bytes:
-        """A parameter's bytes as the sidecar reads them."""
-        room = torch.empty(self.before[name].numel())
-        begins = {shard.fqn: begin for shard, begin in self.home.pieces()}
-        address = self.reader.address + begins[name]
-        self.reader.move([CopySpan(address, room.data_ptr(), room.nbytes)])
-        return bytes(room.numpy())
 
     def close(self) -> None:
         self.home.move_out()
@@ -116,11 +106,9 @@ class State:
         self._host = create_sparse("optimizer", LIMIT_BYTES)
         self.host = SparseMemory(self._host)
 
-    def open(self) -> DeviceState:
-        return self._inside.home.open_state(self.allocations, LIMIT_BYTES, self.add)
-
     def home(self, optimizer: torch.optim.Optimizer) -> OptimizerHome:
-        return OptimizerHome(self.host, self._inside.page, [optimizer], self.open())
+        state = self._inside.home.open_state(self.allocations, LIMIT_BYTES, self.add)
+        return OptimizerHome(self.host, self._inside.page, [optimizer], state)
 
     def add(self, size_bytes: int) -> None:
         if not self.answers:
@@ -143,17 +131,11 @@ def state(inside: Inside) -> Iterator[State]:
     made.close()
 
 
-def trained(net: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    torch.manual_seed(seed)
-    optimizer.zero_grad()
-    net(torch.randn(4, 5)).square().sum().backward()
-    optimizer.step()
-
-
 def test_state_that_finds_no_sidecar_waits_for_one_and_grows(inside: Inside, state: State) -> None:
     optimizer = torch.optim.AdamW(inside.model.parameters())
     home = state.home(optimizer)
-    trained(inside.model, optimizer, 0)
+    inside.model(torch.randn(4, 5)).square().sum().backward()
+    optimizer.step()
     state.answers = False
     for _ in range(2):
         with pytest.raises(UnreachableError):

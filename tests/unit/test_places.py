@@ -94,16 +94,6 @@ def test_a_link_instead_of_a_job_dir_is_refused(state: Path, tmp_path: Path) -> 
         places.job_dir("run")
 
 
-def test_an_unusable_state_dir_names_its_setting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("PARAMD_STATE_DIR", str(tmp_path / "file" / "state"))
-    for use in (places.job_dir, places.next_incarnation):
-        with pytest.raises(UsageError, match="PARAMD_STATE_DIR"):
-            use("run")
-
-
 def test_an_endpoint_comes_back_as_written_and_only_we_can_read_it() -> None:
     path = places.write_endpoint(endpoint())
     assert stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -42,17 +42,6 @@ def test_every_kind_of_fault_has_its_turn_and_every_point_of_the_code_is_one() -
             assert {f"{who} {point} kill", f"{who} {point} stop"} <= set(dealt)
 
 
-def test_faults_that_are_told_are_those_and_no_others() -> None:
-    text = "sidecar clock +@1; sidecars all kill"
-    told = plan.told(text, kind="fsdp2", world_size=2, store="embedded")
-    assert [[(f.kind, f.rank) for f in event] for event in told.events] == [
-        [("sidecar clock +", 1)],
-        [("sidecars all kill", 0)],
-    ]
-    with pytest.raises(ValueError, match="no fault of embedded"):
-        plan.told("postgres random kill", kind="ddp", world_size=2, store="embedded")
-
-
 HANGS = """
 import subprocess, sys, threading
 from tests.soak.watchdog import Watchdog

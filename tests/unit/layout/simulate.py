@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -146,6 +146,17 @@ class World:
             read.rank: b"".join(self.arenas[read.rank][begin:end] for begin, end in read.spans)
             for read in plan.ranks
         }
+
+    def laid(self, full: Mapping[str, bytes], rank: int) -> bytes:
+        """A rank's arena with these row-major bytes of the full tensors."""
+        memory = bytearray(self.arenas[rank])
+        for tensor in self.layout.tensors:
+            spec = Spec(tensor.fqn, tensor.dtype, tensor.shape)
+            for piece in tensor.pieces:
+                if piece.rank == rank:
+                    data = memory_of(piece.region, piece.strides, spec, full[tensor.fqn])
+                    memory[piece.arena_begin : piece.arena_begin + len(data)] = data
+        return bytes(memory)
 
     def expected(self, plan: ReadPlan) -> list[bytes]:
         return [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -72,15 +71,6 @@ def test_state_of_flat_parameters_is_named_by_what_lies_in_them() -> None:
         {"lr": 0.1, "betas": [0.9, 0.99], "params": ["a", "b"]},
         {"lr": 0.2, "params": ["d"]},
     )
-
-
-def test_numbers_that_json_has_not_come_back() -> None:
-    tables = {rank: table(param(0, 1024, scalars={"x": "nan", "n": 3})) for rank in range(2)}
-    for one in tables.values():
-        one["params"].append(param(4096, 4112))
-    scalars = optimizer_table(layout(), tables).scalars["a"]
-    assert math.isnan(scalars[0].value)
-    assert scalars[1] == StateScalar("n", "int64", 3)
 
 
 def test_what_cannot_be_given_is_refused_with_its_reason() -> None:

@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 
 from paramd.errors import UsageError
 from paramd.layout.dtypes import ITEM_BYTES, SAFETENSORS_NAMES, item_bytes, safetensors_name
-from paramd.layout.plan import Landing, RankRead, ReadPlan, ResultTensor
-from paramd.layout.stats import EMPTY, Stats, merge, merge_all, stats_items, summarize
-from paramd.layout.types import Box
+from paramd.layout.stats import EMPTY, Stats, merge, merge_all, summarize
 
 
 def stats_of(values: list[float], begin: int = -8, bins: int = 16) -> Stats:
@@ -84,31 +82,6 @@ def test_summaries_of_nothing_have_no_numbers() -> None:
     assert summary.exponents == ()
     assert all(map(math.isnan, (summary.mean, summary.std, summary.min, summary.max)))
     assert math.isnan(summarize(stats_of([2.0])).std)
-
-
-def test_slices_of_very_many_runs_are_refused() -> None:
-    rows = 100_001
-    landing = Landing(
-        tensor=0,
-        begin_bytes=0,
-        sizes=(rows, 1),
-        strides=(2, 1),
-        target=Box((0, 0), (rows, 1)),
-        size_bytes=(2 * rows - 1) * 4,
-        direct=False,
-    )
-    tensor = ResultTensor(
-        name="w",
-        fqn="w",
-        dtype="float32",
-        shape=(rows, 1),
-        global_shape=(rows, 2),
-        box=Box((0, 0), (rows, 1)),
-    )
-    size_bytes = landing.size_bytes
-    read = RankRead(rank=0, spans=((0, size_bytes),), size_bytes=size_bytes, landings=(landing,))
-    with pytest.raises(UsageError, match="more than 100000 runs"):
-        stats_items(ReadPlan(tensors=(tensor,), ranks=(read,)))
 
 
 def test_dtypes_have_the_sizes_that_torch_gives_them() -> None:

@@ -18,7 +18,6 @@ from paramd.memory.gate import (
     CopySpan,
     State,
     TrainerGate,
-    batches,
     copy_at_one_step,
     copy_at_rest,
     copy_of_request,
@@ -63,30 +62,6 @@ def test_a_copy_between_updates_carries_their_step(
     assert copy_at_one_step(page, spans(source, target)) == (CopyEnd.DONE, State(7, 2))
     assert target.raw == source.raw
     assert page[Word.COPY_BEGUN] == page[Word.COPY_ENDED] == 1
-
-
-@pytest.mark.parametrize("most_bytes", [0, 7, 16])
-def test_batches_have_every_byte_once_in_order(most_bytes: int) -> None:
-    sizes = (3, 0, 4, 30, 1, 1, 16)
-    wanted = [
-        (begin, begin + 500)
-        for at, size in enumerate(sizes)
-        for begin in range(1000 * at, 1000 * at + size)
-    ]
-    given = [CopySpan(1000 * at, 1000 * at + 500, size) for at, size in enumerate(sizes)]
-    found = list(batches(given, 7, most_bytes))
-    bytes_of = [
-        (one.source + i, one.target + i)
-        for batch in found
-        for one in batch
-        for i in range(one.size_bytes)
-    ]
-    assert bytes_of == wanted
-    assert all(one.size_bytes <= 7 for batch in found for one in batch)
-    assert all(
-        len(batch) == 1 or sum(one.size_bytes for one in batch) <= most_bytes for batch in found
-    )
-    assert max(map(len, found)) == {0: 1, 7: 3, 16: 4}[most_bytes]
 
 
 def test_no_copy_begins_inside_an_update(page: ControlPage, source: Memory, target: Memory) -> None:

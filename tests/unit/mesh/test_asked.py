@@ -7,11 +7,8 @@ from typing import Any
 import pytest
 
 from paramd.errors import ConflictError
-from paramd.mesh.peers.control import parse_job
 from paramd.mesh.peers.grpc import Asked, RankUnreachableError, no_way
-from paramd.state_files import host_id
 from paramd.v1.common_pb2 import Header
-from tests.unit.mesh.test_rest import document
 
 ASKED = Asked(job="run", incarnation=3, rank=1, address="127.0.0.1:4000", layout_digest="abc")
 
@@ -66,16 +63,3 @@ def test_loopback_of_another_host_leads_nowhere(address: str, host: str, leads: 
         assert "rank 5" in reason
         assert address in reason
         assert "PARAMD_SIDECAR_LISTEN" in reason
-
-
-def test_a_job_with_a_rank_on_loopback_elsewhere_is_told_of_when_it_is_asked() -> None:
-    found = document()
-    found["peers"] = [
-        {"rank": 0, "address": "127.0.0.1:7000", "socket_path": "", "host_id": host_id()},
-        {"rank": 1, "address": "127.0.0.1:7000", "socket_path": "", "host_id": "elsewhere/1"},
-    ]
-    job = parse_job(found)
-    assert job.asked(0).address == "127.0.0.1:7000"
-    for ask in (job.peer, job.asked):
-        with pytest.raises(RankUnreachableError, match="loopback on its own host"):
-            ask(1)

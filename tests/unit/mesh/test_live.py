@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
@@ -228,32 +227,15 @@ def test_a_held_state_is_read_though_its_digest_comes_later(
     assert reading.read() is None, "it steps"
 
 
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever waits for a moment would be seen to."""
-    monkeypatch.setattr(live, "MOMENT_S", 5.0)
-
-
-def at_once(reading: Reading, incarnation: int = 1) -> StateName | None:
-    begin_s = time.monotonic()
-    found = reading.read(incarnation)
-    assert time.monotonic() - begin_s < 2.0
-    return found
-
-
-def test_another_incarnation_is_left_to_snapshots_at_once(
-    pair: list[Trainer], stack: ExitStack, patient: None
-) -> None:
-    assert at_once(Reading(pair, stack), incarnation=2) is None
+def test_another_incarnation_is_left_to_snapshots(pair: list[Trainer], stack: ExitStack) -> None:
+    assert Reading(pair, stack).read(incarnation=2) is None
     pair[1].page[Word.INCARNATION] = 2
-    assert at_once(Reading(pair, stack), incarnation=1) is None
+    assert Reading(pair, stack).read(incarnation=1) is None
 
 
-def test_a_mirrored_arena_is_left_to_snapshots_at_once(
-    pair: list[Trainer], stack: ExitStack, patient: None
-) -> None:
+def test_a_mirrored_arena_is_left_to_snapshots(pair: list[Trainer], stack: ExitStack) -> None:
     pair[1].page[Word.MIRRORED] = 1
-    assert at_once(Reading(pair, stack)) is None
+    assert Reading(pair, stack).read() is None
 
 
 def test_an_arena_that_training_does_not_use_is_not_read(

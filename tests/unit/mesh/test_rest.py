@@ -13,12 +13,9 @@ from paramd.errors import (
     ConflictError,
     DeniedError,
     UnreachableError,
-    UsageError,
 )
-from paramd.mesh.connect import resolve
 from paramd.mesh.peers.control import RestClient
 from paramd.mesh.peers.discovery import SidecarFinder
-from paramd.places import Endpoint, write_endpoint
 from paramd.security.tickets import Role, Signer
 
 URL = "https://control:8470"
@@ -70,23 +67,6 @@ async def test_a_request_after_the_client_was_closed_is_an_outage() -> None:
     await rest.close()
     with pytest.raises(UnreachableError, match="was closed during the request; connect again"):
         await rest.job("my-run")
-
-
-def test_arguments_go_before_the_environment_before_the_state_dir(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with pytest.raises(UnreachableError, match="no job runs here"):
-        resolve(None, None, None)
-    here = Endpoint(url="http://here:1", token="t", pid=1, job="run", grpc_address="here:2")
-    write_endpoint(here)
-    assert resolve(None, None, None) == ("http://here:1", "t", "run")
-    assert resolve("http://here:1", None, None) == ("http://here:1", "t", None)
-    with pytest.raises(UsageError, match="token"):
-        resolve("http://elsewhere:1", None, None)
-    monkeypatch.setenv("PARAMD_URL", "http://there:1")
-    monkeypatch.setenv("PARAMD_TOKEN", "other")
-    assert resolve(None, None, None) == ("http://there:1", "other", None)
-    assert resolve("http://mine:1", "own", "j") == ("http://mine:1", "own", "j")
 
 
 class Answers:

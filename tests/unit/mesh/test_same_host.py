@@ -98,18 +98,6 @@ def test_memory_that_somebody_still_holds_is_not_given_back(tmp_path: Path) -> N
     assert bytes(tensor[1:].tolist()) == DATA[1:]
 
 
-def test_a_map_that_everybody_dropped_is_given_back(tmp_path: Path) -> None:
-    maps = Maps()
-    with sidecar(tmp_path, maps) as peer:
-        shared = SharedSnapshot.open(peer, TICKET, "s")
-        memory = shared.map_private()
-        assert memory is not None
-        tensor = torch.frombuffer(memory, dtype=torch.uint8)
-        del memory, tensor
-        shared.close()
-    assert maps.told == ["unmap", "closed"]
-
-
 @pytest.mark.parametrize(
     "other", [{"rank": 1}, {"incarnation": 2}, {"job": "walk"}, {"rank": None}]
 )

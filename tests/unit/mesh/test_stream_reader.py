@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import socket
-import ssl
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -82,9 +81,8 @@ def good(_number: int, sealed: bytes) -> Iterator[bytes]:
 class Port:
     """A port for streams on this host, where a script answers."""
 
-    def __init__(self, answers: Answers = good, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, answers: Answers = good) -> None:
         self.answers = answers
-        self._tls = tls
         self.begins: list[int] = []
         self.ended = threading.Event()
         """Set when the test ends: what hangs goes on."""
@@ -114,11 +112,7 @@ class Port:
                 return
             with connection, suppress(OSError):
                 connection.settimeout(HANG_S)
-                if self._tls is None:
-                    self._answer(connection)
-                    continue
-                with self._tls.wrap_socket(connection, server_side=True) as wrapped:
-                    self._answer(wrapped)
+                self._answer(connection)
 
     def _answer(self, connection: socket.socket) -> None:
         sealed = b""
@@ -139,8 +133,8 @@ class Port:
 
 
 @contextmanager
-def port(answers: Answers = good, tls: ssl.SSLContext | None = None) -> Iterator[Port]:
-    found = Port(answers, tls)
+def port(answers: Answers = good) -> Iterator[Port]:
+    found = Port(answers)
     try:
         yield found
     finally:
@@ -152,10 +146,8 @@ class Source:
 
     who = "rank 0"
 
-    def __init__(
-        self, number: int, *, far: bool = False, tls: ssl.SSLContext | None = None
-    ) -> None:
-        self.port, self.far, self.tls = number, far, tls
+    def __init__(self, number: int, *, far: bool = False) -> None:
+        self.port, self.far = number, far
         self.step, self.edits = 5, 2
         self.offered = self.probed = 0
         self.probe_error: Exception | None = None
@@ -167,7 +159,7 @@ class Source:
     async def offer(self) -> StreamOffer:
         self.offered += 1
         kind = FarOffer if self.far else StreamOffer
-        return kind(GRANT, self.header(), "127.0.0.1", self.port, self.tls)
+        return kind(GRANT, self.header(), "127.0.0.1", self.port, None)
 
     async def probe(self) -> None:
         self.probed += 1

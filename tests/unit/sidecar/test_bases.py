@@ -9,23 +9,10 @@ from paramd.state import StateName
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.rpc import deltas
 from paramd_service.sidecar.snapshots.bases import IDLE_S, Bases, state_of
-from paramd_service.sidecar.snapshots.store import Block, Fill, Key, Snapshot, SnapshotStore
+from paramd_service.sidecar.snapshots.store import Fill, Key, Snapshot, SnapshotStore
+from tests.unit.sidecar.test_sidecar_snapshots import FakeBlocks
 
 PAGE = 4096
-
-
-class Memory:
-    def __init__(self, size_bytes: int) -> None:
-        self.size_bytes = size_bytes
-        self.buffer = memoryview(bytearray(size_bytes))
-
-
-class Blocks:
-    def make(self, size_bytes: int) -> Block:
-        return Memory(size_bytes)  # type: ignore[return-value]
-
-    def dispose(self, block: Block) -> None:
-        pass
 
 
 class Bench:
@@ -34,14 +21,17 @@ class Bench:
     def __init__(self) -> None:
         self.now_ns = 0
         self.store = SnapshotStore(
-            budget_bytes=4 * PAGE, blocks=Blocks(), clock_ns=lambda: self.now_ns, idle_memory_s=60
+            budget_bytes=4 * PAGE,
+            blocks=FakeBlocks(),
+            clock_ns=lambda: self.now_ns,
+            idle_memory_s=60,
         )
         self.bases = Bases(self.store, budget_bytes=2 * PAGE, clock_ns=lambda: self.now_ns)
 
     def filled(self, step: int, pages: int = 1) -> Snapshot:
         snapshot = self.store.reserve(Key(1, ((0, pages * PAGE),)), at_boundary=False)
         if snapshot.block is None:
-            snapshot.block = Blocks().make(snapshot.size_bytes)
+            snapshot.block = FakeBlocks().make(snapshot.size_bytes)
         snapshot.step, snapshot.edits, snapshot.fill = step, 0, Fill.FILLED
         self.store.uncharge(snapshot, None)
         return snapshot

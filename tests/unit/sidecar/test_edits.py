@@ -25,7 +25,7 @@ from paramd.errors import (
 )
 from paramd.layout.edits.kinds import EditKind
 from paramd.layout.edits.ops import EditOp
-from paramd.layout.types import Box, full_box, row_major
+from paramd.layout.types import Box
 from paramd.memory.control_page import Word
 from paramd.memory.descriptors import reserved_bytes
 from paramd.v1 import sidecar_pb2 as pb
@@ -33,7 +33,7 @@ from paramd_service.sidecar.edits.entry import WITHDRAWN_NS, Entry, Outcome, Pha
 from paramd_service.sidecar.edits.memory import HEAD_BYTES, Ranges
 from paramd_service.sidecar.edits.receive import is_finite
 from paramd_service.sidecar.owner import Ownership
-from tests.unit.layout.simulate import BOXES, Spec, World, build, fsdp1, memory_of
+from tests.unit.layout.simulate import BOXES, Spec, World, build, fsdp1
 from tests.unit.layout.test_plan import KINDS
 from tests.unit.sidecar.edit_rank import Rank, bytes_of, fill_of, stage
 
@@ -64,14 +64,7 @@ def world_of(kind: str, size: int, specs: Sequence[Spec] = SPECS) -> World:
     for spec in specs:
         values = (torch.randn(spec.shape) * 8).to(getattr(torch, spec.dtype))
         world.full[spec.fqn] = bytes_of(values)
-    for rank, arena in enumerate(world.arenas):
-        memory = bytearray(arena)
-        for tensor, spec in zip(world.layout.tensors, specs, strict=True):
-            for piece in tensor.pieces:
-                if piece.rank == rank:
-                    data = memory_of(piece.region, piece.strides, spec, world.full[spec.fqn])
-                    memory[piece.arena_begin : piece.arena_begin + len(data)] = data
-        world.arenas[rank] = bytes(memory)
+    world.arenas[:] = [world.laid(world.full, rank) for rank in range(size)]
     return world
 
 
@@ -103,35 +96,16 @@ def operands() -> list[torch.Tensor | None]:
     return found
 
 
-def pieces(rank: Rank) -> dict[tuple[str, int], torch.Tensor]:
-    """Each piece of this rank as a tensor that views its arena, in the tensor's own dims."""
-    found = {}
-    for tensor in rank.layout.tensors:
-        kind = getattr(torch, tensor.dtype)
-        for piece in tensor.pieces:
-            if piece.rank != rank.rank or not piece.region.numel:
-                continue
-            flat = torch.frombuffer(
-                rank.arena, dtype=kind, count=piece.region.numel, offset=piece.arena_begin
-            )
-            if isinstance(piece.region, Box):
-                strides = piece.strides if piece.strides else row_major(piece.region.sizes)
-                flat = flat.as_strided(piece.region.sizes, strides)
-            found[tensor.fqn, piece.arena_begin] = flat
-    return found
-
-
-def expected(world: World, rank: Rank) -> dict[tuple[str, int], torch.Tensor]:
-    """The pieces of this rank after WHOLE was done to the full tensors."""
+def expected(world: World) -> dict[str, bytes]:
+    """The full tensors after WHOLE was done to them."""
     full = {}
     for spec in SPECS:
-        kind = getattr(torch, spec.dtype)
-        data = torch.frombuffer(bytearray(world.full[spec.fqn]), dtype=kind)
-        full[spec.fqn] = data.view(spec.shape)
+        data = bytearray(world.full[spec.fqn])
+        full[spec.fqn] = torch.frombuffer(data, dtype=getattr(torch, spec.dtype)).view(spec.shape)
     for op, operand in zip(WHOLE, operands(), strict=True):
-        tensor = full[op.fqn]
-        box = op.box if op.box is not None else full_box(tuple(tensor.shape))
-        part = tensor[tuple(map(slice, box.begin, box.end))] if box.begin else tensor
+        part = full[op.fqn]
+        if op.box is not None:
+            part = part[tuple(map(slice, op.box.begin, op.box.end))]
         if op.kind is EditKind.MUL:
             part.mul_(op.value)
         elif operand is None:
@@ -142,18 +116,7 @@ def expected(world: World, rank: Rank) -> dict[tuple[str, int], torch.Tensor]:
             part.add_(operand, alpha=op.weight)
         else:
             part.copy_(operand)
-    found = {}
-    for held in rank.layout.tensors:
-        for piece in held.pieces:
-            if piece.rank != rank.rank or not piece.region.numel:
-                continue
-            whole, region = full[held.fqn], piece.region
-            if isinstance(region, Box):
-                part = whole[tuple(map(slice, region.begin, region.end))] if region.begin else whole
-            else:
-                part = whole.flatten()[region.begin : region.end]
-            found[held.fqn, piece.arena_begin] = part
-    return found
+    return {fqn: bytes_of(tensor) for fqn, tensor in full.items()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -172,9 +135,7 @@ def test_an_edit_changes_what_its_operations_say_and_undo_puts_back_all_but_sums
                     assert entry.progress().phase == pb.EDIT_PHASE_APPLIED
                     assert (entry.edits, entry.stop_ns, entry.undo_refusal) == (1, 7, "")
                     edited = bytes(rank.arena)
-                    wanted = expected(world, rank)
-                    for key, piece in pieces(rank).items():
-                        assert torch.equal(piece, wanted[key]), key
+                    assert edited == world.laid(expected(world), number)
                     undo = await edits.begin(rank.manifest(2, WHOLE, undo_of=entry.edit_id))
                     assert entry.undo_refusal.endswith("already staged")
                     rank.boundary(edits, undo)
@@ -484,47 +445,6 @@ def test_budgets_bound_what_is_staged_and_what_is_kept() -> None:
                 bare = await edits.begin(rank.manifest(41, small, undoable=False))
                 rank.boundary(edits, bare)
                 assert "without undo data" in bare.undo_refusal
-
-    run(test)
-
-
-def test_a_successor_tells_the_same_and_undoes_what_its_predecessor_applied() -> None:
-    async def test() -> None:
-        with rank_of("fsdp1", 2, 1) as rank:
-            before = bytes(rank.arena)
-            data = rank.data_of(WHOLE, operands())
-            async with rank.edits() as edits:
-                first = await stage(edits, rank.manifest(1, WHOLE), data)
-                rank.boundary(edits, first)
-                staged = await stage(edits, rank.manifest(2, WHOLE), data)
-                await edits.begin(rank.manifest(3, WHOLE))
-                undo = await edits.begin(rank.manifest(4, WHOLE, undo_of=first.edit_id))
-                rank.ready(edits, undo)
-                told = [one.progress() for one in (first, staged)]
-            # Applied while no sidecar was there.
-            rank.agree()
-            rank.apply()
-            assert_as_before(rank, before)
-            async with rank.edits() as edits:
-                with pytest.raises(NotFoundError):
-                    edits.get(f"{3:032x}")
-                assert edits.get(undo.edit_id).phase is Phase.APPLIED
-                again = [edits.get(one.edit_id).progress() for one in (first, staged)]
-                assert again[1] == told[1]
-                told[0].undo_refusal = "it is already undone"
-                assert again[0] == told[0]
-                redo = await edits.begin(rank.manifest(5, WHOLE, undo_of=undo.edit_id))
-                rank.boundary(edits, redo)
-                await edits.drop(staged.edit_id)
-            async with rank.edits() as edits:
-                undo = await edits.begin(rank.manifest(6, WHOLE, undo_of=redo.edit_id))
-                rank.boundary(edits, undo)
-                assert_as_before(rank, before)
-                await edits.drop(undo.edit_id)
-                assert edits.undo_bytes == edits.staged_bytes == 0
-                assert (
-                    edits.get(undo.edit_id).undo_refusal == "its undo data was dropped on request"
-                )
 
     run(test)
 

@@ -94,21 +94,6 @@ def bench() -> Iterator[Bench]:
     bench.page.close()
 
 
-def test_inside_an_update_the_next_boundary_is_asked_for_once(bench: Bench) -> None:
-    bench.page[Word.SEQ] = 1
-    bench.job()
-    bench.job()
-    for _ in range(3):
-        bench.capture.serve()
-    assert bench.page[Word.WANT] == 1
-    assert bench.steps == []
-    bench.boundary()
-    bench.capture.serve()
-    assert bench.steps == [1, 1]
-    assert bench.page[Word.SERVED] == bench.page[Word.ANNOUNCE] == 1
-    assert not bench.capture.waiting
-
-
 def test_an_update_that_ends_while_want_is_raised_is_not_missed(bench: Bench) -> None:
     bench.page[Word.SEQ] = 1
     bench.job()
@@ -146,16 +131,6 @@ def test_a_held_rank_is_copied_even_though_nothing_is_announced(bench: Bench) ->
     bench.now_ns += RETRY_NS
     bench.capture.serve()
     assert bench.steps == [0]
-
-
-def test_an_agreed_boundary_is_captured_at_its_step(bench: Bench) -> None:
-    bench.arm(3)
-    assert bench.page[Word.READY] == 3
-    bench.capture.serve()
-    assert bench.outcomes == []
-    bench.boundary(agreed=3)
-    bench.capture.serve()
-    assert bench.outcomes == [Outcome(1, "", edits=0, proof=2)]
 
 
 def test_a_passed_boundary_is_missed(bench: Bench) -> None:

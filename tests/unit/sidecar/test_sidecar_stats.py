@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 
 import numpy as np
@@ -81,38 +82,27 @@ def test_values_that_are_no_numbers_are_counted_apart(dtype: str) -> None:
     assert (found.nan_count, found.inf_count) == (2, 2)
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        torch.ones(300_000) + 1e-4 * torch.randn(300_000),
-        1e6 + torch.randn(100_000),
-        1e-25 * torch.randn(100_000),
-        1e30 * torch.randn(100_000),
-        torch.full((100_000,), 3e38),
-        torch.full((5000,), 1e-42),
-        torch.cat([torch.zeros(200_000), torch.ones(200_000)]),
-        torch.tensor([0.0, -0.0, 2.0**-149, -(2.0**-126), 1.0, 1.9999999]),
-        # An odd number of them below 2, zeros of both signs among them; then one that is not.
-        torch.cat([torch.tensor([0.0, -0.0, 1e-42]), 1e-3 * torch.randn(150_000)]),
-        torch.cat([1e-3 * torch.randn(150_000), torch.tensor([-2.0])]),
-        torch.tensor([1e-3, -1e-3]).repeat(150_000),
-    ],
-    ids=[
-        "ones",
-        "offset",
-        "tiny",
-        "huge",
-        "largest",
-        "subnormal",
-        "blocks",
-        "edges",
-        "odd",
-        "two",
-        "equal",
-    ],
-)
-def test_hard_values_keep_their_digits(values: torch.Tensor) -> None:
-    check(values, "float32")
+HARD: dict[str, Callable[[], torch.Tensor]] = {
+    "ones": lambda: torch.ones(300_000) + 1e-4 * torch.randn(300_000),
+    "offset": lambda: 1e6 + torch.randn(100_000),
+    "tiny": lambda: 1e-25 * torch.randn(100_000),
+    "huge": lambda: 1e30 * torch.randn(100_000),
+    "largest": lambda: torch.full((100_000,), 3e38),
+    "subnormal": lambda: torch.full((5000,), 1e-42),
+    "blocks": lambda: torch.cat([torch.zeros(200_000), torch.ones(200_000)]),
+    "edges": lambda: torch.tensor([0.0, -0.0, 2.0**-149, -(2.0**-126), 1.0, 1.9999999]),
+    # An odd number of them below 2, zeros of both signs among them; then one that is not.
+    "odd": lambda: torch.cat([torch.tensor([0.0, -0.0, 1e-42]), 1e-3 * torch.randn(150_000)]),
+    "two": lambda: torch.cat([1e-3 * torch.randn(150_000), torch.tensor([-2.0])]),
+    "equal": lambda: torch.tensor([1e-3, -1e-3]).repeat(150_000),
+    "no number": lambda: torch.full((3000,), math.nan),
+}
+
+
+@pytest.mark.parametrize("of", HARD)
+def test_hard_values_keep_their_digits(of: str) -> None:
+    torch.manual_seed(3)
+    check(HARD[of](), "float32")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])

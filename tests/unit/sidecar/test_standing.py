@@ -19,7 +19,7 @@ from paramd.memory.descriptors import SparseMemory
 from paramd_service.sidecar.log import Log
 from paramd_service.sidecar.owner import AttachedMemory, AttachRequest, Ownership, attach_memory
 from paramd_service.sidecar.snapshots.offer import offer_of
-from paramd_service.sidecar.snapshots.standing import Standing, expendable
+from paramd_service.sidecar.snapshots.standing import Standing
 from paramd_service.sidecar.snapshots.store import Block, BlockMaker
 
 ARENA_BYTES, STATE_BYTES = 10_000, 5_000
@@ -168,24 +168,6 @@ def test_a_rank_whose_successor_died_and_one_that_never_had_it_still_match(
     assert label.lineage == 88
     standing.rebase(55, 66, 1, reached=3)
     assert standing.labels() == []
-
-
-@pytest.mark.parametrize(
-    ("held", "common", "given_up"),
-    [
-        ([-1, -1], 0, 0),
-        ([4, -1], 4, 1),
-        ([4, 6], 0, 1),
-        ([4, 6], 3, 1),
-        ([4, 6], 4, 1),
-        ([6, 4], 5, 0),
-        ([4, 6], 6, 0),
-        ([4, 6], 9, 0),
-        ([4], 4, 0),
-    ],
-)
-def test_what_all_ranks_have_is_given_up_last(held: list[int], common: int, given_up: int) -> None:
-    assert expendable(held, common) == given_up
 
 
 def test_ranks_whose_copies_fail_at_different_times_keep_one_in_common(

@@ -175,18 +175,6 @@ def test_without_clients_rounds_are_rare_until_one_rank_has_one(
     assert rounds((False, False)) <= 5
 
 
-def test_one_rank_that_does_not_want_to_stay_is_heard_by_all(make: Callable[..., Ranks]) -> None:
-    ranks = make(2)
-
-    def exchange(agreement: Agreement, stay: bool) -> Round:
-        return agreement.exchange(NOTHING, pending=False, stay=stay)
-
-    assert [r.stay for r in ranks.pool.map(exchange, ranks.agreements, (True, True))] == [True] * 2
-    assert [r.stay for r in ranks.pool.map(exchange, ranks.agreements, (True, False))] == [
-        False
-    ] * 2
-
-
 class Absent:
     """A group whose other ranks never come."""
 
@@ -213,14 +201,6 @@ def test_a_rank_that_does_not_come_loses_the_agreement_later_when_an_edit_is_pro
     with pytest.raises(AgreementLost, match=r"did not end within"):
         agreement.collect()
     assert group.waited == [timedelta(seconds=timeout_s)]
-
-
-def test_a_world_of_one_agrees_at_once() -> None:
-    alone = Agreement(None, timeout_s=1)
-    assert alone.alone
-    alone.collect()
-    assert alone.exchange(edit(2), pending=True, stay=False) == Round(edit(2), False)
-    assert alone.exchange(edit(2), pending=True, stay=True) == Round(None, True)
 
 
 class Page:
@@ -542,29 +522,3 @@ def test_the_schedules_have_quiet_times_and_requests_and_show_a_rank_that_plans_
     assert max(gaps) >= idle_interval(10 * MS) + 5
     selfish = [Schedule(random.Random(seed), 2, Selfish) for seed in range(10)]
     assert any("rounds do not match" in schedule.run(1500) for schedule in selfish)
-
-
-def test_ranks_learn_the_slowest_pace_and_the_lowest_snapshot(
-    make: Callable[..., Ranks],
-) -> None:
-    ranks = make(2)
-    wanted = [(10, 30), (40, 20)]
-
-    def tell(interval: int) -> list[tuple[int, int]]:
-        return [
-            agreement.standing(pace, made, interval=interval)
-            for agreement, (pace, made) in zip(ranks.agreements, wanted, strict=True)
-        ]
-
-    assert tell(1) == [(0, 0)] * 2
-    for _ in range(2):
-        ranks.boundary(NOTHING, NOTHING)
-    assert tell(3) == [(40, 20)] * 2
-    # With steps of 200 ms and no clients, five boundaries would lie between rounds.
-    launched = []
-    for _ in range(7):
-        ranks.boundary(NOTHING, NOTHING, clients=(False, False, False))
-        launched.append(all(one._work is not None for one in ranks.agreements))
-    assert launched.count(True) >= 2
-    alone = Agreement(None, timeout_s=1)
-    assert alone.standing(10, 7, interval=1) == (10, 7)

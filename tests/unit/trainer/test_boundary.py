@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import io
 import os
-import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -487,20 +485,6 @@ def test_within_a_functional_call_nothing_has_left(make: Make) -> None:
     assert bench.page[Word.STEP] == PROBATION + 2
 
 
-def test_copies_and_pickles_of_the_model_have_no_hooks_of_ours(make: Make) -> None:
-    bench = make()
-    twin = copy.deepcopy(bench.model)
-    loaded = pickle.loads(pickle.dumps(bench.model))  # noqa: S301
-    buffer = io.BytesIO()
-    torch.save(bench.model, buffer)
-    assert b"paramd" not in buffer.getvalue()
-    bench.train(_sgd(bench))
-    for other in (twin, loaded):
-        other(torch.ones(2, WIDTH)).sum().backward()
-    assert not bench.settled
-    assert bench.boundary.iteration() == PROBATION + 2
-
-
 def test_parameters_that_leave_at_rest_are_seen_and_told(make: Make) -> None:
     bench = make()
     bench.train(_sgd(bench))
@@ -655,36 +639,3 @@ def test_a_block_that_raised_keeps_its_label_while_samples_differ(
     bench.boundary.leave()
     # A process that ends here leaves the training's weights, or none that anyone takes for them.
     assert bench.settled is restores
-
-
-class NotedKeeper:
-    """In the keeper's place: notes what it is told."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[str, int]] = []
-
-    def rested(self, step: int) -> None:
-        self.told.append(("rested", step))
-
-    def settling(self, step: int, *, trusted: bool) -> bool:
-        self.told.append(("settling" if trusted else "untrusted", step))
-        return True
-
-    def kept(self, step: int) -> None:
-        self.told.append(("kept", step))
-
-
-def test_no_record_is_completed_where_the_script_may_be_in_the_middle(make: Make) -> None:
-    bench, keeper = make(), NotedKeeper()
-    bench.boundary.keeper = keeper
-    optimizer = _sgd(bench)
-    bench.train(optimizer, 1)
-    # The next update begins without a forward that would have settled this one.
-    optimizer.step()
-    bench.boundary.begin(bench)
-    bench.boundary.end(bench)
-    # As `attachment.update()` does at its end.
-    bench.boundary.settle()
-    assert [step for told, step in keeper.told if told == "settling"] == [0]
-    bench.boundary.kept()
-    assert keeper.told[-1] == ("kept", 3)

@@ -17,7 +17,7 @@ from paramd.memory.edit_program import ANY_STEP, Record, write_program
 from paramd.memory.gate import TrainerGate, state_of
 from paramd.memory.handover import Descriptors
 from paramd.trainer.boundary.agreement import EDIT, Request
-from paramd.trainer.boundary.edits import AT_ONCE_BYTES, AT_ONCE_RECORDS, Editor
+from paramd.trainer.boundary.edits import Editor
 
 ARENA_BYTES = 8 << 20
 DATA, PREIMAGE = 1 << 16, 2 << 20
@@ -205,19 +205,6 @@ def test_an_edit_for_its_step_is_applied_there_and_nowhere_else(bench: Bench) ->
     assert bench.page[Word.EDIT_FAILED] == request.number
     assert (bench.page[Word.SEQ], bench.page[Word.EDITS]) == (2, 1)
     assert bool((bench.param[1:3, 2:6] == 1.0).all())
-
-
-@pytest.mark.parametrize("large", ["bytes", "records"])
-def test_a_large_program_is_made_ready_in_the_background(bench: Bench, large: str) -> None:
-    count = AT_ONCE_BYTES // 4 + 1024
-    records = [Record(EditKind.SET, "float32", 4096, (count,), (1,), DATA)]
-    if large == "records":
-        records = [
-            Record(EditKind.FILL, "float32", 4096 + 4 * i, (1,), (1,), value=float(i))
-            for i in range(AT_ONCE_RECORDS + 1)
-        ]
-    bench.apply(*records)
-    assert bench.page[Word.EDITS] == 1
 
 
 def test_an_edit_that_fails_half_way_is_never_served(

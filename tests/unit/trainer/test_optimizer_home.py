@@ -134,19 +134,6 @@ def test_a_place_the_script_still_looks_at_is_not_written_to(memory: Memory) -> 
     assert torch.equal(optimizer.state[param]["exp_avg"], torch.zeros_like(kept))
 
 
-def test_moving_out_leaves_private_tensors_with_the_same_values(memory: Memory) -> None:
-    net = model()
-    optimizer = torch.optim.Adam(net.parameters())
-    home = OptimizerHome(memory.optimizer, memory.page, [optimizer])
-    trained(net, optimizer, range(2))
-    home.settle()
-    before = encode(optimizer.state_dict()["state"])
-    home.move_out()
-    (used_bytes,) = home.used_bytes
-    memory.optimizer.buffer[:used_bytes] = bytes(used_bytes)
-    assert encode(optimizer.state_dict()["state"]) == before
-
-
 def test_state_that_shares_memory_is_refused_by_name(memory: Memory) -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

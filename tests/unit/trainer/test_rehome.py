@@ -14,7 +14,6 @@ from paramd.errors import ConflictError
 from paramd.layout.merge import merge_layouts
 from paramd.layout.types import Box, TensorKind, row_major
 from paramd.trainer.home.owned import ParameterStorage
-from paramd.trainer.home.watch import SPARING
 from paramd.trainer.model.shards import find_shards
 
 
@@ -304,33 +303,6 @@ def test_what_changes_between_updates_is_seen(move_in: MoveIn) -> None:
     contents.remember()
     with torch.no_grad():
         model[0].weight[0, 0] = 3.0  # hardly a sample, but a version counter
-    assert contents.strayed()
-
-
-def test_while_nobody_reads_what_changes_everything_is_seen_and_one_tensor_in_its_turn(
-    move_in: MoveIn,
-) -> None:
-    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(40)))
-    home, _ = move_in(model)
-    contents = home.contents
-    assert contents is not None
-
-    for _ in range(3):
-        contents.remember(sparing=True)
-        assert not contents.strayed()
-        for parameter in model.parameters():
-            parameter.data.mul_(0.5)
-        assert contents.strayed()
-
-    seen = []
-    for _ in range(SPARING):
-        contents.remember(sparing=True)
-        model[7].weight.data.mul_(0.5)
-        seen.append(contents.strayed())
-    assert True in seen
-    # With a reader there is nothing to wait for.
-    contents.remember()
-    model[7].weight.data.mul_(0.5)
     assert contents.strayed()
 
 

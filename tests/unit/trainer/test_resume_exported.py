@@ -122,53 +122,31 @@ def damaged(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
 
 
-def shortened(folder: Path) -> None:
-    os.truncate(folder / "model.safetensors", 40)
-
-
-def gone(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-
-
 def linked(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.rename(folder.parent / "elsewhere")
     path.symlink_to(folder.parent / "elsewhere")
 
 
-def no_manifest(folder: Path) -> None:
-    (folder / exported.MANIFEST).unlink()
+ESCAPING = {"name": "../elsewhere", "size_bytes": 1, "xxh3": ""}
+HARMS: dict[str, Callable[[Path], object]] = {
+    "model.safetensors is damaged": damaged,
+    "safetensors is damaged": lambda folder: os.truncate(folder / "model.safetensors", 40),
+    "has no model.safetensors": lambda folder: (folder / "model.safetensors").unlink(),
+    "Too many levels of symbolic links": linked,
+    "has no paramd-export.json": lambda folder: (folder / exported.MANIFEST).unlink(),
+    "another export has taken its place": lambda folder: made(folder, {}, export_id="1" * 32),
+    "names a file '../elsewhere'": lambda folder: made(folder, {}, files=[ESCAPING]),
+}
 
 
-def replaced(folder: Path) -> None:
-    made(folder, {}, export_id="1" * 32)
-
-
-def escaping(folder: Path) -> None:
-    listed = [{"name": "../elsewhere", "size_bytes": 1, "xxh3": ""}]
-    made(folder, {}, files=listed)
-
-
-@pytest.mark.parametrize(
-    ("harm", "why"),
-    [
-        (damaged, "model.safetensors is damaged"),
-        (shortened, "model.safetensors is damaged"),
-        (gone, "has no model.safetensors"),
-        (linked, "Too many levels of symbolic links"),
-        (no_manifest, "has no paramd-export.json"),
-        (replaced, "another export has taken its place"),
-        (escaping, "names a file '../elsewhere'"),
-    ],
-)
-def test_what_is_damaged_or_gone_is_named(
-    tmp_path: Path, harm: Callable[[Path], None], why: str
-) -> None:
+@pytest.mark.parametrize("why", HARMS)
+def test_what_is_damaged_or_gone_is_named(tmp_path: Path, why: str) -> None:
     folder = tmp_path / "one"
     folder.mkdir()
     offered = made(folder)
     assert why_not(offered) == ""
-    harm(folder)
+    HARMS[why](folder)
     assert why in why_not(offered)
 
 

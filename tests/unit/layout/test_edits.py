@@ -218,23 +218,6 @@ def test_tensors_that_share_memory_under_two_names_are_not_edited_together() -> 
         plan_edit(Layout(1, (64,), tensors), ops)
 
 
-def test_words_become_operations_on_what_their_patterns_match() -> None:
-    index = NameIndex(PLAIN)
-    assert edit_ops(
-        index,
-        [
-            OpSpec(pattern="f[1:3]", op="add", value=2.0),
-            OpSpec(pattern="h", op="set", data=True),
-            OpSpec(pattern="?", op="clamp", max=1.0),
-        ],
-    )[:3] == [
-        EditOp(fqn="f", box=Box((1, 0), (3, 4)), kind=EditKind.ADD, value=2.0),
-        EditOp(fqn="h", kind=EditKind.SET, with_data=True),
-        EditOp(fqn="f", kind=EditKind.CLAMP, max=1.0),
-    ]
-    assert edit_ops(index, [OpSpec(pattern="tied.f", op="fill", value=0)])[0].fqn == "f"
-
-
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

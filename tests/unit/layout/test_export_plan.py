@@ -11,21 +11,18 @@ from paramd.layout.exports.settings import ExportSettings, NameMap
 from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, TensorLayout
 
 
-def tensor(
-    name: str, rows: int, ranks: int = 2, *, dtype: str = "float32", **fields: object
-) -> TensorLayout:
-    """`rows` rows of 4, cut evenly over the ranks."""
-    cuts = [rows * rank // ranks for rank in range(ranks + 1)]
-    pieces = tuple(
-        Piece(rank, 4096 * ord(name[0]), Box((cuts[rank], 0), (cuts[rank + 1], 4)))
-        for rank in range(ranks)
+def tensor(name: str, rows: int) -> TensorLayout:
+    """`rows` rows of 4, cut evenly over two ranks."""
+    begin, half = 4096 * ord(name[0]), rows // 2
+    pieces = (
+        Piece(0, begin, Box((0, 0), (half, 4))),
+        Piece(1, begin, Box((half, 0), (rows, 4))),
     )
-    fields.setdefault("kind", TensorKind.PARAMETER)
-    return TensorLayout(fqn=name, dtype=dtype, shape=(rows, 4), pieces=pieces, **fields)  # type: ignore[arg-type]
+    return TensorLayout(name, "float32", (rows, 4), TensorKind.PARAMETER, pieces)
 
 
-def layout(*tensors: TensorLayout, ranks: int = 2) -> Layout:
-    return Layout(ranks, (1 << 30,) * ranks, tensors)
+def layout(*tensors: TensorLayout) -> Layout:
+    return Layout(2, (1 << 30,) * 2, tensors)
 
 
 def test_cutting_equals_that_of_huggingface_hub() -> None:

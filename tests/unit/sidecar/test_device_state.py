@@ -28,7 +28,8 @@ def standin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Standin
         yield found
 
 
-def attached_to(device: DeviceArenaRequest | None) -> AttachedMemory:
+def attached_to(device: DeviceArenaRequest | None, arena_bytes: int) -> AttachedMemory:
+    """The memory that a sidecar shares with a trainer in this process."""
     pid = os.getpid()
     request = AttachRequest(
         job="job",
@@ -37,7 +38,7 @@ def attached_to(device: DeviceArenaRequest | None) -> AttachedMemory:
         world_size=1,
         pid=pid,
         start=places.process_start(pid),
-        arena_bytes=ARENA_BYTES,
+        arena_bytes=arena_bytes,
         public_key=b"",
         version="",
         rank_ticket="",
@@ -49,7 +50,7 @@ def attached_to(device: DeviceArenaRequest | None) -> AttachedMemory:
 @pytest.fixture
 def attached(standin: Standin) -> Iterator[AttachedMemory]:
     trainer = TrainerDevice(device_arena.load(), 0)
-    made = attached_to(trainer.request)
+    made = attached_to(trainer.request, ARENA_BYTES)
     yield made
     made.close()
     trainer.close()

@@ -28,8 +28,8 @@ def words(**named: int) -> list[int]:
     return page
 
 
-def phase(page: list[int], *, state: str = "S", now_ns: int = NOW_NS) -> int:
-    return doing(Ownership.OWNED, page, process_state=state, now_ns=now_ns).phase
+def phase(page: list[int], now_ns: int = NOW_NS) -> int:
+    return doing(Ownership.OWNED, page, process_state="S", now_ns=now_ns).phase
 
 
 @pytest.mark.parametrize(
@@ -69,20 +69,15 @@ def test_how_long_is_too_long_depends_on_the_trainings_own_steps() -> None:
     assert phase(slow, now_ns=NOW_NS + 1300 * S) == common_pb2.PHASE_STALLED
 
 
-@pytest.mark.parametrize(
-    ("ownership", "expected"),
-    [
+def test_who_owns_the_memory_comes_before_what_the_words_say() -> None:
+    for ownership, expected in (
         (Ownership.WAITING, common_pb2.PHASE_WAITING),
         (Ownership.ORPHANED, common_pb2.PHASE_ORPHANED),
         (Ownership.TORN, common_pb2.PHASE_TORN),
-    ],
-)
-def test_who_owns_the_memory_comes_before_what_the_words_say(
-    ownership: Ownership, expected: int
-) -> None:
-    # The pid of a trainer that has ended may be another's, which is stopped.
-    found = doing(ownership, words(SEQ=1), process_state="T", now_ns=NOW_NS)
-    assert (found.phase, found.reason) == (expected, ownership.value)
+    ):
+        # The pid of a trainer that has ended may be another's, which is stopped.
+        found = doing(ownership, words(SEQ=1), process_state="T", now_ns=NOW_NS)
+        assert (found.phase, found.reason) == (expected, ownership.value)
 
 
 @pytest.mark.parametrize("world_size", [1, 4, 256, 4096])

@@ -39,13 +39,11 @@ class Bench:
         self.steps: list[int | None] = []
         self.outcomes: list[Outcome] = []
         self.stopped = False
-        self.digests: list[int] = []
-        """Of the samples, at the next looks; 0 after them."""
         self.capture = Capture(
             self.page,
             clock_ns=lambda: self.now_ns,
             copy=self._copy,
-            digest=lambda: self.digests.pop(0) if self.digests else 0,
+            digest=lambda: 0,
             stopped=lambda: self.stopped,
         )
 
@@ -65,11 +63,9 @@ class Bench:
     def _done(self, state: State | None) -> None:
         self.steps.append(state.step if state is not None else None)
 
-    def arm(self, number: int, *, with_buffers: bool = False) -> None:
+    def arm(self, number: int) -> None:
         self.capture.reaching.arm(
-            Boundary(
-                number, [CopySpan(0, 0, 8)], with_buffers, self.outcomes.append, token=10 * number
-            )
+            Boundary(number, [CopySpan(0, 0, 8)], False, self.outcomes.append, token=10 * number)
         )
 
     def train(self, step_time_ms: int, age_ms: int) -> None:
@@ -168,30 +164,6 @@ def test_a_number_that_was_ever_asked_for_or_taken_back_is_past_for_good(bench: 
         assert bench.page[Word.READY] == 0
     bench.arm(13)
     assert (bench.page[Word.READY], bench.page[Word.HIGHEST]) == (13, 13)
-
-
-@pytest.mark.parametrize("digests", [[7], [0, 7]], ids=["before the copy", "after it"])
-def test_a_settled_state_that_was_changed_without_an_update_is_copied_at_no_time(
-    bench: Bench, digests: list[int]
-) -> None:
-    bench.boundary()
-    bench.page[Word.SETTLED_SEQ] = bench.page[Word.SEQ]
-    bench.digests = digests
-    bench.job()
-    bench.capture.serve()
-    assert (bench.steps, bench.copies) == ([], 1)
-    bench.boundary()
-    bench.capture.serve()
-    assert bench.steps == [2]
-
-
-def test_an_agreed_boundary_whose_state_was_changed_since_is_missed(bench: Bench) -> None:
-    bench.arm(1)
-    bench.boundary(agreed=1)
-    bench.page[Word.SETTLED_SEQ] = bench.page[Word.SEQ]
-    bench.digests = [0, 7]
-    bench.capture.serve()
-    assert [outcome.captured for outcome in bench.outcomes] == [False]
 
 
 def rested(bench: Bench) -> None:

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from paramd import places
 from paramd.errors import ExhaustedError
 from paramd.memory import left
 from paramd.memory.continuation import RECORD, TABLE, KeptSlots
 from paramd.memory.control_page import Word, step_of
 from paramd.memory.descriptors import SparseMemory
 from paramd_service.sidecar.log import Log
-from paramd_service.sidecar.owner import AttachedMemory, AttachRequest, Ownership, attach_memory
+from paramd_service.sidecar.owner import Ownership
 from paramd_service.sidecar.snapshots.offer import offer_of
 from paramd_service.sidecar.snapshots.standing import Standing
 from paramd_service.sidecar.snapshots.store import Block, BlockMaker
+from tests.unit.sidecar.test_device_state import attached_to
 
 ARENA_BYTES, STATE_BYTES = 10_000, 5_000
 
@@ -29,20 +29,7 @@ class Trainer:
     """The words and bytes of a trainer in this process."""
 
     def __init__(self) -> None:
-        pid = os.getpid()
-        request = AttachRequest(
-            job="job",
-            incarnation=1,
-            rank=0,
-            world_size=1,
-            pid=pid,
-            start=places.process_start(pid),
-            arena_bytes=ARENA_BYTES,
-            public_key=b"",
-            version="",
-            rank_ticket="",
-        )
-        self.attached: AttachedMemory = attach_memory(request, [])
+        self.attached = attached_to(None, ARENA_BYTES)
         self.page = self.attached.page
         self.optimizer = SparseMemory(self.attached.shared.optimizer)
         self.optimizer.reserve(0, 8192)

@@ -25,6 +25,7 @@ from paramd.memory.control_page import (
 )
 from paramd.memory.gate import CopyEnd, CopySpan, copy_at_one_step, copy_at_rest
 from paramd.memory.handover import Descriptors
+from paramd.trainer.attaching.checks import changes_in_forward
 from paramd.trainer.boundary.agreement import Agreement, Request
 from paramd.trainer.boundary.boundary import LEFT_AT_REST, PROBATION, Boundary
 from paramd.trainer.boundary.signals import Signals
@@ -239,6 +240,17 @@ class _Inner(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:
         super().step()
         self.seen = self.watch()
+
+
+def test_an_embedding_with_a_max_norm_is_strict_for_ever(make: Make) -> None:
+    model = nn.Embedding(5, WIDTH, max_norm=1.0)
+    bench = make(model, always_strict=changes_in_forward(model))
+    assert "max_norm" in changes_in_forward(model)
+    optimizer = _sgd(bench)
+    for _ in range(PROBATION + 3):
+        model(torch.tensor([1, 2])).sum().backward()
+        assert not bench.settled
+        optimizer.step()
 
 
 def test_a_step_within_a_step_ends_with_the_outer_one(make: Make) -> None:

@@ -73,18 +73,9 @@ def read(home: ParameterStorage, arena: Arena) -> dict[str, torch.Tensor]:
 
 
 DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.int64,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-]
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
+    torch.float8_e5m2, torch.int64, torch.int8, torch.uint8, torch.bool, torch.complex64,
+]  # fmt: skip
 SHAPES = [(), (1,), (5,), (3, 7), (2, 0, 3), (2, 3, 5, 7)]
 
 

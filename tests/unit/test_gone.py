@@ -88,12 +88,6 @@ def test_a_setting_says_what_replaces_it(row: Gone, tmp_path: Path) -> None:
     assert gone.variables({variable: "3"}) == [f"{variable} is gone: {row.instead}"]
 
 
-@pytest.mark.parametrize("row", rows("variable"))
-def test_a_variable_that_was_left_behind_is_a_warning(row: Gone) -> None:
-    variable = f"PARAMD_{row.name.upper()}"
-    assert gone.variables({variable: "3"}) == [f"{variable} is gone: {row.instead}"]
-
-
 def _read_alerts(key: str) -> object:
     return parse_alerts({key: 3}, place="here")
 

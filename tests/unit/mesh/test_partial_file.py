@@ -16,6 +16,11 @@ HEADER = (2).to_bytes(8, "little") + b"{}"
 OTHER_UID = 65534
 
 
+def _open_to_all(path: Path, precious: Path) -> None:
+    path.touch()
+    path.chmod(0o666)
+
+
 def _another_users(path: Path, precious: Path) -> None:
     """As an attacker leaves it: his own, so that he can write into it at any time."""
     child = os.fork()
@@ -33,7 +38,7 @@ PLANTS: dict[str, Callable[[Path, Path], object]] = {
     "hard linked": lambda path, precious: os.link(precious, path),
     "fifo": lambda path, precious: os.mkfifo(path, 0o600),
     "directory": lambda path, precious: path.mkdir(),
-    "open to all": lambda path, precious: (path.touch(), path.chmod(0o666)),
+    "open to all": _open_to_all,
     "another user's": _another_users,
 }
 

@@ -112,7 +112,7 @@ GIVEN: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("said", GIVEN)
 def test_what_cannot_be_is_named_before_anything_is_moved(said: str) -> None:
     address = MODEL.weight.data_ptr()
-    wanted = {"model": MODEL, "optimizer": sgd(), "job": "none"} | GIVEN[said]
+    wanted: dict[str, Any] = {"model": MODEL, "optimizer": sgd(), "job": "none"} | GIVEN[said]
     with pytest.raises(UsageError) as caught:
         paramd.attach(**{name: value for name, value in wanted.items() if value is not None})
     assert said in str(caught.value)

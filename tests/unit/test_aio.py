@@ -53,15 +53,6 @@ async def test_a_second_cancelling_waits_too() -> None:
         await waiting
 
 
-async def test_errors_and_results_come_through() -> None:
-    async def fails() -> None:
-        raise ValueError("now")
-
-    with pytest.raises(ValueError, match="now"):
-        await uncancelled(fails())
-    assert await uncancelled(asyncio.to_thread(lambda: 3)) == 3
-
-
 async def test_of_several_the_first_error_is_raised_as_it_is_and_ends_the_others() -> None:
     ended = []
 

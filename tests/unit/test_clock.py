@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paramd.clock import SETTLE_S, SteadyClock, kept
+from paramd.clock import SETTLE_S, SteadyClock
 
 
 class Clocks:
@@ -59,14 +59,6 @@ def test_a_time_that_stays_is_believed_and_so_is_its_end() -> None:
         assert clocks.error_s() == wrong_s
 
 
-def test_jump_after_jump_is_not_believed() -> None:
-    clocks = Clocks()
-    for number in range(1, 50):
-        clocks.wrong_s = 100.0 * number
-        clocks.passed_s += SETTLE_S / 3
-        assert clocks.error_s() == 0.0
-
-
 @pytest.mark.parametrize("jump_s", [3600.0, -3600.0])
 def test_who_starts_during_a_jump_goes_on_from_its_predecessor(
     tmp_path: Path, jump_s: float
@@ -81,19 +73,6 @@ def test_who_starts_during_a_jump_goes_on_from_its_predecessor(
     for clocks.wrong_s in (jump_s, 0.0):
         clocks.passed_s += 100.0
         assert clocks.error_s() == 0.0
-
-
-def test_a_new_time_settles_across_restarts(tmp_path: Path) -> None:
-    clocks = Clocks()
-    clocks.error_s()
-    clocks.wrong_s = 3600.0
-    for _ in range(4):
-        assert clocks.error_s() == 0.0
-        clocks.now_s.write(tmp_path / "clock")
-        clocks.passed_s += SETTLE_S / 4
-        clocks.restart()
-        assert clocks.now_s.go_on_from(tmp_path / "clock")
-    assert clocks.error_s() == 3600.0
 
 
 def test_what_was_left_long_ago_is_not_taken(tmp_path: Path) -> None:
@@ -137,12 +116,3 @@ def test_what_others_planted_is_not_taken(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for planted in ("link", "pipe", "nothing"):
         assert not clocks.now_s.go_on_from(tmp_path / planted)
-
-
-def test_a_time_that_cannot_be_kept_costs_nobody(tmp_path: Path) -> None:
-    clocks = Clocks()
-    with kept(tmp_path / "missing" / "clock", clocks.now_s):
-        assert clocks.error_s() == 0.0
-    with kept(tmp_path / "clock", clocks.now_s):
-        pass
-    assert clocks.now_s.go_on_from(tmp_path / "clock")

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
 import paramd
 from paramd import gone
-from paramd.cli.main import app, main
-from paramd.cli.settings import FILE_KEYS, read_file
+from paramd.cli.main import main
+from paramd.cli.settings import read_file
 from paramd.errors import GoneError, UsageError
 from paramd.gone import GONE, Door, Gone
 from paramd.mesh.amesh import AsyncMesh
 from paramd.mesh.mesh import Mesh
 from paramd.trainer.attaching.attach import attach
 from paramd.trainer.attaching.attachment import Attachment
-from paramd.trainer.settings import AttachSettings
-from paramd_service.control.alerts.config import AlertConfig
 from paramd_service.control.alerts.service import parse_alerts
 from paramd_service.control.base.config import ControlConfig
-from paramd_service.control.edits.spec import EditConfig, load_edits
-from paramd_service.sidecar.config import SidecarConfig
+from paramd_service.control.edits.spec import load_edits
 from paramd_service.sidecar.main import parse
 from tests.unit.control.test_control_http import RIGHT, build_app, client_of, services
 
@@ -73,24 +63,6 @@ def test_a_command_line_says_what_replaces_it(
     assert capsys.readouterr().err == f"paramd: `paramd {row.name}` is gone: {row.instead}\n"
 
 
-def test_options_and_values_do_not_hide_a_name_that_is_gone(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for given in (
-        ["--job", "run", "alerts", "--all", "herald", "loss"],
-        ["--job", "run", "alerts", "--herald=3"],
-    ):
-        assert main(given) == 2
-        assert "is gone: use samples" in capsys.readouterr().err
-
-
-def test_a_word_is_gone_only_where_it_stood(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["stats", "--herald"]) == 2
-    assert "No such option: --herald" in capsys.readouterr().err
-    assert main(["stat"]) == 2
-    assert "Did you mean" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("row", [row for row in rows("setting") if "." not in row.values[0].name])
 def test_a_setting_says_what_replaces_it(row: Gone, tmp_path: Path) -> None:
     option = f"--{row.name.replace('_', '-')}"
@@ -115,12 +87,6 @@ def test_a_setting_says_what_replaces_it(row: Gone, tmp_path: Path) -> None:
     assert gone.variables({variable: "3"}) == [f"{variable} is gone: {row.instead}"]
 
 
-@pytest.mark.parametrize("row", rows("variable"))
-def test_a_variable_that_was_left_behind_is_a_warning(row: Gone) -> None:
-    variable = f"PARAMD_{row.name.upper()}"
-    assert gone.variables({variable: "3"}) == [f"{variable} is gone: {row.instead}"]
-
-
 def _read_alerts(key: str) -> object:
     return parse_alerts({key: 3}, place="here")
 
@@ -129,39 +95,16 @@ def _read_edits(key: str) -> object:
     return load_edits([], {"PARAMD_EDITS": json.dumps({key: 3})}, strict=True)
 
 
-TABLES = {"alerts": (AlertConfig, _read_alerts), "edits": (EditConfig, _read_edits)}
+READERS = {"alerts": _read_alerts, "edits": _read_edits}
 """Tables of paramd.toml whose keys are settings."""
 
 
 @pytest.mark.parametrize("row", [row for row in rows("setting") if "." in row.values[0].name])
 def test_a_key_of_a_table_says_what_replaces_it(row: Gone) -> None:
     table, _, key = row.name.partition(".")
-    _, read = TABLES[table]
     with pytest.raises(UsageError) as refused:
-        read(key)
+        READERS[table](key)
     assert str(refused.value).endswith(f"{key!r} is gone: {row.instead}")
-
-
-CONTROL_PLANE = """
-import sys
-from paramd import gone
-gone.GONE = (gone.Gone("setting", "herald_s", "use samples"),)
-from paramd_service.control.main import main
-sys.exit(main(["--listen", "nowhere"]))
-"""
-
-
-def test_a_control_plane_warns_of_a_variable_and_goes_on() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", CONTROL_PLANE],
-        check=False,
-        env=os.environ | {"PARAMD_HERALD_S": "3"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert "PARAMD_HERALD_S is gone: use samples" in ended.stderr
-    assert "'nowhere'; expected host:port" in ended.stderr
 
 
 @pytest.mark.parametrize("row", rows("rest"))
@@ -199,87 +142,3 @@ def test_a_python_name_says_what_replaces_it(row: Gone) -> None:
         assert str(refused.value) == f"{shown} is gone: {row.instead}"
         # What asks whether there is such a name goes on as with any other.
         assert hasattr(holder, name) == bool(keyword)
-
-
-async def test_a_keyword_that_is_gone_is_refused_and_others_are_passed_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    row = Gone("python", "Herald.export(every_s)", "use samples")
-    monkeypatch.setattr(gone, "GONE", (row,))
-
-    @gone.tells
-    class AsyncHerald:
-        async def export(self, to: str, *, note: str = "") -> str:
-            return to + note
-
-    assert await AsyncHerald().export("a", note="b") == "ab"
-    with pytest.raises(GoneError, match=r"Herald.export\(every_s=...\) is gone: use samples"):
-        AsyncHerald().export("a", every_s=3)  # type: ignore[call-arg]
-
-
-def test_an_unknown_attribute_is_python_s_own_error() -> None:
-    with pytest.raises(AttributeError, match="has no attribute 'nope'") as error:
-        object.__new__(Mesh).nope  # type: ignore[attr-defined]  # noqa: B018
-    assert not isinstance(error.value, GoneError)
-
-
-def test_no_row_names_what_still_exists() -> None:
-    assert [row for row in GONE if _is_there(row)] == []
-    assert len({(row.door, row.name) for row in GONE}) == len(GONE)
-
-
-def test_what_exists_is_found() -> None:
-    """The test above can fail."""
-    there: list[tuple[Door, str]] = [
-        ("command", "export"),
-        ("flag", "alerts --all"),
-        ("setting", "job"),
-        ("setting", "alerts.watch"),
-        ("rest", "GET /jobs/{}/alerts"),
-        ("python", "Mesh.export"),
-        ("python", "Mesh.export(dtype)"),
-        ("python", "paramd.attach"),
-    ]
-    assert [one for one in there if not _is_there(Gone(*one, "use it"))] == []
-
-
-def _is_there(row: Gone) -> bool:
-    if row.door == "python":
-        return _is_python(row.name)
-    if row.door == "variable":
-        return row.name in {field.name for field in fields(AttachSettings)}
-    lines = _command_lines(typer.main.get_command(app))
-    return row.name in {"setting": _settings(), "rest": _operations()}.get(row.door, lines)
-
-
-def _settings() -> Iterator[str]:
-    yield from FILE_KEYS
-    yield from inspect.signature(attach).parameters
-    for kind in (AttachSettings, ControlConfig, SidecarConfig):
-        yield from (field.name for field in fields(kind))
-    for table, (kind, _) in TABLES.items():
-        yield from (f"{table}.{field.name}" for field in fields(kind))
-
-
-def _command_lines(command: Any, *path: str) -> Iterator[str]:
-    for parameter in command.params:
-        for flag in (*parameter.opts, *parameter.secondary_opts):
-            yield " ".join((*path, flag))
-    for name, sub in getattr(command, "commands", {}).items():
-        yield " ".join((*path, name))
-        yield from _command_lines(sub, *path, name)
-
-
-def _operations() -> Iterator[str]:
-    for path, methods in build_app(services()).openapi()["paths"].items():
-        shape = "/".join("{}" if part[:1] == "{" else part for part in path.split("/"))
-        yield from (f"{method.upper()} {shape.removeprefix(gone.API)}" for method in methods)
-
-
-def _is_python(row_name: str) -> bool:
-    owner, _, name = row_name.partition(".")
-    name, _, keyword = name.removesuffix(")").partition("(")
-    kind = KINDS.get(owner, paramd)
-    if not hasattr(kind, name):
-        return False
-    return not keyword or keyword in inspect.signature(getattr(kind, name)).parameters

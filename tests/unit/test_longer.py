@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tests.longer import eighth, sample
+from tests.longer import sample
 from tests.multiprocess.kinds import FAMILIES, KINDS, sampled
 
 CASES = [(name, size) for name in ("a", "b", "c", "d", "e") for size in (1, 2, 4)]
@@ -17,10 +17,6 @@ CHOSEN = {("a", 1), ("c", 4)}
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PARAMD_TESTS_ALL", "PARAMD_TESTS_EIGHTH"):
         monkeypatch.delenv(name, raising=False)
-
-
-def test_without_a_wish_the_sample_is_taken() -> None:
-    assert sample(CASES, CHOSEN) == [("a", 1), ("c", 4)]
 
 
 def test_eight_eighths_have_every_case_once_and_the_sample_always(
@@ -36,28 +32,8 @@ def test_eight_eighths_have_every_case_once_and_the_sample_always(
     assert counts == {case: 8 if case in CHOSEN else 1 for case in CASES}
 
 
-def test_tests_of_few_cases_have_their_turns_at_different_times(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("PARAMD_TESTS_EIGHTH", "0")
-    taken = [bool(sample([f"{test}"], ())) for test in range(64)]
-    assert 1 <= sum(taken) <= 24
-
-
-def test_a_campaign_takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PARAMD_TESTS_ALL", "1")
-    assert sample(CASES, CHOSEN) == CASES
-
-
 def test_three_tests_over_kinds_have_them_all_and_every_family_each() -> None:
     names = [kind.name for kind in KINDS]
     turns = [set(sampled(names, turn)) for turn in range(3)]
     assert set.union(*turns) == set(names)
     assert all(taken > FAMILIES & set(names) for taken in turns)
-
-
-@pytest.mark.parametrize("text", ["8", "-1", "half"])
-def test_another_number_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PARAMD_TESTS_EIGHTH", text)
-    with pytest.raises(ValueError, match="expected 0 to 7"):
-        eighth()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import struct
 import subprocess
@@ -22,18 +21,11 @@ from tests.launch import ROOT
 from tests.soak import plan
 from tests.soak.actors import Operator
 from tests.soak.oracle import Oracle, Tally, WrongError
-from tests.soak.stage import MOST_PATIENCE, Start, patience_s
-from tests.soak.trainer import role_of, stamp
-from tests.soak.usage import MIB, Series, Usage
+from tests.soak.stage import Start
+from tests.soak.trainer import stamp
 
 STEP, SALT = 40, 1
 UP, WIDE = "blocks.1.up.", "blocks.1.wide."
-
-
-def test_a_seed_says_everything_that_happens() -> None:
-    assert plan.episode(7, 3) == plan.episode(7, 3)
-    assert plan.episode(7, 3) != plan.episode(8, 3)
-    assert plan.episode(7, 3) != plan.episode(7, 4)
 
 
 def test_every_kind_of_fault_has_its_turn_and_every_point_of_the_code_is_one() -> None:
@@ -48,17 +40,6 @@ def test_every_kind_of_fault_has_its_turn_and_every_point_of_the_code_is_one() -
     for who, points in (("sidecar", plan.SIDECAR_POINTS), ("trainer", plan.TRAINER_POINTS)):
         for point in points:
             assert {f"{who} {point} kill", f"{who} {point} stop"} <= set(dealt)
-
-
-def test_faults_that_are_told_are_those_and_no_others() -> None:
-    text = "sidecar clock +@1; sidecars all kill"
-    told = plan.told(text, kind="fsdp2", world_size=2, store="embedded")
-    assert [[(f.kind, f.rank) for f in event] for event in told.events] == [
-        [("sidecar clock +", 1)],
-        [("sidecars all kill", 0)],
-    ]
-    with pytest.raises(ValueError, match="no fault of embedded"):
-        plan.told("postgres random kill", kind="ddp", world_size=2, store="embedded")
 
 
 HANGS = """
@@ -88,11 +69,6 @@ def test_what_hangs_is_ended_and_told_with_where_it_was() -> None:
         while psutil.Process(int(done.stdout)).status() != psutil.STATUS_ZOMBIE:
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
-
-
-def test_patience_ends_however_busy_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "getloadavg", lambda: (500.0, 0.0, 0.0))
-    assert patience_s(30.0) == MOST_PATIENCE * 30.0
 
 
 @pytest.mark.parametrize("late", [-1, 1, 2])
@@ -190,25 +166,3 @@ def test_an_edit_in_another_incarnation_is_none_in_this_one(oracle: Oracle) -> N
     changed = {f"{WIDE}weight": torch.full((3,), 5.0)}
     with pytest.raises(WrongError, match="lost"):
         oracle.judge("lane", oracle.ask(), 1, STEP, answer() | changed)
-
-
-def test_names_of_any_wrapper_have_a_role() -> None:
-    assert role_of("_fsdp_wrapped_module.blocks.0._checkpoint_wrapped_module._flat_param") == (
-        "stamped"
-    )
-    assert role_of("module.blocks.1.up.weight") == "edited"
-    assert role_of("embed.weight") == role_of("module.weight") == "learned"
-
-
-def test_a_slope_is_of_each_process_and_not_of_who_is_larger() -> None:
-    usage = Usage()
-    hour = [0.0, 1800.0, 3600.0]
-    later = [t + 9000 for t in hour]
-    usage._series = {
-        ("sidecar", 1): Series(0.0, hour, [MIB, 2 * MIB, 3 * MIB], [9, 9, 9]),
-        ("sidecar", 2): Series(0.0, later, [90 * MIB, 91 * MIB, 92 * MIB], [5, 5, 5]),
-    }
-    (slope,) = usage.slopes()
-    assert slope.rss_bytes_per_hour == pytest.approx(2 * MIB)
-    assert slope.descriptors_per_hour == 0
-    assert slope.processes == 2

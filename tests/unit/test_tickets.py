@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hmac
 import json
-import re
 import time
 from typing import Any
 
@@ -17,17 +16,12 @@ from hypothesis import strategies as st
 from paramd.errors import DeniedError, UsageError
 from paramd.security.tickets import (
     CLOCK_SKEW_S,
-    MAX_TICKET_BYTES,
     Claims,
     Role,
     Signer,
     Verifier,
-    claimed,
-    holds_token,
     key_from_hex,
-    life_s,
     new_private_key,
-    new_token,
 )
 
 KEY = bytes(range(32))
@@ -62,32 +56,6 @@ def signed(claims: object, header: object = None) -> str:
 CLAIMS = {"job": "run", "incarnation": 3, "role": "reader", "exp": NOW_S, "jti": "x"}
 
 
-@pytest.mark.parametrize("role", Role)
-def test_a_minted_ticket_verifies_with_its_claims(role: Role) -> None:
-    claims = verify(ticket(role=role))
-    assert (claims.job, claims.incarnation, claims.role, claims.rank) == ("run", 3, role, 5)
-    assert claims.expires_s == NOW_S + 600.0
-
-
-def test_a_ticket_says_its_claims_in_the_shortest_json_and_nothing_else() -> None:
-    payload = ticket(token_id="t-1").split(".")[1]
-    text = base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)).decode()
-    found = json.loads(text)
-    assert re.fullmatch("[0-9a-f]{16}", found.pop("jti"))
-    assert found == {
-        "job": "run",
-        "incarnation": 3,
-        "role": "reader",
-        "exp": NOW_S + 600.0,
-        "iat": NOW_S,
-        "rank": 5,
-        "token": "t-1",
-    }
-    assert text == json.dumps(json.loads(text), sort_keys=True, separators=(",", ":"))
-    other = ticket(rank=None).split(".")[1]
-    assert {"rank", "token"}.isdisjoint(json.loads(base64.urlsafe_b64decode(other + "==")))
-
-
 def test_what_is_verified_has_every_claim_with_its_type() -> None:
     claims = verify(ticket(token_id="t-1"))
     assert (claims.issued_s, claims.token_id) == (NOW_S, "t-1")
@@ -108,56 +76,6 @@ def test_a_known_ticket_ends_by_the_steady_clock(monkeypatch: pytest.MonkeyPatch
             continue
         with pytest.raises(DeniedError, match=r"expired 6[0-9] s ago"):
             verifier.verify(text, job="run", incarnation=3)
-
-
-def test_a_known_ticket_costs_no_second_signature(monkeypatch: pytest.MonkeyPatch) -> None:
-    verifier, text = Verifier(PUBLIC), ticket()
-    first = verifier.verify(text, job="run", incarnation=3, now_s=NOW_S)
-    monkeypatch.setattr(verifier, "_key", None)
-    assert verifier.verify(text, job="run", incarnation=3, now_s=NOW_S) is first
-
-
-def test_the_longest_ticket_passes_and_no_longer_one() -> None:
-    room = MAX_TICKET_BYTES - len(signed(CLAIMS | {"jti": ""}))
-    fitting = [
-        text
-        for count in range(room // 2, room)
-        if len(text := signed(CLAIMS | {"jti": "x" * count})) == MAX_TICKET_BYTES
-    ]
-    assert verify(fitting[0]).ticket_id.startswith("xx")
-    with pytest.raises(DeniedError, match="at most 1024"):
-        verify(fitting[0] + "x")
-
-
-def test_a_tickets_life_is_what_it_says_and_never_negative() -> None:
-    assert life_s(ticket(ttl_s=90.0)) == 90.0
-    assert life_s(signed(CLAIMS | {"iat": NOW_S + 1.0})) == 0.0
-    assert life_s(signed(CLAIMS | {"iat": NOW_S - 0.25})) == 0.25
-    with pytest.raises(DeniedError):
-        life_s("no ticket")
-
-
-def test_tokens_are_told_from_other_text() -> None:
-    token = new_token()
-    assert re.fullmatch("pmd_[A-Za-z0-9_-]{43}", token)
-    assert token != new_token()
-    assert holds_token(f"in the middle of {token}.")
-    assert not holds_token("pmd_short, and no token anywhere")
-
-
-def test_every_ticket_has_an_id_of_its_own() -> None:
-    ids = {verify(ticket()).ticket_id for _ in range(50)}
-    assert len(ids) == 50
-
-
-def test_a_token_made_elsewhere_with_the_key_is_the_same_format() -> None:
-    assert verify(signed(CLAIMS)).ticket_id == "x"
-
-
-def test_the_clock_is_used_when_no_time_is_given() -> None:
-    text = SIGNER.mint(job="run", incarnation=1, role=Role.CONTROL, ttl_s=5.0)
-    claims = verify(text, incarnation=1, now_s=None)
-    assert claims.expires_s == pytest.approx(time.time() + 5.0, abs=2.0)
 
 
 def test_expiry_tolerates_the_skew_and_not_more() -> None:
@@ -237,15 +155,6 @@ def test_other_encodings_of_the_same_bytes_are_refused() -> None:
             verify(changed)
 
 
-@pytest.mark.parametrize(
-    "text", ["", ".", "..", "a.b.c", "\x00", "ä.ö", "\ud800", "a" * (MAX_TICKET_BYTES + 1), None, 7]
-)
-def test_garbage_is_denied_and_nothing_else_is_raised(text: Any) -> None:
-    for check in (verify, claimed):
-        with pytest.raises(DeniedError):
-            check(text)
-
-
 @given(st.text(max_size=1100))
 def test_any_text_is_denied(text: str) -> None:
     with pytest.raises(DeniedError):
@@ -294,14 +203,6 @@ def test_a_sidecar_is_bound_to_a_rank() -> None:
         verify(signed(CLAIMS | {"role": "sidecar"}))
 
 
-def test_what_a_ticket_claims_names_the_key_to_ask_for() -> None:
-    assert claimed(ticket()) == ("run", 3)
-
-
-def test_a_short_validity_is_one() -> None:
-    assert verify(ticket(ttl_s=0.5)).expires_s == NOW_S + 0.5
-
-
 @pytest.mark.parametrize("ttl_s", [0.0, -1.0, float("inf"), float("nan")])
 def test_a_useless_validity_is_a_usage_error(ttl_s: float) -> None:
     with pytest.raises(UsageError, match="ttl_s"):
@@ -314,12 +215,6 @@ def test_a_malformed_key_is_refused_without_showing_it(value: object) -> None:
         key_from_hex({"private_key": value}, "private_key")
     assert "abab" not in str(refused.value)
     assert key_from_hex({"key": KEY.hex()}, "key") == KEY
-
-
-@pytest.mark.parametrize(("make", "name"), [(Signer, "private_key"), (Verifier, "public_key")])
-def test_a_key_of_another_size_is_a_usage_error(make: Any, name: str) -> None:
-    with pytest.raises(UsageError, match=f"^{name}: 31 bytes; expected 32"):
-        make(bytes(31))
 
 
 def test_the_private_key_shows_nowhere() -> None:

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import os
-import socket
-import time
 from pathlib import Path
 
-import grpc
 import pytest
 
 from paramd.cli.main import main as paramd_command
-from paramd.errors import ConflictError, DeniedError, UnreachableError, UsageError
+from paramd.errors import ConflictError, DeniedError, UsageError
 from paramd.security import authority
-from paramd.security.tls import ClientTls, check_address, https_context, open_channel, pinned
+from paramd.security.tls import ClientTls, check_address, https_context, open_channel
 from paramd_service.control.base.endpoint import Address, parse_listen
 from paramd_service.sidecar.main import parse
-from paramd_service.tls import ServerTls, TlsFiles, advertised, grpc_address, tls_files
+from paramd_service.tls import ServerTls, TlsFiles
 
 BEYOND = ["0.0.0.0", "[::]", "10.0.0.7", "192.168.1.5", "[2001:db8::1]"]
-LOOPBACK = ["127.0.0.1", "127.0.0.2", "[::1]"]
 
 
 @pytest.fixture
@@ -39,34 +35,6 @@ def test_beyond_loopback_both_servers_want_tls(host: str, files: TlsFiles) -> No
     assert parse_listen(listen, option="--listen", tls=True) == Address(host.strip("[]"), 8470)
     given = ["--tls-cert", str(files.cert), "--tls-key", str(files.key)]
     assert parse([*arguments, *given]).tls_files == files
-
-
-@pytest.mark.parametrize("host", LOOPBACK)
-def test_loopback_needs_none(host: str) -> None:
-    assert parse_listen(f"{host}:1", option="x").port == 1
-    parse(["--job", "j", "--rank", "0", "--socket", "s", "--listen", f"{host}:1"])
-
-
-def test_half_of_a_certificate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for given in (("c", "", ""), ("", "k", ""), ("", "", "ca")):
-        with pytest.raises(UsageError, match="belong together"):
-            tls_files(*given)
-    monkeypatch.setenv("PARAMD_TLS_CERT", "from-environment")
-    found = tls_files("", "k", "")
-    assert found is not None
-    assert found.cert == Path("from-environment")
-    with pytest.raises(UsageError, match="belong together"):
-        ClientTls(cert=Path("c"))
-
-
-def test_everywhere_is_no_name() -> None:
-    assert advertised("10.0.0.7", "", tls=True) == "10.0.0.7"
-    assert advertised("0.0.0.0", "node", tls=True) == "node"
-    for host in ("0.0.0.0", "::"):
-        with pytest.raises(UsageError, match="--advertise"):
-            advertised(host, "", tls=True)
-    assert grpc_address("::1", 5, tls=True) == "grpcs://[::1]:5"
-    assert grpc_address("127.0.0.1", 5, tls=False) == "127.0.0.1:5"
 
 
 @pytest.mark.parametrize("address", ["10.0.0.7:1", "example.org:1", "0.0.0.0:1", "127.0.0.1.x:1"])
@@ -90,33 +58,6 @@ async def test_no_token_goes_to_another_host_in_the_clear() -> None:
 def test_other_targets_of_grpc_are_no_addresses(address: str) -> None:
     with pytest.raises(UsageError, match="expected host:port"):
         check_address(address)
-
-
-def test_addresses_of_both_forms_pass() -> None:
-    for address in ("127.0.0.1:1", "[::1]:65535", "node-1.example:80", "grpcs://node:5"):
-        assert check_address(address) == address
-
-
-def test_replaced_files_are_taken_up_when_they_fit(files: TlsFiles, tmp_path: Path) -> None:
-    tls = ServerTls(files)
-    assert tls.names == {"localhost", "127.0.0.1"}
-    assert tls.expires_s == pytest.approx(time.time() + 30 * 86_400, abs=600)
-    assert not tls.refresh()
-    authority.write(tmp_path, names=["other.example"], days=60)
-    assert tls.refresh()
-    assert tls.names == {"other.example"}
-    before_s = tls.expires_s
-    files.cert.write_bytes(b"-----BEGIN CERTIFICATE-----\nsecret\n")
-    assert not tls.refresh()
-    assert tls.expires_s == before_s
-    assert "no PEM" in tls.failure
-    assert "secret" not in tls.failure
-    files.cert.unlink()
-    assert not tls.refresh()
-    authority.write(tmp_path, names=["third.example"], days=60)
-    assert tls.refresh()
-    assert tls.failure == ""
-    assert isinstance(tls.grpc_credentials(), grpc.ServerCredentials)
 
 
 def test_a_key_of_another_certificate_is_refused_at_the_start(
@@ -148,10 +89,3 @@ def test_certs_init_writes_private_keys_for_us_alone_and_keeps_its_ca(
     (directory / "ca.key").write_bytes(b"x")
     with pytest.raises(ConflictError, match="cannot be read"):
         authority.write(directory, names=["x"], days=1)
-
-
-def test_a_control_plane_that_is_gone_is_unreachable_also_to_who_has_a_fingerprint() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        url = f"https://127.0.0.1:{listener.getsockname()[1]}"
-    with pytest.raises(UnreachableError, match="does not show its CA"):
-        pinned(url, "sha256:" + "0" * 64)

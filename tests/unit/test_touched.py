@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.launch import ROOT
-from tests.touched import SCENES, files, touched
+from tests.touched import SCENES, touched
 
 
 @pytest.mark.parametrize(
@@ -32,10 +30,3 @@ def test_a_change_touches_the_scenes_that_import_or_name_it(changed: str, scenes
 @pytest.mark.parametrize("changed", ["constraints.txt", "tests/conftest.py", "tests/leaks.py"])
 def test_what_every_test_runs_with_touches_all_of_them(changed: str) -> None:
     assert touched({ROOT / changed}) == SCENES
-
-
-@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.stem)
-def test_a_scene_touches_itself_and_something_of_ours(scene: Path) -> None:
-    ours = [path for path in files(scene) if not path.is_relative_to(ROOT / "tests")]
-    assert ours
-    assert scene in touched({scene})

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paramd.errors import DeniedError, NotFoundError, UsageError
+from paramd.errors import DeniedError, UsageError
 from paramd.v1.export_pb2 import ExportTarget
 from paramd_service.destinations.destinations import (
     Destination,
@@ -35,43 +35,17 @@ def attacks() -> Iterator[str]:
     yield from ["", "/", "//", "a//b", "/a", "a/", "//a", "a///b", "/etc/passwd", "//host/share"]
     yield from ["/..", "/.", "///etc", "/proc/self/root", "/dev/sda", "a/b/", "a/b//"]
     yield from [
-        "~",
-        "~/x",
-        "~root",
-        "~root/x",
-        "a/~",
-        "a/~/b",
-        "$HOME/x",
-        "${HOME}",
-        "%HOME%",
-        "`id`",
-    ]
+        "~", "~/x", "~root", "~root/x", "a/~", "a/~/b", "$HOME/x", "${HOME}", "%HOME%", "`id`",
+    ]  # fmt: skip
     yield from [
-        "$(id)",
-        "a;b",
-        "a|b",
-        "a&b",
-        "a>b",
-        "a<b",
-        "a*b",
-        "a?b",
-        "a[b]",
-        "{a,b}",
-        "!a",
-        "#a",
-    ]
+        "$(id)", "a;b", "a|b", "a&b", "a>b", "a<b", "a*b", "a?b", "a[b]", "{a,b}", "!a", "#a",
+    ]  # fmt: skip
     schemes = ["s3", "gs", "file", "http", "https", "ftp", "az", "hf", "memory", "simplecache"]
     yield from [f"{scheme}://bucket/x" for scheme in schemes]
     yield from [f"{scheme}:x" for scheme in schemes]
     yield from [
-        "a::b",
-        "zip://a::file:///etc/passwd",
-        "filecache::s3://b/x",
-        "a:b",
-        ":a",
-        "a:",
-        "::",
-    ]
+        "a::b", "zip://a::file:///etc/passwd", "filecache::s3://b/x", "a:b", ":a", "a:", "::",
+    ]  # fmt: skip
     yield from ["a/b::c", "blockcache::file:///x", "reference::x", "C:", "C:/x", "C:\\x", "c:x"]
     yield from ["\\\\host\\share", "\\\\?\\C:\\x", "\\\\.\\PhysicalDrive0", "a\\b", "\\a", "a\\"]
     devices = ["con", "CON", "prn", "aux", "nul", "NUL", "com1", "COM9", "lpt1", "LPT9", "Con.txt"]
@@ -83,24 +57,11 @@ def attacks() -> Iterator[str]:
     yield from ["\x00", "a\x00", "\x00a", "a/\x00/b", "a\x00/../b", "a\r\nb", "a\nb/c"]
     yield from [f"a{mark}b" for mark in "\u200b\u200e\u202e\u2066\ufeff\u00ad\u2028\u2029\u0301"]
     yield from [
-        "\u0430dmin",
-        "\u00e9",
-        "\u4e2d\u6587",
-        "\U0001f600",
-        "\ud800",
-        "a\ud800b",
-        "\uff41",
-    ]
+        "\u0430dmin", "\u00e9", "\u4e2d\u6587", "\U0001f600", "\ud800", "a\ud800b", "\uff41",
+    ]  # fmt: skip
     yield from [
-        ".hidden",
-        "a/.hidden",
-        ".git",
-        ".paramd-export",
-        "a/.ssh/id",
-        ".a/b",
-        "-a",
-        "a/-rf",
-    ]
+        ".hidden", "a/.hidden", ".git", ".paramd-export", "a/.ssh/id", ".a/b", "-a", "a/-rf",
+    ]  # fmt: skip
     yield from ["--help", "-", "+a", "=a", "@a", "a@b", "a,b", "a'b", 'a"b', "a%b", "a%00b", "a^b"]
     yield from ["a" * 129, "a/" * 300 + "a", "a" * 600, "/".join("a" * 17), "b/" + "a" * 129]
     yield from ["x" * 4096, "a" * 100_000, "../" * 40 + "etc/passwd", "a/b/../../../c"]
@@ -108,10 +69,6 @@ def attacks() -> Iterator[str]:
 
 PYTHON = (sys.prefix, sys.base_prefix, str(Path(__file__).parents[3]))
 ATTACKS = list(dict.fromkeys(attacks()))
-
-
-def test_the_list_of_attacks_is_long() -> None:
-    assert len(ATTACKS) >= 200
 
 
 def test_every_attack_is_refused_before_anything_is_opened(
@@ -162,11 +119,6 @@ def test_plain_keys_are_taken(key: str) -> None:
 def test_what_names_no_destination_is_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         locate(parse_destinations({"here": str(tmp_path)}), text)
-
-
-def test_an_unknown_destination_names_those_there_are() -> None:
-    with pytest.raises(NotFoundError, match="known: cloud, here"):
-        locate(parse_destinations({"here": "/x", "cloud": "s3://bucket"}), "there/a")
 
 
 def test_tables_are_read_from_json_and_checked() -> None:

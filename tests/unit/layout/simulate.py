@@ -1,12 +1,14 @@
-"""Ranks that hold tensors as torch's wrappers would, with real bytes, without torch."""
+"""Ranks that hold tensors as torch's wrappers would, with real bytes."""
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+
+import torch
 
 from paramd.layout.dtypes import item_bytes
 from paramd.layout.merge import LocalLayout, LocalTensor, merge_layouts
@@ -147,6 +149,17 @@ class World:
             for read in plan.ranks
         }
 
+    def laid(self, full: Mapping[str, bytes], rank: int) -> bytes:
+        """A rank's arena with these row-major bytes of the full tensors."""
+        memory = bytearray(self.arenas[rank])
+        for tensor in self.layout.tensors:
+            spec = Spec(tensor.fqn, tensor.dtype, tensor.shape)
+            for piece in tensor.pieces:
+                if piece.rank == rank:
+                    data = memory_of(piece.region, piece.strides, spec, full[tensor.fqn])
+                    memory[piece.arena_begin : piece.arena_begin + len(data)] = data
+        return bytes(memory)
+
     def expected(self, plan: ReadPlan) -> list[bytes]:
         return [
             b"".join(
@@ -218,58 +231,43 @@ def memory_of(
 def gather(
     plan: ReadPlan, snapshots: dict[int, bytes], max_block_bytes: int | None = None
 ) -> list[bytes]:
-    """Executes a plan element by element; every element must be written exactly once.
+    """Executes a plan; every element must be written exactly once.
 
     With `max_block_bytes` the landings that are not direct go through blocks, and nothing
     outside of a block is looked at.
     """
-    results = [bytearray(tensor.size_bytes) for tensor in plan.tensors]
-    written = [bytearray(tensor.size_bytes) for tensor in plan.tensors]
+    results = [torch.zeros(tensor.size_bytes, dtype=torch.uint8) for tensor in plan.tensors]
+    written = [torch.zeros_like(result) for result in results]
     for read in plan.ranks:
-        data = snapshots[read.rank]
+        data = torch.tensor(list(snapshots[read.rank]), dtype=torch.uint8)
         assert len(data) == read.size_bytes
         for landing in read.landings:
             tensor = plan.tensors[landing.tensor]
             size = item_bytes(tensor.dtype)
+            result, count = results[landing.tensor], written[landing.tensor]
             if landing.direct:
                 assert landing.target_begin_bytes is not None
-                places: Iterable[tuple[int, int, int]] = [
-                    (landing.begin_bytes, landing.target_begin_bytes, landing.size_bytes)
+                part = slice(
+                    landing.target_begin_bytes, landing.target_begin_bytes + landing.size_bytes
+                )
+                result[part] = data[landing.begin_bytes : landing.end_bytes]
+                count[part] += 1
+                continue
+            assert isinstance(landing.target, Box)
+            views = [(landing.begin_bytes, landing.end_bytes, landing.target)]
+            if max_block_bytes is not None:
+                views = [
+                    (b.begin_bytes, b.end_bytes, b.target)
+                    for b in blocks(landing, size, max_block_bytes)
                 ]
-            else:
-                assert isinstance(landing.target, Box)
-                views = [(landing.begin_bytes, landing.end_bytes, landing.target)]
-                if max_block_bytes is not None:
-                    views = [
-                        (b.begin_bytes, b.end_bytes, b.target)
-                        for b in blocks(landing, size, max_block_bytes)
-                    ]
-                    assert all(end - begin <= max_block_bytes for begin, end, _ in views)
-                    assert all(a[1] <= b[0] for a, b in itertools.pairwise(views))
-                places = [
-                    place
-                    for view in views
-                    for place in strided_places(*view, landing.strides, tensor.shape, size)
-                ]
-            for source, to, count in places:
-                results[landing.tensor][to : to + count] = data[source : source + count]
-                for at in range(to, to + count):
-                    written[landing.tensor][at] += 1
-    assert all(flags == b"\1" * len(flags) for flags in written)
-    return [bytes(result) for result in results]
-
-
-def strided_places(
-    begin: int,
-    end: int,
-    target: Box,
-    strides: Sequence[int],
-    shape: Sequence[int],
-    size: int,
-) -> Iterator[tuple[int, int, int]]:
-    """(source byte, result byte, bytes) of each element of a view."""
-    local = itertools.product(*map(range, target.sizes))
-    for index, at in zip(local, flat_indexes(target, shape), strict=True):
-        source = begin + sum(i * s for i, s in zip(index, strides, strict=True)) * size
-        assert begin <= source <= end - size
-        yield source, at * size, size
+                assert all(end - begin <= max_block_bytes for begin, end, _ in views)
+                assert all(a[1] <= b[0] for a, b in itertools.pairwise(views))
+            for begin, end, target in views:
+                # A view of bytes that ends where the block does: torch refuses to look beyond.
+                steps = (*(stride * size for stride in landing.strides), 1)
+                source = data[begin:end].clone().as_strided((*target.sizes, size), steps)
+                place = tuple(map(slice, target.begin, target.end))
+                result.view(*tensor.shape, size)[place] = source
+                count.view(*tensor.shape, size)[place] += 1
+    assert all(bool((count == 1).all()) for count in written)
+    return [bytes(result.tolist()) for result in results]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 
-from paramd.errors import ConflictError, UsageError
+from paramd.errors import ConflictError
 from paramd.layout.exports.optimizer import StateScalar, optimizer_table
 from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, TensorLayout
 
@@ -74,27 +73,6 @@ def test_state_of_flat_parameters_is_named_by_what_lies_in_them() -> None:
     )
 
 
-def test_numbers_that_json_has_not_come_back() -> None:
-    tables = {rank: table(param(0, 1024, scalars={"x": "nan", "n": 3})) for rank in range(2)}
-    for one in tables.values():
-        one["params"].append(param(4096, 4112))
-    scalars = optimizer_table(layout(), tables).scalars["a"]
-    assert math.isnan(scalars[0].value)
-    assert scalars[1] == StateScalar("n", "int64", 3)
-
-
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        ({"keys": []}, "disagree on the optimizer state of 'd'"),
-        ({"scalars": {"step": 8.0}}, "disagree on the optimizer state of 'd'"),
-    ],
-)
-def test_ranks_that_disagree_are_refused(fields: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConflictError, match=text):
-        optimizer_table(layout(), ranks(**fields))
-
-
 def test_what_cannot_be_given_is_refused_with_its_reason() -> None:
     tables = ranks()
     tables[1]["failure"] = "no room"
@@ -107,15 +85,3 @@ def test_what_cannot_be_given_is_refused_with_its_reason() -> None:
     other[1]["step"] = 8
     with pytest.raises(ConflictError, match="different steps"):
         optimizer_table(layout(), other)
-
-
-@pytest.mark.parametrize("broken", [{}, {"params": 3}, {"keys": None}])
-def test_malformed_tables_are_refused(broken: dict[str, Any]) -> None:
-    tables: dict[int, dict[str, Any]] = {0: {**table(), **broken} if broken else {}, 1: table()}
-    with pytest.raises(UsageError, match="malformed"):
-        optimizer_table(layout(), tables)
-
-
-def test_a_table_of_nobody_who_holds_it_is_refused() -> None:
-    with pytest.raises(UsageError, match="holder of 'a'"):
-        optimizer_table(layout(), {5: table()})

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paramd.errors import UsageError
 from paramd.layout.heatmaps import HeatmapPart, heatmap_items, matrix_of, merge_parts
 from paramd.layout.plan import plan_read
 from paramd.layout.select import NameIndex, select
@@ -54,14 +53,6 @@ def test_every_element_has_its_place_exactly_once(cut: str, pattern: str, row_di
     matrix = matrix_of(sizes[pattern], row_dims)
     every = sorted(product(range(matrix.rows), range(matrix.columns)))
     assert positions(layout, pattern, row_dims) == every
-
-
-def test_a_scalar_is_one_cell_and_a_vector_one_row() -> None:
-    assert (matrix_of(()).rows, matrix_of(()).columns) == (1, 1)
-    assert (matrix_of((7,)).rows, matrix_of((7,)).columns) == (1, 7)
-    assert (matrix_of((7,), 1).rows, matrix_of((7,), 1).columns) == (7, 1)
-    with pytest.raises(UsageError, match="row_dims"):
-        matrix_of((7,), 2)
 
 
 def part(row: int, column: int, values: list[list[float]]) -> HeatmapPart:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paramd.errors import UnreachableError, UsageError
-from paramd.layout.plan import Landing, ReadPlan, blocks, plan_read
+from paramd.errors import UnreachableError
+from paramd.layout.plan import ReadPlan, plan_read
 from paramd.layout.select import NameIndex, SelectedTensor, select
 from paramd.layout.stats import stats_items
 from paramd.layout.types import (
@@ -20,7 +20,6 @@ from paramd.layout.types import (
     Piece,
     TensorKind,
     TensorLayout,
-    cover_numel,
     full_box,
     row_major,
 )
@@ -32,7 +31,6 @@ from tests.unit.layout.simulate import (
     build,
     cut,
     element,
-    flat_indexes,
     fsdp1,
     gather,
 )
@@ -89,19 +87,6 @@ def test_whole_model_is_gathered_byte_exact(kind: str, world_size: int) -> None:
     assert gather(plan, snapshots) == world.expected(plan)
     assert gather(plan, snapshots, max_block_bytes=16) == world.expected(plan)
     check_stats_items(plan, world)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("kind", KINDS)
-def test_slices_are_gathered_byte_exact(kind: str, world_size: int) -> None:
-    world = world_of(kind, world_size)
-    for tensor in world.layout.tensors:
-        for box in slices_of(tensor.shape):
-            plan = plan_read(world.layout, [SelectedTensor(tensor, tensor.fqn, box, ())])
-            snapshots = world.snapshots(plan)
-            assert gather(plan, snapshots) == world.expected(plan)
-            assert gather(plan, snapshots, max_block_bytes=32) == world.expected(plan)
-            check_stats_items(plan, world)
 
 
 @st.composite
@@ -161,40 +146,6 @@ def test_any_intervals_and_slices_are_gathered_byte_exact(
     check_stats_items(plan, world)
 
 
-def test_only_what_a_slice_needs_is_read() -> None:
-    specs = [Spec("w", "float32", (64, 64))]
-    world = build(specs, [BOXES["fsdp2"](specs[0], 4)])
-    plan = plan_read(world.layout, select(NameIndex(world.layout), "w[16:18, 8:24]"))
-    (read,) = plan.ranks
-    assert read.rank == 1
-    # One row from the 8th element on, and the second up to its 24th.
-    assert read.size_bytes == (64 + 16) * 4
-    assert not read.landings[0].direct
-
-
-def test_rows_of_a_row_major_tensor_land_directly() -> None:
-    specs = [Spec("w", "float32", (8, 4))]
-    world = build(specs, [BOXES["fsdp2"](specs[0], 2)])
-    plan = plan_read(world.layout, select(NameIndex(world.layout), "w[2:6]"))
-    found = [(r.rank, r.size_bytes, r.landings[0].target_begin_bytes) for r in plan.ranks]
-    assert found == [(0, 32, 0), (1, 32, 32)]
-
-
-def test_neighbours_in_the_arena_become_one_span() -> None:
-    world = world_of("replicated", 1)
-    (read,) = plan_read(world.layout, select(NameIndex(world.layout), "*")).ranks
-    assert len(read.spans) == 1
-    assert len(read.landings) == sum(1 for spec in SPECS if spec.numel)
-
-
-def test_a_part_of_one_row_lands_directly() -> None:
-    specs = [Spec("w", "float32", (8, 4))]
-    world = build(specs, [BOXES["fsdp2"](specs[0], 2)])
-    (read,) = plan_read(world.layout, select(NameIndex(world.layout), "w[2:3, 1:3]")).ranks
-    assert read.size_bytes == 8
-    assert read.landings[0].direct
-
-
 def test_tensors_that_share_memory_share_a_span() -> None:
     pieces = [
         Piece(0, 0, Box((0,), (64,))),
@@ -225,12 +176,6 @@ def replicas(world_size: int) -> World:
     return build(specs, [BOXES["replicated"](spec, world_size) for spec in specs])
 
 
-def test_replicas_share_the_load_evenly() -> None:
-    world = replicas(4)
-    plan = plan_read(world.layout, select(NameIndex(world.layout), "*"))
-    assert [len(read.landings) for read in plan.ranks] == [3, 3, 3, 3]
-
-
 def test_costs_and_functions_choose_among_replicas() -> None:
     world = replicas(3)
     selection = select(NameIndex(world.layout), "*")
@@ -240,56 +185,3 @@ def test_costs_and_functions_choose_among_replicas() -> None:
     assert [(r.rank, len(r.landings)) for r in highest.ranks] == [(2, 12)]
     with pytest.raises(UnreachableError, match=r"'w0' is held only by ranks \[0, 1, 2\]"):
         plan_read(world.layout, selection, prefer=dict.fromkeys(range(3), math.inf))
-
-
-def test_tensors_without_elements_need_no_rank() -> None:
-    world = world_of("fsdp2", 2)
-    plan = plan_read(world.layout, select(NameIndex(world.layout), ["w4", "w5"]))
-    assert plan.ranks == ()
-    assert [tensor.shape for tensor in plan.tensors] == [(0,), (2, 0)]
-
-
-@given(
-    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4),
-    pads=st.lists(st.integers(0, 3), min_size=4, max_size=4),
-    max_numel=st.integers(1, 60),
-    order_seed=st.integers(0, 99),
-)
-def test_blocks_tile_a_landing_in_memory_order(
-    sizes: list[int], pads: list[int], max_numel: int, order_seed: int
-) -> None:
-    order = random.Random(order_seed).sample(range(len(sizes)), len(sizes))
-    strides = [0] * len(sizes)
-    step = 1
-    for dim in order:
-        strides[dim] = step
-        step *= sizes[dim] + pads[dim]
-    target = Box((2,) * len(sizes), tuple(size + 2 for size in sizes))
-    landing = Landing(
-        tensor=0,
-        begin_bytes=40,
-        sizes=tuple(sizes),
-        strides=tuple(strides),
-        target=target,
-        size_bytes=cover_numel(sizes, strides) * 4,
-        direct=False,
-    )
-    found = list(blocks(landing, 4, max_numel * 4))
-    assert all(block.end_bytes - block.begin_bytes <= max_numel * 4 for block in found)
-    assert all(a.end_bytes <= b.begin_bytes for a, b in itertools.pairwise(found))
-    assert found[0].begin_bytes == 40
-    assert found[-1].end_bytes == landing.end_bytes
-    shape = [size + 2 for size in sizes]
-    covered = [at for block in found for at in flat_indexes(block.target, shape)]
-    assert sorted(covered) == sorted(flat_indexes(target, shape))
-    if max_numel >= cover_numel(sizes, strides):
-        assert len(found) == 1
-
-
-def test_a_block_must_hold_one_element() -> None:
-    world = build(
-        [Spec("w", "float32", (2, 2))], [BOXES["transposed"](Spec("w", "float32", (2, 2)), 1)]
-    )
-    (read,) = plan_read(world.layout, select(NameIndex(world.layout), "w")).ranks
-    with pytest.raises(UsageError, match="at least one item of 4"):
-        next(blocks(read.landings[0], 4, 3))

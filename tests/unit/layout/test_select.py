@@ -1,7 +1,6 @@
 """Globs and slices over names, against fnmatch and Python's own slices."""
 
 import contextlib
-import random
 import time
 from fnmatch import fnmatchcase
 
@@ -54,17 +53,6 @@ def names_of(pattern: str | list[str], with_buffers: bool = False) -> list[str]:
     return [item.name for item in select(SMALL, pattern, with_buffers)]
 
 
-@pytest.mark.parametrize("buffers", [False, True])
-@pytest.mark.parametrize("pattern", ["*", "*.weight", "head.*", "layers.1*", "*.up.weight[0:2]"])
-def test_the_tensors_alone_are_those_of_the_items(pattern: str, buffers: bool) -> None:
-    found = select(SMALL, pattern, buffers)
-    assert list(found.tensors) == [item.tensor for item in found]
-
-
-def test_all_tensors_are_listed_without_a_copy() -> None:
-    assert select(SMALL, "*", with_buffers=True).tensors is SMALL.layout.tensors
-
-
 GLOB_CHARS = st.text(alphabet="ab1.*?[]!-", max_size=14)
 NAMES = st.lists(st.text(alphabet="ab1.[]-!*?\0é", max_size=8), max_size=8, unique=True)
 
@@ -80,29 +68,6 @@ def test_globs_match_what_fnmatch_matches(names: list[str], pattern: str) -> Non
     assert columns.positions(columns.match(parse_glob(pattern))) == expected
 
 
-def test_a_range_that_runs_backwards_holds_nothing() -> None:
-    columns = NameColumns(["a", "b", "-"])
-    assert columns.match(parse_glob("[b-a]")) == 0
-    assert columns.match(parse_glob("[!b-a]")) == columns.all
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    pattern=st.text(alphabet="elayrs.wight0123*?", max_size=24),
-    classes=st.lists(st.sampled_from(["[0-9]", "[!0]", "[a-z]", "[ei]", "*"]), max_size=6),
-    seed=st.integers(0, 1000),
-)
-def test_globs_on_model_names_match_what_fnmatch_matches(
-    pattern: str, classes: list[str], seed: int
-) -> None:
-    parts = [*pattern, *classes]
-    random.Random(seed).shuffle(parts)
-    mixed = "".join(parts)
-    expected = [name for name in MODEL_SAMPLE.names if fnmatchcase(name, mixed)]
-    found = MODEL_SAMPLE.columns.positions(MODEL_SAMPLE.match(mixed))
-    assert [MODEL_SAMPLE.names[at] for at in found] == expected
-
-
 def model_names(layers: int) -> list[str]:
     inner = [f"attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p in ("up", "down", "gate")]
     inner += [f"mlp.experts.{e}.w{k}" for e in range(14) for k in range(3)] + ["norm"]
@@ -111,27 +76,6 @@ def model_names(layers: int) -> list[str]:
         for layer in range(layers)
         for module in inner
         for leaf in ("weight", "bias")
-    ]
-
-
-MODEL_SAMPLE = index_of(*map(tensor, model_names(3)))
-
-
-def test_star_matches_dots_too() -> None:
-    assert names_of("layers.*.bias") == [
-        "layers.0.up.bias",
-        "layers.1.up.bias",
-        "layers.10.up.bias",
-    ]
-    assert names_of("layers.?.*bias") == ["layers.0.up.bias", "layers.1.up.bias"]
-    assert names_of("layers.[!1]*.bias") == ["layers.0.up.bias"]
-
-
-def test_patterns_unite_in_the_order_of_the_layout() -> None:
-    assert names_of(["layers.1.*", "embed*", "layers.1.up.bias"]) == [
-        "embed.weight",
-        "layers.1.up.weight",
-        "layers.1.up.bias",
     ]
 
 
@@ -145,48 +89,12 @@ def test_a_tied_tensor_is_selected_once_under_the_name_that_matched() -> None:
     assert by_alias.box == Box((0, 0), (2, 4))
 
 
-def test_everything_is_every_parameter() -> None:
-    selection = select(SMALL, "*")
-    assert [item.tensor for item in selection] == [
-        t for t in SMALL.layout.tensors if t.kind is PARAMETER
-    ]
-    assert len(selection) == len(list(selection)) == 6
-    assert not selection.with_buffers
-
-
 def test_buffers_come_only_when_asked_for() -> None:
     assert "layers.0.norm.count" in names_of("layers.0.*", with_buffers=True)
     assert "layers.0.norm.count" not in names_of("layers.0.*")
     assert select(SMALL, "*", with_buffers=True).with_buffers
     with pytest.raises(NotFoundError, match="add buffers=True"):
         select(SMALL, "*.count")
-
-
-@pytest.mark.parametrize(
-    ("pattern", "near"),
-    [
-        ("layer.0.up.weight", "'layers.0.up.weight'"),
-        ("layers.0.up.weigth", "'layers.0.up.weight'"),
-        ("layer.*.up.weight", r"'layers\.\*\.up\.weight'"),
-        ("layers.7.up.bias", r"'layers\.\d+\.up\.bias'"),
-    ],
-)
-def test_an_unknown_name_suggests_a_near_one(pattern: str, near: str) -> None:
-    with pytest.raises(NotFoundError, match=f"did you mean.*{near}"):
-        select(SMALL, pattern)
-
-
-def test_a_far_name_and_an_empty_layout_say_what_there_is() -> None:
-    with pytest.raises(NotFoundError, match=r"'\*' lists all 8"):
-        select(SMALL, "zzzzzzzzzzzzzzzzzzzzz")
-    with pytest.raises(NotFoundError, match="holds no tensor"):
-        select(index_of(), "*")
-
-
-@pytest.mark.parametrize("pattern", ["", "é" * 513, []])
-def test_no_pattern_and_one_over_a_kibibyte_are_refused(pattern: str | list[str]) -> None:
-    with pytest.raises(UsageError, match="expected"):
-        select(SMALL, pattern)
 
 
 @given(

@@ -11,11 +11,7 @@ from hypothesis import strategies as st
 
 from paramd.errors import UsageError
 from paramd.layout.dtypes import ITEM_BYTES, SAFETENSORS_NAMES, item_bytes, safetensors_name
-from paramd.layout.plan import Landing, RankRead, ReadPlan, ResultTensor, plan_read
-from paramd.layout.select import NameIndex, select
-from paramd.layout.stats import EMPTY, Stats, merge, merge_all, stats_items, summarize
-from paramd.layout.types import Box
-from tests.unit.layout.simulate import BOXES, Spec, build
+from paramd.layout.stats import EMPTY, Stats, merge, merge_all, summarize
 
 
 def stats_of(values: list[float], begin: int = -8, bins: int = 16) -> Stats:
@@ -63,12 +59,6 @@ def test_parts_merge_to_the_whole(parts: list[list[float]]) -> None:
     assert_close(merge(merged, stats_of([])), stats_of(whole))
 
 
-@given(part=values)
-def test_merging_nothing_changes_nothing(part: list[float]) -> None:
-    stats = stats_of(part)
-    assert merge(EMPTY, stats) == merge(stats, EMPTY) == stats
-
-
 def test_histograms_with_other_bins_keep_their_exponents() -> None:
     merged = merge(stats_of([1.0, 2.0], begin=0, bins=3), stats_of([0.25, 2.0], begin=-3, bins=5))
     assert merged.exponent_begin == -3
@@ -85,20 +75,6 @@ def test_summaries_are_what_torch_says(part: list[float]) -> None:
     assert (summary.min, summary.max) == (tensor.min().item(), tensor.max().item())
 
 
-def test_summaries_leave_out_what_is_not_finite() -> None:
-    summary = summarize(stats_of([3.0, math.nan, 4.0, math.inf, 0.0]))
-    assert (summary.count, summary.zero_count, summary.nan_count, summary.inf_count) == (5, 1, 1, 1)
-    assert summary.norm == 5.0
-    assert summary.exponents == ((1, 1), (2, 1))
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_norm_without_a_finite_element_is_no_number(value: float) -> None:
-    summary = summarize(merge(stats_of([value]), stats_of([value, value])))
-    assert summary.nan_count + summary.inf_count == summary.count == 3
-    assert math.isnan(summary.norm)
-
-
 def test_summaries_of_nothing_have_no_numbers() -> None:
     summary = summarize(EMPTY)
     assert summary.count == 0
@@ -106,43 +82,6 @@ def test_summaries_of_nothing_have_no_numbers() -> None:
     assert summary.exponents == ()
     assert all(map(math.isnan, (summary.mean, summary.std, summary.min, summary.max)))
     assert math.isnan(summarize(stats_of([2.0])).std)
-
-
-def test_a_transposed_piece_is_one_item() -> None:
-    spec = Spec("w", "float32", (6, 4))
-    world = build([spec], [BOXES["transposed"](spec, 2)])
-    index = NameIndex(world.layout)
-    whole = stats_items(plan_read(world.layout, select(index, "w")))
-    assert [[item.numel for item in items] for items in whole.values()] == [[12], [12]]
-    columns = stats_items(plan_read(world.layout, select(index, "w[:, 1:3]")))
-    assert [[item.numel for item in items] for items in columns.values()] == [[6], [6]]
-    rows = stats_items(plan_read(world.layout, select(index, "w[0:2]")))
-    assert [[item.numel for item in items] for items in rows.values()] == [[2] * 4]
-
-
-def test_slices_of_very_many_runs_are_refused() -> None:
-    rows = 100_001
-    landing = Landing(
-        tensor=0,
-        begin_bytes=0,
-        sizes=(rows, 1),
-        strides=(2, 1),
-        target=Box((0, 0), (rows, 1)),
-        size_bytes=(2 * rows - 1) * 4,
-        direct=False,
-    )
-    tensor = ResultTensor(
-        name="w",
-        fqn="w",
-        dtype="float32",
-        shape=(rows, 1),
-        global_shape=(rows, 2),
-        box=Box((0, 0), (rows, 1)),
-    )
-    size_bytes = landing.size_bytes
-    read = RankRead(rank=0, spans=((0, size_bytes),), size_bytes=size_bytes, landings=(landing,))
-    with pytest.raises(UsageError, match="more than 100000 runs"):
-        stats_items(ReadPlan(tensors=(tensor,), ranks=(read,)))
 
 
 def test_dtypes_have_the_sizes_that_torch_gives_them() -> None:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-import signal
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from paramd.errors import ExhaustedError, UsageError
-from paramd.memory import device_arena, device_driver
+from paramd.errors import ExhaustedError
+from paramd.memory import device_arena
 from paramd.memory.control_page import Word
 from paramd.memory.device_arena import (
     BASE,
@@ -22,18 +18,16 @@ from paramd.memory.device_arena import (
     WINDOW_BYTES,
     WINDOWS,
     Addresses,
-    DeviceArenaRequest,
     DeviceMap,
     DeviceReader,
     TrainerDevice,
     create,
     create_allocation,
-    why_not,
 )
 from paramd.memory.device_driver import DeviceError, Driver
-from paramd.memory.device_symbols import CUDA_SYMBOLS, CURES
+from paramd.memory.device_symbols import CURES
 from paramd.memory.gate import CopySpan, LateError
-from tests.gpu.driver import POISON, Standin, driver_in, environment
+from tests.gpu.driver import POISON, Standin, driver_in
 
 ARENA_BYTES = 3 * WINDOW_BYTES * WINDOWS // 2 + 4096
 WORD = 0x01010101
@@ -205,13 +199,6 @@ def test_state_is_read_across_allocations_once_the_event_behind_it_has_come(
         os.close(allocation.descriptor)
 
 
-def test_host_memory_is_moved_without_the_device(both: Both) -> None:
-    source, target = ctypes.create_string_buffer(b"host"), ctypes.create_string_buffer(5)
-    both.reader.move([CopySpan(ctypes.addressof(source), ctypes.addressof(target), 5)])
-    assert target.value == b"host"
-    assert not both.reader.is_open
-
-
 def test_memory_lives_as_long_as_its_last_descriptor(loaded: tuple[Driver, Standin]) -> None:
     driver, _ = loaded
     descriptor = create(driver, 0, 8)
@@ -223,27 +210,6 @@ def test_memory_lives_as_long_as_its_last_descriptor(loaded: tuple[Driver, Stand
     second.close()
     second.close()
     os.close(descriptor)
-
-
-def test_what_is_mapped_without_access_faults(tmp_path: Path) -> None:
-    script = textwrap.dedent("""
-        import ctypes
-        from paramd.memory.device_driver import load
-        driver = load()
-        size = driver.granularity(0)
-        at = driver.reserve(size)
-        driver._call("cuMemMap", at, size, 0, driver.create(0, size), 0)
-        print("mapped", flush=True)
-        ctypes.memset(at, 1, 1)
-    """)
-    ended = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, **environment(tmp_path)},
-        check=False,
-        capture_output=True,
-        timeout=60,
-    )
-    assert (ended.stdout, ended.returncode) == (b"mapped\n", -signal.SIGSEGV), ended.stderr
 
 
 @pytest.mark.parametrize("code", [1, 3, 100, 101, 201, 304, 400, 800, 801, 999])
@@ -275,60 +241,8 @@ def test_a_full_device_is_told_as_such(loaded: tuple[Driver, Standin]) -> None:
         create(loaded[0], 0, 1 << 40)
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "reason"),
-    [
-        ("PARAMD_STANDIN_LIMITS", "vmm", "virtual memory"),
-        ("PARAMD_STANDIN_LIMITS", "fd", "by file descriptors"),
-        ("PARAMD_STANDIN_FAIL", "cuMemExportToShareableHandle=801", "with 801"),
-        ("PARAMD_STANDIN_FAIL", "cuMemSetAccess=800", "forbids it"),
-    ],
-)
-def test_a_device_that_cannot_have_arenas_says_why(
-    loaded: tuple[Driver, Standin],
-    monkeypatch: pytest.MonkeyPatch,
-    variable: str,
-    value: str,
-    reason: str,
-) -> None:
-    assert why_not(loaded[0], 0) == ""
-    monkeypatch.setenv(variable, value)
-    assert reason in why_not(loaded[0], 0)
-
-
-def test_a_process_without_a_driver_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(device_driver.VARIABLE, "/no/libcuda.so")
-    with pytest.raises(DeviceError, match=r"install one, or name its library in PARAMD_CUDA"):
-        device_driver.load()
-
-
 def test_a_device_of_another_process_is_found_by_its_uuid(loaded: tuple[Driver, Standin]) -> None:
     driver, _ = loaded
     assert driver.device(driver.uuid(0)) == 0
     with pytest.raises(DeviceError, match="is not visible here"):
         driver.device(bytes(16))
-
-
-def test_a_request_that_is_no_device_is_refused() -> None:
-    good = DeviceArenaRequest(bytes(16), bytes(64))
-    assert DeviceArenaRequest.from_message(good.to_message()) == good
-    for bad in (None, {}, {"uuid": "zz", "event": ""}, {"uuid": "00", "event": "00" * 64}):
-        with pytest.raises(UsageError, match=r"^attach: "):
-            DeviceArenaRequest.from_message(bad)
-
-
-def test_all_symbols_of_the_table_are_in_the_simulated_driver(
-    loaded: tuple[Driver, Standin],
-) -> None:
-    assert loaded[0].simulated
-    assert all(hasattr(loaded[0]._library, name) for name in CUDA_SYMBOLS)
-
-
-def test_what_the_context_takes_is_measured_around_its_making(
-    both: Both, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = [1_000, 300_001_000]
-    monkeypatch.setattr(device_arena, "used_bytes", lambda _: told.pop(0))
-    assert both.reader.context_bytes is None
-    assert both.reader.is_whole()
-    assert (both.reader.context_bytes, told) == (300_000_000, [])

@@ -9,7 +9,6 @@ from paramd.memory.edit_program import (
     ANSWER_BYTES,
     Kept,
     NoteKind,
-    branch_of,
     note_bytes,
     read_answer,
     read_note,
@@ -46,8 +45,3 @@ def test_a_kept_state_is_unpacked_as_it_was_packed() -> None:
     for data in (b"", kept.packed()[:-1], kept.packed() + b"x"):
         with pytest.raises(UsageError, match="no kept state"):
             Kept.unpacked(data)
-
-
-def test_a_history_that_branches_has_a_number() -> None:
-    assert branch_of(1 << 62) == 1
-    assert branch_of(12) == branch_of(12) != branch_of(14)

@@ -10,14 +10,12 @@ import pytest
 from paramd.errors import UsageError
 from paramd.layout.edits.kinds import EditKind
 from paramd.memory.edit_program import (
-    ANY_STEP,
     HEADER_BYTES,
     MAX_DIMS,
     RECORD_BYTES,
     Record,
     parse_program,
     program_bytes,
-    wanted_step,
     write_program,
 )
 
@@ -32,15 +30,6 @@ def round_trip(*records: Record, size_bytes: int = 1 << 16, begin: int = 0) -> l
     return parse_program(memory, begin, arena_bytes=ARENA_BYTES)
 
 
-@pytest.mark.parametrize("step", [ANY_STEP, 0, 7, 1 << 62])
-def test_a_program_says_at_which_step_it_may_run(step: int) -> None:
-    memory = memoryview(bytearray(4096))
-    write_program(memory, 64, [SET], if_step=step)
-    assert wanted_step(memory, 64) == step
-    write_program(memory, 64, [SET])
-    assert wanted_step(memory, 64) == ANY_STEP
-
-
 def test_what_is_written_is_what_is_parsed() -> None:
     records = [
         SET,
@@ -52,11 +41,6 @@ def test_what_is_written_is_what_is_parsed() -> None:
     ]
     assert round_trip(*records, begin=512) == records
     assert round_trip() == []
-
-
-def test_sizes_and_places_follow_from_the_view() -> None:
-    assert (SET.numel, SET.size_bytes) == (32, 128)
-    assert SET.arena_end == 64 + 4 * (3 * 16 + 7 + 1)
 
 
 REFUSED = {

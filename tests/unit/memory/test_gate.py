@@ -18,11 +18,9 @@ from paramd.memory.gate import (
     CopySpan,
     State,
     TrainerGate,
-    batches,
     copy_at_one_step,
     copy_at_rest,
     copy_of_request,
-    state_of,
 )
 
 SIZE_BYTES = 1000
@@ -64,30 +62,6 @@ def test_a_copy_between_updates_carries_their_step(
     assert copy_at_one_step(page, spans(source, target)) == (CopyEnd.DONE, State(7, 2))
     assert target.raw == source.raw
     assert page[Word.COPY_BEGUN] == page[Word.COPY_ENDED] == 1
-
-
-@pytest.mark.parametrize("most_bytes", [0, 7, 16])
-def test_batches_have_every_byte_once_in_order(most_bytes: int) -> None:
-    sizes = (3, 0, 4, 30, 1, 1, 16)
-    wanted = [
-        (begin, begin + 500)
-        for at, size in enumerate(sizes)
-        for begin in range(1000 * at, 1000 * at + size)
-    ]
-    given = [CopySpan(1000 * at, 1000 * at + 500, size) for at, size in enumerate(sizes)]
-    found = list(batches(given, 7, most_bytes))
-    bytes_of = [
-        (one.source + i, one.target + i)
-        for batch in found
-        for one in batch
-        for i in range(one.size_bytes)
-    ]
-    assert bytes_of == wanted
-    assert all(one.size_bytes <= 7 for batch in found for one in batch)
-    assert all(
-        len(batch) == 1 or sum(one.size_bytes for one in batch) <= most_bytes for batch in found
-    )
-    assert max(map(len, found)) == {0: 1, 7: 3, 16: 4}[most_bytes]
 
 
 def test_no_copy_begins_inside_an_update(page: ControlPage, source: Memory, target: Memory) -> None:
@@ -211,25 +185,6 @@ def test_the_trainer_waits_until_an_announced_boundary_was_served(
     assert page[Word.SEQ] == 1
 
 
-def test_patience_outlasts_the_budget_for_one_update(page: ControlPage) -> None:
-    gate = TrainerGate(page, stall_budget_ns=0)
-    page[Word.COPY_BEGUN] = 1
-    gate.patience_ns = 20_000_000
-    gate.begin_update()
-    assert page[Word.STALL_MAX_NS] >= 20_000_000
-    assert gate.patience_ns == 0
-
-
-def test_steps_and_seq_rise_together(page: ControlPage) -> None:
-    gate = TrainerGate(page, stall_budget_ns=0)
-    for step in range(1, 4):
-        gate.begin_update()
-        assert page[Word.SEQ] & 1
-        gate.settle(step, 10 * step, proven=True)
-        assert (page[Word.STEP], page[Word.ITERATION]) == (step, 10 * step)
-        assert page[Word.SEQ] == 2 * step
-
-
 class Written:
     """Words that note, after each store, what a reader would find."""
 
@@ -260,17 +215,6 @@ def test_one_even_seq_names_one_state_after_every_single_store() -> None:
         end()
     named = {seq: states for seq, states in words.states.items() if not seq & 1}
     assert named == {0: {(0, 0)}, 2: {(1, 0)}, 4: {(1, 1)}, 6: {(1, 2)}, 8: {(2, 2)}}
-
-
-def test_an_edit_keeps_the_step_and_is_another_state(page: ControlPage) -> None:
-    gate = TrainerGate(page, stall_budget_ns=0)
-    gate.begin_update()
-    gate.settle(page[Word.STEP] + 1, 0, proven=True)
-    gate.begin_update()
-    assert page[Word.SEQ] & 1
-    gate.end_edit()
-    assert state_of(page)[:2] == (1, 1)
-    assert page[Word.SEQ] == 4
 
 
 def test_an_update_that_failed_stays_open_until_the_next_good_one(page: ControlPage) -> None:

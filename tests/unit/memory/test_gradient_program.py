@@ -58,13 +58,6 @@ def test_memory_that_was_given_back_has_no_program_and_no_version_comes_again(
     assert sidecar.write_program([(0, 8)], page) > before
 
 
-def test_a_program_that_is_being_written_is_not_read(both: tuple[Slot, Slot]) -> None:
-    sidecar, trainer = both
-    sidecar.write_program([(0, 8)], dict.fromkeys(Word, 0))
-    sidecar._program[0] = 0
-    assert trainer.read_program() is None
-
-
 def test_notes_are_read_as_they_were_written(both: tuple[Slot, Slot]) -> None:
     sidecar, trainer = both
     told = Notes(7, 4, 65536.0, 0.125, (Note(0, 2), Note(4096, 0, 3)), 9, 1 << 62)

@@ -7,23 +7,14 @@ from typing import Any
 import pytest
 
 from paramd.errors import ConflictError
-from paramd.mesh.peers.control import parse_job
 from paramd.mesh.peers.grpc import Asked, RankUnreachableError, no_way
-from paramd.state_files import host_id, kernel_of, same_network
 from paramd.v1.common_pb2 import Header
-from tests.unit.mesh.test_rest import document
 
 ASKED = Asked(job="run", incarnation=3, rank=1, address="127.0.0.1:4000", layout_digest="abc")
 
 
 def header(**other: Any) -> Header:
     return Header(**{"job": "run", "incarnation": 3, "rank": 1, "layout_digest": "abc", **other})
-
-
-def test_its_own_answer_passes_also_while_it_knows_no_layout_yet() -> None:
-    ASKED.check(header())
-    ASKED.check(header(layout_digest=""))
-    Asked(job="run", incarnation=3, rank=1, address="x:1").check(header(layout_digest="other"))
 
 
 @pytest.mark.parametrize("other", [{"rank": 0}, {"rank": -1}, {"job": "walk"}, {"job": ""}])
@@ -45,10 +36,6 @@ def test_an_answer_without_a_header_is_none() -> None:
 def test_an_answer_of_another_incarnation_or_layout_is_stale(other: dict[str, Any]) -> None:
     with pytest.raises(ConflictError, match="expected incarnation 3, 'abc'; try again"):
         ASKED.check(header(**other))
-
-
-def test_a_call_names_the_rank_it_is_for() -> None:
-    assert ("paramd-rank", "1") in ASKED.metadata()
 
 
 @pytest.mark.parametrize(
@@ -76,24 +63,3 @@ def test_loopback_of_another_host_leads_nowhere(address: str, host: str, leads: 
         assert "rank 5" in reason
         assert address in reason
         assert "PARAMD_SIDECAR_LISTEN" in reason
-
-
-def test_a_job_with_a_rank_on_loopback_elsewhere_is_told_of_when_it_is_asked() -> None:
-    found = document()
-    found["peers"] = [
-        {"rank": 0, "address": "127.0.0.1:7000", "socket_path": "", "host_id": host_id()},
-        {"rank": 1, "address": "127.0.0.1:7000", "socket_path": "", "host_id": "elsewhere/1"},
-    ]
-    job = parse_job(found)
-    assert job.asked(0).address == "127.0.0.1:7000"
-    for ask in (job.peer, job.asked):
-        with pytest.raises(RankUnreachableError, match="loopback on its own host"):
-            ask(1)
-
-
-def test_a_host_id_names_kernel_and_network() -> None:
-    kernel, _, network = host_id().partition("/")
-    assert kernel == kernel_of(host_id()) != ""
-    assert int(network) > 0
-    assert same_network(host_id(), host_id())
-    assert same_network(host_id(), kernel)

@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 
 from paramd.errors import UnreachableError
-from paramd.mesh.peers.grpc import Asked, Channels, told_errors
+from paramd.mesh.peers.grpc import Asked, Channels
 from paramd.v1 import sidecar_pb2, sidecar_pb2_grpc
 
 pytestmark = pytest.mark.usefixtures("grpc_is_up")
@@ -59,17 +59,6 @@ async def test_a_call_whose_peer_left_is_an_outage() -> None:
         await channels.close()
         with pytest.raises(UnreachableError, match=r"rank 3 .*: its sidecar was lost in the"):
             await calling
-
-
-async def test_a_method_whose_channel_was_closed_before_the_call_is_an_outage() -> None:
-    async with serving() as (_, channels, asked):
-        stub: Any = sidecar_pb2_grpc.SidecarServiceStub(channels.channel(asked.address))
-        await channels.close()
-        with (
-            pytest.raises(UnreachableError, match="rank 3: its sidecar was lost before the call"),
-            told_errors("rank 3"),
-        ):
-            await stub.GetState(sidecar_pb2.GetStateRequest(), timeout=10.0)
 
 
 async def test_a_peer_that_is_back_at_its_address_is_called_without_a_pause() -> None:

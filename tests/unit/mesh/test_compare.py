@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,8 +11,7 @@ from safetensors.torch import save_file
 
 from paramd.errors import NotFoundError, UsageError
 from paramd.mesh.insight import compare as module
-from paramd.mesh.insight.compare import Diff, compare, not_compared
-from paramd.mesh.insight.diff import check_order, compute_diff
+from paramd.mesh.insight.compare import compare
 from paramd.mesh.insight.states import stored_state
 from paramd_service.control.insight.diff import state_of
 
@@ -58,23 +56,6 @@ def test_equal_tensors_have_no_difference_nan_and_infinity_included() -> None:
     assert (empty.changed, empty.norm, empty.numel) == (0, 0.0, 0)
 
 
-def test_rows_come_by_relative_difference_and_the_rest_last() -> None:
-    ones = torch.ones(4)
-    rows = [
-        compare("same", ones, ones),
-        not_compared("lone", ones, problem="only a has it"),
-        compare("little", ones, ones * 1.1),
-        compare("from zero", ones * 0, ones),
-        compare("shapes", ones, torch.ones(5)),
-    ]
-    found = Diff(rows, a="one", b="other")
-    assert [row.name for row in found] == ["from zero", "little", "same", "lone", "shapes"]
-    assert "2 tensors differ" in found.summary()
-    assert "1 are equal, 2 cannot be compared" in found.summary()
-    assert "shapes differ: [4] and [5]" in found[-1].problem
-    assert "little" in repr(found)
-
-
 def test_files_on_disk_are_a_state(tmp_path: Path) -> None:
     save_file({"a.w": torch.ones(2), "b.w": torch.ones(1)}, tmp_path / "one.safetensors")
     save_file({"c.w": torch.zeros(3)}, tmp_path / "two.safetensors")
@@ -93,20 +74,6 @@ def test_files_on_disk_are_a_state(tmp_path: Path) -> None:
     (tmp_path / "bad.safetensors").write_bytes(b"no header")
     with pytest.raises(UsageError, match="not a readable safetensors file"):
         stored_state(tmp_path, ["*"])
-
-
-async def test_tensors_at_hand_are_chosen_by_the_patterns_too() -> None:
-    a = {"a.w": torch.ones(2), "b.w": torch.ones(2)}
-    b = {"a.w": torch.zeros(2), "c.w": torch.ones(2)}
-    nowhere: Any = None
-    found = await compute_diff(nowhere, nowhere, a, b, ["a.*"], 0.0, lambda _: None)
-    assert [row.name for row in found] == ["a.w"]
-
-
-@pytest.mark.parametrize(("a", "b"), [(None, "now"), ("now", True), (-1, "now"), (5, 5), (6, 5)])
-def test_what_is_no_state_is_refused(a: object, b: object) -> None:
-    with pytest.raises(UsageError, match="expected"):
-        check_order(a, b)
 
 
 @pytest.mark.parametrize("shape", [(40, 48), (3, 5, 7), (100,), (2, 3)])

@@ -34,16 +34,3 @@ def test_parts_cover_the_read_and_no_place_straddles_two(
     for begin, end, held in parts:
         assert all(begin <= place.begin and place.end <= end for place in held)
     assert all(end - begin >= least for begin, end, _ in parts[:-1])
-
-
-def test_many_equal_places_are_cut_into_as_many_streams_as_wanted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(transfer, "STREAM_LEAST_BYTES", 1)
-    places = [Place(begin, begin + 1, address=1) for begin in range(103)]
-    assert [end - begin for begin, end, _ in _cut(places, 103, 4)] == [26, 26, 26, 25]
-
-
-def test_a_small_read_is_one_stream() -> None:
-    places = [Place(begin, begin + 1, address=1) for begin in range(100)]
-    assert [(begin, end) for begin, end, _ in _cut(places, 100, 4)] == [(0, 100)]

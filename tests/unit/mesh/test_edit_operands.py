@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paramd.errors import UsageError
 from paramd.layout.edits.ops import ops_of
 from paramd.layout.select import NameIndex
 from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, TensorLayout
@@ -69,10 +68,3 @@ def test_data_may_go_on_from_any_byte(operands: Operands) -> None:
     data = staged(operands, 1)
     for offset in (1, 63, 64, 4097, (1 << 21) + 5, len(data) - 3, len(data)):
         assert staged(operands, 1, offset) == data[offset:]
-
-
-def test_a_wrong_shape_and_one_tensor_for_many_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"shape \[3\]; expected \[10, 7\]"):
-        prepare(index(), ops_of(("flat",), set=torch.zeros(3)), allow_nonfinite=False)
-    with pytest.raises(UsageError, match="matches 3 parameters"):
-        prepare(index(), ops_of(("*",), add=torch.zeros(3)), allow_nonfinite=False)

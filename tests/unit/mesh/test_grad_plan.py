@@ -99,23 +99,3 @@ def test_a_sum_is_rounded_once(
     (result,) = sums.rounded(wanted).values()
     assert result.dtype is (wanted if wanted is not None else dtype)
     assert result.double().tolist() == [found] * 2
-
-
-def test_without_sums_each_element_is_read_once() -> None:
-    index = NameIndex(layout())
-    asked = ask_for(index, ["*"], None)
-    plan = make_plan(index.layout, asked, PartialGroups(), prefer=None)
-    assert sum(landing.size_bytes for read in plan.plan.ranks for landing in read.landings) == (
-        4 * (12 + 5)
-    )
-    assert PartialGroups().update(plan, [GradNote(0, 0, 1, 0)])
-
-
-def test_rows_are_spread_evenly() -> None:
-    index = NameIndex(layout())
-    (w,) = ask_for(index, ["w"], 2)
-    assert (w.rows, w.shape) == ((0, 2), (2, 3))
-    (few,) = ask_for(index, ["w"], 9)
-    assert few.rows is None
-    (cut,) = ask_for(index, ["w[1:4]"], 2)
-    assert cut.rows == (1, 2)

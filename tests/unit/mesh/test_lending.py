@@ -54,13 +54,3 @@ def test_a_memory_is_lent_again_once_nothing_uses_it(lender: Lender) -> None:
     del third
     assert ctypes.addressof(lender.lend(4096)) == address
     assert ctypes.addressof(second) != ctypes.addressof(lender.lend(16384))
-
-
-def test_no_more_than_two_memories_are_kept(lender: Lender) -> None:
-    addresses = []
-    for size_bytes in (4096, 8192, 16384, 32768):
-        addresses.append(ctypes.addressof(lender.lend(size_bytes)))
-        kept = [at for at in addresses if lent_memory(at, 4096) is not None]
-        assert len(set(kept)) <= 2
-    lender.close()
-    assert not any(lent_memory(at, 1) for at in addresses)

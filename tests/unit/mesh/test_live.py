@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import os
-import socket
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, suppress
-from pathlib import Path
-from types import SimpleNamespace
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paramd.errors import ConflictError, DeniedError, ParamdError, UnreachableError
-from paramd.layout.plan import RankRead
-from paramd.memory import handover
+from paramd.errors import UnreachableError
 from paramd.memory.control_page import (
     PAGE_BYTES,
     ControlPage,
@@ -29,11 +22,8 @@ from paramd.memory.control_page import (
     write_samples,
 )
 from paramd.memory.gate import TrainerGate
-from paramd.mesh.peers.control import PeerAddress
 from paramd.mesh.reading import live
-from paramd.mesh.reading.live import LivePage, LiveRank, OvertakenError, read_live
-from paramd.mesh.reading.transfer import open_live
-from paramd.security.tickets import Role, Signer
+from paramd.mesh.reading.live import LivePage, LiveRank, read_live
 from paramd.state import StateName
 
 ARENA_BYTES = 1 << 16
@@ -154,15 +144,6 @@ def test_a_settled_state_of_all_ranks_is_read(pair: list[Trainer], stack: ExitSt
     assert reading.values() == {2}
 
 
-def test_no_word_of_the_training_is_written(pair: list[Trainer], stack: ExitStack) -> None:
-    before = [one.words() for one in pair]
-    reading = Reading(pair, stack)
-    assert reading.read()
-    pair[0].stray()
-    assert reading.read() is None
-    assert [one.words() for one in pair] == before
-
-
 def test_a_copy_that_an_update_overtakes_is_made_again(
     pair: list[Trainer], stack: ExitStack
 ) -> None:
@@ -174,14 +155,6 @@ def test_a_copy_that_an_update_overtakes_is_made_again(
     reading = Reading(pair, stack, update)
     assert reading.read() == StateName(1, 0, live.ATTEMPTS, 0)
     assert reading.values() == {live.ATTEMPTS}
-    assert reading.copies == live.ATTEMPTS
-
-
-def test_a_copy_that_is_always_overtaken_is_left_to_snapshots(
-    pair: list[Trainer], stack: ExitStack
-) -> None:
-    reading = Reading(pair, stack, lambda number: [one.update() for one in pair])
-    assert reading.read() is None
     assert reading.copies == live.ATTEMPTS
 
 
@@ -198,14 +171,6 @@ def test_an_update_of_one_rank_after_its_last_byte_makes_the_copy_void(
     assert read_live(reading.ranks, 1, copy) is None
 
 
-def test_a_read_of_a_state_that_is_over_is_refused(pair: list[Trainer], stack: ExitStack) -> None:
-    reading = Reading(pair[:1], stack)
-    assert reading.read()
-    pair[0].gate.begin_update()
-    with pytest.raises(OvertakenError):
-        reading.copy()
-
-
 def test_ranks_at_different_states_are_left_to_snapshots(
     pair: list[Trainer], stack: ExitStack
 ) -> None:
@@ -220,19 +185,6 @@ def test_ranks_at_different_states_are_left_to_snapshots(
         pair[1].page[word] += 1
         assert reading.read(), word
     assert reading.copies == 3
-
-
-def test_ranks_that_come_to_one_state_are_waited_for(
-    pair: list[Trainer], stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(live, "MOMENT_S", 10.0)
-    reading = Reading(pair, stack)
-    pair[0].update()
-    catching_up = threading.Timer(0.01, pair[1].update)
-    catching_up.start()
-    assert reading.read() == StateName(1, 0, 2, 0)
-    catching_up.join()
-    assert reading.values() == {2}
 
 
 @pytest.mark.parametrize("at", SAMPLES)
@@ -263,20 +215,6 @@ def test_a_state_in_which_the_trainer_found_a_stray_change_is_refused(
     assert Reading(pair, stack).read()
 
 
-def test_a_state_whose_digest_is_not_published_yet_is_waited_for(
-    pair: list[Trainer], stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for one in pair:
-        one.update(trusted=False)
-    reading = Reading(pair, stack)
-    assert reading.read() is None
-    monkeypatch.setattr(live, "MOMENT_S", 10.0)
-    publishing = threading.Timer(0.01, lambda: [one.trust() for one in pair])
-    publishing.start()
-    assert reading.read() == StateName(1, 0, 2, 0)
-    publishing.join()
-
-
 def test_a_held_state_is_read_though_its_digest_comes_later(
     pair: list[Trainer], stack: ExitStack
 ) -> None:
@@ -289,42 +227,15 @@ def test_a_held_state_is_read_though_its_digest_comes_later(
     assert reading.read() is None, "it steps"
 
 
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever waits for a moment would be seen to."""
-    monkeypatch.setattr(live, "MOMENT_S", 5.0)
-
-
-def at_once(reading: Reading, incarnation: int = 1) -> StateName | None:
-    begin_s = time.monotonic()
-    found = reading.read(incarnation)
-    assert time.monotonic() - begin_s < 2.0
-    return found
-
-
-def test_a_rank_that_rests_for_long_is_left_to_snapshots_at_once(
-    pair: list[Trainer], stack: ExitStack, patient: None
-) -> None:
-    one = pair[0]
-    one.gate.begin_update()
-    one.gate.rest(2, 2, 0)
-    one.page[Word.REST_NS] -= 2 * live.REST_NS
-    assert at_once(Reading(pair, stack)) is None
-
-
-def test_another_incarnation_is_left_to_snapshots_at_once(
-    pair: list[Trainer], stack: ExitStack, patient: None
-) -> None:
-    assert at_once(Reading(pair, stack), incarnation=2) is None
+def test_another_incarnation_is_left_to_snapshots(pair: list[Trainer], stack: ExitStack) -> None:
+    assert Reading(pair, stack).read(incarnation=2) is None
     pair[1].page[Word.INCARNATION] = 2
-    assert at_once(Reading(pair, stack), incarnation=1) is None
+    assert Reading(pair, stack).read(incarnation=1) is None
 
 
-def test_a_mirrored_arena_is_left_to_snapshots_at_once(
-    pair: list[Trainer], stack: ExitStack, patient: None
-) -> None:
+def test_a_mirrored_arena_is_left_to_snapshots(pair: list[Trainer], stack: ExitStack) -> None:
     pair[1].page[Word.MIRRORED] = 1
-    assert at_once(Reading(pair, stack)) is None
+    assert Reading(pair, stack).read() is None
 
 
 def test_an_arena_that_training_does_not_use_is_not_read(
@@ -332,18 +243,6 @@ def test_an_arena_that_training_does_not_use_is_not_read(
 ) -> None:
     pair[1].page[Word.UNSERVED] = 1
     assert Reading(pair, stack).read() is None
-
-
-def test_a_copy_that_would_not_fit_before_the_next_update_is_not_begun(
-    pair: list[Trainer], stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(live, "_BYTES_PER_S", 1.0)
-    for one in pair:
-        one.page[Word.BOUNDARY_NS] = time.monotonic_ns()
-        one.page[Word.STEP_TIME_NS] = 10**9
-    reading = Reading(pair, stack)
-    assert reading.read() is None
-    assert reading.copies == 0
 
 
 class Torn:
@@ -423,119 +322,3 @@ def test_spans_are_read_at_the_offsets_of_their_concatenation(
                 target = (ctypes.c_char * size)()
                 rank.read_into(ctypes.addressof(target), begin, size)
                 assert target.raw == expected[begin : begin + size]
-
-
-SIGNER = Signer(bytes(range(32)))
-TICKET = SIGNER.mint(job="job", incarnation=1, role=Role.READER, rank=0, ttl_s=1e6)
-READ = RankRead(rank=0, spans=((0, ARENA_BYTES),), landings=(), size_bytes=ARENA_BYTES)
-IDENTITY = {"job": "job", "incarnation": 1, "rank": 0}
-
-
-class Socket:
-    """A sidecar's socket, where `answer` says what comes for each message."""
-
-    def __init__(self, path: Path, answer: Callable[[socket.socket], None]) -> None:
-        path.parent.chmod(0o700)
-        self._listener = handover.listen(path)
-        self._listener.setblocking(True)
-        self._answer = answer
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        with suppress(OSError):
-            connection, _ = self._listener.accept()
-            with connection:
-                self._answer(connection)
-
-    def close(self) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        self._listener.close()
-
-
-def opened(path: Path, answer: Callable[[socket.socket], None]) -> LiveRank:
-    peer = PeerAddress(rank=0, address="127.0.0.1:1", socket_path=str(path), host_id="")
-    document: Any = SimpleNamespace(ticket=TICKET, incarnation=1, layout_digest="d")
-    with closing(Socket(path, answer)):
-        return open_live(peer, document, READ)
-
-
-def answering(message: dict[str, Any], sizes: Sequence[int] = ()) -> Callable[[Any], None]:
-    def answer(connection: socket.socket) -> None:
-        found, _ = handover.receive(connection)
-        assert {**found, "ticket": ""} == {
-            "op": "live",
-            "ticket": "",
-            "rank": 0,
-            "incarnation": 1,
-            "layout_digest": "d",
-        }
-        descriptors = [memory(size) for size in sizes]
-        handover.send(connection, message, descriptors)
-        for descriptor in descriptors:
-            os.close(descriptor)
-
-    return answer
-
-
-LIVE = {"op": "live", "arena_bytes": ARENA_BYTES, **IDENTITY}
-
-
-def test_page_and_arena_are_got_from_the_socket(tmp_path: Path) -> None:
-    rank = opened(tmp_path / "s", answering(LIVE, [PAGE_BYTES, ARENA_BYTES]))
-    assert rank.size_bytes == ARENA_BYTES
-    rank.close()
-
-
-@pytest.mark.parametrize(
-    ("answer", "sizes", "kind"),
-    [
-        ({"op": "error", "code": "PERMISSION_DENIED", "message": "no"}, [], DeniedError),
-        ({"op": "error", "code": "FAILED_PRECONDITION", "message": "no"}, [], ConflictError),
-        ({**LIVE, "rank": 1}, [PAGE_BYTES, ARENA_BYTES], UnreachableError),
-        ({**LIVE, "job": "other"}, [PAGE_BYTES, ARENA_BYTES], UnreachableError),
-        (LIVE, [PAGE_BYTES], UnreachableError),
-        (LIVE, [PAGE_BYTES, ARENA_BYTES, 1], UnreachableError),
-        (LIVE, [], UnreachableError),
-        ({**LIVE, "op": "mapped"}, [PAGE_BYTES, ARENA_BYTES], UnreachableError),
-        (LIVE, [PAGE_BYTES, ARENA_BYTES - 1], UnreachableError),
-    ],
-)
-def test_any_other_answer_is_an_error_and_leaves_no_descriptor(
-    tmp_path: Path, answer: dict[str, Any], sizes: list[int], kind: type[ParamdError]
-) -> None:
-    with pytest.raises(kind, match="rank 0"):
-        opened(tmp_path / "s", answering(answer, sizes))
-
-
-def hangs_up(connection: socket.socket) -> None:
-    handover.receive(connection)
-
-
-def hangs_up_at_once(connection: socket.socket) -> None:
-    """With what was asked unread: the asker sees a reset."""
-    connection.recvmsg(1, 0, socket.MSG_PEEK)
-
-
-@pytest.mark.parametrize("answer", [hangs_up, hangs_up_at_once, lambda connection: None])
-def test_a_sidecar_that_dies_is_unreachable(
-    tmp_path: Path, answer: Callable[[socket.socket], None]
-) -> None:
-    with pytest.raises(UnreachableError, match="rank 0"):
-        opened(tmp_path / "s", answer)
-
-
-def test_a_sidecar_that_is_silent_is_unreachable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from paramd.mesh.reading import transfer
-
-    monkeypatch.setattr(transfer, "_ANSWER_S", 0.05)
-    ended = threading.Event()
-
-    def silent(connection: socket.socket) -> None:
-        ended.wait(0.5)
-
-    with pytest.raises(UnreachableError, match="rank 0: its sidecar does not answer"):
-        opened(tmp_path / "s", silent)

@@ -16,26 +16,6 @@ HEADER = (2).to_bytes(8, "little") + b"{}"
 OTHER_UID = 65534
 
 
-def _linked(path: Path, precious: Path) -> None:
-    path.symlink_to(precious)
-
-
-def _dangling(path: Path, precious: Path) -> None:
-    path.symlink_to(precious.parent / "not-there")
-
-
-def _hard_linked(path: Path, precious: Path) -> None:
-    os.link(precious, path)
-
-
-def _fifo(path: Path, precious: Path) -> None:
-    os.mkfifo(path, 0o600)
-
-
-def _directory(path: Path, precious: Path) -> None:
-    path.mkdir()
-
-
 def _open_to_all(path: Path, precious: Path) -> None:
     path.touch()
     path.chmod(0o666)
@@ -52,18 +32,21 @@ def _another_users(path: Path, precious: Path) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-PLANTS = {
-    plant.__name__.strip("_"): plant
-    for plant in (
-        _linked, _dangling, _hard_linked, _fifo, _directory, _open_to_all, _another_users,
-    )
-}  # fmt: skip
+PLANTS: dict[str, Callable[[Path, Path], object]] = {
+    "linked": lambda path, precious: path.symlink_to(precious),
+    "dangling": lambda path, precious: path.symlink_to(precious.parent / "not-there"),
+    "hard linked": lambda path, precious: os.link(precious, path),
+    "fifo": lambda path, precious: os.mkfifo(path, 0o600),
+    "directory": lambda path, precious: path.mkdir(),
+    "open to all": _open_to_all,
+    "another user's": _another_users,
+}
 
 
 @pytest.mark.parametrize("kind", PLANTS)
 @pytest.mark.timeout(30)
 def test_what_others_planted_is_refused_and_left_alone(kind: str, tmp_path: Path) -> None:
-    if kind == "another_users" and os.geteuid() != 0:
+    if kind == "another user's" and os.geteuid() != 0:
         pytest.skip("only root can plant a file as another user")
     os.chmod(tmp_path, 0o1777)
     for parent in tmp_path.parents[:-1]:
@@ -72,8 +55,7 @@ def test_what_others_planted_is_refused_and_left_alone(kind: str, tmp_path: Path
     precious = tmp_path / "precious"
     precious.write_text("0600 of root")
     precious.chmod(0o600)
-    plant: Callable[[Path, Path], None] = PLANTS[kind]
-    plant(tmp_path / f".{NAME}.part", precious)
+    PLANTS[kind](tmp_path / f".{NAME}.part", precious)
     file = PartialFile(tmp_path / NAME)
     with pytest.raises(ConflictError, match="remove it, or give another name"), file.opened():
         file.begin(HEADER, 10)

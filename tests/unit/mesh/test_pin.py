@@ -11,11 +11,10 @@ from paramd.errors import (
     AbortedError,
     ConflictError,
     DeadlineError,
-    ExhaustedError,
     ParamdError,
     UnreachableError,
 )
-from paramd.mesh.peers.sidecars import Captured, FastPathBackoff, PinKind, RankPin
+from paramd.mesh.peers.sidecars import Captured, PinKind, RankPin
 from paramd.mesh.reading.pin import Pinner
 from paramd.state import StateName
 
@@ -91,15 +90,6 @@ def pinner(ranks: Ranks, clock: Clock | None = None, **options: object) -> Pinne
     return Pinner(ranks, clock=clock, sleep=clock.sleep, **options)  # type: ignore[arg-type]
 
 
-async def test_equal_steps_need_no_boundary() -> None:
-    ranks = Ranks(lambda rank, count: 7)
-    async with pinner(ranks).pinned(SPANS, deadline_s=110) as pinned:
-        assert (pinned.incarnation, pinned.step) == (1, 7)
-        assert ranks.held == {"0/0", "1/0"}
-    assert ranks.schedule_count == 0
-    assert not ranks.held
-
-
 async def test_different_steps_go_to_the_boundary_and_release_the_first_try() -> None:
     ranks = Ranks(lambda rank, count: 7 + rank)
     ranks.captures = [
@@ -123,33 +113,6 @@ async def test_one_step_before_and_after_an_edit_is_not_one_state() -> None:
     assert ranks.schedule_count == 1
 
 
-async def test_after_different_steps_the_boundary_is_asked_for_at_once_for_a_while() -> None:
-    ranks, clock = Ranks(lambda rank, count: 7 + rank * (count == 0)), Clock()
-    ranks.captures = [
-        captured(9),
-        captured(10),
-    ]
-    one = pinner(ranks, clock)
-    for step in (9, 10):
-        async with one.pinned(SPANS, deadline_s=200) as pinned:
-            assert pinned.step == step
-    assert [kind.at_boundary for kind in ranks.kinds] == [False] * 2 + [True] * 4
-    clock.now_s += 1.0
-    async with one.pinned(SPANS, deadline_s=200) as pinned:
-        assert pinned.step == 7
-
-
-def test_the_while_doubles_up_to_a_limit_and_ends_with_success() -> None:
-    optimism = FastPathBackoff(first_pause_s=1, last_pause_s=4)
-    for now_s, pause_s in ((0, 1), (10, 2), (20, 4), (30, 4)):
-        assert optimism.tries(now_s)
-        optimism.differed(now_s)
-        assert not optimism.tries(now_s + pause_s - 0.1)
-        assert optimism.tries(now_s + pause_s)
-    optimism.agreed()
-    assert optimism.tries(30)
-
-
 async def test_a_boundary_that_never_comes_is_given_up_when_training_comes_to_rest() -> None:
     ranks = Ranks(lambda rank, count: 7 + rank * (count == 0))
     ranks.boundary_never_comes = True
@@ -159,58 +122,12 @@ async def test_a_boundary_that_never_comes_is_given_up_when_training_comes_to_re
     assert not ranks.held
 
 
-async def test_buffers_always_use_the_boundary() -> None:
-    ranks = Ranks(lambda rank, count: 7)
-    ranks.captures = [captured(8)]
-    async with pinner(ranks).pinned(SPANS, deadline_s=110, with_buffers=True) as pinned:
-        assert pinned.step == 8
-    assert set(ranks.kinds) == {PinKind(True, True)}
-
-
-async def test_a_boundary_out_of_time_says_that_training_stands_still() -> None:
-    ranks, clock = Ranks(lambda rank, count: 7), Clock()
-
-    async def schedule(pins: Sequence[RankPin], timeout_s: float) -> Captured:
-        clock.now_s += timeout_s
-        raise DeadlineError("no boundary")
-
-    ranks.schedule = schedule  # type: ignore[method-assign]
-    with pytest.raises(DeadlineError, match="training has stopped or ended"):
-        async with pinner(ranks, clock).pinned(SPANS, deadline_s=110, with_buffers=True):
-            pass
-    assert not ranks.held
-
-
 async def test_partial_failure_releases_what_was_pinned() -> None:
     ranks = Ranks(lambda rank, count: UnreachableError("rank 1 is gone") if rank else 7)
     with pytest.raises(UnreachableError, match="rank 1"):
         async with pinner(ranks).pinned(SPANS, deadline_s=110):
             pass
     assert not ranks.held
-
-
-async def test_a_torn_rank_is_not_asked_again() -> None:
-    ranks = Ranks(lambda rank, count: ConflictError("torn") if rank else 7)
-    with pytest.raises(ConflictError, match="torn"):
-        async with pinner(ranks).pinned(SPANS, deadline_s=110):
-            pass
-    assert ranks.asked == {0: 0, 1: 0}
-    assert not ranks.held
-
-
-async def test_a_copy_that_lost_its_race_is_tried_again() -> None:
-    ranks = Ranks(lambda rank, count: AbortedError("overtaken") if count < 3 else 7)
-    async with pinner(ranks).pinned(SPANS, deadline_s=110) as pinned:
-        assert pinned.step == 7
-    assert not ranks.held
-
-
-async def test_an_exhausted_budget_is_waited_for_briefly_then_told() -> None:
-    ranks, clock = Ranks(lambda rank, count: ExhaustedError("the budget is used up")), Clock()
-    with pytest.raises(ExhaustedError, match="budget"):
-        async with pinner(ranks, clock).pinned(SPANS, deadline_s=1000):
-            pass
-    assert 100 < clock.now_s < 110
 
 
 async def test_no_common_step_in_time_names_the_steps() -> None:

@@ -15,10 +15,8 @@ from paramd.errors import (
     AbortedError,
     ConflictError,
     DataLossError,
-    DeadlineError,
     UnreachableError,
 )
-from paramd.mesh.peers.grpc import LeaseEndedError
 from paramd.mesh.reading import stream as reading
 from paramd.mesh.reading.places import Place, PlaceSink
 from paramd.mesh.reading.stream import Expected, Reader
@@ -86,10 +84,6 @@ async def run(source: Source, seconds: float = 30) -> bytes:
     return bytes(target)
 
 
-async def test_a_whole_snapshot_lands() -> None:
-    assert await run(Source()) == SNAPSHOT
-
-
 async def test_a_dropped_stream_is_resumed_at_the_first_missing_byte() -> None:
     def drop(stream: int, offset: int) -> None:
         if stream <= 3 and offset == 300 * stream:
@@ -98,17 +92,6 @@ async def test_a_dropped_stream_is_resumed_at_the_first_missing_byte() -> None:
     source = Source(drop)
     assert await run(source) == SNAPSHOT
     assert source.begins == [0, 300, 600, 900]
-
-
-async def test_a_stream_that_never_moves_on_is_given_up() -> None:
-    def drop(stream: int, offset: int) -> None:
-        if offset == 300:
-            raise status(grpc.StatusCode.UNAVAILABLE)
-
-    source = Source(drop)
-    with pytest.raises(UnreachableError, match="rank 0"):
-        await run(source)
-    assert source.begins == [0, 300, 300, 300]
 
 
 async def test_a_bad_checksum_is_asked_for_again() -> None:
@@ -177,15 +160,6 @@ async def test_bytes_of_the_same_step_after_another_edit_are_refused() -> None:
         await run(source)
 
 
-async def test_an_ended_lease_is_told_apart() -> None:
-    def end(stream: int, offset: int) -> None:
-        if offset == 100:
-            raise status(grpc.StatusCode.NOT_FOUND)
-
-    with pytest.raises(LeaseEndedError, match="told"):
-        await run(Source(end))
-
-
 async def test_an_error_after_the_last_byte_is_raised() -> None:
     """The sidecar's last word: these bytes do not hold."""
 
@@ -209,15 +183,6 @@ async def test_a_stream_that_breaks_after_the_last_byte_is_asked_for_its_last_wo
     assert source.begins == [0, 1000, 1000]
 
 
-async def test_all_bytes_without_a_last_word_are_no_answer() -> None:
-    def drop(stream: int, offset: int) -> None:
-        if offset == len(SNAPSHOT):
-            raise status(grpc.StatusCode.UNAVAILABLE)
-
-    with pytest.raises(UnreachableError, match="told"):
-        await run(Source(drop))
-
-
 async def test_a_hanging_stream_is_probed_and_a_dead_peer_ends_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -231,23 +196,3 @@ async def test_a_hanging_stream_is_probed_and_a_dead_peer_ends_it(
         await run(source)
     assert source.probed == 2
     assert asyncio.all_tasks() == before
-
-
-async def test_a_hanging_stream_of_a_living_peer_is_begun_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(reading, "_LOOK_S", 0.01)
-    monkeypatch.setattr(reading, "_PROBE_AFTER_S", 0.02)
-    monkeypatch.setattr(reading, "LIVENESS_S", 0.1)
-    source = Source()
-    source.hangs_at, source.hanging_streams = 400, 1
-    assert await run(source) == SNAPSHOT
-    assert source.begins == [0, 400]
-
-
-async def test_the_callers_deadline_ends_a_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "_LOOK_S", 0.01)
-    source = Source()
-    source.hangs_at = 400
-    with pytest.raises(DeadlineError, match="400 of 1,000"):
-        await run(source, seconds=0.05)

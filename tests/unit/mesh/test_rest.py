@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,18 +10,12 @@ import httpx2
 import pytest
 
 from paramd.errors import (
-    CODES,
     ConflictError,
     DeniedError,
-    NotFoundError,
-    ParamdError,
     UnreachableError,
-    UsageError,
 )
-from paramd.mesh.connect import resolve
-from paramd.mesh.peers.control import RestClient, checked_url
+from paramd.mesh.peers.control import RestClient
 from paramd.mesh.peers.discovery import SidecarFinder
-from paramd.places import Endpoint, write_endpoint
 from paramd.security.tickets import Role, Signer
 
 URL = "https://control:8470"
@@ -48,23 +41,6 @@ def client(handler: Callable[[httpx2.Request], httpx2.Response]) -> RestClient:
     return RestClient(URL + "/", "secret-token", transport=httpx2.MockTransport(handler))
 
 
-async def test_the_document_is_read_and_the_token_sent() -> None:
-    asked: list[httpx2.Request] = []
-
-    def answer(request: httpx2.Request) -> httpx2.Response:
-        asked.append(request)
-        return httpx2.Response(200, json=document())
-
-    rest = client(answer)
-    found = await rest.job("my-run")
-    await rest.close()
-    assert (found.job, found.incarnation, found.world_size) == ("my-run", 1, 2)
-    assert found.peer(1).address == "host:1"
-    assert str(asked[0].url) == URL + "/api/v1/jobs/my-run"
-    assert asked[0].headers["authorization"] == "Bearer secret-token"
-    assert "ticket-1" not in repr(found)
-
-
 @pytest.mark.parametrize("error", [httpx2.ConnectError("no route"), httpx2.ConnectTimeout("")])
 async def test_a_url_that_does_not_answer_is_told_with_where_to_find_the_new_one(
     error: httpx2.HTTPError,
@@ -86,92 +62,11 @@ async def test_a_url_that_does_not_answer_is_told_with_where_to_find_the_new_one
         await rest.close()
 
 
-async def test_a_rank_without_a_sidecar_is_unreachable() -> None:
-    rest = client(lambda _: httpx2.Response(200, json=document()))
-    found = await rest.job("my-run")
-    await rest.close()
-    with pytest.raises(UnreachableError, match=r"rank 0 .*1 of 2 have joined"):
-        found.peer(0)
-
-
-@pytest.mark.parametrize(
-    ("status", "kind"),
-    [
-        (401, DeniedError),
-        (403, DeniedError),
-        (404, NotFoundError),
-        (503, UnreachableError),
-        (500, ParamdError),
-    ],
-)
-async def test_statuses_become_errors_with_the_servers_words(
-    status: int, kind: type[ParamdError]
-) -> None:
-    rest = client(lambda _: httpx2.Response(status, json={"detail": "because"}))
-    with pytest.raises(kind, match="because"):
-        await rest.job("my-run")
-    await rest.close()
-
-
-@pytest.mark.parametrize("kind", [kind for kind in CODES if kind is not DeniedError])
-async def test_a_problem_becomes_the_very_error_that_the_control_plane_raised(
-    kind: type[ParamdError],
-) -> None:
-    words = "-".join(re.findall("[A-Z][a-z]*", kind.__name__.removesuffix("Error"))).lower()
-    problem = {"type": f"urn:paramd:error:{words}", "status": 409, "detail": "because"}
-    rest = client(lambda _: httpx2.Response(CODES[kind].http, json=problem))
-    with pytest.raises(kind, match="because") as raised:
-        await rest.job("my-run")
-    assert type(raised.value) is kind
-    await rest.close()
-
-
-async def test_no_answer_names_the_url_and_the_next_step() -> None:
-    def refuse(request: httpx2.Request) -> httpx2.Response:
-        raise httpx2.ConnectError("refused")
-
-    rest = client(refuse)
-    with pytest.raises(UnreachableError, match=rf"{URL} .*paramd status"):
-        await rest.job("my-run")
-    await rest.close()
-
-
 async def test_a_request_after_the_client_was_closed_is_an_outage() -> None:
     rest = client(lambda request: httpx2.Response(200, json=document()))
     await rest.close()
     with pytest.raises(UnreachableError, match="was closed during the request; connect again"):
         await rest.job("my-run")
-
-
-async def test_an_answer_that_is_no_job_document_is_told() -> None:
-    for content in (b"<html>", b'{"job": "my-run"}'):
-        rest = client(lambda _, content=content: httpx2.Response(200, content=content))
-        with pytest.raises(ParamdError, match=URL):
-            await rest.job("my-run")
-        await rest.close()
-
-
-@pytest.mark.parametrize("url", ["control:8470", "ftp://x", "http://", "http://me:pw@host"])
-def test_what_is_no_url_is_refused(url: str) -> None:
-    with pytest.raises(UsageError, match="url"):
-        checked_url(url)
-
-
-def test_arguments_go_before_the_environment_before_the_state_dir(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with pytest.raises(UnreachableError, match="no job runs here"):
-        resolve(None, None, None)
-    here = Endpoint(url="http://here:1", token="t", pid=1, job="run", grpc_address="here:2")
-    write_endpoint(here)
-    assert resolve(None, None, None) == ("http://here:1", "t", "run")
-    assert resolve("http://here:1", None, None) == ("http://here:1", "t", None)
-    with pytest.raises(UsageError, match="token"):
-        resolve("http://elsewhere:1", None, None)
-    monkeypatch.setenv("PARAMD_URL", "http://there:1")
-    monkeypatch.setenv("PARAMD_TOKEN", "other")
-    assert resolve(None, None, None) == ("http://there:1", "other", None)
-    assert resolve("http://mine:1", "own", "j") == ("http://mine:1", "own", "j")
 
 
 class Answers:
@@ -201,18 +96,6 @@ async def test_a_ticket_is_renewed_before_it_expires() -> None:
     deadline_s = time.monotonic() + 10
     assert await control.reach.attempts(attempt, deadline_s) == 2
     assert await control.reach.attempts(attempt, deadline_s) == 2
-    await control.reach.close()
-
-
-async def test_a_valid_ticket_outlasts_its_control_plane() -> None:
-    control = Answers([document(valid_s=1.5), httpx2.ConnectError("refused")])
-    await control.reach.start()
-    control.reach._renew_at_s = 0.0
-
-    async def attempt(sidecars: object) -> str:
-        return "served"
-
-    assert await control.reach.attempts(attempt, time.monotonic() + 10) == "served"
     await control.reach.close()
 
 

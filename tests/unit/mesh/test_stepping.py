@@ -43,15 +43,3 @@ def test_a_rank_that_is_away_for_a_while_does_not_end_it() -> None:
     reach.document = replace(before, layout_digest="another")
     with pytest.raises(ConflictError, match="the layout of incarnation 1 is not the one"):
         stream._check_identity()
-
-
-def test_what_was_not_known_at_first_is_learnt() -> None:
-    reach = Heard()
-    known = reach.document
-    reach.document = replace(known, layout_digest="")
-    stream = subscribed(reach)
-    reach.document = known
-    stream._check_identity()
-    reach.document = replace(known, layout_digest="another")
-    with pytest.raises(ConflictError):
-        stream._check_identity()

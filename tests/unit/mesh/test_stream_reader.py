@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import socket
-import ssl
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,14 +26,11 @@ from paramd.errors import (
     UnreachableError,
 )
 from paramd.mesh.peers import bulk
-from paramd.mesh.peers.grpc import LeaseEndedError
 from paramd.mesh.peers.sidecars import Pinned, RankPin, StreamOffer
 from paramd.mesh.reading import places as placing
 from paramd.mesh.reading import stream as reading
 from paramd.mesh.reading.places import Place, PlaceSink, Scratch
 from paramd.mesh.reading.stream import Expected, NoStreamError, StreamReader, read_range
-from paramd.security import authority
-from paramd.security.tls import ClientTls
 from paramd.state import StateName
 from paramd.streams import DATA, FAILED, LAST, Grant, Opening, Window
 from paramd.v1 import common_pb2, sidecar_pb2
@@ -86,9 +81,8 @@ def good(_number: int, sealed: bytes) -> Iterator[bytes]:
 class Port:
     """A port for streams on this host, where a script answers."""
 
-    def __init__(self, answers: Answers = good, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, answers: Answers = good) -> None:
         self.answers = answers
-        self._tls = tls
         self.begins: list[int] = []
         self.ended = threading.Event()
         """Set when the test ends: what hangs goes on."""
@@ -118,11 +112,7 @@ class Port:
                 return
             with connection, suppress(OSError):
                 connection.settimeout(HANG_S)
-                if self._tls is None:
-                    self._answer(connection)
-                    continue
-                with self._tls.wrap_socket(connection, server_side=True) as wrapped:
-                    self._answer(wrapped)
+                self._answer(connection)
 
     def _answer(self, connection: socket.socket) -> None:
         sealed = b""
@@ -143,8 +133,8 @@ class Port:
 
 
 @contextmanager
-def port(answers: Answers = good, tls: ssl.SSLContext | None = None) -> Iterator[Port]:
-    found = Port(answers, tls)
+def port(answers: Answers = good) -> Iterator[Port]:
+    found = Port(answers)
     try:
         yield found
     finally:
@@ -156,10 +146,8 @@ class Source:
 
     who = "rank 0"
 
-    def __init__(
-        self, number: int, *, far: bool = False, tls: ssl.SSLContext | None = None
-    ) -> None:
-        self.port, self.far, self.tls = number, far, tls
+    def __init__(self, number: int, *, far: bool = False) -> None:
+        self.port, self.far = number, far
         self.step, self.edits = 5, 2
         self.offered = self.probed = 0
         self.probe_error: Exception | None = None
@@ -171,7 +159,7 @@ class Source:
     async def offer(self) -> StreamOffer:
         self.offered += 1
         kind = FarOffer if self.far else StreamOffer
-        return kind(GRANT, self.header(), "127.0.0.1", self.port, self.tls)
+        return kind(GRANT, self.header(), "127.0.0.1", self.port, None)
 
     async def probe(self) -> None:
         self.probed += 1
@@ -215,15 +203,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bulk, "LOOK_S", 0.01)
     monkeypatch.setattr(reading, "_PROBE_AFTER_S", 0.02)
     monkeypatch.setattr(placing, "DIRECT_BYTES", 16)
-
-
-@pytest.mark.parametrize("far", [False, True])
-async def test_a_whole_snapshot_lands(far: bool) -> None:
-    with port() as at:
-        source = Source(at.number, far=far)
-        assert await run(source) == SNAPSHOT
-    assert at.begins == [0]
-    assert source.offered == 1
 
 
 async def test_a_flipped_bit_is_asked_for_again() -> None:
@@ -279,16 +258,6 @@ async def test_a_stream_cut_before_its_last_word_is_asked_for_that_alone() -> No
     assert at.begins == [0, 1000]
 
 
-async def test_a_stream_that_never_moves_on_is_given_up() -> None:
-    def cut(_number: int, sealed: bytes) -> Iterator[bytes]:
-        yield accepted(sealed)
-
-    with port(cut) as at:
-        with pytest.raises(UnreachableError, match="rank 0: the stream ended at byte 0 of 1,000"):
-            await run(Source(at.number))
-        assert len(at.begins) == reading.MAX_FAILURES + 1
-
-
 WRONG: dict[str, list[bytes]] = {
     "another offset": [window(100, SNAPSHOT[100:200])],
     "beyond the end": [window(0, SNAPSHOT), window(1000, b"x")],
@@ -337,48 +306,6 @@ async def test_another_program_at_the_port_is_refused(reply: Callable[[bytes], b
     assert target.data == bytes(len(SNAPSHOT)), "nothing of what it sent was written"
 
 
-KINDS = [
-    kind
-    for kind in errors.CODES
-    if kind
-    not in (
-        UnreachableError,
-        DataLossError,
-        errors.PartialError,
-        errors.NotFoundError,
-        errors.GoneError,
-    )
-]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-async def test_a_refusal_is_the_error_it_tells_of(kind: type[ParamdError]) -> None:
-    def refuse(_number: int, sealed: bytes) -> Iterator[bytes]:
-        yield streams.refusal(kind("the words"))
-
-    with port(refuse) as at:
-        source = Source(at.number)
-        if kind is DeadlineError:
-            # Never the sidecar's to tell, and never a reason to ask for ever.
-            with pytest.raises(ParamdError):
-                await run(source, seconds=1.0)
-            return
-        # Another sidecar does not know the grant: behind a forwarded port, say.
-        told = NoStreamError if kind is errors.DeniedError else kind
-        with pytest.raises(told, match="the words") as found:
-            await run(source)
-    assert type(found.value) is told
-    assert source.offered == 1
-
-
-async def test_a_refusal_for_an_ended_lease_is_told_apart() -> None:
-    def refuse(_number: int, sealed: bytes) -> Iterator[bytes]:
-        yield streams.refusal(errors.NotFoundError("gone"))
-
-    with port(refuse) as at, pytest.raises(LeaseEndedError, match="rank 0: gone"):
-        await run(Source(at.number))
-
-
 @pytest.mark.parametrize("kind", [AbortedError, ConflictError, errors.DeniedError])
 async def test_an_error_after_all_bytes_is_raised(kind: type[ParamdError]) -> None:
     """The bytes came, but did not hold: they must not be taken for an answer."""
@@ -391,16 +318,6 @@ async def test_an_error_after_all_bytes_is_raised(kind: type[ParamdError]) -> No
     with port(fail) as at, pytest.raises(kind, match="rank 0: changed while"):
         await run(Source(at.number))
     assert at.begins == [0]
-
-
-async def test_an_error_of_no_known_number_is_an_error() -> None:
-    def fail(_number: int, sealed: bytes) -> Iterator[bytes]:
-        yield accepted(sealed)
-        yield window(0, SNAPSHOT)
-        yield Window(FAILED, 0, 2, 2**64 - 1).packed() + b"no"
-
-    with port(fail) as at, pytest.raises(ParamdError, match="rank 0: no"):
-        await run(Source(at.number))
 
 
 async def test_bytes_of_another_state_are_refused_before_a_port_is_asked() -> None:
@@ -418,11 +335,6 @@ async def test_bytes_of_another_state_are_refused_before_a_port_is_asked() -> No
 def closed_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         return int(taken.getsockname()[1])
-
-
-async def test_a_closed_port_is_told_apart() -> None:
-    with pytest.raises(NoStreamError, match='use transport="grpc"'):
-        await run(Source(closed_port()))
 
 
 class Peers:
@@ -461,24 +373,6 @@ async def test_auto_falls_back_to_grpc_and_stays_there(monkeypatch: pytest.Monke
     assert (source.read_over_grpc, peers.kept) == ([0], [0])
     with pytest.raises(NoStreamError):
         await read_all(source, "stream")
-
-
-async def test_auto_falls_back_where_a_sidecar_has_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "STREAM_FROM_BYTES", 1)
-    source = Source(0)
-    data, peers = await read_all(source, "auto")
-    assert data == SNAPSHOT
-    assert peers.kept == [0]
-    with pytest.raises(NoStreamError, match="has no port for streams"):
-        await read_all(source, "stream")
-
-
-async def test_few_bytes_go_over_grpc() -> None:
-    with port() as at:
-        source = Source(at.number)
-        data, _ = await read_all(source, "auto")
-    assert data == SNAPSHOT
-    assert (source.offered, source.read_over_grpc) == (0, [0])
 
 
 async def test_what_a_stream_brought_before_its_port_closed_is_proven_over_grpc(
@@ -539,23 +433,6 @@ def stalled(at: Port, number: int, sealed: bytes) -> Iterator[bytes]:
         yield from at.hang()
 
 
-async def test_a_slow_stream_is_not_a_stalled_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes within a window count: on a slow link one window takes longer than a look."""
-    monkeypatch.setattr(reading, "LIVENESS_S", 0.1)
-
-    def slow(_number: int, sealed: bytes) -> Iterator[bytes]:
-        yield accepted(sealed)
-        (whole,) = (window(0, SNAPSHOT),)
-        for begin in range(0, len(whole), 128):
-            yield whole[begin : begin + 128]
-            time.sleep(0.04)
-        yield last()
-
-    with port(slow) as at:
-        assert await run(Source(at.number)) == SNAPSHOT
-    assert at.begins == [0]
-
-
 async def test_the_callers_deadline_ends_a_read() -> None:
     with port() as at:
         at.answers = lambda number, sealed: stalled(at, number, sealed)
@@ -601,63 +478,6 @@ async def test_a_read_cancelled_twice_still_waits_for_its_thread(
     with pytest.raises(asyncio.CancelledError):
         await running
     assert ended.is_set()
-
-
-async def test_a_read_that_is_cancelled_before_it_is_connected_ends() -> None:
-    with port() as at:
-        at.answers = lambda number, sealed: at.hang()
-        running = asyncio.ensure_future(run(Source(at.number)))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(running, HANG_S)
-        no_stream_thread()
-
-
-@pytest.fixture
-def contexts(tmp_path: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """Of a server, and of a client that trusts it."""
-    authority.write(tmp_path, names=["127.0.0.1"], days=2)
-    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    server.load_cert_chain(tmp_path / "server.pem", tmp_path / "server.key")
-    return server, ClientTls(ca=tmp_path / "ca.pem").ssl_context(ssl.TLSVersion.TLSv1_3)
-
-
-async def test_a_stream_over_tls_lands_is_resumed_and_can_be_cancelled(
-    contexts: tuple[ssl.SSLContext, ssl.SSLContext],
-) -> None:
-    server, client = contexts
-
-    def cut(number: int, sealed: bytes) -> Iterator[bytes]:
-        yield accepted(sealed)
-        yield from [*windows(streams.read_opening(sealed))][: 4 if number == 1 else None]
-
-    with port(cut, server) as at:
-        assert await run(Source(at.number, far=True, tls=client)) == SNAPSHOT
-        assert at.begins == [0, 400]
-        at.begins.clear()
-        at.answers = lambda number, sealed: stalled(at, number, sealed)
-        target = Target()
-        running = asyncio.ensure_future(run(Source(at.number, tls=client), target=target))
-        while not target.data.startswith(SNAPSHOT[:400]):
-            await asyncio.sleep(0.005)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(running, 5.0)
-        no_stream_thread()
-
-
-async def test_a_stalled_stream_over_tls_is_probed(
-    contexts: tuple[ssl.SSLContext, ssl.SSLContext],
-) -> None:
-    server, client = contexts
-    with port(tls=server) as at:
-        at.answers = lambda number, sealed: stalled(at, number, sealed)
-        source = Source(at.number, tls=client)
-        source.probe_error = UnreachableError("stopped")
-        with pytest.raises(UnreachableError, match="stopped"):
-            await run(source)
 
 
 def stream_threads() -> list[threading.Thread]:
@@ -788,19 +608,3 @@ def take(landed: Landed, steps: list[tuple[int, str, int]]) -> None:
             assert reader.offset_bytes == begin
             continue
         assert not mishap
-
-
-def test_direct_keeps_to_what_one_place_alone_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placing, "DIRECT_BYTES", 16)
-    landed = Landed.of([(0, 10, False), (10, 100, False), (120, 200, True), (200, 300, False)])
-    sink = PlaceSink(landed.places)
-    assert sink.direct(0, 400) == (None, 10), "a small one"
-    address = landed.places[1].address
-    assert address is not None
-    assert sink.direct(10, 400) == (address, 100)
-    assert sink.direct(50, 60) == (None, 60), "a small part"
-    assert sink.direct(50, 90) == (address + 40, 90)
-    assert sink.direct(100, 400) == (None, 200), "a gap and a store"
-    assert sink.direct(300, 400) == (None, 400), "nothing lies there"
-    shared = PlaceSink(Landed.of([(0, 100, False), (50, 150, False), (150, 300, False)]).places)
-    assert shared.direct(0, 400) == (None, 150), "two places share bytes"

@@ -19,15 +19,3 @@ def test_ranks_out_of_step_have_the_state_at_one_boundary(ahead: int) -> None:
         boundary(ranks[0])
     attempts = [tuple(map(boundary, ranks)) for _ in range(MISSES + WAITS)]
     assert (True, True) in attempts
-
-
-def test_the_trainer_is_left_alone_again_after_some_boundaries() -> None:
-    asking = Asking()
-    assert not asking.asks()
-    for _ in range(MISSES):
-        asking.ended(captured=False, missed=True)
-    assert [asking.asks() for _ in range(WAITS + 1)] == [True] * WAITS + [False]
-    asking.ended(captured=False, missed=True)
-    asking.ended(captured=True, missed=False)
-    asking.ended(captured=False, missed=True)
-    assert not asking.asks()

@@ -9,23 +9,10 @@ from paramd.state import StateName
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.rpc import deltas
 from paramd_service.sidecar.snapshots.bases import IDLE_S, Bases, state_of
-from paramd_service.sidecar.snapshots.store import Block, Fill, Key, Snapshot, SnapshotStore
+from paramd_service.sidecar.snapshots.store import Fill, Key, Snapshot, SnapshotStore
+from tests.unit.sidecar.test_sidecar_snapshots import FakeBlocks
 
 PAGE = 4096
-
-
-class Memory:
-    def __init__(self, size_bytes: int) -> None:
-        self.size_bytes = size_bytes
-        self.buffer = memoryview(bytearray(size_bytes))
-
-
-class Blocks:
-    def make(self, size_bytes: int) -> Block:
-        return Memory(size_bytes)  # type: ignore[return-value]
-
-    def dispose(self, block: Block) -> None:
-        pass
 
 
 class Bench:
@@ -34,14 +21,17 @@ class Bench:
     def __init__(self) -> None:
         self.now_ns = 0
         self.store = SnapshotStore(
-            budget_bytes=4 * PAGE, blocks=Blocks(), clock_ns=lambda: self.now_ns, idle_memory_s=60
+            budget_bytes=4 * PAGE,
+            blocks=FakeBlocks(),
+            clock_ns=lambda: self.now_ns,
+            idle_memory_s=60,
         )
         self.bases = Bases(self.store, budget_bytes=2 * PAGE, clock_ns=lambda: self.now_ns)
 
     def filled(self, step: int, pages: int = 1) -> Snapshot:
         snapshot = self.store.reserve(Key(1, ((0, pages * PAGE),)), at_boundary=False)
         if snapshot.block is None:
-            snapshot.block = Blocks().make(snapshot.size_bytes)
+            snapshot.block = FakeBlocks().make(snapshot.size_bytes)
         snapshot.step, snapshot.edits, snapshot.fill = step, 0, Fill.FILLED
         self.store.uncharge(snapshot, None)
         return snapshot
@@ -79,33 +69,6 @@ def test_a_comparison_of_one_history_is_never_given_to_another(bench: Bench) -> 
     assert len({state_of(found) for found in (one, other, later, labelled)}) == 4
 
 
-def test_the_least_recently_used_base_goes_first(bench: Bench) -> None:
-    first, second = bench.kept(1), bench.kept(2)
-    held = bench.bases.find(state_of(first))
-    assert held is first
-    bench.store.drop(held)
-    bench.kept(3)
-    assert bench.bases.find(state_of(second)) is None
-    assert bench.bases.find(state_of(first)) is first
-    assert bench.bases.size_bytes == 2 * PAGE
-
-
-def test_a_state_that_all_followers_share_is_kept_once(bench: Bench) -> None:
-    snapshot = bench.filled(1)
-    for _ in range(8):
-        bench.bases.keep(snapshot)
-    assert bench.bases.size_bytes == PAGE
-    assert snapshot.holders == 2
-
-
-def test_what_is_larger_than_the_budget_is_not_kept_and_displaces_nothing(bench: Bench) -> None:
-    kept = bench.kept(1)
-    large = bench.filled(2, pages=3)
-    bench.bases.keep(large)
-    assert bench.bases.find(state_of(large)) is None
-    assert bench.bases.find(state_of(kept)) is kept
-
-
 def test_bases_take_nothing_from_the_budget_of_snapshots(bench: Bench) -> None:
     bench.kept(1)
     bench.kept(2)
@@ -128,11 +91,6 @@ def test_ranges_that_leave_the_snapshot_or_cut_elements_are_refused(
     asked = pb.DeltaItem(begin_bytes=begin, end_bytes=end, element_bytes=size)
     with pytest.raises(UsageError, match="items"):
         deltas._checked([asked], PAGE)
-
-
-def test_too_many_ranges_are_refused() -> None:
-    with pytest.raises(UsageError, match="20,001"):
-        deltas._checked([pb.DeltaItem(element_bytes=1)] * 20_001, PAGE)
 
 
 def test_a_base_that_nobody_asks_for_is_forgotten(bench: Bench) -> None:

@@ -6,17 +6,15 @@ import asyncio
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 import pytest
 
-from paramd.errors import DataLossError, ExhaustedError, NotFoundError, UsageError
+from paramd.errors import DataLossError, ExhaustedError
 from paramd_service.sidecar.snapshots.copies import Copies
 from paramd_service.sidecar.snapshots.standing import StandingLabel, digest_of
 from paramd_service.sidecar.snapshots.store import BlockMaker
 
 SIZE, PART = 20_000, 7_000
-Kept = TypeVar("Kept")
 
 
 def data_of(step: int) -> bytes:
@@ -85,34 +83,6 @@ def whole(copies: Copies) -> list[tuple[int, int]]:
     return sorted(found)
 
 
-def test_a_copy_counts_once_it_is_whole(made: Callable[..., Copies]) -> None:
-    copies = made()
-    sender = Sender(copies)
-    assert sender.put(1, parts=2) == 2 * PART
-    assert whole(copies) == []
-    with pytest.raises(NotFoundError):
-        copies.opened(0, 7, 1)
-    # The same part again, and one that does not follow, change nothing.
-    assert sender.part(1, PART, b"x" * PART) == 2 * PART
-    assert sender.part(1, 3 * PART, b"x" * PART) == 2 * PART
-    # A sender that was interrupted goes on where it was.
-    assert sender.put(1) == SIZE
-    assert whole(copies) == [(0, 1)]
-
-
-def test_a_sender_that_dies_in_the_middle_leaves_the_copy_before(
-    made: Callable[..., Copies],
-) -> None:
-    copies = made()
-    sender = Sender(copies)
-    sender.put(1)
-    sender.put(2, parts=1)
-    assert whole(copies) == [(0, 1)]
-    # Its successor does not have that snapshot any more, and sends another one.
-    assert sender.put(3) == SIZE
-    assert whole(copies) == [(0, 1), (0, 3)]
-
-
 def test_bytes_that_do_not_have_their_digest_are_dropped(made: Callable[..., Copies]) -> None:
     copies = made()
     sender = Sender(copies)
@@ -125,13 +95,6 @@ def test_bytes_that_do_not_have_their_digest_are_dropped(made: Callable[..., Cop
     assert sender.part(2, 2 * PART, b"x") == 0
     assert sender.put(2) == SIZE
     assert whole(copies) == [(0, 1), (0, 2)]
-
-
-def test_a_part_beyond_the_end_is_refused(made: Callable[..., Copies]) -> None:
-    sender = Sender(made())
-    sender.put(1, parts=1)
-    with pytest.raises(UsageError, match="the copy has 20,000"):
-        sender.part(1, PART, b"x" * SIZE)
 
 
 def test_what_all_ranks_have_stays_until_they_have_another(made: Callable[..., Copies]) -> None:

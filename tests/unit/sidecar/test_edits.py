@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-import socket
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,25 +20,21 @@ from paramd.errors import (
     ConflictError,
     DataLossError,
     ExhaustedError,
-    ExistsError,
     NotFoundError,
     UsageError,
 )
 from paramd.layout.edits.kinds import EditKind
 from paramd.layout.edits.ops import EditOp
-from paramd.layout.types import Box, full_box, row_major
-from paramd.memory import handover
+from paramd.layout.types import Box
 from paramd.memory.control_page import Word
-from paramd.memory.descriptors import LentMemory, reserved_bytes
-from paramd.memory.edit_program import ANY_STEP, wanted_step
+from paramd.memory.descriptors import reserved_bytes
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.edits import table
 from paramd_service.sidecar.edits.entry import WITHDRAWN_NS, Entry, Outcome, Phase, fate
-from paramd_service.sidecar.edits.lent import Lent
 from paramd_service.sidecar.edits.memory import HEAD_BYTES, Ranges
 from paramd_service.sidecar.edits.receive import is_finite
 from paramd_service.sidecar.owner import Ownership
-from tests.unit.layout.simulate import BOXES, Spec, World, build, fsdp1, memory_of
+from tests.unit.layout.simulate import BOXES, Spec, World, build, fsdp1
 from tests.unit.layout.test_plan import KINDS
 from tests.unit.sidecar.edit_rank import Rank, bytes_of, fill_of, stage
 
@@ -70,14 +65,7 @@ def world_of(kind: str, size: int, specs: Sequence[Spec] = SPECS) -> World:
     for spec in specs:
         values = (torch.randn(spec.shape) * 8).to(getattr(torch, spec.dtype))
         world.full[spec.fqn] = bytes_of(values)
-    for rank, arena in enumerate(world.arenas):
-        memory = bytearray(arena)
-        for tensor, spec in zip(world.layout.tensors, specs, strict=True):
-            for piece in tensor.pieces:
-                if piece.rank == rank:
-                    data = memory_of(piece.region, piece.strides, spec, world.full[spec.fqn])
-                    memory[piece.arena_begin : piece.arena_begin + len(data)] = data
-        world.arenas[rank] = bytes(memory)
+    world.arenas[:] = [world.laid(world.full, rank) for rank in range(size)]
     return world
 
 
@@ -109,35 +97,16 @@ def operands() -> list[torch.Tensor | None]:
     return found
 
 
-def pieces(rank: Rank) -> dict[tuple[str, int], torch.Tensor]:
-    """Each piece of this rank as a tensor that views its arena, in the tensor's own dims."""
-    found = {}
-    for tensor in rank.layout.tensors:
-        kind = getattr(torch, tensor.dtype)
-        for piece in tensor.pieces:
-            if piece.rank != rank.rank or not piece.region.numel:
-                continue
-            flat = torch.frombuffer(
-                rank.arena, dtype=kind, count=piece.region.numel, offset=piece.arena_begin
-            )
-            if isinstance(piece.region, Box):
-                strides = piece.strides if piece.strides else row_major(piece.region.sizes)
-                flat = flat.as_strided(piece.region.sizes, strides)
-            found[tensor.fqn, piece.arena_begin] = flat
-    return found
-
-
-def expected(world: World, rank: Rank) -> dict[tuple[str, int], torch.Tensor]:
-    """The pieces of this rank after WHOLE was done to the full tensors."""
+def expected(world: World) -> dict[str, bytes]:
+    """The full tensors after WHOLE was done to them."""
     full = {}
     for spec in SPECS:
-        kind = getattr(torch, spec.dtype)
-        data = torch.frombuffer(bytearray(world.full[spec.fqn]), dtype=kind)
-        full[spec.fqn] = data.view(spec.shape)
+        data = bytearray(world.full[spec.fqn])
+        full[spec.fqn] = torch.frombuffer(data, dtype=getattr(torch, spec.dtype)).view(spec.shape)
     for op, operand in zip(WHOLE, operands(), strict=True):
-        tensor = full[op.fqn]
-        box = op.box if op.box is not None else full_box(tuple(tensor.shape))
-        part = tensor[tuple(map(slice, box.begin, box.end))] if box.begin else tensor
+        part = full[op.fqn]
+        if op.box is not None:
+            part = part[tuple(map(slice, op.box.begin, op.box.end))]
         if op.kind is EditKind.MUL:
             part.mul_(op.value)
         elif operand is None:
@@ -148,18 +117,7 @@ def expected(world: World, rank: Rank) -> dict[tuple[str, int], torch.Tensor]:
             part.add_(operand, alpha=op.weight)
         else:
             part.copy_(operand)
-    found = {}
-    for held in rank.layout.tensors:
-        for piece in held.pieces:
-            if piece.rank != rank.rank or not piece.region.numel:
-                continue
-            whole, region = full[held.fqn], piece.region
-            if isinstance(region, Box):
-                part = whole[tuple(map(slice, region.begin, region.end))] if region.begin else whole
-            else:
-                part = whole.flatten()[region.begin : region.end]
-            found[held.fqn, piece.arena_begin] = part
-    return found
+    return {fqn: bytes_of(tensor) for fqn, tensor in full.items()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -178,9 +136,7 @@ def test_an_edit_changes_what_its_operations_say_and_undo_puts_back_all_but_sums
                     assert entry.progress().phase == pb.EDIT_PHASE_APPLIED
                     assert (entry.edits, entry.stop_ns, entry.undo_refusal) == (1, 7, "")
                     edited = bytes(rank.arena)
-                    wanted = expected(world, rank)
-                    for key, piece in pieces(rank).items():
-                        assert torch.equal(piece, wanted[key]), key
+                    assert edited == world.laid(expected(world), number)
                     undo = await edits.begin(rank.manifest(2, WHOLE, undo_of=entry.edit_id))
                     assert entry.undo_refusal.endswith("already staged")
                     rank.boundary(edits, undo)
@@ -248,24 +204,6 @@ def alike(chance: random.Random) -> tuple[list[EditOp], list[torch.Tensor | None
     return ops, [torch.randn(4, 6, generator=generator) if op.with_data else None for op in ops]
 
 
-def test_the_program_is_for_the_step_that_the_manifest_wants_and_its_undo_for_any() -> None:
-    async def test() -> None:
-        fill = [EditOp(fqn="w", kind=EditKind.FILL, value=1.0)]
-        with rank_of() as rank:
-            async with rank.edits() as edits:
-                with pytest.raises(UsageError, match=r"if_step: -2; expected 0 or more"):
-                    await edits.begin(rank.manifest(9, fill, if_step=-2))
-                for number, fields in enumerate([{}, {"if_step": 0}, {"if_step": 7}]):
-                    entry = await edits.begin(rank.manifest(number, fill, **fields))
-                    buffer = edits.memory.buffer
-                    assert wanted_step(buffer, entry.program_begin) == fields.get("if_step", -1)
-                rank.boundary(edits, entry)
-                undo = await edits.begin(rank.manifest(8, fill, undo_of=entry.edit_id))
-                assert wanted_step(buffer, undo.program_begin) == ANY_STEP
-
-    run(test)
-
-
 def assert_as_before(rank: Rank, before: bytes) -> None:
     """All bytes but those of the sum, which may be off in its last digits."""
     now, sums = bytearray(rank.arena), bytearray(before)
@@ -280,28 +218,6 @@ def assert_as_before(rank: Rank, before: bytes) -> None:
                 torch.testing.assert_close(one, other, rtol=0.05, atol=0.1)
                 now[piece.arena_begin : end] = sums[piece.arena_begin : end]
     assert now == sums
-
-
-def test_an_id_names_one_edit_for_ever() -> None:
-    async def test() -> None:
-        with rank_of() as rank:
-            async with rank.edits() as edits:
-                fill = [EditOp(fqn="w", kind=EditKind.FILL, value=1.0)]
-                entry = await edits.begin(rank.manifest(1, fill))
-                assert await edits.begin(rank.manifest(1, fill)) is entry
-                rank.boundary(edits, entry)
-                assert (await edits.begin(rank.manifest(1, fill))).phase is Phase.APPLIED
-                other = [EditOp(fqn="w", kind=EditKind.FILL, value=2.0)]
-                with pytest.raises(ExistsError, match="another content"):
-                    await edits.begin(rank.manifest(1, other))
-                with pytest.raises(UsageError, match="32 hexadecimal"):
-                    await edits.begin(rank.manifest(1, fill, edit_id="../../x"))
-                with pytest.raises(NotFoundError, match="no parameter"):
-                    await edits.begin(rank.manifest(2, [EditOp(fqn="x", kind=EditKind.FILL)]))
-                with pytest.raises(NotFoundError, match="never staged"):
-                    edits.get(f"{2:032x}")
-
-    run(test)
 
 
 def test_data_comes_in_order_whole_and_finite_or_not_at_all() -> None:
@@ -345,43 +261,6 @@ def test_data_comes_in_order_whole_and_finite_or_not_at_all() -> None:
                         edits.get(f"{9:032x}")
                     wanted = rank.manifest(10 + number, ops, allow_nonfinite=True)
                     assert (await stage(edits, wanted, data)).phase is Phase.STAGED
-
-    run(test)
-
-
-def test_messages_that_are_there_already_are_taken_at_once_and_anything_else_is_left() -> None:
-    def take(number: int) -> dict[str, object]:
-        begin = 64 * number
-        spans = [[0, begin, 24], [0, begin + 24, 0], [0, begin + 24, 40]]
-        return {"op": "take", "offset_bytes": begin, "spans": spans}
-
-    async def test() -> None:
-        with rank_of() as rank:
-            async with rank.edits() as edits:
-                ops = [EditOp(fqn="h", kind=EditKind.SET, with_data=True), *WHOLE[:1]]
-                data = rank.data_of(ops, [torch.ones(7).bfloat16(), torch.ones(6, 5)])
-                entry = await edits.begin(rank.manifest(1, ops))
-                lent, memory = Lent(), LentMemory(4096)
-                memory[: len(data)] = data
-                lent.lend([memory.descriptor])
-                lent.stage(entry)
-                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                with ours, theirs:
-                    handover.send(theirs, take(1))
-                    handover.send(theirs, {"op": "unmap"})
-                    await edits.take(entry, lent.arriving(ours, take(0)))
-                    assert entry.staged_bytes == 128
-                    # The last one is answered by whoever serves the connection.
-                    theirs.settimeout(0)
-                    assert handover.receive(theirs)[0] == {
-                        "op": "taken", "staged_bytes": 64, "size_bytes": 192
-                    }  # fmt: skip
-                    with pytest.raises(BlockingIOError):
-                        handover.receive(theirs)
-                    assert handover.receive(ours)[0]["op"] == "unmap"
-                    with pytest.raises(UsageError, match="of a memory of 4096 bytes"):
-                        await edits.take(entry, lent.arriving(ours, take(64)))
-                lent.close()
 
     run(test)
 
@@ -590,63 +469,6 @@ def test_what_is_told_of_applied_edits_is_bounded(monkeypatch: pytest.MonkeyPatc
                     assert edits.get(f"{number:032x}").phase is Phase.APPLIED
                     await edits.drop(f"{number:032x}")
                 assert whole - edits.memory.free_bytes == 2 * 4096
-
-    run(test)
-
-
-def test_staged_edits_that_nobody_touches_expire() -> None:
-    async def test() -> None:
-        with rank_of() as rank:
-            async with rank.edits(expiry_s=0.01) as edits:
-                entry = await edits.begin(rank.manifest(1, WHOLE))
-                ready = await edits.begin(rank.manifest(2, [EditOp(fqn="s", kind=EditKind.FILL)]))
-                rank.ready(edits, ready)
-                await asyncio.sleep(0.02)
-                edits.sweep()
-                with pytest.raises(NotFoundError, match="expired"):
-                    edits.get(entry.edit_id)
-                assert edits.get(ready.edit_id).phase is Phase.READY
-
-    run(test)
-
-
-def test_a_successor_tells_the_same_and_undoes_what_its_predecessor_applied() -> None:
-    async def test() -> None:
-        with rank_of("fsdp1", 2, 1) as rank:
-            before = bytes(rank.arena)
-            data = rank.data_of(WHOLE, operands())
-            async with rank.edits() as edits:
-                first = await stage(edits, rank.manifest(1, WHOLE), data)
-                rank.boundary(edits, first)
-                staged = await stage(edits, rank.manifest(2, WHOLE), data)
-                await edits.begin(rank.manifest(3, WHOLE))
-                undo = await edits.begin(rank.manifest(4, WHOLE, undo_of=first.edit_id))
-                rank.ready(edits, undo)
-                told = [one.progress() for one in (first, staged)]
-            # Applied while no sidecar was there.
-            rank.agree()
-            rank.apply()
-            assert_as_before(rank, before)
-            async with rank.edits() as edits:
-                with pytest.raises(NotFoundError):
-                    edits.get(f"{3:032x}")
-                assert edits.get(undo.edit_id).phase is Phase.APPLIED
-                again = [edits.get(one.edit_id).progress() for one in (first, staged)]
-                assert again[1] == told[1]
-                told[0].undo_refusal = "it is already undone"
-                assert again[0] == told[0]
-                redo = await edits.begin(rank.manifest(5, WHOLE, undo_of=undo.edit_id))
-                rank.boundary(edits, redo)
-                await edits.drop(staged.edit_id)
-            async with rank.edits() as edits:
-                undo = await edits.begin(rank.manifest(6, WHOLE, undo_of=redo.edit_id))
-                rank.boundary(edits, undo)
-                assert_as_before(rank, before)
-                await edits.drop(undo.edit_id)
-                assert edits.undo_bytes == edits.staged_bytes == 0
-                assert (
-                    edits.get(undo.edit_id).undo_refusal == "its undo data was dropped on request"
-                )
 
     run(test)
 

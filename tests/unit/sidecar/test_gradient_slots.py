@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from paramd.errors import AbortedError, ParamdError, UsageError
+from paramd.errors import AbortedError, ParamdError
 from paramd.memory.control_page import PAGE_BYTES, ControlPage, Word, in_time
 from paramd.memory.descriptors import SparseMemory, create_memory, create_sparse
 from paramd.memory.gradient_program import ARM_WORDS, Notes, Slot, digest_of_spans
@@ -97,59 +97,12 @@ async def training() -> AsyncIterator[Training]:
         await found.close()
 
 
-async def test_two_updates_are_armed_at_once_and_equal_requests_share_one(
-    training: Training,
-) -> None:
-    asked = [training.reduce(5), training.reduce(5), training.reduce(6, 100)]
-    slots = [await training.armed(5), await training.armed(6)]
-    assert slots[0] is not slots[1]
-    training.update(5, slots[0], 2.0)
-    training.update(6, slots[1], 3.0)
-    first, again, second = await asyncio.gather(*asked)
-    assert first[0] is again[0]
-    (stats,), notes = first
-    assert notes.history == 0
-    assert (stats.count, stats.sum_squares, stats.min, stats.max) == (NUMEL, 4.0 * NUMEL, 2.0, 2.0)
-    assert (notes.step, notes.clip_factor) == (5, 0.5)
-    assert (second[0][0].count, second[0][0].mean, second[1].step) == (100, 3.0, 6)
-    assert training.gradients.captured_count == 2
-
-
-async def test_an_update_that_began_without_us_is_missed(training: Training) -> None:
-    asked = training.reduce(5)
-    await training.armed(5)
-    training.update(5)
-    with pytest.raises(AbortedError, match="update 5 has begun"):
-        await asked
-    assert training.gradients.missed_count == 1
-    assert [training.page[word] for word in ARM_WORDS] == [0, 0]
-    with pytest.raises(AbortedError):
-        await training.reduce(5)
-
-
-async def test_an_item_outside_of_what_is_wanted_is_refused(training: Training) -> None:
-    for _ in range(2):
-        with pytest.raises(UsageError, match="not within one span"):
-            await training.reduce(5, ARENA_BYTES)
-    assert [training.page[word] for word in ARM_WORDS] == [0, 0]
-
-
 async def test_the_end_is_told_to_all_that_wait(training: Training) -> None:
     asked = training.reduce(9)
     await training.armed(9)
     training.gradients.end(EndedError("the training has detached"))
     with pytest.raises(EndedError):
         await asked
-
-
-async def test_lossless_readers_are_told_to_the_trainer_for_a_while(training: Training) -> None:
-    training.gradients.update(0)
-    assert training.page[Word.LOSSLESS_EVERY] == 0
-    training.gradients.update(6)
-    training.gradients.update(3)
-    training.gradients.update(6)
-    assert training.page[Word.LOSSLESS_EVERY] == 3
-    assert training.page[Word.LOSSLESS_UNTIL_NS] > 0
 
 
 async def test_who_asks_between_a_frame_and_its_updates_begin_is_answered(

@@ -111,39 +111,6 @@ def test_blocks_join_up_whatever_their_size(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.equal(whole.counts, small.counts)
 
 
-def test_a_part_gives_only_the_cells_that_it_touches() -> None:
-    part = torch.ones(4, 5)
-    grid = pooling.Grid("sum", 100, 100, 10, 10)
-    heatmap = picture_of(part, grid, origin=(28, 93))
-    assert heatmap.begin == (2, 9)
-    assert heatmap.values.tolist() == [[10.0], [10.0]]
-
-
-def test_a_part_with_gaps_between_its_rows_leaves_the_cells_between_alone() -> None:
-    full = torch.arange(8 * 20 * 3, dtype=torch.float32).reshape(8, 20, 3)
-    part = full[:, 2:4].contiguous()
-    grid = pooling.Grid("sum", 160, 3, 80, 3)
-    data = memoryview(bytearray(part.untyped_storage()))
-    view = pooling.make_view(
-        0,
-        part.shape,
-        part.stride(),
-        (20, 1, 1),
-        row_dims=2,
-        origin=(2, 0),
-        grid=grid,
-        data_bytes=len(data),
-        dtype="float32",
-    )
-    heatmap = pooling.pool(data, "float32", grid, [view], lambda: False)
-    wanted = torch.zeros_like(full)
-    wanted[:, 2:4] = part
-    cells = wanted.reshape(80, 2, 3).sum(dim=1).double()
-    top = heatmap.begin[0]
-    assert torch.equal(heatmap.values, cells[top : top + len(heatmap.values)])
-    assert int(heatmap.counts.sum()) == part.numel()
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -174,9 +141,3 @@ def test_what_leaves_the_snapshot_or_the_matrix_is_refused(change: dict[str, obj
     pooling.make_view(**right)  # type: ignore[arg-type]
     with pytest.raises(UsageError):
         pooling.make_view(**right | change)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("cells", [0, -1, 5, 513])
-def test_a_picture_is_no_larger_than_its_matrix_or_the_limit(cells: int) -> None:
-    with pytest.raises(UsageError):
-        pooling.Grid("sum", 4 if cells == 5 else 1000, 1000, cells, 2)

@@ -11,9 +11,8 @@ import pytest
 
 from paramd.memory import descriptors
 from paramd.memory.control_page import PAGE_BYTES, ControlPage, Word
-from paramd.memory.gate import CopyEnd, CopySpan, State, state_of, worth_starting
+from paramd.memory.gate import CopyEnd, CopySpan, State, state_of
 from paramd_service.sidecar.copying.capture import (
-    EAGER_ATTEMPTS,
     REST_NS,
     RETRY_NS,
     Capture,
@@ -40,13 +39,11 @@ class Bench:
         self.steps: list[int | None] = []
         self.outcomes: list[Outcome] = []
         self.stopped = False
-        self.digests: list[int] = []
-        """Of the samples, at the next looks; 0 after them."""
         self.capture = Capture(
             self.page,
             clock_ns=lambda: self.now_ns,
             copy=self._copy,
-            digest=lambda: self.digests.pop(0) if self.digests else 0,
+            digest=lambda: 0,
             stopped=lambda: self.stopped,
         )
 
@@ -66,11 +63,9 @@ class Bench:
     def _done(self, state: State | None) -> None:
         self.steps.append(state.step if state is not None else None)
 
-    def arm(self, number: int, *, with_buffers: bool = False) -> None:
+    def arm(self, number: int) -> None:
         self.capture.reaching.arm(
-            Boundary(
-                number, [CopySpan(0, 0, 8)], with_buffers, self.outcomes.append, token=10 * number
-            )
+            Boundary(number, [CopySpan(0, 0, 8)], False, self.outcomes.append, token=10 * number)
         )
 
     def train(self, step_time_ms: int, age_ms: int) -> None:
@@ -93,29 +88,6 @@ def bench() -> Iterator[Bench]:
     bench = Bench()
     yield bench
     bench.page.close()
-
-
-def test_a_rank_between_updates_is_copied_at_once(bench: Bench) -> None:
-    bench.page[Word.STEP] = 7
-    bench.job()
-    bench.capture.serve()
-    assert bench.steps == [7]
-    assert bench.page[Word.WANT] == 0
-
-
-def test_inside_an_update_the_next_boundary_is_asked_for_once(bench: Bench) -> None:
-    bench.page[Word.SEQ] = 1
-    bench.job()
-    bench.job()
-    for _ in range(3):
-        bench.capture.serve()
-    assert bench.page[Word.WANT] == 1
-    assert bench.steps == []
-    bench.boundary()
-    bench.capture.serve()
-    assert bench.steps == [1, 1]
-    assert bench.page[Word.SERVED] == bench.page[Word.ANNOUNCE] == 1
-    assert not bench.capture.waiting
 
 
 def test_an_update_that_ends_while_want_is_raised_is_not_missed(bench: Bench) -> None:
@@ -147,38 +119,6 @@ def test_an_overtaken_copy_waits_for_the_announced_boundary(bench: Bench) -> Non
     assert bench.capture.given_up_count == 1
 
 
-def test_a_copy_overtaken_again_asks_again(bench: Bench) -> None:
-    bench.ends = [CopyEnd.OVERTAKEN, CopyEnd.OVERTAKEN]
-    bench.job()
-    bench.capture.serve()
-    bench.boundary()
-    bench.capture.serve()
-    assert bench.page[Word.WANT] == 2
-    assert bench.page[Word.SERVED] == 1
-
-
-def test_a_copy_that_never_fits_asks_ever_more_rarely(bench: Bench) -> None:
-    bench.ends = [CopyEnd.OVERTAKEN] * 100
-    bench.job()
-    asked = 0
-    for _ in range(50):
-        bench.capture.serve()
-        if bench.page[Word.WANT] > asked:
-            asked = bench.page[Word.WANT]
-            bench.boundary()
-        bench.now_ns += 10 * MS
-    assert EAGER_ATTEMPTS <= asked <= EAGER_ATTEMPTS + 1 + 500 * MS // RETRY_NS
-
-
-def test_a_copy_that_would_not_end_in_time_is_not_begun(bench: Bench) -> None:
-    bench.train(step_time_ms=100, age_ms=85)
-    large, small = bench.job(size_bytes=400 << 20), bench.job(size_bytes=100)
-    bench.capture.serve()
-    assert bench.steps == [0]
-    assert bench.page[Word.WANT] == 1
-    assert large.attempts == small.attempts == 0
-
-
 def test_a_held_rank_is_copied_even_though_nothing_is_announced(bench: Bench) -> None:
     bench.train(step_time_ms=100, age_ms=85)
     bench.job(size_bytes=400 << 20)
@@ -189,30 +129,6 @@ def test_a_held_rank_is_copied_even_though_nothing_is_announced(bench: Bench) ->
     assert bench.steps == [0]
 
 
-def test_an_announce_without_anything_to_do_is_served(bench: Bench) -> None:
-    bench.page[Word.ANNOUNCE] = 5
-    bench.capture.serve()
-    assert bench.page[Word.SERVED] == 5
-
-
-def test_a_cancelled_job_is_given_up_once(bench: Bench) -> None:
-    bench.page[Word.SEQ] = 1
-    job = bench.job()
-    bench.capture.cancel(job)
-    bench.capture.cancel(job)
-    assert bench.steps == [None]
-
-
-def test_an_agreed_boundary_is_captured_at_its_step(bench: Bench) -> None:
-    bench.arm(3)
-    assert bench.page[Word.READY] == 3
-    bench.capture.serve()
-    assert bench.outcomes == []
-    bench.boundary(agreed=3)
-    bench.capture.serve()
-    assert bench.outcomes == [Outcome(1, "", edits=0, proof=2)]
-
-
 def test_a_passed_boundary_is_missed(bench: Bench) -> None:
     bench.arm(1)
     bench.boundary(agreed=1)
@@ -220,16 +136,6 @@ def test_a_passed_boundary_is_missed(bench: Bench) -> None:
     bench.capture.serve()
     assert [outcome.captured for outcome in bench.outcomes] == [False]
     assert "the next update began" in bench.outcomes[0].reason
-
-
-def test_an_overtaken_boundary_is_missed_with_the_times(bench: Bench) -> None:
-    bench.train(step_time_ms=20, age_ms=0)
-    bench.arm(1)
-    bench.boundary(agreed=1)
-    bench.ends = [CopyEnd.OVERTAKEN]
-    bench.capture.serve()
-    assert "a whole step takes 20.0 ms" in bench.outcomes[0].reason
-    assert bench.page[Word.SERVED] == 1
 
 
 def test_words_of_an_agreement_still_being_written_are_waited_for(bench: Bench) -> None:
@@ -242,30 +148,6 @@ def test_words_of_an_agreement_still_being_written_are_waited_for(bench: Bench) 
     bench.page[Word.ANNOUNCE] += 1
     bench.capture.serve()
     assert bench.outcomes == [Outcome(4, "", edits=0, proof=8)]
-
-
-def test_buffers_that_the_trainer_did_not_copy_are_missed(bench: Bench) -> None:
-    bench.arm(1, with_buffers=True)
-    assert bench.page[Word.BUFFERS_WANTED] == 1
-    bench.boundary(agreed=1)
-    bench.capture.serve()
-    assert "buffers" in bench.outcomes[0].reason
-
-
-@pytest.mark.parametrize(
-    ("age_ms", "copy_ms", "worth"),
-    [(0, 10, True), (80, 5, True), (80, 15, False), (150, 10, False), (250, 500, True)],
-)
-def test_when_a_copy_is_begun(age_ms: int, copy_ms: int, worth: bool) -> None:
-    assert (
-        worth_starting(
-            now_ns=1_000 * MS,
-            boundary_ns=(1_000 - age_ms) * MS,
-            step_time_ns=100 * MS,
-            copy_ns=copy_ms * MS,
-        )
-        is worth
-    )
 
 
 def test_a_number_that_was_ever_asked_for_or_taken_back_is_past_for_good(bench: Bench) -> None:
@@ -282,58 +164,6 @@ def test_a_number_that_was_ever_asked_for_or_taken_back_is_past_for_good(bench: 
         assert bench.page[Word.READY] == 0
     bench.arm(13)
     assert (bench.page[Word.READY], bench.page[Word.HIGHEST]) == (13, 13)
-
-
-def test_an_edit_that_the_trainer_refuses_for_its_step_is_told_with_both_steps(
-    bench: Bench,
-) -> None:
-    for number, step, reason in (
-        (
-            1,
-            12,
-            "if_step is 11, but the next boundary of all ranks is at step 12 or later; "
-            "hold training to edit at an exact step",
-        ),
-        (2, -1, "the trainer cannot carry it out; its log says why"),
-    ):
-        bench.arm(number)
-        bench.page[Word.REFUSED_STEP], bench.page[Word.REFUSED_IF_STEP] = step, 11
-        bench.page[Word.REFUSED] = number
-        bench.capture.serve()
-        assert bench.outcomes.pop() == Outcome(-1, reason)
-        assert bench.page[Word.READY] == 0
-
-
-@pytest.mark.parametrize("digests", [[7], [0, 7]], ids=["before the copy", "after it"])
-def test_a_settled_state_that_was_changed_without_an_update_is_copied_at_no_time(
-    bench: Bench, digests: list[int]
-) -> None:
-    bench.boundary()
-    bench.page[Word.SETTLED_SEQ] = bench.page[Word.SEQ]
-    bench.digests = digests
-    bench.job()
-    bench.capture.serve()
-    assert (bench.steps, bench.copies) == ([], 1)
-    bench.boundary()
-    bench.capture.serve()
-    assert bench.steps == [2]
-
-
-def test_a_digest_of_another_state_says_nothing(bench: Bench) -> None:
-    bench.boundary()
-    bench.page[Word.SETTLED_DIGEST], bench.page[Word.SETTLED_SEQ] = 7, 1
-    bench.job()
-    bench.capture.serve()
-    assert bench.steps == [1]
-
-
-def test_an_agreed_boundary_whose_state_was_changed_since_is_missed(bench: Bench) -> None:
-    bench.arm(1)
-    bench.boundary(agreed=1)
-    bench.page[Word.SETTLED_SEQ] = bench.page[Word.SEQ]
-    bench.digests = [0, 7]
-    bench.capture.serve()
-    assert [outcome.captured for outcome in bench.outcomes] == [False]
 
 
 def rested(bench: Bench) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paramd.errors import ConflictError, ExhaustedError, NotFoundError
+from paramd.errors import NotFoundError
 from paramd_service.sidecar.snapshots.store import (
     Block,
     Fill,
@@ -78,24 +78,6 @@ def test_a_lease_ends_at_its_time_and_not_before(bench: Bench) -> None:
     assert bench.store.kept_bytes == 2 * PAGE
 
 
-def test_a_renewed_lease_counts_from_now(bench: Bench) -> None:
-    lease = bench.store.lease(bench.filled(1, 1), 10.0)
-    bench.now_ns = 9_000_000_000
-    bench.store.renew(lease.snapshot_id, 10.0)
-    bench.now_ns = 18_000_000_000
-    assert bench.store.get(lease.snapshot_id).expires_ns == 19_000_000_000
-
-
-def test_the_same_bytes_are_found_while_held_and_when_kept(bench: Bench) -> None:
-    snapshot = bench.filled(2, 5)
-    assert bench.store.find(key(2), step=5) is snapshot
-    for _ in range(2):
-        bench.store.drop(snapshot)
-    assert bench.store.used_bytes == 0
-    assert bench.store.find(key(2), step=5) is snapshot
-    assert bench.store.used_bytes == 2 * PAGE
-
-
 @pytest.mark.parametrize(("pages", "incarnation", "step"), [(2, 1, 6), (1, 1, 5), (2, 2, 5)])
 def test_other_bytes_are_not_found(bench: Bench, pages: int, incarnation: int, step: int) -> None:
     bench.filled(2, 5)
@@ -136,41 +118,11 @@ def test_what_was_made_for_a_reader_that_takes_other_weights_is_nobody_elses(
     assert bench.store.find(key(2)) is None
 
 
-def test_the_newest_bytes_are_found_when_any_step_will_do(bench: Bench) -> None:
-    old, new = bench.filled(2, 5), bench.filled(2, 6)
-    bench.store.drop(new)
-    assert bench.store.find(key(2), step=None) is new
-    assert old.holders == 1
-
-
 def test_what_a_boundary_filled_is_never_shared(bench: Bench) -> None:
     snapshot = bench.filled(2, 5, at_boundary=True)
     assert bench.store.find(key(2), step=5) is None
     bench.store.drop(snapshot)
     assert bench.store.find(key(2), step=5) is None
-
-
-def test_the_budget_is_checked_before_anything_is_made(bench: Bench) -> None:
-    bench.filled(7, 1)
-    with pytest.raises(ExhaustedError, match=r"16,384 bytes does not fit: 12,288 of the .*40,960"):
-        bench.store.reserve(key(4), at_boundary=False)
-    assert bench.store.used_bytes == 7 * PAGE
-
-
-def test_kept_memory_gives_way_to_new_snapshots(bench: Bench) -> None:
-    for pages in (3, 6):
-        bench.store.drop(bench.filled(pages, pages))
-    bench.store.reserve(key(9), at_boundary=False)
-    assert len(bench.blocks.disposed) == 2
-    assert bench.store.used_bytes + bench.store.kept_bytes <= 10 * PAGE
-
-
-def test_kept_memory_is_not_thrown_away_for_what_does_not_fit_anyway(bench: Bench) -> None:
-    bench.filled(7, 1)
-    bench.store.drop(bench.filled(2, 1))
-    with pytest.raises(ExhaustedError):
-        bench.store.reserve(key(4), at_boundary=False)
-    assert bench.blocks.disposed == []
 
 
 def test_memory_is_used_again_and_forgets_its_old_bytes(bench: Bench) -> None:
@@ -205,18 +157,3 @@ def test_idle_memory_is_freed_but_not_after_the_trainer_ended(bench: Bench) -> N
     bench.now_ns = 10**15
     bench.store.expire()
     assert bench.store.find(key(4), step=None) is not None
-
-
-def test_an_unfilled_snapshot_cannot_be_read(bench: Bench) -> None:
-    lease = bench.store.lease(bench.store.reserve(key(1), at_boundary=True), 30)
-    with pytest.raises(ConflictError, match="schedule a boundary first"):
-        bench.store.filled(lease.snapshot_id)
-
-
-def test_closing_frees_all_that_is_not_held_and_the_rest_when_dropped(bench: Bench) -> None:
-    bench.store.lease(bench.filled(1, 1), 30)
-    held = bench.filled(2, 1)
-    bench.store.close()
-    assert len(bench.blocks.disposed) == 1
-    bench.store.drop(held)
-    assert len(bench.blocks.disposed) == 2

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from paramd.errors import UsageError
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.sidecar.statistics import EXIT_HALF_LOADED, reduce
+from paramd_service.sidecar.statistics import reduce
 from paramd_service.sidecar.statistics.reduce import EXPONENT_BEGIN, EXPONENT_BINS
 
 FLOATS = ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"]
@@ -76,11 +74,6 @@ def test_integers_are_reduced_as_numpy_does(dtype: str) -> None:
     check(values.to(getattr(torch, dtype)), dtype)
 
 
-def test_booleans_count_as_zeros_and_ones() -> None:
-    found = check(torch.rand(10_000) < 0.25, "bool")
-    assert found.max == 1.0
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_values_that_are_no_numbers_are_counted_apart(dtype: str) -> None:
     values = torch.linspace(-3, 3, 200_000).to(getattr(torch, dtype))
@@ -89,44 +82,27 @@ def test_values_that_are_no_numbers_are_counted_apart(dtype: str) -> None:
     assert (found.nan_count, found.inf_count) == (2, 2)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_run_without_any_number_has_no_bounds(value: float) -> None:
-    found = check(torch.full((3000,), value), "float32")
-    assert (found.min, found.max, found.mean, found.m2) == (math.inf, -math.inf, 0.0, 0.0)
+HARD: dict[str, Callable[[], torch.Tensor]] = {
+    "ones": lambda: torch.ones(300_000) + 1e-4 * torch.randn(300_000),
+    "offset": lambda: 1e6 + torch.randn(100_000),
+    "tiny": lambda: 1e-25 * torch.randn(100_000),
+    "huge": lambda: 1e30 * torch.randn(100_000),
+    "largest": lambda: torch.full((100_000,), 3e38),
+    "subnormal": lambda: torch.full((5000,), 1e-42),
+    "blocks": lambda: torch.cat([torch.zeros(200_000), torch.ones(200_000)]),
+    "edges": lambda: torch.tensor([0.0, -0.0, 2.0**-149, -(2.0**-126), 1.0, 1.9999999]),
+    # An odd number of them below 2, zeros of both signs among them; then one that is not.
+    "odd": lambda: torch.cat([torch.tensor([0.0, -0.0, 1e-42]), 1e-3 * torch.randn(150_000)]),
+    "two": lambda: torch.cat([1e-3 * torch.randn(150_000), torch.tensor([-2.0])]),
+    "equal": lambda: torch.tensor([1e-3, -1e-3]).repeat(150_000),
+    "no number": lambda: torch.full((3000,), math.nan),
+}
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        torch.ones(300_000) + 1e-4 * torch.randn(300_000),
-        1e6 + torch.randn(100_000),
-        1e-25 * torch.randn(100_000),
-        1e30 * torch.randn(100_000),
-        torch.full((100_000,), 3e38),
-        torch.full((5000,), 1e-42),
-        torch.cat([torch.zeros(200_000), torch.ones(200_000)]),
-        torch.tensor([0.0, -0.0, 2.0**-149, -(2.0**-126), 1.0, 1.9999999]),
-        # An odd number of them below 2, zeros of both signs among them; then one that is not.
-        torch.cat([torch.tensor([0.0, -0.0, 1e-42]), 1e-3 * torch.randn(150_000)]),
-        torch.cat([1e-3 * torch.randn(150_000), torch.tensor([-2.0])]),
-        torch.tensor([1e-3, -1e-3]).repeat(150_000),
-    ],
-    ids=[
-        "ones",
-        "offset",
-        "tiny",
-        "huge",
-        "largest",
-        "subnormal",
-        "blocks",
-        "edges",
-        "odd",
-        "two",
-        "equal",
-    ],
-)
-def test_hard_values_keep_their_digits(values: torch.Tensor) -> None:
-    check(values, "float32")
+@pytest.mark.parametrize("of", HARD)
+def test_hard_values_keep_their_digits(of: str) -> None:
+    torch.manual_seed(3)
+    check(HARD[of](), "float32")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
@@ -169,12 +145,6 @@ def test_runs_at_odd_addresses_are_read() -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", ["complex64", "save", "quint8", ""])
-def test_a_dtype_without_statistics_is_refused(dtype: str) -> None:
-    with pytest.raises(UsageError, match="no statistics of"):
-        reduce.reduce_run(memoryview(b""), dtype, with_exponents=True)
-
-
 def _numbers(reduced: reduce.Reduced) -> dict[str, object]:
     return {name: value for name, value in asdict(reduced).items() if name != "exponents"}
 
@@ -201,16 +171,3 @@ def test_torch_is_loaded_when_there_is_room_and_not_by_halves() -> None:
     )
     assert done.stdout.splitlines()[1:] == ["loaded"], done
     assert done.stdout.startswith("no file descriptor is left")
-
-
-def test_a_sidecar_whose_torch_is_half_loaded_ends(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("raise ImportError('libtorch.so: cannot map')")
-    done = subprocess.run(
-        [sys.executable, "-c", "import paramd_service.sidecar.statistics"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        check=False,
-    )
-    assert done.returncode == EXIT_HALF_LOADED
-    assert "torch could not be loaded (ImportError('libtorch.so" in done.stderr

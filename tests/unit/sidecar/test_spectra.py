@@ -172,19 +172,6 @@ def merged_profile(matrix: torch.Tensor, how: str) -> Any:
     return merged
 
 
-@pytest.mark.parametrize("k", [0, 33, True, 1.5])
-def test_a_wrong_number_of_values_is_refused(k: Any) -> None:
-    with pytest.raises(UsageError, match="1 to 32"):
-        spectrum.check_k(k)
-
-
-def test_a_factor_that_lacks_rows_is_refused() -> None:
-    data, view = cut(torch.ones(6, 5), "rows")[0]
-    factor = torch.ones(4, 2, dtype=torch.float64)
-    with pytest.raises(UsageError, match="items need 0 to 5"):
-        spectra.multiply(data, "float32", [view], factor, 0, lambda: False, transposed=False)
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [

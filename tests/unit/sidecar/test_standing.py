@@ -10,18 +10,17 @@ from typing import Any
 
 import pytest
 
-from paramd import places
-from paramd.errors import ConflictError, ExhaustedError
-from paramd.memory.continuation import RECORD, TABLE, Checked, KeptSlots, check_left
-from paramd.memory.control_page import NEVER_REWINDABLE, Word, step_of
+from paramd.errors import ExhaustedError
+from paramd.memory import left
+from paramd.memory.continuation import RECORD, TABLE, KeptSlots
+from paramd.memory.control_page import Word, step_of
 from paramd.memory.descriptors import SparseMemory
-from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.sidecar.edits import notes
 from paramd_service.sidecar.log import Log
-from paramd_service.sidecar.owner import AttachedMemory, AttachRequest, Ownership, attach_memory
+from paramd_service.sidecar.owner import Ownership
 from paramd_service.sidecar.snapshots.offer import offer_of
-from paramd_service.sidecar.snapshots.standing import Standing, digest_of, expendable
+from paramd_service.sidecar.snapshots.standing import Standing
 from paramd_service.sidecar.snapshots.store import Block, BlockMaker
+from tests.unit.sidecar.test_device_state import attached_to
 
 ARENA_BYTES, STATE_BYTES = 10_000, 5_000
 
@@ -30,20 +29,7 @@ class Trainer:
     """The words and bytes of a trainer in this process."""
 
     def __init__(self) -> None:
-        pid = os.getpid()
-        request = AttachRequest(
-            job="job",
-            incarnation=1,
-            rank=0,
-            world_size=1,
-            pid=pid,
-            start=places.process_start(pid),
-            arena_bytes=ARENA_BYTES,
-            public_key=b"",
-            version="",
-            rank_ticket="",
-        )
-        self.attached: AttachedMemory = attach_memory(request, [])
+        self.attached = attached_to(None, ARENA_BYTES)
         self.page = self.attached.page
         self.optimizer = SparseMemory(self.attached.shared.optimizer)
         self.optimizer.reserve(0, 8192)
@@ -115,23 +101,6 @@ def steps(standing: Standing) -> list[int]:
     return [label.step for label, _ in standing.labels()]
 
 
-def test_two_are_kept_and_hold_everything_of_their_step(
-    trainer: Trainer, standing: Standing
-) -> None:
-    serve = standing.serving(trainer.attached, lambda: "digest")
-    for step in (1, 2, 3):
-        made_at(standing, trainer, serve, step)
-    assert steps(standing) == [3, 2]
-    for label, block in standing.labels():
-        expected = (
-            bytes([label.step]) * (ARENA_BYTES + STATE_BYTES) + b"record %dtable" % label.step
-        )
-        assert bytes(block.buffer[: label.size_bytes]) == expected
-    settled(lambda: all(label.digest for label, _ in standing.labels()))
-    for label, block in standing.labels():
-        assert label.digest == digest_of(block.buffer[: label.size_bytes])
-
-
 def settled(condition: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + 10
     while not condition():
@@ -172,18 +141,6 @@ def test_one_buffer_is_used_alone(
     standing.close()
 
 
-def test_a_successor_keeps_what_it_descends_from(trainer: Trainer, standing: Standing) -> None:
-    serve = standing.serving(trainer.attached, lambda: "")
-    for step in (1, 2):
-        made_at(standing, trainer, serve, step)
-    standing.rebase(77, 88, 1, reached=2)
-    assert [(label.lineage, label.step) for label, _ in standing.labels()] == [(88, 1)]
-    assert standing.reached == 2
-    standing.rebase(0, 0, -1, reached=2)
-    assert standing.labels() == []
-    assert standing.reached == 0
-
-
 def test_a_rank_whose_successor_died_and_one_that_never_had_it_still_match(
     trainer: Trainer, standing: Standing
 ) -> None:
@@ -198,31 +155,6 @@ def test_a_rank_whose_successor_died_and_one_that_never_had_it_still_match(
     assert label.lineage == 88
     standing.rebase(55, 66, 1, reached=3)
     assert standing.labels() == []
-
-
-def test_the_first_one_asked_for_is_made(trainer: Trainer, standing: Standing) -> None:
-    serve = standing.serving(trainer.attached, lambda: "")
-    trainer.ask(1)
-    serve()
-    assert steps(standing) == [1]
-
-
-@pytest.mark.parametrize(
-    ("held", "common", "given_up"),
-    [
-        ([-1, -1], 0, 0),
-        ([4, -1], 4, 1),
-        ([4, 6], 0, 1),
-        ([4, 6], 3, 1),
-        ([4, 6], 4, 1),
-        ([6, 4], 5, 0),
-        ([4, 6], 6, 0),
-        ([4, 6], 9, 0),
-        ([4], 4, 0),
-    ],
-)
-def test_what_all_ranks_have_is_given_up_last(held: list[int], common: int, given_up: int) -> None:
-    assert expendable(held, common) == given_up
 
 
 def test_ranks_whose_copies_fail_at_different_times_keep_one_in_common(
@@ -255,18 +187,6 @@ def test_what_a_rollback_left_stays_until_all_ranks_have_something_newer(
     assert steps(standing) == [7, 6]
 
 
-@pytest.mark.parametrize(
-    ("able", "why"), [(0, "in no block of attachment"), (NEVER_REWINDABLE, "replicas=1")]
-)
-def test_a_training_that_cannot_be_put_back_says_why(trainer: Trainer, able: int, why: str) -> None:
-    wanted = pb.EditManifest(rollback=pb.Rollback())
-    trainer.page[Word.REWINDABLE] = 1
-    notes.check(wanted, trainer.page)
-    trainer.page[Word.REWINDABLE] = able
-    with pytest.raises(ConflictError, match=why):
-        notes.check(wanted, trainer.page)
-
-
 def test_what_a_dead_trainer_left_is_digested(trainer: Trainer, standing: Standing) -> None:
     trainer.ask(7)
     assert standing.left_digests(trainer.attached) == []
@@ -275,10 +195,10 @@ def test_what_a_dead_trainer_left_is_digested(trainer: Trainer, standing: Standi
     digests = standing.left_digests(trainer.attached)
     assert offered(trainer, standing, Ownership.ORPHANED)["digests"] == digests
     parts = [memoryview(bytearray([7] * size)) for size in (ARENA_BYTES, STATE_BYTES)]
-    assert check_left(parts, digests) == Checked(False, 2, 2)
+    assert left.check(parts, digests) == left.Checked(False, 2, 2)
     parts[1][STATE_BYTES - 1] = 8
-    assert check_left(parts, digests).damaged
-    assert check_left(parts[:1], digests).damaged
+    assert left.check(parts, digests).damaged
+    assert left.check(parts[:1], digests).damaged
 
 
 def offered(trainer: Trainer, standing: Standing, ownership: Ownership) -> dict[str, Any]:

@@ -7,14 +7,11 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from paramd.trainer.home import mirrored
-from paramd.trainer.home.mirrored import DeviceCopies
 from paramd.trainer.model import accelerator
 from paramd.trainer.resume.codec import random_state, set_random_state
 
@@ -25,7 +22,8 @@ from tests.python_accelerator import NAME, on_device
 module = python_accelerator.enter()
 
 from paramd.trainer.helpers import insight
-from paramd.trainer.home.mirrored import DeviceCopies, finish_copies, mirrored_devices
+from paramd.trainer.home.mirrored import DeviceCopies, finish_copies
+from paramd.trainer.home.owned import mirrored_devices
 from paramd.trainer.model import accelerator
 from paramd.trainer.resume.codec import random_state, set_random_state
 
@@ -69,75 +67,6 @@ def test_an_accelerator_other_than_cuda_is_copied_from_and_left_alone_before_it_
     )
     assert (ended.stdout, ended.returncode) == ("done\n", 0), ended.stderr
     assert ended.stderr.count("could not be pinned") == 1
-
-
-class Noting:
-    """Streams and events of a device that is not there, noting what is asked of them."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def stream(self, device: torch.device) -> Any:
-        return self._stream("side")
-
-    def current(self, device: torch.device) -> Any:
-        return self._stream("training's")
-
-    def event(self, device: torch.device, *, blocking: bool) -> Any:
-        assert blocking
-        return SimpleNamespace(
-            record=lambda stream: self.notes.append(f"event behind the {stream.name}"),
-            synchronize=lambda: self.notes.append("the host waits for the event"),
-        )
-
-    def _stream(self, name: str) -> Any:
-        notes = self.notes
-
-        class Stream:
-            def __enter__(self) -> None:
-                notes.append(f"on the {name}:")
-
-            def __exit__(self, *_: object) -> None:
-                notes.append("end")
-
-            def wait_stream(self, other: Any) -> None:
-                notes.append(f"the {name} waits for the {other.name}")
-
-            def synchronize(self) -> None:
-                notes.append(f"the host waits for the {name}")
-
-        stream = Stream()
-        stream.name = name  # type: ignore[attr-defined]
-        return stream
-
-
-def test_copies_are_behind_the_training_and_the_host_waits_for_them_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    noting = Noting()
-    monkeypatch.setattr(torch, "Stream", noting.stream)
-    monkeypatch.setattr(torch, "Event", noting.event)
-    monkeypatch.setattr(torch.accelerator, "current_stream", noting.current)
-    monkeypatch.setattr(mirrored, "_register", lambda *_: True)
-    monkeypatch.setattr(mirrored, "_runtime", lambda: SimpleNamespace(cudaHostUnregister=print))
-    source: Any = SimpleNamespace(device=torch.device("cuda", 0))
-    target: Any = SimpleNamespace(
-        copy_=lambda _, non_blocking: noting.notes.append(f"copy, non_blocking={non_blocking}")
-    )
-    copies = DeviceCopies(4096, 64)
-    copies.to_host([target, target], [source, source])
-    copied = ["on the side:", "copy, non_blocking=True", "end"]
-    assert noting.notes == [
-        "the side waits for the training's",
-        *copied,
-        *copied,
-        "event behind the side",
-        "the host waits for the event",
-    ]
-    noting.notes.clear()
-    mirrored.finish_copies([source.device])
-    assert noting.notes == ["the host waits for the training's"]
-    copies.close()
 
 
 def test_states_that_were_kept_of_cuda_are_still_read(monkeypatch: pytest.MonkeyPatch) -> None:

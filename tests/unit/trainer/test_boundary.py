@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import io
 import os
-import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -161,29 +159,6 @@ def test_a_forward_that_is_not_differentiated_settles_nothing(make: Make) -> Non
     assert not bench.settled
 
 
-def test_a_model_trained_in_eval_mode_is_settled_by_its_forward_once_it_is_known(
-    make: Make,
-) -> None:
-    bench = make()
-    bench.model.eval()
-    bench.train(_sgd(bench))
-
-    bench.model(torch.ones(2, WIDTH))
-
-    assert bench.settled
-
-
-def test_what_rests_is_read_as_what_it_is(make: Make) -> None:
-    bench = make()
-    bench.train(_sgd(bench))
-
-    end, state = bench.at_rest()
-
-    assert end is CopyEnd.DONE
-    assert (state.step, state.unsettled) == (PROBATION + 2, True)
-    assert bench.copy(copy_at_one_step)[0] is CopyEnd.UPDATING
-
-
 def test_weights_swapped_in_are_read_only_by_whoever_says_so(make: Make) -> None:
     bench = make()
     bench.train(_sgd(bench))
@@ -243,19 +218,6 @@ def test_a_change_between_forward_and_step_makes_it_strict(
     assert "attachment.update()" in caplog.text
 
 
-def test_a_settled_state_has_its_digest_published_with_its_seq(make: Make) -> None:
-    bench = make()
-    optimizer = _sgd(bench)
-    for _ in range(PROBATION + 3):
-        bench.train(optimizer, 1)
-        bench.forward_backward()
-        if bench.settled:
-            assert bench.page[Word.SETTLED_SEQ] == bench.page[Word.SEQ]
-            digest = sample_digest(bench.page, bench.arena.buffer)
-            assert bench.page[Word.SETTLED_DIGEST] == digest
-    assert bench.settled
-
-
 def test_a_change_after_a_state_was_settled_by_a_backward_is_seen(make: Make) -> None:
     """Its boundary comes with the next update, and must not take the changed for the settled."""
     bench = make()
@@ -273,6 +235,12 @@ def test_a_change_after_a_state_was_settled_by_a_backward_is_seen(make: Make) ->
     assert is_stray(bench.page.words, seq)
 
 
+class _Inner(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.seen = self.watch()
+
+
 def test_an_embedding_with_a_max_norm_is_strict_for_ever(make: Make) -> None:
     model = nn.Embedding(5, WIDTH, max_norm=1.0)
     bench = make(model, always_strict=changes_in_forward(model))
@@ -282,12 +250,6 @@ def test_an_embedding_with_a_max_norm_is_strict_for_ever(make: Make) -> None:
         model(torch.tensor([1, 2])).sum().backward()
         assert not bench.settled
         optimizer.step()
-
-
-class _Inner(torch.optim.SGD):
-    def step(self, closure: Any = None) -> None:
-        super().step()
-        self.seen = self.watch()
 
 
 def test_a_step_within_a_step_ends_with_the_outer_one(make: Make) -> None:
@@ -300,30 +262,6 @@ def test_a_step_within_a_step_ends_with_the_outer_one(make: Make) -> None:
     optimizer.step()
 
     assert optimizer.seen is False
-    assert bench.rests
-    assert bench.boundary.step == 1
-
-
-def test_a_step_that_raised_stays_open_until_its_next_good_one(make: Make) -> None:
-    class Raises(torch.optim.SGD):
-        bad = True
-
-        def step(self, closure: Any = None) -> None:
-            super().step()
-            if self.bad:
-                raise ArithmeticError
-
-    bench = make()
-    optimizer = Raises(bench.model.parameters(), lr=0.1)
-    bench.forward_backward()
-    with pytest.raises(ArithmeticError):
-        optimizer.step()
-
-    bench.forward_backward()
-    assert not bench.settled
-    assert not bench.rests
-    optimizer.bad = False
-    optimizer.step()
     assert bench.rests
     assert bench.boundary.step == 1
 
@@ -445,17 +383,6 @@ def test_nothing_rests_while_a_backward_has_updated_some_parameters(make: Make) 
     assert seen == [(False, False)] * (PROBATION + 2)
 
 
-def test_backwards_of_checkpointing_are_parts_of_one_update(make: Make) -> None:
-    model = Looked()
-    model.reentrant = True
-    bench = make(model)
-    Container(list(model.parameters()))
-    for round_ in range(1, 4):
-        bench.forward_backward()
-        assert bench.boundary.step == round_
-        assert bench.rests
-
-
 def test_a_backward_that_raises_leaves_its_update_open(make: Make) -> None:
     model = Looked()
     bench = make(model)
@@ -569,60 +496,6 @@ def test_within_a_functional_call_nothing_has_left(make: Make) -> None:
     assert bench.page[Word.STEP] == PROBATION + 2
 
 
-def test_copies_and_pickles_of_the_model_have_no_hooks_of_ours(make: Make) -> None:
-    bench = make()
-    twin = copy.deepcopy(bench.model)
-    loaded = pickle.loads(pickle.dumps(bench.model))  # noqa: S301
-    buffer = io.BytesIO()
-    torch.save(bench.model, buffer)
-    assert b"paramd" not in buffer.getvalue()
-    bench.train(_sgd(bench))
-    for other in (twin, loaded):
-        other(torch.ones(2, WIDTH)).sum().backward()
-    assert not bench.settled
-    assert bench.boundary.iteration() == PROBATION + 2
-
-
-@pytest.mark.parametrize("compiled", ["outside", "inside", "in place"])
-def test_a_compiled_model_has_no_graph_break_and_settles(make: Make, compiled: str) -> None:
-    model = _model()
-    if compiled == "outside":
-        bench = make(torch.compile(model, backend="eager", fullgraph=True))
-        call: Any = bench.model
-    else:
-        bench = make(model)
-        if compiled == "in place":
-            model.compile(backend="eager", fullgraph=True)
-        call = (
-            model
-            if compiled == "in place"
-            else torch.compile(model, backend="eager", fullgraph=True)
-        )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(PROBATION + 6):
-        call(torch.ones(2, WIDTH)).sum().backward()
-        optimizer.step()
-    call(torch.ones(2, WIDTH)).sum().backward()
-    assert bench.settled
-    assert bench.boundary.iteration() > 0
-    torch._dynamo.reset()
-
-
-def test_an_explicit_update_settles_at_its_end(make: Make) -> None:
-    bench = make()
-    bench.train(_sgd(bench))
-    window = object()
-    bench.boundary.begin(window)
-    with torch.no_grad():
-        for parameter in bench.model.parameters():
-            parameter.zero_()
-    bench.boundary.end(window)
-    bench.boundary.settle()
-    assert bench.page[Word.STEP] == PROBATION + 3
-    end, state = bench.at_rest() if bench.rests else bench.copy(copy_at_one_step)
-    assert (end, state.step) == (CopyEnd.DONE, PROBATION + 3)
-
-
 def test_parameters_that_leave_at_rest_are_seen_and_told(make: Make) -> None:
     bench = make()
     bench.train(_sgd(bench))
@@ -639,18 +512,6 @@ def test_parameters_that_leave_at_rest_are_seen_and_told(make: Make) -> None:
     bench.boundary.look_at_rest()
     assert bench.page[Word.REST_SEEN_NS] > seen_ns
     assert bench.page[Word.UNSERVED] == 0
-
-
-def test_somebody_looks_as_long_as_the_state_rests(make: Make) -> None:
-    bench = make()
-    bench.boundary.start()
-    seen_ns = 0
-    for _ in range(3):
-        until_s = time.monotonic() + 10
-        while bench.page[Word.REST_SEEN_NS] <= seen_ns:
-            assert time.monotonic() < until_s
-            time.sleep(0.01)
-        seen_ns = bench.page[Word.REST_SEEN_NS]
 
 
 @pytest.mark.parametrize("reader", [False, True])
@@ -751,19 +612,6 @@ def test_a_copy_that_a_block_begins_under_is_no_state(make: Make) -> None:
     assert bench.copy(copy_at_one_step, at_point=swap)[0] is CopyEnd.OVERTAKEN
 
 
-def test_weights_not_brought_back_are_changed_until_training_goes_on(make: Make) -> None:
-    bench = make()
-    bench.train(_sgd(bench))
-    bench.boundary.stand_in("merged")
-    _swapped(bench)
-    bench.boundary.training_weights_again("merged", failed=False)
-
-    assert bench.at_rest()[0] is CopyEnd.CHANGED
-    assert bench.at_rest(changed_too=True)[1].label == ""
-    bench.model(torch.ones(2, WIDTH))
-    assert bench.settled
-
-
 def test_a_step_never_has_two_values(make: Make) -> None:
     bench = make()
     optimizer = _sgd(bench)
@@ -802,114 +650,3 @@ def test_a_block_that_raised_keeps_its_label_while_samples_differ(
     bench.boundary.leave()
     # A process that ends here leaves the training's weights, or none that anyone takes for them.
     assert bench.settled is restores
-
-
-def test_training_that_goes_on_after_a_block_raised_is_served(make: Make) -> None:
-    bench = make()
-    bench.train(_sgd(bench))
-    bench.boundary.stand_in("ema")
-    _swapped(bench)
-    bench.boundary.training_weights_again("ema", failed=True)
-    bench.boundary.stand_in("again")
-    bench.boundary.training_weights_again("again", failed=False)
-    assert unserved_reason(bench.page) == ""
-    assert bench.at_rest()[0] is CopyEnd.CHANGED
-    bench.model(torch.ones(2, WIDTH))
-    assert bench.settled
-    assert unserved_reason(bench.page) == ""
-
-
-def test_nested_blocks_have_all_labels(make: Make) -> None:
-    bench = make()
-    bench.train(_sgd(bench))
-    bench.boundary.stand_in("ema")
-    bench.boundary.stand_in("merged")
-    assert bench.at_rest(changed_too=True)[1].label == "ema, merged"
-    bench.boundary.training_weights_again("ema", failed=False)
-    assert bench.at_rest(changed_too=True)[1].label == "merged"
-    bench.boundary.training_weights_again("merged", failed=False)
-    assert bench.at_rest()[0] is CopyEnd.DONE
-
-
-def test_an_update_inside_a_block_counts_and_is_served_after_it(make: Make) -> None:
-    bench = make()
-    optimizer = _sgd(bench)
-    bench.train(optimizer)
-    before, strays = _boundaries(bench), bench.page[Word.STRAY_COUNT]
-    bench.boundary.stand_in("adapted")
-    _swapped(bench)
-    bench.train(optimizer, rounds=2)
-    assert bench.at_rest(changed_too=True)[1].label == "adapted"
-    bench.boundary.training_weights_again("adapted", failed=False)
-
-    assert bench.at_rest()[0] is CopyEnd.CHANGED
-    bench.model(torch.ones(2, WIDTH))
-    assert bench.settled
-    assert bench.page[Word.STEP] == PROBATION + 4
-    assert before == [0, 0, 1]
-    assert bench.page[Word.STRAY_COUNT] == strays
-
-
-def test_a_closed_boundary_ignores_the_end_of_a_block(make: Make) -> None:
-    bench = make()
-    bench.train(_sgd(bench))
-    bench.boundary.stand_in("ema")
-    bench.boundary.close()
-    bench.boundary.training_weights_again("ema", failed=False)
-    assert not bench.boundary.stand_in("later")
-
-
-class NotedKeeper:
-    """In the keeper's place: notes what it is told."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[str, int]] = []
-
-    def rested(self, step: int) -> None:
-        self.told.append(("rested", step))
-
-    def settling(self, step: int, *, trusted: bool) -> bool:
-        self.told.append(("settling" if trusted else "untrusted", step))
-        return True
-
-    def kept(self, step: int) -> None:
-        self.told.append(("kept", step))
-
-
-def test_a_record_is_completed_at_a_forward_and_its_boundary_is_announced(make: Make) -> None:
-    bench, keeper = make(), NotedKeeper()
-    bench.boundary.keeper = keeper
-    optimizer = _sgd(bench)
-    bench.train(optimizer, 2)
-    announced = bench.page[Word.ANNOUNCE]
-    bench.model(torch.ones(2, WIDTH))
-    assert keeper.told == [
-        ("settling", 0), ("rested", 1), ("settling", 1), ("rested", 2), ("settling", 2)
-    ]  # fmt: skip
-    assert bench.page[Word.ANNOUNCE] == announced + 1
-
-
-def test_no_record_is_completed_where_the_script_may_be_in_the_middle(make: Make) -> None:
-    bench, keeper = make(), NotedKeeper()
-    bench.boundary.keeper = keeper
-    optimizer = _sgd(bench)
-    bench.train(optimizer, 1)
-    # The next update begins without a forward that would have settled this one.
-    optimizer.step()
-    bench.boundary.begin(bench)
-    bench.boundary.end(bench)
-    # As `attachment.update()` does at its end.
-    bench.boundary.settle()
-    assert [step for told, step in keeper.told if told == "settling"] == [0]
-    bench.boundary.kept()
-    assert keeper.told[-1] == ("kept", 3)
-
-
-def test_a_state_that_changes_outside_updates_is_not_trusted(make: Make) -> None:
-    bench, keeper = make(always_strict="it renormalises"), NotedKeeper()
-    bench.boundary.keeper = keeper
-    bench.train(_sgd(bench), 1)
-    bench.model(torch.ones(2, WIDTH))
-    assert keeper.told[-1] == ("untrusted", 1)
-    bench.boundary.kept()
-    assert keeper.told[-1] == ("untrusted", 1)

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
-
-import pytest
 import torch
 from torch import nn
 
-from paramd.errors import UsageError
-from paramd.trainer.attaching.checks import resolve
 from paramd.trainer.attaching.discovering import contents
 from paramd.trainer.model.shards import find_shards
 
@@ -28,24 +22,3 @@ def test_equal_values_have_equal_digests_whatever_their_memory_order() -> None:
     with torch.no_grad():
         other.weight[4, 2] = -0.0 if bool(one.weight[4, 2] == 0) else 0.0
     assert [a == b for a, b in zip(digests(one), digests(other), strict=True)] == [False, True]
-
-
-def test_buffers_are_not_compared() -> None:
-    model = nn.BatchNorm1d(3)
-    before = digests(model)
-    model.running_mean.add_(1)  # type: ignore[union-attr, operator]
-    assert digests(model) == before
-    assert len(before) == 2
-
-
-def test_megatrons_wrapper_is_refused_with_how_to_attach_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A stand-in for its class, whose package takes seconds to import."""
-    name = "megatron.core.distributed.data_parallel_base"
-    stand_in = ModuleType(name)
-    wrapper = type("_BaseDataParallel", (nn.Module,), {})
-    stand_in._BaseDataParallel = wrapper  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, name, stand_in)
-    with pytest.raises(UsageError, match=r"_BaseDataParallel.*integrations.megatron.attach\(model"):
-        resolve(nn.Sequential(wrapper()), None, "job", None)

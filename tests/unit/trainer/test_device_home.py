@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,14 +14,12 @@ from torch import nn
 from paramd.errors import ConflictError, UnreachableError
 from paramd.memory.control_page import PAGE_BYTES, ControlPage, Word, digest_of
 from paramd.memory.descriptors import SparseMemory, create_memory, create_sparse
-from paramd.memory.device_arena import STATE_BASE, DeviceReader, create, create_allocation
-from paramd.memory.gate import CopySpan
+from paramd.memory.device_arena import DeviceReader, create, create_allocation
 from paramd.memory.handover import Allocation
-from paramd.memory.optimizer_state import DEVICE_PLACES, parse_state
 from paramd.trainer.home import device as device_module
-from paramd.trainer.home.device import CAPTURED, DeviceHome, DeviceState, device_home
-from paramd.trainer.home.mirrored import MirroredHome, home_of
-from paramd.trainer.resume.codec import decode, encode
+from paramd.trainer.home.device import CAPTURED, DeviceHome
+from paramd.trainer.home.mirrored import home_of
+from paramd.trainer.resume.codec import encode
 from paramd.trainer.resume.optimizer_home import OptimizerHome
 from tests.gpu.driver import Standin, driver_in
 
@@ -35,7 +32,6 @@ class Inside:
     def __init__(self) -> None:
         torch.manual_seed(1)
         self.model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7))
-        self.before = {n: p.detach().clone() for n, p in self.model.named_parameters()}
         home = home_of(self.model, "device")
         assert isinstance(home, DeviceHome)
         self.home = home
@@ -46,14 +42,6 @@ class Inside:
         self.arena = home.open_arena(self._arena, self.page)
         home.move_in(self.arena.buffer)
         self.reader = DeviceReader(device.request, self._arena, home.arena_bytes, self.page.words)
-
-    def bytes_of(self, name: str) -> bytes:
-        """A parameter's bytes as the sidecar reads them."""
-        room = torch.empty(self.before[name].numel())
-        begins = {shard.fqn: begin for shard, begin in self.home.pieces()}
-        address = self.reader.address + begins[name]
-        self.reader.move([CopySpan(address, room.data_ptr(), room.nbytes)])
-        return bytes(room.numpy())
 
     def close(self) -> None:
         self.home.move_out()
@@ -76,32 +64,6 @@ def inside(standin: Standin) -> Iterator[Inside]:
     made = Inside()
     yield made
     made.close()
-
-
-def test_parameters_move_without_changing_and_are_read_by_the_sidecar(inside: Inside) -> None:
-    inside.home.device.publish()
-    for name, parameter in inside.model.named_parameters():
-        assert torch.equal(parameter, inside.before[name])
-        address = parameter.data_ptr() - inside.arena.address
-        assert 0 <= address < inside.home.arena_bytes
-        assert inside.bytes_of(name) == bytes(inside.before[name].numpy())
-
-
-def test_a_model_that_moved_out_keeps_its_values(inside: Inside) -> None:
-    with torch.no_grad():
-        inside.model[0].weight.fill_(3)
-    inside.home.move_out()
-    assert bool((inside.model[0].weight == 3).all())
-    low = inside.arena.address
-    assert not low <= inside.model[0].weight.data_ptr() < low + inside.home.arena_bytes
-
-
-def test_a_parameter_that_left_is_brought_back(inside: Inside) -> None:
-    inside.model[0].weight.data = torch.full((7, 5), 4.0)
-    assert inside.home.check() == ["0.weight"]
-    assert inside.home.take_back() == ["0.weight"]
-    inside.home.device.publish()
-    assert inside.bytes_of("0.weight") == bytes(torch.full((35,), 4.0).numpy())
 
 
 def test_changes_at_rest_and_strays_show_by_version_counters(inside: Inside) -> None:
@@ -144,11 +106,9 @@ class State:
         self._host = create_sparse("optimizer", LIMIT_BYTES)
         self.host = SparseMemory(self._host)
 
-    def open(self) -> DeviceState:
-        return self._inside.home.open_state(self.allocations, LIMIT_BYTES, self.add)
-
     def home(self, optimizer: torch.optim.Optimizer) -> OptimizerHome:
-        return OptimizerHome(self.host, self._inside.page, [optimizer], self.open())
+        state = self._inside.home.open_state(self.allocations, LIMIT_BYTES, self.add)
+        return OptimizerHome(self.host, self._inside.page, [optimizer], state)
 
     def add(self, size_bytes: int) -> None:
         if not self.answers:
@@ -171,57 +131,11 @@ def state(inside: Inside) -> Iterator[State]:
     made.close()
 
 
-def trained(net: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    torch.manual_seed(seed)
-    optimizer.zero_grad()
-    net(torch.randn(4, 5)).square().sum().backward()
-    optimizer.step()
-
-
-@pytest.mark.parametrize("amsgrad", [False, True])
-def test_state_moves_to_the_device_where_a_successor_finds_it_and_the_sidecar_reads_it(
-    inside: Inside, state: State, amsgrad: bool
-) -> None:
-    alone = copy.deepcopy(inside.model)
-    make = partial(torch.optim.AdamW, amsgrad=amsgrad)
-    plain, ours = make(alone.parameters()), make(inside.model.parameters())
-    home = state.home(ours)
-    for step in range(3):
-        trained(alone, plain, step)
-        trained(inside.model, ours, step)
-        home.settle()
-    assert same(plain, ours)
-    on_host, on_device = inside.page[Word.OPTIMIZER_BYTES], inside.page[Word.STATE_BYTES]
-    assert 0 < on_host < on_device
-    assert len(state.allocations) == 1
-    table = decode(encode(home.table(inside.arena.address)))
-    inside.home.device.publish()
-    found = parse_state(encode(table))
-    assert found.keys == ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else [])]
-    (weight,) = (one for one in found.params if one.shape == (7, 5))
-    assert weight.scalars["step"][0] < on_host
-    place = weight.places["exp_avg"] - DEVICE_PLACES
-    assert 0 <= place < on_device
-    room = torch.empty(7, 5)
-    inside.reader.move([CopySpan(STATE_BASE + place, room.data_ptr(), room.nbytes)])
-    assert torch.equal(room, ours.state[inside.model[0].weight]["exp_avg"])
-    heir = make(inside.model.parameters())
-    successor = state.home(heir)
-    successor.adopt(table, home.others())
-    assert same(plain, heir)
-    assert not successor.settle()
-    trained(alone, plain, 9)
-    trained(inside.model, heir, 9)
-    assert same(plain, heir)
-    assert len(state.allocations) == 1
-    successor.move_out()
-    home.move_out()
-
-
 def test_state_that_finds_no_sidecar_waits_for_one_and_grows(inside: Inside, state: State) -> None:
     optimizer = torch.optim.AdamW(inside.model.parameters())
     home = state.home(optimizer)
-    trained(inside.model, optimizer, 0)
+    inside.model(torch.randn(4, 5)).square().sum().backward()
+    optimizer.step()
     state.answers = False
     for _ in range(2):
         with pytest.raises(UnreachableError):
@@ -239,20 +153,3 @@ def test_state_that_finds_no_sidecar_waits_for_one_and_grows(inside: Inside, sta
     assert bool((optimizer.state[weight].pop("more") == 5).all())
     assert encode(optimizer.state_dict()["state"]) == encode(before)
     home.move_out()
-
-
-def same(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
-    return encode(one.state_dict()["state"]) == encode(other.state_dict()["state"])
-
-
-def test_what_cannot_be_owned_is_mirrored(
-    standin: Standin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = nn.Linear(2, 2)
-    monkeypatch.setenv("PARAMD_STANDIN_LIMITS", "vmm")
-    assert isinstance(home_of(model, "device"), MirroredHome)
-    assert [record.getMessage() for record in caplog.records] == [
-        "paramd: the parameters cannot be owned on their device: the device does not support "
-        "virtual memory management"
-    ]
-    assert device_home(nn.Identity())[1] == "the parameters are on 0 devices"

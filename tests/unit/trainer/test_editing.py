@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,9 +16,8 @@ from paramd.memory.descriptors import SparseMemory
 from paramd.memory.edit_program import ANY_STEP, Record, write_program
 from paramd.memory.gate import TrainerGate, state_of
 from paramd.memory.handover import Descriptors
-from paramd.trainer.boundary import edits
 from paramd.trainer.boundary.agreement import EDIT, Request
-from paramd.trainer.boundary.edits import AT_ONCE_BYTES, AT_ONCE_RECORDS, Editor
+from paramd.trainer.boundary.edits import Editor
 
 ARENA_BYTES = 8 << 20
 DATA, PREIMAGE = 1 << 16, 2 << 20
@@ -157,17 +155,6 @@ def test_a_swap_leaves_what_was_there_where_the_data_were(bench: Bench, rows: in
     assert torch.equal(bench.param.detach(), before)
 
 
-def test_moments_of_the_changed_elements_alone_are_reset(bench: Bench) -> None:
-    bench.apply(replace(block(EditKind.MUL, value=1.0), reset_moments=True))
-    changed = torch.zeros(ROWS, COLUMNS, dtype=torch.bool)
-    changed[1:3, 2:6] = True
-    state = bench.adam.state[bench.param]
-    for key in ("exp_avg", "exp_avg_sq"):
-        assert torch.equal(state[key] == 0, changed)
-        assert bool((bench.adam.state[bench.other][key] != 0).all())
-    assert state["step"] == 1
-
-
 def test_moments_with_other_strides_are_reset_too(bench: Bench) -> None:
     state = bench.adam.state[bench.param]
     state["exp_avg"] = state["exp_avg"].t().contiguous().t()
@@ -185,18 +172,6 @@ def test_an_edit_is_a_state_of_its_own_at_the_same_step(bench: Bench) -> None:
     assert bench.page[Word.EDIT_STEP] == 5
     assert bench.page[Word.EDIT_NS] > 0
     assert bench.points == ["agreed", "applying", "applied"]
-
-
-def test_what_cannot_run_is_refused_and_said_so(bench: Bench) -> None:
-    for bad in (
-        block(EditKind.SET),
-        block(EditKind.ADD, data_begin=1 << 60),
-        block(EditKind.FILL, arena_begin=-4),
-    ):
-        request = bench.request(bad)
-        assert not bench.editor.accept(request, now=True)
-        assert (bench.page[Word.REFUSED], bench.page[Word.REFUSED_STEP]) == (request.number, -1)
-    assert bench.page[Word.SEQ] == 0
 
 
 @pytest.mark.parametrize(
@@ -232,34 +207,6 @@ def test_an_edit_for_its_step_is_applied_there_and_nowhere_else(bench: Bench) ->
     assert bool((bench.param[1:3, 2:6] == 1.0).all())
 
 
-@pytest.mark.parametrize("large", ["bytes", "records"])
-def test_a_large_program_is_made_ready_in_the_background(bench: Bench, large: str) -> None:
-    count = AT_ONCE_BYTES // 4 + 1024
-    records = [Record(EditKind.SET, "float32", 4096, (count,), (1,), DATA)]
-    if large == "records":
-        records = [
-            Record(EditKind.FILL, "float32", 4096 + 4 * i, (1,), (1,), value=float(i))
-            for i in range(AT_ONCE_RECORDS + 1)
-        ]
-    bench.apply(*records)
-    assert bench.page[Word.EDITS] == 1
-
-
-def test_page_tables_are_made_once_until_pages_were_given_back(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[list[tuple[int, int]]] = []
-    monkeypatch.setattr(edits, "_fault_in", lambda _memory, spans: made.append(list(spans)))
-    record = Record(EditKind.SET, "float32", 0, (48,), (1,), data_begin=DATA)
-    bench.apply(record)
-    bench.apply(replace(record, sizes=(8,)))
-    assert made == [[(DATA, DATA + 192)], []]
-    bench.page[Word.EDIT_HOLES] += 1
-    bench.apply(replace(record, sizes=(8,)))
-    bench.apply(record)
-    assert made[2:] == [[(DATA, DATA + 32)], [(DATA, DATA + 192)]]
-
-
 def test_an_edit_that_fails_half_way_is_never_served(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,24 +228,3 @@ def test_an_edit_that_fails_half_way_is_never_served(
     assert not bench.editor.accept(later, now=True)
     assert bench.page[Word.REFUSED] == later.number
     assert bench.page[Word.REFUSED_STEP] == Refusal.AWAY
-
-
-def test_an_edit_that_cannot_be_examined_is_refused(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("out of luck")
-
-    monkeypatch.setattr("paramd.trainer.boundary.edits.find_owned", fail)
-    request = bench.request(replace(block(EditKind.FILL, value=1.0), reset_moments=True))
-    assert not bench.editor.accept(request, now=True)
-    assert bench.page[Word.REFUSED] == request.number
-    assert bench.page[Word.REFUSED_STEP] == Refusal.FAULTY
-    assert "out of luck" in caplog.text
-    # The record has the traceback, and with it the bench.
-    caplog.clear()
-
-
-def test_descriptors_stay_their_owners(bench: Bench) -> None:
-    bench.editor.close()
-    assert os.fstat(bench.shared.edits).st_size > 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paramd.memory.control_page import Word
-from paramd.trainer.boundary.agreement import CAPTURE, EDIT, HOLD, RESUME, STEP, Request, Round
+from paramd.trainer.boundary.agreement import HOLD, STEP, Request, Round
 from paramd.trainer.boundary.hold import Hold, HoldState, cap_s
 from paramd.wire import MAX_LEASE_S
 
@@ -54,15 +54,6 @@ def test_steps_pass_so_many_boundaries_and_hold_again(bench: Bench) -> None:
     assert bench.state() == (HoldState.HELD, 0)
 
 
-def test_resume_ends_a_hold_and_a_step(bench: Bench) -> None:
-    for action in (HOLD, STEP):
-        bench.agree(HOLD)
-        if action == STEP:
-            bench.agree(STEP, 3)
-        bench.agree(RESUME)
-        assert bench.state() == (HoldState.RUNNING, 0)
-
-
 def test_one_rank_that_does_not_want_to_stay_ends_it(bench: Bench) -> None:
     bench.agree(HOLD)
     bench.hold.update(Round(None, True))
@@ -74,13 +65,6 @@ def test_one_rank_that_does_not_want_to_stay_ends_it(bench: Bench) -> None:
 def test_a_step_that_is_agreed_as_the_lease_ends_steps_no_more(bench: Bench) -> None:
     bench.agree(HOLD)
     bench.agree(STEP, 3, stay=False)
-    assert bench.state() == (HoldState.RUNNING, 0)
-
-
-@pytest.mark.parametrize("action", [STEP, RESUME, EDIT, CAPTURE])
-def test_what_is_no_hold_holds_nobody(bench: Bench, action: int) -> None:
-    bench.agree(action, 5)
-    bench.hold.pass_boundary()
     assert bench.state() == (HoldState.RUNNING, 0)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ import torch
 from paramd.errors import UsageError
 from paramd.trainer.helpers import insight as module
 from paramd.trainer.helpers.insight import Insight, checked_numbers
-from paramd_service.sidecar.insight.process import catches
 
 
 @contextmanager
@@ -37,31 +35,6 @@ def line() -> Iterator[tuple[Insight, socket.socket, dict[str, Any], int]]:
 def received(theirs: socket.socket) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(theirs.recv(1 << 20))
     return found
-
-
-def test_stacks_of_all_threads_are_told_on_request() -> None:
-    with line() as (_, theirs, _message, _dump):
-        theirs.send(json.dumps({"op": "stacks", "id": 5, "collectives": True}).encode())
-        answer = received(theirs)
-    assert answer["id"] == 5
-    first = answer["threads"][0]
-    assert first["training"]
-    functions = [name for _, _, name in first["frames"]]
-    assert "test_stacks_of_all_threads_are_told_on_request" in functions
-    # Other tests of this process may have made process groups.
-    assert all(one["done"] for one in answer["collectives"])
-    assert bool(answer["collectives"]) != bool(answer.get("no_collectives"))
-
-
-def test_the_signal_is_free_caught_and_given_back() -> None:
-    with line() as (_, _theirs, message, dump):
-        number = message["signal"]
-        assert signal.SIGRTMIN < number < signal.SIGRTMAX
-        assert catches(os.getpid(), number)
-        signal.raise_signal(number)
-        text = os.pread(dump, 1 << 16, 0).decode()
-        assert "test_the_signal_is_free_caught_and_given_back" in text
-    assert not catches(os.getpid(), number)
 
 
 def test_logged_numbers_arrive_and_survive_a_sidecar_that_was_away() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,16 +55,6 @@ def test_every_element_travels_once_from_a_rank_that_has_it(
             assert begin == position
             position = end
         assert position == part.numel
-
-
-@pytest.mark.parametrize("holders", [(0,), (0, 1, 2, 3)])
-def test_equal_shards_and_replicas_make_equal_streams(holders: tuple[int, ...]) -> None:
-    if len(holders) == 1:
-        wanted = [Part(1 << 20, 4, (rank,)) for rank in range(WORLD_SIZE)]
-    else:
-        wanted = [Part(1 << 22, 4, holders)]
-    lengths = [stream_bytes(stream) for stream in plan_streams(wanted, WORLD_SIZE)]
-    assert lengths == [1 << 22] * WORLD_SIZE
 
 
 def test_spans_stay_within_the_budget_above_the_floor() -> None:

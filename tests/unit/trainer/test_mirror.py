@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from paramd.errors import ConflictError, UsageError
+from paramd.errors import ConflictError
 from paramd.layout.edits.kinds import EditKind
 from paramd.memory.arena import HostArena, pack_wanted, unpack_wanted
 from paramd.memory.control_page import ControlPage, Word
@@ -16,10 +16,7 @@ from paramd.memory.edit_program import Record
 from paramd.memory.gate import TrainerGate
 from paramd.memory.handover import Descriptors
 from paramd.trainer.boundary.agreement import CAPTURE, Request
-from paramd.trainer.boundary.optimizers import find_owned
-from paramd.trainer.home.mirrored import MirroredHome, home_of
-from paramd.trainer.home.owned import ParameterStorage
-from paramd.trainer.settings import AttachSettings
+from paramd.trainer.home.mirrored import MirroredHome
 
 
 class Odd(nn.Module):
@@ -95,15 +92,6 @@ def test_nothing_moves_and_a_capture_copies_what_the_training_has(bench: Bench) 
     assert bool((bench.held("turned") == 70).all())
 
 
-def test_a_request_for_no_bytes_is_told_the_state_and_one_too_large_nothing(bench: Bench) -> None:
-    bench.page[Word.STEP], bench.page[Word.EDITS] = 7, 2
-    bench.refresh()
-    words = (Word.MIRRORED_FOR, Word.MIRRORED_STEP, Word.MIRRORED_EDITS, Word.STALL_COUNT)
-    assert [bench.page[word] for word in words] == [1, 7, 2, 0]
-    bench.home.refresh_for(Request(2, 1, CAPTURE, 0), bench.gate)
-    assert bench.page[Word.MIRRORED_FOR] == 1
-
-
 def test_replaced_parameters_are_followed_and_changed_ones_refused(bench: Bench) -> None:
     bench.model.scale = nn.Parameter(torch.tensor(2.5))
     bench.model.turned.data = torch.ones(2, 5, dtype=torch.float64).t()
@@ -129,25 +117,6 @@ def test_an_edits_elements_are_the_trainings_own(bench: Bench) -> None:
     assert turned._version == version, "autograd must not see an edit"
     with pytest.raises(ConflictError, match="no parameter's"):
         bench.home.live([Record(EditKind.FILL, "bfloat16", at, (1,), (1,), value=0.0)])
-
-
-def test_optimizer_state_is_found_where_the_copy_would_be(bench: Bench) -> None:
-    adam = torch.optim.Adam(bench.model.parameters())
-    owned = find_owned([adam], 0, bench.home.arena_bytes, bench.home.locator())
-    places = {id(one.param): one.begin for one in owned}
-    for name, parameter in bench.model.named_parameters():
-        assert places[id(parameter)] == bench.place(name), name
-    stranger = torch.optim.Adam([nn.Parameter(torch.ones(3))])
-    assert find_owned([stranger], 0, bench.home.arena_bytes, bench.home.locator()) == []
-
-
-def test_which_home_a_model_gets() -> None:
-    assert type(home_of(Odd(), "mirror")) is MirroredHome
-    assert type(home_of(Odd(), "auto")) is type(home_of(Odd(), "host")) is ParameterStorage
-    with pytest.raises(ConflictError, match="on meta; expected one of cpu"):
-        home_of(nn.Linear(2, 2, device="meta"), "auto")
-    with pytest.raises(UsageError, match="arena must be one of auto, host, device, mirror"):
-        AttachSettings(arena="elsewhere")
 
 
 def test_what_is_wanted_survives_its_word() -> None:

@@ -7,7 +7,6 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from paramd.layout.types import TensorKind
-from paramd.trainer.model.local_shard import walk
 from paramd.trainer.model.shards import find_shards
 
 
@@ -62,10 +61,3 @@ def test_only_persistent_buffers_count() -> None:
     model.register_buffer("absent", None)
 
     assert [(s.fqn, s.kind) for s in find_shards(model)] == [("kept", TensorKind.BUFFER)]
-
-
-def test_a_module_registered_twice_is_walked_twice() -> None:
-    inner = nn.Linear(1, 1)
-    model = nn.ModuleDict({"x": inner, "y": inner})
-
-    assert [prefix for prefix, _ in walk(model)] == ["", "x.", "y."]

@@ -14,11 +14,9 @@ from paramd.errors import ConflictError
 from paramd.memory.control_page import ControlPage, Word
 from paramd.memory.descriptors import SparseMemory, create_memory, create_sparse
 from paramd.memory.handover import optimizer_bytes
-from paramd.trainer.resume.choice import signature_difference
 from paramd.trainer.resume.codec import decode, encode
 from paramd.trainer.resume.optimizer_home import (
     OptimizerHome,
-    signature,
 )
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -136,19 +134,6 @@ def test_a_place_the_script_still_looks_at_is_not_written_to(memory: Memory) -> 
     assert torch.equal(optimizer.state[param]["exp_avg"], torch.zeros_like(kept))
 
 
-def test_moving_out_leaves_private_tensors_with_the_same_values(memory: Memory) -> None:
-    net = model()
-    optimizer = torch.optim.Adam(net.parameters())
-    home = OptimizerHome(memory.optimizer, memory.page, [optimizer])
-    trained(net, optimizer, range(2))
-    home.settle()
-    before = encode(optimizer.state_dict()["state"])
-    home.move_out()
-    (used_bytes,) = home.used_bytes
-    memory.optimizer.buffer[:used_bytes] = bytes(used_bytes)
-    assert encode(optimizer.state_dict()["state"]) == before
-
-
 def test_state_that_shares_memory_is_refused_by_name(memory: Memory) -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -158,20 +143,3 @@ def test_state_that_shares_memory_is_refused_by_name(memory: Memory) -> None:
     home = OptimizerHome(memory.optimizer, memory.page, [optimizer])
     with pytest.raises(ConflictError, match="state 'view' of parameter 0 of optimizer 0 shares"):
         home.settle()
-
-
-def test_what_differs_between_optimizers_is_said() -> None:
-    net, other = model(), nn.Linear(5, 7)
-    adam = signature([torch.optim.Adam(net.parameters())])
-    cases = (
-        ([], "there were 1 optimizers and are 0"),
-        ([torch.optim.SGD(net.parameters())], "optimizer 0 was Adam and is SGD"),
-        ([torch.optim.Adam(other.parameters())], "had 4 parameters and has 2"),
-        (
-            [torch.optim.Adam([p.detach().double() for p in net.parameters()])],
-            r"parameter 0 in group 0 of optimizer 0 (Adam) was float32 [7, 5] and is float64",
-        ),
-    )
-    for optimizers, said in cases:
-        assert said in signature_difference(adam, signature(optimizers))
-    assert signature_difference(adam, decode(encode(adam))) == ""

@@ -6,10 +6,9 @@ import struct
 from typing import Any
 
 import pytest
-import torch
 
 from paramd.errors import UsageError
-from paramd.memory.optimizer_state import OptimizerState, parse_state, read_plain, read_record
+from paramd.memory.optimizer_state import OptimizerState, parse_state, read_record
 from paramd.trainer.resume.codec import encode
 
 
@@ -21,26 +20,6 @@ def table(*params: list[Any], entries: list[Any]) -> OptimizerState:
         "classes": ["torch.optim.adam.Adam"],
     }
     return parse_state(encode(kept))
-
-
-def test_plain_values_are_what_was_kept_and_arrays_are_left_out() -> None:
-    kept = {
-        "step": 7,
-        "groups": [[{"lr": torch.tensor(0.25), "betas": (0.9, float("nan")), "foreach": None}]],
-        "threads": 3,
-        "early": b"x" * 9,
-        "late": torch.ones(4),
-        3: float("inf"),
-    }
-    found = read_plain(encode(kept))
-    assert found["groups"] == [[{"lr": 0.25, "betas": [0.9, "nan"], "foreach": None}]]
-    assert (found["early"], found["late"], found["3"]) == (None, None, "inf")
-    assert read_record(encode(kept)) == {
-        "step": 7,
-        "groups": found["groups"],
-        "threads": 3,
-        "others": [],
-    }
 
 
 def test_state_is_found_by_the_bytes_of_its_parameter() -> None:
@@ -86,30 +65,6 @@ def test_parameters_that_interleave_have_no_state_of_their_own() -> None:
 
 def recorded(*others: Any) -> dict[str, Any]:
     return read_record(encode({"step": 9, "groups": [[{"lr": 0.5}]], "others": list(others)}))
-
-
-def test_facts_have_what_corresponds_all_numbers_and_the_reasons_for_the_rest() -> None:
-    state = table(
-        [64, 0, "float32", [4, 3], [3, 1]],
-        [4096, 0, "float32", [2], [1]],
-        entries=[
-            [0, 0, "step", [0, 4, "float32", [], [], False]],
-            [0, 0, "exp_avg", [1000, 48, "float32", [4, 3], [3, 1], True]],
-            [0, 0, "count", None],
-            [0, 0, "nothing", None],
-            [0, 0, "name", None],
-            [0, 0, "beyond", None],
-            [0, 1, "exp_avg", [3000, 8, "float32", [2], [1], False]],
-        ],
-    )
-    facts = state.facts(recorded(float("inf"), None, "text"), nine, arena_bytes=4096)
-    assert (facts["step"], facts["keys"], facts["groups"]) == (9, ["exp_avg"], [[{"lr": 0.5}]])
-    # The second parameter lies beyond the arena: it is not one of the attached model.
-    (param,) = facts["params"]
-    assert (param["begin"], param["end"], param["keys"]) == (64, 112, ["exp_avg"])
-    assert param["scalars"] == {"step": 9.0}
-    assert param["others"] == {"count": "inf", "nothing": None}
-    assert set(param["left_out"]) == {"count", "nothing", "name", "beyond"}
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from paramd.errors import ConflictError
@@ -77,8 +75,3 @@ def test_a_living_trainer_and_a_changed_script_are_refused() -> None:
         choose([held(AT_7), RankOffer(living_pid=12)])
     with pytest.raises(ConflictError, match="on rank 0 the world size was 2 and is 1; start it"):
         choose([RankOffer(refusal="the world size was 2 and is 1", live=AT_7)])
-
-
-def test_an_offer_survives_its_message() -> None:
-    offer = held(AT_7, OLD, OLDER)
-    assert RankOffer.from_message(json.loads(json.dumps(offer.to_message()))) == offer

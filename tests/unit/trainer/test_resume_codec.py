@@ -14,25 +14,14 @@ import torch
 from paramd.errors import UsageError
 from paramd.trainer.resume.codec import decode, encode, random_state, set_random_state
 
+PLAIN = [
+    None, True, 1 << 80, -0.0, 0.1 + 0.2, "\u00c4\n", b"\x00\xff", [], (1, [2, (3,)]),
+    {"a": 1, 2: "b", None: [True], 1.5: ()}, OrderedDict([("z", 1), ("a", 2)]),
+    Counter({30: 2, 60: 1}), {"dict": {"tensor": 1}},
+]  # fmt: skip
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        True,
-        1 << 80,
-        -0.0,
-        0.1 + 0.2,
-        "Ä\n",
-        b"\x00\xff",
-        [],
-        (1, [2, (3,)]),
-        {"a": 1, 2: "b", None: [True], 1.5: ()},
-        OrderedDict([("z", 1), ("a", 2)]),
-        Counter({30: 2, 60: 1}),
-        {"dict": {"tensor": 1}},
-    ],
-)
+
+@pytest.mark.parametrize("value", PLAIN)
 def test_plain_values_come_back_as_they_were(value: Any) -> None:
     found = decode(encode(value))
     assert (type(found), found, repr(found)) == (type(value), value, repr(value))

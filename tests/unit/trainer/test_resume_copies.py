@@ -6,10 +6,8 @@ import json
 
 import pytest
 
-from paramd.errors import UsageError
 from paramd.trainer.resume.choice import HeldCopy, Mark, RankOffer, choose
 from paramd.trainer.resume.copies import OWN, Damaged, buddies, ways, with_copies
-from paramd.trainer.settings import AttachSettings
 
 OLD, NEW, NEWER = Mark(4, 1, 0), Mark(8, 1, 0), Mark(12, 1, 0)
 LOST = RankOffer(absent="no sidecar of an earlier incarnation is here")
@@ -94,12 +92,3 @@ def test_another_rank_may_have_the_same_copy_undamaged() -> None:
 def test_offers_with_copies_survive_the_way_between_ranks() -> None:
     offer = held(OLD, copies=(copy(3, NEW),))
     assert RankOffer.from_message(json.loads(json.dumps(offer.to_message()))) == offer
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [({"replicas": 2}, "replicas must be 0 or 1"), ({"replicas": 1, "standing_every": 0}, "none")],
-)
-def test_replicas_that_cannot_be_made_are_refused(values: dict[str, float], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        AttachSettings(resume="auto", **values)  # type: ignore[arg-type]

@@ -117,26 +117,9 @@ def test_state_of_a_local_parameter_that_ddp_made_of_a_dtensor(tmp_path: Path) -
     assert torch.equal(optimizer.state[param]["momentum_buffer"], momentum[:, 1:])
 
 
-def test_names_that_were_changed_and_buffers_that_are_not_there(tmp_path: Path) -> None:
-    files = {"model.safetensors": {"w": WEIGHT, "bias": BIAS}}
-    offered = made(tmp_path, files, renamed={"weight": "w"})
-    found, _ = opened(offered, layout(), 1, [], (0, 1))
-    assert found is not None
-    assert (found.missing_buffers(), found.has_optimizer) == (1, False)
-    found.close()
-
-
 def damaged(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
-
-
-def shortened(folder: Path) -> None:
-    os.truncate(folder / "model.safetensors", 40)
-
-
-def gone(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
 
 
 def linked(folder: Path) -> None:
@@ -145,39 +128,25 @@ def linked(folder: Path) -> None:
     path.symlink_to(folder.parent / "elsewhere")
 
 
-def no_manifest(folder: Path) -> None:
-    (folder / exported.MANIFEST).unlink()
+ESCAPING = {"name": "../elsewhere", "size_bytes": 1, "xxh3": ""}
+HARMS: dict[str, Callable[[Path], object]] = {
+    "model.safetensors is damaged": damaged,
+    "safetensors is damaged": lambda folder: os.truncate(folder / "model.safetensors", 40),
+    "has no model.safetensors": lambda folder: (folder / "model.safetensors").unlink(),
+    "Too many levels of symbolic links": linked,
+    "has no paramd-export.json": lambda folder: (folder / exported.MANIFEST).unlink(),
+    "another export has taken its place": lambda folder: made(folder, {}, export_id="1" * 32),
+    "names a file '../elsewhere'": lambda folder: made(folder, {}, files=[ESCAPING]),
+}
 
 
-def replaced(folder: Path) -> None:
-    made(folder, {}, export_id="1" * 32)
-
-
-def escaping(folder: Path) -> None:
-    listed = [{"name": "../elsewhere", "size_bytes": 1, "xxh3": ""}]
-    made(folder, {}, files=listed)
-
-
-@pytest.mark.parametrize(
-    ("harm", "why"),
-    [
-        (damaged, "model.safetensors is damaged"),
-        (shortened, "model.safetensors is damaged"),
-        (gone, "has no model.safetensors"),
-        (linked, "Too many levels of symbolic links"),
-        (no_manifest, "has no paramd-export.json"),
-        (replaced, "another export has taken its place"),
-        (escaping, "names a file '../elsewhere'"),
-    ],
-)
-def test_what_is_damaged_or_gone_is_named(
-    tmp_path: Path, harm: Callable[[Path], None], why: str
-) -> None:
+@pytest.mark.parametrize("why", HARMS)
+def test_what_is_damaged_or_gone_is_named(tmp_path: Path, why: str) -> None:
     folder = tmp_path / "one"
     folder.mkdir()
     offered = made(folder)
     assert why_not(offered) == ""
-    harm(folder)
+    HARMS[why](folder)
     assert why in why_not(offered)
 
 
@@ -210,11 +179,3 @@ def test_state_of_other_optimizers_is_refused(tmp_path: Path, groups: Any, why: 
         "optimizer.json": json.dumps({"groups": one}).encode(),
     }
     assert why in why_not(made(tmp_path, files), sgd)
-
-
-def test_what_is_not_in_a_directory_says_so(tmp_path: Path) -> None:
-    offered = made(tmp_path)
-    dcp = Offered(ID, 7, "dcp", "backup/one", offered.directory, "")
-    assert "only exports as safetensors" in why_not(dcp)
-    stored = Offered(ID, 7, "safetensors", "cloud/one", "", "it is not in a directory")
-    assert why_not(stored) == "it is not in a directory"

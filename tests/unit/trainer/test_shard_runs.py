@@ -41,20 +41,3 @@ def test_two_placements_on_one_dim_are_applied_one_after_the_other() -> None:
             first = torch.tensor(by_torch(torch.arange(size), outer, inner)[row], dtype=torch.int64)
             expected = by_torch(first, inner, 1)[column] if len(first) else []
             assert ours == expected, (size, outer, inner, row, column)
-
-
-def test_fully_shard_over_tensor_parallel_leaves_one_run_when_it_divides() -> None:
-    held = shard_runs(((0, 16),), 2, 1, 4)
-
-    assert held == ((2, 4), (6, 8), (10, 12), (14, 16))
-    assert [shard_runs(held, 4, i) for i in range(4)] == [
-        ((2, 4),),
-        ((6, 8),),
-        ((10, 12),),
-        ((14, 16),),
-    ]
-
-
-def test_nothing_is_left_of_nothing() -> None:
-    assert shard_runs((), 4, 0) == ()
-    assert shard_runs(((0, 0),), 4, 3, 2) == ()

@@ -73,10 +73,3 @@ def test_an_answer_that_came_too_late_is_not_taken_for_the_next(
     thread.join()
     assert [one.size_bytes for one in link.shared.state] == [8192]
     assert link.shared.as_list()[-1] == link.shared.state[0].descriptor
-
-
-def test_a_sidecar_that_is_gone_is_unreachable(link: Link) -> None:
-    link.sidecar.close()
-    with pytest.raises(UnreachableError, match="does not answer"):
-        link.link.add_state(4096)
-    assert link.shared.state == []

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from paramd.errors import UsageError
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.rpc import statistics
-from paramd_service.sidecar.rpc.service import Sample, render
+from paramd_service.sidecar.rpc.service import render
 from tests.needs import check_with_promtool
 
 DATA = memoryview(random.Random(1).randbytes(1 << 20))
@@ -53,14 +53,14 @@ def test_too_many_ranges_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_metrics_text_keeps_values_and_escapes_the_job() -> None:
     job = 'a"b\\c\nd'
-    text = render([Sample("x_seconds", "X", 0.25), Sample("y_total", "Y", 3)], job=job, rank=7)
+    text = render([("x_seconds", "X", 0.25), ("y_total", "Y", 3)], job=job, rank=7)
     families = {family.name: family for family in text_string_to_metric_families(text)}
     assert {name: family.type for name, family in families.items()} == {
-        "x_seconds": "gauge",
-        "y": "counter",
+        "paramd_sidecar_x_seconds": "gauge",
+        "paramd_sidecar_y": "counter",
     }
     for family in families.values():
         (sample,) = family.samples
         assert sample.labels == {"job": job, "rank": "7"}
-    assert families["y"].samples[0].value == 3
+    assert families["paramd_sidecar_y"].samples[0].value == 3
     check_with_promtool(text)

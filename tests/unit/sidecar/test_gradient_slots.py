@@ -121,7 +121,6 @@ async def test_an_update_that_began_without_us_is_missed(training: Training) -> 
     training.update(5)
     with pytest.raises(AbortedError, match="update 5 has begun"):
         await asked
-    assert training.gradients.missed_count == 1
     assert [training.page[word] for word in ARM_WORDS] == [0, 0]
     with pytest.raises(AbortedError):
         await training.reduce(5)
@@ -143,11 +142,11 @@ async def test_the_end_is_told_to_all_that_wait(training: Training) -> None:
 
 
 async def test_lossless_readers_are_told_to_the_trainer_for_a_while(training: Training) -> None:
-    training.gradients.update(0)
+    training.gradients.lossless.update(0)
     assert training.page[Word.LOSSLESS_EVERY] == 0
-    training.gradients.update(6)
-    training.gradients.update(3)
-    training.gradients.update(6)
+    training.gradients.lossless.update(6)
+    training.gradients.lossless.update(3)
+    training.gradients.lossless.update(6)
     assert training.page[Word.LOSSLESS_EVERY] == 3
     assert training.page[Word.LOSSLESS_UNTIL_NS] > 0
 

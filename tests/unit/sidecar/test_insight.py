@@ -122,11 +122,11 @@ def test_the_ring_keeps_the_latest_numbers_and_counts_all() -> None:
 def test_the_kernel_tells_of_a_process_and_of_none() -> None:
     mine = facts_of(os.getpid())
     assert mine.rss_bytes > 1 << 20
-    assert mine.open_files > 2
-    assert mine.open_files_limit > 2
+    assert mine.open_file_count > 2
+    assert mine.open_file_limit > 2
     assert mine.thread_count >= 1
     nobody = facts_of(1 << 30)
-    assert (nobody.rss_bytes, nobody.open_files, nobody.state) == (-1, -1, "")
+    assert (nobody.rss_bytes, nobody.open_file_count, nobody.process_state) == (-1, -1, "")
     before = signal.signal(signal.SIGUSR2, lambda *_: None)
     try:
         assert catches(os.getpid(), signal.SIGUSR2)

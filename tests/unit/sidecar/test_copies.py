@@ -11,7 +11,7 @@ from typing import TypeVar
 import pytest
 
 from paramd.errors import DataLossError, ExhaustedError, NotFoundError, UsageError
-from paramd_service.sidecar.snapshots.copies import Copies
+from paramd_service.sidecar.snapshots.offer import Copies
 from paramd_service.sidecar.snapshots.standing import StandingLabel, digest_of
 from paramd_service.sidecar.snapshots.store import BlockMaker
 

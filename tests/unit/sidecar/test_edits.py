@@ -36,9 +36,8 @@ from paramd.memory.lent import LentMemory
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.edits import table
 from paramd_service.sidecar.edits.entry import WITHDRAWN_NS, Entry, Outcome, Phase, fate
-from paramd_service.sidecar.edits.lent import Lent
 from paramd_service.sidecar.edits.memory import HEAD_BYTES, Ranges
-from paramd_service.sidecar.edits.receive import is_finite
+from paramd_service.sidecar.edits.receive import Lent, is_finite
 from paramd_service.sidecar.owner import Ownership
 from tests.unit.layout.simulate import BOXES, Spec, World, build, fsdp1, memory_of
 from tests.unit.layout.test_plan import KINDS

@@ -134,7 +134,7 @@ def calls(rank: RankSidecar) -> CallTable:
 async def _stage(
     rank: RankSidecar, requests: AsyncIterator[pb.StageEditRequest | Chunk], timeout_s: float
 ) -> Message:
-    entry = None
+    entry: Entry | None = None
     async with asyncio.timeout(timeout_s):
         async for request in requests:
             if isinstance(request, pb.StageEditRequest) != (entry is None):

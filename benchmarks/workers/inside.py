@@ -14,7 +14,6 @@ from paramd_service.sidecar.log import Log
 from paramd_service.sidecar.main import keep_memory
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc.control_link import Joining
-from paramd_service.sidecar.rpc.gateway import Gateway
 from paramd_service.sidecar.rpc.grpc_server import GrpcServer
 from paramd_service.sidecar.rpc.unix_server import UnixServer
 from paramd_service.sidecar.snapshots.store import BlockMaker
@@ -55,7 +54,7 @@ class InsideSidecar:
                 log=Log(fields={"inside": True}),
             )
             listener = handover.listen(config.socket_path)
-            server = GrpcServer(rank, Gateway(rank))
+            server = GrpcServer(rank)
             unix = UnixServer(rank, listener, lambda: server.address)
             await server.start()
             unix.start()

@@ -138,7 +138,8 @@ class RevokedTokens:
         self._wall_clock = wall_clock
         # (expiry on the monotonic clock, serial), in the order of arrival.
         self._kept: OrderedDict[str, tuple[float, int]] = OrderedDict()
-        self._refused_before_s = 0.0
+        self.refused_before_s = 0.0
+        """Tickets issued for a token before this time are refused; 0: none."""
         self.serial = 0
         """Rises with everything new."""
 
@@ -148,11 +149,6 @@ class RevokedTokens:
     def __contains__(self, token_id: str) -> bool:
         known = self._kept.get(token_id)
         return known is not None and self._clock() < known[0]
-
-    @property
-    def refused_before_s(self) -> float:
-        """Tickets issued for a token before this time are refused; 0: none."""
-        return self._refused_before_s
 
     def learn(self, keep_s: Mapping[str, float], *, refused_before_s: float = 0.0) -> bool:
         """Refuse tickets of these tokens, each for its seconds; return whether any is new."""
@@ -168,8 +164,8 @@ class RevokedTokens:
             # Forgetting an id would readmit its tickets: refuse all issued until now.
             self._kept.popitem(last=False)
             refused_before_s = max(refused_before_s, self._wall_clock())
-        if refused_before_s > self._refused_before_s:
-            self._refused_before_s = refused_before_s
+        if refused_before_s > self.refused_before_s:
+            self.refused_before_s = refused_before_s
             self.serial += 1
         return self.serial > before
 
@@ -184,7 +180,7 @@ class RevokedTokens:
         return Notice(
             token_ids=tuple(token_id for token_id, _ in news),
             keep_s=max((left_s for _, left_s in news), default=0.0),
-            refused_before_s=self._refused_before_s,
+            refused_before_s=self.refused_before_s,
             serial=self.serial,
         )
 
@@ -192,7 +188,7 @@ class RevokedTokens:
         """Whether the ticket's token was revoked."""
         if claims.token_id is None:
             return False
-        return claims.token_id in self or claims.issued_s < self._refused_before_s
+        return claims.token_id in self or claims.issued_s < self.refused_before_s
 
     def check(self, claims: Claims) -> None:
         """Raise TokenRevokedError if `refuses` says so."""

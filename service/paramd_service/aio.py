@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from concurrent.futures import Executor
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -30,6 +31,12 @@ def kept(
     return task
 
 
+def post(loop: asyncio.AbstractEventLoop, action: Callable[..., object], *args: object) -> None:
+    """Call into an event loop from another thread; nothing happens once the loop is closed."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(action, *args)
+
+
 async def stopped(task: asyncio.Task[Any] | None) -> None:
     """Cancel a task, if there is one, and wait for it; its errors stay in it."""
     if task is not None:
@@ -44,6 +51,11 @@ async def ended(task: asyncio.Future[Any]) -> None:
         await asyncio.wait({task})
     if not task.cancelled():
         task.exception()
+
+
+async def in_executor(executor: Executor, work: Callable[[], Result]) -> Result:
+    """Run blocking work on a thread; cancellation waits for its end, as with `uncancelled`."""
+    return await uncancelled(asyncio.get_running_loop().run_in_executor(executor, work))
 
 
 async def uncancelled(

@@ -39,7 +39,6 @@ from paramd_service.sidecar.faults import Faults
 from paramd_service.sidecar.log import Log
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc.control_link import Joining
-from paramd_service.sidecar.rpc.gateway import Gateway
 from paramd_service.sidecar.rpc.grpc_server import GrpcServer
 from paramd_service.sidecar.rpc.streams import GRANT_S
 from paramd_service.sidecar.rpc.unix_server import UnixServer
@@ -102,7 +101,7 @@ class Servers:
             faults=Faults(""),
             log=Log(fields={}, stream=_Lines(self.saw)),
         )
-        self.server = GrpcServer(self.rank, Gateway(self.rank))
+        self.server = GrpcServer(self.rank)
         await self.server.start()
         unix = UnixServer(
             self.rank, handover.listen(self.rank.config.socket_path), lambda: self.server.address

@@ -255,8 +255,7 @@ BUGS = (
     Bug(
         name="a stale incarnation takes a sidecar over",
         file=SIDECAR + "owner.py",
-        old="    if request.incarnation < view.incarnation or (\n"
-        "        request.incarnation == view.incarnation and not same\n    ):\n",
+        old="    if stale or (request.incarnation == owner.incarnation and not same):\n",
         new="    if False:\n",
         tests=("unit/sidecar/test_sidecar_parts.py",),
     ),
@@ -283,9 +282,9 @@ BUGS = (
     ),
     Bug(
         name="a viewer maps snapshots",
-        file=SIDECAR + "rpc/auth.py",
-        old="    if claims.role not in _READERS:\n",
-        new="    if False:\n",
+        file=SIDECAR + "rpc/unix_server.py",
+        old="        check_role(self._caller(message), READERS)\n        snapshot_id",
+        new="        self._caller(message)\n        snapshot_id",
         tests=("integration/test_auth_grpc.py",),
     ),
     Bug(
@@ -427,9 +426,9 @@ BUGS = (
     Bug(
         name="an export appears before all of it is there",
         file="service/paramd_service/destinations/directory.py",
-        old="        with self._explained(), self._parent(make=True) as parent:\n",
+        old="        with explained(self._target), self._parent(make=True) as parent:\n",
         new="        self._hidden = self._last\n"
-        "        with self._explained(), self._parent(make=True) as parent:\n",
+        "        with explained(self._target), self._parent(make=True) as parent:\n",
         tests=("integration/test_export_files.py",),
     ),
     Bug(

@@ -22,9 +22,9 @@ from paramd.errors import ConflictError, DataLossError, NotFoundError
 from paramd.layout.exports.settings import ExportSettings
 from paramd.mesh.exports.calls import ExportState
 from paramd.v1.export_pb2 import ExportTarget
+from paramd_service.destinations.destinations import MANIFEST
 from paramd_service.destinations.object_store import ObjectPlace
 from paramd_service.destinations.open import open_place
-from paramd_service.destinations.place import MANIFEST
 from tests.integration.export_job import ExportingJob, exporting_job, until
 from tests.integration.export_mesh import raw, still_mesh
 from tests.integration.test_exports_faults import all_joined, ended, killed_in_the_middle

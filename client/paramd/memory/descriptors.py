@@ -182,6 +182,11 @@ class SparseMemory:
                 f"the kernel refused {end - begin:,} bytes of shared memory ({error.strerror})"
             ) from error
 
+    def populate(self, begin: int, end: int) -> None:
+        """As `reserve`, and spare the first copy the page faults; older kernels ignore that."""
+        self.reserve(begin, end)
+        _libc.madvise(self.address + begin, end - begin, _MADV_POPULATE_WRITE)
+
     def release(self, begin: int, end: int) -> None:
         """Give a range's pages back to the kernel."""
         how = _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE

@@ -24,8 +24,7 @@ from paramd.errors import (
     UnreachableError,
 )
 from paramd.v1.export_pb2 import ExportTarget
-from paramd_service.destinations.destinations import check_file_name, check_key
-from paramd_service.destinations.place import MANIFEST, AtPoint
+from paramd_service.destinations.destinations import MANIFEST, AtPoint, check_file_name, check_key
 
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 """Flags that open a directory, and nothing else."""
@@ -117,10 +116,11 @@ def rename(parent: int, source: str, target: str, flags: int) -> bool:
 class DirectorySink:
     """A file, under a temporary name until it is complete."""
 
-    def __init__(self, folder: int, name: str) -> None:
-        """Takes ownership of the descriptor `folder`."""
+    def __init__(self, folder: int, name: str, target: ExportTarget) -> None:
+        """Takes ownership of the descriptor `folder`; `target` is named in errors."""
         self._folder = folder
         self._name = name
+        self._target = target
         self._part = f".{name}.{secrets.token_hex(4)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._file = os.open(self._part, flags, 0o666, dir_fd=folder)
@@ -128,10 +128,11 @@ class DirectorySink:
         self._begun = 0
 
     def write(self, data: memoryview) -> None:
-        while data:
-            written = os.write(self._file, data)
-            self._written += written
-            data = data[written:]
+        with explained(self._target):
+            while data:
+                written = os.write(self._file, data)
+                self._written += written
+                data = data[written:]
         if self._written - self._begun >= _WRITEBACK_BYTES:
             # Start writeback now, so that the final fsync is short.
             size = self._written - self._begun
@@ -139,10 +140,11 @@ class DirectorySink:
             self._begun = self._written
 
     def finish(self) -> None:
-        # Synced before the rename: the final name never stands for missing data.
-        os.fsync(self._file)
-        os.rename(self._part, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
-        self._close()
+        with explained(self._target):
+            # Synced before the rename: the final name never stands for missing data.
+            os.fsync(self._file)
+            os.rename(self._part, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+            self._close()
 
     def abort(self) -> None:
         if self._file < 0:
@@ -181,7 +183,7 @@ class DirectoryPlace:
         self._hidden = f".{self._last}.{target.export_id}.part"
 
     def begin(self, size_bytes: int) -> None:
-        with self._explained(), self._parent(make=True) as parent:
+        with explained(self._target), self._parent(make=True) as parent:
             if not self._is_ours(parent):
                 self._check_free(parent)
             found = os.fstatvfs(parent)
@@ -197,31 +199,31 @@ class DirectoryPlace:
 
     def create(self, name: str, size_bytes: int) -> DirectorySink:
         checked(name)
-        with self._explained(), self._parent() as parent:
+        with explained(self._target), self._parent() as parent:
             folder = os.open(self._hidden, DIRECTORY, dir_fd=parent)
             try:
-                return DirectorySink(folder, name)
+                return DirectorySink(folder, name, self._target)
             except BaseException:
                 os.close(folder)
                 raise
 
     def open(self, name: str, *, finished: bool) -> DirectorySource:
         checked(name)
-        with self._explained(), self._parent() as parent:
+        with explained(self._target), self._parent() as parent:
             folder = self._last if finished else self._hidden
             return DirectorySource(open_file(parent, folder, name))
 
     def commit(
         self, small: Mapping[str, bytes], sizes: Mapping[str, int], at_point: AtPoint
     ) -> None:
-        with self._explained(), self._parent() as parent:
+        with explained(self._target), self._parent() as parent:
             if self._is_ours(parent):
                 return
             folder = os.open(self._hidden, DIRECTORY, dir_fd=parent)
             try:
                 check_sizes(folder, sizes)
                 for name, content in small.items():
-                    sink = DirectorySink(os.dup(folder), checked(name))
+                    sink = DirectorySink(os.dup(folder), checked(name), self._target)
                     sink.write(memoryview(content))
                     sink.finish()
                 for name in os.listdir(folder):
@@ -235,13 +237,8 @@ class DirectoryPlace:
             at_point("export-renamed")
             os.fsync(parent)
 
-    def explain(self, error: BaseException) -> ParamdError:
-        if isinstance(error, OSError):
-            return explained(error, self._target)
-        return UnreachableError(f"the destination failed: {error}")
-
     def drop(self, names: Sequence[str], *, finished: bool) -> None:
-        with self._explained(), suppress(FileNotFoundError), self._parent() as parent:
+        with explained(self._target), suppress(FileNotFoundError), self._parent() as parent:
             remove(parent, self._hidden)
             if finished and self._is_ours(parent):
                 # Hidden first, so that no reader finds a half-removed export.
@@ -297,18 +294,19 @@ class DirectoryPlace:
         finally:
             os.close(folder)
 
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except ParamdError:
-            raise
-        except OSError as error:
-            raise explained(error, self._target) from error
+
+@contextmanager
+def explained(target: ExportTarget) -> Iterator[None]:
+    """Translate errors of the operating system for an export."""
+    try:
+        yield
+    except ParamdError:
+        raise
+    except OSError as error:
+        raise _meaning(error, target) from error
 
 
-def explained(error: OSError, target: ExportTarget) -> ParamdError:
-    """Translate an operating system error for an export."""
+def _meaning(error: OSError, target: ExportTarget) -> ParamdError:
     where = f"{target.destination}/{target.key}"
     text = f"{where}: {os.strerror(error.errno) if error.errno else error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

@@ -14,7 +14,16 @@ import queue
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any
+
+import obstore
+from obstore.exceptions import (
+    AlreadyExistsError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+)
+from obstore.store import S3Store
 
 from paramd.errors import (
     AbortedError,
@@ -27,8 +36,13 @@ from paramd.errors import (
     UsageError,
 )
 from paramd.v1.export_pb2 import ExportTarget
-from paramd_service.destinations.destinations import OPTIONS, check_file_name, check_key
-from paramd_service.destinations.place import MANIFEST, AtPoint
+from paramd_service.destinations.destinations import (
+    MANIFEST,
+    OPTIONS,
+    AtPoint,
+    check_file_name,
+    check_key,
+)
 
 PART_BYTES = 6 << 20
 CONCURRENCY = 4
@@ -37,8 +51,7 @@ CONCURRENCY = 4
 _MAX_PARTS = 9_000
 
 RESERVATION = ".paramd-export"
-_RETRIES = 4
-_RETRY_S = 30
+_RETRY: Any = {"max_retries": 4, "retry_timeout": timedelta(seconds=30)}
 
 
 class ObjectSink:
@@ -97,8 +110,6 @@ class ObjectSink:
 
     def _upload(self) -> None:
         try:
-            import obstore
-
             obstore.put(
                 self._place.store,
                 self._path,
@@ -127,8 +138,6 @@ class ObjectSource:
         self.size_bytes = size_bytes
 
     def read(self, offset_bytes: int, size_bytes: int) -> bytes:
-        import obstore
-
         length = min(size_bytes, self.size_bytes - offset_bytes)
         if length <= 0:
             return b""
@@ -165,13 +174,11 @@ class ObjectPlace:
     def store(self) -> Any:
         """The obstore client; created on first use."""
         if self._store is None:
-            from obstore.store import S3Store
-
             options: Any = dict(self.target.options)
             self._store = S3Store(
                 self._bucket,
                 client_options={"allow_http": options.pop("allow_http", "false") == "true"},
-                retry_config=_retry(),
+                retry_config=_RETRY,
                 config=options,
             )
         return self._store
@@ -205,8 +212,6 @@ class ObjectPlace:
         return ObjectSink(self, self._path(name), size_bytes)
 
     def open(self, name: str, *, finished: bool) -> ObjectSource:
-        import obstore
-
         with self.explained():
             found = obstore.head(self.store, self._path(name))
             return ObjectSource(self, self._path(name), int(found["size"]))
@@ -214,8 +219,6 @@ class ObjectPlace:
     def commit(
         self, small: Mapping[str, bytes], sizes: Mapping[str, int], at_point: AtPoint
     ) -> None:
-        import obstore
-
         with self.explained():
             manifest = self._manifest()
             if manifest is not None and manifest.get("export_id") == self.target.export_id:
@@ -236,8 +239,6 @@ class ObjectPlace:
             self._unreserve()
 
     def explain(self, error: BaseException) -> ParamdError:
-        from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
-
         if isinstance(error, ParamdError):
             return error
         if isinstance(error, PermissionDeniedError | UnauthenticatedError):
@@ -280,8 +281,6 @@ class ObjectPlace:
         return f"{self._prefix}/{name if name in known else check_file_name(name)}"
 
     def _get(self, name: str) -> bytes | None:
-        import obstore
-
         try:
             return bytes(obstore.get(self.store, self._path(name)).bytes())
         except FileNotFoundError:
@@ -310,9 +309,7 @@ class ObjectPlace:
                     f"another export to {self._where} is in progress, or was abandoned; "
                     "choose another key, or allow overwriting"
                 ) from None
-            import obstore
-
-            content = self.target.export_id.encode()
+                content = self.target.export_id.encode()
             obstore.put(self.store, self._path(RESERVATION), content, use_multipart=False)
 
     def _unreserve(self) -> None:
@@ -320,9 +317,6 @@ class ObjectPlace:
             self._delete([RESERVATION])
 
     def _put_new(self, name: str, content: bytes) -> None:
-        import obstore
-        from obstore.exceptions import AlreadyExistsError
-
         try:
             # Atomic: exactly one of several writers succeeds.
             obstore.put(self.store, self._path(name), content, mode="create")
@@ -337,8 +331,6 @@ class ObjectPlace:
         self._delete([name for name in names if name in present and name != MANIFEST])
 
     def _delete(self, names: Sequence[str]) -> None:
-        import obstore
-
         for name in names:
             with suppress(FileNotFoundError):
                 obstore.delete(self.store, self._path(name))
@@ -347,15 +339,7 @@ class ObjectPlace:
         return list(self._sizes())
 
     def _sizes(self) -> dict[str, int]:
-        import obstore
-
         head = f"{self._prefix}/"
         found = obstore.list(self.store, prefix=head)
         objects = [item for batch in found for item in batch]
         return {str(item["path"]).removeprefix(head): int(item["size"]) for item in objects}
-
-
-def _retry() -> Any:
-    from datetime import timedelta
-
-    return {"max_retries": _RETRIES, "retry_timeout": timedelta(seconds=_RETRY_S)}

@@ -6,10 +6,8 @@ import re
 
 from paramd.errors import UsageError
 from paramd.v1.export_pb2 import ExportTarget
-from paramd_service.destinations.destinations import DestinationKind, check_key, parse_root
+from paramd_service.destinations.destinations import DestinationKind, Place, check_key, parse_root
 from paramd_service.destinations.directory import DirectoryPlace
-from paramd_service.destinations.object_store import ObjectPlace
-from paramd_service.destinations.place import Place
 
 _EXPORT_ID = re.compile(r"[0-9a-f]{32}")
 
@@ -26,4 +24,7 @@ def open_place(target: ExportTarget) -> Place:
     kind, root = parse_root(target.root, target.destination)
     if kind is DestinationKind.DIRECTORY:
         return DirectoryPlace(root, target)
+    # Loaded by who exports to a store alone.
+    from paramd_service.destinations.object_store import ObjectPlace
+
     return ObjectPlace(root, target)

@@ -1,4 +1,4 @@
-"""Casts between floating-point dtypes, rounded as torch does, but with numpy alone.
+"""Casts between floating-point dtypes, rounded as torch does, and strided copies, by numpy alone.
 
 A sidecar without torch stays small. torch rounds to nearest, ties to even, and casts to 16 bits
 by way of 32.
@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+
+from paramd.layout.types import Box
 
 _NAN_BITS = 0x7FC0
 
@@ -21,6 +23,27 @@ def cast_into(source: memoryview, dtype: str, target: memoryview, wanted: str) -
         _store(target, wanted, _to_float32(source, dtype))
     else:
         _store(target, wanted, np.frombuffer(source, dtype))
+
+
+def place(
+    source: memoryview | bytearray,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    target: memoryview | bytearray,
+    shape: tuple[int, ...],
+    box: Box,
+    width: int,
+) -> None:
+    """Copy elements of `width` bytes that lie strided in `source` into a box of a dense `target`.
+
+    Args:
+        strides: in elements.
+        shape: of the target.
+    """
+    element = np.dtype(f"V{width}") if width > 8 else np.dtype(f"u{width}")
+    values = np.ndarray(sizes, element, source, strides=tuple(one * width for one in strides))
+    inner = tuple(slice(b, e) for b, e in zip(box.begin, box.end, strict=True))
+    np.frombuffer(target, element).reshape(shape)[inner] = values
 
 
 def _store(target: memoryview, wanted: str, values: np.ndarray[Any, Any]) -> None:

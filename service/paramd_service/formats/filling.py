@@ -230,16 +230,17 @@ Fetched = Mapping[tuple[int, int], memoryview]
 class Filler:
     """Produces the bytes of one file, batch after batch, in reused memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, memories: Memories) -> None:
+        self._memories = memories
         self._buffer = memoryview(bytearray(BATCH_BYTES + FRAME_BYTES))
         self._wide: memoryview | None = None
         self._scratch: memoryview | None = None
         self._checksum = 0
 
-    def pieces(self, batch: Batch, memories: Memories, fetched: Fetched) -> Iterator[memoryview]:
+    def pieces(self, batch: Batch, fetched: Fetched) -> Iterator[memoryview]:
         """Yield the batch's bytes in order; each piece is valid until the next is requested."""
         if len(batch) == 1 and batch[0].entry.frame is None:
-            whole = _uncopied(batch[0], memories)
+            whole = _uncopied(batch[0], self._memories)
             if whole is not None:
                 yield whole
                 return
@@ -251,22 +252,15 @@ class Filler:
                 filled = 0
             if size > len(self._buffer):
                 self._buffer = memoryview(bytearray(size))
-            self._fill(window, self._buffer[filled : filled + size], memories, fetched, number)
+            self._fill(window, self._buffer[filled : filled + size], fetched, number)
             filled += size
         if filled:
             yield self._buffer[:filled]
 
-    def _fill(
-        self,
-        window: Window,
-        target: memoryview,
-        memories: Memories,
-        fetched: Fetched,
-        number: int,
-    ) -> None:
+    def _fill(self, window: Window, target: memoryview, fetched: Fetched, number: int) -> None:
         frame = window.entry.frame
         if frame is None:
-            self._data(window, target, memories, fetched, number)
+            self._data(window, target, fetched, number)
             return
         begin = 0
         if window.begins:
@@ -274,19 +268,12 @@ class Filler:
             target[:begin] = frame.before
             self._checksum = 0
         data = target[begin : begin + window.data_bytes]
-        self._data(window, data, memories, fetched, number)
+        self._data(window, data, fetched, number)
         self._checksum = crc32(data, self._checksum)
         if window.ends:
             target[begin + len(data) :] = frame.after(self._checksum)
 
-    def _data(
-        self,
-        window: Window,
-        target: memoryview,
-        memories: Memories,
-        fetched: Fetched,
-        number: int,
-    ) -> None:
+    def _data(self, window: Window, target: memoryview, fetched: Fetched, number: int) -> None:
         if window.entry.constant is not None:
             target[:] = window.entry.constant
             return
@@ -295,21 +282,16 @@ class Filler:
             self._wide = memoryview(bytearray(BATCH_BYTES))
         data = self._wide[: window.source_bytes] if casting and self._wide is not None else target
         for at, extent in enumerate(window.extents):
-            self._extent(window, extent, data, memories, fetched.get((number, at)))
+            self._extent(window, extent, data, fetched.get((number, at)))
         if casting:
             from paramd_service.formats.cast import cast_into
 
             cast_into(data, window.dtype, target, window.entry.dtype)
 
     def _extent(
-        self,
-        window: Window,
-        extent: Extent,
-        data: memoryview,
-        memories: Memories,
-        came: memoryview | None,
+        self, window: Window, extent: Extent, data: memoryview, came: memoryview | None
     ) -> None:
-        memory = memories[extent.rank, extent.state_key] if came is None else None
+        memory = self._memories[extent.rank, extent.state_key] if came is None else None
         if extent.target is None:
             run = data[extent.target_begin_bytes :][: extent.size_bytes]
             if memory is None:
@@ -326,7 +308,11 @@ class Filler:
                 came = self._scratch[: extent.size_bytes]
                 memory.read_into(came, extent.begin_bytes)
         assert came is not None
-        _place(window, extent, came, data)
+        # Imported on first use: a sidecar that never exports stays small.
+        from paramd_service.formats.cast import place
+
+        width = item_bytes(window.dtype)
+        place(came, extent.sizes, extent.strides, data, window.shape, extent.target, width)
 
 
 def _uncopied(window: Window, memories: Memories) -> memoryview | None:
@@ -338,18 +324,3 @@ def _uncopied(window: Window, memories: Memories) -> memoryview | None:
     if memory is None or extent.target is not None or extent.size_bytes != window.data_bytes:
         return None
     return memory.view(extent.begin_bytes, extent.size_bytes)
-
-
-def _place(window: Window, extent: Extent, source: memoryview, data: memoryview) -> None:
-    """Copy an extent into its box of the window."""
-    # Imported on first use: a sidecar that never exports stays small.
-    import numpy as np
-
-    assert extent.target is not None
-    width = item_bytes(window.dtype)
-    element = np.dtype(f"V{width}") if width > 8 else np.dtype(f"u{width}")
-    strides = tuple(stride * width for stride in extent.strides)
-    values = np.ndarray(extent.sizes, element, source, strides=strides)
-    box = extent.target
-    inner = tuple(slice(b, e) for b, e in zip(box.begin, box.end, strict=True))
-    np.frombuffer(data, element).reshape(window.shape)[inner] = values

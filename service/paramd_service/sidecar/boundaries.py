@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from paramd.errors import ConflictError, UsageError
 from paramd.memory.arena import is_mirror, pack_wanted
 from paramd.memory.control_page import Word, unserved_reason
 from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.aio import post
 from paramd_service.sidecar.copying.copier import Copier
 from paramd_service.sidecar.copying.page_requests import (
     CAPTURE,
@@ -110,7 +110,7 @@ class Boundaries:
         """
         self._copier.withdraw(number, f"boundary request {number} was withdrawn")
         taken: asyncio.Future[None] = self._loop.create_future()
-        self._copier.take_back(number, lambda: self._post(taken))
+        self._copier.take_back(number, lambda: post(self._loop, taken.set_result, None))
         # Once ended, the copier may have stopped and never answers.
         if not self._ended:
             await taken
@@ -173,8 +173,7 @@ class Boundaries:
 
         def done(outcome: Outcome) -> None:
             # Called on the copying thread, when the event loop may be closing.
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._end, asked, snapshots, outcome)
+            post(self._loop, self._end, asked, snapshots, outcome)
 
         self._copier.arm(self._boundary(reach, snapshots, argument, done))
         return asked
@@ -238,10 +237,6 @@ class Boundaries:
                 outcome = Outcome(-1, why)
             self.edits.request_ended(asked.reach.number)
         asked.done.set_result(outcome)
-
-    def _post(self, future: asyncio.Future[None]) -> None:
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(future.set_result, None)
 
     def _why_not_agreed(self, number: int, timeout_s: float) -> str:
         page = self._attached.page

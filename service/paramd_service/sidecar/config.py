@@ -88,32 +88,20 @@ class SidecarConfig:
         )  # fmt: skip
         for name, least in (*((name, 0) for name in not_negative), ("max_calls", 1)):
             if (value := getattr(self, name)) is not None and value < least:
-                raise UsageError(f"{name}: {getattr(self, name)}; expected {least} or more")
+                raise UsageError(f"{name}: {value}; expected {least} or more")
         above = (
-            "linger_s",
-            "default_lease_s",
-            "max_deadline_s",
-            "report_s",
-            "edit_expiry_s",
-            "copy_rate_bytes",
-        )
+            "linger_s", "default_lease_s", "max_deadline_s", "report_s", "edit_expiry_s",
+            "copy_rate_bytes", "budget_bytes", "edit_budget_bytes", "standing_budget_bytes",
+            "marks_budget_bytes",
+        )  # fmt: skip
         for name in above:
-            if not getattr(self, name) > 0:
-                raise UsageError(f"{name}: {getattr(self, name)}; expected a number above 0")
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise UsageError(f"{name}: {value}; expected a number above 0")
         if self.max_lease_s < self.default_lease_s:
             raise UsageError(
                 f"max_lease_s: {self.max_lease_s}; expected at least default_lease_s "
                 f"({self.default_lease_s})"
             )
-        for name in (
-            "budget_bytes",
-            "edit_budget_bytes",
-            "standing_budget_bytes",
-            "marks_budget_bytes",
-        ):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise UsageError(f"{name}: {value}; expected a number above 0")
 
     @property
     def tls_files(self) -> TlsFiles | None:

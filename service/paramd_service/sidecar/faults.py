@@ -23,47 +23,15 @@ from pathlib import Path
 
 from paramd.errors import UsageError
 
-POINTS = frozenset(
-    {
-        "pin-prepared",
-        "copy-begun",
-        "copy-chunk",
-        "copy-moved",
-        "copy-sent",
-        "copy-received",
-        "pin-answered",
-        "capture-ready",
-        "boundary-copied",
-        "read-chunk",
-        "stats-item",
-        "pool",
-        "mapped",
-        "live",
-        "state-allocated",
-        "stream-granted",
-        "stream-open",
-        "stream-window",
-        "export-begun",
-        "export-file-begun",
-        "export-chunk",
-        "export-file-written",
-        "export-file-done",
-        "export-stored",
-        "export-verify",
-        "export-finish",
-        "export-marker",
-        "export-renamed",
-        "export-dropped",
-        "edit-staging",
-        "edit-staged",
-        "edit-ready",
-        "edit-applied",
-        "mark-made",
-        "gradients-copied",
-        "gradients-reduced",
-        "standing-copied",
-    }
-)
+POINTS = frozenset((
+    "pin-prepared", "copy-begun", "copy-chunk", "copy-moved", "copy-sent", "copy-received",
+    "pin-answered", "capture-ready", "boundary-copied", "read-chunk", "stats-item", "pool",
+    "mapped", "live", "state-allocated", "stream-granted", "stream-open", "stream-window",
+    "export-begun", "export-file-begun", "export-chunk", "export-file-written",
+    "export-file-done", "export-stored", "export-verify", "export-finish", "export-marker",
+    "export-renamed", "export-dropped", "edit-staging", "edit-staged", "edit-ready",
+    "edit-applied", "mark-made", "gradients-copied", "gradients-reduced", "standing-copied",
+))  # fmt: skip
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 _RULE = re.compile(r"(?P<point>[a-z-]+):(?P<action>kill|stop)(?:@(?P<count>[1-9][0-9]{0,8}))?")
 

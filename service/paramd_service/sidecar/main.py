@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,7 +27,6 @@ from paramd_service.sidecar.log import Log
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc.control_link import Joining
 from paramd_service.sidecar.rpc.copies import Sending
-from paramd_service.sidecar.rpc.gateway import Gateway
 from paramd_service.sidecar.rpc.grpc_server import GrpcServer
 from paramd_service.sidecar.rpc.unix_server import UnixServer
 from paramd_service.sidecar.snapshots.store import BlockMaker
@@ -109,29 +109,13 @@ def parse(argv: Sequence[str] | None) -> SidecarConfig:
         "--job-tls", action="store_true",
         help="serve mutual TLS within the job; reads {ca, cert, key} as one JSON line from stdin",
     )  # fmt: skip
-    for name in (
-        "linger_s",
-        "grace_s",
-        "default_lease_s",
-        "max_lease_s",
-        "max_deadline_s",
-        "idle_memory_s",
-        "edit_expiry_s",
-    ):
-        option = "--" + name.replace("_", "-")
-        parser.add_argument(option, type=float, default=getattr(defaults, name), metavar="SECONDS")
-    for name in (
-        "budget_bytes",
-        "edit_budget_bytes",
-        "edit_pool_bytes",
-        "undo_budget_bytes",
-        "standing_budget_bytes",
-        "copy_rate_bytes",
-        "marks_budget_bytes",
-        "delta_budget_bytes",
-    ):
-        option = "--" + name.replace("_", "-")
-        parser.add_argument(option, type=int, default=getattr(defaults, name), metavar="BYTES")
+    # The interval of reports is the control plane's to say.
+    for name in (one.name for one in fields(defaults) if one.name != "report_s"):
+        option, default = "--" + name.replace("_", "-"), getattr(defaults, name)
+        if name.endswith("_s"):
+            parser.add_argument(option, type=float, default=default, metavar="SECONDS")
+        elif name.endswith("_bytes"):
+            parser.add_argument(option, type=int, default=default, metavar="BYTES")
     parser.add_argument("--max-calls", type=int, default=defaults.max_calls, metavar="COUNT")
     gone.check_options(argv if argv is not None else sys.argv[1:])
     values = vars(parser.parse_args(argv))
@@ -168,7 +152,7 @@ async def run(config: SidecarConfig, faults: Faults, pems: Pems | None = None) -
     if pems is not None:
         rank.own_pems = JobPems(pems, mutual=True)
     listener = handover.listen(config.socket_path)
-    server = GrpcServer(rank, Gateway(rank))
+    server = GrpcServer(rank)
     unix = UnixServer(rank, listener, lambda: server.address)
     try:
         await server.start()

@@ -186,74 +186,55 @@ def parse_attach(message: dict[str, Any]) -> AttachRequest:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OwnerView:
-    """The current owner, as `check_attach` needs it."""
+def check_sidecar(job: str, rank: int, request: AttachRequest) -> None:
+    """Return if the trainer belongs to the sidecar of this job's rank.
 
-    job: str
-    rank: int
-    ownership: Ownership
-    version: str
-    incarnation: int = 0
-    pid: int = 0
-    start: int = 0
-    elsewhere: bool = False
-    """Whether it runs in another container, where pids mean other processes."""
-
-
-def owner_view(
-    job: str, rank: int, ownership: Ownership, attached: AttachedMemory | None
-) -> OwnerView:
-    """Describe the current owner of a rank's sidecar; `attached` is None if there is none."""
-    if attached is None:
-        return OwnerView(job=job, rank=rank, ownership=ownership, version=__version__)
-    return OwnerView(
-        job=job,
-        rank=rank,
-        ownership=ownership,
-        version=__version__,
-        incarnation=attached.incarnation,
-        pid=attached.request.pid,
-        start=attached.request.start,
-        elsewhere=not attached.trainer_pid,
-    )
+    Raises:
+        UsageError: it belongs to another job or rank. ConflictError: the versions differ.
+    """
+    if (request.job, request.rank) != (job, rank):
+        raise UsageError(
+            f"this sidecar serves rank {rank} of job {job!r}, not rank "
+            f"{request.rank} of job {request.job!r}; start one for it"
+        )
+    if request.version != __version__:
+        raise ConflictError(
+            f"the sidecar runs paramd {__version__}, the trainer {request.version}; "
+            "stop the sidecar, and attach starts the right one"
+        )
 
 
-def check_attach(view: OwnerView, request: AttachRequest, *, holds_page: bool = False) -> None:
-    """Return if the trainer may take over the sidecar.
+def check_successor(
+    owner: AttachRequest,
+    ownership: Ownership,
+    request: AttachRequest,
+    *,
+    elsewhere: bool = False,
+    holds_page: bool = False,
+) -> None:
+    """Return if the trainer may take over the sidecar from its current or last owner.
 
     Args:
+        elsewhere: The owner runs in another container, where pids mean other processes.
         holds_page: It hands the owner's control page back, and so is the owner, even in another
             container.
 
     Raises:
-        UsageError: it belongs to another job or rank.
-        ConflictError: another trainer lives, the incarnation is stale, or the versions differ.
+        ConflictError: another trainer lives, or the incarnation is stale.
     """
-    if (request.job, request.rank) != (view.job, view.rank):
-        raise UsageError(
-            f"this sidecar serves rank {view.rank} of job {view.job!r}, not rank "
-            f"{request.rank} of job {request.job!r}; start one for it"
-        )
-    if request.version != view.version:
+    same = (request.pid, request.start) == (owner.pid, owner.start)
+    same = same and (holds_page or not elsewhere)
+    if ownership is Ownership.OWNED and not same:
         raise ConflictError(
-            f"the sidecar runs paramd {view.version}, the trainer {request.version}; "
-            "stop the sidecar, and attach starts the right one"
-        )
-    same = (request.pid, request.start) == (view.pid, view.start)
-    same = same and (holds_page or not view.elsewhere)
-    if view.ownership is Ownership.OWNED and not same:
-        raise ConflictError(
-            f"another training process (pid {view.pid}{' in its container' * view.elsewhere}) is "
-            f"attached as rank {view.rank} of job {view.job!r}; end it, or attach under another "
+            f"another training process (pid {owner.pid}{' in its container' * elsewhere}) is "
+            f"attached as rank {owner.rank} of job {owner.job!r}; end it, or attach under another "
             "job name"
         )
-    if request.incarnation < view.incarnation or (
-        request.incarnation == view.incarnation and not same
-    ):
+    stale = request.incarnation < owner.incarnation
+    if stale or (request.incarnation == owner.incarnation and not same):
         raise ConflictError(
             f"incarnation {request.incarnation} is stale: the sidecar has served incarnation "
-            f"{view.incarnation}; all ranks must attach again"
+            f"{owner.incarnation}; all ranks must attach again"
         )
 
 

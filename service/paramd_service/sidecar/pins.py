@@ -9,18 +9,17 @@ Runs on the event loop. Memory is allocated on an executor, bytes are copied by 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import Executor
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from paramd.errors import AbortedError, ConflictError, TornError
 from paramd.memory.arena import is_mirror
 from paramd.memory.control_page import Word, is_stray, label_of, unserved_reason
 from paramd.memory.gate import State, resting_state, state_of
 from paramd_service.admission import CALLER, Who
-from paramd_service.aio import uncancelled
+from paramd_service.aio import in_executor, kept, post
 from paramd_service.sidecar.boundaries import Boundaries
 from paramd_service.sidecar.copying.capture import UNSERVED_NS, CopyJob
 from paramd_service.sidecar.copying.copier import Copier
@@ -140,7 +139,12 @@ class Pins:
         """
         self.sweep()
         if is_mirror(self._attached.page.words):
-            raise ConflictError(self._why_not_now())
+            if self.ownership is not Ownership.OWNED:
+                raise ConflictError(self.ownership.value)
+            raise ConflictError(
+                "this job's parameters stay in the trainer's own memory and are copied at agreed "
+                "boundaries only; pin with at_boundary and schedule one, as summon does"
+            )
         if at_step and history not in (None, self._attached.page[Word.REWOUND]):
             raise rolled_back(at_step)
         snapshot = self._found(key, at_step) if not unsettled else None
@@ -188,7 +192,7 @@ class Pins:
         # Never shared: a mark of the same name may be another one by the next request.
         snapshot = self.store.reserve(key, at_boundary=True, who=who)
         try:
-            label = await uncancelled(self._loop.run_in_executor(self._executor, fill))
+            label = await in_executor(self._executor, fill)
             snapshot.step, snapshot.edits, snapshot.fill = label.step, label.edits, Fill.FILLED
             # A mark is of a history that may be long left, even of an earlier incarnation's.
             snapshot.history = label.lineage
@@ -257,7 +261,7 @@ class Pins:
         try:
             try:
                 # An allocation cannot be cancelled: its own hold keeps the block from leaking.
-                await asyncio.shield(self._start(self._make_block(self.store.hold(snapshot))))
+                await asyncio.shield(kept(self._tasks, self._make_block(self.store.hold(snapshot))))
             except BaseException:
                 self.store.drop(snapshot)
                 raise
@@ -352,7 +356,7 @@ class Pins:
         # Before it is filled: whoever comes to see it must know that it is not for sharing.
         snapshot.private = unsettled
         self._fillings[filling.named] = filling
-        self._start(self._fill(filling))
+        kept(self._tasks, self._fill(filling))
         return filling
 
     async def _fill(self, filling: _Filling) -> None:
@@ -388,7 +392,7 @@ class Pins:
         state_too = is_moments(snapshot.key)
         filling.job = CopyJob(
             copy_spans(snapshot, self._attached.arena.address) if not state_too else (),
-            lambda state: self._post(copied.set_result, state),
+            lambda state: post(self._loop, copied.set_result, state),
             at_step=filling.at_step,
             history=filling.history,
             unsettled=filling.unsettled,
@@ -428,14 +432,6 @@ class Pins:
     @staticmethod
     def _unserved(reason: str) -> ConflictError:
         return ConflictError(f"the parameters cannot be served: {reason}")
-
-    def _why_not_now(self) -> str:
-        if self.ownership is not Ownership.OWNED:
-            return str(self.ownership.value)
-        return (
-            "this job's parameters stay in the trainer's own memory and are copied at agreed "
-            "boundaries only; pin with at_boundary and schedule one, as summon does"
-        )
 
     def _forget(self, filling: _Filling) -> None:
         if self._fillings.get(filling.named) is filling:
@@ -483,14 +479,3 @@ class Pins:
             f"no copy could begin within {timeout_s:.1f} s: the rank {doing}; allow more time, and "
             "check the training if this persists"
         )
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    def _post(self, action: Any, *args: Any) -> None:
-        """Call from the copying thread into the event loop, which may be closing."""
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(action, *args)

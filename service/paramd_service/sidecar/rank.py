@@ -41,7 +41,7 @@ from paramd_service.sidecar.edits.manager import Edits, States
 from paramd_service.sidecar.edits.memory import EditMemory
 from paramd_service.sidecar.faults import Faults
 from paramd_service.sidecar.gradients.slots import EndedError
-from paramd_service.sidecar.insight.insight import TrainerInsight
+from paramd_service.sidecar.insight.line import TrainerInsight
 from paramd_service.sidecar.log import Log
 from paramd_service.sidecar.owner import (
     AttachedMemory,
@@ -49,17 +49,22 @@ from paramd_service.sidecar.owner import (
     Mesh,
     Ownership,
     attach_memory,
-    check_attach,
-    owner_view,
+    check_sidecar,
+    check_successor,
     ownership_after_end,
     process_state,
 )
 from paramd_service.sidecar.pins import Pins
 from paramd_service.sidecar.revocations import Refusals, Revocations
 from paramd_service.sidecar.snapshots.bases import Bases, DeltaCounts
-from paramd_service.sidecar.snapshots.copies import Copies, copies_message, opened
 from paramd_service.sidecar.snapshots.marks import Marks, beside_bytes
-from paramd_service.sidecar.snapshots.offer import offer_of, offer_of_snapshots
+from paramd_service.sidecar.snapshots.offer import (
+    Copies,
+    copies_message,
+    offer_of,
+    offer_of_snapshots,
+    opened,
+)
 from paramd_service.sidecar.snapshots.standing import Standing
 from paramd_service.sidecar.snapshots.store import BlockMaker, SnapshotStore
 
@@ -408,8 +413,7 @@ class RankSidecar:
         await self._device_looked_at()
         async with self._attaching:
             try:
-                view = owner_view(self.config.job, self.config.rank, self.ownership, self.attached)
-                check_attach(view, request, holds_page=self._is_page_of_owner(handed_back))
+                self._check_attach(request, handed_back)
             except BaseException:
                 for descriptor in handed_back:
                     os.close(descriptor)
@@ -435,13 +439,16 @@ class RankSidecar:
             )
             return attached
 
-    def _is_page_of_owner(self, handed_back: Sequence[int]) -> bool:
-        attached = self.attached
-        return (
-            attached is not None
-            and bool(handed_back)
-            and same_object(handed_back[0], attached.shared.page)
-        )
+    def _check_attach(self, request: AttachRequest, handed_back: Sequence[int]) -> None:
+        check_sidecar(self.config.job, self.config.rank, request)
+        if (attached := self.attached) is not None:
+            check_successor(
+                attached.request,
+                self.ownership,
+                request,
+                elsewhere=not attached.trainer_pid,
+                holds_page=bool(handed_back) and same_object(handed_back[0], attached.shared.page),
+            )
 
     async def _successive(
         self, request: AttachRequest, handed_back: Sequence[int], elsewhere: int | None

@@ -35,11 +35,11 @@ class Refusals:
         self.last = told.encode("ascii", "replace").decode()
 
 
-class Revocations:
+class Revocations(RevokedTokens):
     """Revoked tokens and the calls that run with tickets. Event loop only."""
 
     def __init__(self) -> None:
-        self._tokens = RevokedTokens()
+        super().__init__()
         self._running: dict[asyncio.Timeout, Claims] = {}
         self.on_news: list[Callable[[], object]] = []
         """Called when previously valid tickets are now refused."""
@@ -47,7 +47,7 @@ class Revocations:
     def update(self, told: control_pb2.Revocations) -> int:
         """Apply revocations from the control plane; return how many running calls were ended."""
         named = [key for key in told.token_ids[:MAX_REVOKED] if len(key) <= MAX_ID_CHARS]
-        is_news = self._tokens.learn(
+        is_news = self.learn(
             dict.fromkeys(named, max(told.keep_ms, 0) / 1000),
             refused_before_s=told.refused_before_ns / 1e9,
         )
@@ -60,14 +60,6 @@ class Revocations:
             del self._running[call]
             call.reschedule(asyncio.get_running_loop().time())
         return len(doomed)
-
-    def refuses(self, claims: Claims) -> bool:
-        """Whether the ticket's token was revoked."""
-        return self._tokens.refuses(claims)
-
-    def check(self, claims: Claims) -> None:
-        """Raise TokenRevokedError if `refuses` says so."""
-        self._tokens.check(claims)
 
     @asynccontextmanager
     async def running(self, claims: Claims) -> AsyncIterator[None]:

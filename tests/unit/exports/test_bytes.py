@@ -16,6 +16,7 @@ import torch
 from paramd.layout.dtypes import ITEM_BYTES
 from paramd.layout.exports.settings import CAST_DTYPES
 from paramd.layout.exports.torch_archive import TorchArchive
+from paramd.v1.export_pb2 import ExportTarget
 from paramd_service.destinations.directory import DirectorySink
 from paramd_service.formats.cast import cast_into
 from tests.integration.export_mesh import raw
@@ -65,7 +66,7 @@ def test_exported_files_have_the_mode_that_the_umask_leaves(
 ) -> None:
     before = os.umask(umask)
     try:
-        sink = DirectorySink(os.open(tmp_path, os.O_RDONLY), "file")
+        sink = DirectorySink(os.open(tmp_path, os.O_RDONLY), "file", ExportTarget())
         sink.write(memoryview(b"x"))
         sink.finish()
     finally:

@@ -24,9 +24,9 @@ from paramd.wire import Chunk, checksum_of
 from paramd_service.sidecar.edits.entry import EditLimits, Entry
 from paramd_service.sidecar.edits.manager import Edits, States
 from paramd_service.sidecar.edits.memory import EditMemory
-from paramd_service.sidecar.edits.notes import Found
 from paramd_service.sidecar.edits.receive import Fill, copy_of
 from paramd_service.sidecar.faults import Faults
+from paramd_service.sidecar.snapshots.marks import Found
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from paramd.errors import DataLossError, ExhaustedError
-from paramd_service.sidecar.snapshots.copies import Copies
+from paramd_service.sidecar.snapshots.offer import Copies
 from paramd_service.sidecar.snapshots.standing import StandingLabel, digest_of
 from paramd_service.sidecar.snapshots.store import BlockMaker
 

@@ -6,7 +6,7 @@ import pytest
 
 from paramd.errors import AbortedError, UsageError
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.sidecar.rpc.replay import ReplaySnapshots, _check
+from paramd_service.sidecar.rpc.statistics import ReplaySnapshots, _check
 from paramd_service.sidecar.snapshots.store import Key, Snapshot
 
 SPANS = ((0, 64),)

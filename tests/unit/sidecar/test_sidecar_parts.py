@@ -27,8 +27,8 @@ from paramd_service.sidecar.main import parse
 from paramd_service.sidecar.owner import (
     AttachRequest,
     Ownership,
-    OwnerView,
-    check_attach,
+    check_sidecar,
+    check_successor,
     ownership_after_end,
     parse_attach,
 )
@@ -44,26 +44,23 @@ REQUEST = AttachRequest(
     arena_bytes=64,
     public_key=bytes(32),
     rank_ticket="t",
-    version="1",
-)
-VIEW = OwnerView(
-    job="job", rank=1, ownership=Ownership.OWNED, version="1", incarnation=3, pid=10, start=100
+    version=__version__,
 )
 
 
 def test_the_first_trainer_and_the_same_one_may_attach() -> None:
-    check_attach(OwnerView(job="job", rank=1, ownership=Ownership.WAITING, version="1"), REQUEST)
-    check_attach(VIEW, REQUEST)
-    check_attach(VIEW, replace(REQUEST, incarnation=4))
+    check_sidecar("job", 1, REQUEST)
+    check_successor(REQUEST, Ownership.OWNED, REQUEST)
+    check_successor(REQUEST, Ownership.OWNED, replace(REQUEST, incarnation=4))
 
 
 def test_pids_of_another_container_prove_nothing_but_the_page_does() -> None:
-    view = replace(VIEW, elsewhere=True)
-    check_attach(view, REQUEST, holds_page=True)
+    check_successor(REQUEST, Ownership.OWNED, REQUEST, elsewhere=True, holds_page=True)
+    later = replace(REQUEST, incarnation=4)
     with pytest.raises(ConflictError, match=r"\(pid 10 in its container\)"):
-        check_attach(view, replace(REQUEST, incarnation=4))
+        check_successor(REQUEST, Ownership.OWNED, later, elsewhere=True)
     with pytest.raises(ConflictError, match="incarnation 3 is stale"):
-        check_attach(replace(view, ownership=Ownership.ORPHANED), REQUEST)
+        check_successor(REQUEST, Ownership.ORPHANED, REQUEST, elsewhere=True)
 
 
 def test_only_a_pidfd_of_another_container_introduces(tmp_path: Path) -> None:
@@ -99,7 +96,7 @@ def test_a_host_starts_only_sidecars_of_its_state_dir(message: dict[str, Any], t
 
 @pytest.mark.parametrize("ownership", [Ownership.ORPHANED, Ownership.TORN])
 def test_a_newer_incarnation_may_have_what_an_ended_trainer_left(ownership: Ownership) -> None:
-    check_attach(replace(VIEW, ownership=ownership), replace(REQUEST, incarnation=4, pid=11))
+    check_successor(REQUEST, ownership, replace(REQUEST, incarnation=4, pid=11))
 
 
 @pytest.mark.parametrize(
@@ -109,7 +106,6 @@ def test_a_newer_incarnation_may_have_what_an_ended_trainer_left(ownership: Owne
         (Ownership.OWNED, {"incarnation": 4, "start": 101}, r"another training process \(pid 10\)"),
         (Ownership.OWNED, {"incarnation": 2}, "incarnation 2 is stale"),
         (Ownership.ORPHANED, {"pid": 11}, "incarnation 3 is stale"),
-        (Ownership.ORPHANED, {"pid": 11, "incarnation": 4, "version": "2"}, "runs paramd 1"),
     ],
 )
 def test_who_may_not_attach_is_told_why(
@@ -117,13 +113,18 @@ def test_who_may_not_attach_is_told_why(
 ) -> None:
     request = replace(REQUEST, **changes)  # type: ignore[arg-type]
     with pytest.raises(ConflictError, match=text):
-        check_attach(replace(VIEW, ownership=ownership), request)
+        check_successor(REQUEST, ownership, request)
+
+
+def test_a_trainer_of_another_version_is_told_which() -> None:
+    with pytest.raises(ConflictError, match=rf"runs paramd {__version__}, the trainer 2;"):
+        check_sidecar("job", 1, replace(REQUEST, version="2"))
 
 
 @pytest.mark.parametrize("changes", [{"job": "other"}, {"rank": 0}])
 def test_another_rank_or_job_is_a_mistake(changes: dict[str, object]) -> None:
     with pytest.raises(UsageError, match="serves rank 1 of job 'job'"):
-        check_attach(VIEW, replace(REQUEST, **changes))  # type: ignore[arg-type]
+        check_sidecar("job", 1, replace(REQUEST, **changes))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,7 @@ def test_an_attach_message_is_checked(changes: dict[str, object]) -> None:
         "arena_bytes": 64,
         "public_key": bytes(32).hex(),
         "rank_ticket": "t",
-        "version": "1",
+        "version": __version__,
     }
     assert parse_attach(message) == REQUEST
     with pytest.raises(UsageError, match=next(iter(changes))):

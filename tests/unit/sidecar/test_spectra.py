@@ -18,7 +18,7 @@ from paramd.layout.heatmaps import Matrix, matrix_of
 from paramd.mesh.insight import spectrum
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.rpc import statistics
-from paramd_service.sidecar.statistics import pooling, spectra
+from paramd_service.sidecar.statistics import pooling
 
 Views = list[tuple[memoryview, pooling.View]]
 
@@ -74,11 +74,11 @@ class Shards:
         rows = self.matrix.columns if transposed else self.matrix.rows
         result = np.zeros((rows, factor.shape[1]))
         for data, view in self.views:
-            begin, product = spectra.multiply(
+            begin, product = pooling.multiply(
                 data,
                 self.dtype,
                 [view],
-                spectra.matrix(factor),
+                pooling.matrix(factor),
                 0,
                 lambda: False,
                 transposed=transposed,
@@ -160,7 +160,7 @@ def merged_profile(matrix: torch.Tensor, how: str) -> Any:
     rows, columns = matrix.shape
     merged = spectrum._Profile(np.zeros(rows), np.zeros(columns), np.zeros((rows, 2), np.uint64))
     for data, view in cut(matrix, how):
-        found = spectra.profile(data, "float32", [view], lambda: False)
+        found = pooling.profile(data, "float32", [view], lambda: False)
         at = slice(found.row_begin, found.row_begin + len(found.row_max))
         across = slice(found.col_begin, found.col_begin + len(found.col_max))
         merged.row_max[at] = np.maximum(merged.row_max[at], found.row_max.numpy())

@@ -32,8 +32,7 @@ from paramd.wire import checksum_of
 from paramd_service.aio import stopped
 from paramd_service.control.mesh.jobs import Incarnation
 from paramd_service.control.mesh.sidecars import SidecarCalls
-from paramd_service.destinations.destinations import Destination, locate
-from paramd_service.destinations.place import MANIFEST
+from paramd_service.destinations.destinations import MANIFEST, Destination, locate
 
 if TYPE_CHECKING:
     from paramd.layout.exports.plan import ExportPlan

@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from paramd.errors import ConflictError, ExhaustedError, ExistsError, NotFoundError, UsageError
 from paramd.layout.codec import decode_layout
@@ -26,7 +26,7 @@ from paramd.memory.edit_program import ANY_STEP, note_of, read_answer, write_pro
 from paramd.v1 import layout_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.admission import CALLER
-from paramd_service.aio import uncancelled
+from paramd_service.aio import in_executor, kept
 from paramd_service.sidecar.edits import notes
 from paramd_service.sidecar.edits.entry import (
     WITHDRAWN_NS,
@@ -109,7 +109,7 @@ class Opener:
 
     async def on_thread(self, work: Callable[[], Answer]) -> Answer:
         """Run work that touches the memory; cancellation waits for its end."""
-        return await uncancelled(self._loop.run_in_executor(self._threads, work))
+        return await in_executor(self._threads, work)
 
     async def close(self) -> None:
         """Stop the threads."""
@@ -313,7 +313,7 @@ class Edits:
         await self.memory.start()
         self._book.open()
         self.settle()
-        self._start(self.memory.warm_up())
+        kept(self._tasks, self.memory.warm_up())
         self._timer = self._loop.call_later(self._sweep_s, self._timed)
 
     async def begin(self, manifest: pb.EditManifest) -> Entry:
@@ -342,7 +342,7 @@ class Edits:
             )
             self._book.entries[entry.edit_id] = entry
             expect_request(self._page.words)
-            self._start(self._open(entry))
+            kept(self._tasks, self._open(entry))
         elif entry.digest != digest:
             raise ExistsError(
                 f"edit {manifest.edit_id} exists here with another content; ids are never reused, "
@@ -582,8 +582,3 @@ class Edits:
     def _timed(self) -> None:
         self._timer = self._loop.call_later(self._sweep_s, self._timed)
         self.sweep()
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

@@ -13,7 +13,6 @@ All methods run on the event loop; pages are populated and released on the execu
 from __future__ import annotations
 
 import asyncio
-import ctypes
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
@@ -28,11 +27,6 @@ from paramd_service.aio import uncancelled
 Range = tuple[int, int]
 
 HEAD_BYTES = 256 << 10
-
-# madvise(2): prefault all pages for writing (Linux 5.14).
-_MADV_POPULATE_WRITE = 23
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Ranges:
@@ -86,10 +80,6 @@ class Ranges:
         return next((low for low, high in self._ranges if high - low >= size), None)
 
 
-def _nothing() -> None:
-    """The default callback."""
-
-
 class EditMemory:
     """Allocates ranges of one attachment's edit memory."""
 
@@ -105,7 +95,7 @@ class EditMemory:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._work: set[asyncio.Future[None]] = set()
-        self.on_hole: Callable[[], None] = _nothing
+        self.on_hole: Callable[[], None] = lambda: None
         """Called before pages are released: existing page tables may become stale."""
 
     @property
@@ -180,7 +170,7 @@ class EditMemory:
         self.sparse.close()
 
     async def _populate(self, begin: int, end: int) -> None:
-        work = self._loop.run_in_executor(self._executor, self._make_pages, begin, end)
+        work = self._loop.run_in_executor(self._executor, self.sparse.populate, begin, end)
         self._work.add(work)
         work.add_done_callback(self._work.discard)
         # Awaited even when cancelled: a range being populated must not be reserved again.
@@ -191,11 +181,6 @@ class EditMemory:
                 self._resident.add(begin, end)
             raise
         self._resident.add(begin, end)
-
-    def _make_pages(self, begin: int, end: int) -> None:
-        self.sparse.reserve(begin, end)
-        # Older kernels ignore it: the first copy then takes the faults.
-        _libc.madvise(self.sparse.address + begin, end - begin, _MADV_POPULATE_WRITE)
 
     def _idle(self) -> None:
         self._timer = None

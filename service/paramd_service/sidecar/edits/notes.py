@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from paramd.errors import ConflictError, UsageError
 from paramd.layout.edits.plan import RankEdit
@@ -31,6 +31,10 @@ from paramd.memory.edit_program import (
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.edits.entry import Body
 from paramd_service.sidecar.owner import check_keeps_states
+
+if TYPE_CHECKING:
+    from paramd_service.sidecar.snapshots.marks import Found
+    from paramd_service.sidecar.snapshots.standing import StandingLabel
 
 VALUES_BYTES = 8 << 10
 """Room for the values of hyper-parameters, old or new."""
@@ -50,39 +54,8 @@ COPIED = (
 )
 
 
-class Label(Protocol):
-    """Sizes of a kept state's parts, which lie one after the other."""
-
-    @property
-    def arena_bytes(self) -> int: ...
-    @property
-    def optimizer_bytes(self) -> int: ...
-    @property
-    def device_bytes(self) -> int:
-        """The last so many of the optimizer's bytes are for the device."""
-
-    @property
-    def record_bytes(self) -> int: ...
-    @property
-    def table_bytes(self) -> int: ...
-
-
-class Found(Protocol):
-    """A kept state's bytes (snapshots/marks.py)."""
-
-    @property
-    def label(self) -> Label: ...
-    @property
-    def buffer(self) -> memoryview: ...
-
-    def read_into(self, target: memoryview, begin: int) -> None:
-        """Fill `target` with the bytes from `begin` on."""
-
-    def check(self) -> None:
-        """Raise DataLossError unless the bytes are those that were kept."""
-
-
-Finder = Callable[[str, int, int, int], AbstractContextManager[Found]]
+Finder: TypeAlias = "Callable[[str, int, int, int], AbstractContextManager[Found]]"
+"""Finds a kept state by mark, step, lineage and edits (snapshots/marks.py)."""
 
 
 def has_note(manifest: pb.EditManifest) -> bool:
@@ -139,7 +112,7 @@ class StateSizes:
     """Record and table."""
 
     @classmethod
-    def of(cls, label: Label, page: ControlPage, beside_bytes: int) -> StateSizes:
+    def of(cls, label: StandingLabel, page: ControlPage, beside_bytes: int) -> StateSizes:
         """`beside_bytes`: of the present record and table."""
         return cls(
             arena=label.arena_bytes,

@@ -20,7 +20,6 @@ for that: the order is one of awaited work, never of what happens to be queued.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import threading
 import time
@@ -46,16 +45,10 @@ from paramd.memory.gradient_program import (
     united,
 )
 from paramd.memory.handover import GRADIENT_SLOTS
-from paramd_service.aio import uncancelled
+from paramd_service.aio import post, uncancelled
 from paramd_service.sidecar.owner import AttachedMemory
 
 Spans = tuple[tuple[int, int], ...]
-
-# madvise(2): prefault pages for writing (Linux 5.14).
-_MADV_POPULATE_WRITE = 23
-
-_madvise = ctypes.CDLL(None).madvise
-_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class SlotMemory:
@@ -90,11 +83,11 @@ class SlotMemory:
         """
         slot = self.slots[index]
         if not self._tails[index]:
-            self._populate(slot.tail_begin_bytes, slot.end_bytes)
+            self._memory.populate(slot.tail_begin_bytes, slot.end_bytes)
             self._tails[index] = True
         for span in page_spans(spans):
             if not covers(self._held[index], (span,)):
-                self._populate(slot.begin_bytes + span[0], slot.begin_bytes + span[1])
+                self._memory.populate(slot.begin_bytes + span[0], slot.begin_bytes + span[1])
                 self._held[index] = united([*self._held[index], span])
 
     def program(self, index: int, spans: Spans) -> int:
@@ -128,11 +121,6 @@ class SlotMemory:
         for slot in self.slots:
             slot.close()
         self._memory.close()
-
-    def _populate(self, begin: int, end: int) -> None:
-        self._memory.reserve(begin, end)
-        # Spares the first copy the page faults; older kernels ignore it.
-        _madvise(self._memory.address + begin, end - begin, _MADV_POPULATE_WRITE)
 
 
 class Places:
@@ -284,12 +272,10 @@ class Gradients:
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
-        self._lossless = LosslessReaders(self._words)
+        self.lossless = LosslessReaders(self._words)
         self._why_over: ParamdError | None = None
         self.captured_count = 0
         """Frames captured in a slot."""
-        self.missed_count = 0
-        """Requested frames missed: the update began first, or left its gradients out."""
 
     @property
     def history(self) -> int:
@@ -325,15 +311,10 @@ class Gradients:
             self._withdraw(frame, want)
             raise
 
-    def update(self, every: int) -> None:
-        """Note a lossless reader of every such frame."""
-        self._lossless.update(every)
-
     def woken(self) -> None:
         """Handle a wake by the trainer. Any thread may call; cheap if nothing is armed."""
         if any(self._in_slot):
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._look)
+            post(self._loop, self._look)
 
     def end(self, why: ParamdError) -> None:
         """No further update will come: present and future requests fail with `why`."""
@@ -386,11 +367,11 @@ class Gradients:
         history = self.history
         for frame in sorted(self._frames.values(), key=lambda frame: frame.moment):
             if frame.state is not State.SERVING and frame.moment < in_time(0, rewound=history):
-                self._miss(frame, rolled_back(frame.step))
+                self._fail(frame, rolled_back(frame.step))
             elif frame.state is State.ARMED:
                 self._look_at(frame)
             elif frame.state is State.QUEUED and self._begun(frame.step):
-                self._miss(frame, self._passed(frame.step))
+                self._fail(frame, self._passed(frame.step))
         for frame in sorted(self._frames.values(), key=lambda frame: frame.moment):
             if frame.state is State.QUEUED and None in self._in_slot:
                 frame.slot = self._in_slot.index(None)
@@ -410,9 +391,9 @@ class Gradients:
             frame.state = State.SERVING
             self._start(frame, self._serve(frame, slot))
         elif done == -frame.moment:
-            self._miss(frame, AbortedError(f"update {frame.step} has no gradient frame"))
+            self._fail(frame, AbortedError(f"update {frame.step} has no gradient frame"))
         elif begun:
-            self._miss(frame, self._passed(frame.step))
+            self._fail(frame, self._passed(frame.step))
 
     def _look_again(self) -> None:
         if self._timer is not None:
@@ -479,7 +460,7 @@ class Gradients:
         while want := next((one for one in frame.wants if not one.done.done()), None):
             # The trainer served an earlier program, before this request was added.
             if not covers(served, want.spans):
-                self._miss_one(want, self._passed(frame.step))
+                want.refuse(self._passed(frame.step))
                 continue
             try:
                 found = await self._loop.run_in_executor(
@@ -492,14 +473,6 @@ class Gradients:
                     want.done.set_result((found, notes))
         self._end(frame)
         self._look()
-
-    def _miss(self, frame: Frame, error: ParamdError) -> None:
-        self.missed_count += 1
-        self._fail(frame, error)
-
-    def _miss_one(self, want: Want, error: ParamdError) -> None:
-        self.missed_count += 1
-        want.refuse(error)
 
     def _fail(self, frame: Frame, error: ParamdError) -> None:
         for want in frame.wants:

@@ -4,6 +4,10 @@
 the process runs, native code keeps the GIL, and the signal that the trainer registered has
 `faulthandler` write them (client/paramd/trainer/helpers/insight.py). Nothing is asked more often
 than once per `FRESH_S`, however many callers there are.
+
+A trainer is looked at now, and every few seconds while it is overdue. Looking again and again is
+what tells since when: a stack says where a thread is, not for how long. A training on schedule is
+left alone.
 """
 
 from __future__ import annotations
@@ -22,10 +26,13 @@ from typing import Any
 
 from paramd import places
 from paramd.errors import UsageError
+from paramd.memory.control_page import Word
 from paramd.memory.handover import MAX_MESSAGE_BYTES
+from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.aio import stopped
 from paramd_service.sidecar.insight.activity import Activity, Frame, activity_of, parse_faulthandler
-from paramd_service.sidecar.insight.process import catches
-from paramd_service.sidecar.owner import process_state
+from paramd_service.sidecar.insight.process import TrainerOutput, catches
+from paramd_service.sidecar.owner import AttachedMemory, process_state
 from paramd_service.sidecar.phase import STOPPED_STATES
 
 ANSWER_S = 2.0
@@ -85,30 +92,6 @@ class LoggedNumbers:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ThreadStack:
-    """One thread of a trainer."""
-
-    name: str
-    native_id: int
-    """0 when unknown."""
-    training: bool
-    """Whether it called `attach`."""
-    frames: tuple[Frame, ...]
-    """Innermost first."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Collective:
-    """A collective in the flight recorder."""
-
-    name: str
-    group: str
-    sequence: int
-    done: bool
-    age_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Stacks:
     """What a trainer was doing at one moment."""
 
@@ -118,8 +101,8 @@ class Stacks:
     """trainer, faulthandler; empty: there are none."""
     missing: str = ""
     """Why there are none."""
-    threads: tuple[ThreadStack, ...] = ()
-    collectives: tuple[Collective, ...] = ()
+    threads: tuple[pb.TrainerThread, ...] = ()
+    collectives: tuple[pb.TrainerCollective, ...] = ()
     no_collectives: str = ""
     device_bytes: int = -1
     activity: Activity = field(default=Activity("", "at an unknown place"))
@@ -234,10 +217,10 @@ class TrainerLine:
             return Stacks(at_s=now_s, missing="neither Python nor its signal handler answered")
         # The main thread was made first, and faulthandler lists the newest first.
         stacks = tuple(
-            ThreadStack(name=ident, native_id=0, training=at == len(threads) - 1, frames=(*frames,))
+            _thread(ident, 0, frames, training=at == len(threads) - 1)
             for at, (ident, frames) in enumerate(threads)
         )
-        doing = activity_of(stacks[-1].frames)
+        doing = activity_of(threads[-1][1])
         return Stacks(
             at_s=now_s,
             source="faulthandler",
@@ -294,19 +277,21 @@ class TrainerLine:
 
 def _parsed(message: Mapping[str, Any], at_s: float) -> Stacks:
     try:
-        threads = tuple(
-            ThreadStack(
-                name=str(one["name"]),
-                native_id=int(one["id"]),
-                training=bool(one["training"]),
-                frames=tuple(Frame(str(f), int(n), str(name)) for f, n, name in one["frames"]),
-            )
+        frames_of = [
+            [Frame(str(file), int(line), str(name)) for file, line, name in one["frames"]]
             for one in message["threads"]
+        ]
+        threads = tuple(
+            _thread(str(one["name"]), int(one["id"]), frames, training=bool(one["training"]))
+            for one, frames in zip(message["threads"], frames_of, strict=True)
         )
-        collectives = tuple(Collective(**one) for one in message.get("collectives", ()))
+        collectives = tuple(
+            pb.TrainerCollective(age_ms=round(one.pop("age_s") * 1e3), **one)
+            for one in message.get("collectives", ())
+        )
     except (KeyError, TypeError, ValueError) as error:
         return Stacks(at_s=at_s, missing=f"the trainer's answer cannot be read: {error!r}")
-    training = next((one.frames for one in threads if one.training), ())
+    training = next((f for one, f in zip(threads, frames_of, strict=True) if one.training), [])
     return Stacks(
         at_s=at_s,
         source="trainer",
@@ -318,9 +303,92 @@ def _parsed(message: Mapping[str, Any], at_s: float) -> Stacks:
     )
 
 
+def _thread(
+    name: str, native_id: int, frames: Sequence[Frame], *, training: bool
+) -> pb.TrainerThread:
+    found = [pb.StackFrame(file=f.file, line=f.line, function=f.function) for f in frames]
+    return pb.TrainerThread(name=name, native_id=native_id, training=training, frames=found)
+
+
 def _load_tgkill() -> Callable[[int, int, int], int]:
     call: Any = getattr(ctypes.CDLL(None), "tgkill", None)
     return call if call is not None else lambda pid, thread, number: -1
 
 
 _tgkill = _load_tgkill()
+
+
+OVERDUE_LEAST_S = 5.0
+OVERDUE_STEPS = 5
+"""A boundary is overdue after this many step times, and at least `OVERDUE_LEAST_S`."""
+
+LOOK_EVERY_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """What was seen, and for how long it has been so."""
+
+    stacks: Stacks
+    seen_for_s: float
+    """How long the training's thread has been seen at this place; 0 at the first look."""
+    overdue: bool
+
+
+class TrainerInsight:
+    """A trainer's line, numbers and activity over time."""
+
+    def __init__(self, attached: AttachedMemory) -> None:
+        """No I/O."""
+        self.numbers = LoggedNumbers()
+        self.line = TrainerLine(attached.trainer_pid, attached.request.start, self.numbers)
+        self.output = TrainerOutput()
+        self._pid = attached.trainer_pid
+        self._page = attached.page
+        self._task: asyncio.Task[None] | None = None
+        self._place: tuple[object, ...] = ()
+        self._since_s = 0.0
+
+    def start(self) -> None:
+        """Look at the trainer whenever it is overdue."""
+        self._task = asyncio.create_task(self._watch(), name="paramd-insight")
+
+    async def stop(self) -> None:
+        """The trainer has ended: look no more, but keep its output. Idempotent."""
+        await stopped(self._task)
+        self._task = None
+        self.line.close()
+
+    async def close(self) -> None:
+        """Idempotent."""
+        await self.stop()
+        await asyncio.to_thread(self.output.close)
+
+    @property
+    def overdue(self) -> bool:
+        """Whether the next boundary should have come long ago."""
+        boundary_ns = self._page[Word.BOUNDARY_NS]
+        if not boundary_ns or self._page[Word.HELD]:
+            return False
+        least_s = max(OVERDUE_LEAST_S, OVERDUE_STEPS * self._page[Word.STEP_TIME_NS] / 1e9)
+        return time.monotonic() - boundary_ns / 1e9 > least_s
+
+    async def look(self, *, with_collectives: bool = False) -> Looked:
+        """Stacks now, with collectives if asked or overdue. Never fails for a trainer's sake."""
+        overdue = self.overdue
+        stacks = await self.line.stacks(collectives=overdue or with_collectives)
+        return Looked(stacks, self._seen_for_s(stacks), overdue)
+
+    def _seen_for_s(self, stacks: Stacks) -> float:
+        place = (self._page[Word.BOUNDARY_NS], stacks.activity)
+        if place != self._place:
+            self._place, self._since_s = place, stacks.at_s
+        return max(time.monotonic() - self._since_s, 0.0)
+
+    async def _watch(self) -> None:
+        await asyncio.to_thread(self.output.open, self._pid)
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            if self.overdue:
+                # Without collectives: an evaluation is overdue, too, and should not pay for them.
+                self._seen_for_s(await self.line.stacks(collectives=False))

@@ -6,42 +6,29 @@ import os
 import stat
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from paramd import state_files
+from paramd.v1 import sidecar_pb2 as pb
 
 MAX_LOG_LINES = 100
 MAX_LINE_CHARS = 500
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProcessFacts:
-    """A process at one moment; -1 where the kernel does not tell."""
-
-    state: str = ""
-    """Letter of /proc/<pid>/stat."""
-    rss_bytes: int = -1
-    peak_rss_bytes: int = -1
-    thread_count: int = -1
-    open_files: int = -1
-    open_files_limit: int = -1
-    host_available_bytes: int = -1
-
-
-def facts_of(pid: int) -> ProcessFacts:
-    """Read /proc. Never fails: a process that has ended has no facts."""
+def facts_of(pid: int) -> pb.InspectTrainerResponse:
+    """What /proc tells of a process, -1 where it does not. Never fails, also not for one that has
+    ended."""
     fields = _fields(Path(f"/proc/{pid}/status"))
     open_files = -1
     with suppress(OSError):
         open_files = len(os.listdir(f"/proc/{pid}/fd"))
-    return ProcessFacts(
-        state=fields.get("State", "")[:1],
+    return pb.InspectTrainerResponse(
+        process_state=fields.get("State", "")[:1],
         rss_bytes=_kib(fields.get("VmRSS")),
         peak_rss_bytes=_kib(fields.get("VmHWM")),
         thread_count=int(fields.get("Threads", "-1")),
-        open_files=open_files,
-        open_files_limit=_files_limit(pid),
+        open_file_count=open_files,
+        open_file_limit=_files_limit(pid),
         host_available_bytes=_kib(_fields(Path("/proc/meminfo")).get("MemAvailable")),
     )
 

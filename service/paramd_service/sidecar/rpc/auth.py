@@ -80,12 +80,12 @@ def check_range(offset_bytes: int, size_bytes: int, total_bytes: int) -> tuple[i
     """[begin, end) of a read; size 0 means up to the end.
 
     Raises:
-        UsageError: it leaves the snapshot.
+        UsageError: it leaves what is read.
     """
     if not 0 <= offset_bytes <= total_bytes or not 0 <= size_bytes <= total_bytes - offset_bytes:
         raise UsageError(
-            f"offset_bytes, size_bytes: {offset_bytes}, {size_bytes}; expected a range within the "
-            f"snapshot's {total_bytes} bytes"
+            f"offset_bytes, size_bytes: {offset_bytes}, {size_bytes}; expected a range within "
+            f"{total_bytes} bytes"
         )
     return offset_bytes, offset_bytes + size_bytes if size_bytes else total_bytes
 
@@ -132,9 +132,9 @@ CallTable: TypeAlias = Mapping[str, Call]
 
 SERVICE = "paramd.v1.SidecarService"
 
-_EDITORS = frozenset({Role.EDITOR, Role.CONTROL})
-_READERS = _EDITORS | {Role.READER}
-_VIEWERS = _READERS | {Role.VIEWER}
+EDITORS = frozenset({Role.EDITOR, Role.CONTROL})
+READERS = EDITORS | {Role.READER}
+_VIEWERS = READERS | {Role.VIEWER}
 _CONTROL = frozenset({Role.CONTROL})
 
 ROLES: dict[str, frozenset[Role]] = {
@@ -142,36 +142,36 @@ ROLES: dict[str, frozenset[Role]] = {
     f"/{SERVICE}/GetState": _VIEWERS | {Role.SIDECAR},
     f"/{SERVICE}/GetMesh": _VIEWERS,
     f"/{SERVICE}/GetLayout": _VIEWERS,
-    f"/{SERVICE}/PinSnapshot": _READERS,
+    f"/{SERVICE}/PinSnapshot": READERS,
     f"/{SERVICE}/ReachBoundary": _CONTROL,
     f"/{SERVICE}/WithdrawBoundary": _CONTROL,
     f"/{SERVICE}/RenewHold": _CONTROL,
-    f"/{SERVICE}/StageEdit": _EDITORS,
-    f"/{SERVICE}/GetEdit": _EDITORS,
-    f"/{SERVICE}/PreviewEdit": _EDITORS,
+    f"/{SERVICE}/StageEdit": EDITORS,
+    f"/{SERVICE}/GetEdit": EDITORS,
+    f"/{SERVICE}/PreviewEdit": EDITORS,
     f"/{SERVICE}/DropEdit": _CONTROL,
     f"/{SERVICE}/MakeMark": _CONTROL,
     f"/{SERVICE}/DropMark": _CONTROL,
     f"/{SERVICE}/ListKeptStates": _VIEWERS,
-    f"/{SERVICE}/ReadSnapshot": _READERS,
-    f"/{SERVICE}/GrantStream": _READERS,
-    f"/{SERVICE}/RenewSnapshot": _READERS,
-    f"/{SERVICE}/ReleaseSnapshot": _READERS,
-    f"/{SERVICE}/ComputeStats": _READERS,
-    f"/{SERVICE}/PoolSnapshot": _READERS,
-    f"/{SERVICE}/ProfileSnapshot": _READERS,
-    f"/{SERVICE}/MultiplySnapshot": _READERS,
-    f"/{SERVICE}/ReplayUpdate": _READERS,
-    f"/{SERVICE}/ListSnapshots": _READERS,
-    f"/{SERVICE}/DigestSnapshot": _READERS,
-    f"/{SERVICE}/DeltaSnapshot": _READERS,
+    f"/{SERVICE}/ReadSnapshot": READERS,
+    f"/{SERVICE}/GrantStream": READERS,
+    f"/{SERVICE}/RenewSnapshot": READERS,
+    f"/{SERVICE}/ReleaseSnapshot": READERS,
+    f"/{SERVICE}/ComputeStats": READERS,
+    f"/{SERVICE}/PoolSnapshot": READERS,
+    f"/{SERVICE}/ProfileSnapshot": READERS,
+    f"/{SERVICE}/MultiplySnapshot": READERS,
+    f"/{SERVICE}/ReplayUpdate": READERS,
+    f"/{SERVICE}/ListSnapshots": READERS,
+    f"/{SERVICE}/DigestSnapshot": READERS,
+    f"/{SERVICE}/DeltaSnapshot": READERS,
     f"/{SERVICE}/GetMetrics": _VIEWERS,
-    f"/{SERVICE}/Summon": _READERS,
-    f"/{SERVICE}/InspectTrainer": _READERS,
+    f"/{SERVICE}/Summon": READERS,
+    f"/{SERVICE}/InspectTrainer": READERS,
     f"/{SERVICE}/ReachPeers": _VIEWERS,
-    f"/{SERVICE}/GetLogged": _READERS,
+    f"/{SERVICE}/GetLogged": READERS,
     f"/{SERVICE}/GetLog": _CONTROL,
-    f"/{SERVICE}/StreamGradients": _READERS,
+    f"/{SERVICE}/StreamGradients": READERS,
     f"/{SERVICE}/PutCopy": frozenset({Role.COPIER}),
     f"/{SERVICE}/BeginExport": _CONTROL,
     f"/{SERVICE}/WriteExportFile": _CONTROL,
@@ -267,26 +267,17 @@ def authorize(method: str, metadata: Iterable[Any], verify: Verify) -> tuple[str
         claims = verify(ticket)
     except DeniedError as error:
         raise _UnknownCallerError(str(error)) from None
-    if claims.role not in allowed:
-        raise DeniedError(_wrong_role(claims.role, allowed))
+    check_role(claims, allowed)
     return ticket, claims
 
 
-def check_reader(claims: Claims) -> None:
-    """Raise DeniedError unless the ticket permits reading values."""
-    if claims.role not in _READERS:
-        raise DeniedError(_wrong_role(claims.role, _READERS))
-
-
-def check_editor(claims: Claims) -> None:
-    """Raise DeniedError unless the ticket permits staging edits."""
-    if claims.role not in _EDITORS:
-        raise DeniedError(_wrong_role(claims.role, _EDITORS))
-
-
-def _wrong_role(found: Role, allowed: frozenset[Role]) -> str:
-    roles = ", ".join(sorted(role.value for role in allowed))
-    return f"a ticket of role {found.value} may not call this; needed: {roles}"
+def check_role(claims: Claims, allowed: frozenset[Role]) -> None:
+    """Raise DeniedError unless the ticket is of one of these roles."""
+    if claims.role not in allowed:
+        roles = ", ".join(sorted(role.value for role in allowed))
+        raise DeniedError(
+            f"a ticket of role {claims.role.value} may not call this; needed: {roles}"
+        )
 
 
 def _refusing(code: grpc.StatusCode, error: ParamdError) -> Any:

@@ -224,18 +224,15 @@ class Joining:
             header=messages.header(rank),
             world_size=self._world_size,
             control_generation=rank.control_generation,
-            peer=self._peer(),
+            peer=common_pb2.Peer(
+                rank=rank.config.rank,
+                address=self._address,
+                socket_path=str(rank.config.socket_path),
+                host_id=host_id(),
+            ),
             state=messages.rank_state(rank),
             leaving=rank.detached and rank.ownership is Ownership.OWNED,
             version=__version__,
-        )
-
-    def _peer(self) -> common_pb2.Peer:
-        return common_pb2.Peer(
-            rank=self._rank.config.rank,
-            address=self._address,
-            socket_path=str(self._rank.config.socket_path),
-            host_id=host_id(),
         )
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:

@@ -1,7 +1,7 @@
 """Standing snapshots on their way to another host: those sent there, and those taken from others.
 
 With replicas each rank has a buddy: a rank on another host, whose sidecar keeps copies of its
-standing snapshots (snapshots/copies.py). `Sending` gives it the newest whole one, part after part
+standing snapshots (snapshots/offer.py). `Sending` gives it the newest whole one, part after part
 and never faster than the configured rate. Sending holds the snapshot's buffer; the trainer never
 waits for it. A part names where it belongs, so a sender goes on where the receiver says, also after
 either was interrupted.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -31,7 +30,7 @@ from paramd.mesh.peers.grpc import Asked, Channels, check_way
 from paramd.v1 import layout_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import CHUNK_BYTES
-from paramd_service.aio import stopped
+from paramd_service.aio import post, stopped
 from paramd_service.sidecar.owner import Mesh
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc import messages
@@ -125,12 +124,7 @@ class Sending:
         self._told = ""
         loop = asyncio.get_running_loop()
         rank.on_change.append(self._news.set)
-
-        def digested() -> None:
-            with suppress(RuntimeError):  # the loop has ended, and the process with it
-                loop.call_soon_threadsafe(self._news.set)
-
-        rank.standing.on_digested = digested
+        rank.standing.on_digested = partial(post, loop, self._news.set)
 
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run(), name="paramd-copies")

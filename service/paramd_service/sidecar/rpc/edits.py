@@ -1,10 +1,13 @@
-"""Edit calls: staging, progress, preview and dropping."""
+"""Edit calls: staging, progress, preview and dropping.
+
+MakeMark, DropMark and ListKeptStates: the states that this rank could be put back to.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_right
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 
 from google.protobuf.message import DecodeError, Message
 
@@ -17,17 +20,22 @@ from paramd.wire import Chunk, parse_chunk
 from paramd_service.sidecar.edits.entry import Entry, Phase
 from paramd_service.sidecar.edits.memory import Range, Ranges
 from paramd_service.sidecar.edits.receive import copy_of
+from paramd_service.sidecar.owner import Ownership
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc import messages
 from paramd_service.sidecar.rpc.auth import Call, CallTable
-from paramd_service.sidecar.rpc.statistics import on_stats_thread
+from paramd_service.sidecar.rpc.statistics import on_stats_thread, place_in
+from paramd_service.sidecar.snapshots.marks import Mark
+from paramd_service.sidecar.snapshots.standing import StandingLabel
 from paramd_service.sidecar.snapshots.store import Key
 
 STANDING_S = 2.0
 """How long training put back stays held for a standing snapshot of where it is now."""
 
 
-async def preview(rank: RankSidecar, entry: Entry, timeout_s: float) -> pb.PreviewEditResponse:
+async def _preview(
+    rank: RankSidecar, request: pb.PreviewEditRequest, timeout_s: float
+) -> pb.PreviewEditResponse:
     """Statistics of this rank's elements before and after an edit, per operation.
 
     Computed on a copy; holds a snapshot of the elements meanwhile.
@@ -37,7 +45,8 @@ async def preview(rank: RankSidecar, entry: Entry, timeout_s: float) -> pb.Previ
         ExhaustedError, AbortedError, TornError: from pinning.
         UsageError: a dtype has no statistics.
     """
-    async with entry.lock:
+    entry = rank.edits.get(request.edit_id)
+    async with asyncio.timeout(timeout_s), entry.lock:
         _check_staged(entry)
         await rank.edits.planned(entry)
         attached, edit = rank.attached, entry.edit
@@ -90,19 +99,13 @@ def _reduce(
 
     reduce.set_up()
     before, after = ([reduce.Reduced() for _ in range(op_count)] for _ in range(2))
-    offsets: dict[int, int] = {}
-    begin_bytes = 0
-    for begin, end in spans:
-        offsets[begin] = begin_bytes - begin
-        begin_bytes += end - begin
-    begins = sorted(offsets)
+    place = place_in(spans)
     for record, (op, dtype) in zip(records, ops, strict=True):
         if stop:
             return [], []  # cancelled: the result is unused
-        shift = offsets[begins[bisect_right(begins, record.arena_begin) - 1]]
-        trial.try_record(
-            snapshot, record.arena_begin + shift, memory, record, dtype, before[op], after[op]
-        )
+        begin = place(record.arena_begin, 0)
+        assert begin is not None
+        trial.try_record(snapshot, begin, memory, record, dtype, before[op], after[op])
     first, last = ([reduce.stats_message(one) for one in part] for part in (before, after))
     return first, last
 
@@ -120,62 +123,54 @@ _FIRST = "the first message, and only the first, must have the manifest"
 
 def calls(rank: RankSidecar) -> CallTable:
     """Methods of this subject."""
-    subject = _EditCalls(rank)
     return {
-        "StageEdit": Call(requests=subject.stage, part=_part),
-        "GetEdit": Call(unary=subject.get),
-        "PreviewEdit": Call(unary=subject.preview, heavy=True),
-        "DropEdit": Call(unary=subject.drop),
+        "StageEdit": Call(requests=partial(_stage, rank), part=_part),
+        "GetEdit": Call(unary=partial(_get, rank)),
+        "PreviewEdit": Call(unary=partial(_preview, rank), heavy=True),
+        "DropEdit": Call(unary=partial(_drop, rank)),
     }
 
 
-class _EditCalls:
-    def __init__(self, rank: RankSidecar) -> None:
-        self._rank = rank
+async def _stage(
+    rank: RankSidecar, requests: AsyncIterator[pb.StageEditRequest | Chunk], timeout_s: float
+) -> Message:
+    entry: Entry | None = None
+    async with asyncio.timeout(timeout_s):
+        async for request in requests:
+            if isinstance(request, pb.StageEditRequest) != (entry is None):
+                raise UsageError(f"manifest: {_FIRST}")
+            if isinstance(request, pb.StageEditRequest):
+                rank.check_plan(request.manifest.incarnation, request.manifest.layout_digest)
+                entry = await rank.edits.begin(request.manifest)
+                continue
+            assert entry is not None
+            fill = copy_of(request)
+            await rank.edits.take(entry, [(request.offset_bytes, request.size_bytes, fill)])
+    if entry is None:
+        raise UsageError(f"manifest: the stream was empty; {_FIRST}")
+    return pb.StageEditResponse(header=_header(rank, entry), progress=entry.progress())
 
-    async def stage(
-        self, requests: AsyncIterator[pb.StageEditRequest | Chunk], timeout_s: float
-    ) -> Message:
-        rank, entry = self._rank, None
-        async with asyncio.timeout(timeout_s):
-            async for request in requests:
-                if isinstance(request, pb.StageEditRequest) != (entry is None):
-                    raise UsageError(f"manifest: {_FIRST}")
-                if isinstance(request, pb.StageEditRequest):
-                    rank.check_plan(request.manifest.incarnation, request.manifest.layout_digest)
-                    entry = await rank.edits.begin(request.manifest)
-                    continue
-                assert entry is not None
-                fill = copy_of(request)
-                await rank.edits.take(entry, [(request.offset_bytes, request.size_bytes, fill)])
-        if entry is None:
-            raise UsageError(f"manifest: the stream was empty; {_FIRST}")
-        return pb.StageEditResponse(header=self._header(entry), progress=entry.progress())
 
-    async def get(self, request: pb.GetEditRequest, timeout_s: float) -> Message:
-        entry = self._rank.edits.get(request.edit_id)
-        if entry.is_rollback and entry.phase is Phase.APPLIED:
-            # The control plane lets training go on after this answer.
-            await self._rank.stands(min(STANDING_S, timeout_s / 2))
-        return pb.GetEditResponse(header=self._header(entry), progress=entry.progress())
+async def _get(rank: RankSidecar, request: pb.GetEditRequest, timeout_s: float) -> Message:
+    entry = rank.edits.get(request.edit_id)
+    if entry.is_rollback and entry.phase is Phase.APPLIED:
+        # The control plane lets training go on after this answer.
+        await rank.stands(min(STANDING_S, timeout_s / 2))
+    return pb.GetEditResponse(header=_header(rank, entry), progress=entry.progress())
 
-    async def preview(self, request: pb.PreviewEditRequest, timeout_s: float) -> Message:
-        rank = self._rank
-        entry = rank.edits.get(request.edit_id)
-        async with asyncio.timeout(timeout_s):
-            return await preview(rank, entry, timeout_s)
 
-    async def drop(self, request: pb.DropEditRequest, _timeout_s: float) -> Message:
-        self._rank.follow_control(request.generation)
-        await self._rank.edits.drop(request.edit_id)
-        return pb.DropEditResponse(header=messages.header(self._rank))
+async def _drop(rank: RankSidecar, request: pb.DropEditRequest, _timeout_s: float) -> Message:
+    rank.follow_control(request.generation)
+    await rank.edits.drop(request.edit_id)
+    return pb.DropEditResponse(header=messages.header(rank))
 
-    def _header(self, entry: Entry) -> common_pb2.Header:
-        if entry.phase is not Phase.APPLIED:
-            return messages.header(self._rank)
-        header = messages.header(self._rank, entry.step)
-        header.edits = entry.edits
-        return header
+
+def _header(rank: RankSidecar, entry: Entry) -> common_pb2.Header:
+    if entry.phase is not Phase.APPLIED:
+        return messages.header(rank)
+    header = messages.header(rank, entry.step)
+    header.edits = entry.edits
+    return header
 
 
 def _part(message: bytes) -> pb.StageEditRequest | Chunk:
@@ -189,3 +184,67 @@ def _part(message: bytes) -> pb.StageEditRequest | Chunk:
     if request.data:
         raise UsageError("data: the first message has only the manifest; data follows it")
     return request
+
+
+def mark_calls(rank: RankSidecar) -> CallTable:
+    """Methods of this subject."""
+    return {
+        "MakeMark": Call(unary=partial(_make_mark, rank), heavy=True),
+        "DropMark": Call(unary=partial(_drop_mark, rank)),
+        "ListKeptStates": Call(unary=partial(_kept_states, rank)),
+    }
+
+
+async def _make_mark(rank: RankSidecar, request: pb.MakeMarkRequest, timeout_s: float) -> Message:
+    marks = rank.marks
+    rank.follow_control(request.generation)
+    async with asyncio.timeout(timeout_s), rank.using_memory:
+        attached = rank.attached
+        if attached is None or rank.ownership is not Ownership.OWNED:
+            raise ConflictError(f"no mark can be made: {rank.ownership.value}")
+        if request.fill:
+            work = asyncio.to_thread(marks.fill, request.mark, attached, rank.layout_digest)
+        else:
+            work = asyncio.to_thread(marks.reserve, request.mark, request.by, attached)
+        # Shielded: the thread uses the memory until it ends, whoever has left.
+        made = asyncio.ensure_future(work)
+        try:
+            mark = await asyncio.shield(made)
+        finally:
+            if not made.done():
+                await asyncio.wait({made})
+    if request.fill:
+        rank.faults.at("mark-made")
+    header = messages.header(rank, mark.label.step if mark.label is not None else None)
+    return pb.MakeMarkResponse(header=header, state=_state_of(mark))
+
+
+async def _drop_mark(rank: RankSidecar, request: pb.DropMarkRequest, _timeout_s: float) -> Message:
+    rank.follow_control(request.generation)
+    dropped = rank.marks.drop(request.mark)
+    return pb.DropMarkResponse(header=messages.header(rank), dropped=dropped)
+
+
+async def _kept_states(
+    rank: RankSidecar, _request: pb.ListKeptStatesRequest, _timeout_s: float
+) -> Message:
+    answer = pb.ListKeptStatesResponse(header=messages.header(rank))
+    answer.states.extend(_state_of(mark) for mark in rank.marks.all())
+    answer.states.extend(_standing(label) for label, _ in rank.standing.labels())
+    return answer
+
+
+def _state_of(mark: Mark) -> pb.KeptState:
+    state = _standing(mark.label) if mark.label is not None else pb.KeptState(step=-1)
+    state.mark, state.by, state.made_s = mark.name, mark.by, mark.made_s
+    return state
+
+
+def _standing(label: StandingLabel) -> pb.KeptState:
+    return pb.KeptState(
+        step=label.step,
+        lineage=label.lineage,
+        edits=label.edits,
+        size_bytes=label.size_bytes,
+        whole=bool(label.digest),
+    )

@@ -22,12 +22,13 @@ from paramd.mesh.exports.pins import decode_plan
 from paramd.v1 import common_pb2, export_pb2, layout_pb2
 from paramd.wire import CHUNK_BYTES, data_chunk
 from paramd_service.aio import uncancelled
+from paramd_service.destinations.destinations import MANIFEST, FileSource, Place
 from paramd_service.destinations.open import open_place
-from paramd_service.destinations.place import MANIFEST, FileSource, Place
 from paramd_service.formats.dcp import dcp_files
 from paramd_service.formats.filling import manifest
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc import messages
+from paramd_service.sidecar.rpc.auth import check_range
 from paramd_service.sidecar.rpc.export_write import (
     Digesting,
     Job,
@@ -124,7 +125,7 @@ class Exports:
     ) -> AsyncGenerator[bytes, None]:
         place = open_place(request.target)
         async with _opened(place, request.name, request.finished) as source:
-            begin, end = _range(request, source.size_bytes)
+            begin, end = check_range(request.offset_bytes, request.size_bytes, source.size_bytes)
             yield export_pb2.ReadExportFileResponse(
                 header=messages.header(self._rank), size_bytes=source.size_bytes
             ).SerializeToString()
@@ -221,8 +222,6 @@ def _store(place: Place, name: str, data: memoryview) -> export_pb2.ExportedFile
     try:
         sink.write(data)
         sink.finish()
-    except OSError as error:
-        raise place.explain(error) from error
     finally:
         sink.abort()
     return digest_of(name, data)
@@ -232,15 +231,6 @@ def _read_on(source: FileSource, digesting: Digesting) -> int:
     data = source.read(digesting.size_bytes, _READ_BYTES)
     digesting.update(memoryview(data))
     return len(data)
-
-
-def _range(request: export_pb2.ReadExportFileRequest, total_bytes: int) -> tuple[int, int]:
-    begin, size = request.offset_bytes, request.size_bytes
-    if not 0 <= begin <= total_bytes or not 0 <= size <= total_bytes - begin:
-        raise UsageError(
-            f"offset_bytes, size_bytes: {begin}, {size}; expected a range within {total_bytes}"
-        )
-    return begin, begin + size if size else total_bytes
 
 
 def _check_complete(plan: ExportPlan, request: export_pb2.FinishExportRequest) -> None:

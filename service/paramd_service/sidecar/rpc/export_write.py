@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import ctypes
 from collections.abc import AsyncGenerator, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar, cast
+from typing import cast
 
 import grpc.aio
 import xxhash
@@ -36,8 +36,8 @@ from paramd.mesh.reading.transfer import SharedSnapshot, is_same_host
 from paramd.v1 import export_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import Chunk
-from paramd_service.aio import all_of, ended, uncancelled
-from paramd_service.destinations.place import FileSink, Place
+from paramd_service.aio import all_of, ended, in_executor
+from paramd_service.destinations.destinations import FileSink, Place
 from paramd_service.formats.filling import Batch, Filler, Memory, batches
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc.auth import CALLER_TICKET
@@ -87,9 +87,6 @@ class HostMemory:
 
     def view(self, offset_bytes: int, size_bytes: int) -> memoryview | None:
         return None
-
-    def close(self) -> None:
-        self._shared.close()
 
 
 class PeerMemory:
@@ -290,7 +287,6 @@ class Memories:
 PREFETCH_BYTES = 16 << 20
 """Most bytes fetched ahead; a batch that needs more fetches while it is filled."""
 
-Result = TypeVar("Result")
 Emit = Callable[[memoryview], None]
 """Receives the file's next bytes, on a thread."""
 
@@ -304,23 +300,8 @@ class Job:
     memories: Mapping[tuple[int, str], Memory]
 
 
-class Worker:
-    """A thread that fills and writes."""
-
-    def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(1, "paramd-export")
-
-    async def run(self, work: Callable[[], Result]) -> Result:
-        # Awaited even when cancelled, or it would go on using what its owner releases.
-        loop = asyncio.get_running_loop()
-        return await uncancelled(loop.run_in_executor(self._executor, work))
-
-    def close(self) -> None:
-        self._executor.shutdown(wait=False)
-
-
 async def make_file(
-    rank: RankSidecar, job: Job, worker: Worker, emit: Emit
+    rank: RankSidecar, job: Job, worker: Executor, emit: Emit
 ) -> AsyncGenerator[int, None]:
     """Emit the file's bytes; yield the position after each batch.
 
@@ -328,9 +309,9 @@ async def make_file(
         ParamdError: a peer is gone, a lease ended, or `emit` raised it.
     """
     header = job.file.header
-    await worker.run(lambda: emit(memoryview(header)))
+    await in_executor(worker, lambda: emit(memoryview(header)))
     position = len(header)
-    filler = Filler()
+    filler = Filler(job.memories)
     left = batches(job.plan, job.file)
     batch = next(left, None)
     fetched = await _fetch(job, batch) if batch is not None else {}
@@ -338,7 +319,7 @@ async def make_file(
         following = next(left, None)
         fetching = asyncio.ensure_future(_fetch(job, following if following is not None else ()))
         try:
-            await worker.run(partial(_emit_batch, filler, batch, job, fetched, emit))
+            await in_executor(worker, partial(_emit_batch, filler, batch, fetched, emit))
             rank.faults.at("export-chunk")
             position += sum(window.size_bytes for window in batch)
             fetched = await fetching
@@ -349,13 +330,9 @@ async def make_file(
 
 
 def _emit_batch(
-    filler: Filler,
-    batch: Batch,
-    job: Job,
-    fetched: Mapping[tuple[int, int], memoryview],
-    emit: Emit,
+    filler: Filler, batch: Batch, fetched: Mapping[tuple[int, int], memoryview], emit: Emit
 ) -> None:
-    for piece in filler.pieces(batch, job.memories, fetched):
+    for piece in filler.pieces(batch, fetched):
         emit(piece)
 
 
@@ -410,13 +387,14 @@ async def write_file(
     Raises:
         ParamdError: as `make_file`, or from the place.
     """
-    worker, digesting = Worker(), Digesting()
+    # Awaited even when cancelled, or it would go on using what its owner releases.
+    worker, digesting = ThreadPoolExecutor(1, "paramd-export"), Digesting()
     sink: FileSink | None = None
     try:
         create = partial(place.create, job.file.name, job.file.size_bytes)
-        sink = await worker.run(create)
+        sink = await in_executor(worker, create)
         rank.faults.at("export-file-begun")
-        emit = partial(_pass_on, sink, digesting, place)
+        emit = partial(_pass_on, sink, digesting)
         async with aclosing(make_file(rank, job, worker, emit)) as progress:
             async for written in progress:
                 yield written
@@ -426,26 +404,16 @@ async def write_file(
                 "planned"
             )
         rank.faults.at("export-file-written")
-        await worker.run(partial(_finish, sink, place))
+        await in_executor(worker, sink.finish)
         sink = None
         rank.faults.at("export-file-done")
         yield digesting.file(job.file.name)
     finally:
         if sink is not None:
-            await worker.run(sink.abort)
-        worker.close()
+            await in_executor(worker, sink.abort)
+        worker.shutdown(wait=False)
 
 
-def _pass_on(sink: FileSink, digesting: Digesting, place: Place, data: memoryview) -> None:
+def _pass_on(sink: FileSink, digesting: Digesting, data: memoryview) -> None:
     digesting.update(data)
-    try:
-        sink.write(data)
-    except OSError as error:
-        raise place.explain(error) from error
-
-
-def _finish(sink: FileSink, place: Place) -> None:
-    try:
-        sink.finish()
-    except OSError as error:
-        raise place.explain(error) from error
+    sink.write(data)

@@ -11,7 +11,7 @@ from paramd.errors import UsageError
 from paramd_service.admission import CALLER, CONNECTION_OPTIONS, Doors, Shares
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc.auth import SERVICE, AuthInterceptor
-from paramd_service.sidecar.rpc.gateway import Gateway
+from paramd_service.sidecar.rpc.late import Gateway
 from paramd_service.sidecar.rpc.service import SidecarServicer
 from paramd_service.sidecar.rpc.streams import StreamServer
 from paramd_service.tls import ServerTls, advertised, grpc_address
@@ -42,11 +42,11 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 class GrpcServer:
     """Health of "" means that the process runs; that of the service, that there is a mesh."""
 
-    def __init__(self, rank: RankSidecar, gateway: Gateway) -> None:
+    def __init__(self, rank: RankSidecar) -> None:
         self.address = ""
         self._streams = StreamServer(rank)
         self._rank = rank
-        self._gateway = gateway
+        self._gateway = Gateway(rank)
         self._health = health_aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
 

@@ -1,23 +1,35 @@
-"""InspectTrainer, GetLogged, GetLog: what the trainer is doing, the numbers and lines it logs."""
+"""InspectTrainer, GetLogged, GetLog: what the trainer is doing, the numbers and lines it logs.
+
+ReachPeers: whom this sidecar's host reaches, and why not the others.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Iterator
 from functools import partial
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paramd import state_files
-from paramd.errors import UsageError
+from paramd.errors import ParamdError, UsageError
+from paramd.mesh.peers.grpc import Channels, why_not_trusted
 from paramd.security.tickets import Role
+from paramd.state_files import host_id
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.sidecar.insight.insight import Looked
+from paramd_service.sidecar.insight.line import Looked
 from paramd_service.sidecar.insight.process import (
     MAX_LOG_LINES,
-    ProcessFacts,
     Tail,
     facts_of,
     last_lines,
     own_tail,
 )
+from paramd_service.sidecar.owner import Mesh
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc import messages
 from paramd_service.sidecar.rpc.auth import CALLER, Call, CallTable
@@ -52,8 +64,7 @@ async def _inspect(
     looked = await rank.insight.look(with_collectives=request.with_collectives)
     _tell_stacks(answer, looked)
     # /proc and the log may lie on a disk that does not answer: keep that off the event loop.
-    facts = await asyncio.to_thread(facts_of, pid)
-    _tell_process(answer, facts)
+    answer.MergeFrom(await asyncio.to_thread(facts_of, pid))
     if request.log_line_count and CALLER.get().role not in _MAY_READ_LOGS:
         answer.log_missing = "what the training prints needs a ticket that may read logs"
     elif request.log_line_count:
@@ -73,29 +84,8 @@ def _tell_stacks(answer: pb.InspectTrainerResponse, looked: Looked) -> None:
     answer.source, answer.missing = stacks.source, stacks.missing
     answer.device_bytes = stacks.device_bytes
     answer.collectives_missing = stacks.no_collectives
-    for one in stacks.threads:
-        frames = [pb.StackFrame(file=f.file, line=f.line, function=f.function) for f in one.frames]
-        answer.threads.add(
-            name=one.name, native_id=one.native_id, training=one.training, frames=frames
-        )
-    for made in stacks.collectives:
-        answer.collectives.add(
-            name=made.name,
-            group=made.group,
-            sequence=made.sequence,
-            done=made.done,
-            age_ms=round(made.age_s * 1e3),
-        )
-
-
-def _tell_process(answer: pb.InspectTrainerResponse, facts: ProcessFacts) -> None:
-    answer.process_state = facts.state
-    answer.rss_bytes = facts.rss_bytes
-    answer.peak_rss_bytes = facts.peak_rss_bytes
-    answer.thread_count = facts.thread_count
-    answer.open_file_count = facts.open_files
-    answer.open_file_limit = facts.open_files_limit
-    answer.host_available_bytes = facts.host_available_bytes
+    answer.threads.extend(stacks.threads)
+    answer.collectives.extend(stacks.collectives)
 
 
 async def _logged(
@@ -132,3 +122,84 @@ async def _log(
     for source, lines, missing in found:
         answer.logs.add(source=source, lines=lines, missing=missing)
     return answer
+
+
+ANSWER_S = 3.0
+"""How long a peer may take: less than the 5 s in which a lost one must be known."""
+
+FRESH_S = 2.0
+"""How long answers are repeated, so that callers cannot make us dial all the time."""
+
+MAX_TRIED = 64
+"""Most hosts tried at once."""
+
+CONTROL = -1
+"""The control plane's rank in an answer."""
+
+
+def reach_calls(rank: RankSidecar) -> CallTable:
+    """Methods of this subject."""
+    return {"ReachPeers": Call(unary=_Reach(rank).reach)}
+
+
+class _Reach:
+    """One look at a time. Event loop."""
+
+    def __init__(self, rank: RankSidecar) -> None:
+        self._rank = rank
+        self._looking = asyncio.Lock()
+        self._looked_s = -FRESH_S
+        self._found: list[pb.ReachedPeer] = []
+
+    async def reach(self, _request: pb.ReachPeersRequest, _timeout_s: float) -> Message:
+        async with self._looking:
+            if time.monotonic() - self._looked_s >= FRESH_S:
+                self._found = await self._look()
+                self._looked_s = time.monotonic()
+        return pb.ReachPeersResponse(header=messages.header(self._rank), peers=self._found)
+
+    async def _look(self) -> list[pb.ReachedPeer]:
+        mesh = self._rank.mesh
+        if mesh is None:
+            return []
+        # Health needs no ticket; new channels, since one in backoff repeats its last error.
+        channels = Channels(lambda: "", job_tls=self._rank.job_tls)
+        try:
+            tried = [_tried(channels, rank, address) for rank, address in _others(mesh)]
+            return list(await asyncio.gather(*tried))
+        finally:
+            await channels.close()
+
+
+def _others(mesh: Mesh) -> Iterator[tuple[int, str]]:
+    """The control plane, and the first rank of each other host."""
+    if mesh.control_address:
+        yield CONTROL, mesh.control_address
+    first = {peer.host_id: peer for peer in reversed(mesh.peers)}
+    first.pop(host_id(), None)
+    found = sorted(first.values(), key=lambda peer: peer.rank)
+    yield from ((peer.rank, peer.address) for peer in found[:MAX_TRIED])
+
+
+async def _tried(channels: Channels, rank: int, address: str) -> pb.ReachedPeer:
+    begin_ns, reason = time.monotonic_ns(), ""
+    try:
+        stub: Any = health_pb2_grpc.HealthStub(channels.channel(address))
+        await stub.Check(health_pb2.HealthCheckRequest(), timeout=ANSWER_S)
+    except grpc.aio.AioRpcError as error:
+        reason = _why(error)
+    except ParamdError as error:
+        reason = str(error)
+    took_ns = time.monotonic_ns() - begin_ns
+    return pb.ReachedPeer(rank=rank, address=address, reason=reason, took_ns=took_ns)
+
+
+def _why(error: grpc.aio.AioRpcError) -> str:
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return f"no answer within {ANSWER_S:.0f} s; is the link cut, or does a firewall drop it?"
+    # Whatever answers speaks gRPC, and so is reached.
+    if error.code() is not grpc.StatusCode.UNAVAILABLE:
+        return ""
+    if why := why_not_trusted(error):
+        return f"it {why}"
+    return str(error.details()).rpartition("last error: ")[2][:300]

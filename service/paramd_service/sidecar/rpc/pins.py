@@ -25,55 +25,54 @@ MAX_STEPS = 1_000_000
 
 def boundary_calls(rank: RankSidecar) -> CallTable:
     """Methods of this subject."""
-    subject = _BoundaryCalls(rank)
     return {
-        "ReachBoundary": Call(unary=subject.reach),
-        "WithdrawBoundary": Call(unary=subject.withdraw),
-        "RenewHold": Call(unary=subject.renew_hold),
+        "ReachBoundary": Call(unary=partial(_reach, rank)),
+        "WithdrawBoundary": Call(unary=partial(_withdraw, rank)),
+        "RenewHold": Call(unary=partial(_renew_hold, rank)),
     }
 
 
-class _BoundaryCalls:
-    def __init__(self, rank: RankSidecar) -> None:
-        self._rank = rank
+async def _reach(rank: RankSidecar, request: pb.ReachBoundaryRequest, timeout_s: float) -> Message:
+    rank.check_plan(request.incarnation, rank.ready_mesh().layout_digest)
+    reach = check_reach(request)
+    # After the checks: an invalid request must not raise the fence.
+    rank.follow_control(request.generation)
+    outcome = await rank.pins.boundaries.reach(reach, timeout_s=timeout_s)
+    return pb.ReachBoundaryResponse(
+        header=_header_of(rank, outcome),
+        captured=outcome.captured,
+        reason=outcome.reason,
+        stop_ns=outcome.stop_ns,
+    )
 
-    async def reach(self, request: pb.ReachBoundaryRequest, timeout_s: float) -> Message:
-        rank = self._rank
-        rank.check_plan(request.incarnation, rank.ready_mesh().layout_digest)
-        reach = check_reach(request)
-        # After the checks: an invalid request must not raise the fence.
-        rank.follow_control(request.generation)
-        outcome = await rank.pins.boundaries.reach(reach, timeout_s=timeout_s)
-        return pb.ReachBoundaryResponse(
-            header=_header_of(rank, outcome),
-            captured=outcome.captured,
-            reason=outcome.reason,
-            stop_ns=outcome.stop_ns,
+
+async def _withdraw(
+    rank: RankSidecar, request: pb.WithdrawBoundaryRequest, _timeout_s: float
+) -> Message:
+    _check_incarnation(rank, request.incarnation)
+    if request.boundary < 1:
+        raise UsageError(f"boundary: {request.boundary}; expected a number from 1 on")
+    rank.follow_control(request.generation)
+    fate = await rank.pins.boundaries.withdraw(request.boundary)
+    return pb.WithdrawBoundaryResponse(header=messages.header(rank), fate=fate)
+
+
+async def _renew_hold(
+    rank: RankSidecar, request: pb.RenewHoldRequest, _timeout_s: float
+) -> Message:
+    _check_incarnation(rank, request.incarnation)
+    lease_s = check_hold_lease(request.lease_ms)
+    rank.follow_control(request.generation)
+    rank.pins.boundaries.renew_hold(lease_s)
+    return pb.RenewHoldResponse(header=messages.header(rank), lease_ms=int(1000 * lease_s))
+
+
+def _check_incarnation(rank: RankSidecar, incarnation: int) -> None:
+    if incarnation != rank.incarnation:
+        raise ConflictError(
+            f"the request is of incarnation {incarnation}, the job is in incarnation "
+            f"{rank.incarnation}"
         )
-
-    async def withdraw(self, request: pb.WithdrawBoundaryRequest, _timeout_s: float) -> Message:
-        self._check_incarnation(request.incarnation)
-        if request.boundary < 1:
-            raise UsageError(f"boundary: {request.boundary}; expected a number from 1 on")
-        self._rank.follow_control(request.generation)
-        fate = await self._rank.pins.boundaries.withdraw(request.boundary)
-        return pb.WithdrawBoundaryResponse(header=messages.header(self._rank), fate=fate)
-
-    async def renew_hold(self, request: pb.RenewHoldRequest, _timeout_s: float) -> Message:
-        self._check_incarnation(request.incarnation)
-        lease_s = check_hold_lease(request.lease_ms)
-        self._rank.follow_control(request.generation)
-        self._rank.pins.boundaries.renew_hold(lease_s)
-        return pb.RenewHoldResponse(
-            header=messages.header(self._rank), lease_ms=int(1000 * lease_s)
-        )
-
-    def _check_incarnation(self, incarnation: int) -> None:
-        if incarnation != self._rank.incarnation:
-            raise ConflictError(
-                f"the request is of incarnation {incarnation}, the job is in incarnation "
-                f"{self._rank.incarnation}"
-            )
 
 
 def _header_of(rank: RankSidecar, outcome: Outcome) -> common_pb2.Header:
@@ -126,8 +125,7 @@ MAX_REDUCTION_ITEMS = 20_000
 
 def calls(rank: RankSidecar) -> CallTable:
     """Methods of this subject."""
-    subject = _PinCalls(rank)
-    return {"PinSnapshot": Call(unary=subject.pin, heavy=_works_at_once)}
+    return {"PinSnapshot": Call(unary=partial(_pin, rank), heavy=_works_at_once)}
 
 
 def _works_at_once(request: pb.PinSnapshotRequest) -> bool:
@@ -135,108 +133,106 @@ def _works_at_once(request: pb.PinSnapshotRequest) -> bool:
     return request.at_step == 0
 
 
-class _PinCalls:
-    def __init__(self, rank: RankSidecar) -> None:
-        self._rank = rank
+async def _pin(rank: RankSidecar, request: pb.PinSnapshotRequest, timeout_s: float) -> Message:
+    rank.check_plan(request.incarnation, request.layout_digest)
+    _check(request)
+    attached = rank.attached
+    assert attached is not None
+    spans = auth.check_spans(request.spans, attached.request.arena_bytes)
+    config = rank.config
+    lease_s = auth.granted_lease_s(request.lease_ms, config.default_lease_s, config.max_lease_s)
+    key = Key(request.incarnation, spans, request.source, request.state_key)
+    if request.source == pb.SOURCE_GRADIENTS:
+        return await _gradients(rank, request, key, lease_s, timeout_s)
+    pins = rank.pins
+    if request.source == pb.SOURCE_MOMENTS:
+        return await _moments(rank, request, key, lease_s, timeout_s)
+    if request.mark:
+        read = partial(rank.marks.read, request.mark, request.layout_digest, spans)
+        return _answer(rank, await pins.pin_mark(key, read, lease_s=lease_s), lease_s)
+    if request.at_boundary:
+        lease = await pins.prepare(key, with_buffers=request.with_buffers, lease_s=lease_s)
+    else:
+        lease = await pins.pin(
+            key,
+            lease_s=lease_s,
+            timeout_s=timeout_s,
+            at_step=request.at_step,
+            history=_history(request),
+            unsettled=request.unsettled,
+        )
+    rank.faults.at("pin-answered")
+    return _answer(rank, lease, lease_s)
 
-    async def pin(self, request: pb.PinSnapshotRequest, timeout_s: float) -> Message:
-        rank = self._rank
-        rank.check_plan(request.incarnation, request.layout_digest)
-        _check(request)
-        attached = rank.attached
-        assert attached is not None
-        spans = auth.check_spans(request.spans, attached.request.arena_bytes)
-        config = rank.config
-        lease_s = auth.granted_lease_s(request.lease_ms, config.default_lease_s, config.max_lease_s)
-        key = Key(request.incarnation, spans, request.source, request.state_key)
-        if request.source == pb.SOURCE_GRADIENTS:
-            return await self._gradients(request, key, lease_s, timeout_s)
-        pins = rank.pins
-        if request.source == pb.SOURCE_MOMENTS:
-            return await self._moments(request, key, lease_s, timeout_s)
-        if request.mark:
-            read = partial(rank.marks.read, request.mark, request.layout_digest, spans)
-            return self._answer(await pins.pin_mark(key, read, lease_s=lease_s), lease_s)
-        if request.at_boundary:
-            lease = await pins.prepare(key, with_buffers=request.with_buffers, lease_s=lease_s)
-        else:
-            lease = await pins.pin(
-                key,
-                lease_s=lease_s,
-                timeout_s=timeout_s,
-                at_step=request.at_step,
-                history=_history(request),
-                unsettled=request.unsettled,
-            )
-        rank.faults.at("pin-answered")
-        return self._answer(lease, lease_s)
 
-    async def _moments(
-        self, request: pb.PinSnapshotRequest, key: Key, lease_s: float, timeout_s: float
-    ) -> Message:
-        pins = self._rank.pins
-        if not request.state_key:
-            key = table_key(request.incarnation)
-        if request.at_boundary:
-            lease = await pins.prepare(key, with_buffers=False, lease_s=lease_s)
-        else:
-            lease = await pins.pin_state(
-                key,
-                lease_s=lease_s,
-                timeout_s=timeout_s,
-                at_step=request.at_step,
-                history=_history(request),
-            )
-        self._rank.faults.at("pin-answered")
-        return self._answer(lease, lease_s)
+async def _moments(
+    rank: RankSidecar, request: pb.PinSnapshotRequest, key: Key, lease_s: float, timeout_s: float
+) -> Message:
+    pins = rank.pins
+    if not request.state_key:
+        key = table_key(request.incarnation)
+    if request.at_boundary:
+        lease = await pins.prepare(key, with_buffers=False, lease_s=lease_s)
+    else:
+        lease = await pins.pin_state(
+            key,
+            lease_s=lease_s,
+            timeout_s=timeout_s,
+            at_step=request.at_step,
+            history=_history(request),
+        )
+    rank.faults.at("pin-answered")
+    return _answer(rank, lease, lease_s)
 
-    async def _gradients(
-        self, request: pb.PinSnapshotRequest, key: Key, lease_s: float, timeout_s: float
-    ) -> Message:
-        pins = self._rank.pins.gradient_pins
-        pins.gradients.update(request.lossless_every)
-        try:
-            if request.HasField("reduction"):
-                stats, notes = await pins.reduce(
-                    key,
-                    request.at_step,
-                    request.reduction,
-                    history=_history(request),
-                    timeout_s=timeout_s,
-                )
-                header = messages.header(self._rank, request.at_step)
-                header.iteration, header.history = notes.iteration, notes.history
-                return pb.PinSnapshotResponse(
-                    header=header,
-                    gradients=_facts(notes),
-                    stats=stats,
-                )
-            lease = await pins.pin(
+
+async def _gradients(
+    rank: RankSidecar, request: pb.PinSnapshotRequest, key: Key, lease_s: float, timeout_s: float
+) -> Message:
+    pins = rank.pins.gradient_pins
+    pins.gradients.lossless.update(request.lossless_every)
+    try:
+        if request.HasField("reduction"):
+            stats, notes = await pins.reduce(
                 key,
                 request.at_step,
+                request.reduction,
                 history=_history(request),
-                lease_s=lease_s,
                 timeout_s=timeout_s,
             )
-        except EndedError:
-            return pb.PinSnapshotResponse(header=messages.header(self._rank), ended=True)
-        finally:
-            # Again: a reader's presence lapses quickly, and the capture may have outlasted it.
-            pins.gradients.update(request.lossless_every)
-        self._rank.faults.at("pin-answered")
-        answer = self._answer(lease, lease_s)
-        if lease.snapshot.notes is not None:
-            answer.gradients.CopyFrom(_facts(lease.snapshot.notes))
-        return answer
-
-    def _answer(self, lease: Lease, lease_s: float) -> pb.PinSnapshotResponse:
-        return pb.PinSnapshotResponse(
-            header=messages.header_of(self._rank, lease.snapshot),
-            snapshot_id=lease.snapshot_id,
-            size_bytes=lease.snapshot.size_bytes,
-            lease_ms=int(lease_s * 1000),
-            optimizer=lease.snapshot.optimizer,
+            header = messages.header(rank, request.at_step)
+            header.iteration, header.history = notes.iteration, notes.history
+            return pb.PinSnapshotResponse(
+                header=header,
+                gradients=_facts(notes),
+                stats=stats,
+            )
+        lease = await pins.pin(
+            key,
+            request.at_step,
+            history=_history(request),
+            lease_s=lease_s,
+            timeout_s=timeout_s,
         )
+    except EndedError:
+        return pb.PinSnapshotResponse(header=messages.header(rank), ended=True)
+    finally:
+        # Again: a reader's presence lapses quickly, and the capture may have outlasted it.
+        pins.gradients.lossless.update(request.lossless_every)
+    rank.faults.at("pin-answered")
+    answer = _answer(rank, lease, lease_s)
+    if lease.snapshot.notes is not None:
+        answer.gradients.CopyFrom(_facts(lease.snapshot.notes))
+    return answer
+
+
+def _answer(rank: RankSidecar, lease: Lease, lease_s: float) -> pb.PinSnapshotResponse:
+    return pb.PinSnapshotResponse(
+        header=messages.header_of(rank, lease.snapshot),
+        snapshot_id=lease.snapshot_id,
+        size_bytes=lease.snapshot.size_bytes,
+        lease_ms=int(lease_s * 1000),
+        optimizer=lease.snapshot.optimizer,
+    )
 
 
 def _history(request: pb.PinSnapshotRequest) -> int | None:

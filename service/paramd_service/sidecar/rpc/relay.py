@@ -220,7 +220,20 @@ class Gatherer:
             begin = landing.target_begin_bytes
             result[begin : begin + landing.size_bytes] = data
             return
-        await asyncio.to_thread(_place, data, landing, tensor, result)
+        assert isinstance(landing.target, Box), "an interval is always direct"
+        # Imported on first use: a sidecar that never gathers stays small.
+        from paramd_service.formats.cast import place
+
+        await asyncio.to_thread(
+            place,
+            data,
+            landing.sizes,
+            landing.strides,
+            result,
+            tensor.shape,
+            landing.target,
+            item_bytes(tensor.dtype),
+        )
 
     async def _read(
         self, pin: RankPin, begin: int, size_bytes: int, deadline_s: float
@@ -296,19 +309,3 @@ def _begin(tensor: ResultTensor) -> bytes:
             size_bytes=tensor.size_bytes,
         )
     ).SerializeToString()
-
-
-def _place(data: bytearray, landing: Landing, tensor: ResultTensor, result: bytearray) -> None:
-    """One strided copy of a piece into its box of the result."""
-    # Imported on first use: a sidecar that never gathers stays small.
-    import numpy as np
-
-    assert isinstance(landing.target, Box), "an interval is always direct"
-    width = item_bytes(tensor.dtype)
-    element = np.dtype(f"V{width}")
-    source: np.ndarray[tuple[int, ...], np.dtype[np.void]] = np.ndarray(
-        landing.sizes, element, data, strides=tuple(stride * width for stride in landing.strides)
-    )
-    target = np.frombuffer(result, element).reshape(tensor.shape)
-    box = landing.target
-    target[tuple(slice(b, e) for b, e in zip(box.begin, box.end, strict=True))] = source

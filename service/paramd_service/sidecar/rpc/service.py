@@ -22,7 +22,6 @@ from contextlib import (
     asynccontextmanager,
     nullcontext,
 )
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -46,13 +45,10 @@ from paramd_service.sidecar.rpc import (
     copies,
     deltas,
     edits,
-    exports,
-    gateway,
     insight,
-    marks,
+    late,
     messages,
     pins,
-    reach,
 )
 from paramd_service.sidecar.rpc.auth import (
     CALLER,
@@ -63,10 +59,10 @@ from paramd_service.sidecar.rpc.auth import (
     Requests,
     Unary,
 )
-from paramd_service.sidecar.rpc.gateway import Gateway
+from paramd_service.sidecar.rpc.late import Gateway
 from paramd_service.sidecar.rpc.messages import abort_internal, abort_with
-from paramd_service.sidecar.rpc.replay import ReplaySnapshots, replay_update
 from paramd_service.sidecar.rpc.statistics import (
+    ReplaySnapshots,
     SnapshotWork,
     compute_stats,
     digest,
@@ -74,6 +70,7 @@ from paramd_service.sidecar.rpc.statistics import (
     on_stats_thread,
     pool,
     profile,
+    replay_update,
 )
 from paramd_service.sidecar.rpc.streams import StreamServer
 from paramd_service.sidecar.snapshots.store import Snapshot
@@ -82,41 +79,30 @@ _NS = 1e9
 _STARTED_S = time.time()
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """A metric with a single value; a name that ends in _total is a counter."""
-
-    name: str
-    text: str
-    value: float
-
-
-def render(samples: Iterable[Sample], *, job: str, rank: int) -> str:
-    """Text format 0.0.4. The labels are always job and rank."""
-    labels = f'job="{_escaped(job)}",rank="{rank}"'
-    lines: list[str] = []
-    for sample in samples:
-        kind = "counter" if sample.name.endswith("_total") else "gauge"
-        lines.append(f"# HELP {sample.name} {sample.text}")
-        lines.append(f"# TYPE {sample.name} {kind}")
-        lines.append(f"{sample.name}{{{labels}}} {_number(sample.value)}")
-    return "\n".join(lines) + "\n"
-
-
 Row: TypeAlias = tuple[str, str, float]
-"""A `Sample`, whose name lacks the "paramd_sidecar_" that all have."""
+"""A metric's name without the "paramd_sidecar_" that all have, its text, its value."""
 
 
 def sidecar_metrics(rank: RankSidecar) -> str:
     """This rank's current metrics as text."""
     rows = [*_rank_samples(rank), *_process_samples()]
-    samples = [Sample(f"paramd_sidecar_{name}", text, value) for name, text, value in rows]
-    return render(samples, job=rank.config.job, rank=rank.config.rank)
+    return render(rows, job=rank.config.job, rank=rank.config.rank)
+
+
+def render(rows: Iterable[Row], *, job: str, rank: int) -> str:
+    """Text format 0.0.4; a name that ends in _total is a counter. The labels are job and rank."""
+    labels = f'job="{_escaped(job)}",rank="{rank}"'
+    lines: list[str] = []
+    for name, text, value in rows:
+        full, kind = f"paramd_sidecar_{name}", "counter" if name.endswith("_total") else "gauge"
+        lines.append(f"# HELP {full} {text}")
+        lines.append(f"# TYPE {full} {kind}")
+        lines.append(f"{full}{{{labels}}} {_number(value)}")
+    return "\n".join(lines) + "\n"
 
 
 def _rank_samples(rank: RankSidecar) -> list[Row]:
     state = messages.rank_state(rank)
-    store = rank.pins.store if rank.has_pins else None
     age_ns = state.boundary_age_ns
     device = rank.attached.device if rank.attached is not None else None
     return [
@@ -149,7 +135,7 @@ def _rank_samples(rank: RankSidecar) -> list[Row]:
         (
             "snapshot_budget_bytes",
             "Most that snapshots may hold",
-            rank.budget_bytes(state.arena_bytes) if store is not None else 0,
+            rank.budget_bytes(state.arena_bytes) if rank.has_pins else 0,
         ),
         ("agreement_works", "1 while agreeing", state.agreement_works),
         ("refused_calls_total", "Calls without a ticket that permits them", rank.refusals.count),
@@ -202,23 +188,15 @@ def _delta_samples(rank: RankSidecar) -> list[Row]:
 
 
 def _edit_samples(rank: RankSidecar) -> list[Row]:
-    edits = rank.edits if rank.has_edits else None
+    applied = staged_bytes = undo_bytes = 0
+    if rank.has_edits:
+        edits = rank.edits
+        applied, staged_bytes = edits.applied_count, edits.staged_bytes
+        undo_bytes = edits.undo_bytes
     return [
-        (
-            "edits_applied_total",
-            "Edits that this process saw applied",
-            edits.applied_count if edits is not None else 0,
-        ),
-        (
-            "edit_staged_bytes",
-            "Memory of edits that are not applied",
-            edits.staged_bytes if edits is not None else 0,
-        ),
-        (
-            "edit_undo_bytes",
-            "Memory kept to undo applied edits",
-            edits.undo_bytes if edits is not None else 0,
-        ),
+        ("edits_applied_total", "Edits that this process saw applied", applied),
+        ("edit_staged_bytes", "Memory of edits that are not applied", staged_bytes),
+        ("edit_undo_bytes", "Memory kept to undo applied edits", undo_bytes),
     ]
 
 
@@ -264,13 +242,13 @@ class SidecarServicer:
             **pins.boundary_calls(rank),
             **edits.calls(rank),
             **pins.calls(rank),
-            **gateway.calls(self._gateway),
-            **exports.calls(rank),
+            **late.gateway_calls(self._gateway),
+            **late.export_calls(rank),
             **insight.calls(rank),
             **copies.calls(rank),
             **deltas.calls(rank),
-            **marks.calls(rank),
-            **reach.calls(rank),
+            **edits.mark_calls(rank),
+            **insight.reach_calls(rank),
             **self._streams.calls(),
         }
         methods = pb.DESCRIPTOR.services_by_name[SERVICE.rpartition(".")[2]].methods_by_name

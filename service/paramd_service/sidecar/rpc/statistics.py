@@ -1,25 +1,32 @@
-"""ComputeStats, PoolSnapshot, DigestSnapshot, and what spectra need, reduced on a thread.
+"""ComputeStats, PoolSnapshot, DigestSnapshot, ReplayUpdate, and what spectra need, on a thread.
 
 Torch is loaded on first use. Digests compare replicas: XXH3 detects accidents (a flipped bit, a
-torn page, a stale shard), not deliberate forgery; only the trainer writes an arena.
+torn page, a stale shard), not deliberate forgery; only the trainer writes an arena. A replay checks
+that its snapshots belong to one update, then makes it again.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import json
+import zlib
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import xxhash
 
-from paramd.errors import UsageError
+from paramd.errors import AbortedError, UsageError
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.aio import uncancelled
 from paramd_service.sidecar.rank import RankSidecar
-from paramd_service.sidecar.snapshots.store import Snapshot
+from paramd_service.sidecar.rpc import messages
+from paramd_service.sidecar.snapshots.store import Key, Snapshot
 
 if TYPE_CHECKING:
     from paramd_service.sidecar.statistics import pooling
+
 
 MAX_RANGES = 100_000
 BLOCK_BYTES = 8 << 20
@@ -214,7 +221,7 @@ def _views(
 def _matrix_views(
     request: pb.ProfileSnapshotRequest | pb.MultiplySnapshotRequest, data_bytes: int
 ) -> list[pooling.View]:
-    from paramd_service.sidecar.statistics import pooling, reduce, spectra
+    from paramd_service.sidecar.statistics import pooling, reduce
 
     reduce.set_up()
     if len(request.items) > MAX_POOL_ITEMS or any(item.row_dims != 1 for item in request.items):
@@ -226,7 +233,7 @@ def _matrix_views(
             f"row_count, col_count: {request.row_count}, {request.col_count}; expected 1 or more"
         )
     reduce.item_bytes(request.dtype)
-    spectra.check_float(request.dtype)
+    pooling.check_float(request.dtype)
     grid = pooling.Grid("sum", request.row_count, request.col_count, 1, 1)
     return _views(request.items, request.dtype, grid, data_bytes)
 
@@ -236,10 +243,10 @@ def profile(
 ) -> pb.ProfileSnapshotResponse:
     """Rows and columns of a matrix of floats."""
     views = _matrix_views(request, len(data))
-    from paramd_service.sidecar.statistics import spectra
+    from paramd_service.sidecar.statistics import pooling
 
     rank.faults.at("pool")
-    found = spectra.profile(data, request.dtype, views, lambda: bool(stop))
+    found = pooling.profile(data, request.dtype, views, lambda: bool(stop))
     return pb.ProfileSnapshotResponse(
         row_begin=found.row_begin,
         col_begin=found.col_begin,
@@ -265,18 +272,18 @@ def multiply(
     views = _matrix_views(request, len(data))
     import numpy as np
 
-    from paramd_service.sidecar.statistics import spectra
+    from paramd_service.sidecar.statistics import pooling
 
     width, size = request.factor_width, len(request.factor)
-    fits = 1 <= width <= spectra.MAX_WIDTH and size <= MAX_FACTOR_BYTES
+    fits = 1 <= width <= pooling.MAX_WIDTH and size <= MAX_FACTOR_BYTES
     if not fits or request.factor_begin < 0 or not size or size % (8 * width):
         raise UsageError(
             f"factor, factor_width: {size:,} bytes, {width} columns; expected whole rows of 1 to "
-            f"{spectra.MAX_WIDTH} float64 numbers, at most {MAX_FACTOR_BYTES:,} bytes"
+            f"{pooling.MAX_WIDTH} float64 numbers, at most {MAX_FACTOR_BYTES:,} bytes"
         )
-    factor = spectra.matrix(np.frombuffer(request.factor, dtype="<f8").reshape(-1, width))
+    factor = pooling.matrix(np.frombuffer(request.factor, dtype="<f8").reshape(-1, width))
     rank.faults.at("pool")
-    begin, product = spectra.multiply(
+    begin, product = pooling.multiply(
         data,
         request.dtype,
         views,
@@ -296,3 +303,108 @@ def _run_of(data: memoryview, item: pb.StatsItem, itemsize: int) -> memoryview:
             f"the snapshot of {len(data)} bytes"
         )
     return data[item.begin_bytes : item.begin_bytes + size_bytes]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplaySnapshots:
+    """What an update began with, consumed and left; the caller holds all of them."""
+
+    before: Mapping[str, Snapshot]
+    """By state key; "" is the parameters."""
+    after: Mapping[str, Snapshot]
+    gradients: Snapshot
+    facts: Snapshot
+
+
+async def replay_update(rank: RankSidecar, snapshots: ReplaySnapshots) -> pb.ReplayUpdateResponse:
+    """Make the update again.
+
+    Raises:
+        UsageError: the snapshots are not of one update and the same spans.
+        AbortedError: something else happened within it; capture another one.
+    """
+    _check(snapshots)
+    rows = await on_stats_thread(rank, lambda stop: _replay(snapshots, stop))
+    header = messages.header_of(rank, snapshots.after[""])
+    return pb.ReplayUpdateResponse(header=header, tensors=rows)
+
+
+def _check(found: ReplaySnapshots) -> None:
+    first = found.before.get("")
+    if first is None:
+        raise UsageError("pairs: expected one with an empty state_key, the parameters")
+    wanted = [
+        *((one, key, pb.SOURCE_MOMENTS if key else 0, 0) for key, one in found.before.items()),
+        *((one, key, pb.SOURCE_MOMENTS if key else 0, 1) for key, one in found.after.items()),
+        (found.gradients, "", pb.SOURCE_GRADIENTS, 1),
+    ]
+    for one, key, source, later in wanted:
+        is_it = one.key == Key(first.key.incarnation, first.key.spans, source, key)
+        if not is_it or one.step != first.step + later:
+            raise UsageError(
+                f"pairs, gradients_snapshot_id: a snapshot of step {one.step}; expected step "
+                f"{first.step + later}, the same spans, and {key or 'what its place says'}"
+            )
+    facts = found.facts
+    if not facts.optimizer or facts.step != first.step:
+        raise UsageError(
+            f"facts_snapshot_id: expected optimizer state of step {first.step}, read from memory"
+        )
+    before = [*found.before.values(), facts]
+    after = list(found.after.values())
+    _check_alike([*before, *after, found.gradients], before, [*after, found.gradients])
+
+
+def _check_alike(
+    snapshots: Sequence[Snapshot], before: Sequence[Snapshot], after: Sequence[Snapshot]
+) -> None:
+    """Check that they are of one history, with one update between them and nothing else.
+
+    An edit changes parameters, optimizer state or hyper-parameters within a step; and a step that a
+    rank made of another number of backward passes is not the one that its gradients are of.
+
+    Raises:
+        AbortedError: they are not; another update may do.
+    """
+    if len({one.history for one in snapshots}) > 1:
+        raise AbortedError("the training was rolled back within the update; try again")
+    if len({one.edits for one in snapshots if one.edits >= 0}) > 1:
+        raise AbortedError("an edit was applied within the update's step; try again")
+    for some in (before, after):
+        found = sorted({one.iteration for one in some if one.iteration >= 0})
+        if len(found) > 1:
+            raise AbortedError(
+                f"what was captured is of iterations {found[0]} and {found[-1]}; try again"
+            )
+
+
+def _replay(found: ReplaySnapshots, stop: Sequence[bool]) -> list[pb.ReplayedTensor]:
+    from paramd_service.sidecar.statistics import replay
+
+    notes = found.gradients.notes.notes if found.gradients.notes is not None else ()
+    captured = replay.Captured(
+        facts=json.loads(zlib.decompress(found.facts.optimizer)),
+        before={key: one.view() for key, one in found.before.items()},
+        after={key: one.view() for key, one in found.after.items()},
+        gradients=found.gradients.view(),
+        without_gradient=frozenset(note.arena_begin for note in notes if note.none),
+        partial=frozenset(note.arena_begin for note in notes if note.partial_group),
+        place=place_in(found.before[""].key.spans),
+    )
+    return replay.replay(captured, lambda: bool(stop))
+
+
+def place_in(spans: Sequence[tuple[int, int]]) -> Callable[[int, int], int | None]:
+    """(arena byte, size) -> first byte in the spans one after the other; None: not all in one."""
+    begins = [begin for begin, _ in spans]
+    offsets = [0]
+    for begin, end in spans:
+        offsets.append(offsets[-1] + end - begin)
+
+    def place(at: int, size: int) -> int | None:
+        index = bisect_right(begins, at) - 1
+        if index < 0 or at + size > spans[index][1]:
+            return None
+        return offsets[index] + at - begins[index]
+
+    return place

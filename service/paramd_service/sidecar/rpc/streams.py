@@ -38,11 +38,19 @@ from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import checksum_of
 from paramd_service import admission
 from paramd_service.admission import Shares, Who
+from paramd_service.aio import post
 from paramd_service.sidecar.edits.entry import Entry
 from paramd_service.sidecar.edits.receive import Part
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc import messages
-from paramd_service.sidecar.rpc.auth import CALLER, Call, CallTable, check_editor, check_range
+from paramd_service.sidecar.rpc.auth import (
+    CALLER,
+    EDITORS,
+    Call,
+    CallTable,
+    check_range,
+    check_role,
+)
 from paramd_service.sidecar.snapshots.store import Snapshot, SnapshotStore
 
 GRANT_S = 10.0
@@ -180,7 +188,7 @@ class StreamServer:
         rank = self._rank
         answer = pb.GrantStreamResponse(port=rank.stream_port)
         if request.edit_id:
-            check_editor(CALLER.get())
+            check_role(CALLER.get(), EDITORS)
             entry = await self._entry(request.edit_id, CALLER.get())
             answer.header.CopyFrom(messages.header(rank))
             answer.staged_bytes, answer.size_bytes = entry.staged_bytes, entry.size_bytes
@@ -361,8 +369,7 @@ class StreamServer:
         except Exception as error:
             self._rank.log("stream-failed", error=repr(error))
         finally:
-            with suppress(RuntimeError):  # the loop has ended, and the process with it
-                self._loop.call_soon_threadsafe(self._ended, stream)
+            post(self._loop, self._ended, stream)
 
     def _proof(self, stream: _Stream) -> bytes:
         """The last window: whether the bytes sent hold. On the stream's thread."""

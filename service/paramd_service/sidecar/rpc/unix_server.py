@@ -20,7 +20,7 @@ from paramd.security.tickets import Claims
 from paramd.security.tls import Pems
 from paramd_service.admission import Shares, Who
 from paramd_service.aio import uncancelled
-from paramd_service.sidecar.edits.lent import Lent
+from paramd_service.sidecar.edits.receive import Lent
 from paramd_service.sidecar.owner import (
     AttachedMemory,
     AttachRequest,
@@ -29,7 +29,7 @@ from paramd_service.sidecar.owner import (
     parse_mesh,
 )
 from paramd_service.sidecar.rank import RankSidecar
-from paramd_service.sidecar.rpc.auth import check_editor, check_reader
+from paramd_service.sidecar.rpc.auth import EDITORS, READERS, check_role
 from paramd_service.sidecar.rpc.streams import accepted_now
 from paramd_service.sidecar.snapshots.store import Snapshot
 
@@ -343,7 +343,7 @@ class _Connection:
         return claims
 
     async def _map(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        check_reader(self._caller(message))
+        check_role(self._caller(message), READERS)
         snapshot_id = str(message.get("snapshot_id", ""))
         snapshot = self._rank.pins.store.filled(snapshot_id)
         answer = {"op": "mapped", "size_bytes": snapshot.size_bytes, **self._rank.identity()}
@@ -359,7 +359,7 @@ class _Connection:
 
     async def _live(self, message: dict[str, Any], descriptors: list[int]) -> None:
         """Page and arena, for a reader that proves its copies by the page (memory/gate.py)."""
-        check_reader(self._caller(message))
+        check_role(self._caller(message), READERS)
         rank = self._rank
         rank.check_plan(_whole(message, "incarnation"), str(message.get("layout_digest", "")))
         attached = rank.attached
@@ -380,12 +380,12 @@ class _Connection:
             mapped.pop().map_count -= 1
 
     async def _lend(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        check_editor(self._caller(message))
+        check_role(self._caller(message), EDITORS)
         handover.send(self._socket, self._lent.lend(descriptors) | self._rank.identity())
 
     async def _stage(self, message: dict[str, Any], descriptors: list[int]) -> None:
         claims = self._caller(message)
-        check_editor(claims)
+        check_role(claims, EDITORS)
         entry = self._rank.edits.get(str(message.get("edit_id", "")))
         # Shielded: other callers may wait for the same edit.
         await asyncio.shield(entry.opened)

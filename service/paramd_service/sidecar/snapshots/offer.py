@@ -1,16 +1,28 @@
-"""What this rank's sidecar has for a successor of its trainer.
+"""What is here for a successor: copies of other ranks' standing snapshots, and this rank's state.
 
-The live state is offered when the trainer ended between two updates, with nothing standing in
-for its weights and with its samples as they were; standing snapshots always. The successor
+Copies are kept for the case that their host is lost. Each arrives part after part, in order, over
+the one before the last: so a whole one is left while the next one is received. One that every rank
+is known to have (`keep_step`) is overwritten only if there is memory for no other. A copy counts
+once all its bytes are there and have their digest. All methods run on the event loop's thread;
+memory is made on the executor.
+
+This rank's live state is offered when the trainer ended between two updates, with nothing standing
+in for its weights and with its samples as they were; standing snapshots always. The successor
 compares the ranks' offers and decides (paramd/trainer/resume).
 """
 
 from __future__ import annotations
 
-import dataclasses
+import asyncio
 import os
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Executor
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from xxhash import xxh3_64
+
+from paramd.errors import DataLossError, ExhaustedError, NotFoundError, UsageError
 from paramd.memory.control_page import (
     Word,
     label_of,
@@ -18,7 +30,172 @@ from paramd.memory.control_page import (
 )
 from paramd.memory.gate import resting_state, state_of
 from paramd_service.sidecar.owner import AttachedMemory, Ownership
-from paramd_service.sidecar.snapshots.standing import Standing
+from paramd_service.sidecar.snapshots.standing import BUFFERS, Standing, StandingLabel, rebased
+from paramd_service.sidecar.snapshots.store import Block, BlockMaker
+
+
+@dataclass(eq=False, slots=True)
+class _Copy:
+    """Memory for a copy, and how much of it has arrived."""
+
+    block: Block | None = None
+    label: StandingLabel | None = None
+    received_bytes: int = 0
+    summed: xxh3_64 = field(default_factory=xxh3_64)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.block.size_bytes if self.block is not None else 0
+
+    @property
+    def whole(self) -> bool:
+        return self.label is not None and self.received_bytes == self.label.size_bytes
+
+
+@dataclass(eq=False, slots=True)
+class _Kept:
+    """The copies of one rank."""
+
+    copies: list[_Copy] = field(default_factory=lambda: [_Copy() for _ in range(BUFFERS)])
+    keep_step: int = 0
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class Copies:
+    """Standing snapshots of other ranks. They outlive an attachment."""
+
+    def __init__(
+        self, blocks: BlockMaker, executor: Executor, *, budget_bytes: Callable[[], int | None]
+    ) -> None:
+        """`budget_bytes`: most bytes of all copies now; None: what the machine has."""
+        self._blocks = blocks
+        self._executor = executor
+        self._budget_bytes = budget_bytes
+        self._ranks: dict[int, _Kept] = {}
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of all copies."""
+        return sum(copy.size_bytes for kept in self._ranks.values() for copy in kept.copies)
+
+    def labels(self) -> Iterator[tuple[int, StandingLabel]]:
+        """Whose the whole copies are, and what they hold."""
+        for rank, kept in self._ranks.items():
+            yield from ((rank, copy.label) for copy in kept.copies if copy.label and copy.whole)
+
+    def opened(self, rank: int, lineage: int, step: int) -> int:
+        """A new descriptor of a whole copy's memory, read-only. Raises NotFoundError."""
+        for copy in self._ranks[rank].copies if rank in self._ranks else ():
+            label, block = copy.label, copy.block
+            found = label is not None and (label.lineage, label.step) == (lineage, step)
+            if found and copy.whole and block is not None:
+                return opened(block)
+        raise NotFoundError(f"no copy of rank {rank}'s step {step} is kept here")
+
+    async def put(
+        self, rank: int, label: StandingLabel, keep_step: int, offset: int, data: bytes
+    ) -> int:
+        """Take a part of a copy; return how many of its bytes are there. Idempotent.
+
+        A part that does not begin where the last one ended changes nothing.
+
+        Raises:
+            UsageError: it leaves the copy.
+            ExhaustedError: there is no room.
+            DataLossError: the bytes do not have their digest; they were dropped.
+        """
+        kept = self._ranks.setdefault(rank, _Kept())
+        async with kept.lock:
+            kept.keep_step = keep_step if keep_step else kept.keep_step
+            copy = next((one for one in kept.copies if _is_of(one, label)), None)
+            if copy is None:
+                if offset:
+                    return 0
+                copy = await self._begin(kept, rank, label)
+            if offset != copy.received_bytes or not data:
+                return copy.received_bytes
+            end = offset + len(data)
+            if end > label.size_bytes or copy.block is None:
+                raise UsageError(
+                    f"offset_bytes: {offset:,} and {len(data):,} bytes; the copy has "
+                    f"{label.size_bytes:,}"
+                )
+            copy.block.buffer[offset:end] = data
+            copy.summed.update(data)
+            if end == label.size_bytes and (copy.summed.intdigest() or 1) != label.digest:
+                copy.label = None
+                raise DataLossError(
+                    f"the copy of rank {rank}'s step {label.step} does not match its digest"
+                )
+            copy.received_bytes = end
+            return end
+
+    def rebase(self, lineage: int, new_lineage: int, step: int) -> None:
+        """As `Standing.rebase`; what has not arrived whole is dropped."""
+        for copy in (copy for kept in self._ranks.values() for copy in kept.copies):
+            label = copy.label if copy.whole else None
+            copy.label = rebased(label, lineage, new_lineage, step) if label is not None else None
+
+    def keep_only(self, ranks: Collection[int]) -> None:
+        """Give back the memory of all other ranks' copies."""
+        for rank in [rank for rank in self._ranks if rank not in ranks]:
+            for copy in self._ranks.pop(rank).copies:
+                self._free(copy)
+
+    async def _begin(self, kept: _Kept, rank: int, label: StandingLabel) -> _Copy:
+        """Memory for another copy, over the one that is missed least."""
+        # Somewhat larger: the record's size changes from step to step.
+        size_bytes = label.size_bytes + label.size_bytes // 64 + (64 << 10)
+        copy = min(kept.copies, key=lambda one: _worth(one, kept.keep_step))
+        if copy.block is None and not self._has_room(size_bytes, instead_of=copy):
+            with_memory = [one for one in kept.copies if one.block is not None]
+            copy = min(with_memory, key=lambda one: _worth(one, kept.keep_step), default=copy)
+        fits = copy.size_bytes >= label.size_bytes
+        if not fits and not self._has_room(size_bytes, instead_of=copy):
+            raise ExhaustedError(
+                f"no room for a copy of {label.size_bytes:,} bytes of rank {rank}; raise "
+                "--standing-budget-bytes (PARAMD_STANDING_BUDGET_BYTES)"
+            )
+        copy.label = None
+        if not fits:
+            self._free(copy)
+            loop = asyncio.get_running_loop()
+            copy.block = await loop.run_in_executor(self._executor, self._blocks.make, size_bytes)
+        copy.label, copy.received_bytes, copy.summed = label, 0, xxh3_64()
+        return copy
+
+    def _has_room(self, size_bytes: int, *, instead_of: _Copy) -> bool:
+        budget = self._budget_bytes()
+        return budget is None or self.size_bytes - instead_of.size_bytes + size_bytes <= budget
+
+    def _free(self, copy: _Copy) -> None:
+        block, copy.block, copy.label = copy.block, None, None
+        if block is not None:
+            self._blocks.dispose(block)
+
+
+def copies_message(own: int, standing: Standing, copies: Copies) -> list[dict[str, Any]]:
+    """What a successor is told of the snapshots here: whose, and what they hold."""
+    mine = [(own, label) for label, _ in standing.labels() if label.digest]
+    return [{"rank": rank, "label": asdict(label)} for rank, label in (*mine, *copies.labels())]
+
+
+def opened(block: Block) -> int:
+    """A new descriptor of a block's memory, read-only."""
+    return os.open(f"/proc/self/fd/{block.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _is_of(copy: _Copy, label: StandingLabel) -> bool:
+    """Whether it is a copy of that snapshot. Senders do not tell the histories before."""
+    return copy.label is not None and replace(copy.label, before=()) == label
+
+
+def _worth(copy: _Copy, keep_step: int) -> tuple[bool, bool, int]:
+    """Copies in the order in which they are overwritten."""
+    label = copy.label
+    if label is None:
+        return False, False, 0
+    return label.step == keep_step and copy.whole, copy.whole, label.step
 
 
 def offer_of(
@@ -86,8 +263,8 @@ def _snapshots(standing: Standing, descriptors: list[int]) -> list[dict[str, Any
     """The labels of whole snapshots; adds their descriptors."""
     found = []
     for label, block in standing.labels():
-        found.append(dataclasses.asdict(label))
-        descriptors.append(os.open(f"/proc/self/fd/{block.descriptor}", os.O_RDONLY | os.O_CLOEXEC))
+        found.append(asdict(label))
+        descriptors.append(opened(block))
     return found
 
 

@@ -122,8 +122,6 @@ class Standing:
         self.reached = 0
         """Highest step that was made in these histories, if no trainer has attached since then and
         told what has to be made again; else 0."""
-        self.missed_count = 0
-        """Snapshots that were asked for and not made."""
 
     def labels(self) -> list[tuple[StandingLabel, Block]]:
         """The whole snapshots and their memory, newest first."""
@@ -339,7 +337,6 @@ class Standing:
             self.on_digested()
 
     def _missed(self, step: int, reason: str) -> bool:
-        self.missed_count += 1
         self._log("standing-missed", wanted_step=step, reason=reason)
         return False
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.sidecar.statistics.pooling import WORDS
 
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "torch.optim.adam.Adam": torch.optim.Adam,
@@ -21,8 +22,6 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "torch.optim.sgd.SGD": torch.optim.SGD,
 }
 """Those whose state is all in `facts`, element by element."""
-
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Place = Callable[[int, int], int | None]
 """(arena byte, size) -> byte of the snapshots; None when it is not all there."""
@@ -124,7 +123,7 @@ def _arguments(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _compared(begin: int, key: str, ours: torch.Tensor, theirs: torch.Tensor) -> pb.ReplayedTensor:
-    words = _WORDS[ours.itemsize]
+    words = WORDS[ours.itemsize]
     one, other = (_memory(tensor).view(words) for tensor in (ours, theirs))
     differs = (one != other).nonzero().flatten()
     row = pb.ReplayedTensor(arena_begin=begin, state_key=key, numel=ours.numel())

@@ -1,16 +1,23 @@
-"""Summon for thin clients: this sidecar gathers from all ranks and streams whole tensors."""
+"""Calls whose code is loaded at the first of them: most sidecars need none, and stay small.
+
+Exports, for the control plane only; Summon and gradients for thin clients, for whom this sidecar
+gathers from all ranks and streams whole tensors.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from google.protobuf.message import Message
 
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.rank import RankSidecar
-from paramd_service.sidecar.rpc.auth import Call, CallTable
+from paramd_service.sidecar.rpc.auth import Answers, Call, CallTable, Unary
 
 if TYPE_CHECKING:
+    from paramd_service.sidecar.rpc.export_service import Exports
     from paramd_service.sidecar.rpc.relay import Gatherer
 
 
@@ -65,9 +72,57 @@ class Gateway:
         return self._gatherer
 
 
-def calls(gateway: Gateway) -> CallTable:
+def gateway_calls(gateway: Gateway) -> CallTable:
     """Methods of this subject."""
     return {
         "Summon": Call(answers=gateway.summon),
         "StreamGradients": Call(answers=gateway.gradients),
     }
+
+
+def export_calls(rank: RankSidecar) -> CallTable:
+    """Methods of this subject."""
+    late = _Late(rank)
+    return {
+        "BeginExport": Call(unary=late.one("begin")),
+        "WriteExportFile": Call(answers=late.many("write")),
+        "StoreExportFile": Call(requests=late.one("store")),
+        "VerifyExportFile": Call(answers=late.many("verify")),
+        "ReadExportFile": Call(answers=late.many("read")),
+        "FinishExport": Call(unary=late.one("finish"), heavy=True),
+        "DropExport": Call(unary=late.one("drop"), heavy=True),
+    }
+
+
+class _Late:
+    """Methods of an `Exports` that is created at the first call."""
+
+    def __init__(self, rank: RankSidecar) -> None:
+        self._rank = rank
+        self._made: Exports | None = None
+
+    def one(self, name: str) -> Unary:
+        """A method with one answer, of one request or a stream of them."""
+
+        async def call(request: Any, timeout_s: float) -> Message:
+            found: Message = await self._method(name)(request, timeout_s)
+            return found
+
+        return call
+
+    def many(self, name: str) -> Answers:
+        """A method that answers with a stream."""
+
+        async def call(request: Any, timeout_s: float) -> AsyncGenerator[bytes, None]:
+            async with aclosing(self._method(name)(request, timeout_s)) as messages:
+                async for message in messages:
+                    yield message
+
+        return call
+
+    def _method(self, name: str) -> Any:
+        if self._made is None:
+            from paramd_service.sidecar.rpc.export_service import Exports
+
+            self._made = Exports(self._rank)
+        return getattr(self._made, name)

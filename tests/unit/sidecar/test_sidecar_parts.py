@@ -21,6 +21,7 @@ from paramd.memory.descriptors import is_pidfd_of_elsewhere, pidfd, same_object
 from paramd.security.tickets import Claims, Role
 from paramd.state_files import socket_path
 from paramd.trainer.settings import LIMITS, AttachSettings
+from paramd.version import __version__
 from paramd_service.sidecar.config import SidecarConfig
 from paramd_service.sidecar.host import asked_for
 from paramd_service.sidecar.main import parse

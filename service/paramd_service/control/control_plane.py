@@ -124,9 +124,7 @@ class ControlPlane:
             expires_s=lambda: files.expires_s if files is not None else None,
         )
         self._exports = ExportService(
-            self._records,
-            open_destinations(strict=jobs.is_site),
-            publish=self._events.publish,
+            self._records, open_destinations(strict=jobs.is_site), publish=self._events.publish
         )
         # 3. Serve gRPC.
         await self._start_grpc(jobs)
@@ -270,12 +268,7 @@ class ControlPlane:
         denied = self._records.denied if self._records is not None else no_audit
         wanted = self._claim.give_grpc()
         bound = await self._grpc.start(
-            jobs,
-            self._revocations,
-            wanted,
-            ranks=ranks,
-            denied=denied,
-            tls=self._grpc_tls,
+            jobs, self._revocations, wanted, ranks=ranks, denied=denied, tls=self._grpc_tls
         )
         if bound != wanted:
             raise UnreachableError(f"another process took {wanted}, which was to be gRPC's")

@@ -17,19 +17,9 @@ from paramd.clock import now_s
 from paramd.errors import ParamdError
 from paramd.layout.types import Layout
 from paramd_service.control.alerts.bits import BitRounds
-from paramd_service.control.alerts.book import (
-    Book,
-    Covered,
-    Finding,
-    series_of,
-)
+from paramd_service.control.alerts.book import Book, Covered, Finding, series_of
 from paramd_service.control.alerts.config import AlertConfig, Rule
-from paramd_service.control.alerts.drift import (
-    Sample,
-    drift_findings,
-    groups_of,
-    next_sample,
-)
+from paramd_service.control.alerts.drift import Sample, drift_findings, groups_of, next_sample
 from paramd_service.control.alerts.numbers import Ask, LoggedRounds
 from paramd_service.control.alerts.rules import (
     MESH_RULES,
@@ -316,12 +306,7 @@ class Watcher:
         """Add values of a metric, by what they are of, to the history."""
         now_s = self._clock()
         self.offer(
-            Measured(
-                series=self.series(name, subject),
-                step=step,
-                time_s=now_s,
-                value=value,
-            )
+            Measured(series=self.series(name, subject), step=step, time_s=now_s, value=value)
             for subject, value in values.items()
         )
 

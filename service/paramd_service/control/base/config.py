@@ -112,9 +112,7 @@ class ControlConfig:
                 parser.add_argument(name, action="store_true", default=wanted)
                 continue
             parser.add_argument(
-                name,
-                type=float if option.type == "float" else str,
-                default=default,
+                name, type=float if option.type == "float" else str, default=default
             )
         gone.check_options(arguments)
         given = parser.parse_args(arguments)

@@ -67,9 +67,7 @@ class IncarnationEdits:
         self.open: dict[str, EditRun] = {}
         """Drivers of edits that have not ended, by id."""
         self.calls = EditCalls(
-            mesh.calls,
-            incarnation=mesh.number,
-            generation=mesh.terms.generation,
+            mesh.calls, incarnation=mesh.number, generation=mesh.terms.generation
         )
 
     def begin(self) -> None:

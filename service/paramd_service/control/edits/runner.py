@@ -37,11 +37,7 @@ from paramd_service.control.edits.machine import (
     Withdraw,
 )
 from paramd_service.control.edits.spec import merged
-from paramd_service.control.mesh.coordinator import (
-    BoundaryAction,
-    BoundaryRequest,
-    worst,
-)
+from paramd_service.control.mesh.coordinator import BoundaryAction, BoundaryRequest, worst
 from paramd_service.control.mesh.registry import MeshView, listed
 from paramd_service.control.mesh.sidecars import SidecarCalls
 from paramd_service.control.store.edits import EditRow

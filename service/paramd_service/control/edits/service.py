@@ -86,12 +86,7 @@ class EditService:
         index, digest = await self._layout()
         name = edit_id if edit_id is not None else secrets.token_hex(16)
         planned = await asyncio.to_thread(
-            plan_edit,
-            index,
-            spec,
-            edit_id=name,
-            incarnation=self.mesh.number,
-            layout_digest=digest,
+            plan_edit, index, spec, edit_id=name, incarnation=self.mesh.number, layout_digest=digest
         )
         self._check_share(planned.share)
         detail = {

@@ -221,12 +221,7 @@ def plan_undo(
 
 
 def plan_change(
-    index: NameIndex,
-    spec: ChangeSpec,
-    *,
-    edit_id: str,
-    incarnation: int,
-    layout_digest: str,
+    index: NameIndex, spec: ChangeSpec, *, edit_id: str, incarnation: int, layout_digest: str
 ) -> Planned:
     """Plan a change of hyper-parameters. Raises UsageError."""
     manifest = sidecar_pb2.EditManifest(

@@ -32,12 +32,7 @@ from paramd_service.control.exports.documents import ExportSpec, named_anew, rea
 from paramd_service.control.exports.machine import Export
 from paramd_service.control.exports.sidecars import Leases, RankLostError
 from paramd_service.control.store.engine import StoreError
-from paramd_service.control.store.exports import (
-    ExportRow,
-    File,
-    FileState,
-    TakenOverError,
-)
+from paramd_service.control.store.exports import ExportRow, File, FileState, TakenOverError
 
 if TYPE_CHECKING:
     from paramd.layout.exports.plan import ExportPlan

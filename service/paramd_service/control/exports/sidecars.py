@@ -152,11 +152,7 @@ class ExportCalls(SidecarCalls):
     ) -> list[export_pb2.ExportedFile]:
         """Commit the export; return all its files."""
         request = export_pb2.FinishExportRequest(
-            target=target,
-            plan=plan,
-            files=files,
-            generation=self._generation,
-            created_s=created_s,
+            target=target, plan=plan, files=files, generation=self._generation, created_s=created_s
         )
         answer = await self._unary(rank, address, "FinishExport", request)
         return list(answer.files)
@@ -187,12 +183,7 @@ class ExportCalls(SidecarCalls):
         await self._unary(rank, address, "DropExport", request)
 
     async def read(
-        self,
-        rank: int,
-        address: str,
-        target: export_pb2.ExportTarget,
-        name: str,
-        offset_bytes: int,
+        self, rank: int, address: str, target: export_pb2.ExportTarget, name: str, offset_bytes: int
     ) -> tuple[int, bytes]:
         """Read a finished export's file: (its size, up to READ_BYTES from the offset).
 
@@ -200,10 +191,7 @@ class ExportCalls(SidecarCalls):
             DataLossError: bytes do not match their checksum.
         """
         request = export_pb2.ReadExportFileRequest(
-            target=target,
-            name=name,
-            finished=True,
-            offset_bytes=offset_bytes,
+            target=target, name=name, finished=True, offset_bytes=offset_bytes
         )
         whole_bytes, data = 0, bytearray()
         asking = self._stream((rank, address), "ReadExportFile", request, UNARY_TIMEOUT_S)

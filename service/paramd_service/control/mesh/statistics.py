@@ -227,11 +227,7 @@ class StatsSource:
         return await self._reading([pattern], stated)
 
     async def _reading(
-        self,
-        patterns: Sequence[str],
-        work: Work[Result],
-        *,
-        buffers: bool = True,
+        self, patterns: Sequence[str], work: Work[Result], *, buffers: bool = True
     ) -> Result:
         """Run `work` on a pinned read of the matching tensors; `buffers` includes buffers."""
         from paramd.mesh.reading.pin import while_pinned

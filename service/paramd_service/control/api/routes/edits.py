@@ -33,8 +33,7 @@ EditId = Annotated[
     Path(alias="edit", min_length=1, max_length=32, description="Its id, or its first characters"),
 ]
 Wait = Annotated[
-    float,
-    Query(ge=0, le=300, allow_inf_nan=False, description="Seconds to wait for it to end"),
+    float, Query(ge=0, le=300, allow_inf_nan=False, description="Seconds to wait for it to end")
 ]
 Limit = Annotated[int, Query(ge=1, le=1000, description="Edits on a page")]
 

@@ -105,8 +105,7 @@ def _exports(services: Services, routes: APIRouter) -> None:
         found = await services.exports.page(job, limit=limit + 1, offset=offset, state=state)
         more = len(found) > limit
         return ExportList(
-            exports=found[:limit],
-            next_page_token=make_token(offset + limit, _PAGE) if more else "",
+            exports=found[:limit], next_page_token=make_token(offset + limit, _PAGE) if more else ""
         )
 
     @routes.get("/jobs/{job}/exports/{export}")

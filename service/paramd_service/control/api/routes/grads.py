@@ -50,11 +50,7 @@ def router(services: Services) -> APIRouter:
     norms = NormHistory(services.records.history.offer)
 
     async def followed(
-        job: str,
-        wanted: Wanted,
-        request: Request,
-        every: Every = 1,
-        kind: Kind = GradKind.STATS,
+        job: str, wanted: Wanted, request: Request, every: Every = 1, kind: Kind = GradKind.STATS
     ) -> AsyncIterator[Frames]:
         # A dependency, so that a refusal gets its own status before the response starts.
         mesh = services.jobs.get(job)

@@ -11,12 +11,7 @@ from pydantic.config import JsonDict
 from paramd.errors import UsageError
 from paramd.version import __version__
 from paramd_service.control.access.authority import CODE_S, cookie_name
-from paramd_service.control.access.doorway import (
-    bearer_of,
-    cookie_of,
-    principal_of,
-    sign_in_digest,
-)
+from paramd_service.control.access.doorway import bearer_of, cookie_of, principal_of, sign_in_digest
 from paramd_service.control.access.roles import allowed
 from paramd_service.control.api.services import Services
 

@@ -19,7 +19,7 @@ from paramd_service.control.access.authority import Tokens, no_audit
 from paramd_service.control.access.doorway import Doorway
 from paramd_service.control.access.join import FailureLimit
 from paramd_service.control.access.revocations import Revocations
-from paramd_service.control.alerts.service import Watchers, open_watchers
+from paramd_service.control.alerts.service import Watchers, open_alerts
 from paramd_service.control.api.app import build_app
 from paramd_service.control.api.services import Services
 from paramd_service.control.base.config import Bootstrap, ControlConfig
@@ -115,9 +115,8 @@ class ControlPlane:
         # 2. Settle our generation and secrets; an embedded one opens its job.
         jobs = self._open_jobs(self._records)
         files = self._tls_of_files
-        self._watchers = open_watchers(
-            watch=not self._config.no_watch,
-            strict=jobs.is_site,
+        self._watchers = Watchers(
+            open_alerts(watch=not self._config.no_watch, strict=jobs.is_site),
             publish=self._events.publish,
             store=self._records.alerts,
             offer=self._records.history.offer,

@@ -39,7 +39,7 @@ from paramd_service.control.edits.machine import (
 from paramd_service.control.edits.spec import merged
 from paramd_service.control.mesh.coordinator import BoundaryAction, BoundaryRequest, worst
 from paramd_service.control.mesh.registry import MeshView, listed
-from paramd_service.control.mesh.sidecars import SidecarCalls
+from paramd_service.control.mesh.sidecars import SidecarCalls, method_of
 from paramd_service.control.store.edits import EditRow
 from paramd_service.control.store.engine import StoreError
 
@@ -151,9 +151,8 @@ class EditCalls:
         timeout_s: float = ASK_S,
     ) -> Result:
         """Call the method that the request is named after."""
-        method = request.DESCRIPTOR.name.removesuffix("Request")
         found: Result = await self._sidecars.ask(
-            rank, address, method, request, timeout_s=timeout_s
+            rank, address, method_of(request), request, timeout_s=timeout_s
         )
         return found
 

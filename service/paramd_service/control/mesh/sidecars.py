@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from google.protobuf.message import Message
+
 from paramd import clock
 from paramd.clock import now_s
 from paramd.errors import DeadlineError, NotFoundError, ParamdError, UnreachableError
@@ -146,6 +148,11 @@ class ControlTicket:
             )
             self._renew_s = now_s + TICKET_TTL_S / 2
         return self._ticket
+
+
+def method_of(request: Message) -> str:
+    """The method that a request is named after."""
+    return request.DESCRIPTOR.name.removesuffix("Request")
 
 
 class SidecarCalls:

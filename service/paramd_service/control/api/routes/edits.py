@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request
@@ -93,8 +92,7 @@ def _add_making(routes: APIRouter, services: Services) -> None:
         """Create an edit that undoes an applied one. Optimizer state that was zeroed stays zero;
         the note says so. Idempotent by id."""
         row, service = await row_of(job, edit), edits.service(job)
-        edit_id = wanted.id if wanted.id is not None else secrets.token_hex(16)
-        made = await service.undo(principal_of(request), row, force=wanted.force, edit_id=edit_id)
+        made = await service.undo(principal_of(request), wanted.id, row, force=wanted.force)
         return stored_document(edits, await edits.wait(made, wanted.wait_s))
 
     @routes.delete("/jobs/{job}/edits/{edit}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Request
@@ -19,9 +18,8 @@ from paramd_service.control.api.models import (
 )
 from paramd_service.control.api.routes.edits import stored_document
 from paramd_service.control.api.services import Services
-from paramd_service.control.edits.kept import KeptState
+from paramd_service.control.edits.marks import KeptState
 from paramd_service.control.edits.service import EditService
-from paramd_service.control.edits.spec import ChangeSpec
 
 Name = Annotated[str, Path(alias="mark", min_length=1, max_length=64, description="Its name")]
 
@@ -57,11 +55,10 @@ def router(services: Services) -> APIRouter:
         """Put training back to a mark, or to a step that is kept: parameters, optimizer state and
         everything in keep, on all ranks or on none. An edit: undo_edit goes forward again.
         Idempotent by id."""
-        edit_id = wanted.id if wanted.id is not None else secrets.token_hex(16)
         to: str | int | None = wanted.mark if wanted.mark is not None else wanted.step
         assert to is not None, "the model takes exactly one of them"
         by = principal_of(request)
-        row = await edits_of(job).roll_back(by, to, wanted.note, edit_id)
+        row = await edits_of(job).roll_back(by, wanted.id, to, wanted.note)
         return stored_document(edits, await edits.wait(row, wanted.wait_s))
 
     @routes.post("/jobs/{job}/hyperparameters", status_code=201)
@@ -70,11 +67,8 @@ def router(services: Services) -> APIRouter:
     ) -> EditDocument:
         """Set hyper-parameters of a parameter group, on all ranks at one step or on none. An edit,
         which undo_edit undoes. Idempotent by id."""
-        edit_id = wanted.id if wanted.id is not None else secrets.token_hex(16)
-        spec = ChangeSpec(
-            optimizer=wanted.optimizer, group=wanted.group, values=wanted.values, note=wanted.note
-        )
-        row = await edits_of(job).change(principal_of(request), spec, edit_id)
+        asked = wanted.model_dump(include={"optimizer", "group", "values", "note"})
+        row = await edits_of(job).change(principal_of(request), wanted.id, **asked)
         return stored_document(edits, await edits.wait(row, wanted.wait_s))
 
     return routes

@@ -38,7 +38,7 @@ STALL_BUDGET = "PARAMD_STALL_BUDGET_MS"
 def _ask_logged(mesh: Incarnation) -> Ask:
     async def ask(report: Report, request: pb.GetLoggedRequest) -> pb.GetLoggedResponse:
         found: pb.GetLoggedResponse = await mesh.calls.ask(
-            report.rank, report.address, "GetLogged", request, timeout_s=ASK_TIMEOUT_S
+            report.rank, report.address, request, timeout_s=ASK_TIMEOUT_S
         )
         return found
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from paramd.clock import now_s
 from paramd.errors import ParamdError
 from paramd.layout.types import Layout
+from paramd_service.aio import stopped
 from paramd_service.control.alerts.bits import BitRounds
 from paramd_service.control.alerts.book import Book, Covered, Finding, series_of
 from paramd_service.control.alerts.config import AlertConfig, Rule
@@ -231,10 +232,7 @@ class Watcher:
             incarnation_over: Resolve all alerts. Otherwise they stay firing in the store, for the
                 next control plane to resume.
         """
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await stopped(*self._tasks)
         self._tasks = []
         if incarnation_over:
             self._on_change(self.book.close(self._clock()))

@@ -15,6 +15,7 @@ from paramd.layout.edits.ops import EditState
 from paramd.layout.edits.plan import PlannedOp, overlap
 from paramd.layout.select import NameIndex
 from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.aio import stopped
 from paramd_service.control.access.authority import Principal
 from paramd_service.control.edits.machine import (
     CallOff,
@@ -175,13 +176,8 @@ class IncarnationEdits:
 
     async def close(self) -> None:
         """Stop all drivers; the next control plane resolves what is COMMITTED."""
-        if self._loading is not None:
-            self._loading.cancel()
-            await asyncio.wait({self._loading})
-        for task in list(self._ending):
-            task.cancel()
-        if self._ending:
-            await asyncio.wait(self._ending)
+        await stopped(self._loading)
+        await stopped(*self._ending)
         for driver in list(self.open.values()):
             await driver.close()
 

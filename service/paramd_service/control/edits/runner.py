@@ -17,6 +17,7 @@ from paramd.layout.edits.plan import PlannedOp
 from paramd.layout.select import NameIndex
 from paramd.layout.stats import stats_of
 from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.aio import stopped
 from paramd_service.control.edits.machine import (
     Action,
     Applied,
@@ -39,7 +40,7 @@ from paramd_service.control.edits.machine import (
 from paramd_service.control.edits.spec import merged
 from paramd_service.control.mesh.coordinator import BoundaryAction, BoundaryRequest, worst
 from paramd_service.control.mesh.registry import MeshView, listed
-from paramd_service.control.mesh.sidecars import SidecarCalls, method_of
+from paramd_service.control.mesh.sidecars import SidecarCalls
 from paramd_service.control.store.edits import EditRow
 from paramd_service.control.store.engine import StoreError
 
@@ -84,7 +85,7 @@ class EditCalls:
             yield pb.StageEditRequest(manifest=manifest)
 
         answer: pb.StageEditResponse = await self._sidecars.ask(
-            rank, address, "StageEdit", messages(), timeout_s=STAGE_S
+            rank, address, messages(), timeout_s=STAGE_S, method="StageEdit"
         )
         return answer.progress
 
@@ -150,10 +151,7 @@ class EditCalls:
         _answer: type[Result],
         timeout_s: float = ASK_S,
     ) -> Result:
-        """Call the method that the request is named after."""
-        found: Result = await self._sidecars.ask(
-            rank, address, method_of(request), request, timeout_s=timeout_s
-        )
+        found: Result = await self._sidecars.ask(rank, address, request, timeout_s=timeout_s)
         return found
 
 
@@ -249,10 +247,7 @@ class EditRun:
 
     async def close(self) -> None:
         """Stop driving. A COMMITTED edit stays so in the store for the next control plane."""
-        tasks = {self._loop, *self._tasks}
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+        await stopped(self._loop, *self._tasks)
 
     async def _run(self) -> None:
         while True:

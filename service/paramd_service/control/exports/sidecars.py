@@ -31,7 +31,7 @@ from paramd.v1 import export_pb2, sidecar_pb2
 from paramd.wire import checksum_of
 from paramd_service.aio import stopped
 from paramd_service.control.mesh.jobs import Incarnation
-from paramd_service.control.mesh.sidecars import SidecarCalls, method_of
+from paramd_service.control.mesh.sidecars import SidecarCalls
 from paramd_service.destinations.destinations import Destination, locate
 from paramd_service.destinations.place import MANIFEST
 
@@ -168,7 +168,7 @@ class ExportCalls(SidecarCalls):
         timeout_s: float = UNARY_TIMEOUT_S,
     ) -> Any:
         """Call `method`, else the one that the request is named after; return the answer."""
-        call = self.ask(rank, address, method or method_of(request), request, timeout_s=timeout_s)
+        call = self.ask(rank, address, request, timeout_s=timeout_s, method=method)
         try:
             return await watched(call, lambda: self._probe(rank, address))
         except RankLostError:

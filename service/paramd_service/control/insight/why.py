@@ -65,7 +65,7 @@ async def inspect(calls: SidecarCalls, ranks: Sequence[RankView], *, log_lines: 
         )
         try:
             answer = await calls.ask(
-                rank.rank, rank.report.address, "InspectTrainer", request, timeout_s=ASK_TIMEOUT_S
+                rank.rank, rank.report.address, request, timeout_s=ASK_TIMEOUT_S
             )
         except ParamdError as error:
             return rank, error
@@ -139,7 +139,7 @@ async def tails_of(
         address = rank.report.address
         try:
             answer: pb.GetLogResponse = await calls.ask(
-                rank.rank, address, "GetLog", request, timeout_s=ASK_TIMEOUT_S
+                rank.rank, address, request, timeout_s=ASK_TIMEOUT_S
             )
         except ParamdError as error:
             why = str(error)

@@ -12,8 +12,7 @@ from sqlalchemy import Connection, Row, Select, insert, select, update
 
 from paramd.errors import ExistsError
 from paramd_service.control.store.schema import edits
-from paramd_service.control.store.short_ids import whole_id
-from paramd_service.control.store.store import Store, columns_of
+from paramd_service.control.store.store import Store, columns_of, whole_id
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +99,7 @@ class EditStore:
     async def find(self, edit_id: str) -> EditRow | None:
         """The edit with this id; None when there is none."""
         chosen = select(edits).where(edits.c.id == edit_id)
-        row = await self._store.read(lambda connection: connection.execute(chosen).first())
+        row = await self._store.first(chosen)
         return edit_of(row) if row is not None else None
 
     async def whole_id(self, job: str, given: str) -> str:
@@ -114,9 +113,7 @@ class EditStore:
         chosen = chosen_edits(job, state=state)
         if before is not None:
             chosen = chosen.where(edits.c.number < before)
-        rows = await self._store.read(
-            lambda connection: connection.execute(chosen.limit(limit)).all()
-        )
+        rows = await self._store.all(chosen.limit(limit))
         return [edit_of(row) for row in rows]
 
     async def of_job(
@@ -127,8 +124,7 @@ class EditStore:
         if incarnation is not None:
             chosen = chosen.where(edits.c.incarnation == incarnation)
         chosen = chosen.order_by(edits.c.number)
-        rows = await self._store.read(lambda connection: connection.execute(chosen).all())
-        return [edit_of(row) for row in rows]
+        return [edit_of(row) for row in await self._store.all(chosen)]
 
 
 def chosen_edits(

@@ -26,7 +26,7 @@ from paramd_service.control.edits.machine import (
     SameData,
     no_data,
 )
-from paramd_service.control.edits.runner import EditCalls, EditRun, on_all, preview_all, stage_all
+from paramd_service.control.edits.runner import EditCalls, EditRun, feed_staged, on_all, preview_all
 from paramd_service.control.edits.spec import EditConfig, Planned, ops_of
 from paramd_service.control.mesh.coordinator import BoundaryAction, token_of
 from paramd_service.control.mesh.jobs import Incarnation
@@ -90,7 +90,6 @@ class IncarnationEdits:
             machine,
             row,
             calls=self.calls,
-            boundaries=self._mesh.calls,
             view=self._mesh.registry.view,
             save=self._records.edits.save,
             on_change=self._changed,
@@ -110,7 +109,9 @@ class IncarnationEdits:
                 # A rank has room for one: the last one's is free once the rank has forgotten it.
                 await asyncio.wait(self._ending, timeout=FORGOTTEN_S)
             view = self._mesh.coordinator.joined()
-            await stage_all(driver, self.calls, view, planned.manifest)
+            manifest = planned.manifest
+            staged = await on_all(view, lambda rank, at: self.calls.stage(rank, at, manifest))
+            feed_staged(driver, staged)
             if driver.row.detail.get("dry_run"):
                 found = await preview_all(self.calls, view, driver.row.id, index, planned.ops)
                 driver.describe(**found)

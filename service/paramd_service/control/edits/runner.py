@@ -75,6 +75,7 @@ class EditCalls:
 
     def __init__(self, sidecars: SidecarCalls, *, incarnation: int, generation: int) -> None:
         self._sidecars = sidecars
+        self.reach = sidecars.reach
         self._incarnation = incarnation
         self._generation = generation
 
@@ -188,7 +189,6 @@ class EditRun:
         row: EditRow,
         *,
         calls: EditCalls,
-        boundaries: SidecarCalls,
         view: Callable[[], MeshView],
         save: Callable[[EditRow], Awaitable[None]],
         on_change: Callable[[EditRow], None],
@@ -200,7 +200,6 @@ class EditRun:
         self.reach_s = 60.0
         """Time for ReachBoundary, in seconds."""
         self._calls = calls
-        self._boundaries = boundaries
         self._view = view
         self._save = save
         self._on_change = on_change
@@ -332,7 +331,7 @@ class EditRun:
         )
         try:
             address = address_of(self._view(), rank)
-            answer = await self._boundaries.reach(rank, address, request, (), self.reach_s)
+            answer = await self._calls.reach(rank, address, request, (), self.reach_s)
         except ParamdError as error:
             return NotReached(rank, str(error))
         if answer.captured:
@@ -409,14 +408,6 @@ async def on_all(
     return answers
 
 
-async def stage_all(
-    driver: EditRun, calls: EditCalls, view: MeshView, manifest: pb.EditManifest
-) -> None:
-    """Stage an edit without data on all ranks. Raises as `on_all`."""
-    found = await on_all(view, lambda rank, address: calls.stage(rank, address, manifest))
-    _feed_staged(driver, found)
-
-
 async def verify_staged(
     driver: EditRun, calls: EditCalls, view: MeshView, manifest: pb.EditManifest
 ) -> None:
@@ -449,7 +440,7 @@ async def verify_staged(
             f"the data on ranks {listed(strange)} was uploaded with another token than the one "
             "that created the edit; abort it and create a new one"
         )
-    _feed_staged(driver, found)
+    feed_staged(driver, found)
 
 
 async def preview_all(
@@ -470,6 +461,7 @@ async def preview_all(
     return {"before": merged(index, ops, before), "after": merged(index, ops, after)}
 
 
-def _feed_staged(driver: EditRun, found: dict[int, pb.EditProgress]) -> None:
+def feed_staged(driver: EditRun, found: dict[int, pb.EditProgress]) -> None:
+    """Tell an edit what its ranks have staged."""
     for rank, progress in found.items():
         driver.feed(Staged(rank, progress.manifest_digest, tuple(progress.data_digests)))

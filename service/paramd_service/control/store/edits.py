@@ -14,6 +14,9 @@ from paramd.errors import ExistsError
 from paramd_service.control.store.schema import edits
 from paramd_service.control.store.store import Store, columns_of, whole_id
 
+_CHANGING = ("state", "reason", "ended_s", "boundary", "token", "step", "edits", "stop_ns")
+"""Columns that follow an edit's state, besides `detail`."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EditRow:
@@ -75,17 +78,8 @@ class EditStore:
 
     async def save(self, row: EditRow) -> None:
         """Write the mutable fields; an applied undo also marks the edit it undid."""
-        changed = {
-            "state": row.state,
-            "reason": row.reason,
-            "ended_s": row.ended_s,
-            "boundary": row.boundary,
-            "token": row.token,
-            "step": row.step,
-            "edits": row.edits,
-            "stop_ns": row.stop_ns,
-            "detail": json.dumps(dict(row.detail), sort_keys=True),
-        }
+        changed = {name: getattr(row, name) for name in _CHANGING}
+        changed["detail"] = json.dumps(dict(row.detail), sort_keys=True)
 
         def work(connection: Connection) -> None:
             connection.execute(update(edits).where(edits.c.id == row.id).values(changed))

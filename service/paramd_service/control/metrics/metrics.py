@@ -28,6 +28,8 @@ _NS = 1e9
 
 Row = tuple[Sequence[object], float]
 """Values of the labels, and the number."""
+Numbers = tuple[str, str, Callable[[Report], float]]
+"""Name, text, and how a report tells the number."""
 
 
 def _family(
@@ -73,7 +75,7 @@ def _record_metrics(records: Records) -> Iterator[Metric]:
     )
 
 
-_RANK_GAUGES: tuple[tuple[str, str, Callable[[Report], float]], ...] = (
+_RANK_GAUGES: tuple[Numbers, ...] = (
     ("paramd_rank_step", "Finished updates", lambda r: r.step),
     ("paramd_rank_step_time_seconds", "Smoothed step time", lambda r: r.state.step_time_ns / _NS),
     ("paramd_rank_arena_bytes", "Bytes of the arena", lambda r: r.state.arena_bytes),
@@ -83,7 +85,7 @@ _RANK_GAUGES: tuple[tuple[str, str, Callable[[Report], float]], ...] = (
     ("paramd_rank_phase", "Phase by its number in paramd.v1", lambda r: r.state.phase),
     ("paramd_rank_agreement_works", "1 while agreeing", lambda r: r.state.agreement_works),
 )
-_RANK_COUNTERS: tuple[tuple[str, str, Callable[[Report], float]], ...] = (
+_RANK_COUNTERS: tuple[Numbers, ...] = (
     ("paramd_rank_stalls", "Updates that waited", lambda r: r.state.stall_count),
     ("paramd_rank_stall_seconds", "Total stall time", lambda r: r.state.stall_total_ns / _NS),
     ("paramd_rank_abandoned_copies", "Abandoned copies", lambda r: r.state.abandoned_copy_count),
@@ -218,13 +220,17 @@ def _alert_metrics(watchers: Watchers) -> Iterator[Metric]:
 def _rank_metrics(ranks: Sequence[tuple[str, RankView]]) -> Iterator[Metric]:
     joined = [((job, rank.rank), rank.connected) for job, rank in ranks]
     yield _family(Gauge, "paramd_rank_joined", "1 while joined", "job rank", joined)
-    known = [((job, rank.rank), rank, rank.report) for job, rank in ranks]
-    told = [(key, rank, report) for key, rank, report in known if report is not None]
-    ages = [(key, rank.age_s) for key, rank, _ in told]
-    yield _family(
-        Gauge, "paramd_rank_report_age_seconds", "Age of the last report", "job rank", ages
-    )
-    for kind, rows in ((Gauge, _RANK_GAUGES), (Counted, _RANK_COUNTERS)):
-        for name, text, read in rows:
-            numbers = ((key, read(report)) for key, _, report in told)
-            yield _family(kind, name, text, "job rank", numbers)
+    told = [(job, rank, rank.report) for job, rank in ranks if rank.report is not None]
+    ages = [((job, rank.rank), rank.age_s) for job, rank, _ in told]
+    text = "Age of the last report"
+    yield _family(Gauge, "paramd_rank_report_age_seconds", text, "job rank", ages)
+    reports = [((job, rank.rank), report) for job, rank, report in told]
+    yield from (_of_ranks(Gauge, reports, one) for one in _RANK_GAUGES)
+    yield from (_of_ranks(Counted, reports, one) for one in _RANK_COUNTERS)
+
+
+def _of_ranks(
+    kind: type[Gauge | Counted], reports: Sequence[tuple[tuple[str, int], Report]], one: Numbers
+) -> Metric:
+    name, text, read = one
+    return _family(kind, name, text, "job rank", ((key, read(report)) for key, report in reports))

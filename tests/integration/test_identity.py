@@ -163,7 +163,6 @@ def test_the_control_plane_takes_no_answer_of_another_rank(job: Job) -> None:
             edits.preview(0, there, "e", timeout_s=5.0),
             edits.drop(0, there, "e"),
             edits.withdraw(0, there, 1),
-            edits.renew_hold(0, there, 1000),
             edits.state(0, there),
             exports.unary(0, there, export_pb2.BeginExportRequest()),
             exports.write(0, there, write, sources=(), moved=lambda _: None, timeout_s=5.0),

@@ -17,9 +17,9 @@ from paramd.errors import ConflictError, ExistsError, NotFoundError, ParamdError
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.control.access.authority import Principal
 from paramd_service.control.edits.holds import Hold
-from paramd_service.control.edits.runner import EditCalls, on_all
+from paramd_service.control.edits.runner import ASK_S, STAGE_S, on_all
 from paramd_service.control.mesh.jobs import Incarnation
-from paramd_service.control.mesh.registry import listed
+from paramd_service.control.mesh.registry import MeshView, listed
 from paramd_service.control.records.records import Records
 
 
@@ -47,7 +47,6 @@ class Marks:
     def __init__(
         self,
         mesh: Incarnation,
-        calls: EditCalls,
         hold: Hold,
         records: Records,
         *,
@@ -55,7 +54,6 @@ class Marks:
     ) -> None:
         """`on_change(job, name, mark)` is told of each mark made, and with None of each dropped."""
         self._mesh = mesh
-        self._calls = calls
         self._hold = hold
         self._records = records
         self._on_change = on_change
@@ -70,7 +68,9 @@ class Marks:
         async def ask(rank: int, address: str) -> None:
             nonlocal failure
             try:
-                found[rank] = await self._calls.kept_states(rank, address)
+                request = pb.ListKeptStatesRequest()
+                answer = await self._mesh.calls.ask(rank, address, request, timeout_s=ASK_S)
+                found[rank] = list(answer.states)
             except ParamdError as error:
                 failure = error
 
@@ -127,16 +127,28 @@ class Marks:
         """Forget a mark on all ranks; False if there was none. Idempotent."""
         async with self._records.recorded(by, "mark.delete", {"mark": name}, self._mesh):
             view = self._mesh.coordinator.joined()
-            dropped = await on_all(view, lambda rank, at: self._calls.drop_mark(rank, at, name))
-        if any(dropped.values()):
+            dropped = await self._forget(view, name)
+        if dropped:
             self._on_change(self._mesh.job, name, None)
-        return any(dropped.values())
+        return dropped
+
+    async def _forget(self, view: MeshView, name: str) -> bool:
+        request = pb.DropMarkRequest(mark=name, generation=self._mesh.terms.generation)
+        ask = self._mesh.calls.ask
+        found = await on_all(view, lambda rank, at: ask(rank, at, request, timeout_s=ASK_S))
+        return any(one.dropped for one in found.values())
 
     async def _made(self, by: Principal, name: str) -> KeptState:
         view = self._mesh.coordinator.joined()
 
         async def make(rank: int, address: str, *, fill: bool) -> pb.KeptState:
-            return await self._calls.make_mark(rank, address, name, by.name, fill=fill)
+            """Have memory made for it, or with `fill` have the state copied."""
+            request = pb.MakeMarkRequest(
+                mark=name, by=by.name, fill=fill, generation=self._mesh.terms.generation
+            )
+            answer = await self._mesh.calls.ask(rank, address, request, timeout_s=STAGE_S)
+            state: pb.KeptState = answer.state
+            return state
 
         try:
             # Before training is held: making memory takes longer than the copy.
@@ -150,9 +162,7 @@ class Marks:
                 )
         except BaseException:
             with suppress(Exception):
-                await asyncio.shield(
-                    on_all(view, lambda rank, at: self._calls.drop_mark(rank, at, name))
-                )
+                await asyncio.shield(self._forget(view, name))
             raise
         return made
 

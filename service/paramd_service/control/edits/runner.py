@@ -116,30 +116,6 @@ class EditCalls:
         # A fate added by a newer sidecar version proves nothing: ask again.
         return _FATES.get(answer.fate, Outcome.IN_DOUBT)
 
-    async def renew_hold(self, rank: int, address: str, lease_ms: int) -> int:
-        """Renew the lease of a hold; return the milliseconds granted."""
-        request = pb.RenewHoldRequest(
-            incarnation=self._incarnation, generation=self._generation, lease_ms=lease_ms
-        )
-        return (await self._ask(rank, address, request, pb.RenewHoldResponse)).lease_ms
-
-    async def make_mark(
-        self, rank: int, address: str, mark: str, by: str, *, fill: bool
-    ) -> pb.KeptState:
-        """Have memory made for a mark, or with `fill` copy the state at which training is held."""
-        request = pb.MakeMarkRequest(mark=mark, by=by, fill=fill, generation=self._generation)
-        return (await self._ask(rank, address, request, pb.MakeMarkResponse, STAGE_S)).state
-
-    async def drop_mark(self, rank: int, address: str, mark: str) -> bool:
-        """Forget a mark; False if there was none."""
-        request = pb.DropMarkRequest(mark=mark, generation=self._generation)
-        return (await self._ask(rank, address, request, pb.DropMarkResponse)).dropped
-
-    async def kept_states(self, rank: int, address: str) -> list[pb.KeptState]:
-        """Marks and standing snapshots of a rank."""
-        request = pb.ListKeptStatesRequest()
-        return list((await self._ask(rank, address, request, pb.ListKeptStatesResponse)).states)
-
     async def state(self, rank: int, address: str) -> pb.GetStateResponse:
         """The rank's current state and step."""
         return await self._ask(rank, address, pb.GetStateRequest(), pb.GetStateResponse)

@@ -383,7 +383,7 @@ class EditRegistry:
             mesh, work.calls, self._records, agree_s=work.agree_s, on_change=self._hold_changed
         )
         work.held = hold.during
-        marks = Marks(mesh, work.calls, hold, self._records, on_change=self._mark_changed)
+        marks = Marks(mesh, hold, self._records, on_change=self._mark_changed)
         service = EditService(mesh, work, self._records, self.config, pace, marks)
         if job in self._services:
             self._older.append(self._services[job])

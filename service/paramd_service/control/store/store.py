@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
-from sqlalchemy import Connection, Engine, Executable, Row, Table, select
+from sqlalchemy import Connection, Engine, Executable, Table, select
 
 from paramd.errors import NotFoundError, UsageError
 from paramd_service.control.store.engine import (
@@ -143,12 +143,12 @@ class Store:
             raise StoreError("the store is not running")
         return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, work)
 
-    async def all(self, chosen: Executable) -> Sequence[Row[Any]]:
+    async def all(self, chosen: Executable) -> Sequence[Any]:
         """The rows of a query. Raises StoreError."""
         return await self.read(lambda connection: connection.execute(chosen).all())
 
-    async def first(self, chosen: Executable) -> Row[Any] | None:
-        """The first row of a query, if it has one. Raises StoreError."""
+    async def first(self, chosen: Executable) -> Any:
+        """The first row of a query; None if it has none. Raises StoreError."""
         return await self.read(lambda connection: connection.execute(chosen).first())
 
     def _read(self, work: Callable[[Connection], T]) -> T:

@@ -37,11 +37,13 @@ def post(loop: asyncio.AbstractEventLoop, action: Callable[..., object], *args: 
         loop.call_soon_threadsafe(action, *args)
 
 
-async def stopped(task: asyncio.Task[Any] | None) -> None:
-    """Cancel a task, if there is one, and wait for it; its errors stay in it."""
-    if task is not None:
+async def stopped(*tasks: asyncio.Task[Any] | None) -> None:
+    """Cancel the tasks that there are, and wait for them; their errors stay in them."""
+    there = [task for task in tasks if task is not None]
+    for task in there:
         task.cancel()
-        await asyncio.wait({task})
+    if there:
+        await asyncio.wait(there)
 
 
 async def ended(task: asyncio.Future[Any]) -> None:

@@ -144,7 +144,7 @@ def test_the_control_plane_takes_no_answer_of_another_rank(job: Job) -> None:
         job=JOB, incarnation=1, world_size=2, private_key=job.private_key, token=job.token
     )
     manifest = sidecar_pb2.EditManifest(edit_id="e", incarnation=1)
-    target, plan = export_pb2.ExportTarget(), export_pb2.ExportPlan()
+    target = export_pb2.ExportTarget()
 
     async def ask_all() -> None:
         calls = SidecarCalls(bootstrap)
@@ -163,17 +163,12 @@ def test_the_control_plane_takes_no_answer_of_another_rank(job: Job) -> None:
             edits.preview(0, there, "e", timeout_s=5.0),
             edits.drop(0, there, "e"),
             edits.withdraw(0, there, 1),
-            edits.renew_hold(0, there, 1000),
             edits.state(0, there),
-            exports.begin(0, there, target, 1),
+            exports.unary(0, there, export_pb2.BeginExportRequest()),
             exports.write(0, there, write, sources=(), moved=lambda _: None, timeout_s=5.0),
             exports.verify(0, there, verify, timeout_s=5.0),
             exports.store(0, there, target, "f", b""),
-            exports.finish(0, there, target, plan, (), 0.0),
-            exports.drop(0, there, target, ()),
             exports.read(0, there, target, "f", 0),
-            exports.renew(0, there, "s", 1.0),
-            exports.release(0, there, "s"),
         ]
         try:
             for call in asked:

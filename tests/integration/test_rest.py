@@ -18,7 +18,7 @@ from paramd.errors import NotFoundError
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd_service.control.access.roles import ELEMENTS_OF_BIN, SMALL_NUMEL
 from paramd_service.control.api.routes.paging import KEPT
-from paramd_service.control.mesh.held import MAX_HELD
+from paramd_service.control.mesh.statistics import MAX_HELD
 from tests.integration.client_job import Job, running_job
 from tests.integration.test_client import layout, write_arenas
 

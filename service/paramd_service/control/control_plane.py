@@ -19,7 +19,7 @@ from paramd_service.control.access.authority import Tokens, no_audit
 from paramd_service.control.access.doorway import Doorway
 from paramd_service.control.access.join import FailureLimit
 from paramd_service.control.access.revocations import Revocations
-from paramd_service.control.alerts.service import Watchers, open_watchers
+from paramd_service.control.alerts.service import Watchers, open_alerts
 from paramd_service.control.api.app import build_app
 from paramd_service.control.api.services import Services
 from paramd_service.control.base.config import Bootstrap, ControlConfig
@@ -115,18 +115,15 @@ class ControlPlane:
         # 2. Settle our generation and secrets; an embedded one opens its job.
         jobs = self._open_jobs(self._records)
         files = self._tls_of_files
-        self._watchers = open_watchers(
-            watch=not self._config.no_watch,
-            strict=jobs.is_site,
+        self._watchers = Watchers(
+            open_alerts(watch=not self._config.no_watch, strict=jobs.is_site),
             publish=self._events.publish,
             store=self._records.alerts,
             offer=self._records.history.offer,
             expires_s=lambda: files.expires_s if files is not None else None,
         )
         self._exports = ExportService(
-            self._records,
-            open_destinations(strict=jobs.is_site),
-            publish=self._events.publish,
+            self._records, open_destinations(strict=jobs.is_site), publish=self._events.publish
         )
         # 3. Serve gRPC.
         await self._start_grpc(jobs)
@@ -270,12 +267,7 @@ class ControlPlane:
         denied = self._records.denied if self._records is not None else no_audit
         wanted = self._claim.give_grpc()
         bound = await self._grpc.start(
-            jobs,
-            self._revocations,
-            wanted,
-            ranks=ranks,
-            denied=denied,
-            tls=self._grpc_tls,
+            jobs, self._revocations, wanted, ranks=ranks, denied=denied, tls=self._grpc_tls
         )
         if bound != wanted:
             raise UnreachableError(f"another process took {wanted}, which was to be gRPC's")

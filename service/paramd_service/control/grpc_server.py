@@ -15,12 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from paramd.clock import now_s
-from paramd.errors import (
-    DeadlineError,
-    DeniedError,
-    ExhaustedError,
-    UsageError,
-)
+from paramd.errors import DeadlineError, DeniedError, ExhaustedError, UsageError
 from paramd.security.tls import RANK_NAME
 from paramd.v1 import common_pb2, control_pb2, control_pb2_grpc
 from paramd_service.admission import CONNECTION_OPTIONS, Doors, Notice, Shares
@@ -251,9 +246,7 @@ class GrpcServer:
             UnreachableError: as `bind_grpc`.
         """
         doors = Doors(
-            counted=lambda method: method != JOIN,
-            calls=Shares(CALLERS, "calls"),
-            who=caller_token,
+            counted=lambda method: method != JOIN, calls=Shares(CALLERS, "calls"), who=caller_token
         )
         server = grpc.aio.server(
             interceptors=[TicketInterceptor(jobs.verifier, revocations.check, denied), doors],

@@ -213,7 +213,6 @@ async def test_a_commit_that_cannot_be_saved_reaches_nobody_and_is_aborted() -> 
         EditMachine(world_size=2, manifest_digest=b"m"),
         row,
         calls=calls,  # type: ignore[arg-type]
-        boundaries=calls,
         view=lambda: mesh(0, 1),
         save=save,
         on_change=lambda row: told.append(row.state),
@@ -245,7 +244,6 @@ async def test_a_fault_of_ours_on_the_way_to_a_rank_calls_the_edit_off() -> None
         EditMachine(world_size=2, manifest_digest=b"m"),
         row,
         calls=calls,  # type: ignore[arg-type]
-        boundaries=calls,
         view=lambda: mesh(0, 1),
         save=save,
         on_change=lambda row: None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paramd.errors import UsageError
-from paramd_service.control.exports.schedules import Cadence, Due, Kept, due, to_remove
+from paramd_service.control.exports.schedules import Cadence, Due, due, to_remove
 
 
 @pytest.mark.parametrize(
@@ -31,12 +31,12 @@ def test_every_so_many_steps(last: int, step: int, running: bool, expected: Due)
 )
 def test_retention(keep_last: int | None, keep_every: int | None, gone: list[int]) -> None:
     cadence = Cadence(every_steps=1, keep_last=keep_last, keep_every=keep_every)
-    assert to_remove(cadence, [Kept(number, number) for number in range(5)]) == gone
+    assert to_remove(cadence, [(number, number) for number in range(5)]) == gone
 
 
 def test_what_was_removed_does_not_move_what_stays() -> None:
     cadence = Cadence(every_steps=1, keep_last=1, keep_every=2)
-    there = [Kept(number, number) for number in (0, 2, 4, 5, 6)]
+    there = [(number, number) for number in (0, 2, 4, 5, 6)]
     assert to_remove(cadence, there) == [5]
 
 

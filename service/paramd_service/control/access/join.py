@@ -17,14 +17,7 @@ import grpc.aio
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
-from paramd.errors import (
-    ConflictError,
-    DeniedError,
-    ParamdError,
-    codes_of,
-    exhausted_of,
-    reason_of,
-)
+from paramd.errors import ConflictError, DeniedError, ParamdError, codes_of, exhausted_of, reason_of
 from paramd.security.tickets import Claims, Role, Verifier, claimed
 from paramd_service.admission import OPEN_METHODS
 from paramd_service.control.access.authority import Denied, no_audit

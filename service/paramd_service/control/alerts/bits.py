@@ -18,12 +18,7 @@ from paramd.errors import AbortedError, ConflictError, DeadlineError
 from paramd.state import At
 from paramd_service.control.alerts.book import Covered, Observe
 from paramd_service.control.alerts.config import AlertConfig, Rule
-from paramd_service.control.alerts.drift import (
-    ReplicaGroup,
-    drift_findings,
-    groups_of,
-    spans_of,
-)
+from paramd_service.control.alerts.drift import ReplicaGroup, drift_findings, groups_of, spans_of
 from paramd_service.control.alerts.sampling import DigestRound, digests_of
 
 if TYPE_CHECKING:

@@ -166,8 +166,7 @@ class LoggedRounds:
             return
         prefixes = tuple(f"{name} of rank {rank}: " for name in values)
         self._watcher.observe(
-            found,
-            lambda one: one.rule == Rule.LOGGED_NUMBER and one.subject.startswith(prefixes),
+            found, lambda one: one.rule == Rule.LOGGED_NUMBER and one.subject.startswith(prefixes)
         )
 
     def _point(self, rank: int, name: str, entry: pb.LoggedEntry, value: float) -> list[Sample]:

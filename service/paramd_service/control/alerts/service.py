@@ -6,11 +6,9 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from paramd import gone
 from paramd.errors import ParamdError, UsageError
 from paramd.state_files import file_places
 from paramd.v1 import sidecar_pb2 as pb
@@ -20,7 +18,7 @@ from paramd_service.control.alerts.numbers import ASK_TIMEOUT_S, Ask
 from paramd_service.control.alerts.sampling import MeshSampler
 from paramd_service.control.alerts.watcher import Offer, Watcher
 from paramd_service.control.alerts.webhook import Webhooks
-from paramd_service.control.base.config import table_of_file, table_of_text
+from paramd_service.control.base.config import settings_of, table_of_file, table_of_text
 from paramd_service.control.mesh.jobs import Incarnation, Jobs
 from paramd_service.control.mesh.registry import MeshView, Report
 from paramd_service.control.mesh.watch import Publish
@@ -40,7 +38,7 @@ STALL_BUDGET = "PARAMD_STALL_BUDGET_MS"
 def _ask_logged(mesh: Incarnation) -> Ask:
     async def ask(report: Report, request: pb.GetLoggedRequest) -> pb.GetLoggedResponse:
         found: pb.GetLoggedResponse = await mesh.calls.ask(
-            report.rank, report.address, "GetLogged", request, timeout_s=ASK_TIMEOUT_S
+            report.rank, report.address, request, timeout_s=ASK_TIMEOUT_S
         )
         return found
 
@@ -136,35 +134,24 @@ class Watchers:
             log.warning("job %s is not paused for an alert: %s", alert.job, error)
 
 
-def open_watchers(
-    *,
-    watch: bool,
-    strict: bool,
-    publish: Publish,
-    store: AlertStore,
-    offer: Offer,
-    expires_s: Callable[[], float | None] = lambda: None,
-) -> Watchers:
-    """Make a control plane's watchers from the current config.
+def open_alerts(*, watch: bool, strict: bool) -> AlertConfig:
+    """The current config.
 
     Args:
         watch: False never samples parameters.
-        strict: Refuse to start with an invalid config. An embedded control plane is not strict:
-            it logs the error and uses the defaults.
-        store, offer: As in `Watcher`.
-        expires_s: When the control plane's certificate expires; None without TLS.
+        strict: Raise on an invalid config. An embedded control plane is not strict: it logs the
+            error and uses the defaults.
 
     Raises:
         UsageError: the config is invalid, and `strict`.
     """
     try:
-        config = load_alerts(file_places(), os.environ, watch=watch)
+        return load_alerts(file_places(), os.environ, watch=watch)
     except UsageError as error:
         if strict:
             raise
         log.error("invalid alert configuration, using the defaults: %s", error)
-        config = AlertConfig()
-    return Watchers(config, publish=publish, store=store, offer=offer, expires_s=expires_s)
+        return AlertConfig()
 
 
 def parse_alerts(table: Mapping[str, Any], *, place: str, trusted: bool = True) -> dict[str, Any]:
@@ -178,35 +165,13 @@ def parse_alerts(table: Mapping[str, Any], *, place: str, trusted: bool = True) 
     Raises:
         UsageError: an unknown key or a value of the wrong type.
     """
-    kinds = {field.name: field for field in fields(AlertConfig)}
-    found: dict[str, Any] = {}
-    for key, value in table.items():
-        if key not in kinds:
-            gone.check("setting", f"alerts.{key}", f"{place}: {key!r}")
-            raise UsageError(f"{place}: unknown key {key!r}; expected one of {', '.join(kinds)}")
-        if key in ("webhooks", "hold") and not trusted:
+    for key in ("webhooks", "hold"):
+        if key in table and not trusted:
             raise UsageError(
                 f"{place}: {key} in the working directory is not trusted; set it in the "
                 f"user's own paramd.toml or in {ENVIRONMENT}"
             )
-        found[key] = _value(place, key, value, kinds[key].default)
-    return found
-
-
-def _value(place: str, key: str, value: Any, default: Any) -> Any:
-    if isinstance(default, tuple):
-        if isinstance(value, list) and all(isinstance(item, str) for item in value):
-            return tuple(value)
-        raise UsageError(f"{place}: {key} is not a list of strings")
-    if isinstance(default, bool) or isinstance(value, bool):
-        good = isinstance(value, bool) and isinstance(default, bool)
-    elif isinstance(default, int):
-        good = isinstance(value, int)
-    else:
-        good = isinstance(value, int | float)
-    if not good:
-        raise UsageError(f"{place}: {key} is {value!r}; expected {type(default).__name__}")
-    return value
+    return settings_of(table, AlertConfig, name="alerts", place=place)
 
 
 def load_alerts(

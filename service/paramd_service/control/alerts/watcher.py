@@ -10,26 +10,17 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from paramd.clock import now_s
 from paramd.errors import ParamdError
 from paramd.layout.types import Layout
+from paramd_service.aio import stopped
 from paramd_service.control.alerts.bits import BitRounds
-from paramd_service.control.alerts.book import (
-    Book,
-    Covered,
-    Finding,
-    series_of,
-)
+from paramd_service.control.alerts.book import Book, Covered, Finding, series_of
 from paramd_service.control.alerts.config import AlertConfig, Rule
-from paramd_service.control.alerts.drift import (
-    Sample,
-    drift_findings,
-    groups_of,
-    next_sample,
-)
+from paramd_service.control.alerts.drift import Sample, drift_findings, groups_of, next_sample
 from paramd_service.control.alerts.numbers import Ask, LoggedRounds
 from paramd_service.control.alerts.rules import (
     MESH_RULES,
@@ -107,10 +98,16 @@ class Rounds:
         # Only now: a round must not be part of its own baseline.
         self._norms.seen(found.tensors)
         self._watcher.observe(findings, _covers(TENSOR_RULES, {one.fqn for one in found.tensors}))
-        self._watcher.measured(
-            "norm",
-            {one.fqn: one.norm for one in found.tensors if math.isfinite(one.norm)},
-            found.step,
+        now_s = self._watcher.clock()
+        self._watcher.offer(
+            Measured(
+                series=self._watcher.series("norm", one.fqn),
+                step=found.step,
+                time_s=now_s,
+                value=one.norm,
+            )
+            for one in found.tensors
+            if math.isfinite(one.norm)
         )
 
     async def digests(self) -> None:
@@ -184,7 +181,7 @@ class Watcher:
         self.offer = offer
         self._tell = tell
         self._expires_s = expires_s
-        self._clock = clock
+        self.clock = clock
         self._began_s = clock()
         self._window: deque[tuple[float, Ranks]] = deque()
         self._look_due_s = 0.0
@@ -241,13 +238,10 @@ class Watcher:
             incarnation_over: Resolve all alerts. Otherwise they stay firing in the store, for the
                 next control plane to resume.
         """
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await stopped(*self._tasks)
         self._tasks = []
         if incarnation_over:
-            self._on_change(self.book.close(self._clock()))
+            self._on_change(self.book.close(self.clock()))
         try:
             await self._save()
         except ParamdError as error:
@@ -255,7 +249,7 @@ class Watcher:
 
     def tick(self, view: MeshView) -> None:
         """Check the sidecars' reports. Never fails; large meshes are checked less often."""
-        now_s = self._clock()
+        now_s = self.clock()
         if not self._restored or now_s < self._look_due_s:
             return
         self._look_due_s = now_s + len(view.ranks) / RANKS_PER_S
@@ -312,22 +306,9 @@ class Watcher:
         """The history of a metric of one subject; see `series_of`."""
         return series_of(self._job, self._incarnation, name, subject)
 
-    def measured(self, name: str, values: Mapping[str, float], step: int) -> None:
-        """Add values of a metric, by what they are of, to the history."""
-        now_s = self._clock()
-        self.offer(
-            Measured(
-                series=self.series(name, subject),
-                step=step,
-                time_s=now_s,
-                value=value,
-            )
-            for subject, value in values.items()
-        )
-
     def observe(self, findings: Sequence[Finding], covered: Covered) -> None:
         """Take the findings of one check; see `Book.observe`."""
-        self._on_change(self.book.observe(findings, covered=covered, now_s=self._clock()))
+        self._on_change(self.book.observe(findings, covered=covered, now_s=self.clock()))
 
     def _on_change(self, changes: Sequence[Alert]) -> None:
         for alert in changes:

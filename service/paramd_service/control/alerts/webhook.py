@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from paramd_service.aio import kept
+from paramd_service.aio import kept, stopped
 from paramd_service.control.store.alerts import Alert
 
 TIMEOUT_S = 5.0
@@ -56,10 +56,7 @@ class Webhooks:
 
     async def close(self) -> None:
         """Stop; what is under way may not arrive. Idempotent."""
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await stopped(*self._tasks)
         await self._client.aclose()
 
     async def _post(self, url: str, alert: Alert) -> None:

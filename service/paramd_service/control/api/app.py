@@ -1,35 +1,39 @@
-"""The HTTP app: /api/v1, /metrics and the dashboard. Only health and the page need no token."""
+"""The HTTP app: /api/v1, /metrics, health and the dashboard; the OpenAPI document, which is
+FastAPI's own and what all operations share.
+
+Only health and the page need no token; health tells only whether the server runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI
+from fastapi import APIRouter, Depends, FastAPI, Path
 from fastapi.routing import APIRoute
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import BaseRoute, Route
 
+from paramd.errors import NotFoundError
+from paramd.security.tls import CA_PATH
 from paramd.version import __version__
 from paramd_service.control.access.doorway import TokenGate, permitted
-from paramd_service.control.api import openapi
 from paramd_service.control.api.guard import Gone, Guard, Page, RequestIdMiddleware
 from paramd_service.control.api.routes import (
+    access,
     alerts,
     audit,
     edits,
-    events,
     exports,
-    grads,
-    health,
     history,
-    holds,
     insight,
     jobs,
-    marks,
     numbers,
     params,
-    session,
     snapshots,
-    tokens,
+    streams,
+    training,
     tunnels,
 )
 from paramd_service.control.api.services import Services
@@ -37,24 +41,49 @@ from paramd_service.control.base import problems
 
 API = "/api/v1"
 _ROUTES = (
-    jobs,
-    insight,
-    params,
-    numbers,
-    snapshots,
-    edits,
-    holds,
-    marks,
-    events,
-    grads,
-    tokens,
-    session,
-    history,
-    audit,
-    alerts,
-    exports,
-    tunnels,
+    jobs.router,
+    insight.router,
+    params.router,
+    numbers.router,
+    snapshots.router,
+    edits.router,
+    training.holds_router,
+    training.marks_router,
+    streams.events_router,
+    streams.grads_router,
+    access.tokens_router,
+    access.session_router,
+    history.router,
+    audit.router,
+    alerts.router,
+    exports.router,
+    tunnels.router,
 )
+
+_PHRASES = {
+    400: "The Host header does not name this server, or the URL contains credentials",
+    401: "The token is missing or invalid",
+    403: "The token's role does not permit this",
+    404: "No such job, name or snapshot",
+    405: "The path does not support this method",
+    409: "The state does not allow it: another layout, incarnation or boundary",
+    411: "The body has no Content-Length",
+    413: "The body is too long",
+    415: "The body is not JSON",
+    422: "An argument is invalid",
+    429: "A budget or rate limit is used up; try again later",
+    500: "Internal error; see the control plane's log",
+    503: "A required component does not answer",
+    504: "The deadline passed",
+}
+"""Statuses with a problem document that any operation may return."""
+_EXAMPLE = {
+    "type": "urn:paramd:error:usage",
+    "title": "Unprocessable Entity",
+    "status": 422,
+    "detail": "filter: at character 1, 'numl': expected one of name, ...",
+}
+_PROBLEM = {"$ref": "#/components/schemas/Problem"}
 
 
 def build_app(services: Services) -> FastAPI:
@@ -67,7 +96,7 @@ def build_app(services: Services) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
         dependencies=[Depends(permitted(services.denied, readonly=services.config.readonly))],
-        # openapi.py adds the other statuses; this one brings the schema.
+        # `install_openapi` adds the other statuses; this one brings the schema.
         responses={422: {"model": problems.Problem}},
         generate_unique_id_function=_operation_id,
     )
@@ -93,13 +122,13 @@ def build_app(services: Services) -> FastAPI:
     )
     app.add_middleware(RequestIdMiddleware)
     problems.install(app)
-    for routes in _ROUTES:
-        app.include_router(routes.router(services), prefix=API)
-    app.include_router(health.metrics_router(services))
+    for router in _ROUTES:
+        app.include_router(router(services), prefix=API)
+    app.include_router(metrics_router(services))
     app.add_api_route(f"{API}/openapi.json", _openapi(app), include_in_schema=False)
-    openapi.install(app)
+    install_openapi(app)
     # Plain Starlette routes: the dependency above does not apply to them.
-    app.router.routes.extend(health.open_routes(services))
+    app.router.routes.extend(open_routes(services))
     return app
 
 
@@ -112,3 +141,92 @@ def _openapi(app: FastAPI) -> Callable[[], Awaitable[dict[str, Any]]]:
 
 def _operation_id(route: APIRoute) -> str:
     return route.name
+
+
+def open_routes(services: Services) -> Sequence[BaseRoute]:
+    """/healthz: the event loop runs. /readyz: serving, not draining. /ca.pem: a job's own CA."""
+
+    async def healthz(_: Request) -> Response:
+        return PlainTextResponse("ok\n")
+
+    async def readyz(_: Request) -> Response:
+        if services.stopping():
+            return PlainTextResponse("stopping\n", 503)
+        return PlainTextResponse("ok\n")
+
+    async def ca(_: Request) -> Response:
+        return PlainTextResponse(services.ca)
+
+    shown = [Route(CA_PATH, ca)] if services.ca else []
+    return [Route("/healthz", healthz), Route("/readyz", readyz), *shown]
+
+
+def metrics_router(services: Services) -> APIRouter:
+    """/metrics and, for the sidecar of one rank, /api/v1/jobs/{job}/ranks/{rank}/metrics.
+
+    Both are for Prometheus, with a token. Sidecars have no scrape port; each scrape asks
+    them over gRPC.
+    """
+    router = APIRouter(tags=["metrics"])
+
+    @router.get("/metrics", response_class=PlainTextResponse)
+    async def get_metrics() -> Response:
+        """Prometheus text format."""
+        return Response(services.metrics.render(), media_type=services.metrics.content_type)
+
+    @router.get("/api/v1/jobs/{job}/ranks/{rank}/metrics", response_class=PlainTextResponse)
+    async def get_rank_metrics(job: str, rank: Annotated[int, Path(ge=0)]) -> Response:
+        """One sidecar's own metrics, fetched now; Prometheus text format."""
+        mesh = services.jobs.get(job)
+        for report in mesh.registry.view().joined:
+            if report.rank == rank:
+                text = await mesh.calls.metrics(rank, report.address)
+                return Response(text, media_type=services.metrics.content_type)
+        raise NotFoundError(f"rank {rank} of job {job[:64]!r} has no sidecar now")
+
+    return router
+
+
+def install_openapi(app: FastAPI) -> None:
+    """Make `app.openapi()` return the completed document, built on first use."""
+    plain = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        # FastAPI caches this very object, so it is completed only once.
+        document = plain()
+        if "security" not in document:
+            _complete(document)
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _complete(document: dict[str, Any]) -> None:
+    components = document.setdefault("components", {})
+    components["securitySchemes"] = {
+        "token": {
+            "type": "http",
+            "scheme": "bearer",
+            "description": "A token from `paramd token`, or the one in the job's endpoint.json",
+        }
+    }
+    document["security"] = [{"token": []}]
+    for name in ("HTTPValidationError", "ValidationError"):
+        components.get("schemas", {}).pop(name, None)
+    for methods in document["paths"].values():
+        for operation in methods.values():
+            _problems(operation["responses"])
+            for parameter in operation.get("parameters", ()):
+                if (parameter["in"], parameter["name"]) == ("path", "job"):
+                    parameter.setdefault("example", "my-run")
+
+
+def _problems(responses: dict[str, Any]) -> None:
+    for status, phrase in _PHRASES.items():
+        content: dict[str, Any] = {"schema": _PROBLEM}
+        if status == 422:
+            content["example"] = _EXAMPLE
+        responses[str(status)] = {
+            "description": phrase,
+            "content": {"application/problem+json": content},
+        }

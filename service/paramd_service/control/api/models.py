@@ -72,9 +72,7 @@ class EditRequest(Request):
     """An edit, applied on all ranks at one step or on none."""
 
     id: str | None = Field(
-        None,
-        pattern=EDIT_ID,
-        description="Idempotency id, never reusable; generated when absent",
+        None, pattern=EDIT_ID, description="Idempotency id, never reusable; generated when absent"
     )
     ops: list[OpRequest] = Field(min_length=1, max_length=MAX_OPS)
     if_step: int | None = Field(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from operator import attrgetter
 
 from paramd.v1 import common_pb2
 from paramd_service.control.mesh.registry import RankView, Registry
@@ -15,20 +16,21 @@ from paramd_service.control.mesh.registry import RankView, Registry
 _PHASE_NAMES: dict[int, str] = {
     int(number): name.removeprefix("PHASE_").lower() for name, number in common_pb2.Phase.items()
 }
+"""Phases as documents spell them, e.g. "forward_backward"."""
 
-_SAID = (
-    '"phase":"%s","step":%d,"trainer_pid":%d,"sidecar_pid":%d,"step_time_ns":%d,'
-    '"boundary_age_ns":%d,"stall_count":%d,"stall_total_ns":%d,"stall_max_ns":%d,'
-    '"abandoned_copy_count":%d,"arena_bytes":%d,"snapshot_bytes":%d,"snapshot_count":%d,'
-    '"sidecar_rss_bytes":%d,"trainer_rss_bytes":%d,"agreement_works":%s,"agreement_reason":%s,'
-    '"hold_left_ms":%d,"hold_steps_left":%d,"edits":%d,"edit_bytes":%d,'
-    '"alerts":%s,"version":%s'
+_NUMBERS = (
+    *("trainer_pid", "sidecar_pid", "step_time_ns", "boundary_age_ns", "stall_count"),
+    *("stall_total_ns", "stall_max_ns", "abandoned_copy_count", "arena_bytes", "snapshot_bytes"),
+    *("snapshot_count", "sidecar_rss_bytes", "trainer_rss_bytes", "hold_left_ms"),
+    *("hold_steps_left", "edits", "edit_bytes"),
 )
-
-
-def phase_name(phase: int) -> str:
-    """A phase as documents spell it, e.g. "forward_backward"."""
-    return _PHASE_NAMES.get(phase, "unspecified")  # a newer sidecar may send unknown phases
+"""Members that are whole numbers, named as in `RankState`."""
+_numbers = attrgetter(*_NUMBERS)
+_SAID = (
+    '"phase":"%s","step":%d,'
+    + "".join(f'"{name}":%d,' for name in _NUMBERS)
+    + '"agreement_works":%s,"agreement_reason":%s,"alerts":%s,"version":%s'
+)
 
 
 RANKS_OF_A_CHUNK = 128
@@ -61,28 +63,13 @@ def _rank(rank: RankView) -> str:
 
 
 def _said(state: common_pb2.RankState, step: int, version: str) -> str:
+    # A newer sidecar may send unknown phases.
     return _SAID % (
-        phase_name(state.phase),
+        _PHASE_NAMES.get(state.phase, "unspecified"),
         step,
-        state.trainer_pid,
-        state.sidecar_pid,
-        state.step_time_ns,
-        state.boundary_age_ns,
-        state.stall_count,
-        state.stall_total_ns,
-        state.stall_max_ns,
-        state.abandoned_copy_count,
-        state.arena_bytes,
-        state.snapshot_bytes,
-        state.snapshot_count,
-        state.sidecar_rss_bytes,
-        state.trainer_rss_bytes,
+        *_numbers(state),
         "true" if state.agreement_works else "false",
         _quoted(state.agreement_reason),
-        state.hold_left_ms,
-        state.hold_steps_left,
-        state.edits,
-        state.edit_bytes,
         json.dumps(list(state.alerts)) if state.alerts else "[]",
         _quoted(version),
     )

@@ -112,9 +112,7 @@ class ControlConfig:
                 parser.add_argument(name, action="store_true", default=wanted)
                 continue
             parser.add_argument(
-                name,
-                type=float if option.type == "float" else str,
-                default=default,
+                name, type=float if option.type == "float" else str, default=default
             )
         gone.check_options(arguments)
         given = parser.parse_args(arguments)
@@ -246,3 +244,40 @@ def table_of_text(text: str, name: str) -> Mapping[str, Any]:
     if not isinstance(table, dict):
         raise UsageError(f"{name}: expected a JSON object")
     return table
+
+
+def settings_of(
+    table: Mapping[str, Any], kind: type[Any], *, name: str, place: str
+) -> dict[str, Any]:
+    """The fields of a config that a table sets, with types checked.
+
+    Args:
+        kind: The config's dataclass; every field has a default, which tells its type.
+        name: Of the table.
+        place: Origin of the table, for errors.
+
+    Raises:
+        UsageError: an unknown key or a value of the wrong type.
+    """
+    defaults = {one.name: one.default for one in fields(kind)}
+    for key in table:
+        if key not in defaults:
+            gone.check("setting", f"{name}.{key}", f"{place}: {key!r}")
+            raise UsageError(f"{place}: unknown key {key!r}; expected one of {', '.join(defaults)}")
+    return {key: _value(place, key, value, defaults[key]) for key, value in table.items()}
+
+
+def _value(place: str, key: str, value: Any, default: Any) -> Any:
+    if isinstance(default, tuple):
+        if isinstance(value, list) and all(isinstance(item, str) for item in value):
+            return tuple(value)
+        raise UsageError(f"{place}: {key} is not a list of strings")
+    if isinstance(default, bool) or isinstance(value, bool):
+        good = isinstance(value, bool) and isinstance(default, bool)
+    elif isinstance(default, int):
+        good = isinstance(value, int)
+    else:
+        good = isinstance(value, int | float)
+    if not good:
+        raise UsageError(f"{place}: {key} is {value!r}; expected {type(default).__name__}")
+    return value

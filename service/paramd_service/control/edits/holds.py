@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from paramd.errors import ConflictError, ParamdError
-from paramd.v1 import common_pb2
+from paramd.v1 import common_pb2, sidecar_pb2
 from paramd_service.aio import stopped
 from paramd_service.control.access.authority import Principal
 from paramd_service.control.access.roles import Action
 from paramd_service.control.edits.machine import Outcome
-from paramd_service.control.edits.runner import EditCalls, on_all
+from paramd_service.control.edits.runner import ASK_S, EditCalls, on_all
 from paramd_service.control.mesh.coordinator import (
     BoundaryAction,
     BoundaryRequest,
@@ -320,7 +320,13 @@ class Hold:
 
     async def _renew(self, lease_ms: int) -> None:
         view = self._mesh.registry.view()
-        await on_all(view, lambda rank, at: self._calls.renew_hold(rank, at, lease_ms))
+        request = sidecar_pb2.RenewHoldRequest(
+            incarnation=self._mesh.number,
+            generation=self._mesh.terms.generation,
+            lease_ms=lease_ms,
+        )
+        ask = self._mesh.calls.ask
+        await on_all(view, lambda rank, at: ask(rank, at, request, timeout_s=ASK_S))
 
     async def _told_now(self) -> HoldView:
         now = await self.view()

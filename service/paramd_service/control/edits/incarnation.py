@@ -15,6 +15,7 @@ from paramd.layout.edits.ops import EditState
 from paramd.layout.edits.plan import PlannedOp, overlap
 from paramd.layout.select import NameIndex
 from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.aio import stopped
 from paramd_service.control.access.authority import Principal
 from paramd_service.control.edits.machine import (
     CallOff,
@@ -25,7 +26,7 @@ from paramd_service.control.edits.machine import (
     SameData,
     no_data,
 )
-from paramd_service.control.edits.runner import EditCalls, EditRun, on_all, preview_all, stage_all
+from paramd_service.control.edits.runner import EditCalls, EditRun, feed_staged, on_all, preview_all
 from paramd_service.control.edits.spec import EditConfig, Planned, ops_of
 from paramd_service.control.mesh.coordinator import BoundaryAction, token_of
 from paramd_service.control.mesh.jobs import Incarnation
@@ -67,9 +68,7 @@ class IncarnationEdits:
         self.open: dict[str, EditRun] = {}
         """Drivers of edits that have not ended, by id."""
         self.calls = EditCalls(
-            mesh.calls,
-            incarnation=mesh.number,
-            generation=mesh.terms.generation,
+            mesh.calls, incarnation=mesh.number, generation=mesh.terms.generation
         )
 
     def begin(self) -> None:
@@ -91,7 +90,6 @@ class IncarnationEdits:
             machine,
             row,
             calls=self.calls,
-            boundaries=self._mesh.calls,
             view=self._mesh.registry.view,
             save=self._records.edits.save,
             on_change=self._changed,
@@ -111,7 +109,9 @@ class IncarnationEdits:
                 # A rank has room for one: the last one's is free once the rank has forgotten it.
                 await asyncio.wait(self._ending, timeout=FORGOTTEN_S)
             view = self._mesh.coordinator.joined()
-            await stage_all(driver, self.calls, view, planned.manifest)
+            manifest = planned.manifest
+            staged = await on_all(view, lambda rank, at: self.calls.stage(rank, at, manifest))
+            feed_staged(driver, staged)
             if driver.row.detail.get("dry_run"):
                 found = await preview_all(self.calls, view, driver.row.id, index, planned.ops)
                 driver.describe(**found)
@@ -177,13 +177,8 @@ class IncarnationEdits:
 
     async def close(self) -> None:
         """Stop all drivers; the next control plane resolves what is COMMITTED."""
-        if self._loading is not None:
-            self._loading.cancel()
-            await asyncio.wait({self._loading})
-        for task in list(self._ending):
-            task.cancel()
-        if self._ending:
-            await asyncio.wait(self._ending)
+        await stopped(self._loading)
+        await stopped(*self._ending)
         for driver in list(self.open.values()):
             await driver.close()
 

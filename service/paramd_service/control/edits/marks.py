@@ -8,17 +8,37 @@ number of edits. Whatever fails, the mark is dropped everywhere.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from paramd.errors import ConflictError, ExistsError, NotFoundError, ParamdError, UnreachableError
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.control.access.authority import Principal
 from paramd_service.control.edits.holds import Hold
-from paramd_service.control.edits.kept import KeptState, merged
-from paramd_service.control.edits.runner import EditCalls, on_all
+from paramd_service.control.edits.runner import ASK_S, STAGE_S, on_all
 from paramd_service.control.mesh.jobs import Incarnation
+from paramd_service.control.mesh.registry import MeshView, listed
 from paramd_service.control.records.records import Records
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptState:
+    """A state that the sidecars keep."""
+
+    mark: str
+    """Name; empty: a standing snapshot."""
+    step: int
+    lineage: int
+    edits: int
+    size_bytes: int
+    """Of all ranks."""
+    made_s: float
+    """Seconds since the Unix epoch; 0 of standing snapshots."""
+    by: str
+    why_not_whole: str
+    """Why training cannot go back to it; empty if it can."""
 
 
 class Marks:
@@ -27,7 +47,6 @@ class Marks:
     def __init__(
         self,
         mesh: Incarnation,
-        calls: EditCalls,
         hold: Hold,
         records: Records,
         *,
@@ -35,7 +54,6 @@ class Marks:
     ) -> None:
         """`on_change(job, name, mark)` is told of each mark made, and with None of each dropped."""
         self._mesh = mesh
-        self._calls = calls
         self._hold = hold
         self._records = records
         self._on_change = on_change
@@ -50,7 +68,9 @@ class Marks:
         async def ask(rank: int, address: str) -> None:
             nonlocal failure
             try:
-                found[rank] = await self._calls.kept_states(rank, address)
+                request = pb.ListKeptStatesRequest()
+                answer = await self._mesh.calls.ask(rank, address, request, timeout_s=ASK_S)
+                found[rank] = list(answer.states)
             except ParamdError as error:
                 failure = error
 
@@ -107,16 +127,28 @@ class Marks:
         """Forget a mark on all ranks; False if there was none. Idempotent."""
         async with self._records.recorded(by, "mark.delete", {"mark": name}, self._mesh):
             view = self._mesh.coordinator.joined()
-            dropped = await on_all(view, lambda rank, at: self._calls.drop_mark(rank, at, name))
-        if any(dropped.values()):
+            dropped = await self._forget(view, name)
+        if dropped:
             self._on_change(self._mesh.job, name, None)
-        return any(dropped.values())
+        return dropped
+
+    async def _forget(self, view: MeshView, name: str) -> bool:
+        request = pb.DropMarkRequest(mark=name, generation=self._mesh.terms.generation)
+        ask = self._mesh.calls.ask
+        found = await on_all(view, lambda rank, at: ask(rank, at, request, timeout_s=ASK_S))
+        return any(one.dropped for one in found.values())
 
     async def _made(self, by: Principal, name: str) -> KeptState:
         view = self._mesh.coordinator.joined()
 
         async def make(rank: int, address: str, *, fill: bool) -> pb.KeptState:
-            return await self._calls.make_mark(rank, address, name, by.name, fill=fill)
+            """Have memory made for it, or with `fill` have the state copied."""
+            request = pb.MakeMarkRequest(
+                mark=name, by=by.name, fill=fill, generation=self._mesh.terms.generation
+            )
+            answer = await self._mesh.calls.ask(rank, address, request, timeout_s=STAGE_S)
+            state: pb.KeptState = answer.state
+            return state
 
         try:
             # Before training is held: making memory takes longer than the copy.
@@ -130,9 +162,7 @@ class Marks:
                 )
         except BaseException:
             with suppress(Exception):
-                await asyncio.shield(
-                    on_all(view, lambda rank, at: self._calls.drop_mark(rank, at, name))
-                )
+                await asyncio.shield(self._forget(view, name))
             raise
         return made
 
@@ -143,3 +173,40 @@ def _called(to: str | int) -> str:
 
 def _named(one: KeptState) -> str:
     return f"{one.mark!r} (step {one.step})" if one.mark else f"step {one.step}"
+
+
+def merged(found: Mapping[int, Sequence[pb.KeptState]], world_size: int) -> list[KeptState]:
+    """The ranks' states as states of the job, by step. Pure."""
+    groups: dict[tuple[str, int, int, int], dict[int, pb.KeptState]] = defaultdict(dict)
+    for rank, states in found.items():
+        for state in states:
+            groups[state.mark, state.step, state.lineage, state.edits][rank] = state
+    merged = []
+    for (mark, step, lineage, edits), parts in groups.items():
+        # Standing snapshots of single ranks come and go all the time.
+        if not mark and len(parts) < world_size:
+            continue
+        kept = list(parts.values())
+        merged.append(
+            KeptState(
+                mark=mark,
+                step=step,
+                lineage=lineage,
+                edits=edits,
+                size_bytes=sum(one.size_bytes for one in kept),
+                made_s=max(one.made_s for one in kept),
+                by=kept[0].by,
+                why_not_whole=_why_not_whole(parts, world_size),
+            )
+        )
+    return sorted(merged, key=lambda one: (one.step, one.made_s))
+
+
+def _why_not_whole(parts: dict[int, pb.KeptState], world_size: int) -> str:
+    unready = sorted(rank for rank, one in parts.items() if not one.whole)
+    if unready:
+        return f"ranks {listed(unready)} have not finished it"
+    missing = sorted(set(range(world_size)) - set(parts))
+    return (
+        f"ranks {listed(missing)} do not have it (their sidecars were restarted)" if missing else ""
+    )

@@ -17,6 +17,7 @@ from paramd.layout.edits.plan import PlannedOp
 from paramd.layout.select import NameIndex
 from paramd.layout.stats import stats_of
 from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.aio import stopped
 from paramd_service.control.edits.machine import (
     Action,
     Applied,
@@ -37,11 +38,7 @@ from paramd_service.control.edits.machine import (
     Withdraw,
 )
 from paramd_service.control.edits.spec import merged
-from paramd_service.control.mesh.coordinator import (
-    BoundaryAction,
-    BoundaryRequest,
-    worst,
-)
+from paramd_service.control.mesh.coordinator import BoundaryAction, BoundaryRequest, worst
 from paramd_service.control.mesh.registry import MeshView, listed
 from paramd_service.control.mesh.sidecars import SidecarCalls
 from paramd_service.control.store.edits import EditRow
@@ -78,6 +75,7 @@ class EditCalls:
 
     def __init__(self, sidecars: SidecarCalls, *, incarnation: int, generation: int) -> None:
         self._sidecars = sidecars
+        self.reach = sidecars.reach
         self._incarnation = incarnation
         self._generation = generation
 
@@ -88,7 +86,7 @@ class EditCalls:
             yield pb.StageEditRequest(manifest=manifest)
 
         answer: pb.StageEditResponse = await self._sidecars.ask(
-            rank, address, "StageEdit", messages(), timeout_s=STAGE_S
+            rank, address, messages(), timeout_s=STAGE_S, method="StageEdit"
         )
         return answer.progress
 
@@ -118,30 +116,6 @@ class EditCalls:
         # A fate added by a newer sidecar version proves nothing: ask again.
         return _FATES.get(answer.fate, Outcome.IN_DOUBT)
 
-    async def renew_hold(self, rank: int, address: str, lease_ms: int) -> int:
-        """Renew the lease of a hold; return the milliseconds granted."""
-        request = pb.RenewHoldRequest(
-            incarnation=self._incarnation, generation=self._generation, lease_ms=lease_ms
-        )
-        return (await self._ask(rank, address, request, pb.RenewHoldResponse)).lease_ms
-
-    async def make_mark(
-        self, rank: int, address: str, mark: str, by: str, *, fill: bool
-    ) -> pb.KeptState:
-        """Have memory made for a mark, or with `fill` copy the state at which training is held."""
-        request = pb.MakeMarkRequest(mark=mark, by=by, fill=fill, generation=self._generation)
-        return (await self._ask(rank, address, request, pb.MakeMarkResponse, STAGE_S)).state
-
-    async def drop_mark(self, rank: int, address: str, mark: str) -> bool:
-        """Forget a mark; False if there was none."""
-        request = pb.DropMarkRequest(mark=mark, generation=self._generation)
-        return (await self._ask(rank, address, request, pb.DropMarkResponse)).dropped
-
-    async def kept_states(self, rank: int, address: str) -> list[pb.KeptState]:
-        """Marks and standing snapshots of a rank."""
-        request = pb.ListKeptStatesRequest()
-        return list((await self._ask(rank, address, request, pb.ListKeptStatesResponse)).states)
-
     async def state(self, rank: int, address: str) -> pb.GetStateResponse:
         """The rank's current state and step."""
         return await self._ask(rank, address, pb.GetStateRequest(), pb.GetStateResponse)
@@ -154,11 +128,7 @@ class EditCalls:
         _answer: type[Result],
         timeout_s: float = ASK_S,
     ) -> Result:
-        """Call the method that the request is named after."""
-        method = request.DESCRIPTOR.name.removesuffix("Request")
-        found: Result = await self._sidecars.ask(
-            rank, address, method, request, timeout_s=timeout_s
-        )
+        found: Result = await self._sidecars.ask(rank, address, request, timeout_s=timeout_s)
         return found
 
 
@@ -195,7 +165,6 @@ class EditRun:
         row: EditRow,
         *,
         calls: EditCalls,
-        boundaries: SidecarCalls,
         view: Callable[[], MeshView],
         save: Callable[[EditRow], Awaitable[None]],
         on_change: Callable[[EditRow], None],
@@ -207,7 +176,6 @@ class EditRun:
         self.reach_s = 60.0
         """Time for ReachBoundary, in seconds."""
         self._calls = calls
-        self._boundaries = boundaries
         self._view = view
         self._save = save
         self._on_change = on_change
@@ -254,10 +222,7 @@ class EditRun:
 
     async def close(self) -> None:
         """Stop driving. A COMMITTED edit stays so in the store for the next control plane."""
-        tasks = {self._loop, *self._tasks}
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+        await stopped(self._loop, *self._tasks)
 
     async def _run(self) -> None:
         while True:
@@ -342,7 +307,7 @@ class EditRun:
         )
         try:
             address = address_of(self._view(), rank)
-            answer = await self._boundaries.reach(rank, address, request, (), self.reach_s)
+            answer = await self._calls.reach(rank, address, request, (), self.reach_s)
         except ParamdError as error:
             return NotReached(rank, str(error))
         if answer.captured:
@@ -419,14 +384,6 @@ async def on_all(
     return answers
 
 
-async def stage_all(
-    driver: EditRun, calls: EditCalls, view: MeshView, manifest: pb.EditManifest
-) -> None:
-    """Stage an edit without data on all ranks. Raises as `on_all`."""
-    found = await on_all(view, lambda rank, address: calls.stage(rank, address, manifest))
-    _feed_staged(driver, found)
-
-
 async def verify_staged(
     driver: EditRun, calls: EditCalls, view: MeshView, manifest: pb.EditManifest
 ) -> None:
@@ -459,7 +416,7 @@ async def verify_staged(
             f"the data on ranks {listed(strange)} was uploaded with another token than the one "
             "that created the edit; abort it and create a new one"
         )
-    _feed_staged(driver, found)
+    feed_staged(driver, found)
 
 
 async def preview_all(
@@ -480,6 +437,7 @@ async def preview_all(
     return {"before": merged(index, ops, before), "after": merged(index, ops, after)}
 
 
-def _feed_staged(driver: EditRun, found: dict[int, pb.EditProgress]) -> None:
+def feed_staged(driver: EditRun, found: dict[int, pb.EditProgress]) -> None:
+    """Tell an edit what its ranks have staged."""
     for rank, progress in found.items():
         driver.feed(Staged(rank, progress.manifest_digest, tuple(progress.data_digests)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
 import time
@@ -10,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import replace
+from typing import Any
 
 from paramd.errors import ConflictError, DeniedError, ExistsError, NotFoundError, ParamdError
 from paramd.layout.edits.ops import EditState
@@ -20,21 +22,18 @@ from paramd_service.control.access.authority import Principal
 from paramd_service.control.access.roles import Action, UserRole
 from paramd_service.control.edits.holds import Hold, HoldView
 from paramd_service.control.edits.incarnation import IncarnationEdits, audit_detail
-from paramd_service.control.edits.kept import KeptState
 from paramd_service.control.edits.machine import CallOff, no_data
-from paramd_service.control.edits.marks import Marks
+from paramd_service.control.edits.marks import KeptState, Marks
 from paramd_service.control.edits.runner import EditRun, preview_all, verify_staged
 from paramd_service.control.edits.spec import (
-    ChangeSpec,
     EditConfig,
     EditSpec,
     Pace,
     Planned,
     ops_of,
-    plan_change,
     plan_edit,
-    plan_rollback,
     plan_undo,
+    plan_whole,
     same_data,
 )
 from paramd_service.control.mesh.jobs import Incarnation
@@ -86,12 +85,7 @@ class EditService:
         index, digest = await self._layout()
         name = edit_id if edit_id is not None else secrets.token_hex(16)
         planned = await asyncio.to_thread(
-            plan_edit,
-            index,
-            spec,
-            edit_id=name,
-            incarnation=self.mesh.number,
-            layout_digest=digest,
+            plan_edit, index, spec, edit_id=name, incarnation=self.mesh.number, layout_digest=digest
         )
         self._check_share(planned.share)
         detail = {
@@ -119,26 +113,33 @@ class EditService:
                 f"plane is {self._config.max_share:.1%} ([edits] max_share)"
             )
 
-    async def change(self, by: Principal, spec: ChangeSpec, edit_id: str) -> EditRow:
+    async def change(
+        self,
+        by: Principal,
+        edit_id: str | None,
+        *,
+        optimizer: int,
+        group: int,
+        values: Mapping[str, float | list[float]],
+        note: str,
+    ) -> EditRow:
         """Create an edit that sets hyper-parameters. Idempotent as `create`.
 
         Raises: as `create`.
         """
         self.mesh.check()
         index, digest = await self._layout()
-        planned = plan_change(
-            index, spec, edit_id=edit_id, incarnation=self.mesh.number, layout_digest=digest
-        )
-        values = {
-            name: list(v) if not isinstance(v, float | int) else v
-            for name, v in spec.values.items()
-        }
+        text = json.dumps(dict(values), sort_keys=True, allow_nan=False)
+        wanted = pb.HyperparameterChange(optimizer=optimizer, group=group, values_json=text)
+        planned = plan_whole(index, self._manifest(edit_id, digest, hyperparameters=wanted))
         detail = {
-            "hyperparameters": {"optimizer": spec.optimizer, "group": spec.group, "values": values}
+            "hyperparameters": {"optimizer": optimizer, "group": group, "values": dict(values)}
         }
-        return await self._begun(by, planned, index, spec.note, detail)
+        return await self._begun(by, planned, index, note, detail)
 
-    async def roll_back(self, by: Principal, to: str | int, note: str, edit_id: str) -> EditRow:
+    async def roll_back(
+        self, by: Principal, edit_id: str | None, to: str | int, note: str
+    ) -> EditRow:
         """Create an edit that puts training back to a mark, or to a step. Idempotent as `create`.
 
         Raises:
@@ -148,11 +149,22 @@ class EditService:
         index, digest = await self._layout()
         self._check_share(1.0)
         state = await self.marks.find(to)
-        planned = plan_rollback(
-            index, state, edit_id=edit_id, incarnation=self.mesh.number, layout_digest=digest
+        target = pb.Rollback(
+            mark=state.mark, step=state.step, lineage=state.lineage, edits=state.edits
         )
+        manifest = self._manifest(edit_id, digest, rollback=target)
+        planned = plan_whole(index, manifest, state.size_bytes)
         detail = {"rollback": {"mark": state.mark, "step": state.step}}
         return await self._begun(by, planned, index, note, detail)
+
+    def _manifest(self, edit_id: str | None, digest: str, **content: Any) -> pb.EditManifest:
+        return pb.EditManifest(
+            edit_id=edit_id if edit_id is not None else secrets.token_hex(16),
+            incarnation=self.mesh.number,
+            layout_digest=digest,
+            undoable=True,
+            **content,
+        )
 
     async def _begun(
         self,
@@ -169,7 +181,9 @@ class EditService:
             driver.start(self.work.stage_and_commit(driver, by, planned, index))
         return row
 
-    async def undo(self, by: Principal, done: EditRow, *, force: bool, edit_id: str) -> EditRow:
+    async def undo(
+        self, by: Principal, edit_id: str | None, done: EditRow, *, force: bool
+    ) -> EditRow:
         """Create an edit that undoes an applied one.
 
         Raises:
@@ -187,7 +201,8 @@ class EditService:
             )
         index, _ = await self._layout()
         manifest = pb.EditManifest.FromString(done.manifest)
-        planned = plan_undo(index, manifest, done.detail.get("ops", []), edit_id=edit_id)
+        name = edit_id if edit_id is not None else secrets.token_hex(16)
+        planned = plan_undo(index, manifest, done.detail.get("ops", []), edit_id=name)
         # Checked again in its turn: edits queued before this one are not applied yet.
         if not force and (other := await self.work.changed_since(index, done, planned.ops)):
             raise ConflictError(
@@ -368,7 +383,7 @@ class EditRegistry:
             mesh, work.calls, self._records, agree_s=work.agree_s, on_change=self._hold_changed
         )
         work.held = hold.during
-        marks = Marks(mesh, work.calls, hold, self._records, on_change=self._mark_changed)
+        marks = Marks(mesh, hold, self._records, on_change=self._mark_changed)
         service = EditService(mesh, work, self._records, self.config, pace, marks)
         if job in self._services:
             self._older.append(self._services[job])

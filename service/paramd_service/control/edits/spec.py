@@ -5,15 +5,14 @@ Limits come from [edits] in paramd.toml, overridden by PARAMD_EDITS (JSON).
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paramd import gone
 from paramd.errors import ExhaustedError, UsageError
 from paramd.layout.dtypes import item_bytes
 from paramd.layout.edits.kinds import NUMBERS
@@ -23,8 +22,7 @@ from paramd.layout.select import NameIndex
 from paramd.layout.stats import Stats, merge_all, summarize
 from paramd.layout.types import TensorKind
 from paramd.v1 import sidecar_pb2
-from paramd_service.control.base.config import table_of_file, table_of_text
-from paramd_service.control.edits.kept import KeptState
+from paramd_service.control.base.config import settings_of, table_of_file, table_of_text
 from paramd_service.control.edits.machine import SameData, no_data
 from paramd_service.control.mesh.registry import listed
 
@@ -88,6 +86,9 @@ class Pace:
         self._begun.append(now_s)
 
 
+_settings = partial(settings_of, kind=EditConfig, name="edits")
+
+
 def load_edits(
     files: Sequence[tuple[Path, bool]], environment: Mapping[str, str], *, strict: bool
 ) -> EditConfig:
@@ -103,27 +104,15 @@ def load_edits(
     try:
         merged: dict[str, Any] = {}
         for path in [path for path, is_own in reversed(files) if is_own]:
-            merged |= _checked(table_of_file(path, "edits"), place=f"{path}: [edits]")
+            merged |= _settings(table_of_file(path, "edits"), place=f"{path}: [edits]")
         table = table_of_text(environment.get(ENVIRONMENT, ""), ENVIRONMENT)
-        merged |= _checked(table, place=ENVIRONMENT)
+        merged |= _settings(table, place=ENVIRONMENT)
         return EditConfig(**merged)
     except UsageError as error:
         if strict:
             raise
         log.error("invalid [edits] configuration, using the default limits: %s", error)
         return EditConfig()
-
-
-def _checked(table: Mapping[str, Any], *, place: str) -> Mapping[str, Any]:
-    kinds = {field.name: field for field in fields(EditConfig)}
-    for key, value in table.items():
-        if key not in kinds:
-            gone.check("setting", f"edits.{key}", f"{place}: {key!r}")
-            raise UsageError(f"{place}: unknown key {key!r}; expected one of {', '.join(kinds)}")
-        wanted = int if isinstance(kinds[key].default, int) else int | float
-        if isinstance(value, bool) or not isinstance(value, wanted):
-            raise UsageError(f"{place}: {key} is {value!r}; expected a number")
-    return table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,16 +130,6 @@ class EditSpec:
     def with_data(self) -> bool:
         """Whether any op takes uploaded data."""
         return any(one.data for one in self.ops)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChangeSpec:
-    """A request to change hyper-parameters."""
-
-    optimizer: int
-    group: int
-    values: Mapping[str, float | Sequence[float]]
-    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,43 +199,11 @@ def plan_undo(
     return _planned(index, manifest, ops_of(index, done), [dict(one) for one in documents])
 
 
-def plan_change(
-    index: NameIndex,
-    spec: ChangeSpec,
-    *,
-    edit_id: str,
-    incarnation: int,
-    layout_digest: str,
+def plan_whole(
+    index: NameIndex, manifest: sidecar_pb2.EditManifest, size_bytes: int = 0
 ) -> Planned:
-    """Plan a change of hyper-parameters. Raises UsageError."""
-    manifest = sidecar_pb2.EditManifest(
-        edit_id=edit_id,
-        incarnation=incarnation,
-        layout_digest=layout_digest,
-        undoable=True,
-        hyperparameters=sidecar_pb2.HyperparameterChange(
-            optimizer=spec.optimizer,
-            group=spec.group,
-            values_json=json.dumps(dict(spec.values), sort_keys=True, allow_nan=False),
-        ),
-    )
-    return _planned(index, manifest, (), [])
-
-
-def plan_rollback(
-    index: NameIndex, state: KeptState, *, edit_id: str, incarnation: int, layout_digest: str
-) -> Planned:
-    """Plan to put training back to a state."""
-    manifest = sidecar_pb2.EditManifest(
-        edit_id=edit_id,
-        incarnation=incarnation,
-        layout_digest=layout_digest,
-        undoable=True,
-        rollback=sidecar_pb2.Rollback(
-            mark=state.mark, step=state.step, lineage=state.lineage, edits=state.edits
-        ),
-    )
-    return replace(_planned(index, manifest, (), []), size_bytes=state.size_bytes)
+    """Plan an edit without ops: of hyper-parameters, or back to a state of so many bytes."""
+    return replace(_planned(index, manifest, (), []), size_bytes=size_bytes)
 
 
 def ops_of(index: NameIndex, manifest: sidecar_pb2.EditManifest) -> tuple[PlannedOp, ...]:

@@ -27,11 +27,6 @@ class _History:
     step: float = inf
 
 
-def history_of(edits: int, rollbacks: Sequence[EditRow]) -> int:
-    """The history that a state with so many edits is of. `rollbacks`: as of `is_on_the_way`."""
-    return sum(row.edits <= edits for row in rollbacks)
-
-
 def is_on_the_way(step: int, edits: int, rollbacks: Sequence[EditRow]) -> bool:
     """Whether a state lies on the way to the last one of its incarnation.
 
@@ -40,7 +35,9 @@ def is_on_the_way(step: int, edits: int, rollbacks: Sequence[EditRow]) -> bool:
         rollbacks: all that were applied in the incarnation, their undos among them, in order.
     """
     known = _histories(rollbacks)
-    wanted, at, limit = history_of(edits, rollbacks), len(known) - 1, inf
+    # The history that the state is of: as many as rollbacks came before it.
+    wanted = sum(row.edits <= edits for row in rollbacks)
+    at, limit = len(known) - 1, inf
     while at > wanted:
         at, limit = known[at].before, min(limit, known[at].step)
     return at == wanted and step <= limit

@@ -32,12 +32,7 @@ from paramd_service.control.exports.documents import ExportSpec, named_anew, rea
 from paramd_service.control.exports.machine import Export
 from paramd_service.control.exports.sidecars import Leases, RankLostError
 from paramd_service.control.store.engine import StoreError
-from paramd_service.control.store.exports import (
-    ExportRow,
-    File,
-    FileState,
-    TakenOverError,
-)
+from paramd_service.control.store.exports import ExportRow, File, FileState, TakenOverError
 
 if TYPE_CHECKING:
     from paramd.layout.exports.plan import ExportPlan
@@ -201,13 +196,14 @@ class Writing:
             await self._cancel(list(self._tasks))
 
     async def _prepare(self) -> None:
+        """Have a rank prepare the destination and check that the files fit."""
         job = self._job
-        await job.group.any(
-            lambda rank, address: job.group.calls.begin(
-                rank, address, job.target, job.export.size_bytes
-            ),
-            lost=job.rank_lost,
+        request = export_pb2.BeginExportRequest(
+            target=job.target,
+            size_bytes=job.export.size_bytes,
+            generation=job.group.mesh.terms.generation,
         )
+        await job.group.any(partial(job.group.calls.unary, request=request), lost=job.rank_lost)
 
     def _give(self) -> None:
         job, ranks = self._job, self._healthy()
@@ -423,16 +419,15 @@ async def finish(job: ExportJob, *, committing: Callable[[], None]) -> None:
     if job.spec.verify:
         await _verify(job, files)
     committing()
-    rank, found = await job.group.any(
-        partial(
-            job.group.calls.finish,
-            target=job.target,
-            plan=job.message,
-            files=files,
-            created_s=job.row.created_s,
-        )
+    request = export_pb2.FinishExportRequest(
+        target=job.target,
+        plan=job.message,
+        files=files,
+        generation=job.group.mesh.terms.generation,
+        created_s=job.row.created_s,
     )
-    beside = [_beside(one, rank) for one in found if one.name not in job.export.files]
+    rank, answer = await job.group.any(partial(job.group.calls.unary, request=request))
+    beside = [_beside(one, rank) for one in answer.files if one.name not in job.export.files]
     job.change(machine.committed(job.export, beside))
 
 
@@ -485,13 +480,19 @@ async def drop(job: ExportJob, *, finished: bool = False) -> bool:
     Args:
         finished: Also remove a committed export.
     """
-    names = list(job.export.files)
     try:
-        work = partial(job.group.calls.drop, target=job.target, names=names, finished=finished)
+        request = export_pb2.DropExportRequest(
+            target=job.target,
+            names=list(job.export.files),
+            finished=finished,
+            generation=job.group.mesh.terms.generation,
+        )
+        waiting = export_pb2.DropExportRequest(wait_only=True)
+        waiting.MergeFrom(request)
         async with asyncio.timeout(DROP_S):
             # First wait for all writers, or one could write a file after it was removed.
-            await job.group.all(partial(work, wait_only=True))
-            await job.group.any(work, wait=False)
+            await job.group.all(partial(job.group.calls.unary, request=waiting))
+            await job.group.any(partial(job.group.calls.unary, request=request), wait=False)
     except (ParamdError, TimeoutError) as error:
         log.warning("export %s: its files could not be removed: %s", job.row.id, error)
         return False

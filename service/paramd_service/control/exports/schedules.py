@@ -7,15 +7,16 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Final, Generic, TypeVar
+from typing import Final, TypeVar
 
 from paramd import clock
 from paramd.errors import ParamdError, UsageError
+from paramd_service.aio import stopped
 from paramd_service.control.exports.incarnation import IncarnationExports
 from paramd_service.control.exports.runner import drop
 from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.store.exports import ExportRow, ExportStore, ScheduleRow
-from paramd_service.control.store.short_ids import only
+from paramd_service.control.store.store import only
 
 Key = TypeVar("Key")
 
@@ -70,27 +71,18 @@ def due(every_steps: int, *, last_step: int, step: int, running: bool) -> Due:
     return Due.SKIP if running else Due.BEGIN
 
 
-@dataclass(frozen=True, slots=True)
-class Kept(Generic[Key]):
-    """A finished export of a schedule."""
-
-    key: Key
-    number: int
-    """Its index among the schedule's finished exports, from 0."""
-
-
-def to_remove(cadence: Cadence, finished: Sequence[Kept[Key]]) -> list[Key]:
-    """Keys to remove, oldest first: neither among the newest `keep_last` nor a `keep_every`-th.
+def to_remove(cadence: Cadence, finished: Sequence[tuple[int, Key]]) -> list[Key]:
+    """What to remove, oldest first: neither among the newest `keep_last` nor a `keep_every`-th.
 
     Args:
-        finished: Exports of this schedule that are not removed yet, oldest first.
+        finished: Exports of this schedule that are not removed yet, oldest first, each with its
+            index among all that have finished, from 0.
     """
     if cadence.keep_last is None:
         return []
     old = finished[: max(len(finished) - cadence.keep_last, 0)]
-    return [
-        one.key for one in old if cadence.keep_every is None or one.number % cadence.keep_every != 0
-    ]
+    every = cadence.keep_every
+    return [one for number, one in old if every is None or number % every != 0]
 
 
 def cadence_of(row: ScheduleRow) -> Cadence:
@@ -120,9 +112,7 @@ class Schedules:
 
     async def close(self) -> None:
         """Stop checking. Idempotent."""
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.wait({self._looking})
+        await stopped(self._looking)
 
     async def all(self) -> list[ScheduleRow]:
         """Active schedules, oldest first. Raises StoreError."""
@@ -160,7 +150,7 @@ class Schedules:
             if row is None:
                 return
             done = await self._store.of_schedule(schedule_id)
-            there = [Kept(one, number) for number, one in enumerate(done) if not one.removed]
+            there = [(number, one) for number, one in enumerate(done) if not one.removed]
             for old in to_remove(cadence_of(row), there):
                 await self._remove(old, queue)
 

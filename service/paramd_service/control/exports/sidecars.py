@@ -71,15 +71,6 @@ class ExportCalls(SidecarCalls):
     All raise RankLostError when the rank does not answer, else the ParamdError of the status.
     """
 
-    async def begin(
-        self, rank: int, address: str, target: export_pb2.ExportTarget, size_bytes: int
-    ) -> None:
-        """Prepare the destination and check that `size_bytes` fit."""
-        request = export_pb2.BeginExportRequest(
-            target=target, size_bytes=size_bytes, generation=self._generation
-        )
-        await self._unary(rank, address, "BeginExport", request)
-
     async def write(
         self,
         rank: int,
@@ -136,62 +127,12 @@ class ExportCalls(SidecarCalls):
             for begin in range(0, len(data), STORE_PART_BYTES):
                 yield export_pb2.StoreExportFileRequest(data=data[begin : begin + STORE_PART_BYTES])
 
-        answer = await self._unary(rank, address, "StoreExportFile", parts())
+        answer = await self.unary(rank, address, parts(), method="StoreExportFile")
         file: export_pb2.ExportedFile = answer.done
         return file
 
-    async def finish(
-        self,
-        rank: int,
-        address: str,
-        target: export_pb2.ExportTarget,
-        plan: export_pb2.ExportPlan,
-        files: Iterable[export_pb2.ExportedFile],
-        created_s: float,
-    ) -> list[export_pb2.ExportedFile]:
-        """Commit the export; return all its files."""
-        request = export_pb2.FinishExportRequest(
-            target=target,
-            plan=plan,
-            files=files,
-            generation=self._generation,
-            created_s=created_s,
-        )
-        answer = await self._unary(rank, address, "FinishExport", request)
-        return list(answer.files)
-
-    async def drop(
-        self,
-        rank: int,
-        address: str,
-        target: export_pb2.ExportTarget,
-        names: Iterable[str],
-        *,
-        finished: bool = False,
-        wait_only: bool = False,
-    ) -> None:
-        """Remove an export's files after the rank has stopped writing them.
-
-        Args:
-            finished: Also remove a committed export.
-            wait_only: Only wait for the rank to stop writing.
-        """
-        request = export_pb2.DropExportRequest(
-            target=target,
-            names=names,
-            finished=finished,
-            generation=self._generation,
-            wait_only=wait_only,
-        )
-        await self._unary(rank, address, "DropExport", request)
-
     async def read(
-        self,
-        rank: int,
-        address: str,
-        target: export_pb2.ExportTarget,
-        name: str,
-        offset_bytes: int,
+        self, rank: int, address: str, target: export_pb2.ExportTarget, name: str, offset_bytes: int
     ) -> tuple[int, bytes]:
         """Read a finished export's file: (its size, up to READ_BYTES from the offset).
 
@@ -199,10 +140,7 @@ class ExportCalls(SidecarCalls):
             DataLossError: bytes do not match their checksum.
         """
         request = export_pb2.ReadExportFileRequest(
-            target=target,
-            name=name,
-            finished=True,
-            offset_bytes=offset_bytes,
+            target=target, name=name, finished=True, offset_bytes=offset_bytes
         )
         whole_bytes, data = 0, bytearray()
         asking = self._stream((rank, address), "ReadExportFile", request, UNARY_TIMEOUT_S)
@@ -219,29 +157,17 @@ class ExportCalls(SidecarCalls):
                     break
         return whole_bytes, bytes(data)
 
-    async def renew(self, rank: int, address: str, snapshot_id: str, lease_s: float) -> float:
-        """Renew a lease; return the seconds granted. Raises NotFoundError when it has ended."""
-        request = sidecar_pb2.RenewSnapshotRequest(
-            snapshot_id=snapshot_id, lease_ms=int(1000 * lease_s)
-        )
-        answer = await self._unary(rank, address, "RenewSnapshot", request, timeout_s=5.0)
-        return float(answer.lease_ms / 1000)
-
-    async def release(self, rank: int, address: str, snapshot_id: str) -> None:
-        """End a lease."""
-        request = sidecar_pb2.ReleaseSnapshotRequest(snapshot_id=snapshot_id)
-        await self._unary(rank, address, "ReleaseSnapshot", request, timeout_s=2.0)
-
-    async def _unary(
+    async def unary(
         self,
         rank: int,
         address: str,
-        name: str,
         request: Any,
         *,
+        method: str = "",
         timeout_s: float = UNARY_TIMEOUT_S,
     ) -> Any:
-        call = self.ask(rank, address, name, request, timeout_s=timeout_s)
+        """Call `method`, else the one that the request is named after; return the answer."""
+        call = self.ask(rank, address, request, timeout_s=timeout_s, method=method)
         try:
             return await watched(call, lambda: self._probe(rank, address))
         except RankLostError:
@@ -486,12 +412,15 @@ class Leases:
                     self._lost(pin.rank, f"its lease could not be renewed: {found}")
 
     async def _renew(self, pin: export_pb2.ExportPin) -> None:
-        address = self._address(pin.rank)
-        await self._group.calls.renew(pin.rank, address, pin.snapshot_id, EXPORT_LEASE_S)
+        request = sidecar_pb2.RenewSnapshotRequest(
+            snapshot_id=pin.snapshot_id, lease_ms=int(1000 * EXPORT_LEASE_S)
+        )
+        await self._group.calls.unary(pin.rank, self._address(pin.rank), request, timeout_s=5.0)
         self._heard_s[pin.rank] = time.monotonic()
 
     async def _release(self, pin: export_pb2.ExportPin) -> None:
-        await self._group.calls.release(pin.rank, self._address(pin.rank), pin.snapshot_id)
+        request = sidecar_pb2.ReleaseSnapshotRequest(snapshot_id=pin.snapshot_id)
+        await self._group.calls.unary(pin.rank, self._address(pin.rank), request, timeout_s=2.0)
 
     def _address(self, rank: int) -> str:
         ranks = self._group.ranks()

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+
+from pydantic import BaseModel, Field
 
 from paramd import places, state_files
 from paramd.errors import NotFoundError, ParamdError
@@ -64,7 +65,7 @@ async def inspect(calls: SidecarCalls, ranks: Sequence[RankView], *, log_lines: 
         )
         try:
             answer = await calls.ask(
-                rank.rank, rank.report.address, "InspectTrainer", request, timeout_s=ASK_TIMEOUT_S
+                rank.rank, rank.report.address, request, timeout_s=ASK_TIMEOUT_S
             )
         except ParamdError as error:
             return rank, error
@@ -111,21 +112,19 @@ def evidence_of(found: Found) -> Evidence:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LogTail:
+class LogTailDocument(BaseModel):
     """The end of one log."""
 
-    source: str
-    """sidecar, stderr or stdout; trainer where its output goes to no file."""
-    lines: list[str]
-    """The newest last."""
-    missing: str
-    """Why there are none."""
+    source: str = Field(
+        description="sidecar, stderr or stdout; trainer where its output goes to no file"
+    )
+    lines: list[str] = Field(description="The newest last, each at most 2,000 characters")
+    missing: str = Field(description="Why there are none; empty when there are some")
 
 
 async def tails_of(
     calls: SidecarCalls, job: str, rank: RankView, *, count: int
-) -> tuple[list[LogTail], str]:
+) -> tuple[list[LogTailDocument], str]:
     """(the ends of the rank's logs, why its sidecar does not tell them).
 
     A sidecar that is gone has left its log, which lies in the state dir of its host: here, if it
@@ -140,7 +139,7 @@ async def tails_of(
         address = rank.report.address
         try:
             answer: pb.GetLogResponse = await calls.ask(
-                rank.rank, address, "GetLog", request, timeout_s=ASK_TIMEOUT_S
+                rank.rank, address, request, timeout_s=ASK_TIMEOUT_S
             )
         except ParamdError as error:
             why = str(error)
@@ -149,11 +148,11 @@ async def tails_of(
     return [await asyncio.to_thread(_left, job, rank.rank, count)], why
 
 
-def _tail(source: str, lines: Iterable[str], missing: str) -> LogTail:
-    return LogTail(source=source, lines=list(map(without_secrets, lines)), missing=missing)
+def _tail(source: str, lines: Iterable[str], missing: str) -> LogTailDocument:
+    return LogTailDocument(source=source, lines=list(map(without_secrets, lines)), missing=missing)
 
 
-def _left(job: str, rank: int, count: int) -> LogTail:
+def _left(job: str, rank: int, count: int) -> LogTailDocument:
     try:
         # Checks that the directory is ours and private.
         places.job_dir(job)

@@ -262,23 +262,14 @@ class Coordinator:
         self._last_boundary = max(self._last_boundary, number)
 
     async def round(
-        self,
-        request: BoundaryRequest,
-        snapshots: Snapshots,
-        view: MeshView,
-        *,
-        timeout_s: float,
+        self, request: BoundaryRequest, snapshots: Snapshots, view: MeshView, *, timeout_s: float
     ) -> Verdict:
         """Send a request to all ranks; call within a turn. Raises as `schedule`."""
         self.round_count += 1
         tasks = {
             asyncio.create_task(
                 self._calls.reach(
-                    report.rank,
-                    report.address,
-                    request,
-                    snapshots.get(report.rank, ()),
-                    timeout_s,
+                    report.rank, report.address, request, snapshots.get(report.rank, ()), timeout_s
                 )
             ): report.rank
             for report in view.joined

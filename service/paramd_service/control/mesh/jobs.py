@@ -14,8 +14,9 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from paramd import places
@@ -209,40 +210,6 @@ class Incarnation:
 OnChange = Callable[[Incarnation], None]
 
 
-class Verifiers:
-    """LRU cache of verifiers by job and incarnation."""
-
-    def __init__(self, site: Site | None, current: Mapping[str, Incarnation]) -> None:
-        """`current` is read on each `get`: without a site, only its incarnations are ours."""
-        self._site = site
-        self._current = current
-        self._kept: OrderedDict[tuple[str, int], Verifier] = OrderedDict()
-
-    def get(self, job: str, incarnation: int) -> Verifier:
-        """Verifier for an incarnation's tickets. Raises DeniedError when it cannot be ours."""
-        found = self._kept.get((job, incarnation))
-        if found is not None:
-            self._kept.move_to_end((job, incarnation))
-            return found
-        key = self._private_key(job, incarnation)
-        found = self._kept[job, incarnation] = Verifier(Signer(key).public_key)
-        if len(self._kept) > MAX_VERIFIERS:
-            self._kept.popitem(last=False)
-        return found
-
-    def _private_key(self, job: str, incarnation: int) -> bytes:
-        if self._site is not None:
-            # Any incarnation: a genuine ticket of a past one deserves "over", not a bare denial.
-            return self._site.private_key(job, incarnation)
-        present = self._current.get(job)
-        if present is not None and present.number == incarnation:
-            return present.bootstrap.private_key
-        raise DeniedError(
-            f"the ticket is for job {job[:64]!r}, incarnation {incarnation}, which is not "
-            "served here"
-        )
-
-
 class Jobs:
     """Event loop only; file writes run on threads."""
 
@@ -268,7 +235,7 @@ class Jobs:
         self._empty_end_s = empty_end_s
         self._publish = publish
         self._current: OrderedDict[str, Incarnation] = OrderedDict()
-        self._verifiers = Verifiers(site, self._current)
+        self._verifier = lru_cache(MAX_VERIFIERS)(lambda key: Verifier(Signer(key).public_key))
         self._registering = asyncio.Lock()
         self._began_s = time.monotonic()
         self._closing: set[asyncio.Task[None]] = set()
@@ -440,7 +407,16 @@ class Jobs:
 
     def verifier(self, job: str, incarnation: int) -> Verifier:
         """Verifier for an incarnation's tickets. Raises DeniedError when it cannot be ours."""
-        return self._verifiers.get(job, incarnation)
+        if self._site is not None:
+            # Any incarnation: a genuine ticket of a past one deserves "over", not a bare denial.
+            return self._verifier(self._site.private_key(job, incarnation))
+        present = self._current.get(job)
+        if present is not None and present.number == incarnation:
+            return self._verifier(present.bootstrap.private_key)
+        raise DeniedError(
+            f"the ticket is for job {job[:64]!r}, incarnation {incarnation}, which is not "
+            "served here"
+        )
 
     async def incarnations(self, job: str) -> list[IncarnationRecord]:
         """All known incarnations of a job, oldest first. Raises NotFoundError."""

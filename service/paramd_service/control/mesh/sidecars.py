@@ -158,14 +158,18 @@ class SidecarCalls:
         self._channels = Channels(ControlTicket(bootstrap), job_tls=bootstrap.certificates.own)
 
     async def ask(
-        self, rank: int, address: str, method: str, request: object, *, timeout_s: float
+        self, rank: int, address: str, request: Any, *, timeout_s: float, method: str = ""
     ) -> Any:
         """Call one rank's sidecar; an answer from any other rank or incarnation is refused.
+
+        Args:
+            method: empty: the one that the request, a message, is named after.
 
         Raises:
             ParamdError: the class that the status stands for, naming the rank.
         """
         asked = self._bootstrap.asked(rank, address)
+        method = method or request.DESCRIPTOR.name.removesuffix("Request")
         return await self._channels.ask(asked, method, request, timeout_s=timeout_s)
 
     async def reach(
@@ -192,7 +196,7 @@ class SidecarCalls:
             step_count=request.step_count,
             lease_ms=request.lease_ms,
         )
-        call = self.ask(rank, address, "ReachBoundary", message, timeout_s=timeout_s)
+        call = self.ask(rank, address, message, timeout_s=timeout_s)
         # A deadline alone cannot tell a long update from a stopped sidecar.
         answer = await watched(call, lambda: self._probe(rank, address))
         header = answer.header
@@ -209,7 +213,7 @@ class SidecarCalls:
     async def _probe(self, rank: int, address: str) -> None:
         request = sidecar_pb2.GetStateRequest()
         try:
-            await self.ask(rank, address, "GetState", request, timeout_s=PROBE_TIMEOUT_S)
+            await self.ask(rank, address, request, timeout_s=PROBE_TIMEOUT_S)
         except (DeadlineError, UnreachableError) as error:
             raise UnreachableError(
                 f"rank {rank} does not answer: its sidecar is stopped, dead or disconnected; "
@@ -241,7 +245,7 @@ class SidecarCalls:
         """
         request = sidecar_pb2.ListSnapshotsRequest()
         found: sidecar_pb2.ListSnapshotsResponse = await self.ask(
-            rank, address, "ListSnapshots", request, timeout_s=PROBE_TIMEOUT_S
+            rank, address, request, timeout_s=PROBE_TIMEOUT_S
         )
         return found
 
@@ -252,7 +256,7 @@ class SidecarCalls:
             ParamdError: as `reach`.
         """
         request = sidecar_pb2.GetMetricsRequest()
-        found = await self.ask(rank, address, "GetMetrics", request, timeout_s=PROBE_TIMEOUT_S)
+        found = await self.ask(rank, address, request, timeout_s=PROBE_TIMEOUT_S)
         return str(found.text)
 
     async def is_back(self, address: str) -> None:

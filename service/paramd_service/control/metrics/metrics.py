@@ -6,10 +6,12 @@ Only the values of job and rank come from outside; all other labels have a handf
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily as Counted
+from prometheus_client.core import GaugeMetricFamily as Gauge
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from paramd.layout.exports.files import EXPORT_ENDS
@@ -24,25 +26,37 @@ from paramd_service.tls import ServerTls
 
 _NS = 1e9
 
+Row = tuple[Sequence[object], float]
+"""Values of the labels, and the number."""
+Numbers = tuple[str, str, Callable[[Report], float]]
+"""Name, text, and how a report tells the number."""
+
+
+def _family(
+    kind: type[Gauge | Counted], name: str, text: str, labels: str, rows: Iterable[Row]
+) -> Metric:
+    """A metric with labels, whose names `labels` has, apart by spaces."""
+    family = kind(name, text, labels=labels.split())
+    for values, number in rows:
+        family.add_metric([str(value) for value in values], number)
+    return family
+
 
 def _edit_metrics(edits: EditRegistry) -> Iterator[Metric]:
     """Edits and holds."""
-    labels = ["job", "state"]
-    open_now = GaugeMetricFamily("paramd_edits_open", "Edits in progress", labels=labels)
-    for (job, state), count in sorted(edits.open_counts().items()):
-        open_now.add_metric([job, state], count)
-    ended = CounterMetricFamily("paramd_edits", "Edits that ended here", labels=labels)
-    for (job, state), count in sorted(edits.ended.items()):
-        ended.add_metric([job, state], count)
-    seconds = CounterMetricFamily(
-        "paramd_edit_seconds", "Total time from creation to APPLIED", labels=["job"]
+    counts, ended = sorted(edits.open_counts().items()), sorted(edits.ended.items())
+    yield _family(Gauge, "paramd_edits_open", "Edits in progress", "job state", counts)
+    yield _family(Counted, "paramd_edits", "Edits that ended here", "job state", ended)
+    seconds = _by_job(edits.seconds)
+    yield _family(
+        Counted, "paramd_edit_seconds", "Total time from creation to APPLIED", "job", seconds
     )
-    for job, taken_s in sorted(edits.seconds.items()):
-        seconds.add_metric([job], taken_s)
-    holds = CounterMetricFamily("paramd_holds", "Holds begun here", labels=["job"])
-    for job, count in sorted(edits.hold_counts().items()):
-        holds.add_metric([job], count)
-    yield from (open_now, ended, seconds, holds)
+    holds = _by_job(edits.hold_counts())
+    yield _family(Counted, "paramd_holds", "Holds begun here", "job", holds)
+
+
+def _by_job(numbers: Mapping[str, float]) -> list[Row]:
+    return [((job,), number) for job, number in sorted(numbers.items())]
 
 
 def _record_metrics(records: Records) -> Iterator[Metric]:
@@ -54,14 +68,14 @@ def _record_metrics(records: Records) -> Iterator[Metric]:
     )
     waiting = records.store.waiting_count
     yield _gauge("paramd_store_writes_waiting", "Writes queued for the store", waiting)
-    yield CounterMetricFamily(
+    yield Counted(
         "paramd_history_dropped_samples",
         "Samples lost from the metric history",
         value=records.history.dropped_count,
     )
 
 
-_RANK_GAUGES: tuple[tuple[str, str, Callable[[Report], float]], ...] = (
+_RANK_GAUGES: tuple[Numbers, ...] = (
     ("paramd_rank_step", "Finished updates", lambda r: r.step),
     ("paramd_rank_step_time_seconds", "Smoothed step time", lambda r: r.state.step_time_ns / _NS),
     ("paramd_rank_arena_bytes", "Bytes of the arena", lambda r: r.state.arena_bytes),
@@ -71,7 +85,7 @@ _RANK_GAUGES: tuple[tuple[str, str, Callable[[Report], float]], ...] = (
     ("paramd_rank_phase", "Phase by its number in paramd.v1", lambda r: r.state.phase),
     ("paramd_rank_agreement_works", "1 while agreeing", lambda r: r.state.agreement_works),
 )
-_RANK_COUNTERS: tuple[tuple[str, str, Callable[[Report], float]], ...] = (
+_RANK_COUNTERS: tuple[Numbers, ...] = (
     ("paramd_rank_stalls", "Updates that waited", lambda r: r.state.stall_count),
     ("paramd_rank_stall_seconds", "Total stall time", lambda r: r.state.stall_total_ns / _NS),
     ("paramd_rank_abandoned_copies", "Abandoned copies", lambda r: r.state.abandoned_copy_count),
@@ -138,27 +152,24 @@ def _job_metrics(jobs: Jobs, watchers: Watchers, exports: ExportService | None) 
     views = [(i.job, i.registry.view()) for i in meshes]
     yield from _mesh_metrics(views)
     yield from _rank_metrics([(job, rank) for job, view in views for rank in view.ranks])
-    rounds = CounterMetricFamily(
-        "paramd_boundary_rounds", "Boundary rounds by outcome", labels=["job", "captured"]
-    )
-    waiting = GaugeMetricFamily(
-        "paramd_boundary_waiting", "Requests waiting for the next round", labels=["job"]
-    )
+    rounds: list[Row] = []
     for mesh in meshes:
-        job, coordinator = mesh.job, mesh.coordinator
-        captured = coordinator.captured_count
-        rounds.add_metric([job, "true"], captured)
-        rounds.add_metric([job, "false"], coordinator.round_count - captured)
-        waiting.add_metric([job], coordinator.waiting_count)
-    yield rounds
-    yield waiting
+        captured = mesh.coordinator.captured_count
+        rounds.append(((mesh.job, "true"), captured))
+        rounds.append(((mesh.job, "false"), mesh.coordinator.round_count - captured))
+    yield _family(
+        Counted, "paramd_boundary_rounds", "Boundary rounds by outcome", "job captured", rounds
+    )
+    waiting = [((mesh.job,), mesh.coordinator.waiting_count) for mesh in meshes]
+    text = "Requests waiting for the next round"
+    yield _family(Gauge, "paramd_boundary_waiting", text, "job", waiting)
     yield from _alert_metrics(watchers)
     if exports is not None:
         yield from _export_metrics(exports, [job for job, _ in views])
 
 
-def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
-    return GaugeMetricFamily(name, text, value=value)
+def _gauge(name: str, text: str, value: float) -> Gauge:
+    return Gauge(name, text, value=value)
 
 
 def _tls_metrics(tls: ServerTls) -> Iterator[Metric]:
@@ -169,82 +180,57 @@ def _tls_metrics(tls: ServerTls) -> Iterator[Metric]:
 
 
 def _mesh_metrics(views: Sequence[tuple[str, MeshView]]) -> Iterator[Metric]:
-    world = GaugeMetricFamily("paramd_world_size", "Ranks of the mesh", labels=["job"])
-    joined = GaugeMetricFamily("paramd_joined_ranks", "Ranks that are joined", labels=["job"])
-    ok = GaugeMetricFamily("paramd_mesh_ok", "1 while the mesh is OK", labels=["job"])
-    for job, view in views:
-        world.add_metric([job], len(view.ranks))
-        joined.add_metric([job], len(view.joined))
-        ok.add_metric([job], view.state is State.OK)
-    yield world
-    yield joined
-    yield ok
+    world = [((job,), len(view.ranks)) for job, view in views]
+    yield _family(Gauge, "paramd_world_size", "Ranks of the mesh", "job", world)
+    joined = [((job,), len(view.joined)) for job, view in views]
+    yield _family(Gauge, "paramd_joined_ranks", "Ranks that are joined", "job", joined)
+    ok = [((job,), view.state is State.OK) for job, view in views]
+    yield _family(Gauge, "paramd_mesh_ok", "1 while the mesh is OK", "job", ok)
 
 
 def _export_metrics(exports: ExportService, jobs: Sequence[str]) -> Iterator[Metric]:
-    running = GaugeMetricFamily(
-        "paramd_exports_running", "Exports running or queued", labels=["job"]
-    )
-    ended = CounterMetricFamily("paramd_exports", "Exports by outcome", labels=["job", "state"])
-    written = CounterMetricFamily("paramd_export_bytes", "Bytes exported", labels=["job"])
     counts = Counter(job.row.job for job in exports.running())
-    for job in jobs:
-        running.add_metric([job], counts[job])
-        for state in EXPORT_ENDS:
-            ended.add_metric([job, state.value], exports.ended_counts[job, state.value])
-        written.add_metric([job], exports.written_bytes[job])
-    yield running
-    yield ended
-    yield written
+    running = [((job,), counts[job]) for job in jobs]
+    yield _family(Gauge, "paramd_exports_running", "Exports running or queued", "job", running)
+    keys = [(job, state.value) for job in jobs for state in EXPORT_ENDS]
+    ended = [(key, exports.ended_counts[key]) for key in keys]
+    yield _family(Counted, "paramd_exports", "Exports by outcome", "job state", ended)
+    written = [((job,), exports.written_bytes[job]) for job in jobs]
+    yield _family(Counted, "paramd_export_bytes", "Bytes exported", "job", written)
 
 
 def _alert_metrics(watchers: Watchers) -> Iterator[Metric]:
-    firing = GaugeMetricFamily("paramd_alerts_firing", "Firing alerts", labels=["job", "rule"])
-    fired = CounterMetricFamily("paramd_alerts_fired", "Alerts that ever fired", labels=["job"])
-    rounds = CounterMetricFamily(
-        "paramd_watch_rounds", "Sampling rounds by outcome", labels=["job", "kind", "ok"]
-    )
+    firing: list[Row] = []
+    rounds: list[Row] = []
     for job, watcher in watchers.all():
         counts = Counter(alert.rule for alert in watcher.book.firing)
-        for rule in Rule:
-            firing.add_metric([job, rule.value], counts[rule])
-        fired.add_metric([job], watcher.book.fired_count)
+        firing += [((job, rule.value), counts[rule]) for rule in Rule]
         for ok, found in (("true", watcher.round_counts), ("false", watcher.failed_counts)):
-            for kind, count in found.items():
-                rounds.add_metric([job, kind, ok], count)
-    posts = CounterMetricFamily("paramd_webhook_posts", "Webhook posts by outcome", labels=["ok"])
-    posts.add_metric(["true"], watchers.webhooks.posted_count)
-    posts.add_metric(["false"], watchers.webhooks.failed_count)
-    yield firing
-    yield fired
-    yield rounds
-    yield posts
+            rounds += [((job, kind, ok), count) for kind, count in found.items()]
+    yield _family(Gauge, "paramd_alerts_firing", "Firing alerts", "job rule", firing)
+    fired = [((job,), watcher.book.fired_count) for job, watcher in watchers.all()]
+    yield _family(Counted, "paramd_alerts_fired", "Alerts that ever fired", "job", fired)
+    text = "Sampling rounds by outcome"
+    yield _family(Counted, "paramd_watch_rounds", text, "job kind ok", rounds)
+    hooks = watchers.webhooks
+    posts = [(("true",), hooks.posted_count), (("false",), hooks.failed_count)]
+    yield _family(Counted, "paramd_webhook_posts", "Webhook posts by outcome", "ok", posts)
 
 
 def _rank_metrics(ranks: Sequence[tuple[str, RankView]]) -> Iterator[Metric]:
-    labels = ["job", "rank"]
-    joined = GaugeMetricFamily("paramd_rank_joined", "1 while joined", labels=labels)
-    age = GaugeMetricFamily(
-        "paramd_rank_report_age_seconds", "Age of the last report", labels=labels
-    )
-    for job, rank in ranks:
-        joined.add_metric([job, str(rank.rank)], rank.connected)
-        if rank.report is not None:
-            age.add_metric([job, str(rank.rank)], rank.age_s)
-    yield joined
-    yield age
-    for name, text, read in _RANK_GAUGES:
-        yield _filled(GaugeMetricFamily(name, text, labels=labels), ranks, read)
-    for name, text, read in _RANK_COUNTERS:
-        yield _filled(CounterMetricFamily(name, text, labels=labels), ranks, read)
+    joined = [((job, rank.rank), rank.connected) for job, rank in ranks]
+    yield _family(Gauge, "paramd_rank_joined", "1 while joined", "job rank", joined)
+    told = [(job, rank, rank.report) for job, rank in ranks if rank.report is not None]
+    ages = [((job, rank.rank), rank.age_s) for job, rank, _ in told]
+    text = "Age of the last report"
+    yield _family(Gauge, "paramd_rank_report_age_seconds", text, "job rank", ages)
+    reports = [((job, rank.rank), report) for job, rank, report in told]
+    yield from (_of_ranks(Gauge, reports, one) for one in _RANK_GAUGES)
+    yield from (_of_ranks(Counted, reports, one) for one in _RANK_COUNTERS)
 
 
-def _filled(
-    family: GaugeMetricFamily | CounterMetricFamily,
-    ranks: Sequence[tuple[str, RankView]],
-    read: Callable[[Report], float],
+def _of_ranks(
+    kind: type[Gauge | Counted], reports: Sequence[tuple[tuple[str, int], Report]], one: Numbers
 ) -> Metric:
-    for job, rank in ranks:
-        if rank.report is not None:
-            family.add_metric([job, str(rank.rank)], read(rank.report))
-    return family
+    name, text, read = one
+    return _family(kind, name, text, "job rank", ((key, read(report)) for key, report in reports))

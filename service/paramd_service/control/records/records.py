@@ -93,11 +93,7 @@ class Records:
         await self.store.stop()
 
     def recorded(
-        self,
-        by: Principal,
-        method: str,
-        detail: Mapping[str, Any],
-        of: Incarnation | None = None,
+        self, by: Principal, method: str, detail: Mapping[str, Any], of: Incarnation | None = None
     ) -> AbstractAsyncContextManager[Entry]:
         """Record a mutation around its effect, in the job's chain; see `Audit`.
 

@@ -108,5 +108,5 @@ class AlertStore:
         if state is not None:
             firing = row.resolved_s.is_(None)
             chosen = chosen.where(firing if state is State.FIRING else ~firing)
-        found = await self._store.read(lambda connection: connection.execute(chosen).all())
+        found = await self._store.all(chosen)
         return [(number, Alert.model_validate_json(body)) for number, body in found]

@@ -12,8 +12,10 @@ from sqlalchemy import Connection, Row, Select, insert, select, update
 
 from paramd.errors import ExistsError
 from paramd_service.control.store.schema import edits
-from paramd_service.control.store.short_ids import whole_id
-from paramd_service.control.store.store import Store, columns_of
+from paramd_service.control.store.store import Store, columns_of, whole_id
+
+_CHANGING = ("state", "reason", "ended_s", "boundary", "token", "step", "edits", "stop_ns")
+"""Columns that follow an edit's state, besides `detail`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,17 +78,8 @@ class EditStore:
 
     async def save(self, row: EditRow) -> None:
         """Write the mutable fields; an applied undo also marks the edit it undid."""
-        changed = {
-            "state": row.state,
-            "reason": row.reason,
-            "ended_s": row.ended_s,
-            "boundary": row.boundary,
-            "token": row.token,
-            "step": row.step,
-            "edits": row.edits,
-            "stop_ns": row.stop_ns,
-            "detail": json.dumps(dict(row.detail), sort_keys=True),
-        }
+        changed = {name: getattr(row, name) for name in _CHANGING}
+        changed["detail"] = json.dumps(dict(row.detail), sort_keys=True)
 
         def work(connection: Connection) -> None:
             connection.execute(update(edits).where(edits.c.id == row.id).values(changed))
@@ -100,7 +93,7 @@ class EditStore:
     async def find(self, edit_id: str) -> EditRow | None:
         """The edit with this id; None when there is none."""
         chosen = select(edits).where(edits.c.id == edit_id)
-        row = await self._store.read(lambda connection: connection.execute(chosen).first())
+        row = await self._store.first(chosen)
         return edit_of(row) if row is not None else None
 
     async def whole_id(self, job: str, given: str) -> str:
@@ -114,9 +107,7 @@ class EditStore:
         chosen = chosen_edits(job, state=state)
         if before is not None:
             chosen = chosen.where(edits.c.number < before)
-        rows = await self._store.read(
-            lambda connection: connection.execute(chosen.limit(limit)).all()
-        )
+        rows = await self._store.all(chosen.limit(limit))
         return [edit_of(row) for row in rows]
 
     async def of_job(
@@ -127,8 +118,7 @@ class EditStore:
         if incarnation is not None:
             chosen = chosen.where(edits.c.incarnation == incarnation)
         chosen = chosen.order_by(edits.c.number)
-        rows = await self._store.read(lambda connection: connection.execute(chosen).all())
-        return [edit_of(row) for row in rows]
+        return [edit_of(row) for row in await self._store.all(chosen)]
 
 
 def chosen_edits(

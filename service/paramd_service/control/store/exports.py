@@ -16,8 +16,7 @@ from sqlalchemy import Connection, Row, Select, delete, func, insert, select, un
 
 from paramd.errors import ConflictError, NotFoundError
 from paramd_service.control.store.schema import export_files, export_schedules, exports
-from paramd_service.control.store.short_ids import whole_id
-from paramd_service.control.store.store import Store, columns_of
+from paramd_service.control.store.store import Store, columns_of, whole_id
 
 OPEN_STATES = ("PLANNED", "RUNNING", "VERIFYING")
 
@@ -146,7 +145,7 @@ class ExportStore:
     async def get(self, job: str, export_id: str) -> ExportRow:
         """One export. Raises NotFoundError."""
         chosen = select(exports).where(exports.c.id == export_id, exports.c.job == job)
-        row = await self._store.read(lambda connection: connection.execute(chosen).first())
+        row = await self._store.first(chosen)
         if row is None:
             raise NotFoundError(f"export {export_id[:64]!r} does not exist; see: paramd exports")
         return _export(row)
@@ -166,8 +165,7 @@ class ExportStore:
             .where(export_files.c.export_id == export_id)
             .order_by(export_files.c.number, export_files.c.name)
         )
-        rows = await self._store.read(lambda connection: connection.execute(chosen).all())
-        return [_file(row) for row in rows]
+        return [_file(row) for row in await self._store.all(chosen)]
 
     async def page(
         self, job: str, *, limit: int, offset: int = 0, state: str = ""
@@ -184,7 +182,7 @@ class ExportStore:
         size, done = func.sum(export_files.c.size_bytes), func.sum(export_files.c.written_bytes)
         key = export_files.c.export_id
         chosen = select(key, size, done).where(key.in_(ids)).group_by(key)
-        rows = await self._store.read(lambda connection: connection.execute(chosen).all())
+        rows = await self._store.all(chosen)
         return {row[0]: (int(row[1]), int(row[2])) for row in rows}
 
     async def unfinished(self, job: str) -> list[ExportRow]:
@@ -220,15 +218,14 @@ class ExportStore:
             .where(export_schedules.c.job == job, export_schedules.c.deleted_s.is_(None))
             .order_by(export_schedules.c.created_s, export_schedules.c.id)
         )
-        rows = await self._store.read(lambda connection: connection.execute(chosen).all())
-        return [_schedule(row) for row in rows]
+        return [_schedule(row) for row in await self._store.all(chosen)]
 
     async def owners(self) -> set[str]:
         """Ids of all open exports and active schedules, of any job."""
         running = select(exports.c.id).where(exports.c.state.in_(OPEN_STATES))
         in_force = select(export_schedules.c.id).where(export_schedules.c.deleted_s.is_(None))
         both = union_all(running, in_force)
-        rows = await self._store.read(lambda connection: connection.execute(both).all())
+        rows = await self._store.all(both)
         return {str(row[0]) for row in rows}
 
     async def forget(self, before_s: float) -> None:
@@ -239,8 +236,7 @@ class ExportStore:
         await self._store.write(lambda connection: connection.execute(statement))
 
     async def _all(self, chosen: Select[Any]) -> list[ExportRow]:
-        rows = await self._store.read(lambda connection: connection.execute(chosen).all())
-        return [_export(row) for row in rows]
+        return [_export(row) for row in await self._store.all(chosen)]
 
 
 def _stored(row: ExportRow) -> dict[str, object]:

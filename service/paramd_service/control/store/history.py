@@ -33,6 +33,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects import postgresql, sqlite
 
 from paramd.clock import now_s
+from paramd_service.aio import stopped
 from paramd_service.control.store.engine import StoreError
 from paramd_service.control.store.schema import metric_points, metric_series
 from paramd_service.control.store.store import Store
@@ -281,7 +282,7 @@ class MetricHistory:
         if after is not None:
             name, rank = after
             chosen = chosen.where(or_(_S.name > name, and_(_S.name == name, _S.rank > rank)))
-        rows = await self._store.read(lambda connection: connection.execute(chosen).all())
+        rows = await self._store.all(chosen)
         return [
             SeriesKey(job=job, incarnation=incarnation, rank=row.rank, name=row.name)
             for row in rows
@@ -294,8 +295,7 @@ class MetricHistory:
     async def stop(self) -> None:
         """Write what is buffered, then stop. Idempotent."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
+            await stopped(self._task)
             self._task = None
             await self.flush()
 

@@ -137,12 +137,7 @@ exports = Table(
 export_files = Table(
     "export_files",
     metadata,
-    Column(
-        "export_id",
-        String(32),
-        ForeignKey("exports.id", ondelete="CASCADE"),
-        primary_key=True,
-    ),
+    Column("export_id", String(32), ForeignKey("exports.id", ondelete="CASCADE"), primary_key=True),
     Column("name", String(255), primary_key=True),
     Column("number", Integer, nullable=False, comment="place in the plan"),
     Column("size_bytes", BigInteger, nullable=False),

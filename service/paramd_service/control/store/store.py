@@ -1,18 +1,23 @@
-"""The store: one writer thread, a few readers, and an event loop that never blocks."""
+"""The store: one writer thread, a few readers, and an event loop that never blocks.
+
+Below it: ids by their first characters, as lists and messages print them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import queue
+import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
-from sqlalchemy import Connection, Engine
+from sqlalchemy import Connection, Engine, Executable, Table, select
 
+from paramd.errors import NotFoundError, UsageError
 from paramd_service.control.store.engine import (
     READERS,
     WRITES,
@@ -28,13 +33,17 @@ MAX_WAITING = 1024
 
 T = TypeVar("T")
 
+log = logging.getLogger("paramd.control.store")
+
+ID_CHARS = 32
+_HEX = re.compile("[0-9a-f]+")
+_NAMED = 4
+"""Candidates that an error names."""
+
 
 def columns_of(row: Any, **stored: object) -> dict[str, object]:
     """A row's fields by column; `stored`: those that the table has in another form."""
     return {one.name: getattr(row, one.name) for one in fields(row)} | stored
-
-
-log = logging.getLogger("paramd.control.store")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +143,14 @@ class Store:
             raise StoreError("the store is not running")
         return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, work)
 
+    async def all(self, chosen: Executable) -> Sequence[Any]:
+        """The rows of a query. Raises StoreError."""
+        return await self.read(lambda connection: connection.execute(chosen).all())
+
+    async def first(self, chosen: Executable) -> Any:
+        """The first row of a query; None if it has none. Raises StoreError."""
+        return await self.read(lambda connection: connection.execute(chosen).first())
+
     def _read(self, work: Callable[[Connection], T]) -> T:
         assert self._engine is not None
         if not self._open:
@@ -170,3 +187,38 @@ class Store:
         writer.join()
         assert self._engine is not None
         self._engine.dispose()
+
+
+async def whole_id(store: Store, table: Table, job: str, given: str, *, see: str) -> str:
+    """The id of the job's one row that `given` begins; whole ids are returned unseen.
+
+    Raises: as `only`; StoreError.
+    """
+    if len(given) == ID_CHARS:
+        return given
+    found: list[str] = []
+    # Digits below letters in every collation, so a range does; the id's index serves it.
+    if _HEX.fullmatch(given):
+        key = table.c.id
+        chosen = select(key).where(table.c.job == job, key >= given, key < given + "g")
+        rows = await store.all(chosen.order_by(key).limit(_NAMED + 1))
+        found = [str(row[0]) for row in rows]
+    return only(found, given, see=see)
+
+
+def only(found: Sequence[str], given: str, *, see: str) -> str:
+    """The one id of `found`, which are those that `given` begins.
+
+    Args:
+        see: the command that lists such ids.
+
+    Raises:
+        NotFoundError: there is none.
+        UsageError: there are several; it names them.
+    """
+    if not found:
+        raise NotFoundError(f"no id begins with {given[:ID_CHARS]!r}; see: {see}")
+    if len(found) > 1:
+        named = ", ".join(found[:_NAMED]) + (", ..." if len(found) > _NAMED else "")
+        raise UsageError(f"several ids begin with {given!r}: {named}; give more characters")
+    return found[0]

@@ -61,13 +61,13 @@ class TokenStore:
     async def find(self, digest: str) -> TokenRow | None:
         """The token with this digest, even if revoked or expired; None when there is none."""
         chosen = select(tokens).where(tokens.c.digest == digest)
-        row = await self._store.read(lambda connection: connection.execute(chosen).first())
+        row = await self._store.first(chosen)
         return _token(row) if row is not None else None
 
     async def get(self, name: str) -> TokenRow:
         """The token with this name. Raises NotFoundError."""
         chosen = select(tokens).where(tokens.c.name == name)
-        row = await self._store.read(lambda connection: connection.execute(chosen).first())
+        row = await self._store.first(chosen)
         if row is None:
             raise NotFoundError(f"token {name[:64]!r} does not exist; see: paramd token list")
         return _token(row)
@@ -75,8 +75,7 @@ class TokenStore:
     async def list(self) -> list[TokenRow]:
         """All tokens, including revoked ones, ordered by name."""
         chosen = select(tokens).order_by(tokens.c.name)
-        rows = await self._store.read(lambda connection: connection.execute(chosen).all())
-        return [_token(row) for row in rows]
+        return [_token(row) for row in await self._store.all(chosen)]
 
     async def ended(self, *, since_s: float, now_s: float, limit: int) -> Sequence[TokenRow]:
         """Tokens revoked or expired after `since_s`, in order of ending; the last `limit` of them.
@@ -87,7 +86,7 @@ class TokenStore:
         expired = and_(tokens.c.revoked_s.is_(None), expires_s > since_s, expires_s <= now_s)
         ended_s = func.coalesce(tokens.c.revoked_s, expires_s)
         chosen = select(tokens).where(or_(revoked, expired)).order_by(ended_s.desc()).limit(limit)
-        rows = await self._store.read(lambda connection: connection.execute(chosen).all())
+        rows = await self._store.all(chosen)
         return [_token(row) for row in reversed(rows)]
 
     async def revoke(self, name: str, *, now_s: float) -> TokenRow:

@@ -7,13 +7,17 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 
-from paramd_service.control.api.routes.paging import begin_of, make_token
+from paramd_service.control.api.routes.paging import (
+    IncarnationNumber,
+    PageToken,
+    begin_of,
+    make_token,
+)
 from paramd_service.control.api.services import Services
 from paramd_service.control.store.alerts import Alert, State
 
 DEFAULT_LIMIT = 100
 MAX_LIMIT = 1000
-MAX_INCARNATION = 2**53
 
 _LIST = "alerts"
 
@@ -28,10 +32,6 @@ Limit = Annotated[
         description="Alerts on a page; all that fire now are on the first one besides",
     ),
 ]
-Incarnation = Annotated[
-    int | None, Query(ge=1, le=MAX_INCARNATION, description="Default: the job's last one")
-]
-PageToken = Annotated[str, Query(max_length=512, description="From the previous page")]
 
 
 class AlertPage(BaseModel):
@@ -56,7 +56,7 @@ def router(services: Services) -> APIRouter:
         state: Wanted = "firing",
         limit: Limit = DEFAULT_LIMIT,
         page_token: PageToken = "",
-        incarnation: Incarnation = None,
+        incarnation: IncarnationNumber = None,
     ) -> AlertPage:
         """Alerts of the job's last incarnation, or of a past one as stored.
 

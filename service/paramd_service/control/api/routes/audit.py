@@ -82,10 +82,7 @@ def router(services: Services) -> APIRouter:
 
     @routes.get("/jobs/{job}/audit")
     async def list_audit(
-        job: str,
-        limit: Limit = DEFAULT_LIMIT,
-        order: Order = "newest",
-        page_token: PageToken = "",
+        job: str, limit: Limit = DEFAULT_LIMIT, order: Order = "newest", page_token: PageToken = ""
     ) -> AuditPage:
         """Audit of a job; of an embedded control plane, too."""
         page = await _page(services, job, limit, order, page_token)

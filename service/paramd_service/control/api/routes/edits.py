@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request
@@ -33,8 +32,7 @@ EditId = Annotated[
     Path(alias="edit", min_length=1, max_length=32, description="Its id, or its first characters"),
 ]
 Wait = Annotated[
-    float,
-    Query(ge=0, le=300, allow_inf_nan=False, description="Seconds to wait for it to end"),
+    float, Query(ge=0, le=300, allow_inf_nan=False, description="Seconds to wait for it to end")
 ]
 Limit = Annotated[int, Query(ge=1, le=1000, description="Edits on a page")]
 
@@ -94,8 +92,7 @@ def _add_making(routes: APIRouter, services: Services) -> None:
         """Create an edit that undoes an applied one. Optimizer state that was zeroed stays zero;
         the note says so. Idempotent by id."""
         row, service = await row_of(job, edit), edits.service(job)
-        edit_id = wanted.id if wanted.id is not None else secrets.token_hex(16)
-        made = await service.undo(principal_of(request), row, force=wanted.force, edit_id=edit_id)
+        made = await service.undo(principal_of(request), wanted.id, row, force=wanted.force)
         return stored_document(edits, await edits.wait(made, wanted.wait_s))
 
     @routes.delete("/jobs/{job}/edits/{edit}")

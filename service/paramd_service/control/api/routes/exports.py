@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Path, Query, Request, Response
 
 from paramd_service.control.access.doorway import principal_of
-from paramd_service.control.api.routes.paging import begin_of, make_token
+from paramd_service.control.api.routes.paging import PageToken, begin_of, make_token
 from paramd_service.control.api.services import Services
 from paramd_service.control.exports.documents import (
     AssetDocument,
@@ -28,10 +28,7 @@ from paramd_service.control.mesh.jobs import Incarnation
 
 MAX_LIMIT = 200
 
-ExportId = Annotated[
-    str, Path(min_length=1, max_length=32, description="Its id, or its first characters")
-]
-ScheduleId = Annotated[
+ShortId = Annotated[
     str, Path(min_length=1, max_length=32, description="Its id, or its first characters")
 ]
 Wanted = Annotated[
@@ -46,7 +43,6 @@ FileName = Annotated[
     str, Query(min_length=1, max_length=255, description="The manifest, or a file it lists")
 ]
 Offset = Annotated[int, Query(ge=0, le=1 << 50, description="First byte wanted")]
-PageToken = Annotated[str, Query(max_length=512, description="From the previous page")]
 
 _PAGE = "exports"
 _BYTES: dict[int | str, dict[str, Any]] = {
@@ -105,19 +101,18 @@ def _exports(services: Services, routes: APIRouter) -> None:
         found = await services.exports.page(job, limit=limit + 1, offset=offset, state=state)
         more = len(found) > limit
         return ExportList(
-            exports=found[:limit],
-            next_page_token=make_token(offset + limit, _PAGE) if more else "",
+            exports=found[:limit], next_page_token=make_token(offset + limit, _PAGE) if more else ""
         )
 
     @routes.get("/jobs/{job}/exports/{export}")
-    async def get_export(job: str, export: ExportId) -> ExportDocument:
+    async def get_export(job: str, export: ShortId) -> ExportDocument:
         """One export and its files."""
         services.jobs.get(job)
         export = await services.exports.store.whole_id(job, export)
         return await services.exports.get(job, export)
 
     @routes.delete("/jobs/{job}/exports/{export}")
-    async def cancel_export(job: str, export: ExportId, request: Request) -> ExportDocument:
+    async def cancel_export(job: str, export: ShortId, request: Request) -> ExportDocument:
         """Cancel an export and remove what it wrote. Idempotent; refused once it has finished."""
         mesh = services.jobs.get(job)
         export = await services.exports.store.whole_id(job, export)
@@ -163,7 +158,7 @@ def _schedules(services: Services, routes: APIRouter) -> None:
             return schedule_document(row)
 
     @routes.delete("/jobs/{job}/export-schedules/{schedule}")
-    async def delete_schedule(job: str, schedule: ScheduleId, request: Request) -> ScheduleDocument:
+    async def delete_schedule(job: str, schedule: ShortId, request: Request) -> ScheduleDocument:
         """Delete a schedule. Its exports stay, and a running one continues."""
         mesh = services.jobs.get(job)
         detail = {"id": schedule}

@@ -14,7 +14,13 @@ from paramd_service.control.access.doorway import may_read
 from paramd_service.control.alerts.book import series_name, series_of, subject_of
 from paramd_service.control.alerts.config import LOGGED
 from paramd_service.control.api.choice import check_large
-from paramd_service.control.api.routes.paging import INVALID, make_token, read_token
+from paramd_service.control.api.routes.paging import (
+    INVALID,
+    IncarnationNumber,
+    PageToken,
+    make_token,
+    read_token,
+)
 from paramd_service.control.api.services import Services
 from paramd_service.control.base.config import MAX_WORLD_SIZE
 from paramd_service.control.mesh.jobs import Incarnation
@@ -42,11 +48,7 @@ Time = Annotated[
 Points = Annotated[
     int, Query(ge=1, le=MAX_POINTS, description="Neighbours are merged until there are no more")
 ]
-IncarnationNumber = Annotated[
-    int | None, Query(ge=1, le=2**53, description="Default: the job's last one")
-]
 Limit = Annotated[int, Query(ge=1, le=MAX_SERIES, description="Series on a page")]
-PageToken = Annotated[str, Query(max_length=512, description="From the previous page")]
 
 
 class SeriesDocument(BaseModel):

@@ -19,7 +19,14 @@ from paramd_service.control.api.routes.params import Name
 from paramd_service.control.api.services import Services
 from paramd_service.control.insight.diff import Comparisons, state_of
 from paramd_service.control.insight.verdict import verdict_of
-from paramd_service.control.insight.why import Found, chosen, evidence_of, inspect, tails_of
+from paramd_service.control.insight.why import (
+    Found,
+    LogTailDocument,
+    chosen,
+    evidence_of,
+    inspect,
+    tails_of,
+)
 from paramd_service.logs import without_secrets
 
 NO_LOG = "what the training prints is for editors and admins"
@@ -219,16 +226,6 @@ class SpectrumDocument(BaseModel):
     nonfinite: int = Field(description="Elements that are NaN or infinite")
 
 
-class LogTailDocument(BaseModel):
-    """The end of one log."""
-
-    source: str = Field(
-        description="sidecar, stderr or stdout; trainer where its output goes to no file"
-    )
-    lines: list[str] = Field(description="The newest last, each at most 2,000 characters")
-    missing: str = Field(description="Why there are none; empty when there are some")
-
-
 class RankLogDocument(BaseModel):
     """The end of one rank's logs, as they are now."""
 
@@ -297,7 +294,7 @@ def router(services: Services) -> APIRouter:
             incarnation=mesh.number,
             rank=rank,
             error=error,
-            logs=[LogTailDocument(**asdict(one)) for one in logs],
+            logs=logs,
         )
 
     @routes.get("/jobs/{job}/updates")

@@ -15,13 +15,7 @@ from paramd.filters import Filter, parse_filter
 from paramd.layout.select import SelectedTensor
 from paramd_service.control.access.doorway import may_read
 from paramd_service.control.access.roles import ELEMENTS_OF_BIN
-from paramd_service.control.api.choice import (
-    choose,
-    choose_one,
-    pattern_of,
-    split,
-    without_small,
-)
+from paramd_service.control.api.choice import choose, choose_one, pattern_of, split, without_small
 from paramd_service.control.api.models import (
     HeatmapDocument,
     HistogramDocument,
@@ -30,12 +24,7 @@ from paramd_service.control.api.models import (
     StatsList,
     ValuesDocument,
 )
-from paramd_service.control.api.routes.params import (
-    Buffers,
-    Name,
-    Wanted,
-    available,
-)
+from paramd_service.control.api.routes.params import Buffers, Name, Wanted, available
 from paramd_service.control.api.services import Services
 from paramd_service.control.mesh.jobs import Incarnation
 
@@ -58,8 +47,7 @@ class Mode(StrEnum):
 Histogram = Annotated[bool, Query(description="Count binary exponents too")]
 Bins = Annotated[int, Query(ge=1, le=MAX_BINS, description="Bins of equal width")]
 Bound = Annotated[
-    float | None,
-    Query(allow_inf_nan=False, description="Default: the outermost finite element"),
+    float | None, Query(allow_inf_nan=False, description="Default: the outermost finite element")
 ]
 Cells = Annotated[int, Query(ge=1, le=MAX_CELLS, description="Most cells in this direction")]
 RowDims = Annotated[

@@ -9,7 +9,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Annotated, Generic, TypeVar
+
+from fastapi import Query
 
 from paramd.errors import ConflictError, UsageError
 
@@ -21,6 +23,11 @@ KEPT_S = 120.0
 INVALID = "page_token: invalid; omit it to start over"
 
 Item = TypeVar("Item")
+
+PageToken = Annotated[str, Query(max_length=512, description="From the previous page")]
+IncarnationNumber = Annotated[
+    int | None, Query(ge=1, le=2**53, description="Default: the job's last one")
+]
 
 
 @dataclass(frozen=True, slots=True)

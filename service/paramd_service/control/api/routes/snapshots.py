@@ -24,9 +24,9 @@ from paramd_service.control.api.models import (
 from paramd_service.control.api.routes.paging import begin_of, make_token
 from paramd_service.control.api.routes.params import PageToken, available
 from paramd_service.control.api.services import Services
-from paramd_service.control.mesh.held import LeasedSnapshot
 from paramd_service.control.mesh.jobs import Incarnation
 from paramd_service.control.mesh.registry import RankView
+from paramd_service.control.mesh.statistics import LeasedSnapshot
 from paramd_service.control.records.events import Kind
 
 MAX_RANKS = 1024

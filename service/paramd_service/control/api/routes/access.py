@@ -1,24 +1,26 @@
-"""The caller's identity and permitted actions; browser sessions."""
+"""Tokens, for admins; the identity of a caller and what it may do; browser sessions."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Path, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.config import JsonDict
 
 from paramd.errors import UsageError
 from paramd.version import __version__
-from paramd_service.control.access.authority import CODE_S, cookie_name
-from paramd_service.control.access.doorway import (
-    bearer_of,
-    cookie_of,
-    principal_of,
-    sign_in_digest,
+from paramd_service.control.access.authority import (
+    CODE_S,
+    DEFAULT_TTL_S,
+    MAX_NAME_CHARS,
+    MAX_TTL_S,
+    cookie_name,
 )
-from paramd_service.control.access.roles import allowed
+from paramd_service.control.access.doorway import bearer_of, cookie_of, principal_of, sign_in_digest
+from paramd_service.control.access.roles import UserRole, allowed
 from paramd_service.control.api.services import Services
+from paramd_service.control.store.tokens import TokenRow
 
 _EXAMPLE: JsonDict = {
     "name": "owner",
@@ -27,6 +29,81 @@ _EXAMPLE: JsonDict = {
     "readonly": False,
     "version": "0.1.0",
 }
+
+
+class TokenRequest(BaseModel):
+    """A token to create."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={"examples": [{"role": "reader", "ttl_s": 86400, "name": "notebook"}]},
+    )
+
+    role: UserRole = Field(description="What it may do")
+    ttl_s: float = Field(
+        DEFAULT_TTL_S, gt=0, le=MAX_TTL_S, allow_inf_nan=False, description="Validity in seconds"
+    )
+    name: str | None = Field(
+        None,
+        min_length=1,
+        max_length=MAX_NAME_CHARS,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]*$",
+        description="Its owner or purpose; appears in the audit. Never reusable; generated when "
+        "absent",
+    )
+
+
+class TokenDocument(BaseModel):
+    """A token without its secret."""
+
+    name: str
+    role: str
+    created_s: float = Field(description="Seconds since the Unix epoch")
+    expires_s: float | None = Field(description="Seconds since the Unix epoch; null: never")
+    revoked_s: float | None = Field(description="When it was revoked; null: not revoked")
+
+
+class NewToken(TokenDocument):
+    """A token with its secret, which is shown only once."""
+
+    token: str = Field(description="Send it as 'Authorization: Bearer <token>'")
+
+
+class TokenList(BaseModel):
+    """All tokens, expired and revoked ones too, ordered by name."""
+
+    tokens: list[TokenDocument]
+
+
+def tokens_router(services: Services) -> APIRouter:
+    """/tokens, /tokens/{name}."""
+    routes = APIRouter(tags=["tokens"])
+
+    @routes.post("/tokens", status_code=201)
+    async def create_token(wanted: TokenRequest, request: Request) -> NewToken:
+        """Create a token. It is shown only in this response; only its hash is stored."""
+        row, token = await services.tokens.create(
+            principal_of(request), role=wanted.role, ttl_s=wanted.ttl_s, name=wanted.name
+        )
+        return NewToken(**_token_document(row).model_dump(), token=token)
+
+    @routes.get("/tokens")
+    async def list_tokens() -> TokenList:
+        """All tokens, with name, role and validity."""
+        return TokenList(tokens=[_token_document(row) for row in await services.tokens.list()])
+
+    @routes.delete("/tokens/{name}")
+    async def revoke_token(
+        name: Annotated[str, Path(max_length=MAX_NAME_CHARS)], request: Request
+    ) -> TokenDocument:
+        """Revoke a token, at once and for good. Idempotent."""
+        return _token_document(await services.tokens.revoke(principal_of(request), name))
+
+    return routes
+
+
+def _token_document(row: TokenRow) -> TokenDocument:
+    return TokenDocument.model_validate(row, from_attributes=True)
 
 
 class SessionDocument(BaseModel):
@@ -59,14 +136,14 @@ class SignInCode(BaseModel):
     ttl_s: float = Field(description="Seconds until it is dead unused")
 
 
-def router(services: Services) -> APIRouter:
+def session_router(services: Services) -> APIRouter:
     """/session."""
     routes = APIRouter(tags=["session"])
 
     @routes.get("/session")
     async def get_session(request: Request) -> SessionDocument:
         """The identity of the token or session, and what it may do here."""
-        return _document(services, request)
+        return _session_document(services, request)
 
     @routes.post("/session", status_code=201)
     async def create_session(request: Request, response: Response) -> NewSession:
@@ -87,7 +164,7 @@ def router(services: Services) -> APIRouter:
             httponly=True,
             samesite="strict",
         )
-        return NewSession(**_document(services, request).model_dump(), key=opened.key)
+        return NewSession(**_session_document(services, request).model_dump(), key=opened.key)
 
     @routes.post("/session/codes", status_code=201)
     async def create_sign_in_code(request: Request) -> SignInCode:
@@ -121,7 +198,7 @@ def _own_digest(services: Services, request: Request) -> str:
     return services.tokens.digest(token)
 
 
-def _document(services: Services, request: Request) -> SessionDocument:
+def _session_document(services: Services, request: Request) -> SessionDocument:
     principal = principal_of(request)
     actions = allowed(principal.role, readonly=services.config.readonly)
     return SessionDocument(

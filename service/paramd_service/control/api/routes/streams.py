@@ -1,4 +1,4 @@
-"""Gradient statistics per update, as server-sent events."""
+"""Server-sent events: the events of a job, and gradient statistics per update."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from contextlib import aclosing
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Depends, Header, Query, Request
 from fastapi.sse import EventSourceResponse, ServerSentEvent
+from starlette.responses import StreamingResponse
 
 from paramd.errors import ParamdError, UsageError, codes_of
 from paramd.filters import parse_filter
@@ -18,13 +19,77 @@ from paramd_service.control.api.choice import NormHistory, choose, pattern_of, w
 from paramd_service.control.api.routes.params import Wanted
 from paramd_service.control.api.services import Services
 from paramd_service.control.mesh.jobs import Incarnation
-from paramd_service.control.records.events import RETRY_MS
+from paramd_service.control.records.events import RETRY_MS, Event
 
 if TYPE_CHECKING:
     from paramd.mesh.frames.frames import GradFrame
 
+QUIET_S = 15.0
+"""Keepalive period: proxies end idle connections after a minute or so."""
+
+# The schema FastAPI gives to streams that it encodes itself.
+_ITEM = {
+    "type": "object",
+    "properties": {
+        "data": {"type": "string"},
+        "event": {"type": "string"},
+        "id": {"type": "string"},
+        "retry": {"type": "integer", "minimum": 0},
+    },
+}
+_SAID = {"200": {"content": {"text/event-stream": {"itemSchema": _ITEM}}}}
+
+_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+LastEventId = Annotated[
+    str | None,
+    Header(
+        alias="Last-Event-ID",
+        max_length=64,
+        description="Resume after this event; a gap event counts those no longer kept",
+    ),
+]
+
 MAX_NAMES = 2000
 """Most gradients in one frame; the dashboard shows far fewer."""
+
+
+def events_router(services: Services) -> APIRouter:
+    """/jobs/{job}/events."""
+    routes = APIRouter(tags=["events"])
+
+    async def followed(
+        job: str, last_event_id: LastEventId = None
+    ) -> AsyncIterator[AsyncGenerator[Event, None]]:
+        # A dependency, so that a refusal gets its own status before the response starts.
+        services.jobs.get(job)
+        async with services.events.follow(job=job, after=last_event_id, quiet_s=QUIET_S) as events:
+            yield events
+
+    following = Depends(followed)
+
+    # Not as response_class: FastAPI would encode each event again for each viewer.
+    @routes.get(
+        "/jobs/{job}/events", response_class=StreamingResponse, openapi_extra={"responses": _SAID}
+    )
+    async def follow_events(
+        job: str, events: AsyncGenerator[Event, None] = following
+    ) -> EventSourceResponse:
+        """Changes of ranks, steps (once a second), incarnations, alerts and snapshots.
+
+        Kinds: hello (first), gap (`missed` events are no longer kept; -1: unknown number),
+        rank, step, incarnation, alert, snapshot. A comment every 15 s keeps the connection
+        alive. A client that stops reading is disconnected and resumes with Last-Event-ID.
+        """
+        return EventSourceResponse(_frames(events), headers=_HEADERS)
+
+    return routes
+
+
+async def _frames(events: AsyncGenerator[Event, None]) -> AsyncIterator[bytes]:
+    """Encoded once, shared by all viewers."""
+    async for event in events:
+        yield event.frame
 
 
 class GradKind(StrEnum):
@@ -44,17 +109,13 @@ Kind = Annotated[GradKind, Query(description="histogram adds counts of binary ex
 Frames = AsyncGenerator["GradFrame[Any]", None]
 
 
-def router(services: Services) -> APIRouter:
+def grads_router(services: Services) -> APIRouter:
     """/jobs/{job}/grads."""
     routes = APIRouter(tags=["grads"])
     norms = NormHistory(services.records.history.offer)
 
     async def followed(
-        job: str,
-        wanted: Wanted,
-        request: Request,
-        every: Every = 1,
-        kind: Kind = GradKind.STATS,
+        job: str, wanted: Wanted, request: Request, every: Every = 1, kind: Kind = GradKind.STATS
     ) -> AsyncIterator[Frames]:
         # A dependency, so that a refusal gets its own status before the response starts.
         mesh = services.jobs.get(job)

@@ -1,0 +1,146 @@
+"""Training under control: hold, step and resume it; marks, rollbacks and hyper-parameters."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Query, Request
+
+from paramd_service.control.access.doorway import principal_of
+from paramd_service.control.api.models import (
+    DroppedMark,
+    EditDocument,
+    HoldDocument,
+    HoldRequest,
+    HyperparametersRequest,
+    MarkDocument,
+    MarkList,
+    MarkRequest,
+    RollbackRequest,
+    StepRequest,
+)
+from paramd_service.control.api.routes.edits import stored_document
+from paramd_service.control.api.services import Services
+from paramd_service.control.edits.holds import Hold, HoldView
+from paramd_service.control.edits.marks import KeptState
+from paramd_service.control.edits.service import EditService
+
+MarkName = Annotated[str, Path(alias="mark", min_length=1, max_length=64, description="Its name")]
+
+
+def holds_router(services: Services) -> APIRouter:
+    """/jobs/{job}/hold."""
+    routes = APIRouter(tags=["holds"])
+
+    def hold_of(job: str) -> Hold:
+        services.jobs.get(job)
+        return services.edits.hold(job)
+
+    @routes.get("/jobs/{job}/hold")
+    async def get_hold(job: str) -> HoldDocument:
+        """Whether training is held at a boundary, and by whom."""
+        return _hold_document(await hold_of(job).view())
+
+    @routes.post("/jobs/{job}/hold")
+    async def begin_hold(job: str, wanted: HoldRequest, request: Request) -> HoldDocument:
+        """Hold all ranks at one boundary; returns once they wait. Ends with its lease."""
+        by = principal_of(request)
+        return _hold_document(await hold_of(job).begin(by, wanted.lease_s, wanted.holder))
+
+    @routes.post("/jobs/{job}/hold/renew")
+    async def renew_hold(job: str, wanted: HoldRequest, request: Request) -> HoldDocument:
+        """Extend the lease, counted from now; trainers cap a hold at 300 s. Idempotent."""
+        by = principal_of(request)
+        return _hold_document(await hold_of(job).renew(by, wanted.lease_s, wanted.holder))
+
+    @routes.post("/jobs/{job}/hold/step")
+    async def step_hold(job: str, wanted: StepRequest, request: Request) -> HoldDocument:
+        """Let held training finish some updates and hold again, under the same lease."""
+        by = principal_of(request)
+        return _hold_document(await hold_of(job).step(by, wanted.steps, wanted.holder))
+
+    @routes.delete("/jobs/{job}/hold")
+    async def end_hold(
+        job: str,
+        request: Request,
+        holder: Annotated[
+            str, Query(max_length=128, description="Holder returned by begin_hold")
+        ] = "",
+    ) -> HoldDocument:
+        """Resume training. Idempotent."""
+        return _hold_document(await hold_of(job).end(principal_of(request), holder))
+
+    return routes
+
+
+def _hold_document(view: HoldView) -> HoldDocument:
+    return HoldDocument(
+        state=view.state.value,
+        holder=view.holder,
+        step=view.step,
+        steps_left=view.steps_left,
+        lease_left_s=round(view.lease_left_s, 3),
+        since_s=view.since_s,
+    )
+
+
+def marks_router(services: Services) -> APIRouter:
+    """/jobs/{job}/marks, /rollback and /hyperparameters."""
+    routes = APIRouter(tags=["marks"])
+    edits = services.edits
+
+    def edits_of(job: str) -> EditService:
+        services.jobs.get(job)
+        return edits.service(job)
+
+    @routes.get("/jobs/{job}/marks")
+    async def list_marks(job: str) -> MarkList:
+        """States that training can be put back to: marks, and the standing snapshots that all
+        ranks have."""
+        return MarkList(marks=[_mark_document(one) for one in await edits_of(job).marks.all()])
+
+    @routes.post("/jobs/{job}/marks", status_code=201)
+    async def create_mark(job: str, wanted: MarkRequest, request: Request) -> MarkDocument:
+        """Keep the complete state of the next common boundary under a name, in the sidecars'
+        memory. Training is held while it is copied."""
+        return _mark_document(await edits_of(job).marks.make(principal_of(request), wanted.name))
+
+    @routes.delete("/jobs/{job}/marks/{mark}")
+    async def delete_mark(job: str, mark: MarkName, request: Request) -> DroppedMark:
+        """Forget a mark and give its memory back. Idempotent."""
+        return DroppedMark(dropped=await edits_of(job).marks.drop(principal_of(request), mark))
+
+    @routes.post("/jobs/{job}/rollback", status_code=201)
+    async def create_rollback(job: str, wanted: RollbackRequest, request: Request) -> EditDocument:
+        """Put training back to a mark, or to a step that is kept: parameters, optimizer state and
+        everything in keep, on all ranks or on none. An edit: undo_edit goes forward again.
+        Idempotent by id."""
+        to: str | int | None = wanted.mark if wanted.mark is not None else wanted.step
+        assert to is not None, "the model takes exactly one of them"
+        by = principal_of(request)
+        row = await edits_of(job).roll_back(by, wanted.id, to, wanted.note)
+        return stored_document(edits, await edits.wait(row, wanted.wait_s))
+
+    @routes.post("/jobs/{job}/hyperparameters", status_code=201)
+    async def set_hyperparameters(
+        job: str, wanted: HyperparametersRequest, request: Request
+    ) -> EditDocument:
+        """Set hyper-parameters of a parameter group, on all ranks at one step or on none. An edit,
+        which undo_edit undoes. Idempotent by id."""
+        asked = wanted.model_dump(include={"optimizer", "group", "values", "note"})
+        row = await edits_of(job).change(principal_of(request), wanted.id, **asked)
+        return stored_document(edits, await edits.wait(row, wanted.wait_s))
+
+    return routes
+
+
+def _mark_document(state: KeptState) -> MarkDocument:
+    return MarkDocument(
+        name=state.mark,
+        step=state.step,
+        size_bytes=state.size_bytes,
+        made_s=state.made_s if state.made_s else None,
+        by=state.by,
+        whole=not state.why_not_whole,
+        reason=state.why_not_whole,
+    )

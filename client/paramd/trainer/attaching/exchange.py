@@ -129,7 +129,7 @@ def _certificates(
     if not hosts:
         return []
     # Imported only with several hosts: it is slow to load.
-    from paramd.security.job_authority import JobAuthority
+    from paramd.security.authority import JobAuthority
 
     authority = JobAuthority(private_key, job=job, incarnation=incarnation)
     return authority.issue_ranks(hosts)

@@ -13,7 +13,7 @@ import pytest
 from cryptography import x509
 
 from paramd.errors import DeniedError, UsageError
-from paramd.security.job_authority import CLIENT_S, JobAuthority
+from paramd.security.authority import CLIENT_S, JobAuthority
 from paramd.security.tickets import RANK_TICKET_TTL_S
 from paramd.security.tls import (
     ClientTls,

@@ -92,7 +92,7 @@ def training(*, busy: bool) -> Iterator[Endpoint]:
         }
         (folder / "state").mkdir(mode=0o700)
         with started(free_job_name("my-run"), folder, keep=True) as run:
-            run.wait_until_open(timeout_s=OPEN_TIMEOUT_S)
+            run.wait_until_open()
             endpoint = read_endpoint(run.job)
             _await(lambda: _ask(endpoint, "GET", "")["step"] >= 50)
             edit = {"ops": [{"pattern": "head.*", "op": "mul", "value": 0.99}], "note": "try"}

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -90,7 +89,10 @@ class SteadyClock:
         False when there is no usable file; then the time is the wall clock's.
         """
         try:
-            found = json.loads(_read_own(path))
+            with state_files.opened(path) as descriptor:
+                if os.fstat(descriptor).st_uid != os.geteuid():
+                    raise PermissionError(f"{path} is not a file of ours")
+                found = json.loads(os.read(descriptor, _MAX_BYTES))
             boot = str(found["boot"])
             names = ("looked_s", "offset_s", "other_s", "other_since_s")
             looked_s, offset_s, other_s, since_s = (float(found[name]) for name in names)
@@ -104,18 +106,6 @@ class SteadyClock:
                 self._offset_s, self._other_s, self._other_since_s = offset_s, other_s, since_s
                 return True
         return False
-
-
-def _read_own(path: Path) -> bytes:
-    """Read a file only if it is a regular one of ours. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-            raise PermissionError(f"{path} is not a file of ours")
-        return os.read(descriptor, _MAX_BYTES)
-    finally:
-        os.close(descriptor)
 
 
 now_s: Final = SteadyClock()

@@ -130,19 +130,10 @@ CODES: dict[type[ParamdError], ErrorCodes] = {
     ParamdError: ErrorCodes(grpc="INTERNAL", http=500, exit=1),
 }
 
-_BY_GRPC: dict[str, type[ParamdError]] = {
-    "INVALID_ARGUMENT": UsageError,
+# Of several errors with one status, a client raises the first; the last two it only receives.
+_BY_GRPC = {codes.grpc: kind for kind, codes in reversed(CODES.items())} | {
     "OUT_OF_RANGE": UsageError,
-    "UNAVAILABLE": UnreachableError,
-    "NOT_FOUND": NotFoundError,
-    "FAILED_PRECONDITION": ConflictError,
-    "ALREADY_EXISTS": ExistsError,
-    "PERMISSION_DENIED": DeniedError,
     "UNAUTHENTICATED": DeniedError,
-    "DEADLINE_EXCEEDED": DeadlineError,
-    "RESOURCE_EXHAUSTED": ExhaustedError,
-    "ABORTED": AbortedError,
-    "DATA_LOSS": DataLossError,
 }
 
 

@@ -18,6 +18,7 @@ import os
 import re
 import socket
 import stat
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from dataclasses import replace as changed
 from datetime import UTC, datetime
@@ -25,40 +26,13 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from paramd.errors import ConflictError, NotFoundError, UnreachableError, UsageError
-from paramd.state_files import (
-    check_job_name,
-    host_id,
-    is_job_name,
-    job_dir,
-    kernel_of,
-    locked,
-    process_start,
-    replace,
-    socket_path,
-    state_dir,
-    state_dir_errors,
-)
-
-__all__ = (
-    "Endpoint",
-    "IncarnationRecord",
-    "check_job_name",
-    "end_text",
-    "host_id",
-    "incarnations",
-    "is_known",
-    "job_dir",
-    "known_jobs",
-    "last_incarnation",
-    "next_incarnation",
-    "process_start",
-    "read_endpoint",
-    "remove_endpoint",
-    "running_jobs",
-    "socket_path",
-    "state_dir",
-    "write_endpoint",
-)
+from paramd.state_files import check_job_name as check_job_name
+from paramd.state_files import host_id as host_id
+from paramd.state_files import is_job_name, kernel_of, locked, opened, replace, state_dir_errors
+from paramd.state_files import job_dir as job_dir
+from paramd.state_files import process_start as process_start
+from paramd.state_files import socket_path as socket_path
+from paramd.state_files import state_dir as state_dir
 
 ENDPOINT_FILE = "endpoint.json"
 INCARNATION_FILE = "incarnation"
@@ -260,8 +234,10 @@ def incarnations(job: str) -> list[IncarnationRecord]:
     """
     found: dict[int, IncarnationRecord] = {}
     directory = state_dir() / check_job_name(job)
-    for line in _lines(directory / HISTORY_FILE):
-        _take_in(found, line)
+    with suppress(OSError), (directory / HISTORY_FILE).open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_HISTORY_BYTES))
+        for line in file.read().splitlines():
+            _take_in(found, line)
     ordered = [found[incarnation] for incarnation in sorted(found)]
     for place, later in enumerate(ordered[1:]):
         if ordered[place].ended_s is None:
@@ -292,17 +268,6 @@ def _take_in(found: dict[int, IncarnationRecord], line: bytes) -> None:
     found[record.incarnation] = changed(record, began_s=min(first.began_s, record.began_s))
 
 
-def _lines(path: Path) -> list[bytes]:
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - MAX_HISTORY_BYTES))
-            text = file.read()
-    except OSError:
-        return []
-    return text.splitlines()
-
-
 def _counted(path: Path) -> int:
     try:
         text = path.read_text()
@@ -319,16 +284,14 @@ def _counted(path: Path) -> int:
 def _load(path: Path) -> Endpoint | None:
     """The endpoint in a file private to us; None when there is no such file."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        with opened(path) as descriptor:
+            found = os.fstat(descriptor)
+            # If others could write the file, they could redirect our calls to themselves.
+            if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+                return None
+            return _parse(os.read(descriptor, MAX_ENDPOINT_BYTES), path.parent.name)
     except OSError:
         return None
-    with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        # If others could write the file, they could redirect our calls to themselves.
-        private = found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o077
-        if not (stat.S_ISREG(found.st_mode) and private):
-            return None
-        return _parse(file.read(MAX_ENDPOINT_BYTES), path.parent.name)
 
 
 def _parse(text: bytes, job: str) -> Endpoint | None:

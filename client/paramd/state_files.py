@@ -173,19 +173,28 @@ def lines_of_log(job: str, rank: int, count: int) -> list[str]:
     """
     path = log_path(job, rank)
     try:
-        # Whatever has taken its place is not followed, and not waited for.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise OSError(errno.EINVAL, "it is no regular file")
+        with opened(path) as descriptor:
             return last_lines(descriptor, count)
-        finally:
-            os.close(descriptor)
     except OSError as error:
         raise NotFoundError(
             f"no log of rank {rank} of job {job!r} on this host ({path}: {error.strerror}); it is "
             "in the state dir of the host that the rank ran on"
         ) from None
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A descriptor to read a regular file within the block. Raises OSError.
+
+    Whatever has taken its place is not followed, and not waited for.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file")
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def last_lines(descriptor: int, count: int) -> list[str]:
@@ -207,12 +216,13 @@ def last_lines(descriptor: int, count: int) -> list[str]:
     return [line.rstrip("\r").rpartition("\r")[2][:MAX_LINE_CHARS] for line in lines[-count:]]
 
 
-def replace(path: Path, text: str) -> None:
+def replace(path: Path, data: str | bytes, *, mode: int = 0o600) -> None:
     """Write a file so that readers see the old or the new one; durable when it returns."""
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(descriptor, mode)
+            file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
             # Before the rename, or a crash could leave the new name on an empty file.
             os.fsync(file.fileno())
@@ -221,11 +231,7 @@ def replace(path: Path, text: str) -> None:
         os.unlink(temporary)
         raise
     # The rename itself is durable only once its directory is.
-    _sync_directory(path.parent)
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hmac
 import struct
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import grpc
 
@@ -82,10 +82,7 @@ def read_opening(data: bytes) -> Opening:
     Raises:
         DataLossError: it is no opening.
     """
-    try:
-        magic, flags, grant_id, begin, end = _OPENING.unpack_from(data)
-    except struct.error as error:
-        raise DataLossError("the opening of a stream is too short") from error
+    magic, flags, grant_id, begin, end = _unpacked(_OPENING, data, "the opening of a stream")
     if magic != MAGIC or flags & ~CHECKSUMS or len(data) != OPENING_BYTES or begin > end:
         raise DataLossError("not the opening of a stream")
     return Opening(grant_id, begin, end, bool(flags))
@@ -109,10 +106,7 @@ def read_reply(data: bytes, opening: bytes, secret: bytes) -> tuple[int, int]:
     Raises:
         DataLossError: another program, or another sidecar, answers at that port.
     """
-    try:
-        magic, status, size = _REPLY.unpack_from(data)
-    except struct.error as error:
-        raise DataLossError("the reply to an opening is too short") from error
+    magic, status, size = _unpacked(_REPLY, data, "the reply to an opening")
     if magic != MAGIC or size > MAX_TEXT_BYTES or (not status and size):
         raise DataLossError("what answers at the sidecar's stream port is no sidecar")
     words, mac = data[: _REPLY.size], data[_REPLY.size : REPLY_BYTES]
@@ -142,10 +136,7 @@ def read_window(data: bytes | bytearray | memoryview) -> Window:
     Raises:
         DataLossError: it is no header, or says more than is allowed.
     """
-    try:
-        offset, size, kind, xxh3 = _WINDOW.unpack(data)
-    except struct.error as error:
-        raise DataLossError("the header of a window is too short") from error
+    offset, size, kind, xxh3 = _unpacked(_WINDOW, data, "the header of a window")
     most = {DATA: WINDOW_BYTES, LAST: 0, FAILED: MAX_TEXT_BYTES}.get(kind, -1)
     if size > most or (kind == DATA and not size):
         raise DataLossError(f"a window of kind {kind} with {size:,} bytes")
@@ -161,6 +152,13 @@ def failure(error: ParamdError) -> bytes:
 def error_of(number: int, text: bytes) -> ParamdError:
     """The error that a refusal or a FAILED window tells of."""
     return error_of_grpc(_NAMES.get(number, ""))(text.decode(errors="replace"))
+
+
+def _unpacked(form: struct.Struct, data: bytes | bytearray | memoryview, what: str) -> Any:
+    try:
+        return form.unpack_from(data)
+    except struct.error as error:
+        raise DataLossError(f"{what} is too short") from error
 
 
 def _status(error: ParamdError) -> int:

@@ -40,7 +40,7 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("PARAMD_STATE_DIR", str(folder / "state"))
         patch.setenv("PARAMD_LISTEN", "127.0.0.1:0")
         with started(JOB, folder, keep=True, ranks=1) as training:
-            training.wait_until_open(timeout_s=100)
+            training.wait_until_open()
             wait_for(lambda: main(["status", "-o", "name"]) == 0, "all ranks well")
             yield folder / "state"
 

@@ -212,7 +212,7 @@ def test_end_needs_no_control_plane_and_signals_a_sidecar_that_hangs(
     trainer.kill()
     trainer.wait()
     os.kill(pids[2], signal.SIGKILL)
-    monkeypatch.setattr("paramd.cli.end.ANSWER_S", 0.5)
+    monkeypatch.setattr("paramd.cli.ended.ANSWER_S", 0.5)
     # One as of an older version, which does not know the question.
     asked = handover.send
     monkeypatch.setattr(

@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 
 from paramd.errors import DeniedError, UsageError
-from paramd.security.job_authority import CLIENT_S, JobAuthority
+from paramd.security.authority import CLIENT_S, JobAuthority
 from paramd.security.tls import (
     ClientTls,
     Pems,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from paramd.integrations.megatron import regions
-from paramd.integrations.partitioned import override
+from paramd.integrations.training import override
 from paramd.layout.merge import defect
 from paramd.layout.types import Box, Interval, Region
 

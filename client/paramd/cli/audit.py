@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from datetime import UTC, datetime
+from functools import wraps
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 
 from paramd.chain import ChainCheck, Link
 from paramd.cli import ended
-from paramd.cli.options import Output, Target, examples, with_target
-from paramd.cli.output import Column, Listing, emit
+from paramd.cli.options import Target, examples, with_output
+from paramd.cli.output import Column
 from paramd.cli.shell import say
 from paramd.errors import ParamdError, UsageError
 
@@ -72,29 +74,24 @@ VERDICT_COLUMNS = (
     Column("hash", "LAST HASH"),
 )
 
-Own = Annotated[
-    bool, typer.Option("--site", help="The control plane's own audit trail, not a job's.")
-]
+Own = Annotated[bool, Option("--site", help="The control plane's own audit trail, not a job's.")]
 Limit = Annotated[
-    int, typer.Option("-n", "--limit", min=1, max=1_000_000, help="Newest records to show.")
+    int, Option("-n", "--limit", min=1, max=1_000_000, help="Newest records to show.")
 ]
 
 
-@with_target
-def list_records(
-    target: Target, limit: Limit = 100, site: Own = False, output: Output = None
-) -> None:
+@with_output
+def list_records(target: Target, limit: Limit = 100, site: Own = False) -> None:
     """Show the newest records: intents, logged before they take effect, outcomes, and events."""
-    form = target.format
     about, records = asyncio.run(_newest(target, site, limit))
     for record in records:
         del record["body"]
-    emit(Listing(name="records", rows=records, columns=COLUMNS, about=about, id_key="seq"), form)
+    target.show("records", records, COLUMNS, id_key="seq", **about)
     say(f"{len(records):,} records, newest first")
 
 
-@with_target
-def verify(target: Target, site: Own = False, output: Output = None) -> None:
+@with_output
+def verify(target: Target, site: Own = False) -> None:
     """Check that no record was changed, and none removed before another.
 
     The client verifies the chain record by record; of a job that has ended,
@@ -102,19 +99,10 @@ def verify(target: Target, site: Own = False, output: Output = None) -> None:
     cut off at the end are missed only by who kept a hash: compare it with the
     one printed.
     """
-    form = target.format
     chain, found = asyncio.run(_verified(target, site))
-    row = {
-        "chain": chain or "the site",
-        "count": found.count,
-        "hash": found.hash,
-        "good": found.good,
-        "bad_seq": found.bad_seq,
-        "reason": found.reason,
-    }
-    emit(
-        Listing(name="checks", rows=[row], columns=VERDICT_COLUMNS, about={}, id_key="chain"), form
-    )
+    names = ("count", "hash", "good", "bad_seq", "reason")
+    row = {"chain": chain or "the site", **{name: getattr(found, name) for name in names}}
+    target.show("checks", [row], VERDICT_COLUMNS, id_key="chain")
     if not found.good:
         say(f"{found.reason}; first bad record: {found.bad_seq}")
         raise typer.Exit(1)
@@ -186,20 +174,15 @@ def _only(jobs: list[str]) -> str:
     return jobs[0]
 
 
+@wraps(list_records)
 def _bare(context: typer.Context, **given: Any) -> None:
-    """`paramd audit` without a subcommand lists."""
+    # `paramd audit` without a subcommand lists.
     if context.invoked_subcommand is None:
         list_records(context, **given)
 
 
-def _as(command: Callable[..., None], like: Callable[..., None]) -> Callable[..., None]:
-    command.__signature__ = like.__signature__  # type: ignore[attr-defined]
-    command.__annotations__ = dict(like.__annotations__)
-    return command
-
-
 _EXAMPLES = ("paramd audit", "paramd audit -n 20 -o json", "paramd audit verify")
-audit.callback(invoke_without_command=True, epilog=examples(*_EXAMPLES))(_as(_bare, list_records))
+audit.callback(invoke_without_command=True, epilog=examples(*_EXAMPLES))(_bare)
 audit.command("list", epilog=examples("paramd audit list -o jsonl"))(list_records)
 audit.command(
     "verify",

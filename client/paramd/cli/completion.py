@@ -25,7 +25,6 @@ from paramd.errors import ParamdError
 
 if TYPE_CHECKING:
     import http.client
-    import ssl
 
 WHOLE_S = 0.95
 """From the start of the process, which the shell waits for."""
@@ -84,7 +83,8 @@ def _served(items: Callable[[Ask, str], Iterable[Item]]) -> Complete:
     return _completer(lambda ctx, incomplete: items(_asker(ctx), incomplete))
 
 
-def _names(ask: Ask, incomplete: str) -> Iterator[Item]:
+@_served
+def names(ask: Ask, incomplete: str) -> Iterator[Item]:
     # Of a pattern or a slice, nothing can be said.
     if not any(c in incomplete for c in "*?[]<>=! "):
         wanted = quote(f"{incomplete}*", safe="")
@@ -98,53 +98,52 @@ def _ids(rows: Iterable[Mapping[str, Any]], incomplete: str, *about: str) -> Ite
         yield str(row["id"])[:chars], " ".join(str(row[key]) for key in about if row[key])
 
 
-def _edits(ask: Ask, incomplete: str) -> Iterator[Item]:
+@_served
+def edit_ids(ask: Ask, incomplete: str) -> Iterator[Item]:
     return _ids(ask("/jobs/{job}/edits?limit=100")["edits"], incomplete, "state", "note")
 
 
-def _exports(ask: Ask, incomplete: str) -> Iterator[Item]:
+@_served
+def export_ids(ask: Ask, incomplete: str) -> Iterator[Item]:
     return _ids(ask("/jobs/{job}/exports?limit=100")["exports"], incomplete, "state", "destination")
 
 
-def _schedules(ask: Ask, incomplete: str) -> Iterator[Item]:
+@_served
+def schedule_ids(ask: Ask, incomplete: str) -> Iterator[Item]:
     return _ids(ask("/jobs/{job}/export-schedules")["schedules"], incomplete, "actor")
 
 
-def _destinations(ask: Ask, incomplete: str) -> Iterator[Item]:
+@_served
+def destinations(ask: Ask, incomplete: str) -> Iterator[Item]:
     for one in ask("/destinations")["destinations"]:
         yield f"{one['name']}/", one["kind"]
 
 
-def _finished(ask: Ask, incomplete: str) -> Iterator[Item]:
+@_served
+def finished_exports(ask: Ask, incomplete: str) -> Iterator[Item]:
     for one in ask("/jobs/{job}/exports?state=DONE&limit=100")["exports"]:
         yield one["destination"], f"step {one['step']}"
 
 
-def _tokens(ask: Ask, incomplete: str) -> Iterator[Item]:
+@_served
+def token_names(ask: Ask, incomplete: str) -> Iterator[Item]:
     for one in ask("/tokens")["tokens"]:
         if one["revoked_s"] is None:
             yield one["name"], one["role"]
 
 
-def _ranks(ask: Ask, incomplete: str) -> Iterator[Item]:
+@_served
+def ranks(ask: Ask, incomplete: str) -> Iterator[Item]:
     yield from ((str(rank), "") for rank in range(min(ask("/jobs/{job}")["world_size"], 4096)))
 
 
-def _jobs(ctx: typer.Context, incomplete: str) -> Iterator[Item]:
+@_completer
+def jobs(ctx: typer.Context, incomplete: str) -> Iterator[Item]:
     running = {endpoint.job for endpoint in places.running_jobs()}
     yield from ((job, "running") for job in sorted(running))
     yield from ((job, "not running") for job in places.known_jobs() if job not in running)
 
 
-names = _served(_names)
-edit_ids = _served(_edits)
-export_ids = _served(_exports)
-schedule_ids = _served(_schedules)
-destinations = _served(_destinations)
-finished_exports = _served(_finished)
-token_names = _served(_tokens)
-ranks = _served(_ranks)
-jobs = _completer(_jobs)
 contexts = _completer(
     lambda _, __: [(one.name, one.url) for one in settings.own_contexts().values()]
 )
@@ -197,9 +196,12 @@ def _get(url: str, token: str, tls_ca: str | None, path: str) -> Any:
     parts = urlsplit(url)
     connection: http.client.HTTPConnection
     if parts.scheme == "https":
-        connection = http.client.HTTPSConnection(
-            parts.netloc, timeout=WHOLE_S, context=_tls_context(url, tls_ca)
-        )
+        # Imports gRPC, so only where it is needed.
+        from paramd.mesh.peers.trust import client_tls
+        from paramd.security.tls import https_context
+
+        context: Any = https_context(url, client_tls(url, tls_ca))
+        connection = http.client.HTTPSConnection(parts.netloc, timeout=WHOLE_S, context=context)
     elif parts.hostname in settings.LOOPBACK:
         connection = http.client.HTTPConnection(parts.netloc, timeout=WHOLE_S)
     else:
@@ -213,16 +215,6 @@ def _get(url: str, token: str, tls_ca: str | None, path: str) -> Any:
         return json.loads(answer.read(MAX_ANSWER_BYTES))
     finally:
         connection.close()
-
-
-def _tls_context(url: str, tls_ca: str | None) -> ssl.SSLContext:
-    # Imports gRPC, so only where it is needed.
-    from paramd.mesh.peers.trust import client_tls
-    from paramd.security.tls import https_context
-
-    found = https_context(url, client_tls(url, tls_ca))
-    assert isinstance(found, ssl.SSLContext), "the url is https"
-    return found
 
 
 def _age_s() -> float:

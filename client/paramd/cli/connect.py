@@ -18,8 +18,9 @@ from dataclasses import asdict, replace
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-import typer
+from typer import Argument, Option
 
+from paramd import helpers
 from paramd.cli import completion
 from paramd.cli.options import PANEL
 from paramd.cli.shell import say
@@ -29,32 +30,33 @@ START_S = 30.0
 """How long SSH and the other host's paramd may take, a password typed meanwhile included."""
 
 POLL_S = 0.1
+END_S = 5.0
 MAX_ENDPOINT_CHARS = 64 << 10
 
 
 def connect(
     host: Annotated[
         str | None,
-        typer.Argument(metavar="[USER@]HOST", help="Where SSH reaches the job's first host, or a "
+        Argument(metavar="[USER@]HOST", help="Where SSH reaches the job's first host, or a "
                        "login node that shares its state dir."),
     ] = None,
     job: Annotated[
         str | None,
-        typer.Option("--job", metavar="NAME", help="Name of the job; required if several run there."
+        Option("--job", metavar="NAME", help="Name of the job; required if several run there."
                      " \\[env: PARAMD_JOB]", autocompletion=completion.jobs),
     ] = None,
     port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="Local port; 0 picks a free one.")
+        int, Option("--port", min=0, max=65535, help="Local port; 0 picks a free one.")
     ] = 0,
     ssh: Annotated[
-        str, typer.Option("--ssh", metavar="COMMAND", help="How to call SSH, with its options.")
+        str, Option("--ssh", metavar="COMMAND", help="How to call SSH, with its options.")
     ] = "ssh",
     remote: Annotated[
-        str, typer.Option("--remote", metavar="COMMAND", help="How to call paramd there.")
+        str, Option("--remote", metavar="COMMAND", help="How to call paramd there.")
     ] = "paramd",
     show: Annotated[
         bool,
-        typer.Option("--show", help="Print the endpoint of a job here, token included, as JSON, "
+        Option("--show", help="Print the endpoint of a job here, token included, as JSON, "
                      "and end. What the other side of a connection runs.", rich_help_panel=PANEL),
     ] = False,
 ) -> None:  # fmt: skip
@@ -67,17 +69,13 @@ def connect(
     """
     job = job if job is not None else os.environ.get("PARAMD_JOB") or None
     if show:
-        print(_shown(job))
+        from paramd.places import read_endpoint
+
+        print(json.dumps(asdict(read_endpoint(job))))
         return
     if host is None or host.startswith("-"):
         raise UsageError("HOST is missing; for example: paramd connect me@login.example")
     _connect(shlex.split(ssh), host, shlex.split(remote), job, port)
-
-
-def _shown(job: str | None) -> str:
-    from paramd.places import read_endpoint
-
-    return json.dumps(asdict(read_endpoint(job)))
 
 
 def _connect(ssh: list[str], host: str, remote: list[str], job: str | None, port: int) -> None:
@@ -101,13 +99,16 @@ def _connect(ssh: list[str], host: str, remote: list[str], job: str | None, port
         )
         places.write_endpoint(mine)
         try:
-            _tell(mine.job, mine.url, found.ca_pin)
+            checked = f"; its CA is {found.ca_pin[:23]}..., as {mine.job!r} says"
+            say(f"connected to job {mine.job!r} at {mine.url}{checked if found.ca_pin else ''}")
+            say(f"in another terminal: paramd status --job {mine.job}; Ctrl-C ends the connection")
             process.wait()
         finally:
             places.remove_endpoint(mine)
         raise UnreachableError(f"SSH to {host} ended (code {process.returncode}); connect again")
     finally:
-        _end(process)
+        process.terminate()
+        helpers.end(process, grace_s=END_S)
 
 
 def _endpoint(ssh: list[str], host: str, remote: list[str], job: str | None) -> Any:
@@ -165,18 +166,3 @@ def _wait_for(process: subprocess.Popen[bytes], port: int, host: str) -> None:
                 return
         select.select([], [], [], POLL_S)
     raise UnreachableError(f"SSH to {host} forwards no port; see its message above")
-
-
-def _tell(job: str, url: str, pin: str) -> None:
-    checked = f"; its CA is {pin[:23]}..., as {job!r} says" if pin else ""
-    say(f"connected to job {job!r} at {url}{checked}")
-    say(f"in another terminal: paramd status --job {job}; Ctrl-C ends the connection")
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(5.0)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from paramd.cli import completion, settings
-from paramd.cli.options import ContextName, Debug, Output, Target, examples
-from paramd.cli.output import Column, Listing, emit
+from paramd.cli.options import ContextName, Debug, Output, Target, completed, examples
+from paramd.cli.output import Column
 from paramd.cli.settings import Context, choose
 from paramd.cli.shell import say
 from paramd.errors import UsageError
@@ -19,12 +19,8 @@ from paramd.errors import UsageError
 context = typer.Typer(help="Named contexts: short names for control planes.", no_args_is_help=True)
 
 
-def _mark(used: bool) -> str:
-    return "*" if used else ""
-
-
 COLUMNS = (
-    Column("in_force", "CURRENT", _mark),
+    Column("in_force", "CURRENT", lambda used: "*" if used else ""),
     Column("name", "NAME"),
     Column("url", "URL"),
     Column("job", "JOB"),
@@ -35,14 +31,6 @@ DETAILS = (
     Column("token", "TOKEN"),
     Column("tls_ca", "TLS CA"),
 )
-
-
-Name = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="NAME", help="Default: the current context.", autocompletion=completion.contexts
-    ),
-]
 
 
 @context.command("list", epilog=examples("paramd context list", "PARAMD_CONTEXT=lab paramd status"))
@@ -56,7 +44,7 @@ def list_all(
     found = settings.own_contexts()
     used = _used(root, context_name)
     rows = [_row(found[name], used) for name in sorted(found)]
-    _emit(rows, COLUMNS, output)
+    _show(rows, COLUMNS, output)
     if not found:
         say(f"no contexts in {settings.own_file()}; add a table [contexts.NAME] with a url")
 
@@ -64,7 +52,9 @@ def list_all(
 @context.command("show", epilog=examples("paramd context show", "paramd context show lab -o json"))
 def show(
     root: typer.Context,
-    name: Name = None,
+    name: Annotated[
+        str | None, completed("NAME", "Default: the current context.", completion.contexts)
+    ] = None,
     context_name: ContextName = None,
     output: Output = None,
     debug: Debug = False,
@@ -76,7 +66,7 @@ def show(
         raise UsageError(
             "no context is set; name one, set PARAMD_CONTEXT, or see: paramd context list"
         )
-    _emit([_row(choose(found, wanted, settings.own_file()), used)], DETAILS, output)
+    _show([_row(choose(found, wanted, settings.own_file()), used)], DETAILS, output)
 
 
 def _used(root: typer.Context, context_name: str | None) -> str | None:
@@ -88,12 +78,10 @@ def _used(root: typer.Context, context_name: str | None) -> str | None:
     return found.name if found is not None else None
 
 
-def _emit(rows: list[dict[str, Any]], columns: tuple[Column, ...], output: str | None) -> None:
+def _show(rows: list[dict[str, Any]], columns: tuple[Column, ...], output: str | None) -> None:
     # Not `settings.load`, which reads the token: a context whose token is missing must show, too.
     named = output if output is not None else os.environ.get("PARAMD_OUTPUT") or None
-    chosen = settings.Settings(job=None, url=None, token=None, tls_ca=None, output=named)
-    listing = Listing(name="contexts", rows=rows, columns=columns, about={}, id_key="name")
-    emit(listing, Target(chosen).format)
+    Target(settings.Settings(output=named)).show("contexts", rows, columns)
 
 
 def _row(one: Context, used: str | None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated
 from urllib.parse import quote
 
-import typer
+from typer import Option
 
 from paramd import places, state_files
 from paramd.cli.options import Target, with_target
@@ -36,7 +36,7 @@ _PAGE = """<!doctype html>
 def dashboard(
     target: Target,
     browser: Annotated[
-        bool, typer.Option("--browser/--no-browser", help="Open it in a browser, if there is one.")
+        bool, Option("--browser/--no-browser", help="Open it in a browser, if there is one.")
     ] = True,
 ) -> None:
     """Open the dashboard, signed in.

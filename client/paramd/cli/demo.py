@@ -12,19 +12,18 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from paramd import extras, places
-from paramd.cli import params as params_command
-from paramd.cli import stats as stats_command
 from paramd.cli import status as status_command
-from paramd.cli.options import Debug, Format
-from paramd.cli.output import Listing, emit, seconds, size
+from paramd.cli import tensors
+from paramd.cli.options import Debug
+from paramd.cli.output import Format, Listing, emit, seconds, size
 from paramd.errors import DataLossError, DeadlineError, ParamdError, UnreachableError
 from paramd.places import read_endpoint, state_dir
 
@@ -43,12 +42,12 @@ MAX_STEPS = 20_000
 
 POLL_S = 0.05
 STOP_S = 30.0
+LOSS_S = 10.0
+MEAN_OF = 20
 SHOWN_LINES = 80
 """Shown of a failed training: torchrun prints a lot after the ranks' own last lines."""
 
 _LOSS = re.compile(r"^step (\d+) loss ([0-9.]+)$", re.MULTILINE)
-
-Heading = Callable[[str, str], None]
 
 GRADIENTS = "layers.*.up.weight"
 ROWS = "layers.0.up.weight[0:4]"
@@ -78,14 +77,14 @@ class Training:
     def running(self) -> bool:
         return self._process.poll() is None
 
-    def wait_until_open(self, *, timeout_s: float) -> None:
+    def wait_until_open(self) -> None:
         """Wait until the job can be found.
 
         Raises:
             UnreachableError: the training exited first.
             DeadlineError: it took too long.
         """
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + OPEN_TIMEOUT_S
         while not any(found.job == self.job for found in places.running_jobs()):
             self.check(deadline_s, "it did not attach")
             time.sleep(POLL_S)
@@ -103,22 +102,21 @@ class Training:
             )
         raise DeadlineError(f"the training: {what} in time; its last lines are above")
 
-    def losses(self) -> dict[int, float]:
-        """Loss by step, of all updates so far."""
+    def _losses(self) -> dict[int, float]:
         text = self._log_path.read_text(errors="replace")
         return {int(step): float(loss) for step, loss in _LOSS.findall(text)}
 
-    def loss_around(self, step: int, *, timeout_s: float = 10.0, width: int = 20) -> float:
-        """Mean loss of the last `width` updates up to `step`, fewer at the start.
+    def loss_around(self, step: int) -> float:
+        """Mean loss of the last `MEAN_OF` updates up to `step`, fewer at the start.
 
         Raises:
             UnreachableError, DeadlineError: the training never printed that step.
         """
-        deadline_s = time.monotonic() + timeout_s
-        while step not in (losses := self.losses()):
+        deadline_s = time.monotonic() + LOSS_S
+        while step not in (losses := self._losses()):
             self.check(deadline_s, f"it did not print step {step}")
             time.sleep(POLL_S)
-        near = [losses[at] for at in range(step - width + 1, step + 1) if at in losses]
+        near = [losses[at] for at in range(step - MEAN_OF + 1, step + 1) if at in losses]
         return sum(near) / len(near)
 
     def last_lines(self) -> str:
@@ -253,19 +251,19 @@ def free_job_name(wanted: str) -> str:
     return name
 
 
-def show(mesh: Mesh, checkpoints: Path, heading: Heading) -> None:
+def _show_changes(mesh: Mesh, checkpoints: Path) -> None:
     """Gradients, an edit and its undo, a write-back and an export of the running training.
 
     Raises:
         DataLossError: the training or the file does not hold what was written.
     """
-    heading("Gradients, as updates consume them", f"paramd grads '{GRADIENTS}'")
+    _heading("Gradients, as updates consume them", f"paramd grads '{GRADIENTS}'")
     _gradients(mesh)
-    heading("Edit four rows on all ranks at one step", f"paramd edit '{ROWS}' --mul 0.5")
+    _heading("Edit four rows on all ranks at one step", f"paramd edit '{ROWS}' --mul 0.5")
     _edit_and_undo(mesh)
-    heading("Pause, change weights in place, resume", f"mesh.summon('{ROWS}', writeback=True)")
+    _heading("Pause, change weights in place, resume", f"mesh.summon('{ROWS}', writeback=True)")
     _write_back(mesh)
-    heading("Take a checkpoint now", f"paramd export {DESTINATION}/now --wait")
+    _heading("Take a checkpoint now", f"paramd export {DESTINATION}/now --wait")
     _export(mesh, checkpoints)
 
 
@@ -319,9 +317,9 @@ def _export(mesh: Mesh, checkpoints: Path) -> None:
 
 
 def demo(
-    job: Annotated[str, typer.Option("--job", metavar="NAME", help="Name of the job.")] = "demo",
+    job: Annotated[str, Option("--job", metavar="NAME", help="Name of the job.")] = "demo",
     keep: Annotated[
-        bool, typer.Option("--keep", help="Leave the training running until Ctrl-C.")
+        bool, Option("--keep", help="Leave the training running until Ctrl-C.")
     ] = False,
     debug: Debug = False,
 ) -> None:
@@ -337,7 +335,7 @@ def demo(
     with tempfile.TemporaryDirectory(prefix="paramd-demo-") as folder:
         _note(f"Two ranks train a small GPT with FSDP2 on the CPU, as job {name!r} ...")
         with started(name, Path(folder), keep=keep) as training:
-            training.wait_until_open(timeout_s=OPEN_TIMEOUT_S)
+            training.wait_until_open()
             try:
                 _tour(training, Path(folder))
             except ParamdError:
@@ -361,18 +359,16 @@ def _tour(training: Training, folder: Path) -> None:
         _heading("Parameters", f"paramd params --job {training.job}")
         _list_params(mesh)
         _heading("Statistics of a layer, computed in place", f"paramd stats '{LAYER}'")
-        emit(
-            stats_command.listing(mesh.stats(LAYER), age_s=0.0, with_histogram=False),
-            Format.TABLE,
-        )
+        found = tensors.listing(mesh.stats(LAYER), age_s=0.0, with_histogram=False)
+        emit(found, Format.TABLE)
         _heading("A histogram of one weight", f"paramd stats {WEIGHT} --histogram")
-        stats_command.print_histograms(mesh.stats(WEIGHT, histogram=True))
+        tensors.print_histograms(mesh.stats(WEIGHT, histogram=True))
         _heading("The full layer, while the loss falls", f"mesh.summon('{LAYER}')")
-        found = _watch(mesh, training)
-        path = folder / f"layer0-step-{found.step}.safetensors"
+        summoned = _watch(mesh, training)
+        path = folder / f"layer0-step-{summoned.step}.safetensors"
         _heading("Save it and read it back", f"paramd summon '{LAYER}' -o {path.name}")
-        _save_and_compare(found, path)
-        show(mesh, training.checkpoints, _heading)
+        _save_and_compare(summoned, path)
+        _show_changes(mesh, training.checkpoints)
 
 
 def _wait_until_well(mesh: Mesh, training: Training) -> None:
@@ -391,15 +387,9 @@ def _list_params(mesh: Mesh) -> None:
     shown = [
         info for info in found if not info.name.startswith("layers.") or "layers.0" in info.name
     ]
-    emit(
-        Listing(
-            name="params",
-            rows=[params_command.row(info) for info in shown],
-            columns=params_command.COLUMNS,
-            about={},
-        ),
-        Format.TABLE,
-    )
+    rows = [tensors.param_row(info) for info in shown]
+    columns = tensors.PARAM_COLUMNS
+    emit(Listing(name="params", rows=rows, columns=columns, about={}), Format.TABLE)
     hidden = len(found) - len(shown)
     _note(f"and {hidden} more like them; {sum(info.numel for info in found):,} elements in total")
 

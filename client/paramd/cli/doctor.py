@@ -6,13 +6,12 @@ import asyncio
 import importlib.metadata
 import mmap
 import os
-import re
 import socket
 import ssl
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from email.utils import parsedate_to_datetime
@@ -24,10 +23,11 @@ from urllib.parse import urlsplit
 import typer
 
 from paramd import places
-from paramd.cli.options import Output, Target, with_target
-from paramd.cli.output import Column, Listing, emit, seconds
+from paramd.cli.options import Target, with_output
+from paramd.cli.output import Column, seconds
 from paramd.cli.shell import explain, say
 from paramd.errors import ExhaustedError, ParamdError, UsageError
+from paramd.integrations.versions import release
 from paramd.security.tickets import CLOCK_SKEW_S
 
 if TYPE_CHECKING:
@@ -52,13 +52,10 @@ FLOORS = {
 }
 """Oldest versions that work and have no known vulnerability, as in pyproject.toml."""
 
+_OF_SERVICE = ("fastapi", "starlette", "uvicorn", "cryptography", "pyjwt")
 EXTRAS = {
     "torch": ("torch", "for summon and training"),
-    "fastapi": ("service", "for training"),
-    "starlette": ("service", "for training"),
-    "uvicorn": ("service", "for training"),
-    "cryptography": ("service", "for training"),
-    "pyjwt": ("service", "for training"),
+    **dict.fromkeys(_OF_SERVICE, ("service", "for training")),
     "textual": ("top", "for paramd top"),
 }
 """Optional packages: the extra that installs them, and what needs them."""
@@ -108,12 +105,8 @@ def machine() -> Iterator[Finding]:
         try:
             yield from check()
         except Exception as error:
-            yield Finding(
-                check=name,
-                verdict=Verdict.FAILED,
-                detail=f"{type(error).__name__}: {error}",
-                advice="the check itself crashed; run with --debug and report it",
-            )
+            advice = "the check itself crashed; run with --debug and report it"
+            yield _finding(name, False, f"{type(error).__name__}: {error}", advice)
 
 
 def _python() -> Iterator[Finding]:
@@ -134,12 +127,6 @@ def _packages() -> Iterator[Finding]:
             continue
         good = release(found) >= release(floor)
         yield _finding(name, good, found, f"needs {floor} or newer: {install} --upgrade")
-
-
-def release(version: str) -> tuple[int, ...]:
-    """The numbers a version begins with: "2.13.0+cpu" is (2, 13, 0)."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(part) for part in found[0].split(".")) if found else ()
 
 
 def _state_dir() -> Iterator[Finding]:
@@ -165,9 +152,8 @@ def _state_dir() -> Iterator[Finding]:
     yield _finding("state dir", not problem, str(path), problem)
     for entry in sorted(path.iterdir()):
         if entry.is_dir() and stat.S_IMODE(entry.stat().st_mode) & 0o077:
-            yield _finding(
-                "job dir", False, f"{entry} is open to other users", f"chmod 700 {entry}"
-            )
+            told = f"{entry} is open to other users"
+            yield _finding("job dir", False, told, f"chmod 700 {entry}")
 
 
 def _memory() -> Iterator[Finding]:
@@ -215,25 +201,21 @@ def _passes(descriptor: int) -> bool:
 def _port() -> Iterator[Finding]:
     """REST's default port and gRPC's, which is the next one."""
     mine: dict[str, str] = {}
-    for job in places.running_jobs():
-        for address in (job.url, job.grpc_address):
-            mine[address.rpartition(":")[2]] = job.job
-    for port in (DEFAULT_PORT, DEFAULT_PORT + 1):
-        yield _one_port(port, mine)
-
-
-def _one_port(port: int, mine: Mapping[str, str]) -> Finding:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-            detail, free = "free", True
-        except OSError as error:
-            job = mine.get(str(port))
-            free = job is not None
-            detail = f"serves job {job}" if job is not None else f"taken ({error.strerror})"
+    for running in places.running_jobs():
+        for address in (running.url, running.grpc_address):
+            mine[address.rpartition(":")[2]] = running.job
     advice = "the next free port will be used; to choose one, set PARAMD_LISTEN=127.0.0.1:PORT"
-    return _finding(f"port {port}", free, detail, advice, Verdict.WARNING)
+    for port in (DEFAULT_PORT, DEFAULT_PORT + 1):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+                detail, free = "free", True
+            except OSError as error:
+                job = mine.get(str(port))
+                free = job is not None
+                detail = f"serves job {job}" if free else f"taken ({error.strerror})"
+        yield _finding(f"port {port}", free, detail, advice, Verdict.WARNING)
 
 
 def _clock() -> Iterator[Finding]:
@@ -266,8 +248,8 @@ _CHECKS: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
 )
 
 
-@with_target
-def doctor(target: Target, output: Output = None) -> None:
+@with_output
+def doctor(target: Target) -> None:
     """Check this machine and its running jobs, and suggest fixes.
 
     Checks versions, the state dir, shared memory, sockets, ports, the clock and
@@ -281,13 +263,10 @@ def doctor(target: Target, output: Output = None) -> None:
         findings += control_plane(url, chosen.tls_ca)
     findings += jobs(target)
     rows = [{**asdict(finding), "verdict": finding.verdict.value} for finding in findings]
-    emit(
-        Listing(name="checks", rows=rows, columns=COLUMNS, about={}, id_key="check"),
-        target.format,
-    )
-    failed = [finding for finding in findings if finding.verdict is Verdict.FAILED]
-    warned = [finding for finding in findings if finding.verdict is Verdict.WARNING]
-    say(f"{len(findings)} checks, {len(failed)} failed, {len(warned)} warnings")
+    target.show("checks", rows, COLUMNS, id_key="check")
+    verdicts = [finding.verdict for finding in findings]
+    failed, warned = verdicts.count(Verdict.FAILED), verdicts.count(Verdict.WARNING)
+    say(f"{len(findings)} checks, {failed} failed, {warned} warnings")
     if failed:
         raise typer.Exit(1)
 
@@ -380,11 +359,11 @@ def _between_hosts(job: str, reaches: Sequence[Reach]) -> Iterator[Finding]:
     for one in reaches:
         if one.reason:
             other = f"rank {one.to}" if one.to >= 0 else "control plane"
-            yield Finding(
-                check=f"job {job}, host of rank {one.rank} to {other}",
-                verdict=Verdict.FAILED,
-                detail=f"{one.address}: {one.reason}",
-                advice="open that port between the hosts, or name an address that they reach "
+            yield _finding(
+                f"job {job}, host of rank {one.rank} to {other}",
+                False,
+                f"{one.address}: {one.reason}",
+                "open that port between the hosts, or name an address that they reach "
                 "(PARAMD_ADDRESS)",
             )
     hosts = {one.rank for one in reaches}
@@ -447,17 +426,15 @@ def clock_finding(host: str, date: str | None, now_s: float) -> Finding:
     skew_s = abs(ahead_s)
     if skew_s <= NOTABLE_SKEW_S:
         return _finding(check, True, "within a few seconds of ours")
+    refused = skew_s > CLOCK_SKEW_S
     advice = (
         "tickets and tokens would be refused"
-        if skew_s > CLOCK_SKEW_S
+        if refused
         else f"at most {CLOCK_SKEW_S:.0f} s is tolerated"
     )
-    return Finding(
-        check=check,
-        verdict=Verdict.FAILED if skew_s > CLOCK_SKEW_S else Verdict.WARNING,
-        detail=f"ours is {seconds(skew_s)} {'ahead' if ahead_s > 0 else 'behind'}",
-        advice=f"synchronize the clocks (NTP); {advice}",
-    )
+    told = f"ours is {seconds(skew_s)} {'ahead' if ahead_s > 0 else 'behind'}"
+    bad = Verdict.FAILED if refused else Verdict.WARNING
+    return _finding(check, False, told, f"synchronize the clocks (NTP); {advice}", bad)
 
 
 def _certificate(host: str, name: str, port: int, tls: ClientTls) -> Finding:
@@ -475,11 +452,10 @@ def _certificate(host: str, name: str, port: int, tls: ClientTls) -> Finding:
         advice = verify_advice(error.verify_code, tls.ca)
         return _finding(check, False, error.verify_message, advice)
     except ssl.SSLError as error:
-        advice = (
-            "does the port speak TLS? It may require a client certificate: "
-            "PARAMD_TLS_CLIENT_CERT and PARAMD_TLS_CLIENT_KEY"
+        advice = "does the port speak TLS? It may require a client certificate: "
+        return _finding(
+            check, False, str(error), f"{advice}PARAMD_TLS_CLIENT_CERT and PARAMD_TLS_CLIENT_KEY"
         )
-        return _finding(check, False, str(error), advice)
     assert found is not None
     parts: Any = found["issuer"]
     issuer = ", ".join(value for part in parts for _, value in part)
@@ -495,15 +471,10 @@ def expiry_finding(
     """Whether a certificate is valid at `now_s` and does not expire within `soon_s`."""
     left_s = end_s - now_s
     day = time.strftime("%Y-%m-%d", time.gmtime(end_s))
-    verdict = Verdict.OK if left_s > soon_s else Verdict.WARNING
-    if left_s <= 0:
-        verdict = Verdict.FAILED
-    return Finding(
-        check=check,
-        verdict=verdict,
-        detail=f"{what}, {'valid until' if left_s > 0 else 'expired on'} {day}",
-        advice="" if verdict is Verdict.OK else "renew it; servers reload the files by themselves",
-    )
+    told = f"{what}, {'valid until' if left_s > 0 else 'expired on'} {day}"
+    advice = "renew it; servers reload the files by themselves"
+    bad = Verdict.WARNING if left_s > 0 else Verdict.FAILED
+    return _finding(check, left_s > soon_s, told, advice, bad)
 
 
 def tls_files(tls_ca: str | None) -> Iterator[Finding]:
@@ -517,8 +488,7 @@ def tls_files(tls_ca: str | None) -> Iterator[Finding]:
         try:
             yield _key_file(name, path) if name in KEYS else _certificate_file(name, path)
         except (UsageError, OSError, ValueError) as error:
-            advice = "give a PEM file that this user can read"
-            yield _finding(name, False, str(error), advice)
+            yield _finding(name, False, str(error), "give a PEM file that this user can read")
 
 
 def _key_file(name: str, path: Path) -> Finding:

@@ -1,72 +1,40 @@
-"""`paramd edit`, `edits`, `undo`: change parameters of a running job, on all ranks or none."""
+"""`paramd edit`, `edits`, `undo`, `pause`, `step`, `resume`: change or hold a job, on all ranks."""
 
 from __future__ import annotations
 
-import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from paramd import extras
 from paramd.cli import completion, ended
 from paramd.cli.ended import Past
-from paramd.cli.options import Format, Globs, Output, Target, with_target
-from paramd.cli.output import Column, Listing, count, emit, number, size, when
+from paramd.cli.options import Globs, Target, completed, with_output
+from paramd.cli.output import Column, Format, count, number, seconds, size, when
 from paramd.cli.shell import say
+from paramd.cli.summon import bar
 from paramd.errors import NotFoundError, UsageError
 
 if TYPE_CHECKING:
     import torch
 
-    from paramd.mesh.edits.calls import Edit
-    from paramd.mesh.edits.upload import Progress
+    from paramd.mesh.edits.calls import Edit, Hold
     from paramd.mesh.mesh import Mesh
 
-Wait = Annotated[
-    bool, typer.Option("--wait/--no-wait", help="Wait until it is applied or refused.")
-]
+LOOK_S = 1.0
+SENDING = "sending"
 
-PANEL = "Operation (exactly one)"
-
-Fill = Annotated[
-    float | None,
-    typer.Option("--fill", metavar="X", help="Set to a number.", rich_help_panel=PANEL),
+Wait = Annotated[bool, Option("--wait/--no-wait", help="Wait until it is applied or refused.")]
+Timeout = Annotated[float, Option("--timeout", metavar="S", help="Seconds to wait.")]
+Note = Annotated[str, Option("--note", metavar="TEXT", help="Reason, kept with the edit.")]
+AgreeTimeout = Annotated[
+    float, Option("--timeout", metavar="S", help="Seconds to wait for all ranks to agree.")
 ]
-Mul = Annotated[
-    float | None,
-    typer.Option("--mul", metavar="X", help="Multiply by a number.", rich_help_panel=PANEL),
-]
-Add = Annotated[
-    float | None, typer.Option("--add", metavar="X", help="Add a number.", rich_help_panel=PANEL)
-]
-Clamp = Annotated[
-    str | None,
-    typer.Option(
-        "--clamp", metavar="MIN:MAX", help="Clamp; either bound may be omitted.",
-        rich_help_panel=PANEL,
-    ),
-]  # fmt: skip
-From = Annotated[
-    Path | None,
-    typer.Option(
-        "--from", metavar="FILE.safetensors", rich_help_panel=PANEL,
-        help="Set to the file's tensors of the same names.",
-    ),
-]  # fmt: skip
-Lerp = Annotated[
-    float | None,
-    typer.Option("--lerp", metavar="W", help="With --from: interpolate, x + W * (file - x)."),
-]
-IfStep = Annotated[
-    int | None,
-    typer.Option("--if-step", metavar="N", help="Apply only at this step; pause training first."),
-]
-Timeout = Annotated[float, typer.Option("--timeout", metavar="S", help="Seconds to wait.")]
-Note = Annotated[str, typer.Option("--note", metavar="TEXT", help="Reason, kept with the edit.")]
 
 
 COLUMNS = (
@@ -84,21 +52,17 @@ COLUMNS = (
 )
 
 
-@with_target
+@with_output
 def edits(
     target: Target,
     edit_id: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[ID]", help="Show one edit in full.", autocompletion=completion.edit_ids
-        ),
+        str | None, completed("[ID]", "Show one edit in full.", completion.edit_ids)
     ] = None,
     state: Annotated[
         str | None,
-        typer.Option("--state", metavar="STATE", help="Only edits in this state, e.g. APPLIED."),
+        Option("--state", metavar="STATE", help="Only edits in this state, e.g. APPLIED."),
     ] = None,
-    limit: Annotated[int, typer.Option("--limit", metavar="N", help="List at most N.")] = 50,
-    output: Output = None,
+    limit: Annotated[int, Option("--limit", metavar="N", help="List at most N.")] = 50,
 ) -> None:
     """List the edits of a job, newest first; with an ID, show one.
 
@@ -106,19 +70,18 @@ def edits(
     """
     past = ended.find(target)
     if past is not None:
-        _emit_past(past, edit_id, state, limit, target.format)
+        _show_past(target, past, edit_id, state, limit)
         return
     with target.connect() as mesh:
         if edit_id is not None:
-            emit_edit(mesh.get_edit(edit_id), target.format)
+            show_edit(target, mesh.get_edit(edit_id))
             return
         found = mesh.edits(state=state.upper() if state is not None else None, limit=limit)
-        about = {"job": mesh.job, "incarnation": mesh.incarnation}
-    emit(_listing([_row(edit) for edit in found], about), target.format)
+        _show(target, found, job=mesh.job, incarnation=mesh.incarnation)
 
 
-def _emit_past(
-    past: Past, edit_id: str | None, state: str | None, limit: int, form: Format
+def _show_past(
+    target: Target, past: Past, edit_id: str | None, state: str | None, limit: int
 ) -> None:
     from paramd.mesh.edits.calls import parse_edit
 
@@ -126,32 +89,25 @@ def _emit_past(
     found = [parse_edit(one) for one in past.edits(id=edit_id, state=wanted, limit=max(limit, 2))]
     past.say()
     if edit_id is None:
-        about = {"job": past.job, "incarnation": past.last.incarnation}
-        emit(_listing([_row(edit) for edit in found[:limit]], about), form)
+        _show(target, found[:limit], job=past.job, incarnation=past.last.incarnation)
     elif len(found) == 1:
-        emit_edit(found[0], form)
+        show_edit(target, found[0])
     elif found:
         raise UsageError(f"more than one edit's id begins with {edit_id!r}; give more characters")
     else:
         raise NotFoundError(f"no edit of job {past.job!r} has an id that begins {edit_id[:40]!r}")
 
 
-@with_target
+@with_output
 def undo(
     target: Target,
     edit_id: Annotated[
-        str,
-        typer.Argument(
-            metavar="ID",
-            help="The edit's ID, or its first 8 characters.",
-            autocompletion=completion.edit_ids,
-        ),
+        str, completed("ID", "The edit's ID, or its first 8 characters.", completion.edit_ids)
     ],
     force: Annotated[
-        bool, typer.Option("--force", help="Undo even if later edits changed the same elements.")
+        bool, Option("--force", help="Undo even if later edits changed the same elements.")
     ] = False,
     wait: Wait = True,
-    output: Output = None,
 ) -> None:
     """Undo an edit: an addition is subtracted again, anything else restores the old values.
 
@@ -159,7 +115,7 @@ def undo(
     """
     with target.connect() as mesh, _told_if_interrupted():
         found = mesh.undo(edit_id, force=force, wait=wait)
-    emit_edit(found, target.format)
+    show_edit(target, found)
 
 
 @contextmanager
@@ -174,25 +130,17 @@ def _told_if_interrupted() -> Iterator[None]:
         raise
 
 
-def emit_edit(edit: Edit, form: Format) -> None:
+def show_edit(target: Target, edit: Edit) -> None:
     """Print one edit to stdout; with a table, also before and after to stderr."""
     row = _row(edit)
-    if form in (Format.JSON, Format.JSONL):
-        row = {**row, "ops": [dict(op) for op in edit.ops], "reason": edit.reason}
-        row |= {"before": _numbers(edit.before), "after": _numbers(edit.after)}
-        row |= {
-            "committed_by": edit.committed_by,
-            "undo_of": edit.undo_of,
-            "undone_by": edit.undone_by,
-        }
-        row |= {"undoable": edit.undoable, "undo_refusal": edit.undo_refusal}
-        row |= {
-            "rollback": edit.rollback,
-            "hyperparameters": edit.hyperparameters,
-            "warning": edit.warning,
-        }
-    emit(_listing([row], {"job": edit.job}), form)
-    if form.is_table and edit.before is not None and edit.after is not None:
+    if target.format in (Format.JSON, Format.JSONL):
+        row["ops"] = [dict(op) for op in edit.ops]
+        row["before"], row["after"] = (
+            asdict(found) if found is not None else None for found in (edit.before, edit.after)
+        )
+        row |= {name: getattr(edit, name) for name in _TOLD_OF_ONE}
+    target.show("edits", [row], COLUMNS, id_key="id", job=edit.job)
+    if target.format.is_table and edit.before is not None and edit.after is not None:
         for moment, found in (("before", edit.before), ("after", edit.after)):
             say(
                 f"{moment}: min {found.min:.4g}, max {found.max:.4g}, mean {found.mean:.4g}, "
@@ -200,58 +148,64 @@ def emit_edit(edit: Edit, form: Format) -> None:
             )
 
 
-def _listing(rows: list[dict[str, Any]], about: Mapping[str, Any]) -> Listing:
-    return Listing(name="edits", rows=rows, columns=COLUMNS, about=about, id_key="id")
+_TOLD = ("id", "incarnation", "step", "size_bytes", "stop_ms", "created_s", "actor", "note")
+_TOLD_OF_ONE = (
+    "reason", "committed_by", "undo_of", "undone_by", "undoable", "undo_refusal", "rollback",
+    "hyperparameters", "warning",
+)  # fmt: skip
+
+
+def _show(target: Target, found: Sequence[Edit], **about: Any) -> None:
+    target.show("edits", [_row(edit) for edit in found], COLUMNS, id_key="id", **about)
 
 
 def _row(edit: Edit) -> dict[str, Any]:
     from paramd.mesh.edits.calls import what_text
 
-    return {
-        "id": edit.id,
-        "incarnation": edit.incarnation,
+    return {name: getattr(edit, name) for name in _TOLD} | {
         "state": str(edit.state),
-        "step": edit.step,
         "what": what_text(edit),
         "names": list(edit.names),
-        "size_bytes": edit.size_bytes,
-        "stop_ms": edit.stop_ms,
-        "created_s": edit.created_s,
-        "actor": edit.actor,
-        "note": edit.note,
         "why": edit.reason or (f"undone by {edit.undone_by[:8]}" if edit.undone_by else ""),
     }
 
 
-def _numbers(found: Any) -> dict[str, Any] | None:
-    return asdict(found) if found is not None else None
+def _operation(flag: str, metavar: str, help: str) -> Any:
+    return Option(flag, metavar=metavar, help=help, rich_help_panel="Operation (exactly one)")
 
 
-@with_target
+@with_output
 def edit(
     target: Target,
     glob: Globs,
-    fill: Fill = None,
-    mul: Mul = None,
-    add: Add = None,
-    clamp: Clamp = None,
-    from_file: From = None,
-    lerp: Lerp = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Change nothing; show the effect.")
-    ] = False,
-    if_step: IfStep = None,
+    fill: Annotated[float | None, _operation("--fill", "X", "Set to a number.")] = None,
+    mul: Annotated[float | None, _operation("--mul", "X", "Multiply by a number.")] = None,
+    add: Annotated[float | None, _operation("--add", "X", "Add a number.")] = None,
+    clamp: Annotated[
+        str | None, _operation("--clamp", "MIN:MAX", "Clamp; either bound may be omitted.")
+    ] = None,
+    from_file: Annotated[
+        Path | None,
+        _operation("--from", "FILE.safetensors", "Set to the file's tensors of the same names."),
+    ] = None,
+    lerp: Annotated[
+        float | None,
+        Option("--lerp", metavar="W", help="With --from: interpolate, x + W * (file - x)."),
+    ] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="Change nothing; show the effect.")] = False,
+    if_step: Annotated[
+        int | None,
+        Option("--if-step", metavar="N", help="Apply only at this step; pause training first."),
+    ] = None,
     reset_moments: Annotated[
-        bool,
-        typer.Option("--reset-moments", help="Zero the optimizer state of the changed elements."),
+        bool, Option("--reset-moments", help="Zero the optimizer state of the changed elements.")
     ] = False,
     allow_nonfinite: Annotated[
-        bool, typer.Option("--allow-nonfinite", help="Allow NaN and infinities (admins only).")
+        bool, Option("--allow-nonfinite", help="Allow NaN and infinities (admins only).")
     ] = False,
     note: Note = "",
     wait: Wait = True,
     timeout: Timeout = 60.0,
-    output: Output = None,
 ) -> None:
     """Change parameters of the running job, on all ranks at one step or on none.
 
@@ -265,7 +219,7 @@ def edit(
         raise UsageError(f"edit: give exactly one of {options}, --from")
     if lerp is not None and from_file is None:
         raise UsageError("--lerp: needs --from, the tensors to interpolate towards")
-    with target.connect() as mesh, _told_if_interrupted(), _progress() as progress:
+    with target.connect() as mesh, _told_if_interrupted(), bar(SENDING, hidden=True) as moved:
         patterns: Sequence[str] = glob
         if from_file is not None:
             given = tensors_of(from_file, mesh, glob)
@@ -281,9 +235,9 @@ def edit(
             note=note,
             wait=wait,
             timeout=timeout,
-            progress=progress,
+            progress=lambda sent, total: moved(SENDING, sent, total),
         )
-    emit_edit(found, target.format)
+    show_edit(target, found)
     if dry_run:
         say("dry run: nothing was changed")
 
@@ -325,20 +279,68 @@ def _bounds(text: str | None) -> tuple[float | None, float | None] | None:
     raise UsageError(f"--clamp: {text!r}; expected MIN:MAX, such as -1:1, :6 or 0:")
 
 
-@contextmanager
-def _progress() -> Iterator[Progress | None]:
-    """A progress bar of bytes sent; None unless stderr is a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+HOLD_COLUMNS = (
+    Column("state", "STATE"),
+    Column("step", "STEP", count, right=True),
+    Column("steps_left", "STEPS LEFT", count, right=True),
+    Column("lease_left_s", "LEASE LEFT", seconds, right=True),
+    Column("holder", "HOLDER"),
+)
 
-    columns = ("sending", BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("sending", total=None, visible=False)
 
-        def told(sent: int, total: int) -> None:
-            bar.update(task, completed=sent, total=total, visible=True)
+@with_output
+def pause(
+    target: Target,
+    lease_s: Annotated[
+        float, Option("--lease", metavar="S", help="Seconds until training resumes by itself.")
+    ] = 30.0,
+    keep: Annotated[
+        bool, Option("--keep", help="Renew the lease until Ctrl-C, for at most 5 minutes.")
+    ] = False,
+    timeout: AgreeTimeout = 60.0,
+) -> None:
+    """Pause training on all ranks, at the same boundary.
 
-        yield told
+    The hold ends with `paramd resume` or when its lease expires; with --keep,
+    when this command exits.
+    """
+    with target.connect() as mesh:
+        found = mesh.pause(lease_s=lease_s, renew=keep, timeout=timeout)
+        _show_hold(target, mesh.job, found)
+        if not keep:
+            return
+        say("training is paused; Ctrl-C resumes it")
+        try:
+            while mesh.hold_state().state != "running":
+                time.sleep(LOOK_S)
+            say("the hold has ended")
+        except KeyboardInterrupt:
+            mesh.resume(timeout=timeout)
+            say("training resumed")
+
+
+@with_output
+def step(
+    target: Target,
+    steps: Annotated[int, Argument(metavar="[N]", help="Number of updates to run.")] = 1,
+    wait: Annotated[
+        bool, Option("--wait/--no-wait", help="Wait until the updates are finished.")
+    ] = True,
+    timeout: Annotated[
+        float, Option("--timeout", metavar="S", help="Seconds to wait for them.")
+    ] = 60.0,
+) -> None:
+    """Run a few updates of a paused training, then pause it again."""
+    with target.connect() as mesh:
+        _show_hold(target, mesh.job, mesh.step(steps, wait=wait, timeout=timeout))
+
+
+@with_output
+def resume(target: Target, timeout: AgreeTimeout = 60.0) -> None:
+    """Resume a paused training."""
+    with target.connect() as mesh:
+        _show_hold(target, mesh.job, mesh.resume(timeout=timeout))
+
+
+def _show_hold(target: Target, job: str, hold: Hold) -> None:
+    target.show("hold", [asdict(hold)], HOLD_COLUMNS, id_key="state", job=job)

@@ -1,27 +1,51 @@
-"""What commands answer of a job that has ended: from the state dir, without a server.
+"""Jobs that have ended: what commands answer of them, and `paramd end`, which frees their memory.
 
-When and after which step it ended stands in the job's incarnations.jsonl. Edits and the audit lie
-in the service's store, which only the service can read, so it is run for them: one process that
-prints a document in the shape of REST and ends.
+Commands answer from the state dir, without a server. When and after which step a job ended stands
+in its incarnations.jsonl. Edits and the audit lie in the service's store, which only the service
+can read, so it is run for them: one process that prints a document in the shape of REST and ends.
+
+Sidecars linger after their trainer, so that its last step can still be read. `paramd end` finds
+them by their sockets in the job's directory. Each decides itself, in one moment, whether its
+trainer is gone; only one that does not answer, or is too old to be asked, gets SIGTERM, after the
+kernel has said of which process it is the sidecar, and that none of the processes that it watches
+is alive.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import re
+import select
+import signal
+import socket
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
 from paramd import extras, places
-from paramd.cli.options import Format, Target
-from paramd.cli.output import Column, Listing, count, emit, when
+from paramd.cli import completion
+from paramd.cli.options import Target, completed, with_output
+from paramd.cli.output import Column, Format, count, size, when
 from paramd.cli.shell import say
-from paramd.errors import CODES, NotFoundError, ParamdError, UnreachableError
+from paramd.errors import (
+    CODES,
+    ConflictError,
+    NotFoundError,
+    ParamdError,
+    PartialError,
+    UnreachableError,
+    UsageError,
+)
 from paramd.places import IncarnationRecord
+from paramd.state_files import resident_bytes
 
 if TYPE_CHECKING:
     from paramd.mesh.peers.control import RestClient
@@ -42,12 +66,12 @@ COLUMNS = (
 )
 
 
+@dataclass(frozen=True)
 class Past:
     """A job that has ended, as its state dir tells. Reads files; starts nothing that stays."""
 
-    def __init__(self, job: str, last: IncarnationRecord) -> None:
-        self.job = job
-        self.last = last
+    job: str
+    last: IncarnationRecord
 
     def edits(self, **options: str | int | None) -> list[dict[str, Any]]:
         """Documents of its edits, newest first. Raises as `_read`."""
@@ -79,8 +103,6 @@ def find(target: Target) -> Past | None:
     except UnreachableError:
         # Checks that the directory is ours and private.
         places.job_dir(job)
-    from paramd.cli.end import sidecars
-
     living = sorted(one.rank for one in sidecars(job))
     if living:
         raise UnreachableError(
@@ -110,7 +132,7 @@ async def found_ended(client: RestClient, job: str) -> IncarnationRecord | None:
             return None
 
 
-def emit_status(past: Past, form: Format) -> None:
+def show_status(target: Target, past: Past) -> None:
     """Print the status of a job that has ended."""
     last = past.last
     if last.ended_s is None:
@@ -126,10 +148,10 @@ def emit_status(past: Past, form: Format) -> None:
         "state": "ended",
         "reason": last.reason.removesuffix("; attach again"),
     }
-    if form is Format.JSON:
-        emit(Listing(name="ranks", rows=[], columns=(), about=row, id_key="rank"), form)
+    if target.format is Format.JSON:
+        target.show("ranks", [], (), **row)
     else:
-        emit(Listing(name="jobs", rows=[row], columns=COLUMNS, about={}, id_key="job"), form)
+        target.show("jobs", [row], COLUMNS, id_key="job")
     seen_text = f"; the last step seen was {last.step:,}" if past.last.step < 0 <= last.step else ""
     say(f"job {past.job!r} {places.end_text(last)}, incarnation {last.incarnation}{seen_text}")
 
@@ -163,3 +185,216 @@ def _read(what: str, job: str, **options: str | int | bool | None) -> dict[str, 
     if not isinstance(parsed, dict):
         raise NotFoundError(f"{READER} printed no document")
     return parsed
+
+
+ANSWER_S = 5.0
+LEAVE_S = 20.0
+"""A sidecar lets running calls finish for 5 s."""
+
+SIDECAR_COLUMNS = (
+    Column("rank", "RANK", right=True),
+    Column("pid", "PID", right=True),
+    Column("freed_bytes", "FREED", size, right=True),
+    Column("how", "HOW"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sidecar:
+    """A living sidecar of this host."""
+
+    rank: int
+    path: Path
+    pid: int
+    """0: the kernel cannot name it here, in another container."""
+    start: int
+    resident_bytes: int
+
+
+@with_output
+def end(
+    target: Target,
+    name: Annotated[
+        str | None, completed("[JOB]", "Name of the job; or --job.", completion.jobs)
+    ] = None,
+) -> None:
+    """Free the memory of a training that has ended or died.
+
+    Its sidecars keep the last step for 10 minutes (PARAMD_LINGER_S). This asks
+    those of this user on this host to exit now, and ends the job's control
+    plane. It is refused while a trainer is alive: stop the training first. If
+    nothing of the job is running, there is nothing to do.
+    """
+    job = _named(target, name)
+    found = list(sidecars(job))
+    if not found and not places.is_known(job) and target.settings.url is None:
+        raise NotFoundError(f"job {job!r} is not known here; state dir: {places.state_dir()}")
+    for one in found:
+        trainer = watched(one)
+        if trainer:
+            raise ConflictError(
+                f"job {job!r} is training: process {trainer}, the trainer of rank {one.rank}, is "
+                "alive; stop it first, paramd end never ends a training"
+            )
+    told = asyncio.run(_tell_control(target, job))
+    rows = [_ended(one) for one in found]
+    if rows or target.format is not Format.TABLE:
+        target.show("sidecars", rows, SIDECAR_COLUMNS, id_key="rank", job=job)
+    kept = [row for row in rows if not row["left"]]
+    freed = sum(row["freed_bytes"] for row in rows)
+    gone = len(rows) - len(kept)
+    if rows:
+        say(f"freed {size(freed)}: {gone} of {len(rows)} sidecars of job {job!r} have left")
+    elif not told:
+        say(f"nothing of job {job!r} runs here")
+    if told:
+        say(told)
+    if kept:
+        raise PartialError(f"the sidecar of rank {kept[0]['rank']} stays: {kept[0]['how']}")
+
+
+def _named(target: Target, name: str | None) -> str:
+    given = target.settings.job
+    if name is not None and given not in (None, name) and not os.environ.get("PARAMD_JOB"):
+        raise UsageError(f"JOB is {name!r}, and --job {given!r}; give one")
+    job = name if name is not None else given
+    if job is None:
+        raise UsageError("JOB: name the job to end, such as: paramd end my-run")
+    return places.check_job_name(job)
+
+
+def sidecars(job: str) -> Iterator[Sidecar]:
+    """The job's sidecars that listen here, by rank.
+
+    Raises:
+        ConflictError: the job's directory belongs to another user, or is open to others.
+    """
+    from paramd.memory import handover
+
+    if not (places.state_dir() / job).exists():
+        return
+    # Checks that the directory is ours and private.
+    for path in sorted(places.job_dir(job).glob("rank-*.sock")):
+        rank = re.fullmatch(r"rank-([0-9]{1,9})\.sock", path.name)
+        if rank is None:
+            continue
+        try:
+            with handover.connect(path, timeout_s=ANSWER_S) as connection:
+                pid = handover.check_peer(connection)
+        except (UnreachableError, OSError):
+            continue
+        start = places.process_start(pid) if pid else 0
+        yield Sidecar(
+            rank=int(rank[1]), path=path, pid=pid, start=start, resident_bytes=resident_bytes(pid)
+        )
+
+
+def watched(one: Sidecar) -> int:
+    """A living process that the sidecar watches by a pidfd, which is its trainer; 0 for none."""
+    found = []
+    for path in Path(f"/proc/{one.pid}/fdinfo").glob("*"):
+        with suppress(OSError):
+            named = re.search(r"^Pid:\s+([0-9]+)$", path.read_text(), re.MULTILINE)
+            if named is not None:
+                found.append(int(named[1]))
+    # Its own children, such as the writer of an export, are no trainers.
+    living = [pid for pid in found if places.process_start(pid) and _parent(pid) != one.pid]
+    return living[0] if living else 0
+
+
+async def _tell_control(target: Target, job: str) -> str:
+    """End the job at its control plane, which audits it; "" if none runs.
+
+    Raises:
+        ConflictError: it knows of a living trainer, perhaps on another host.
+        DeniedError: the token may not.
+    """
+    try:
+        async with target.named(job).rest() as (client, _):
+            await client.send("POST", f"/jobs/{quote(job, safe='')}/end")
+            return f"its control plane at {client.url} was told"
+    except (NotFoundError, UnreachableError):
+        return ""
+
+
+def _ended(one: Sidecar) -> dict[str, Any]:
+    how, left = _asked(one)
+    return {
+        "rank": one.rank,
+        "pid": one.pid,
+        "freed_bytes": one.resident_bytes if left else 0,
+        "left": left,
+        "how": how,
+    }
+
+
+def _asked(one: Sidecar) -> tuple[str, bool]:
+    """(what happened, whether it has left)."""
+    from paramd.memory import handover
+
+    with _process(one) as process:
+        try:
+            with handover.connect(one.path, timeout_s=ANSWER_S) as connection:
+                answer = _answer(connection)
+        except (ParamdError, OSError, EOFError):
+            answer = {"op": "silent"}
+        if answer.get("code") == "FAILED_PRECONDITION":
+            return str(answer["message"]), False
+        how = "left when asked"
+        if answer["op"] != "leaving":
+            # Too old to be asked, or it hangs.
+            if process is None:
+                return "it does not answer, and its process is in another container", False
+            if places.process_start(one.pid) != one.start or watched(one):
+                return "its process or its trainer changed meanwhile; try again", False
+            signal.pidfd_send_signal(process, signal.SIGTERM)
+            how = "left on SIGTERM"
+        if _wait(one, process):
+            return how, True
+        return f"it has not left within {LEAVE_S:.0f} s; see rank-{one.rank}.log", False
+
+
+def _answer(connection: socket.socket) -> dict[str, Any]:
+    from paramd.memory import handover
+    from paramd.memory.descriptors import close_all
+
+    handover.send(connection, {"op": "leave"})
+    answer, descriptors = handover.receive(connection)
+    close_all(descriptors)
+    return answer
+
+
+@contextmanager
+def _process(one: Sidecar) -> Iterator[int | None]:
+    """A pidfd of the sidecar, so that no signal reaches a successor of its pid."""
+    try:
+        process = os.pidfd_open(one.pid) if one.pid else None
+    except ProcessLookupError:
+        process = None
+    try:
+        # Opened first, compared then: from here on the descriptor names that very process.
+        same = process is not None and places.process_start(one.pid) == one.start
+        yield process if same else None
+    finally:
+        if process is not None:
+            os.close(process)
+
+
+def _wait(one: Sidecar, process: int | None) -> bool:
+    if process is not None:
+        poll = select.poll()
+        poll.register(process, select.POLLIN)
+        return bool(poll.poll(LEAVE_S * 1000))
+    deadline_s = time.monotonic() + LEAVE_S
+    while one.path.exists():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from paramd.cli import completion
-from paramd.cli.edit import emit_edit
-from paramd.cli.options import Format, Output, Target, examples, with_target
-from paramd.cli.output import Column, Listing, count, emit, seconds, size, when
+from paramd.cli.edit import show_edit
+from paramd.cli.options import Dtype, Target, completed, examples, with_output, with_target
+from paramd.cli.output import Column, Format, count, seconds, size, when
 from paramd.cli.shell import say
-from paramd.cli.summon import bar
+from paramd.cli.summon import bar, check_destination, fetch
 from paramd.errors import UsageError
 from paramd.layout.exports.formats import FORMATS
 
@@ -25,65 +26,49 @@ if TYPE_CHECKING:
 MAX_NAME_MAP_BYTES = 16 << 20
 _SHORT_CHARS = 8
 
-FormatOption = Annotated[
-    str, typer.Option("--format", metavar="NAME", help=f"{', or '.join(FORMATS)}.")
-]
+FormatOption = Annotated[str, Option("--format", metavar="NAME", help=f"{', or '.join(FORMATS)}.")]
 ShardSize = Annotated[
     str | None,
-    typer.Option(
-        "--max-shard-size", metavar="SIZE", help="Maximum size of a safetensors file; default 5GB."
-    ),
-]
-Dtype = Annotated[
-    str | None, typer.Option("--dtype", metavar="NAME", help="Cast floats, e.g. to bfloat16.")
-]
+    Option("--max-shard-size", metavar="SIZE",
+           help="Maximum size of a safetensors file; default 5GB."),
+]  # fmt: skip
 Include = Annotated[
     list[str] | None,
-    typer.Option(
-        "--include",
-        metavar="KIND",
-        help="optimizer, in addition to parameters and buffers; or list every kind wanted.",
-    ),
-]
+    Option("--include", metavar="KIND",
+           help="optimizer, in addition to parameters and buffers; or list every kind wanted."),
+]  # fmt: skip
 KeepTied = Annotated[
-    bool, typer.Option("--keep-tied", help="Write tied tensors under each of their names.")
+    bool, Option("--keep-tied", help="Write tied tensors under each of their names.")
 ]
 NameMapFile = Annotated[
     Path | None,
-    typer.Option("--name-map", metavar="FILE", help='JSON of renames, e.g. {"model.*": "*"}.'),
+    Option("--name-map", metavar="FILE", help='JSON of renames, e.g. {"model.*": "*"}.'),
 ]
 AssetsDir = Annotated[
-    Path | None,
-    typer.Option("--assets", metavar="DIR", help="Also copy the files in DIR, up to 64 MiB."),
+    Path | None, Option("--assets", metavar="DIR", help="Also copy the files in DIR, up to 64 MiB.")
 ]
 NoVerify = Annotated[
-    bool, typer.Option("--no-verify", help="Publish without reading the files back first.")
+    bool, Option("--no-verify", help="Publish without reading the files back first.")
 ]
 
 schedule = typer.Typer(help="Export every so many steps, with retention.", no_args_is_help=True)
 
 
-@with_target
+@with_output
 def restore(
     target: Target,
     destination: Annotated[
-        str,
-        typer.Argument(
-            metavar="DEST/KEY",
-            help="A safetensors export.",
-            autocompletion=completion.finished_exports,
-        ),
+        str, completed("DEST/KEY", "A safetensors export.", completion.finished_exports)
     ],
     if_step: Annotated[
-        int | None, typer.Option("--if-step", metavar="N", help="Apply only at this step.")
+        int | None, Option("--if-step", metavar="N", help="Apply only at this step.")
     ] = None,
     reset_moments: Annotated[
-        bool, typer.Option("--reset-moments", help="Also zero the optimizer state.")
+        bool, Option("--reset-moments", help="Also zero the optimizer state.")
     ] = False,
     note: Annotated[
-        str | None, typer.Option("--note", metavar="TEXT", help="Reason, kept with the edit.")
+        str | None, Option("--note", metavar="TEXT", help="Reason, kept with the edit.")
     ] = None,
-    output: Output = None,
 ) -> None:
     """Load the parameters of an export back into the running job, as one edit.
 
@@ -98,7 +83,7 @@ def restore(
             note=note,
             moved=lambda done_bytes, size_bytes: moved(destination, done_bytes, size_bytes),
         )
-    emit_edit(found, target.format)
+    show_edit(target, found)
 
 
 COLUMNS = (
@@ -124,16 +109,13 @@ FILE_COLUMNS = (
 )
 
 
-@with_target
+@with_output
 def export(
     target: Target,
     destination: Annotated[
         str | None,
-        typer.Argument(
-            metavar="[DEST/KEY]",
-            help="Destination and key; {step} in it becomes the step.",
-            autocompletion=completion.destinations,
-        ),
+        completed("[DEST/KEY]", "Destination and key; {step} in it becomes the step.",
+                  completion.destinations),
     ] = None,
     format: FormatOption = "safetensors",
     max_shard_size: ShardSize = None,
@@ -142,22 +124,18 @@ def export(
     keep_tied: KeepTied = False,
     name_map: NameMapFile = None,
     assets: AssetsDir = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an existing export.")
-    ] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing export.")] = False,
     no_verify: NoVerify = False,
     timeout_s: Annotated[
-        float | None, typer.Option("--timeout", metavar="S", help="Fail after S seconds.")
+        float | None, Option("--timeout", metavar="S", help="Fail after S seconds.")
     ] = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait until it is done or failed.")] = False,
+    wait: Annotated[bool, Option("--wait", help="Wait until it is done or failed.")] = False,
     to_client: Annotated[
         Path | None,
-        typer.Option(
-            "--to-client", metavar="FILE.safetensors", help="Write a local file, not to DEST/KEY."
-        ),
+        Option("--to-client", metavar="FILE.safetensors",
+               help="Write a local file, not to DEST/KEY."),
     ] = None,
-    output: Output = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write a checkpoint of one step to a destination, while training continues.
 
     The sidecars write directly to the destination, where it becomes visible
@@ -173,7 +151,15 @@ def export(
             "--include": bool(include),
             "--max-shard-size": max_shard_size is not None,
         }
-        _to_client(target, to_client, given, dtype=dtype, force=overwrite, names=names)
+        wrong = [option for option, is_given in given.items() if is_given]
+        if wrong:
+            raise UsageError(
+                f"{wrong[0]}: not with --to-client, which writes parameters and buffers to one "
+                "safetensors file"
+            )
+        check_destination(to_client, force=overwrite)
+        with target.connect() as mesh:
+            fetch(mesh, to_client, "*", dtype=dtype, buffers=True, force=overwrite, name_map=names)
         return
     if destination is None:
         raise UsageError("give DEST/KEY; paramd exports --destinations lists destinations")
@@ -193,35 +179,12 @@ def export(
         )
         if not wait:
             say(f"export {begun.id} runs in the background; see: paramd exports {begun.id[:8]}")
-            emit(_listing(mesh, [begun.info]), target.format)
+            _show(target, mesh, [begun.info])
             return
-        found = follow(mesh, begun.info)
-    emit(_listing(mesh, [found]), target.format)
+        _show(target, mesh, [_follow(mesh, begun.info)])
 
 
-def _to_client(
-    target: Target,
-    path: Path,
-    given: Mapping[str, bool],
-    *,
-    dtype: str | None,
-    force: bool,
-    names: Mapping[str, str] | None,
-) -> None:
-    from paramd.cli.summon import check_destination, fetch
-
-    wrong = [option for option, is_given in given.items() if is_given]
-    if wrong:
-        raise UsageError(
-            f"{wrong[0]}: not with --to-client, which writes parameters and buffers to one "
-            "safetensors file"
-        )
-    check_destination(path, force=force)
-    with target.connect() as mesh:
-        fetch(mesh, path, "*", dtype=dtype, buffers=True, force=force, name_map=names)
-
-
-def follow(mesh: Mesh, info: ExportInfo) -> ExportInfo:
+def _follow(mesh: Mesh, info: ExportInfo) -> ExportInfo:
     """Wait for an export, with a progress bar. Raises ConflictError if it fails."""
     from paramd.mesh.exports.calls import check_done
 
@@ -247,66 +210,52 @@ def follow(mesh: Mesh, info: ExportInfo) -> ExportInfo:
     return found
 
 
-@with_target
+@with_output
 def exports(
     target: Target,
     export_id: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[ID]",
-            help="Show one export and its files.",
-            autocompletion=completion.export_ids,
-        ),
+        str | None, completed("[ID]", "Show one export and its files.", completion.export_ids)
     ] = None,
     state: Annotated[
         str | None,
-        typer.Option("--state", metavar="STATE", help="Only exports in this state, e.g. FAILED."),
+        Option("--state", metavar="STATE", help="Only exports in this state, e.g. FAILED."),
     ] = None,
-    limit: Annotated[int, typer.Option("--limit", metavar="N", help="List at most N.")] = 50,
-    cancel: Annotated[bool, typer.Option("--cancel", help="Cancel the export ID.")] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait for the export ID.")] = False,
+    limit: Annotated[int, Option("--limit", metavar="N", help="List at most N.")] = 50,
+    cancel: Annotated[bool, Option("--cancel", help="Cancel the export ID.")] = False,
+    wait: Annotated[bool, Option("--wait", help="Wait for the export ID.")] = False,
     destinations: Annotated[
-        bool, typer.Option("--destinations", help="List the configured destinations.")
+        bool, Option("--destinations", help="List the configured destinations.")
     ] = False,
-    output: Output = None,
 ) -> None:
     """List the exports of a job, newest first; with an ID, show one and its files."""
     if export_id is None and (cancel or wait):
         raise UsageError("--cancel, --wait: give the ID of an export")
     with target.connect() as mesh:
         if destinations:
-            _destinations(mesh, target.format)
+            columns = (Column("name", "NAME"), Column("kind", "KIND"))
+            target.show("destinations", mesh.destinations(), columns)
         elif export_id is None:
             wanted = state.upper() if state is not None else None
-            emit(_listing(mesh, mesh.exports(state=wanted, limit=limit)), target.format)
+            _show(target, mesh, mesh.exports(state=wanted, limit=limit))
         else:
-            _one(mesh, export_id, target.format, cancel=cancel, wait=wait)
+            _show_one(target, mesh, export_id, cancel=cancel, wait=wait)
 
 
-def _one(mesh: Mesh, export_id: str, form: Format, *, cancel: bool, wait: bool) -> None:
+def _show_one(target: Target, mesh: Mesh, export_id: str, *, cancel: bool, wait: bool) -> None:
     found = mesh.get_export(export_id)
     if cancel:
         found = mesh.cancel_export(found.id)
     elif wait:
-        found = follow(mesh, found)
-    if form in (Format.JSON, Format.JSONL):
-        emit(_listing(mesh, [found]), form)
+        found = _follow(mesh, found)
+    if target.format in (Format.JSON, Format.JSONL):
+        _show(target, mesh, [found])
         return
     say(f"{found.destination}: {found.state}, step {found.step} {found.reason}".rstrip())
-    rows = [dict(one) for one in found.raw["files"]]
-    about = {"job": mesh.job, "id": found.id}
-    emit(Listing(name="files", rows=rows, columns=FILE_COLUMNS, about=about, id_key="name"), form)
+    target.show("files", found.raw["files"], FILE_COLUMNS, job=mesh.job, id=found.id)
 
 
-def _destinations(mesh: Mesh, form: Format) -> None:
-    columns = (Column("name", "NAME"), Column("kind", "KIND"))
-    rows = mesh.destinations()
-    emit(Listing(name="destinations", rows=rows, columns=columns, about={}, id_key="name"), form)
-
-
-def _listing(mesh: Mesh, found: Sequence[ExportInfo]) -> Listing:
-    rows: list[Mapping[str, Any]] = [dict(one.raw) for one in found]
-    return Listing(name="exports", rows=rows, columns=COLUMNS, about={"job": mesh.job}, id_key="id")
+def _show(target: Target, mesh: Mesh, found: Sequence[ExportInfo]) -> None:
+    target.show("exports", [one.raw for one in found], COLUMNS, id_key="id", job=mesh.job)
 
 
 def included(kinds: Sequence[str] | None) -> list[str]:
@@ -349,26 +298,22 @@ SCHEDULE_COLUMNS = (
         "--keep-every 10",
     )
 )
-@with_target
+@with_output
 def create(
     target: Target,
     destination: Annotated[
         str,
-        typer.Argument(
-            metavar="DEST/KEY",
-            help="{step} in it becomes the step; else /step-N is appended.",
-            autocompletion=completion.destinations,
-        ),
+        completed("DEST/KEY", "{step} in it becomes the step; else /step-N is appended.",
+                  completion.destinations),
     ],
     every_steps: Annotated[
-        int, typer.Option("--every-steps", metavar="N", help="Every N steps, or soon after.")
+        int, Option("--every-steps", metavar="N", help="Every N steps, or soon after.")
     ],
     keep_last: Annotated[
-        int | None,
-        typer.Option("--keep-last", metavar="N", help="Keep the newest N; by default all."),
+        int | None, Option("--keep-last", metavar="N", help="Keep the newest N; by default all.")
     ] = None,
     keep_every: Annotated[
-        int | None, typer.Option("--keep-every", metavar="N", help="Also keep every N-th.")
+        int | None, Option("--keep-every", metavar="N", help="Also keep every N-th.")
     ] = None,
     format: FormatOption = "safetensors",
     max_shard_size: ShardSize = None,
@@ -378,8 +323,7 @@ def create(
     name_map: NameMapFile = None,
     assets: AssetsDir = None,
     no_verify: NoVerify = False,
-    output: Output = None,
-) -> None:
+) -> None:  # fmt: skip
     """Export periodically from now on.
 
     A run is skipped while the previous one is still in progress. Retention only
@@ -400,15 +344,15 @@ def create(
             assets=assets,
             verify=not no_verify,
         )
-        emit(_schedule_listing(mesh, [found]), target.format)
+        _show_schedules(target, mesh, [found])
 
 
 @schedule.command("list", epilog=examples("paramd export-schedule list -o json"))
-@with_target
-def list_(target: Target, output: Output = None) -> None:
+@with_output
+def list_(target: Target) -> None:
     """List the active schedules."""
     with target.connect() as mesh:
-        emit(_schedule_listing(mesh, mesh.export_schedules()), target.format)
+        _show_schedules(target, mesh, mesh.export_schedules())
 
 
 @schedule.command(epilog=examples("paramd export-schedule delete 3f2a9c01"))
@@ -416,12 +360,7 @@ def list_(target: Target, output: Output = None) -> None:
 def delete(
     target: Target,
     schedule_id: Annotated[
-        str,
-        typer.Argument(
-            metavar="ID",
-            help="The schedule's ID, or its first characters.",
-            autocompletion=completion.schedule_ids,
-        ),
+        str, completed("ID", "The schedule's ID, or its first characters.", completion.schedule_ids)
     ],
 ) -> None:
     """Delete a schedule. Its exports stay, and one in progress continues."""
@@ -430,7 +369,5 @@ def delete(
     say(f"schedule {found['id']} is deleted; its exports stay")
 
 
-def _schedule_listing(mesh: Mesh, rows: Sequence[Mapping[str, Any]]) -> Listing:
-    return Listing(
-        name="schedules", rows=rows, columns=SCHEDULE_COLUMNS, about={"job": mesh.job}, id_key="id"
-    )
+def _show_schedules(target: Target, mesh: Mesh, rows: Sequence[Mapping[str, Any]]) -> None:
+    target.show("schedules", rows, SCHEDULE_COLUMNS, id_key="id", job=mesh.job)

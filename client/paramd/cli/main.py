@@ -12,41 +12,30 @@ from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from paramd.cli import shell
-from paramd.cli.alerts import alerts
 from paramd.cli.audit import audit
-from paramd.cli.certs import certs
-from paramd.cli.check import check
 from paramd.cli.connect import connect
 from paramd.cli.context_command import context as context_group
 from paramd.cli.dashboard import dashboard
 from paramd.cli.demo import demo
-from paramd.cli.diff import diff
 from paramd.cli.doctor import doctor
-from paramd.cli.edit import edit, edits, undo
-from paramd.cli.end import end
+from paramd.cli.edit import edit, edits, pause, resume, step, undo
+from paramd.cli.ended import end
 from paramd.cli.exports import export, exports, restore
 from paramd.cli.exports import schedule as schedule_group
-from paramd.cli.follow import follow
-from paramd.cli.grads import grads
-from paramd.cli.hold import pause, resume, step
-from paramd.cli.log import log
-from paramd.cli.logs import logs
+from paramd.cli.insight import check, diff, logs, spectrum, updates, why
+from paramd.cli.integrations import follow, log, mcp
 from paramd.cli.marks import mark, marks, rollback, set_hyperparameters, unmark
-from paramd.cli.mcp import mcp
 from paramd.cli.options import ContextName, Debug, Job, Token, Url, examples
-from paramd.cli.params import params
-from paramd.cli.serve import control, sidecar
+from paramd.cli.serve import certs, control, sidecar
 from paramd.cli.settings import Flags
-from paramd.cli.spectrum import spectrum
-from paramd.cli.stats import stats
-from paramd.cli.status import status
+from paramd.cli.status import alerts, status
 from paramd.cli.summon import summon
+from paramd.cli.tensors import grads, params, stats
 from paramd.cli.token import token as token_group
 from paramd.cli.top import top
-from paramd.cli.updates import updates
-from paramd.cli.why import why
 from paramd.version import __version__
 
 app = typer.Typer(
@@ -62,138 +51,121 @@ CHANGE = "Change a running job"
 RUN = "Run and administer"
 
 
-def _add(command: Callable[..., None], panel: str, *lines: str) -> None:
-    """Register a command under a help panel, with its examples."""
-    app.command(rich_help_panel=panel, epilog=examples(*lines))(command)
+def _add(panel: str, command: Callable[..., None], *lines: str) -> None:
+    """Register a command under a help panel, with its examples, without "paramd" before each."""
+    app.command(rich_help_panel=panel, epilog=examples(*(f"paramd {line}" for line in lines)))(
+        command
+    )
 
 
-_add(status, LOOK, "paramd status", "paramd status --job my-run -o json", "paramd status -w")
-_add(dashboard, LOOK, "paramd dashboard", "paramd dashboard --job my-run --no-browser")
-_add(top, LOOK, "paramd top", "paramd top --every 5")
-_add(why, LOOK, "paramd why", "paramd why --rank 3", "paramd why -o json")
-_add(logs, LOOK, "paramd logs 3", "paramd logs 3 -n 20 --job my-run", "paramd logs 0 -o json")
-_add(alerts, LOOK, "paramd alerts", "paramd alerts --all -o json", "paramd alerts -w")
+_add(LOOK, status, "status", "status --job my-run -o json", "status -w")
+_add(LOOK, dashboard, "dashboard", "dashboard --job my-run --no-browser")
+_add(LOOK, top, "top", "top --every 5")
+_add(LOOK, why, "why", "why --rank 3", "why -o json")
+_add(LOOK, logs, "logs 3", "logs 3 -n 20 --job my-run", "logs 0 -o json")
+_add(LOOK, alerts, "alerts", "alerts --all -o json", "alerts -w")
+_add(LOOK, params, "params", "params 'layers.*.weight' -o name", "params '*' --buffers")
+_add(LOOK, stats, "stats '*'", "stats 'layers.0.*' -o json", "stats head.weight --histogram")
 _add(
-    params,
     LOOK,
-    "paramd params",
-    "paramd params 'layers.*.weight' -o name",
-    "paramd params '*' --buffers",
-)
-_add(
-    stats,
-    LOOK,
-    "paramd stats '*'",
-    "paramd stats 'layers.0.*' -o json",
-    "paramd stats head.weight --histogram",
-)
-_add(
     grads,
-    LOOK,
-    "paramd grads '*'",
-    "paramd grads 'layers.*' --every 10 -o jsonl",
-    "paramd grads head.weight --histogram -n 1 -o json",
+    "grads '*'",
+    "grads 'layers.*' --every 10 -o jsonl",
+    "grads head.weight --histogram -n 1 -o json",
 )
-_add(updates, LOOK, "paramd updates", "paramd updates 'layers.*' -o json")
+_add(LOOK, updates, "updates", "updates 'layers.*' -o json")
 _add(
+    LOOK,
     spectrum,
-    LOOK,
-    "paramd spectrum layers.0.up.weight",
-    "paramd spectrum 'layers.0.up.weight[0:512]' -k 16 -o json",
+    "spectrum layers.0.up.weight",
+    "spectrum 'layers.0.up.weight[0:512]' -k 16 -o json",
 )
-_add(check, LOOK, "paramd check", "paramd check 'layers.*' --rank 3", "paramd check -n 100")
+_add(LOOK, check, "check", "check 'layers.*' --rank 3", "check -n 100")
 _add(
+    LOOK,
     diff,
-    LOOK,
-    "paramd diff checkpoints/step-1000",
-    "paramd diff checkpoints/step-1000 checkpoints/step-2000",
-    "paramd diff +0 +100 --filter 'layers.*'",
-    "paramd diff job:other now -o json",
+    "diff checkpoints/step-1000",
+    "diff checkpoints/step-1000 checkpoints/step-2000",
+    "diff +0 +100 --filter 'layers.*'",
+    "diff job:other now -o json",
 )
+_add(LOOK, log, "log --to tensorboard --dir runs", "log --to wandb 'layers.*' --every 60")
 _add(
-    log,
     LOOK,
-    "paramd log --to tensorboard --dir runs",
-    "paramd log --to wandb 'layers.*' --every 60",
-)
-_add(
     follow,
-    LOOK,
-    "paramd follow --to vllm http://127.0.0.1:8000 --dir /dev/shm/weights --every 10",
-    "paramd follow --to sglang http://127.0.0.1:30000 --dir /dev/shm/weights --deltas",
+    "follow --to vllm http://127.0.0.1:8000 --dir /dev/shm/weights --every 10",
+    "follow --to sglang http://127.0.0.1:30000 --dir /dev/shm/weights --deltas",
 )
 _add(
+    LOOK,
     summon,
-    LOOK,
-    "paramd summon '*' -o model.safetensors",
-    "paramd summon 'layers.0.*' --dtype bfloat16 -o layer0.safetensors --force",
-    "paramd summon 'head.weight[0:4]' -o rows.safetensors",
+    "summon '*' -o model.safetensors",
+    "summon 'layers.0.*' --dtype bfloat16 -o layer0.safetensors --force",
+    "summon 'head.weight[0:4]' -o rows.safetensors",
 )
 _add(
+    CHANGE,
     edit,
-    CHANGE,
-    "paramd edit 'layers.0.up.bias' --fill 0",
-    "paramd edit 'layers.*.norm.weight' --mul 0.5 --dry-run",
-    "paramd edit 'head.weight[0:4]' --from mended.safetensors --note 'dead rows'",
+    "edit 'layers.0.up.bias' --fill 0",
+    "edit 'layers.*.norm.weight' --mul 0.5 --dry-run",
+    "edit 'head.weight[0:4]' --from mended.safetensors --note 'dead rows'",
 )
-_add(edits, CHANGE, "paramd edits", "paramd edits --state APPLIED -o json", "paramd edits 3f2a9c01")
-_add(undo, CHANGE, "paramd undo 3f2a9c01")
+_add(CHANGE, edits, "edits", "edits --state APPLIED -o json", "edits 3f2a9c01")
+_add(CHANGE, undo, "undo 3f2a9c01")
 _add(
+    CHANGE,
     restore,
-    CHANGE,
-    "paramd restore checkpoints/step-1000",
-    "paramd restore checkpoints/step-1000 --reset-moments --note 'before the spike'",
+    "restore checkpoints/step-1000",
+    "restore checkpoints/step-1000 --reset-moments --note 'before the spike'",
 )
-_add(mark, CHANGE, "paramd mark before-lr-bump")
-_add(marks, LOOK, "paramd marks", "paramd marks -o json")
-_add(unmark, CHANGE, "paramd unmark before-lr-bump")
+_add(CHANGE, mark, "mark before-lr-bump")
+_add(LOOK, marks, "marks", "marks -o json")
+_add(CHANGE, unmark, "unmark before-lr-bump")
+_add(CHANGE, rollback, "rollback before-lr-bump", "rollback 1200 --yes --note 'loss jumped'")
 _add(
-    rollback,
     CHANGE,
-    "paramd rollback before-lr-bump",
-    "paramd rollback 1200 --yes --note 'loss jumped'",
-)
-_add(
     set_hyperparameters,
-    CHANGE,
-    "paramd set-hyperparameters 0 lr=1e-4",
-    "paramd set-hyperparameters 'optimizer 1 group 0' betas=0.9,0.98 weight_decay=0.1",
+    "set-hyperparameters 0 lr=1e-4",
+    "set-hyperparameters 'optimizer 1 group 0' betas=0.9,0.98 weight_decay=0.1",
 )
-_add(pause, CHANGE, "paramd pause", "paramd pause --lease 120", "paramd pause --keep")
-_add(step, CHANGE, "paramd step", "paramd step 10")
-_add(resume, CHANGE, "paramd resume")
+_add(CHANGE, pause, "pause", "pause --lease 120", "pause --keep")
+_add(CHANGE, step, "step", "step 10")
+_add(CHANGE, resume, "resume")
 _add(
+    LOOK,
     export,
-    LOOK,
-    "paramd export checkpoints/step-{step} --wait",
-    "paramd export checkpoints/final --max-shard-size 2GB --dtype bfloat16 --assets hf-config",
-    "paramd export checkpoints/resume --format dcp",
+    "export checkpoints/step-{step} --wait",
+    "export checkpoints/final --max-shard-size 2GB --dtype bfloat16 --assets hf-config",
+    "export checkpoints/resume --format dcp",
 )
 _add(
+    LOOK,
     exports,
-    LOOK,
-    "paramd exports",
-    "paramd exports --state FAILED -o json",
-    "paramd exports 3f2a9c01 --wait",
-    "paramd exports 3f2a9c01 --cancel",
+    "exports",
+    "exports --state FAILED -o json",
+    "exports 3f2a9c01 --wait",
+    "exports 3f2a9c01 --cancel",
 )
-_add(mcp, RUN, "paramd mcp --job my-run", "paramd mcp --job my-run --changes --http 8765")
-_add(end, RUN, "paramd end my-run")
+_add(RUN, mcp, "mcp --job my-run", "mcp --job my-run --changes --http 8765")
+_add(RUN, end, "end my-run")
 _add(
-    connect,
     RUN,
-    "paramd connect me@login.example",
-    "paramd connect gpu-17 --job my-run --remote '~/venv/bin/paramd'",
+    connect,
+    "connect me@login.example",
+    "connect gpu-17 --job my-run --remote '~/venv/bin/paramd'",
 )
-_add(doctor, RUN, "paramd doctor", "paramd doctor -o json")
-_add(demo, RUN, "paramd demo", "paramd demo --keep")
+_add(RUN, doctor, "doctor", "doctor -o json")
+_add(RUN, demo, "demo", "demo --keep")
 app.add_typer(schedule_group, name="export-schedule", rich_help_panel=LOOK)
-app.add_typer(audit, name="audit", rich_help_panel=RUN)
-app.add_typer(control, name="control", rich_help_panel=RUN)
-app.add_typer(sidecar, name="sidecar", rich_help_panel=RUN)
-app.add_typer(token_group, name="token", rich_help_panel=RUN)
-app.add_typer(context_group, name="context", rich_help_panel=RUN)
-app.add_typer(certs, name="certs", rich_help_panel=RUN)
+for group, name in (
+    (audit, "audit"),
+    (control, "control"),
+    (sidecar, "sidecar"),
+    (token_group, "token"),
+    (context_group, "context"),
+    (certs, "certs"),
+):
+    app.add_typer(group, name=name, rich_help_panel=RUN)
 
 
 def _print_version(wanted: bool) -> None:
@@ -211,8 +183,7 @@ def root(
     context_name: ContextName = None,
     debug: Debug = False,
     version: Annotated[
-        bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+        bool, Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
     """Inspect and edit the weights of a running distributed PyTorch job.

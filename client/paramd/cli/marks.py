@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from paramd.cli.edit import Note, Timeout, Wait, emit_edit
-from paramd.cli.options import Output, Target, with_target
-from paramd.cli.output import Column, Listing, count, emit, size, when
+from paramd.cli.edit import Note, Timeout, Wait, show_edit
+from paramd.cli.options import Target, with_output, with_target
+from paramd.cli.output import Column, count, size, when
 from paramd.cli.shell import say
 from paramd.errors import UsageError
 
@@ -27,11 +29,11 @@ COLUMNS = (
     Column("why_not_whole", "NOT WHOLE"),
 )
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="The mark's name.")]
+Name = Annotated[str, Argument(metavar="NAME", help="The mark's name.")]
 
 
-@with_target
-def mark(target: Target, name: Name, timeout: Timeout = 60.0, output: Output = None) -> None:
+@with_output
+def mark(target: Target, name: Name, timeout: Timeout = 60.0) -> None:
     """Keep the complete present state of a training under a name, to roll back to.
 
     A mark is kept in the sidecars' memory and lost when they end; it is not a
@@ -39,16 +41,14 @@ def mark(target: Target, name: Name, timeout: Timeout = 60.0, output: Output = N
     attach(..., resume="auto").
     """
     with target.connect() as mesh:
-        made = mesh.mark(name, timeout=timeout)
-        emit(_listing([_row(made)], mesh.job), target.format)
+        _show(target, mesh.job, [mesh.mark(name, timeout=timeout)])
 
 
-@with_target
-def marks(target: Target, output: Output = None) -> None:
+@with_output
+def marks(target: Target) -> None:
     """List the states that a training can be rolled back to."""
     with target.connect() as mesh:
-        rows = [_row(one) for one in mesh.marks()]
-        emit(_listing(rows, mesh.job), target.format)
+        _show(target, mesh.job, mesh.marks())
 
 
 @with_target
@@ -59,19 +59,18 @@ def unmark(target: Target, name: Name) -> None:
     say(f"mark {name} is forgotten")
 
 
-@with_target
+@with_output
 def rollback(
     target: Target,
     to: Annotated[
-        str, typer.Argument(metavar="NAME|STEP", help="A mark's name, or a step of `paramd marks`.")
+        str, Argument(metavar="NAME|STEP", help="A mark's name, or a step of `paramd marks`.")
     ],
     yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Do not ask. Needed where nobody can answer.")
+        bool, Option("--yes", "-y", help="Do not ask. Needed where nobody can answer.")
     ] = False,
     note: Note = "",
     wait: Wait = True,
     timeout: Timeout = 60.0,
-    output: Output = None,
 ) -> None:
     """Put a training back to a mark or a step, on all ranks or on none.
 
@@ -83,7 +82,7 @@ def rollback(
         if not yes:
             _confirm(wanted, mesh.status().step)
         found = mesh.rollback(wanted, note=note, wait=wait, timeout=timeout)
-    emit_edit(found, target.format)
+    show_edit(target, found)
 
 
 def _confirm(to: str | int, step: int) -> None:
@@ -97,20 +96,18 @@ def _confirm(to: str | int, step: int) -> None:
     )
 
 
-@with_target
+@with_output
 def set_hyperparameters(
     target: Target,
     group: Annotated[
-        str, typer.Argument(metavar="GROUP", help="'group N', N, or 'optimizer M group N'.")
+        str, Argument(metavar="GROUP", help="'group N', N, or 'optimizer M group N'.")
     ],
     values: Annotated[
-        list[str],
-        typer.Argument(metavar="NAME=VALUE...", help="Such as lr=1e-4 or betas=0.9,0.98."),
+        list[str], Argument(metavar="NAME=VALUE...", help="Such as lr=1e-4 or betas=0.9,0.98.")
     ],
     note: Note = "",
     wait: Wait = True,
     timeout: Timeout = 60.0,
-    output: Output = None,
 ) -> None:
     """Set hyper-parameters of a parameter group, on all ranks at one step or on none.
 
@@ -122,7 +119,7 @@ def set_hyperparameters(
         found = mesh.set_hyperparameters(
             chosen, note=note, wait=wait, timeout=timeout, **_values(values)
         )
-    emit_edit(found, target.format)
+    show_edit(target, found)
     if found.warning:
         say(f"note: {found.warning}")
 
@@ -141,21 +138,16 @@ def _values(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def _number(name: str, text: str) -> int | float:
-    try:
+    with suppress(ValueError):
         return int(text)
-    except ValueError:
-        pass
     try:
         return float(text)
     except ValueError:
         raise UsageError(f"{name}: {text[:40]!r} is no number") from None
 
 
-def _listing(rows: list[dict[str, Any]], job: str) -> Listing:
-    return Listing(name="marks", rows=rows, columns=COLUMNS, about={"job": job}, id_key="name")
-
-
-def _row(found: Mark) -> dict[str, Any]:
-    row = asdict(found)
-    row["why_not_whole"] = row.pop("reason")
-    return row
+def _show(target: Target, job: str, found: Sequence[Mark]) -> None:
+    rows = [asdict(one) for one in found]
+    for row in rows:
+        row["why_not_whole"] = row.pop("reason")
+    target.show("marks", rows, COLUMNS, id_key="name", job=job)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
-from enum import StrEnum
 from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Context, Option
 
 from paramd.cli import completion, settings
+from paramd.cli.output import Column, Format, Listing, Row, emit
 from paramd.errors import UsageError
 
 if TYPE_CHECKING:
@@ -24,72 +24,58 @@ if TYPE_CHECKING:
 PANEL = "Connection"
 
 
-class Format(StrEnum):
-    """Output format of data on stdout."""
-
-    TABLE = "table"
-    WIDE = "wide"
-    """A table with all columns, whatever the width of the terminal."""
-    JSON = "json"
-    JSONL = "jsonl"
-    NAME = "name"
-
-    @property
-    def is_table(self) -> bool:
-        """For people, not for programs."""
-        return self in (Format.TABLE, Format.WIDE)
+def completed(metavar: str, help: str, complete: completion.Complete) -> Any:
+    """A positional argument that the shell completes."""
+    return Argument(metavar=metavar, help=help, autocompletion=complete)
 
 
 Job = Annotated[
     str | None,
-    typer.Option("--job", metavar="NAME", help="Name of the job; required if several run here."
+    Option("--job", metavar="NAME", help="Name of the job; required if several run here."
                  " \\[env: PARAMD_JOB]", rich_help_panel=PANEL, autocompletion=completion.jobs),
 ]  # fmt: skip
 Url = Annotated[
     str | None,
-    typer.Option("--url", metavar="URL", help="URL of the control plane, for example "
+    Option("--url", metavar="URL", help="URL of the control plane, for example "
                  "http://127.0.0.1:8470. \\[env: PARAMD_URL]", rich_help_panel=PANEL),
 ]  # fmt: skip
 Token = Annotated[
     str | None,
-    typer.Option("--token", metavar="-|@FILE", help="Read the token from stdin or from FILE. "
+    Option("--token", metavar="-|@FILE", help="Read the token from stdin or from FILE. "
                  "\\[env: PARAMD_TOKEN]", rich_help_panel=PANEL),
 ]  # fmt: skip
 TlsCa = Annotated[
     str | None,
-    typer.Option("--tls-ca", metavar="FILE", help="CA certificates to trust for https. "
+    Option("--tls-ca", metavar="FILE", help="CA certificates to trust for https. "
                  "\\[env: PARAMD_TLS_CA]", rich_help_panel=PANEL),
 ]  # fmt: skip
 ContextName = Annotated[
     str | None,
-    typer.Option("--context", metavar="NAME", help="A named context in ~/.config/paramd/"
+    Option("--context", metavar="NAME", help="A named context in ~/.config/paramd/"
                  "paramd.toml. \\[env: PARAMD_CONTEXT]", rich_help_panel=PANEL,
                  autocompletion=completion.contexts),
 ]  # fmt: skip
-Debug = Annotated[
-    bool, typer.Option("--debug", help="Show tracebacks of errors. \\[env: PARAMD_DEBUG]")
-]
+Debug = Annotated[bool, Option("--debug", help="Show tracebacks of errors. \\[env: PARAMD_DEBUG]")]
 Output = Annotated[
     Format | None,
-    typer.Option("-o", "--output", help="Output format; by default a table that fits the terminal. "
+    Option("-o", "--output", help="Output format; by default a table that fits the terminal. "
                  "\\[env: PARAMD_OUTPUT]", show_default=False),
 ]  # fmt: skip
-Buffers = Annotated[bool, typer.Option("--buffers", help="Include buffers.")]
+Buffers = Annotated[bool, Option("--buffers", help="Include buffers.")]
+Dtype = Annotated[
+    str | None, Option("--dtype", metavar="NAME", help="Cast floats, e.g. to bfloat16.")
+]
 Globs = Annotated[
     list[str],
-    typer.Argument(
-        metavar="GLOB",
-        help="Name patterns, or slices such as 'w[0:4]'.",
-        autocompletion=completion.names,
-    ),
-]
-
-
+    Argument(metavar="GLOB", help="Name patterns, or slices such as 'w[0:4]'.",
+             autocompletion=completion.names),
+]  # fmt: skip
 AnyGlobs = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="GLOB", help="Name patterns. Default: all.", autocompletion=completion.names
-    ),
+    Argument(metavar="GLOB", help="Name patterns. Default: all.", autocompletion=completion.names),
+]
+Followed = Annotated[
+    list[str] | None, Argument(metavar="[GLOB]", help="Parameters; all by default.")
 ]
 
 
@@ -140,6 +126,20 @@ class Target:
         finally:
             await client.close()
 
+    def show(
+        self,
+        name: str,
+        rows: Sequence[Row],
+        columns: Sequence[Column],
+        /,
+        *,
+        id_key: str = "name",
+        **about: Any,
+    ) -> None:
+        """Print rows as a `Listing` in the chosen format. Raises as `format`."""
+        listing = Listing(name=name, rows=rows, columns=columns, about=about, id_key=id_key)
+        emit(listing, self.format)
+
     @property
     def format(self) -> Format:
         """The output format.
@@ -159,45 +159,55 @@ class Target:
             ) from None
 
 
+SHARED: dict[str, Any] = {
+    "job": Job,
+    "url": Url,
+    "token": Token,
+    "tls_ca": TlsCa,
+    "context_name": ContextName,
+}
+
+
 def with_target(command: Callable[..., None]) -> Callable[..., None]:
     """Add the shared options to a command and pass it a `Target` as its first argument.
 
     The options may also precede the command's name; those after it take precedence.
     """
+    return _with_options(command, SHARED)
+
+
+def with_output(command: Callable[..., None]) -> Callable[..., None]:
+    """As `with_target`, for a command that prints data: with --output, which `Target` obeys."""
+    return _with_options(command, {"output": Output} | SHARED)
+
+
+def _with_options(command: Callable[..., None], shared: dict[str, Any]) -> Callable[..., None]:
     own = inspect.signature(command, eval_str=True)
     _, *parameters = own.parameters.values()
-    shared: dict[str, Any] = {
-        "job": Job,
-        "url": Url,
-        "token": Token,
-        "tls_ca": TlsCa,
-        "context_name": ContextName,
-    }
+    keyword = inspect.Parameter.KEYWORD_ONLY
     context = inspect.Parameter(
-        "context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context
+        "context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Context
     )
     added = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+        inspect.Parameter(name, keyword, default=None, annotation=kind)
         for name, kind in shared.items()
     ]
-    debug = inspect.Parameter(
-        "debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Debug
-    )
-    keyword = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
+    debug = inspect.Parameter("debug", keyword, default=False, annotation=Debug)
+    moved = [p.replace(kind=keyword) for p in parameters]
 
     @wraps(command)
-    def run(context: typer.Context, **given: Any) -> None:
+    def run(context: Context, **given: Any) -> None:
         # `main` looked for --debug before anything could fail.
         given.pop("debug")
-        flags = settings.Flags(**{name: given.pop(name) for name in shared})
-        output = given.get("output")
-        flags = settings.Flags(output=output).over(flags)
+        # A command's own --output counts, too.
+        own_output = settings.Flags(output=given.get("output"))
+        flags = own_output.over(settings.Flags(**{name: given.pop(name) for name in shared}))
         before = context.find_root().obj
         if isinstance(before, settings.Flags):
             flags = flags.over(before)
         command(Target(settings.load(flags, stdin=sys.stdin)), **given)
 
-    signature = own.replace(parameters=[context, *keyword, *added, debug])
+    signature = own.replace(parameters=[context, *moved, *added, debug])
     run.__signature__ = signature  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
     return run

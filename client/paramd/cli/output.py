@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from enum import StrEnum
 from typing import Any, TextIO
 
-from paramd.cli.options import Format
 from paramd.cli.shell import one_line, say
+from paramd.layout.stats import finite
 
 Row = Mapping[str, Any]
 
@@ -23,6 +23,22 @@ GAP = 2
 
 LEAST = 24
 """Texts are folded down to this width before a column is left out; then down to half of it."""
+
+
+class Format(StrEnum):
+    """Output format of data on stdout."""
+
+    TABLE = "table"
+    WIDE = "wide"
+    """A table with all columns, whatever the width of the terminal."""
+    JSON = "json"
+    JSONL = "jsonl"
+    NAME = "name"
+
+    @property
+    def is_table(self) -> bool:
+        """For people, not for programs."""
+        return self in (Format.TABLE, Format.WIDE)
 
 
 @dataclass(frozen=True)
@@ -102,7 +118,7 @@ def table_lines(listing: Listing, width: int | None) -> tuple[list[str], str]:
 
     columns = [c for c in listing.columns if not c.if_many or _values(listing, c.key) > 1]
     rows = [*listing.rows, *([listing.total] if listing.total is not None else [])]
-    cells = [[c.heading, *(_cell(c, row) for row in rows)] for c in columns]
+    cells = [[c.heading, *(cell(c, row) for row in rows)] for c in columns]
     found = [(c, texts, max(map(cell_len, texts))) for c, texts in zip(columns, cells, strict=True)]
     if width is None or _width(wide for _, _, wide in found) <= width:
         return _whole(found), ""
@@ -174,23 +190,14 @@ def _bold(text: str, out: TextIO) -> str:
     return text if plain else f"\033[1m{text}\033[0m"
 
 
-def _cell(column: Column, row: Row | None) -> str:
+def cell(column: Column, row: Row | None) -> str:
+    """What a table shows of a row in a column."""
     value = row.get(column.key) if row is not None else None
     return "" if value is None else one_line(column.show(value))
 
 
 def _json(value: Any, *, indent: int | None = None) -> str:
-    return json.dumps(_finite(value), indent=indent, allow_nan=False, ensure_ascii=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(found) for key, found in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(found) for found in value]
-    return value
+    return json.dumps(finite(value), indent=indent, allow_nan=False, ensure_ascii=False)
 
 
 def count(value: int) -> str:

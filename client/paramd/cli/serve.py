@@ -1,17 +1,23 @@
-"""`paramd control serve` and `paramd sidecar serve`: exec the service's own programs."""
+"""`paramd control`, `sidecar`, `certs`: the service's own programs, and certificates to try."""
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
+from pathlib import Path
+from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from paramd import extras
 from paramd.cli.options import examples
+from paramd.cli.shell import say
 
 control = typer.Typer(help="Run a control plane.", no_args_is_help=True)
 sidecar = typer.Typer(help="Run sidecars.", no_args_is_help=True)
+certs = typer.Typer(help="Test certificates for TLS.", no_args_is_help=True)
 
 # Remaining arguments are parsed by the program exec'ed, `-- --help` included.
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -58,10 +64,7 @@ def serve_sidecar(context: typer.Context) -> None:
     _become("paramd_service.sidecar", context.args)
 
 
-@sidecar.command(
-    "host",
-    epilog=examples("PARAMD_STATE_DIR=/run/paramd/state paramd sidecar host"),
-)
+@sidecar.command("host", epilog=examples("PARAMD_STATE_DIR=/run/paramd/state paramd sidecar host"))
 def host_sidecars() -> None:
     """Start sidecars for trainings in other containers of the pod.
 
@@ -79,3 +82,37 @@ def _become(module: str, arguments: list[str]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+
+
+@certs.command(
+    "init",
+    epilog=examples(
+        "paramd certs init certs --name train-1.example --name 10.0.0.7",
+        "export PARAMD_TLS_CERT=certs/server.pem PARAMD_TLS_KEY=certs/server.key",
+        "export PARAMD_TLS_CA=certs/ca.pem",
+    ),
+)
+def init(
+    directory: Annotated[Path, Argument(metavar="DIR", help="Where to write the files.")],
+    name: Annotated[
+        list[str] | None,
+        Option("--name", metavar="NAME", help="DNS name or IP address of the server, in "
+                     "addition to this host's own. May be repeated."),
+    ] = None,
+    days: Annotated[
+        int, Option("--days", min=1, max=397, help="Validity of both certificates.")
+    ] = 30,
+) -> None:  # fmt: skip
+    """Create a test CA, a server certificate and a client certificate.
+
+    The CA's private key is written next to them, so use it for testing only.
+    Run again with the same DIR, the same CA signs new certificates, which
+    servers reload by themselves. In production, use your own CA.
+    """
+    extras.need("certs init", "service")
+    from paramd.security import authority
+
+    names = ["localhost", "127.0.0.1", "::1", socket.gethostname(), *(name or [])]
+    for path in authority.write(directory, names=list(dict.fromkeys(names)), days=days):
+        print(path)
+    say(f"keys are in {directory}, readable only by you; anyone with ca.key can sign certificates")

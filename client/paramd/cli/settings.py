@@ -24,7 +24,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 from urllib.parse import urlsplit
 
 from paramd import gone
@@ -34,6 +34,7 @@ from paramd.state_files import file_places
 TABLE = "contexts"
 KEYS = ("url", "token_file", "job", "tls_ca")
 
+ENVIRONMENT_KEYS = ("job", "url", "tls_ca", "output")
 FILE_KEYS = ("job", "url", "token_file", "tls_ca", "output", "context")
 MAX_TOKEN_BYTES = 16 << 10
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -100,6 +101,9 @@ def _context(path: Path, name: str, table: object) -> Context:
     return Context(name=name, **table)
 
 
+_Flags = TypeVar("_Flags", bound="Flags")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Flags:
     """Options of the command line; None where not given."""
@@ -111,24 +115,20 @@ class Flags:
     tls_ca: str | None = None
     output: str | None = None
     context_name: str | None = None
+    """The named context; of `Settings`, the one in use."""
 
-    def over(self, below: Flags) -> Flags:
+    def over(self, below: _Flags) -> _Flags:
         """These flags, falling back to `below` where they are None."""
         given = {name: value for name, value in vars(self).items() if value is not None}
         return replace(below, **given)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(Flags):
     """The effective settings. None leaves the choice to `paramd.connect`."""
 
-    job: str | None
-    url: str | None
-    token: str | None = field(repr=False)
-    tls_ca: str | None
-    output: str | None
-    context_name: str | None = None
-    """The context in use."""
+    token: str | None = field(default=None, repr=False)
+    """Itself."""
 
 
 def load(flags: Flags, *, stdin: TextIO) -> Settings:
@@ -137,39 +137,35 @@ def load(flags: Flags, *, stdin: TextIO) -> Settings:
     Raises:
         UsageError: a flag, variable or file is invalid.
     """
-    files: list[Mapping[str, str]] = [
-        read_file(path, trusted=trusted) for path, trusted in file_places()
-    ]
-    context = _context_in_force(flags, files)
+    files = _read_files()
+    context = context_in_force(flags, files)
     if context is not None:
         flags, files = _with_context(context, flags, files)
-    merged = merge(os.environ, files)
+    merged = _merge(files)
     token = read_token(flags.token, stdin=stdin) if flags.token is not None else None
     if token is None:
         token = os.environ.get("PARAMD_TOKEN") or None
     if token is None and "token_file" in merged:
         token = read_token("@" + merged["token_file"], stdin=stdin)
-    return Settings(
-        job=flags.job if flags.job is not None else merged.get("job"),
-        url=flags.url if flags.url is not None else merged.get("url"),
-        token=token,
-        tls_ca=flags.tls_ca if flags.tls_ca is not None else merged.get("tls_ca"),
-        output=flags.output if flags.output is not None else merged.get("output"),
+    below = Settings(
+        **{key: merged.get(key) for key in ENVIRONMENT_KEYS},
         context_name=context.name if context is not None else None,
     )
+    return replace(flags.over(below), token=token)
 
 
-def context_in_force(flags: Flags) -> Context | None:
+def context_in_force(
+    flags: Flags, files: Sequence[Mapping[str, str]] | None = None
+) -> Context | None:
     """The context named by a flag, PARAMD_CONTEXT or a file. Does not read its token.
+
+    Args:
+        files: What the files say; None reads them.
 
     Raises:
         UsageError: there is no such context, or a file is malformed.
     """
-    files = [read_file(path, trusted=trusted) for path, trusted in file_places()]
-    return _context_in_force(flags, files)
-
-
-def _context_in_force(flags: Flags, files: Sequence[Mapping[str, str]]) -> Context | None:
+    files = files if files is not None else _read_files()
     name = flags.context_name
     if name is None:
         name = os.environ.get("PARAMD_CONTEXT") or None
@@ -179,8 +175,8 @@ def _context_in_force(flags: Flags, files: Sequence[Mapping[str, str]]) -> Conte
 
 
 def _with_context(
-    context: Context, flags: Flags, files: Sequence[Mapping[str, str]]
-) -> tuple[Flags, list[Mapping[str, str]]]:
+    context: Context, flags: Flags, files: Sequence[dict[str, str]]
+) -> tuple[Flags, list[dict[str, str]]]:
     """Insert a context: below the flags if `--context` named it, else above the files.
 
     Dropped if another url takes precedence over its own.
@@ -192,23 +188,27 @@ def _with_context(
     if url is not None and url.rstrip("/") != context.url.rstrip("/"):
         return flags, list(files)
     # A token or CA from another file must not be used with this context's url.
-    rest = [{key: found[key] for key in ("job", "output") if key in found} for found in files]
+    rest: list[dict[str, str]] = [
+        {key: found[key] for key in ("job", "output") if key in found} for found in files
+    ]
     if by_flag:
         token = f"@{context.token_file}" if context.token_file is not None else None
         said = Flags(job=context.job, url=context.url, token=token, tls_ca=context.tls_ca)
-        return flags.over(said), [*rest]
+        return flags.over(said), rest
     return flags, [context.said(), *rest]
 
 
-def merge(environment: Mapping[str, str], files: Sequence[Mapping[str, str]]) -> dict[str, str]:
+def _merge(files: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Each key's value from the environment, else from the first file that has it."""
-    named = {
-        key: environment.get(f"PARAMD_{key.upper()}") for key in ("job", "url", "tls_ca", "output")
-    }
+    named = {key: os.environ.get(f"PARAMD_{key.upper()}") for key in ENVIRONMENT_KEYS}
     merged = {key: value for key, value in named.items() if value}
     for found in files:
         merged = {**found, **merged}
     return merged
+
+
+def _read_files() -> list[dict[str, str]]:
+    return [read_file(path, trusted=trusted) for path, trusted in file_places()]
 
 
 def read_file(path: Path, *, trusted: bool) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""`paramd status`: the state of every rank; and the REST client that other commands poll with."""
+"""`paramd status` and `alerts`: a job as it is now; the REST client that both poll with."""
 
 from __future__ import annotations
 
@@ -6,19 +6,30 @@ import asyncio
 import io
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 from urllib.parse import quote
 
-import typer
+from typer import Option
 
 from paramd.cli import ended
 from paramd.cli.ended import Past
-from paramd.cli.options import Format, Output, Target, with_target
-from paramd.cli.output import Column, Listing, count, emit, seconds, size, terminal_width
+from paramd.cli.options import Target, with_output
+from paramd.cli.output import (
+    Column,
+    Format,
+    Listing,
+    cell,
+    count,
+    emit,
+    seconds,
+    size,
+    terminal_width,
+    when,
+)
 from paramd.cli.shell import one_line, say
 from paramd.errors import ParamdError, PartialError, UnreachableError, UsageError
 
@@ -27,13 +38,21 @@ if TYPE_CHECKING:
     from paramd.mesh.results import MeshStatus
 
 MAX_ALERTS = 1000
+ALERTS_EVERY_S = 2.0
 
 CLEAR = "\033[H\033[2J"
 
-Watch = Annotated[bool, typer.Option("-w", "--watch", help="Keep refreshing until Ctrl-C.")]
-Every = Annotated[
-    float, typer.Option("--every", min=0.2, max=3600.0, help="Seconds between refreshes.")
-]
+COLUMNS = (
+    Column("rank", "RANK", right=True),
+    Column("phase", "PHASE"),
+    Column("step", "STEP", lambda step: count(step) if step >= 0 else "-", right=True),
+    Column("step_time_s", "STEP TIME", lambda s: seconds(s) if s else "-", right=True, drop=1),
+    Column("stall_count", "STALLS", count, right=True, drop=2),
+    Column("stall_total_s", "STALLED", seconds, right=True, drop=3),
+    Column("arena_bytes", "ARENA", size, right=True, drop=5),
+    Column("snapshot_bytes", "SNAPSHOTS", size, right=True, drop=4),
+    Column("reason", "NOTE"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,33 +74,17 @@ class Look:
         return min((rank["step"] for rank in self.ranks if rank["step"] >= 0), default=-1)
 
 
-LOOK_COLUMNS = (
-    "RANK",
-    "PHASE",
-    "STEP",
-    "STEP TIME",
-    "STALLS",
-    "STALLED",
-    "ARENA",
-    "SNAPSHOTS",
-    "NOTE",
-)
-
-
 def cells(rank: dict[str, Any]) -> tuple[str, ...]:
-    """One rank as a row of `LOOK_COLUMNS`."""
-    joined = rank["membership"] in ("joined", "silent")
-    return (
-        str(rank["rank"]),
-        rank["phase"] if joined else rank["membership"],
-        count(rank["step"]) if rank["step"] >= 0 else "-",
-        seconds(rank["step_time_ns"] / 1e9) if rank["step_time_ns"] else "-",
-        count(rank["stall_count"]),
-        seconds(rank["stall_total_ns"] / 1e9),
-        size(rank["arena_bytes"]),
-        size(rank["snapshot_bytes"]),
-        one_line(rank["reason"]),
-    )
+    """One rank, as REST returns it, as a row of `COLUMNS`."""
+    row = {
+        **rank,
+        "phase": rank["phase"]
+        if rank["membership"] in ("joined", "silent")
+        else rank["membership"],
+        "step_time_s": rank["step_time_ns"] / 1e9,
+        "stall_total_s": rank["stall_total_ns"] / 1e9,
+    }
+    return tuple(cell(column, row) for column in COLUMNS)
 
 
 def about_text(seen: Look) -> str:
@@ -100,7 +103,7 @@ def alert_line(alert: dict[str, Any]) -> str:
 
 def text_of(seen: Look) -> list[str]:
     """What `paramd top` shows, as lines."""
-    rows = [LOOK_COLUMNS, *(cells(rank) for rank in seen.ranks)]
+    rows = [tuple(column.heading for column in COLUMNS), *(cells(rank) for rank in seen.ranks)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(cell.ljust(wide) for cell, wide in zip(row, widths, strict=True)).rstrip()
@@ -174,21 +177,19 @@ class Outage:
         return text or "connection restored"
 
 
-COLUMNS = (
-    Column("rank", "RANK", right=True),
-    Column("phase", "PHASE"),
-    Column("step", "STEP", lambda step: count(step) if step >= 0 else "-", right=True),
-    Column("step_time_s", "STEP TIME", lambda s: seconds(s) if s else "-", right=True, drop=1),
-    Column("stall_count", "STALLS", count, right=True, drop=2),
-    Column("stall_total_s", "STALLED", seconds, right=True, drop=3),
-    Column("arena_bytes", "ARENA", size, right=True, drop=5),
-    Column("snapshot_bytes", "SNAPSHOTS", size, right=True, drop=4),
-    Column("reason", "NOTE"),
-)
+def _check_streamed(form: Format) -> None:
+    if form is Format.JSON:
+        raise UsageError("--output: json cannot be streamed; use -o jsonl with --watch")
 
 
-@with_target
-def status(target: Target, watch: Watch = False, every: Every = 2.0, output: Output = None) -> None:
+@with_output
+def status(
+    target: Target,
+    watch: Annotated[bool, Option("-w", "--watch", help="Keep refreshing until Ctrl-C.")] = False,
+    every: Annotated[
+        float, Option("--every", min=0.2, max=3600.0, help="Seconds between refreshes.")
+    ] = 2.0,
+) -> None:
     """Show the state of every rank of a job.
 
     STALLS counts updates that waited for a copy, STALLED is the total wait.
@@ -197,26 +198,23 @@ def status(target: Target, watch: Watch = False, every: Every = 2.0, output: Out
     and after which step.
     """
     past = ended.find(target)
+    if past is None:
+        try:
+            with target.connect() as mesh:
+                if watch:
+                    follow(mesh.status, target.format, every_s=every)
+                found = mesh.status()
+                name, url = mesh.job, mesh.url
+        except UnreachableError:
+            past = _just_ended(target, None)
+            if past is None:
+                raise
+        else:
+            if all(row.phase == "unreachable" for row in found):
+                past = _just_ended(target, name)
     if past is not None:
-        ended.emit_status(past, target.format)
+        ended.show_status(target, past)
         return
-    try:
-        with target.connect() as mesh:
-            if watch:
-                follow(mesh.status, target.format, every_s=every)
-            found = mesh.status()
-            name, url = mesh.job, mesh.url
-    except UnreachableError:
-        past = _just_ended(target, None)
-        if past is None:
-            raise
-        ended.emit_status(past, target.format)
-        return
-    if all(row.phase == "unreachable" for row in found):
-        past = _just_ended(target, name)
-        if past is not None:
-            ended.emit_status(past, target.format)
-            return
     emit(listing(found), target.format)
     say(f"job {found.job}, incarnation {found.incarnation}, step {found.step}")
     if target.format is Format.TABLE:
@@ -258,8 +256,7 @@ def follow(
     look: Callable[[], MeshStatus], form: Format, *, every_s: float, out: TextIO | None = None
 ) -> NoReturn:
     """Print the state every `every_s`; a terminal is redrawn in place."""
-    if form is Format.JSON:
-        raise UsageError("--output: json cannot be streamed; use -o jsonl with --watch")
+    _check_streamed(form)
     out = out if out is not None else sys.stdout
     clears = out.isatty() and form.is_table
     outage = Outage()
@@ -273,19 +270,13 @@ def follow(
             said = outage.news(None)
             text = io.StringIO()
             emit(listing(found), form, out=text, width=terminal_width(out))
-            head = (
-                f"job {found.job}, incarnation {found.incarnation}, step {found.step}, {_now()}\n"
-            )
+            now = datetime.now().astimezone().strftime("%H:%M:%S")
+            head = f"job {found.job}, incarnation {found.incarnation}, step {found.step}, {now}\n"
             out.write((CLEAR if clears else "") + (head if form.is_table else ""))
             out.write(text.getvalue())
             out.flush()
-        if said:
-            say(said)
+        _say(said)
         time.sleep(max(began_s + every_s - time.monotonic(), 0.05))
-
-
-def _now() -> str:
-    return datetime.now().astimezone().strftime("%H:%M:%S")
 
 
 def listing(found: MeshStatus) -> Listing:
@@ -297,3 +288,95 @@ def listing(found: MeshStatus) -> Listing:
         about={"job": found.job, "incarnation": found.incarnation, "world_size": found.world_size},
         id_key="rank",
     )
+
+
+ALERT_COLUMNS = (
+    Column("severity", "SEVERITY"),
+    Column("rule", "RULE"),
+    Column("state", "STATE", drop=2),
+    Column("incarnation", "INC", right=True, if_many=True),
+    Column("first_seen_s", "SINCE", when, drop=1),
+    Column("last_seen_s", "LAST SEEN", when, drop=3),
+    Column("reason", "REASON"),
+)
+
+
+@with_output
+def alerts(
+    target: Target,
+    everything: Annotated[bool, Option("--all", help="Include resolved alerts.")] = False,
+    watch: Annotated[
+        bool, Option("-w", "--watch", help="Keep running; print alerts as they fire and resolve.")
+    ] = False,
+) -> None:
+    """Show alerts: NaN, norm jumps, diverging replicas, stale or slow ranks.
+
+    The control plane evaluates the rules, which are configured in the table
+    \\[alerts] of its paramd.toml. --watch prints each alert when it fires and
+    when it is resolved.
+    """
+    asyncio.run(
+        _follow_alerts(target) if watch else _alerts(target, "all" if everything else "firing")
+    )
+
+
+async def _alerts(target: Target, state: str) -> None:
+    async with open_door(target) as door:
+        found = await door.alerts(state)
+    _show_alerts(target, door.job, found["incarnation"], found["alerts"])
+    sampling = "" if found["watch"] else "; parameters are not being sampled"
+    say(
+        f"job {door.job}, incarnation {found['incarnation']}: {found['firing_count']} "
+        f"firing{sampling}"
+    )
+
+
+async def _follow_alerts(target: Target) -> None:
+    _check_streamed(target.format)
+    outage = Outage()
+    told: dict[str, str] = {}
+    async with open_door(target) as door:
+        say(f"watching job {door.job} at {door.url}; Ctrl-C to stop")
+        while True:
+            try:
+                found = await door.alerts("all")
+            except ParamdError as error:
+                _say(outage.news(error))
+            else:
+                _say(outage.news(None))
+                fresh = news(found["alerts"], told)
+                if fresh:
+                    _show_alerts(target, door.job, found["incarnation"], fresh)
+                    # stdout may be a pipe, which is block-buffered.
+                    sys.stdout.flush()
+            await asyncio.sleep(ALERTS_EVERY_S)
+
+
+def news(found: Sequence[Mapping[str, Any]], told: dict[str, str]) -> list[Mapping[str, Any]]:
+    """Alerts whose state changed since `told`, oldest first; updates `told`.
+
+    The first call skips those already resolved.
+    """
+    first = not told
+    changed = [
+        alert
+        for alert in reversed(found)
+        if told.get(alert["id"]) != alert["state"] and not (first and alert["state"] == "resolved")
+    ]
+    told.clear()
+    told.update({alert["id"]: alert["state"] for alert in found})
+    # Without any alert, `told` must still say that the first call is over.
+    told.setdefault("", "")
+    return changed
+
+
+def _say(text: str) -> None:
+    if text:
+        say(text)
+
+
+def _show_alerts(
+    target: Target, job: str, incarnation: int, rows: Sequence[Mapping[str, Any]]
+) -> None:
+    about = {"job": job, "incarnation": incarnation}
+    target.show("alerts", rows, ALERT_COLUMNS, id_key="id", **about)

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
-import typer
+from typer import Option
 
-from paramd.cli.options import Buffers, Globs, Target, with_target
+from paramd.cli.options import Buffers, Dtype, Globs, Target, with_target
 from paramd.cli.output import seconds, size
 from paramd.cli.shell import say
 from paramd.errors import ConflictError, UsageError
@@ -28,8 +28,12 @@ SUFFIX = ".safetensors"
 
 
 @contextmanager
-def bar(what: str) -> Iterator[Moved]:
-    """A progress bar on stderr; nothing if stderr is not a terminal."""
+def bar(what: str, *, hidden: bool = False) -> Iterator[Moved]:
+    """A progress bar on stderr; nothing if stderr is not a terminal.
+
+    Args:
+        hidden: Until something moves.
+    """
     if not sys.stderr.isatty():
         yield lambda _what, _done_bytes, _size_bytes: None
         return
@@ -51,7 +55,7 @@ def bar(what: str) -> Iterator[Moved]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-        task = shown.add_task(what, total=None)
+        task = shown.add_task(what, total=None, visible=not hidden)
 
         def moved(now: str, done_bytes: int, size_bytes: int) -> None:
             shown.update(
@@ -59,6 +63,7 @@ def bar(what: str) -> Iterator[Moved]:
                 description=now,
                 completed=done_bytes,
                 total=size_bytes if size_bytes else None,
+                visible=True,
             )
 
         yield moved
@@ -69,21 +74,17 @@ def summon(
     target: Target,
     glob: Globs,
     output_file: Annotated[
-        Path,
-        typer.Option("-o", "--output", metavar="FILE.safetensors", help="File to write."),
+        Path, Option("-o", "--output", metavar="FILE.safetensors", help="File to write.")
     ],
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", metavar="NAME", help="Cast floats, e.g. to bfloat16.")
-    ] = None,
+    dtype: Dtype = None,
     buffers: Buffers = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    force: Annotated[bool, Option("--force", help="Replace an existing file.")] = False,
     transport: Annotated[
         str,
-        typer.Option(
-            "--transport", metavar="auto|same-host|stream|grpc", help="How the bytes come here."
-        ),
+        Option("--transport", metavar="auto|same-host|stream|grpc",
+               help="How the bytes come here."),
     ] = "auto",
-) -> None:
+) -> None:  # fmt: skip
     """Write full parameters, all of one step, to a safetensors file.
 
     Training continues meanwhile. The file appears once complete; its metadata

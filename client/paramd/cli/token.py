@@ -10,10 +10,11 @@ from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
+from typer import Option
 
 from paramd.cli import completion
-from paramd.cli.options import Output, Target, examples, with_target
-from paramd.cli.output import Column, Listing, emit, seconds
+from paramd.cli.options import Output, Target, completed, examples, with_output, with_target
+from paramd.cli.output import Column, seconds
 from paramd.cli.shell import say
 from paramd.errors import UsageError
 
@@ -43,16 +44,16 @@ def create(
     target: Target,
     role: Annotated[
         str,
-        typer.Option("--role", metavar="ROLE", help="viewer: names, state, statistics; reader: "
+        Option("--role", metavar="ROLE", help="viewer: names, state, statistics; reader: "
                      "also values; editor: also edits; exporter: values and exports; trainer: "
                      "registers jobs; admin: everything.",
                      autocompletion=completion.roles),
     ],
     ttl: Annotated[
-        str, typer.Option("--ttl", metavar="TIME", help="Validity: 90s, 15m, 12h, 30d or 4w.")
+        str, Option("--ttl", metavar="TIME", help="Validity: 90s, 15m, 12h, 30d or 4w.")
     ] = "30d",
     name: Annotated[
-        str | None, typer.Option("--name", metavar="NAME", help="Name in lists and the audit.")
+        str | None, Option("--name", metavar="NAME", help="Name in lists and the audit.")
     ] = None,
     output: Output = None,
 ) -> None:  # fmt: skip
@@ -65,14 +66,14 @@ def create(
         say(f"token {made['name']}, role {made['role']}; save it, it is not shown again")
         print(made["token"])
         return
-    emit(_listing([made]), target.format)
+    _show(target, [made])
 
 
 @token.command("list", epilog=examples("paramd token list", "paramd token list -o json"))
-@with_target
-def list_all(target: Target, output: Output = None) -> None:
+@with_output
+def list_all(target: Target) -> None:
     """List names, roles and validity of all tokens, never the tokens themselves."""
-    emit(_listing(_ask(target, "GET", "/tokens")["tokens"]), target.format)
+    _show(target, _ask(target, "GET", "/tokens")["tokens"])
 
 
 @token.command("revoke", epilog=examples("paramd token revoke notebook"))
@@ -80,12 +81,7 @@ def list_all(target: Target, output: Output = None) -> None:
 def revoke(
     target: Target,
     name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME",
-            help="As shown by paramd token list.",
-            autocompletion=completion.token_names,
-        ),
+        str, completed("NAME", "As shown by paramd token list.", completion.token_names)
     ],
 ) -> None:
     """Revoke a token, immediately and permanently."""
@@ -104,18 +100,9 @@ def _ask(
     return asyncio.run(ask())
 
 
-def _listing(rows: list[dict[str, Any]]) -> Listing:
-    return Listing(
-        name="tokens",
-        rows=[{**row, "state": _state(row, time.time())} for row in rows],
-        columns=(
-            Column("name", "NAME"),
-            Column("role", "ROLE"),
-            Column("state", "STATE"),
-        ),
-        about={},
-        id_key="name",
-    )
+def _show(target: Target, rows: list[dict[str, Any]]) -> None:
+    columns = (Column("name", "NAME"), Column("role", "ROLE"), Column("state", "STATE"))
+    target.show("tokens", [{**row, "state": _state(row, time.time())} for row in rows], columns)
 
 
 def _state(row: Mapping[str, Any], now_s: float) -> str:

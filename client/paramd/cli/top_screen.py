@@ -14,7 +14,7 @@ from textual.widgets import DataTable, Footer, Input, Static
 
 from paramd.cli.output import seconds
 from paramd.cli.shell import one_line
-from paramd.cli.status import LOOK_COLUMNS, Look, about_text, alert_line, cells
+from paramd.cli.status import COLUMNS, Look, about_text, alert_line, cells
 from paramd.errors import ParamdError
 
 CLOCK_S = 0.5
@@ -74,7 +74,7 @@ class TopApp(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        self._table.add_columns(*LOOK_COLUMNS)
+        self._table.add_columns(*(column.heading for column in COLUMNS))
         self._table.focus()
         self._draw()
         self.set_interval(CLOCK_S, self._draw)

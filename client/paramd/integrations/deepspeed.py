@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from paramd.errors import UsageError
-from paramd.integrations.partitioned import attach_partitioned, override
+from paramd.integrations.training import attach_partitioned, override, refuse
 from paramd.integrations.versions import require
 from paramd.layout.types import Interval
 from paramd.trainer.attaching.attachment import Attachment
@@ -88,9 +88,7 @@ def _partitions(engine: Any) -> Partitions:
         "ZeRO++ (zero_hpz_partition_size)": engine.zero_hpz_partition_size() > 1,
         "experts (MoE)": bool(getattr(engine, "has_moe_layers", False)),
     }
-    for what, there in unsupported.items():
-        if there:
-            raise UsageError(f"{what} is not supported; {SUPPORTED}")
+    refuse(unsupported, SUPPORTED)
     if type(optimizer) is DeepSpeedZeroOptimizer:
         return _Groups(optimizer, engine.zero_optimization_stage())
     if type(optimizer) is DeepSpeedZeroOptimizer_Stage3:

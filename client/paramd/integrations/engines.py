@@ -49,10 +49,13 @@ FILE = "model.safetensors"
 CHUNK_BYTES = 16 << 20
 
 
-class _Http:
-    """JSON over HTTP; errors name the route."""
+class Engine:
+    """One inference server, called by JSON over HTTP; errors name the route."""
 
-    def __init__(self, url: str, token: str) -> None:
+    name: str
+
+    def __init__(self, url: str, *, token: str = "", pause: Pause = "wait") -> None:
+        """No I/O yet. Raises UsageError."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
             raise UsageError(f"engine: {url!r}; expected an URL such as http://127.0.0.1:8000")
@@ -61,51 +64,15 @@ class _Http:
                 f"engine: {url} would get its key (PARAMD_ENGINE_TOKEN) in the clear; use https"
             )
         headers = {"authorization": f"Bearer {token}"} if token else {}
-        self.url = url.rstrip("/")
+        self._url = url.rstrip("/")
+        self._pause = pause
         # A connection for each call: vLLM drops the one on which it has told of a failure.
         self._client = httpx2.AsyncClient(
-            base_url=self.url,
+            base_url=self._url,
             headers=headers,
             trust_env=False,
             limits=httpx2.Limits(max_keepalive_connections=0),
         )
-
-    async def call(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        *,
-        query: Mapping[str, str] | None = None,
-        timeout_s: float = ANSWER_S,
-    ) -> dict[str, Any]:
-        try:
-            answer = await self._client.request(
-                method, path, json=body, params=query, timeout=timeout_s
-            )
-            found = answer.json() if answer.content else {}
-        except httpx2.HTTPError as error:
-            why = str(error) or type(error).__name__
-            raise UnreachableError(f"{self.url}{path} does not answer: {why}") from error
-        except ValueError:
-            found = answer.text
-        if answer.status_code != 200:
-            raise ConflictError(f"{self.url}{path} refused ({answer.status_code}): {_words(found)}")
-        return found if isinstance(found, dict) else {}
-
-    async def close(self) -> None:
-        await self._client.aclose()
-
-
-class Engine:
-    """One inference server."""
-
-    name: str
-
-    def __init__(self, url: str, *, token: str = "", pause: Pause = "wait") -> None:
-        """No I/O yet. Raises UsageError."""
-        self._http = _Http(url, token)
-        self._pause = pause
 
     async def serving(self) -> tuple[str, str]:
         """The version in force and the directory, or name, that it was loaded from.
@@ -125,7 +92,32 @@ class Engine:
 
     async def close(self) -> None:
         """Close the connection."""
-        await self._http.close()
+        await self._client.aclose()
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        query: Mapping[str, str] | None = None,
+        timeout_s: float = ANSWER_S,
+    ) -> dict[str, Any]:
+        try:
+            answer = await self._client.request(
+                method, path, json=body, params=query, timeout=timeout_s
+            )
+            found = answer.json() if answer.content else {}
+        except httpx2.HTTPError as error:
+            why = str(error) or type(error).__name__
+            raise UnreachableError(f"{self._url}{path} does not answer: {why}") from error
+        except ValueError:
+            found = answer.text
+        if answer.status_code != 200:
+            raise ConflictError(
+                f"{self._url}{path} refused ({answer.status_code}): {_words(found)}"
+            )
+        return found if isinstance(found, dict) else {}
 
 
 class VllmEngine(Engine):
@@ -137,22 +129,18 @@ class VllmEngine(Engine):
     name = "vllm"
 
     async def serving(self) -> tuple[str, str]:
-        found = await self._http.call("GET", "/weight_info")
-        models = await self._http.call("GET", "/v1/models")
+        found = await self._call("GET", "/weight_info")
+        models = await self._call("GET", "/v1/models")
         served = models.get("data") or [{}]
         return str(found.get("weight_version")), str(served[0].get("root", ""))
 
     async def load(self, path: str, version: str) -> None:
-        call = self._http.call
+        call = self._call
         await call("POST", "/pause", query={"mode": self._pause}, timeout_s=LOAD_S)
         await call(
             "POST",
             "/collective_rpc",
-            {
-                "method": "reload_weights",
-                "kwargs": {"weights_path": path},
-                "timeout": LOAD_S,
-            },
+            {"method": "reload_weights", "kwargs": {"weights_path": path}, "timeout": LOAD_S},
             timeout_s=LOAD_S,
         )
         if self._pause == "keep":
@@ -170,14 +158,14 @@ class SglangEngine(Engine):
     _MODES: Mapping[str, str] = {"abort": "abort", "keep": "retract"}
 
     async def serving(self) -> tuple[str, str]:
-        found = await self._http.call("GET", "/model_info")
+        found = await self._call("GET", "/model_info")
         return str(found.get("weight_version")), str(found.get("model_path"))
 
     async def load(self, path: str, version: str) -> None:
         # Unless it is paused, it waits for running requests by itself, and holds new ones back.
         mode = self._MODES.get(self._pause)
         if mode is not None:
-            await self._http.call("POST", "/pause_generation", {"mode": mode}, timeout_s=LOAD_S)
+            await self._call("POST", "/pause_generation", {"mode": mode}, timeout_s=LOAD_S)
         body = {
             "model_path": path,
             "load_format": "auto",
@@ -185,11 +173,11 @@ class SglangEngine(Engine):
             "flush_cache": True,
             "abort_all_requests": False,
         }
-        found = await self._http.call("POST", "/update_weights_from_disk", body, timeout_s=LOAD_S)
+        found = await self._call("POST", "/update_weights_from_disk", body, timeout_s=LOAD_S)
         if not found.get("success"):
-            raise ConflictError(f"{self._http.url} refused: {_words(found)}")
+            raise ConflictError(f"{self._url} refused: {_words(found)}")
         if mode is not None:
-            await self._http.call("POST", "/continue_generation", {})
+            await self._call("POST", "/continue_generation", {})
 
 
 ENGINES: Mapping[str, type[Engine]] = {"vllm": VllmEngine, "sglang": SglangEngine}
@@ -286,7 +274,7 @@ class EngineFollower:
     async def update(self, frame: ParamFrame) -> Update:
         """Give one frame to the engine; if that fails, give it back what it had."""
         began_s = time.monotonic()
-        version = f"{frame.job}-{frame.incarnation}-{frame.step}"
+        version = version_of(frame)
         reason, in_force = "", version
         try:
             path = await asyncio.to_thread(self._write, frame, version)
@@ -343,12 +331,22 @@ class EngineFollower:
         return path
 
 
-def _save(path: Path, frame: ParamFrame, names: NameMap) -> None:
+def named(frame: ParamFrame, names: NameMap) -> dict[str, torch.Tensor]:
+    """Full tensors by the engine's names, always in one order; tied ones under their first name."""
     first: dict[int, str] = {}
     for name in frame:
         first.setdefault(id(frame[name]), name)
     renamed = names.apply(first.values())
-    tensors: dict[str, torch.Tensor] = {renamed[name]: frame[name] for name in first.values()}
+    return {renamed[name]: frame[name] for name in first.values()}
+
+
+def version_of(frame: ParamFrame) -> str:
+    """JOB-INCARNATION-STEP."""
+    return f"{frame.job}-{frame.incarnation}-{frame.step}"
+
+
+def _save(path: Path, frame: ParamFrame, names: NameMap) -> None:
+    tensors = named(frame, names)
     specs = [
         TensorSpec(name=name, dtype=str(one.dtype).removeprefix("torch."), shape=tuple(one.shape))
         for name, one in tensors.items()

@@ -12,7 +12,7 @@ import logging
 from typing import Any
 
 from paramd.errors import UsageError
-from paramd.integrations.training import Training
+from paramd.integrations.training import Callback
 from paramd.integrations.versions import require
 from paramd.trainer.resume.codec import random_state, set_random_state
 
@@ -29,7 +29,7 @@ from transformers import (  # noqa: E402
 log = logging.getLogger("paramd")
 
 
-class ParamdCallback(TrainerCallback):
+class ParamdCallback(Callback, TrainerCallback):
     """Attaches a Trainer's model when its training begins and detaches it when it ends.
 
     The model is attached as the Trainer has prepared it: plain, in DDP, or sharded by FSDP.
@@ -48,21 +48,10 @@ class ParamdCallback(TrainerCallback):
     flos, the losses that the first line after a restart averages) begins again, too.
     """
 
-    def __init__(self, *, job: str, **options: Any) -> None:
-        """Args:
-        job: name of the job, see `paramd.attach`.
-        options: further arguments of `paramd.attach`: control, arena, settings.
-        """
-        self._training = Training(job, options)
-        self._skipping: Any = None
-        """The loader that leaves out what an epoch has had."""
-        self._random: dict[str, Any] | None = None
-        """Random states to begin the first step with, after a resume."""
-
-    @property
-    def attachment(self) -> Any:
-        """The attachment while training; None before and after."""
-        return self._training.attachment
+    _skipping: Any = None
+    """The loader that leaves out what an epoch has had."""
+    _random: dict[str, Any] | None = None
+    """Random states to begin the first step with, after a resume."""
 
     def on_train_begin(
         self,

@@ -16,7 +16,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from paramd.errors import UsageError
-from paramd.integrations.training import Training
+from paramd.integrations import training
 from paramd.integrations.versions import require
 
 if TYPE_CHECKING:
@@ -38,24 +38,12 @@ STRATEGIES = (
 """Strategies that are served."""
 
 
-class ParamdCallback(Callback):
+class ParamdCallback(training.Callback, Callback):
     """Attaches a LightningModule when its training begins and detaches it when it ends.
 
     paramd's step is the Trainer's `global_step`: updates by optimizers, each of several, also
     after a checkpoint was resumed. An exception in fit detaches as well.
     """
-
-    def __init__(self, *, job: str, **options: Any) -> None:
-        """Args:
-        job: name of the job, see `paramd.attach`.
-        options: further arguments of `paramd.attach`: control, arena, settings.
-        """
-        self._training = Training(job, options)
-
-    @property
-    def attachment(self) -> Any:
-        """The attachment while training; None before and after."""
-        return self._training.attachment
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach, after wrapping, the sanity check, and loading a checkpoint."""
@@ -76,14 +64,8 @@ class ParamdCallback(Callback):
         """Keep up with `global_step`, which counts skipped steps, too."""
         self._training.counted(trainer.global_step)
 
-    def on_train_end(self, *_: Any) -> None:
-        """Detach."""
-        self._training.end()
-
-    def on_exception(self, *_: Any) -> None:
-        """Detach."""
-        self._training.end()
-
     def teardown(self, *_: Any, **__: Any) -> None:
         """Detach what is left, as of a training that a callback has stopped."""
         self._training.end()
+
+    on_train_end = on_exception = teardown

@@ -17,12 +17,12 @@ import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar
 
 from paramd.errors import ParamdError, UsageError
 from paramd.integrations.versions import require
+from paramd.layout.stats import finite
 from paramd.mesh.amesh import AsyncMesh
 
 require("mcp", at_least="2.3", below="3", extra="mcp")
@@ -57,27 +57,19 @@ def untrusted(text: str) -> dict[str, str]:
     return {"untrusted": shown + "…" * (len(text) > MOST_TEXT)}
 
 
-@dataclass(frozen=True, slots=True)
-class _Told:
-    """A change that was told but not done yet."""
-
-    what: str
-    until_s: float
-
-
 class Codes:
     """Codes of the changes that were told, each good for one call with the same arguments."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._told: dict[str, _Told] = {}
+    def __init__(self) -> None:
+        self._told: dict[str, tuple[str, float]] = {}
+        """By code: the change, and until when it is good."""
 
     def give(self, what: str) -> str:
         """A new code for this change."""
         while len(self._told) >= MOST_CODES:
             del self._told[next(iter(self._told))]
         code = secrets.token_urlsafe(9)
-        self._told[code] = _Told(what, self._clock() + CODE_S)
+        self._told[code] = what, time.monotonic() + CODE_S
         return code
 
     def take(self, code: str, what: str) -> None:
@@ -86,13 +78,13 @@ class Codes:
         Raises:
             UsageError: it is unknown, used, too old, or of another change.
         """
-        told = self._told.pop(code, None)
-        if told is None or told.until_s < self._clock():
+        told, until_s = self._told.pop(code, ("", -math.inf))
+        if until_s < time.monotonic():
             raise UsageError(
                 f"confirm: this code is unknown, used, or older than {CODE_S:g} s; call again "
                 "without it to be told what would happen, and get a new one"
             )
-        if told.what != what:
+        if told != what:
             raise UsageError(
                 "confirm: this code is of other arguments; call again without it to be told what "
                 "would happen"
@@ -109,22 +101,15 @@ class Tools:
     async def status(self) -> Answer:
         """Step, phase and health of the job's ranks."""
         found = await self._mesh.status()
-        return self._rows(
-            [
-                {
-                    "rank": row.rank,
-                    "phase": row.phase,
-                    "step": row.step,
-                    "step_time_s": row.step_time_s,
-                    "stalled_s": row.stall_total_s,
-                    "arena_bytes": row.arena_bytes,
-                    "reason": untrusted(row.reason),
-                }
-                for row in found
-            ],
-            {"incarnation": found.incarnation, "world_size": found.world_size},
-            limit=MOST_ROWS,
-        )
+        rows = [
+            {
+                **_fields(row, "rank", "phase", "step", "step_time_s", "arena_bytes"),
+                "stalled_s": row.stall_total_s,
+                "reason": untrusted(row.reason),
+            }
+            for row in found
+        ]
+        return self._rows(rows, _fields(found, "incarnation", "world_size"), limit=MOST_ROWS)
 
     async def parameters(
         self, patterns: list[str] | None = None, offset: int = 0, limit: int = 50
@@ -144,9 +129,7 @@ class Tools:
             {
                 "name": untrusted(row.name),
                 "shape": list(row.shape),
-                "dtype": row.dtype,
-                "placement": row.placement,
-                "trainable": row.trainable,
+                **_fields(row, "dtype", "placement", "trainable"),
             }
             for row in shown
         ]
@@ -167,14 +150,12 @@ class Tools:
             unsettled: Accept weights that stand in for the training's, such as averaged ones.
         """
         found = await self._mesh.stats(*_patterns(patterns, some=True), unsettled=unsettled)
-        rows = [{"name": untrusted(row.name), **_numbers(row.summary)} for row in found]
+        rows = [{"name": untrusted(row.name), **row.summary.document()} for row in found]
         about = {
-            "incarnation": found.incarnation,
-            "step": found.step,
-            "unsettled": found.unsettled,
+            **_fields(found, "incarnation", "step", "unsettled"),
             "label": untrusted(found.label),
             "matching": len(rows),
-            "total": _numbers(found.total.summary),
+            "total": found.total.summary.document(),
         }
         return self._rows(rows, about, limit=limit)
 
@@ -193,7 +174,7 @@ class Tools:
         finally:
             await frames.aclose()  # type: ignore[attr-defined]
         rows = [
-            {"name": untrusted(name), **({"none": True} if one is None else _numbers(one))}
+            {"name": untrusted(name), **({"none": True} if one is None else one.document())}
             for name, one in frame.items()
         ]
         return self._rows(rows, {"step": frame.step, "matching": len(rows)}, limit=limit)
@@ -212,13 +193,8 @@ class Tools:
         rows = [
             {
                 "name": untrusted(row.name),
-                "step": row.step,
-                "norm": row.norm,
                 "relative_norm": row.ratio,
-                "max_abs": row.max_abs,
-                "changed": row.changed,
-                "numel": row.numel,
-                "nonfinite": row.nonfinite,
+                **_fields(row, "step", "norm", "max_abs", "changed", "numel", "nonfinite"),
             }
             for row in found
         ]
@@ -230,17 +206,14 @@ class Tools:
         found = await self._mesh.alerts(state=state, limit=_limit(limit))
         rows = [
             {
-                "rule": row.rule,
-                "severity": row.severity,
-                "state": row.state,
-                "step": row.step,
+                **_fields(row, "rule", "severity", "state", "step"),
                 "ranks": list(row.ranks[:64]),
                 "tensor": untrusted(row.name),
                 "reason": untrusted(row.reason),
             }
             for row in found
         ]
-        return self._rows(rows, {"incarnation": found.incarnation}, limit=limit)
+        return self._rows(rows, _fields(found, "incarnation"), limit=limit)
 
     async def edits(self, limit: int = 20) -> Answer:
         """The newest edits of the job's parameters, and what became of them."""
@@ -252,9 +225,8 @@ class Tools:
         found = await self._mesh.exports(limit=_limit(limit))
         rows = [
             {
-                "id": one.id,
+                **_fields(one, "id", "step"),
                 "state": str(one.state),
-                "step": one.step,
                 "destination": untrusted(one.destination),
                 "reason": untrusted(one.reason),
             }
@@ -337,13 +309,13 @@ class Tools:
         what = _what("hold", {"action": action, "steps": steps if action == "step" else 0})
         if not confirm:
             state = await self._mesh.hold_state()
-            return self._tell(what, {"state": state.state, "step": state.step})
+            return self._tell(what, _fields(state, "state", "step"))
         self._codes.take(confirm, what)
         if action == "step":
             found = await self._mesh.step(steps)
         else:
             found = await (self._mesh.pause() if action == "pause" else self._mesh.resume())
-        return {"done": True, "state": found.state, "step": found.step}
+        return {"done": True, **_fields(found, "state", "step")}
 
     async def export(
         self, destination: str, format: str = "safetensors", confirm: str = ""
@@ -411,7 +383,7 @@ def _told(tool: Tool) -> Tool:
     @wraps(tool)
     async def call(**given: Any) -> CallToolResult:
         try:
-            answer, failed = _finite(await tool(**given)), False
+            answer, failed = finite(await tool(**given)), False
         except ParamdError as error:
             # Messages quote names and notes.
             answer, failed = {"error": untrusted(str(error))}, True
@@ -438,35 +410,23 @@ def _patterns(patterns: list[str] | None, *, some: bool = False) -> list[str]:
     return given
 
 
-def _numbers(summary: Any) -> Answer:
-    return dict(summary.document())
-
-
-def _finite(value: Any) -> Any:
-    """The value with NaN and infinities as None, which JSON can say."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    return [_finite(one) for one in value] if isinstance(value, list) else value
+def _fields(found: Any, *names: str) -> Answer:
+    return {name: getattr(found, name) for name in names}
 
 
 def _edit(edit: Any) -> Answer:
     """An edit: what it changes, and the numbers before and after."""
     sides = {"before": edit.before, "after": edit.after}
     return {
-        "id": edit.id,
+        **_fields(edit, "id", "step", "size_bytes", "undoable"),
         "state": str(edit.state),
-        "step": edit.step,
-        "size_bytes": edit.size_bytes,
-        "undoable": edit.undoable,
         "names": [untrusted(name) for name in edit.names[:20]],
         "names_count": len(edit.names),
         "by": untrusted(edit.actor),
         "note": untrusted(edit.note),
         "reason": untrusted(edit.reason),
         **{
-            side: {key: getattr(found, key) for key in ("min", "max", "mean", "norm")}
+            side: _fields(found, "min", "max", "mean", "norm")
             for side, found in sides.items()
             if found is not None
         },

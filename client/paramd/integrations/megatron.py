@@ -12,7 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from paramd.errors import UsageError
-from paramd.integrations.partitioned import attach_partitioned, override
+from paramd.integrations.training import attach_partitioned, override, refuse
 from paramd.integrations.versions import require
 from paramd.layout.types import Box, Interval, Region, boxes_of_interval, full_box
 from paramd.trainer.attaching.attachment import Attachment
@@ -106,9 +106,7 @@ def _module(model: Any) -> Any:
         ),
         "parameters in fp8 or fp4": not all(b.param_dtype.is_floating_point for b in buffers),
     }
-    for what, there in unsupported.items():
-        if there:
-            raise UsageError(f"{what}: not supported; {SUPPORTED}")
+    refuse(unsupported, SUPPORTED)
     return module
 
 
@@ -133,9 +131,7 @@ def _inner(optimizer: Any) -> list[Any]:
             "the precision-aware optimizer": one.config.use_precision_aware_optimizer,
             "offload of the optimizer": one.config.optimizer_cpu_offload,
         }
-        for what, there in unsupported.items():
-            if there:
-                raise UsageError(f"{what}: not supported; {SUPPORTED}")
+        refuse(unsupported, SUPPORTED)
     return [one for one in inner if not one.is_stub_optimizer]
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import html
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from paramd.errors import ParamdError, UsageError
 from paramd.integrations.versions import require
-from paramd.mesh.results import MeshStatus, Params, StatsTable, html_table, shape_text, text_table
+from paramd.layout.stats import Summary
+from paramd.mesh.results import MeshStatus, Params, html_table, shape_text, text_table
 
 if TYPE_CHECKING:
     from paramd.mesh.mesh import Mesh
@@ -43,33 +45,27 @@ _PARAMS = ("name", "shape", "dtype")
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Column:
     """The histogram of one tensor at one step."""
 
     step: int
-    begin: int
-    """The binary exponent, floor(log2(|x|)), of the elements that are counted first."""
-    counts: tuple[int, ...]
-    """Elements of this exponent and of each next one; empty without finite nonzero elements."""
-    norm: float
-    zero_count: int
-    nan_count: int
-    inf_count: int
+    summary: Summary
 
-    @classmethod
-    def of(cls, found: StatsTable) -> Column:
-        """From statistics of one tensor, with a histogram."""
-        summary = found.total.summary
-        return cls(
-            step=found.step,
-            begin=summary.exponents[0][0] if summary.exponents else 0,
-            counts=tuple(count for _, count in summary.exponents),
-            norm=summary.norm,
-            zero_count=summary.zero_count,
-            nan_count=summary.nan_count,
-            inf_count=summary.inf_count,
-        )
+    @property
+    def begin(self) -> int:
+        """The binary exponent, floor(log2(|x|)), of the elements that are counted first."""
+        return self.summary.exponents[0][0] if self.summary.exponents else 0
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Elements of this exponent and of each next one; empty without finite nonzero ones."""
+        return tuple(count for _, count in self.summary.exponents)
+
+    @property
+    def bad_count(self) -> int:
+        """Elements that are not finite."""
+        return self.summary.nan_count + self.summary.inf_count
 
     def document(self) -> dict[str, Any]:
         """For the page."""
@@ -78,9 +74,9 @@ class Column:
             "begin": self.begin,
             "counts": list(self.counts),
             # JSON has no NaN.
-            "norm": f"{self.norm:.6g}",
-            "zeros": self.zero_count,
-            "bad": self.nan_count + self.inf_count,
+            "norm": f"{self.summary.norm:.6g}",
+            "zeros": self.summary.zero_count,
+            "bad": self.bad_count,
         }
 
 
@@ -122,10 +118,9 @@ class View:
     def _caption(self) -> str:
         first, last = self.columns[0], self.columns[-1]
         steps = f"steps {first.step} to {last.step}" if first is not last else f"step {last.step}"
-        bad = last.nan_count + last.inf_count
         return (
-            f"{self.name}: binary exponents at {steps}; norm {last.norm:.6g}, {last.zero_count} "
-            f"zeros, {bad} not finite"
+            f"{self.name}: binary exponents at {steps}; norm {last.summary.norm:.6g}, "
+            f"{last.summary.zero_count} zeros, {last.bad_count} not finite"
         )
 
 
@@ -173,7 +168,8 @@ class Watched:
     def _look_at(self, view: View) -> None:
         last = view.columns[-1].step if view.columns else -1
         if view.name and view.status.step > last:
-            found = Column.of(self._mesh.stats(view.name, buffers=True, histogram=True))
+            stats = self._mesh.stats(view.name, buffers=True, histogram=True)
+            found = Column(stats.step, stats.total.summary)
             if found.step > last:
                 view.columns = [*view.columns[1 - MAX_COLUMNS :], found]
         view.at_s = time.time()
@@ -274,9 +270,7 @@ def _widget_class() -> Any:
 def _documents(view: View, wanted: str) -> dict[str, Any]:
     """The widget's traits but those that the page sets."""
     status = view.status
-    phases: dict[str, int] = {}
-    for row in status:
-        phases[row.phase] = phases.get(row.phase, 0) + 1
+    phases = dict(Counter(row.phase for row in status))
     ranks = [[row.rank, row.phase, row.step, row.reason] for row in status[:MAX_RANKS]]
     matching = [row for row in view.params if wanted.casefold() in row.name.casefold()]
     return {
@@ -305,15 +299,6 @@ def _param_below(params: Params) -> str:
     return params.summary() + (f" ({hidden} not shown)" if hidden > 0 else "")
 
 
-def _filled(columns: Sequence[Column]) -> tuple[int, int]:
-    """[begin, end) of the exponents that any column counts."""
-    filled = [column for column in columns if column.counts]
-    if not filled:
-        return 0, 0
-    begin = min(column.begin for column in filled)
-    return begin, max(column.begin + len(column.counts) for column in filled)
-
-
 def _bars(column: Column) -> str:
     """One line of blocks, for terminals."""
     if not column.counts:
@@ -326,9 +311,11 @@ def _bars(column: Column) -> str:
 def _svg(columns: Sequence[Column]) -> str:
     """Exponents (upwards) over steps, darker where more elements are. Attributes only: a page's
     policy may forbid styles."""
-    begin, end = _filled(columns)
-    if begin == end:
+    filled = [column for column in columns if column.counts]
+    if not filled:
         return "<p>no finite nonzero elements</p>"
+    begin = min(column.begin for column in filled)
+    end = max(column.begin + len(column.counts) for column in filled)
     wide, high = 480 / len(columns), 160 / (end - begin)
     cells = []
     for x, column in enumerate(columns):

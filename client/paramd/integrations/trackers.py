@@ -11,13 +11,13 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
 from paramd.errors import ConflictError, DeadlineError, UnreachableError, UsageError
 from paramd.extras import TRACKERS
 from paramd.integrations.versions import require
-from paramd.layout.stats import Summary
 from paramd.mesh.amesh import AsyncMesh
 from paramd.mesh.results import StatsTable
 from paramd.state import At
@@ -64,7 +64,7 @@ class _Trackio:
     def histograms(self, found: Mapping[str, Histogram], step: int) -> None:
         made = {
             f"{name}/log2": self._package.Histogram(
-                np_histogram=([count for _, count in one], [e for e, _ in one] + [_end(one)])
+                np_histogram=([count for _, count in one], [e for e, _ in one] + [one[-1][0] + 1])
             )
             for name, one in found.items()
         }
@@ -227,10 +227,6 @@ class _Prometheus:
         self._client.write_to_textfile(str(self._path), registry)
 
 
-def _end(histogram: Histogram) -> int:
-    return histogram[-1][0] + 1
-
-
 def open_tracker(
     kind: str, run: str, history: int = 0, *, project: str, directory: Path
 ) -> Tracker:
@@ -257,19 +253,13 @@ def open_tracker(
         return _Prometheus(directory / f"{run}.prom", run)
     if kind == "wandb":
         require("wandb", at_least="0.20", below="1", extra="trackers")
-        import wandb
-
-        return _Wandb(wandb, project, run)
+        return _Wandb(import_module(kind), project, run)
     if kind == "trackio":
         require("trackio", at_least="0.20", below="1", extra="trackers")
-        import trackio
-
-        return _Trackio(trackio, project, run)
+        return _Trackio(import_module(kind), project, run)
     if kind == "mlflow":
         require("mlflow-skinny", at_least="3.0", below="4", extra="trackers")
-        import mlflow
-
-        return _Mlflow(mlflow, project, run)
+        return _Mlflow(import_module(kind), project, run)
     raise UsageError(f"tracker: {kind!r}; expected one of {', '.join(TRACKERS)}")
 
 
@@ -361,7 +351,12 @@ class Following:
             self._looked = now
             rows = {row.name: row.summary for row in found} if len(found) <= MOST_TENSORS else {}
             rows["total"] = found.total.summary
-            tracker.numbers(_finite(_named(rows, SHOWN)), now.step)
+            numbers = {
+                f"{row}/{name}": float(getattr(one, name))
+                for row, one in rows.items()
+                for name in SHOWN
+            }
+            tracker.numbers(_finite(numbers), now.step)
             counted = {name: one.exponents for name, one in rows.items() if one.exponents}
             if counted:
                 tracker.histograms(counted, now.step)
@@ -426,12 +421,6 @@ class Following:
 
 def _finite(values: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in values.items() if math.isfinite(value)}
-
-
-def _named(rows: Mapping[str, Summary], shown: Sequence[str]) -> dict[str, float]:
-    return {
-        f"{row}/{name}": float(getattr(one, name)) for row, one in rows.items() for name in shown
-    }
 
 
 def _with_total(norms: Mapping[str, float], name: str) -> dict[str, float]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import PackageNotFoundError, version
 
 from paramd.errors import UsageError
+from paramd.extras import install
 
 
 def require(package: str, *, at_least: str, below: str, extra: str) -> None:
@@ -17,19 +19,14 @@ def require(package: str, *, at_least: str, below: str, extra: str) -> None:
     try:
         found = version(package)
     except PackageNotFoundError:
-        raise UsageError(f"this needs {wanted}; run: pip install 'paramd[{extra}]'") from None
-    if not _numbers(at_least) <= _numbers(found) < _numbers(below):
+        raise UsageError(f"this needs {wanted}; {install(extra)}") from None
+    if not release(at_least) <= release(found) < release(below):
         raise UsageError(
-            f"this needs {wanted}, and {package} {found} is installed; "
-            f"run: pip install 'paramd[{extra}]'"
+            f"this needs {wanted}, and {package} {found} is installed; {install(extra)}"
         )
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    """The release's numbers: (2, 13) of "2.13.dev1+cpu"."""
-    numbers = []
-    for part in text.split("+")[0].split("."):
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)
+def release(version: str) -> tuple[int, ...]:
+    """The numbers a version begins with: "2.13.dev1+cpu" is (2, 13)."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in found[0].split(".")) if found else ()

@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from paramd.errors import ConflictError, UsageError
+from paramd.integrations.engines import named, version_of
 from paramd.layout.exports.settings import NameMap
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class _Frames:
     @property
     def version(self) -> str:
         """JOB-INCARNATION-STEP, for `finish_weight_update`."""
-        return f"{self.frame.job}-{self.frame.incarnation}-{self.frame.step}"
+        return version_of(self.frame)
 
     def advance(self) -> bool:
         """Wait for the next frame, which is sent from now on; False: the training has ended."""
@@ -61,13 +62,8 @@ class _Frames:
         return found is not None
 
     def pairs(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and full tensors, always in the same order; tied ones under their first name."""
-        first: dict[int, str] = {}
-        for name in self.frame:
-            first.setdefault(id(self.frame[name]), name)
-        renamed = self._names.apply(first.values())
-        for name in first.values():
-            yield renamed[name], self.frame[name]
+        """Names and full tensors, see `named`."""
+        return iter(named(self.frame, self._names).items())
 
 
 def weight_source(frames: Iterator[ParamFrame], name_map: dict[str, str] | None = None) -> Any:

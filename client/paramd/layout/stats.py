@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import product
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from paramd.errors import UsageError
 from paramd.layout.dtypes import item_bytes
@@ -176,8 +176,7 @@ class Summary:
 
     def document(self) -> dict[str, float | None]:
         """The same for JSON: NaN and infinities become None."""
-        numbers = self.numbers().items()
-        return {name: value if math.isfinite(value) else None for name, value in numbers}
+        return dict(finite(self.numbers()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,3 +299,12 @@ def _runs(
             numel=run,
             dtype=dtype,
         )
+
+
+def finite(value: Any) -> Any:
+    """The value, which may be nested, with NaN and infinities as None, for JSON."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): finite(one) for key, one in value.items()}
+    return [finite(one) for one in value] if isinstance(value, (list, tuple)) else value

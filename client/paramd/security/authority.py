@@ -1,17 +1,24 @@
-"""A small certificate authority for trials and tests: ECDSA P-256, PEM files in one directory.
+"""Certificate authorities: a job's own, and one for trials and tests. ECDSA P-256.
+
+A job's is for ranks on several hosts. Its key derives from the key that signs the incarnation's
+tickets. So rank 0 and the control plane, which have that one, can both issue certificates, a
+restarted control plane is the same authority without having recorded anything, and nothing new is
+secret. It ends with its incarnation. A certificate says only that its holder belongs to the job.
+What a caller may do is in its ticket.
+
+The other one has PEM files in one directory, each replaced atomically, the key before its
+certificate:
 
     ca.pem ca.key             the CA; created once, then kept
     server.pem server.key     for servers, with their names
     client.pem client.key     for clients of servers that require one (mTLS)
-
-Each file is replaced atomically, the key before its certificate.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import ipaddress
-import os
-import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -21,12 +28,88 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from paramd import state_files
 from paramd.errors import ConflictError, UsageError
+from paramd.security.tickets import RANK_TICKET_TTL_S
+from paramd.security.tls import RANK_NAME, Pems, pin_of
 
 CA_DAYS = 397
-_BACKDATED = timedelta(minutes=5)
+_TRIAL_BACKDATED = timedelta(minutes=5)
+
+CLIENT_S = 2 * 86_400.0
+"""Validity of a client's certificate; a new one comes with the job's document."""
+
+BACKDATED = timedelta(days=1)
+"""Certificates begin this long ago: hosts' clocks may differ by hours."""
+
+_BOTH = (ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH)
+_BEGIN = datetime(2000, 1, 1, tzinfo=UTC)
+_END = datetime(2200, 1, 1, tzinfo=UTC)
+_P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+"""Names in every certificate: forwarded ports and clients on the host itself use them."""
 
 Signed = tuple[ec.EllipticCurvePrivateKey, x509.Certificate]
+
+
+class JobAuthority:
+    """Issues the certificates of one incarnation of a job. Holds a key: never log or pickle it."""
+
+    __slots__ = ("_ca", "_pem")
+
+    def __init__(self, private_key: bytes, *, job: str, incarnation: int) -> None:
+        """`private_key` signs the incarnation's tickets."""
+        label = f"paramd job CA\0{job}\0{incarnation}".encode()
+        # Twice the order's length: the remainder is as good as evenly distributed.
+        seed = b"".join(
+            hmac.digest(private_key, label + bytes([part]), hashlib.sha256) for part in range(2)
+        )
+        number = int.from_bytes(seed, "big") % (_P256_ORDER - 1) + 1
+        key = ec.derive_private_key(number, ec.SECP256R1())
+        name = common_name(f"paramd job {job[:40]}, incarnation {incarnation}")
+        self._ca: Signed = new_ca(key, name, begin=_BEGIN, end=_END)
+        self._pem = _pem(self._ca[1])
+
+    @property
+    def pem(self) -> bytes:
+        """The CA's certificate."""
+        return self._pem
+
+    @property
+    def pin(self) -> str:
+        """Fingerprint of the CA's public key, "sha256:" and 64 hexadecimal digits."""
+        return pin_of(self._pem)
+
+    def issue(
+        self, name: str, hosts: Sequence[str] = (), *, lifetime_s: float = RANK_TICKET_TTL_S
+    ) -> Pems:
+        """A certificate with a fresh key, for both ends of a connection.
+
+        Args:
+            name: Whose it is, for people.
+            hosts: Addresses and names that others connect to, beside those of loopback; a client
+                has none.
+            lifetime_s: How long from now on it is valid; a rank's as long as its ticket.
+
+        Raises:
+            UsageError: one of `hosts` is no name and no address.
+        """
+        names = [*hosts, *LOOPBACK_NAMES] if hosts else []
+        purposes = _BOTH if hosts else _BOTH[:1]
+        key, certificate = sign_leaf(
+            self._ca,
+            name,
+            [alternative(host) for host in dict.fromkeys(names)],
+            purposes,
+            begin=datetime.now(UTC) - BACKDATED,
+            end=datetime.now(UTC) + timedelta(seconds=lifetime_s),
+        )
+        return Pems(ca=self._pem, cert=_pem(certificate), key=_private_pem(key))
+
+    def issue_ranks(self, hosts: Sequence[str]) -> list[Pems]:
+        """A certificate for each rank, whose address is `hosts[rank]`. Raises as `issue`."""
+        return [self.issue(f"{RANK_NAME}{rank}", [host]) for rank, host in enumerate(hosts)]
 
 
 def write(directory: Path, *, names: Sequence[str], days: float) -> list[Path]:
@@ -41,15 +124,19 @@ def write(directory: Path, *, names: Sequence[str], days: float) -> list[Path]:
         ConflictError: the directory's CA cannot be read.
     """
     alternatives = [alternative(name) for name in names]
+    now = datetime.now(UTC)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         authority = _authority(directory)
-        server = _signed(
-            authority, "paramd server", alternatives, ExtendedKeyUsageOID.SERVER_AUTH, days
-        )
-        client = _signed(authority, "paramd client", [], ExtendedKeyUsageOID.CLIENT_AUTH, days)
-        _save(directory, "server", server)
-        _save(directory, "client", client)
+        begin, end = now - _TRIAL_BACKDATED, now + timedelta(days=days)
+        for stem, names_of, purpose in (
+            ("server", alternatives, ExtendedKeyUsageOID.SERVER_AUTH),
+            ("client", [], ExtendedKeyUsageOID.CLIENT_AUTH),
+        ):
+            signed = sign_leaf(
+                authority, f"paramd {stem}", names_of, [purpose], begin=begin, end=end
+            )
+            _save(directory, stem, signed)
     except OSError as error:
         raise UsageError(f"{directory} cannot be used: {error}") from error
     stems = ("ca", "server", "client")
@@ -59,7 +146,9 @@ def write(directory: Path, *, names: Sequence[str], days: float) -> list[Path]:
 def _authority(directory: Path) -> Signed:
     cert_path, key_path = directory / "ca.pem", directory / "ca.key"
     if not cert_path.exists() and not key_path.exists():
-        made = _new_authority()
+        now, new_key = datetime.now(UTC), ec.generate_private_key(ec.SECP256R1())
+        begin, end = now - _TRIAL_BACKDATED, now + timedelta(days=CA_DAYS)
+        made = new_ca(new_key, common_name("paramd test CA"), begin=begin, end=end)
         _save(directory, "ca", made)
         return made
     try:
@@ -73,13 +162,6 @@ def _authority(directory: Path) -> Signed:
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise ConflictError(f"{key_path} is not a key of ours; name another directory")
     return key, certificate
-
-
-def _new_authority() -> Signed:
-    now = datetime.now(UTC)
-    key = ec.generate_private_key(ec.SECP256R1())
-    end = now + timedelta(days=CA_DAYS)
-    return new_ca(key, common_name("paramd test CA"), begin=now - _BACKDATED, end=end)
 
 
 def new_ca(
@@ -106,18 +188,6 @@ def new_ca(
     return key, builder.sign(key, hashes.SHA256())
 
 
-def _signed(
-    authority: Signed,
-    name: str,
-    alternatives: Sequence[x509.GeneralName],
-    purpose: x509.ObjectIdentifier,
-    days: float,
-) -> Signed:
-    now = datetime.now(UTC)
-    end = now + timedelta(days=days)
-    return sign_leaf(authority, name, alternatives, [purpose], begin=now - _BACKDATED, end=end)
-
-
 def sign_leaf(
     authority: Signed,
     name: str,
@@ -128,35 +198,17 @@ def sign_leaf(
     end: datetime,
 ) -> Signed:
     """A certificate with a fresh key."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = common_name(name)
-    return key, sign(
-        authority, subject, key.public_key(), alternatives, purposes, begin=begin, end=end
-    )
-
-
-def sign(
-    authority: Signed,
-    subject: x509.Name,
-    key: ec.EllipticCurvePublicKey,
-    alternatives: Sequence[x509.GeneralName],
-    purposes: Sequence[x509.ObjectIdentifier],
-    *,
-    begin: datetime,
-    end: datetime,
-) -> x509.Certificate:
-    """A certificate for a key that somebody else may hold."""
-    ca_key, ca = authority
+    key, (ca_key, ca) = ec.generate_private_key(ec.SECP256R1()), authority
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key())
     builder = (
-        _builder(subject, ca.subject, key, begin, end)
+        _builder(common_name(name), ca.subject, key.public_key(), begin, end)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
         .add_extension(issuer, critical=False)
     )
     if alternatives:
         builder = builder.add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
-    return builder.sign(ca_key, hashes.SHA256())
+    return key, builder.sign(ca_key, hashes.SHA256())
 
 
 def _builder(
@@ -196,22 +248,17 @@ def alternative(name: str) -> x509.GeneralName:
 
 def _save(directory: Path, stem: str, signed: Signed) -> None:
     key, certificate = signed
-    private = key.private_bytes(
+    state_files.replace(directory / f"{stem}.key", _private_pem(key))
+    state_files.replace(directory / f"{stem}.pem", _pem(certificate), mode=0o644)
+
+
+def _pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
     )
-    _replace(directory / f"{stem}.key", private, 0o600)
-    _replace(directory / f"{stem}.pem", certificate.public_bytes(serialization.Encoding.PEM), 0o644)
-
-
-def _replace(path: Path, data: bytes, mode: int) -> None:
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-        os.chmod(temporary, mode)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

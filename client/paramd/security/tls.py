@@ -16,8 +16,7 @@ import ipaddress
 import os
 import re
 import ssl
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,7 +58,7 @@ Options = Sequence[tuple[str, Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pems:
-    """CA, certificate and private key as PEM, in memory only; made by `job_authority`."""
+    """CA, certificate and private key as PEM, in memory only; made by `authority`."""
 
     ca: bytes
     """The job's CA certificate."""
@@ -361,17 +360,11 @@ def load_chain(context: ssl.SSLContext, cert: bytes, key: bytes) -> None:
     Raises:
         ssl.SSLError: they do not fit, or are no PEM.
     """
-    with _as_file(cert + b"\n" + key) as name:
-        context.load_cert_chain(name)
-
-
-@contextmanager
-def _as_file(data: bytes) -> Iterator[str]:
-    """A name for bytes that are on no disk, for the block."""
+    # In memory: they are on no disk.
     descriptor = os.memfd_create("paramd-tls", os.MFD_CLOEXEC)
     try:
-        os.pwrite(descriptor, data, 0)
-        yield f"/proc/self/fd/{descriptor}"
+        os.pwrite(descriptor, cert + b"\n" + key, 0)
+        context.load_cert_chain(f"/proc/self/fd/{descriptor}")
     finally:
         os.close(descriptor)
 

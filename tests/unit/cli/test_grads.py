@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paramd.cli.grads import BARS, History, headline, listing, spark, table_of
+from paramd.cli.tensors import BARS, History, frame_listing, headline, spark, table_of
 
 
 def document(step: int, norm: float | None, **more: Any) -> dict[str, Any]:
@@ -54,4 +54,4 @@ def test_the_table_has_a_row_each_and_the_total() -> None:
     assert "-o wide" in narrow[-1]
     assert history.spark("w") == BARS[0] + BARS[7]
     assert history.spark("u") == "··"
-    assert listing(document(2, 2.0)).rows[1]["none"] == "its grad is None"
+    assert frame_listing(document(2, 2.0)).rows[1]["none"] == "its grad is None"

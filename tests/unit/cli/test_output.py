@@ -11,9 +11,8 @@ import pytest
 from rich.cells import cell_len
 
 from paramd.cli.audit import detail_text
-from paramd.cli.options import Format
-from paramd.cli.output import GAP, LEAST, Column, Listing, emit, seconds, size, table_lines
-from paramd.cli.stats import WIDTH, bar, histogram
+from paramd.cli.output import GAP, LEAST, Column, Format, Listing, emit, seconds, size, table_lines
+from paramd.cli.tensors import WIDTH, bar, histogram
 
 LONG = "layers.0." + "x" * 200
 LISTING = Listing(

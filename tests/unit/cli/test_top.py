@@ -12,9 +12,8 @@ from textual.pilot import Pilot
 from textual.widgets import DataTable, Input, Static
 
 from paramd.cli import status as status_command
-from paramd.cli.alerts import news
-from paramd.cli.options import Format
-from paramd.cli.status import Look, Outage
+from paramd.cli.output import Format
+from paramd.cli.status import Look, Outage, news
 from paramd.cli.top_screen import TopApp
 from paramd.errors import UnreachableError, UsageError
 from paramd.mesh.results import MeshStatus, RankStatus

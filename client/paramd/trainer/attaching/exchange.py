@@ -110,7 +110,7 @@ def _own_incarnation(
     signer, pems = Signer(private_key), []
     if hosts:
         # Imported only with several hosts: it is slow to load.
-        from paramd.security.job_authority import JobAuthority
+        from paramd.security.authority import JobAuthority
 
         authority = JobAuthority(private_key, job=job, incarnation=incarnation)
         pems = authority.issue_ranks(hosts)

@@ -1,4 +1,4 @@
-"""Certificates of one incarnation for its control plane and its clients; see job_authority."""
+"""Certificates of one incarnation for its control plane and its clients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from paramd.security.tls import Pems
 
 if TYPE_CHECKING:
-    from paramd.security.job_authority import JobAuthority
+    from paramd.security.authority import JobAuthority
 
 CLIENT_RENEWED_AT = 0.5
 """Part of its validity after which a client's certificate is issued again."""
@@ -46,7 +46,7 @@ class JobCertificates:
         """The job's CA."""
         if self._made is None:
             # Imported only with TLS of a job's own: it is slow to load.
-            from paramd.security.job_authority import JobAuthority
+            from paramd.security.authority import JobAuthority
 
             self._made = JobAuthority(
                 self._private_key, job=self._job, incarnation=self._incarnation
@@ -66,7 +66,7 @@ class JobCertificates:
         return self._of(f"client {token_id or ''}", f"paramd client {token_id or ''}".strip())
 
     def _of(self, key: str, name: str) -> Pems:
-        from paramd.security.job_authority import CLIENT_S
+        from paramd.security.authority import CLIENT_S
 
         now_s = self._clock()
         renew_s, pems = self._kept.get(key, (0.0, None))

@@ -1,0 +1,235 @@
+"""`paramd log`, `follow`, `mcp`: a job in experiment trackers, inference engines and agents."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import os
+import signal
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import aclosing, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Argument, Option
+
+from paramd.cli.exports import NameMapFile, read_name_map
+from paramd.cli.options import Dtype, Followed, Target, with_output, with_target
+from paramd.cli.output import Format, seconds, size
+from paramd.cli.shell import say
+from paramd.cli.summon import load_torch
+
+if TYPE_CHECKING:
+    from paramd.integrations.engines import Update
+    from paramd.integrations.trackers import Tracker
+
+TOKEN_VARIABLE = "PARAMD_ENGINE_TOKEN"
+
+Scope = MutableMapping[str, Any]
+App = Callable[..., Awaitable[None]]
+
+
+@with_target
+def log(
+    target: Target,
+    to: Annotated[
+        str,
+        Option("--to", metavar="TRACKER", help="tensorboard, wandb, mlflow, trackio, prometheus."),
+    ],
+    glob: Followed = None,
+    also: Annotated[
+        list[str] | None,
+        Option("--also", help="Log histograms, gradients or updates, too; repeatable."),
+    ] = None,
+    every: Annotated[
+        float, Option("--every", min=0.2, max=3600.0, help="Seconds between two looks.")
+    ] = 10.0,
+    looks: Annotated[
+        int, Option("-n", "--looks", min=0, help="Exit after N looks; 0: with the job.")
+    ] = 0,
+    project: Annotated[
+        str, Option("--project", help="What the tracker sorts runs under.")
+    ] = "paramd",
+    directory: Annotated[
+        Path, Option("--dir", help="Where TensorBoard's and Prometheus' files are written.")
+    ] = Path("runs"),
+) -> None:
+    """Log statistics of parameters to an experiment tracker, with alerts and edits as notes.
+
+    The sidecars compute the statistics; training is not involved. If more than
+    200 tensors match, only their total is logged. Settings of the tracker
+    itself apply, such as WANDB_MODE or MLFLOW_TRACKING_URI; for Prometheus a
+    file is written that node_exporter's textfile collector reads. Needs an
+    extra: pip install 'paramd\\[trackers]'.
+    """
+
+    def opened(run: str, history: int) -> Tracker:
+        from paramd.integrations.trackers import open_tracker
+
+        return open_tracker(to, run, history, project=project, directory=directory)
+
+    async def run() -> None:
+        from paramd.integrations.trackers import Following
+
+        async with target.async_connect() as mesh:
+            following = Following(mesh, opened, glob or ["*"], also or [])
+            task, ended = asyncio.current_task(), ""
+            assert task is not None
+            # A training that detaches ends what it has started (trainer/helpers/control_link.py).
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+            try:
+                with suppress(asyncio.CancelledError):
+                    ended = await following.run(every, looks=looks)
+            finally:
+                following.close()
+        if ended:
+            say(f"nothing more is logged: {ended}")
+
+    asyncio.run(run())
+
+
+@with_output
+def follow(
+    target: Target,
+    engine: Annotated[
+        str, Argument(metavar="URL", help="The engine, e.g. http://127.0.0.1:8000.")
+    ],
+    to: Annotated[str, Option("--to", metavar="ENGINE", help="vllm or sglang.")],
+    directory: Annotated[
+        Path, Option("--dir", help="Directory that the engine reads under the same path.")
+    ],
+    glob: Followed = None,
+    every: Annotated[int, Option("--every", min=1, help="Updates between two.")] = 1,
+    updates: Annotated[
+        int, Option("-n", "--updates", min=0, help="Exit after N; 0: with the job.")
+    ] = 0,
+    pause: Annotated[
+        str,
+        Option("--pause", metavar="wait|abort|keep", help="Running requests end first, are "
+               "aborted, or go on with the new weights."),
+    ] = "wait",
+    dtype: Dtype = None,
+    deltas: Annotated[
+        bool, Option("--deltas", help="Have only changed elements sent by the training.")
+    ] = False,
+    name_map: NameMapFile = None,
+) -> None:  # fmt: skip
+    """Keep an inference engine at the weights of a running training.
+
+    Each frame of parameters, all of one step, is written to a safetensors file
+    in --dir, and the engine is told to load it. Its version is
+    JOB-INCARNATION-STEP. An engine that refuses or dies has the last good
+    weights put back, and is tried again with the newest. PARAMD_ENGINE_TOKEN is
+    the engine's key, if it has one. vLLM has the routes with
+    VLLM_SERVER_DEV_MODE=1.
+    """
+    from paramd.integrations.engines import EngineFollower, open_engine
+    from paramd.layout.exports.settings import NameMap
+
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    names = NameMap.of(read_name_map(name_map)) if name_map is not None else NameMap()
+    follower = EngineFollower(
+        engine=open_engine(to, engine, token=token, pause=pause), directory=directory, names=names
+    )
+    as_json = target.format in (Format.JSON, Format.JSONL)
+
+    async def run() -> None:
+        good = 0
+        async with target.async_connect() as mesh:
+            frames = mesh.follow(
+                *(glob or ["*"]), every=every, dtype=load_torch(dtype), deltas=deltas
+            )
+            try:
+                async with aclosing(follower.updates(frames)) as found:
+                    async for update in found:
+                        if as_json:
+                            print(json.dumps(asdict(update)), flush=True)
+                        else:
+                            say(_line(update))
+                        good += update.ok
+                        if good == updates > 0:
+                            break
+            finally:
+                await follower.engine.close()
+
+    asyncio.run(run())
+
+
+def _line(update: Update) -> str:
+    """One update in words."""
+    came = f"{size(update.sent_bytes)} came from the training"
+    if update.changed_bytes is not None:
+        came += f", {size(update.changed_bytes)} changed"
+    if update.ok:
+        return f"step {update.step}: in force after {seconds(update.took_s)}; {came}"
+    return (
+        f"step {update.step}: not in force: {update.reason}. The engine has "
+        f"{update.in_force or 'no version known; it generates once a load succeeds'}"
+    )
+
+
+@with_target
+def mcp(
+    target: Target,
+    changes: Annotated[
+        bool, Option("--changes", help="Offer edits, holds and exports, too, if the role may.")
+    ] = False,
+    http_port: Annotated[
+        int | None,
+        Option("--http", metavar="PORT", min=1, max=65535,
+               help="Serve streamable HTTP on 127.0.0.1 instead of stdio."),
+    ] = None,
+) -> None:  # fmt: skip
+    """Serve the job to an agent, over the Model Context Protocol.
+
+    Read-only by default. With --changes a first call describes the change and
+    returns a code, and a second call with that code makes it. Whatever the
+    token's role does not permit is refused. Over HTTP a client sends the job's
+    token (PARAMD_TOKEN or the one in endpoint.json) as a bearer token. Needs
+    an extra: pip install 'paramd\\[mcp]'.
+    """
+    asyncio.run(_serve(target, changes=changes, port=http_port))
+
+
+async def _serve(target: Target, *, changes: bool, port: int | None) -> None:
+    from paramd.integrations.mcp_server import build
+
+    async with target.async_connect() as mesh:
+        server = build(mesh, changes=changes)
+        if port is None:
+            await server.run_stdio_async()
+            return
+        say(f"serving {mesh.job!r} at http://127.0.0.1:{port}/mcp")
+        await _serve_http(server, target, port)
+
+
+async def _serve_http(server: Any, target: Target, port: int) -> None:
+    import uvicorn
+
+    from paramd.mesh.connect import resolve
+
+    chosen = target.settings
+    _, token, _ = resolve(chosen.url, chosen.token, chosen.job)
+    app = guarded(server.streamable_http_app(host="127.0.0.1"), token)
+    config = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", lifespan="on")
+    await uvicorn.Server(config).serve()
+
+
+def guarded(app: App, token: str) -> App:
+    """The ASGI app, for requests with this bearer token alone."""
+    wanted = f"Bearer {token}".encode()
+
+    async def call(scope: Scope, receive: Any, send: Any) -> None:
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if scope["type"] == "lifespan" or hmac.compare_digest(given, wanted):
+            await app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            return
+        headers = [(b"www-authenticate", b"Bearer"), (b"content-type", b"text/plain")]
+        await send({"type": "http.response.start", "status": 401, "headers": headers})
+        await send({"type": "http.response.body", "body": b"the job's token is needed\n"})
+
+    return call

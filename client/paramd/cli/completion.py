@@ -217,7 +217,7 @@ def _get(url: str, token: str, tls_ca: str | None, path: str) -> Any:
 
 def _tls_context(url: str, tls_ca: str | None) -> ssl.SSLContext:
     # Imports gRPC, so only where it is needed.
-    from paramd.mesh.peers.trust import client_tls
+    from paramd.mesh.peers.control import client_tls
     from paramd.security.tls import https_context
 
     found = https_context(url, client_tls(url, tls_ca))

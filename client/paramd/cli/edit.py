@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from paramd.mesh.edits.calls import Edit
-    from paramd.mesh.edits.upload import Progress
+    from paramd.mesh.edits.editing import Progress
     from paramd.mesh.mesh import Mesh
 
 Wait = Annotated[

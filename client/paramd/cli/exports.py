@@ -16,7 +16,7 @@ from paramd.cli.output import Column, Listing, count, emit, seconds, size, when
 from paramd.cli.shell import say
 from paramd.cli.summon import bar
 from paramd.errors import UsageError
-from paramd.layout.exports.formats import FORMATS
+from paramd.layout.exports.settings import FORMATS
 
 if TYPE_CHECKING:
     from paramd.mesh.exports.calls import ExportInfo

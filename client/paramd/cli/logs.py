@@ -14,7 +14,7 @@ from paramd.cli.output import Column, Listing, emit
 from paramd.cli.shell import one_line
 
 if TYPE_CHECKING:
-    from paramd.mesh.insight.logs import RankLog
+    from paramd.mesh.insight.reports import RankLog
 
 COLUMNS = (
     Column("source", "SOURCE"),
@@ -74,7 +74,7 @@ def logs(
 
 def _left(past: ended.Past, rank: int, lines: int) -> RankLog:
     """What an ended job's sidecars have left here."""
-    from paramd.mesh.insight.logs import LogTail, RankLog
+    from paramd.mesh.insight.reports import LogTail, RankLog
 
     found = state_files.lines_of_log(past.job, rank, lines)
     tail = LogTail(

@@ -12,7 +12,7 @@ from paramd.cli.output import Column, Listing, emit
 from paramd.cli.shell import one_line
 
 if TYPE_CHECKING:
-    from paramd.mesh.insight.why import RankActivity, Why
+    from paramd.mesh.insight.reports import RankActivity, Why
 
 
 def _age(value: Any) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import prod
 
 from paramd.layout.dtypes import item_bytes
-from paramd.layout.merge import LocalLayout, LocalTensor, merge_layouts
+from paramd.layout.merge import LocalLayout, merge_layouts
 from paramd.layout.plan import ReadPlan, blocks
 from paramd.layout.types import (
     Box,
@@ -18,6 +18,7 @@ from paramd.layout.types import (
     Piece,
     Region,
     TensorKind,
+    TensorLayout,
     full_box,
     row_major,
 )
@@ -177,7 +178,7 @@ def build(specs: Sequence[Spec], held: Sequence[Held], seed: int = 0) -> World:
     arenas: list[bytes] = []
     for rank in range(world):
         arena = bytearray(source.randbytes(source.randrange(200)))
-        tensors: list[LocalTensor] = []
+        tensors: list[TensorLayout] = []
         for spec, ranks in zip(specs, held, strict=True):
             pieces: list[Piece] = []
             for region, strides in ranks[rank]:
@@ -185,7 +186,7 @@ def build(specs: Sequence[Spec], held: Sequence[Held], seed: int = 0) -> World:
                 pieces.append(Piece(rank, len(arena), region, strides))
                 arena.extend(memory_of(region, strides, spec, full[spec.fqn]))
             tensors.append(
-                LocalTensor(
+                TensorLayout(
                     fqn=spec.fqn,
                     dtype=spec.dtype,
                     shape=spec.shape,

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paramd.errors import UsageError
-from paramd.layout.heatmaps import HeatmapPart, heatmap_items, matrix_of, merge_parts
+from paramd.layout.heatmaps import heatmap_items, matrix_of, merge_parts
 from paramd.layout.plan import plan_read
 from paramd.layout.select import NameIndex, select
 from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, TensorLayout
+from paramd.v1 import sidecar_pb2 as pb
 
 
 def layout_of(shape: tuple[int, ...], pieces: tuple[Piece, ...], ranks: int) -> Layout:
@@ -64,18 +65,18 @@ def test_a_scalar_is_one_cell_and_a_vector_one_row() -> None:
         matrix_of((7,), 2)
 
 
-def part(row: int, column: int, values: list[list[float]]) -> HeatmapPart:
+def part(row: int, column: int, values: list[list[float]]) -> pb.PoolSnapshotResponse:
     """A part of cells with one element each; NaN stands for an element that is not finite."""
     flat = [value for line in values for value in line]
     bad = [int(math.isnan(value)) for value in flat]
-    return HeatmapPart(
-        row_begin=row,
-        col_begin=column,
-        rows=len(values),
-        columns=len(values[0]),
+    return pb.PoolSnapshotResponse(
+        cell_row_begin=row,
+        cell_col_begin=column,
+        cell_row_count=len(values),
+        cell_col_count=len(values[0]),
         values=[0.0 if b else v for v, b in zip(flat, bad, strict=True)],
         counts=[1 - b for b in bad],
-        nonfinite=bad if any(bad) else [],
+        nonfinite_counts=bad if any(bad) else [],
     )
 
 

@@ -22,7 +22,6 @@ from paramd.layout.codec import (
 )
 from paramd.layout.merge import (
     LocalLayout,
-    LocalTensor,
     check_replicas,
     layout_digest,
     merge_layouts,
@@ -48,7 +47,7 @@ SPECS = [
 
 def local(rank: int, *regions: Region, shape: tuple[int, ...] = (4, 6)) -> LocalLayout:
     pieces = tuple(Piece(rank, 0, region) for region in regions)
-    tensor = LocalTensor(
+    tensor = TensorLayout(
         fqn="w",
         dtype="float32",
         shape=shape,
@@ -343,10 +342,10 @@ def test_where_the_parameters_live_is_in_the_digest_and_in_the_layout() -> None:
 @given(
     rank=st.integers(0, 2**31),
     arena_bytes=st.integers(0, 2**45),
-    found=st.lists(st.builds(LocalTensor, **tensor_fields), max_size=3),
+    found=st.lists(st.builds(TensorLayout, **tensor_fields), max_size=3),
 )
 def test_local_layouts_survive_the_exchange(
-    rank: int, arena_bytes: int, found: list[LocalTensor]
+    rank: int, arena_bytes: int, found: list[TensorLayout]
 ) -> None:
     whole = LocalLayout(rank=rank, arena_bytes=arena_bytes, tensors=tuple(found))
     assert decode_local(encode_local(whole)) == whole

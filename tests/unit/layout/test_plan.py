@@ -272,7 +272,6 @@ def test_blocks_tile_a_landing_in_memory_order(
         strides=tuple(strides),
         target=target,
         size_bytes=cover_numel(sizes, strides) * 4,
-        direct=False,
     )
     found = list(blocks(landing, 4, max_numel * 4))
     assert all(block.end_bytes - block.begin_bytes <= max_numel * 4 for block in found)

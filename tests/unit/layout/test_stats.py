@@ -129,7 +129,6 @@ def test_slices_of_very_many_runs_are_refused() -> None:
         strides=(2, 1),
         target=Box((0, 0), (rows, 1)),
         size_bytes=(2 * rows - 1) * 4,
-        direct=False,
     )
     tensor = ResultTensor(
         name="w",

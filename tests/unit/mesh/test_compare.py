@@ -13,8 +13,7 @@ from safetensors.torch import save_file
 from paramd.errors import NotFoundError, UsageError
 from paramd.mesh.insight import compare as module
 from paramd.mesh.insight.compare import Diff, compare, not_compared
-from paramd.mesh.insight.diff import check_order, compute_diff
-from paramd.mesh.insight.states import stored_state
+from paramd.mesh.insight.diff import check_order, compute_diff, stored_state
 from paramd_service.control.insight.diff import state_of
 
 

@@ -30,7 +30,7 @@ from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, Tensor
 from paramd.memory import handover
 from paramd.memory.edit_program import parse_program, program_bytes, write_program
 from paramd.memory.optimizer_state import parse_table
-from paramd.mesh.exports.restoring import loaded
+from paramd.mesh.exports.calls import loaded
 from paramd.mesh.reading import stream as reading
 from paramd.security import tickets
 from paramd.state import StateName

@@ -13,8 +13,8 @@ from paramd.layout import codec
 from paramd.layout.edits.kinds import EditKind
 from paramd.layout.edits.ops import EditOp, encode_op
 from paramd.layout.exports.safetensors import TensorSpec, encode_header
-from paramd.layout.merge import LocalLayout, LocalTensor
-from paramd.layout.types import Box, Layout
+from paramd.layout.merge import LocalLayout
+from paramd.layout.types import Box, Layout, TensorLayout
 from paramd.memory.edit_program import NO_DATA, Record, program_bytes, write_program
 from paramd.security.tickets import Role
 from paramd.v1 import sidecar_pb2 as pb
@@ -61,7 +61,7 @@ def _manifest() -> list[bytes]:
 
 def _local(layout: Layout, rank: int) -> bytes:
     tensors = tuple(
-        LocalTensor(
+        TensorLayout(
             fqn=one.fqn,
             dtype=one.dtype,
             shape=one.shape,

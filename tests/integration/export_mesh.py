@@ -18,8 +18,8 @@ import torch
 
 from paramd.layout.exports.plan import ExportPlan, plan_export
 from paramd.layout.exports.settings import ExportSettings
-from paramd.layout.merge import LocalLayout, LocalTensor, layout_digest, merge_layouts
-from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind
+from paramd.layout.merge import LocalLayout, layout_digest, merge_layouts
+from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, TensorLayout
 from paramd.mesh.exports.pins import PinnedExport, encode_plan
 from paramd.places import host_id
 from paramd.security.tickets import Role
@@ -202,7 +202,7 @@ def _distributed(
                 pieces.append(Piece(rank, len(arena), region, strides))
                 arena.extend(_memory(tensors[spec.fqn], region, strides))
             found.append(
-                LocalTensor(
+                TensorLayout(
                     fqn=spec.fqn,
                     dtype=spec.dtype,
                     shape=spec.shape,

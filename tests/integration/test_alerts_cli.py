@@ -16,7 +16,7 @@ import pytest
 import paramd
 import paramd.aio
 from paramd.errors import UsageError
-from paramd.mesh.alerts import Alerts
+from paramd.mesh.insight.reports import Alerts
 from tests.integration.control_process import (
     TOKEN,
     Control,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paramd.errors import NotFoundError
-from paramd.mesh.alerts import Alert
+from paramd.mesh.insight.reports import Alert
 from paramd.mesh.mesh import Mesh
 from tests.launch import Ranks, start_ranks
 from tests.multiprocess.truth import connect_to, wait_until

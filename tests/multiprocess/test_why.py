@@ -13,7 +13,7 @@ import pytest
 import paramd
 from paramd.cli.main import main
 from paramd.errors import DeniedError, NotFoundError, UsageError
-from paramd.mesh.insight.why import RankActivity, Why
+from paramd.mesh.insight.reports import RankActivity, Why
 from paramd.mesh.mesh import Mesh
 from tests.launch import start_ranks
 from tests.multiprocess.truth import connect_to, wait_until

@@ -14,7 +14,7 @@ import torch
 
 from paramd.errors import ConflictError, UsageError
 from paramd.memory.descriptors import lent_memory
-from paramd.mesh.edits import editing, upload
+from paramd.mesh.edits import editing
 from paramd.mesh.edits.calls import EditState
 from paramd.mesh.mesh import Mesh
 from paramd.mesh.results import Summoned
@@ -207,8 +207,7 @@ def counted(tensor: torch.Tensor, first: int) -> torch.Tensor:
 @pytest.fixture
 def lends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has tensors lent that would be too small for it."""
-    for module in (editing, upload):
-        monkeypatch.setattr(module, "LENT_FROM_BYTES", 0)
+    monkeypatch.setattr(editing, "LENT_FROM_BYTES", 0)
 
 
 @pytest.mark.usefixtures("lends")
@@ -260,10 +259,10 @@ def test_tensors_go_bit_by_bit_over_every_lane(mesh: Mesh, transport: str) -> No
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from paramd.mesh.edits import editing, lending, upload
+from paramd.mesh.edits import editing, lending
 from tests.multiprocess.truth import connect_to
 
-editing.LENT_FROM_BYTES = upload.LENT_FROM_BYTES = lending._MESSAGE_BYTES = 0
+editing.LENT_FROM_BYTES = lending._MESSAGE_BYTES = 0
 with connect_to(Path(sys.argv[1]), "frozen") as mesh:
     told = lambda done, _: done and os.kill(os.getpid(), signal.SIGKILL)
     with mesh.summon("*", writeback=True, hold=False, mode="replace", progress=told) as params:

@@ -197,7 +197,7 @@ def _get(url: str, token: str, tls_ca: str | None, path: str) -> Any:
     connection: http.client.HTTPConnection
     if parts.scheme == "https":
         # Imports gRPC, so only where it is needed.
-        from paramd.mesh.peers.trust import client_tls
+        from paramd.mesh.peers.control import client_tls
         from paramd.security.tls import https_context
 
         context: Any = https_context(url, client_tls(url, tls_ca))

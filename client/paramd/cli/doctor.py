@@ -378,7 +378,7 @@ def control_plane(url: str, tls_ca: str | None) -> Iterator[Finding]:
     parts = urlsplit(url)
     host = parts.netloc
     try:
-        from paramd.mesh.peers.trust import client_tls
+        from paramd.mesh.peers.control import client_tls
         from paramd.security.tls import pinned
 
         tls = client_tls(url, tls_ca)

@@ -17,7 +17,7 @@ from paramd.cli.output import Column, Format, count, seconds, size, when
 from paramd.cli.shell import say
 from paramd.cli.summon import bar, check_destination, fetch
 from paramd.errors import UsageError
-from paramd.layout.exports.formats import FORMATS
+from paramd.layout.exports.settings import FORMATS
 
 if TYPE_CHECKING:
     from paramd.mesh.exports.calls import ExportInfo

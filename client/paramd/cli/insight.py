@@ -19,9 +19,8 @@ from paramd.errors import UsageError
 from paramd.extras import need
 
 if TYPE_CHECKING:
-    from paramd.mesh.insight.logs import RankLog
+    from paramd.mesh.insight.reports import RankActivity, RankLog, Why
     from paramd.mesh.insight.spectrum import Spectrum
-    from paramd.mesh.insight.why import RankActivity, Why
     from paramd.mesh.mesh import Mesh
 
 UPDATE_COLUMNS = (
@@ -312,7 +311,7 @@ def logs(
 
 def _left(past: ended.Past, rank: int, lines: int) -> RankLog:
     """What an ended job's sidecars have left here."""
-    from paramd.mesh.insight.logs import LogTail, RankLog
+    from paramd.mesh.insight.reports import LogTail, RankLog
 
     found = state_files.lines_of_log(past.job, rank, lines)
     missing = "" if found else "nothing has been written to it"

@@ -18,7 +18,7 @@ from paramd.cli.shell import say
 from paramd.errors import UsageError
 
 if TYPE_CHECKING:
-    from paramd.mesh.edits.marks import Mark
+    from paramd.mesh.edits.calls import Mark
 
 COLUMNS = (
     Column("name", "NAME", lambda found: found if found else "(standing)"),

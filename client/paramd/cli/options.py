@@ -115,8 +115,7 @@ class Target:
             UnreachableError, NotFoundError, UsageError: as `paramd.connect`.
         """
         from paramd.mesh.connect import resolve
-        from paramd.mesh.peers.control import RestClient
-        from paramd.mesh.peers.trust import client_tls
+        from paramd.mesh.peers.control import RestClient, client_tls
 
         chosen = self.settings
         url, token, job = resolve(chosen.url, chosen.token, chosen.job)

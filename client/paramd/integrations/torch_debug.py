@@ -17,7 +17,7 @@ from typing import Any
 
 from paramd.errors import ParamdError, UsageError
 from paramd.mesh.connect import connect
-from paramd.mesh.insight.why import MAX_LOG_LINES, RankActivity, Why
+from paramd.mesh.insight.reports import MAX_WHY_LINES, RankActivity, Why
 
 try:
     # Where torch 2.13 has them; its server is still experimental.
@@ -64,8 +64,8 @@ class ParamdHandler(DebugHandler):
         Raises:
             UsageError: log_lines is out of range.
         """
-        if not 0 <= log_lines <= MAX_LOG_LINES:
-            raise UsageError(f"log_lines: {log_lines}; expected 0 to {MAX_LOG_LINES}")
+        if not 0 <= log_lines <= MAX_WHY_LINES:
+            raise UsageError(f"log_lines: {log_lines}; expected 0 to {MAX_WHY_LINES}")
         self._job, self._url, self._log_lines = job, url, log_lines
 
     def routes(self) -> list[Any]:

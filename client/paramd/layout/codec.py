@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from google.protobuf.message import DecodeError
 
 from paramd.errors import UsageError
-from paramd.layout.merge import LocalLayout, LocalTensor
+from paramd.layout.merge import LocalLayout
 from paramd.layout.types import Box, Interval, Layout, Piece, Region, TensorKind, TensorLayout
 from paramd.v1 import layout_pb2
 
@@ -28,12 +28,8 @@ _RANK = struct.Struct("<q")
 
 def encode_layout(layout: Layout) -> layout_pb2.Layout:
     """The message of a whole layout."""
-    return layout_pb2.Layout(
-        world_size=layout.world_size,
-        arena_bytes=layout.arena_bytes,
-        tensors=map(_encode_tensor, layout.tensors),
-        mirrored=layout.mirrored,
-    )
+    (whole,) = layout_batches(layout, max(len(layout.tensors), 1))
+    return whole
 
 
 def decode_layout(message: layout_pb2.Layout) -> Layout:
@@ -109,11 +105,11 @@ def decode_local(data: bytes) -> LocalLayout:
     return LocalLayout(
         rank=rank,
         arena_bytes=arena_bytes,
-        tensors=tuple(_decode_local_tensor(tensor) for tensor in message.tensors),
+        tensors=tuple(map(_decode_tensor, message.tensors)),
     )
 
 
-def _encode_tensor(tensor: TensorLayout | LocalTensor) -> layout_pb2.Tensor:
+def _encode_tensor(tensor: TensorLayout) -> layout_pb2.Tensor:
     return layout_pb2.Tensor(
         fqn=tensor.fqn,
         aliases=tensor.aliases,
@@ -152,20 +148,6 @@ def _decode_tensor(message: layout_pb2.Tensor) -> TensorLayout:
         placement=message.placement,
         # A value from a newer version is one that we do not know.
         trainable=_TRAINABLE_FROM_PB.get(message.trainable),
-    )
-
-
-def _decode_local_tensor(message: layout_pb2.Tensor) -> LocalTensor:
-    tensor = _decode_tensor(message)
-    return LocalTensor(
-        fqn=tensor.fqn,
-        dtype=tensor.dtype,
-        shape=tensor.shape,
-        kind=tensor.kind,
-        placement=tensor.placement,
-        pieces=tensor.pieces,
-        aliases=tensor.aliases,
-        trainable=tensor.trainable,
     )
 
 

@@ -1,25 +1,38 @@
-"""Heat maps of tensors: a matrix pooled into cells, each rank reducing what it holds.
+"""Heat maps and single elements of tensors, without torch.
 
-A tensor of any rank is shown as a matrix: its first dims are flattened to rows, the others to
-columns. Row r of R falls into row floor(r * H / R) of a heatmap with H rows; columns likewise.
+A heat map is a matrix pooled into cells, each rank reducing what it holds. A tensor of any rank is
+shown as a matrix: its first dims are flattened to rows, the others to columns. Row r of R falls
+into row floor(r * H / R) of a heatmap with H rows; columns likewise. Elements are copied from a
+snapshot into a slice, and told as exact text.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import inf, nan, prod
 
 from paramd.errors import UsageError
-from paramd.layout.dtypes import item_bytes
+from paramd.layout.dtypes import DTYPES, item_bytes
 from paramd.layout.plan import Landing, ReadPlan
-from paramd.layout.types import Interval, boxes_of_interval, row_major
+from paramd.layout.types import Box, Interval, boxes_of_interval, row_major
+from paramd.v1 import sidecar_pb2 as pb
 
 MAX_CELLS = 512
 """Most cells of a heatmap in each direction."""
 
 MODES = ("mean", "absmax", "min", "max")
 """Reductions of a cell's finite elements."""
+
+# (exponent bits, mantissa bits, bias, has infinity, negative zero is NaN)
+_FLOAT8 = {
+    "float8_e4m3fn": (4, 3, 7, False, False),
+    "float8_e5m2": (5, 2, 15, True, False),
+    "float8_e4m3fnuz": (4, 3, 8, False, True),
+    "float8_e5m2fnuz": (5, 2, 16, False, True),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +70,7 @@ def matrix_of(shape: Sequence[int], row_dims: int | None = None) -> Matrix:
     return Matrix(tuple(shape), dims)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeatmapItem:
-    """A view of a rank's snapshot within the matrix; as `paramd.v1.PoolItem`."""
-
-    begin_bytes: int
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    steps: tuple[int, ...]
-    row_dims: int
-    row_begin: int
-    col_begin: int
-
-
-def heatmap_items(plan: ReadPlan, matrix: Matrix) -> dict[int, tuple[HeatmapItem, ...]]:
+def heatmap_items(plan: ReadPlan, matrix: Matrix) -> dict[int, tuple[pb.PoolItem, ...]]:
     """What each rank pools, so that each element of the plan's only tensor counts once."""
     assert len(plan.tensors) == 1, "a heatmap shows one tensor"
     size_bytes = item_bytes(plan.tensors[0].dtype)
@@ -82,11 +82,11 @@ def heatmap_items(plan: ReadPlan, matrix: Matrix) -> dict[int, tuple[HeatmapItem
     }
 
 
-def _items(landing: Landing, matrix: Matrix, size_bytes: int) -> Iterator[HeatmapItem]:
+def _items(landing: Landing, matrix: Matrix, size_bytes: int) -> Iterator[pb.PoolItem]:
     if isinstance(landing.target, Interval):
         begin_bytes = landing.begin_bytes
         for box in boxes_of_interval(landing.target, (matrix.rows, matrix.columns)):
-            yield HeatmapItem(
+            yield pb.PoolItem(
                 begin_bytes=begin_bytes,
                 sizes=box.sizes,
                 strides=row_major(box.sizes),
@@ -99,7 +99,7 @@ def _items(landing: Landing, matrix: Matrix, size_bytes: int) -> Iterator[Heatma
         return
     k, steps = matrix.row_dims, matrix.steps
     offsets = [b * step for b, step in zip(landing.target.begin, steps, strict=True)]
-    yield HeatmapItem(
+    yield pb.PoolItem(
         begin_bytes=landing.begin_bytes,
         sizes=landing.sizes,
         strides=landing.strides,
@@ -108,22 +108,6 @@ def _items(landing: Landing, matrix: Matrix, size_bytes: int) -> Iterator[Heatma
         row_begin=sum(offsets[:k]),
         col_begin=sum(offsets[k:]),
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeatmapPart:
-    """A rectangle of cells reduced by one rank; lists are row-major."""
-
-    row_begin: int
-    col_begin: int
-    rows: int
-    columns: int
-    values: Sequence[float]
-    """Sums in mode mean."""
-    counts: Sequence[int]
-    """Finite elements per cell."""
-    nonfinite: Sequence[int]
-    """NaN and infinite elements per cell; empty if there are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,23 +124,25 @@ class Heatmap:
     """Elements of all cells together."""
 
 
-def merge_parts(parts: Sequence[HeatmapPart], *, mode: str, rows: int, columns: int) -> Heatmap:
-    """Merge all parts into a heatmap; exact even where a cell spans pieces of several ranks."""
+def merge_parts(
+    parts: Sequence[pb.PoolSnapshotResponse], *, mode: str, rows: int, columns: int
+) -> Heatmap:
+    """Merge all ranks' cells into a heatmap; exact even where one spans pieces of several ranks."""
     better = {"min": min, "absmax": max, "max": max}.get(mode)
     values = [{"min": inf, "max": -inf}.get(mode, 0.0)] * (rows * columns)
     counts = [0] * (rows * columns)
     bad: dict[int, int] = {}
     for part in parts:
-        for r in range(part.rows):
-            begin = (part.row_begin + r) * columns + part.col_begin
-            source = slice(r * part.columns, (r + 1) * part.columns)
+        for r in range(part.cell_row_count):
+            begin = (part.cell_row_begin + r) * columns + part.cell_col_begin
+            source = slice(r * part.cell_col_count, (r + 1) * part.cell_col_count)
             cells = zip(part.values[source], part.counts[source], strict=True)
             for at, (value, count) in enumerate(cells, begin):
                 if count:
                     old = values[at]
                     values[at] = better(old, value) if better is not None else old + value
                     counts[at] += count
-            for at, count in enumerate(part.nonfinite[source], begin):
+            for at, count in enumerate(part.nonfinite_counts[source], begin):
                 if count:
                     bad[at] = bad.get(at, 0) + count
     if mode == "mean":
@@ -170,3 +156,71 @@ def merge_parts(parts: Sequence[HeatmapPart], *, mode: str, rows: int, columns: 
         nonfinite=[(*divmod(at, columns), count) for at, count in sorted(bad.items())],
         count=sum(counts) + sum(bad.values()),
     )
+
+
+def place_elements(
+    landing: Landing, snapshot: Sequence[int], result: bytearray, shape: Sequence[int], dtype: str
+) -> None:
+    """Copy a landing's elements into the row-major `result` of `shape`."""
+    size = item_bytes(dtype)
+    assert isinstance(snapshot, bytes | bytearray)
+    if landing.direct and landing.target_begin_bytes is not None:
+        at = landing.target_begin_bytes
+        result[at : at + landing.size_bytes] = snapshot[landing.begin_bytes : landing.end_bytes]
+        return
+    assert isinstance(landing.target, Box), "an interval is always direct"
+    steps = row_major(shape)
+    origin = sum(b * step for b, step in zip(landing.target.begin, steps, strict=True))
+    for index in product(*map(range, landing.sizes)):
+        source = sum(i * stride for i, stride in zip(index, landing.strides, strict=True))
+        target = origin + sum(i * step for i, step in zip(index, steps, strict=True))
+        begin = landing.begin_bytes + source * size
+        result[target * size : (target + 1) * size] = snapshot[begin : begin + size]
+
+
+def element_texts(data: bytes | bytearray, dtype: str) -> list[str]:
+    """Every element as text that parses back exactly: decimal, "nan", "inf", "1+2j", "true".
+
+    Raises:
+        UsageError: the dtype is not supported.
+    """
+    size = item_bytes(dtype)
+    assert len(data) % size == 0
+    if dtype == "bool":
+        return ["true" if byte else "false" for byte in data]
+    if form := DTYPES[dtype].form:
+        return list(map(repr, struct.unpack(f"<{len(data) // size}{form}", data)))
+    if dtype == "bfloat16":
+        words = struct.unpack(f"<{len(data) // 2}H", data)
+        wide = struct.pack(f"<{len(words)}I", *(word << 16 for word in words))
+        return list(map(repr, struct.unpack(f"<{len(words)}f", wide)))
+    if dtype in ("complex64", "complex128"):
+        kind = "f" if dtype == "complex64" else "d"
+        parts = struct.unpack(f"<{2 * len(data) // size}{kind}", data)
+        return [_complex(re, im) for re, im in zip(parts[::2], parts[1::2], strict=True)]
+    if dtype == "float8_e8m0fnu":
+        return [repr(nan if byte == 255 else 2.0 ** (byte - 127)) for byte in data]
+    return [repr(_float8(byte, *_FLOAT8[dtype])) for byte in data]
+
+
+def _complex(real: float, imaginary: float) -> str:
+    text = repr(imaginary)
+    return f"{real!r}{'' if text.startswith('-') else '+'}{text}j"
+
+
+def _float8(
+    byte: int, exponent_bits: int, mantissa_bits: int, bias: int, has_inf: bool, fnuz: bool
+) -> float:
+    sign = -1.0 if byte & 0x80 else 1.0
+    mantissa = byte & ((1 << mantissa_bits) - 1)
+    exponent = (byte >> mantissa_bits) & ((1 << exponent_bits) - 1)
+    top = exponent == (1 << exponent_bits) - 1
+    if fnuz and byte == 0x80:
+        return nan
+    if has_inf and top:
+        return nan if mantissa else sign * inf
+    if not has_inf and not fnuz and top and mantissa == (1 << mantissa_bits) - 1:
+        return nan
+    if exponent == 0:
+        return sign * mantissa * 2.0 ** (1 - bias - mantissa_bits)
+    return sign * (1 + mantissa / (1 << mantissa_bits)) * 2.0 ** (exponent - bias)

@@ -118,28 +118,13 @@ def _said(box: Box) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalTensor:
-    """One tensor as seen by one rank; `pieces` is empty if the rank's shard is."""
-
-    fqn: str
-    dtype: str
-    shape: tuple[int, ...]
-    """Global and unsharded."""
-    kind: TensorKind
-    placement: str
-    pieces: tuple[Piece, ...]
-    aliases: tuple[str, ...] = ()
-    trainable: bool | None = None
-    """Whether it requires a gradient here; None for buffers, and where it is not known."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LocalLayout:
-    """All tensors of the module tree, in its order, with the pieces that one rank holds."""
+    """All tensors of the module tree, in its order, as one rank sees them."""
 
     rank: int
     arena_bytes: int
-    tensors: tuple[LocalTensor, ...]
+    tensors: tuple[TensorLayout, ...]
+    """With the pieces that this rank holds, none if its shard is empty; trainable as it is here."""
 
 
 def merge_layouts(locals: Sequence[LocalLayout], *, mirrored: bool = False) -> Layout:
@@ -162,7 +147,7 @@ def merge_layouts(locals: Sequence[LocalLayout], *, mirrored: bool = False) -> L
     ranks = [local.rank for local in ordered]
     if not ordered or ranks != list(range(len(ordered))):
         raise UsageError(f"expected one layout from every rank 0..n-1, got ranks {ranks}")
-    by_name: dict[str, dict[int, LocalTensor]] = {}
+    by_name: dict[str, dict[int, TensorLayout]] = {}
     for local in ordered:
         for fqn, tensor in _by_name(local).items():
             by_name.setdefault(fqn, {})[local.rank] = tensor
@@ -201,8 +186,8 @@ def _canonical(tensor: TensorLayout) -> list[object]:
     ]
 
 
-def _by_name(local: LocalLayout) -> dict[str, LocalTensor]:
-    names: dict[str, LocalTensor] = {}
+def _by_name(local: LocalLayout) -> dict[str, TensorLayout]:
+    names: dict[str, TensorLayout] = {}
     seen: set[str] = set()
     for tensor in local.tensors:
         for name in (tensor.fqn, *tensor.aliases):
@@ -213,7 +198,7 @@ def _by_name(local: LocalLayout) -> dict[str, LocalTensor]:
     return names
 
 
-def _check_aliases(by_name: dict[str, dict[int, LocalTensor]]) -> None:
+def _check_aliases(by_name: dict[str, dict[int, TensorLayout]]) -> None:
     """Raise UsageError if ranks disagree on which names stand for one tensor."""
     canonical = {fqn: (fqn, next(iter(tensors))) for fqn, tensors in by_name.items()}
     for fqn, tensors in by_name.items():
@@ -228,7 +213,7 @@ def _check_aliases(by_name: dict[str, dict[int, LocalTensor]]) -> None:
                     )
 
 
-def _merge_tensor(tensors: dict[int, LocalTensor], arena_bytes: tuple[int, ...]) -> TensorLayout:
+def _merge_tensor(tensors: dict[int, TensorLayout], arena_bytes: tuple[int, ...]) -> TensorLayout:
     """Merge one tensor, by rank; ranks that do not have it are absent."""
     at, first = next(iter(tensors.items()))
     if first.dtype not in ITEM_BYTES:
@@ -303,7 +288,7 @@ def _any_of(said: Sequence[bool | None]) -> bool | None:
     return any(known) if known else None
 
 
-def _checked(piece: Piece, tensor: LocalTensor, rank: int, arena_bytes: int) -> Piece:
+def _checked(piece: Piece, tensor: TensorLayout, rank: int, arena_bytes: int) -> Piece:
     reason = _wrong(piece, tensor, rank, arena_bytes)
     if reason is not None:
         raise UsageError(f"tensor {tensor.fqn!r}, rank {rank}: {reason}")
@@ -314,7 +299,7 @@ def _checked(piece: Piece, tensor: LocalTensor, rank: int, arena_bytes: int) -> 
     return Piece(rank=rank, arena_begin=piece.arena_begin, region=piece.region)
 
 
-def _wrong(piece: Piece, tensor: LocalTensor, rank: int, arena_bytes: int) -> str | None:
+def _wrong(piece: Piece, tensor: TensorLayout, rank: int, arena_bytes: int) -> str | None:
     if piece.rank != rank:
         return f"its piece says rank {piece.rank}"
     beyond = outside(piece.region, tensor.shape)

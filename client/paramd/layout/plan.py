@@ -40,7 +40,7 @@ MAX_GAP_BYTES = 512
 class Landing:
     """A strided view of one rank's snapshot, and the part of one result it fills."""
 
-    tensor: int
+    tensor: int = 0
     """Index into the plan's tensors."""
     begin_bytes: int
     """Offset within the snapshot of the view's first element."""
@@ -52,10 +52,13 @@ class Landing:
     """Box of the result, or interval of the row-major flattened result."""
     size_bytes: int
     """Bytes of the snapshot from the view's first to its last element, both included."""
-    direct: bool
-    """These bytes are contiguous in the row-major result: a plain copy suffices."""
     target_begin_bytes: int | None = None
     """Their offset in the result; None unless `direct`."""
+
+    @property
+    def direct(self) -> bool:
+        """Whether these bytes are contiguous in the row-major result: a plain copy suffices."""
+        return self.target_begin_bytes is not None
 
     @property
     def end_bytes(self) -> int:
@@ -132,25 +135,14 @@ class _Cut:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class View:
-    """A landing relative to its piece, so that the layers of a model share cached views."""
-
-    offset_bytes: int
-    """From the start of the piece to the view's first element."""
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    target: Region
-    size_bytes: int
-    target_begin_bytes: int | None
-    """None if the view is not direct."""
-
-
 @lru_cache(maxsize=8192)
 def views_of(
     held: Region, strides: tuple[int, ...] | None, shape: tuple[int, ...], wanted: Box, size: int
-) -> tuple[View, ...]:
-    """The views of `wanted` in a piece of region `held`; none if they share no element."""
+) -> tuple[Landing, ...]:
+    """The views of `wanted` in a piece of region `held`; none if they share no element.
+
+    They begin relative to the piece, so that the layers of a model share cached ones.
+    """
     if isinstance(held, Box):
         steps = strides if strides is not None else row_major(held.sizes)
         return _box_views(held, steps, wanted, size, 0)
@@ -159,7 +151,7 @@ def views_of(
     run = flat_interval(wanted, shape)
     if run is not None:
         return _interval_views(held, run, size)
-    views: list[View] = []
+    views: list[Landing] = []
     offset_bytes = 0
     for box in boxes_of_interval(held, shape):
         views.extend(_box_views(box, row_major(box.sizes), wanted, size, offset_bytes))
@@ -167,12 +159,12 @@ def views_of(
     return tuple(views)
 
 
-def _interval_views(held: Interval, wanted: Interval, size: int) -> tuple[View, ...]:
+def _interval_views(held: Interval, wanted: Interval, size: int) -> tuple[Landing, ...]:
     begin, end = max(held.begin, wanted.begin), min(held.end, wanted.end)
     if begin >= end:
         return ()
-    view = View(
-        offset_bytes=(begin - held.begin) * size,
+    view = Landing(
+        begin_bytes=(begin - held.begin) * size,
         sizes=(end - begin,),
         strides=(1,),
         target=Interval(begin - wanted.begin, end - wanted.begin),
@@ -184,7 +176,7 @@ def _interval_views(held: Interval, wanted: Interval, size: int) -> tuple[View, 
 
 def _box_views(
     held: Box, strides: tuple[int, ...], wanted: Box, size: int, held_offset_bytes: int
-) -> tuple[View, ...]:
+) -> tuple[Landing, ...]:
     shared = intersection(held, wanted)
     if shared is None:
         return ()
@@ -194,8 +186,8 @@ def _box_views(
         tuple(s - w for s, w in zip(shared.end, wanted.begin, strict=True)),
     )
     run = flat_interval(target, wanted.sizes) if is_row_major(target.sizes, strides) else None
-    view = View(
-        offset_bytes=held_offset_bytes + offset * size,
+    view = Landing(
+        begin_bytes=held_offset_bytes + offset * size,
         sizes=target.sizes,
         strides=strides,
         target=target,
@@ -307,7 +299,7 @@ def plan_read(
             piece = chooser.choose(pieces, region.numel * size, item.name)
             for view in views_of(region, piece.strides, tensor.shape, item.box, size):
                 chooser.charge(piece.rank, view.size_bytes)
-                begin_bytes = piece.arena_begin + view.offset_bytes
+                begin_bytes = piece.arena_begin + view.begin_bytes
                 reads.setdefault(piece.rank, []).append((begin_bytes, number, view))
     return ReadPlan(
         tensors=tuple(tensors),
@@ -343,7 +335,7 @@ class _Chooser:
         self._assigned_bytes[rank] = self._assigned_bytes.get(rank, 0) + size_bytes
 
 
-_Found: TypeAlias = tuple[int, int, View]
+_Found: TypeAlias = tuple[int, int, Landing]
 """First byte in the arena, index of the tensor, and the view."""
 
 
@@ -359,23 +351,11 @@ def _rank_read(rank: int, found: list[_Found]) -> RankRead:
         else:
             before_bytes += spans[-1][1] - spans[-1][0] if spans else 0
             spans.append((begin, end))
-        landings.append(_landing(view, number, before_bytes + begin - spans[-1][0]))
+        at = before_bytes + begin - spans[-1][0]
+        landings.append(replace(view, tensor=number, begin_bytes=at))
     return RankRead(
         rank=rank,
         spans=tuple(spans),
         size_bytes=sum(end - begin for begin, end in spans),
         landings=tuple(landings),
-    )
-
-
-def _landing(view: View, number: int, begin_bytes: int) -> Landing:
-    return Landing(
-        tensor=number,
-        begin_bytes=begin_bytes,
-        sizes=view.sizes,
-        strides=view.strides,
-        target=view.target,
-        size_bytes=view.size_bytes,
-        direct=view.target_begin_bytes is not None,
-        target_begin_bytes=view.target_begin_bytes,
     )

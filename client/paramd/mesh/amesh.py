@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +16,23 @@ from paramd import gone
 from paramd.errors import ConflictError, UsageError
 from paramd.layout.edits.ops import ops_of
 from paramd.layout.exports.settings import NameMap
-from paramd.layout.plan import ReadPlan
 from paramd.layout.select import select
 from paramd.layout.types import Layout
-from paramd.mesh.alerts import Alerts, AlertState, ask_alerts
-from paramd.mesh.edits.calls import Edit, EditCalls, Edits, EditTerms, Hold, Holder, check_applied
+from paramd.mesh.edits.calls import (
+    Edit,
+    EditCalls,
+    Edits,
+    EditTerms,
+    Hold,
+    Holder,
+    Mark,
+    MarkCalls,
+    Marks,
+    check_applied,
+)
 from paramd.mesh.edits.editing import (
     Changes,
+    Progress,
     Sending,
     check_mode,
     lent_room,
@@ -29,34 +40,36 @@ from paramd.mesh.edits.editing import (
     selected,
 )
 from paramd.mesh.edits.lending import Lender
-from paramd.mesh.edits.marks import Mark, MarkCalls, Marks
-from paramd.mesh.edits.upload import Progress
-from paramd.mesh.exports.calls import AsyncExport, ExportCalls, ExportInfo, export_body
+from paramd.mesh.exports.calls import AsyncExport, ExportCalls, ExportFiles, ExportInfo, export_body
 from paramd.mesh.exports.calls import Progress as ExportProgress
 from paramd.mesh.exports.download import Content, Download, Downloaded, PartialFile
-from paramd.mesh.exports.restoring import ExportFiles
-from paramd.mesh.exports.states import OptimizerRead, read_states
+from paramd.mesh.exports.pins import OptimizerRead, read_states
 from paramd.mesh.frames.follow import FollowRequest, open_following
 from paramd.mesh.frames.frames import GradFrame, Kind, ParamFrame
 from paramd.mesh.frames.grads import GradRequest, open_stream
 from paramd.mesh.frames.stepping import StepStream, frames_of
-from paramd.mesh.insight.diff import compute_diff
-from paramd.mesh.insight.logs import RankLog, ask_log
+from paramd.mesh.insight.diff import Now, compute_diff
 from paramd.mesh.insight.replay import Replay, compute_replay
+from paramd.mesh.insight.reports import (
+    Alerts,
+    AlertState,
+    RankLog,
+    Why,
+    ask_alerts,
+    ask_log,
+    ask_why,
+)
 from paramd.mesh.insight.spectrum import Spectrum, compute_spectrum
-from paramd.mesh.insight.states import Now
 from paramd.mesh.insight.updates import Updates, compute_updates
-from paramd.mesh.insight.why import Why, ask_why
 from paramd.mesh.loop import DEFAULT_TIMEOUT_S, UNSET, Timeout, deadline
 from paramd.mesh.peers.control import Find, RestClient
-from paramd.mesh.peers.discovery import SidecarFinder
+from paramd.mesh.peers.discovery import JobRest, SidecarFinder
 from paramd.mesh.peers.relay import TunnelRelay
 from paramd.mesh.peers.sidecars import Pinned, Sidecars
 from paramd.mesh.reading.pin import choose, pinned, while_pinned
-from paramd.mesh.reading.stream import Transport, keep_freed_memory
-from paramd.mesh.reading.summary import compute_stats
+from paramd.mesh.reading.reductions import compute_stats
+from paramd.mesh.reading.stream import Reading, Transport, keep_freed_memory
 from paramd.mesh.reading.transfer import (
-    Chosen,
     Lane,
     Reach,
     Transfer,
@@ -120,10 +133,11 @@ class AsyncMesh:
         self._reach = SidecarFinder(self._rest, job, tls=tls, relay=TunnelRelay(self._rest))
         self._transfer = Transfer()
         self._lender = Lender()
-        self._edits = EditCalls(self._rest, self._reach)
+        self._job_rest = JobRest(self._rest, self._reach)
+        self._edits = EditCalls(self._job_rest)
         self._holder = Holder(self._edits)
         self._marks = MarkCalls(self._edits)
-        self._exports = ExportCalls(self._rest, self._reach)
+        self._exports = ExportCalls(self._job_rest)
         self._views: set[AsyncExitStack] = set()
         self._streams: set[StepStream[Any, Any]] = set()
 
@@ -203,7 +217,7 @@ class AsyncMesh:
             UsageError: an argument is wrong.
             UnreachableError: the control plane does not respond.
         """
-        return await ask_alerts(self._rest, self._reach, state, incarnation, limit)
+        return await ask_alerts(self._job_rest, state, incarnation, limit)
 
     async def why(self, *ranks: int, log_lines: int = 10) -> Why:
         """What the ranks are doing now, and which one keeps the others waiting (`verdict`).
@@ -221,7 +235,7 @@ class AsyncMesh:
             DeniedError: the token may not read.
             UnreachableError: the control plane does not respond.
         """
-        return await ask_why(self._rest, self._reach, ranks, log_lines)
+        return await ask_why(self._job_rest, ranks, log_lines)
 
     async def logs(self, rank: int, *, lines: int = 100) -> RankLog:
         """The last lines of a rank's sidecar, and of its trainer where that writes to a file.
@@ -238,7 +252,7 @@ class AsyncMesh:
             DeniedError: the token may not see logs.
             UnreachableError: the control plane does not respond.
         """
-        return await ask_log(self._rest, self._reach, rank, lines)
+        return await ask_log(self._job_rest, rank, lines)
 
     async def params(
         self,
@@ -288,15 +302,10 @@ class AsyncMesh:
         Raises: as `summon`.
         """
 
-        def reduce(
-            sidecars: Sidecars, plan: ReadPlan, pinned: Pinned, deadline_s: float
-        ) -> Awaitable[StatsTable]:
-            return compute_stats(sidecars, plan, pinned, deadline_s, with_exponents=histogram)
-
         return await while_pinned(
             self._reach,
             patterns or ("*",),
-            reduce,
+            partial(compute_stats, with_exponents=histogram),
             self._deadline(timeout),
             buffers=buffers,
             unsettled=unsettled,
@@ -495,7 +504,7 @@ class AsyncMesh:
             state: StateName | Pinned | None = None
             moments: OptimizerState | None = None
             if optimizer:
-                read = await self._optimizer_read(sidecars, chosen, device, transport, deadline_s)
+                read = OptimizerRead(self._reach, sidecars, chosen, device, transport, deadline_s)
                 state, moments = await read_states(read, self._transfer, targets)
             elif not unsettled:
                 state = await self._transfer.read_live(sidecars, chosen, targets, transport)
@@ -503,9 +512,8 @@ class AsyncMesh:
                 async with pinned(
                     self._reach, sidecars, chosen, deadline_s, unsettled=unsettled
                 ) as state:
-                    await self._transfer.read(
-                        sidecars, chosen.plan, state, targets, transport, deadline_s
-                    )
+                    reading = Reading(sidecars, state, deadline_s, transport)
+                    await self._transfer.read(reading, chosen.plan, targets)
             return Summoned(
                 targets.results(),
                 job=sidecars.document.job,
@@ -555,21 +563,10 @@ class AsyncMesh:
 
         async def attempt(sidecars: Sidecars) -> OptimizerState:
             chosen = await choose(self._reach, sidecars, patterns or ("*",), buffers=False)
-            read = await self._optimizer_read(sidecars, chosen, device, transport, deadline_s)
+            read = OptimizerRead(self._reach, sidecars, chosen, device, transport, deadline_s)
             return (await read_states(read, self._transfer, None))[1]
 
         return await self._reach.attempts(attempt, deadline_s)
-
-    async def _optimizer_read(
-        self,
-        sidecars: Sidecars,
-        chosen: Chosen,
-        device: torch.device | str | None,
-        transport: Transport,
-        deadline_s: float,
-    ) -> OptimizerRead:
-        layout = (await self._reach.index(sidecars)).layout
-        return OptimizerRead(sidecars, layout, chosen, device, transport, deadline_s)
 
     @asynccontextmanager
     async def view(
@@ -592,7 +589,8 @@ class AsyncMesh:
                 pins = await stack.enter_async_context(
                     pinned(self._reach, sidecars, chosen, deadline_s)
                 )
-                found = await self._transfer.view(sidecars, chosen, pins, stack)
+                reading = Reading(sidecars, pins, deadline_s)
+                found = await self._transfer.view(reading, chosen, stack)
                 return found, stack.pop_all()
 
         found, stack = await self._reach.attempts(attempt, deadline_s)
@@ -1103,9 +1101,9 @@ class AsyncMesh:
         file = PartialFile(Path(path))
         file.check(replace=replace)
         download = Download(
-            self._reach,
-            self._transfer,
-            file,
+            reach=self._reach,
+            transfer=self._transfer,
+            file=file,
             replace=replace,
             transport=transport,
             moved=moved,
@@ -1201,7 +1199,8 @@ class AsyncMesh:
 
     async def destinations(self) -> list[dict[str, Any]]:
         """Names and kinds of the configured export destinations."""
-        return await self._exports.destinations()
+        found = await self._rest.send("GET", "/destinations")
+        return [dict(one) for one in found["destinations"]]
 
     def _deadline(self, timeout: Timeout) -> float:
         return deadline(timeout, self._timeout_s)

@@ -7,8 +7,7 @@ import os
 from paramd.errors import UsageError
 from paramd.mesh.amesh import AsyncMesh
 from paramd.mesh.mesh import Mesh
-from paramd.mesh.peers.control import Find
-from paramd.mesh.peers.trust import client_tls
+from paramd.mesh.peers.control import Find, client_tls
 from paramd.places import read_endpoint, running_jobs
 from paramd.security.tls import ClientTls
 

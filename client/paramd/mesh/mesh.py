@@ -29,7 +29,7 @@ from paramd.security.tls import ClientTls
 if TYPE_CHECKING:
     import torch
 
-    from paramd.mesh.edits.upload import Progress
+    from paramd.mesh.edits.editing import Progress
     from paramd.mesh.insight.compare import Diff
     from paramd.mesh.reading.assemble import SnapshotView
 

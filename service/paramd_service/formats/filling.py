@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 from zlib import crc32
 
 from paramd.layout.dtypes import item_bytes
 from paramd.layout.exports.dcp import cut_box
-from paramd.layout.exports.files import Entry, ExportFile, json_bytes
+from paramd.layout.exports.files import Entry, ExportFile, SourceTensor, json_bytes
 from paramd.layout.exports.plan import ExportPlan
-from paramd.layout.exports.sources import SourceTensor
-from paramd.layout.plan import Landing, View, blocks, views_of
+from paramd.layout.plan import Landing, blocks, views_of
 from paramd.layout.types import Box
 from paramd.v1 import export_pb2
 from paramd.version import __version__
@@ -168,7 +167,7 @@ def _extents(state_key: str, tensor: SourceTensor, box: Box) -> Iterator[Extent]
     size = item_bytes(tensor.dtype)
     for piece in tensor.pieces:
         for view in views_of(piece.region, piece.strides, tensor.shape, box, size):
-            begin = piece.begin_bytes + view.offset_bytes
+            begin = piece.begin_bytes + view.begin_bytes
             if view.target_begin_bytes is not None:
                 yield Extent(
                     piece.rank,
@@ -181,19 +180,10 @@ def _extents(state_key: str, tensor: SourceTensor, box: Box) -> Iterator[Extent]
                     view.target_begin_bytes,
                 )
             else:
-                yield from _strided(piece.rank, state_key, begin, view, size)
+                yield from _strided(piece.rank, state_key, replace(view, begin_bytes=begin), size)
 
 
-def _strided(rank: int, state_key: str, begin: int, view: View, size: int) -> Iterator[Extent]:
-    landing = Landing(
-        tensor=0,
-        begin_bytes=begin,
-        sizes=view.sizes,
-        strides=view.strides,
-        target=view.target,
-        size_bytes=view.size_bytes,
-        direct=False,
-    )
+def _strided(rank: int, state_key: str, landing: Landing, size: int) -> Iterator[Extent]:
     for block in blocks(landing, size, BLOCK_BYTES):
         yield Extent(
             rank,
@@ -201,7 +191,7 @@ def _strided(rank: int, state_key: str, begin: int, view: View, size: int) -> It
             block.begin_bytes,
             block.end_bytes - block.begin_bytes,
             block.target.sizes,
-            view.strides,
+            landing.strides,
             block.target,
         )
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from paramd.layout.dtypes import ITEM_BYTES
+from paramd.layout.exports.dcp import TorchArchive
 from paramd.layout.exports.settings import CAST_DTYPES
-from paramd.layout.exports.torch_archive import TorchArchive
 from paramd.v1.export_pb2 import ExportTarget
 from paramd_service.destinations.directory import DirectorySink
 from paramd_service.formats.cast import cast_into

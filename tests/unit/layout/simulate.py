@@ -11,7 +11,7 @@ from math import prod
 import torch
 
 from paramd.layout.dtypes import item_bytes
-from paramd.layout.merge import LocalLayout, LocalTensor, merge_layouts
+from paramd.layout.merge import LocalLayout, merge_layouts
 from paramd.layout.plan import ReadPlan, blocks
 from paramd.layout.types import (
     Box,
@@ -20,6 +20,7 @@ from paramd.layout.types import (
     Piece,
     Region,
     TensorKind,
+    TensorLayout,
     full_box,
     row_major,
 )
@@ -190,7 +191,7 @@ def build(specs: Sequence[Spec], held: Sequence[Held], seed: int = 0) -> World:
     arenas: list[bytes] = []
     for rank in range(world):
         arena = bytearray(source.randbytes(source.randrange(200)))
-        tensors: list[LocalTensor] = []
+        tensors: list[TensorLayout] = []
         for spec, ranks in zip(specs, held, strict=True):
             pieces: list[Piece] = []
             for region, strides in ranks[rank]:
@@ -198,7 +199,7 @@ def build(specs: Sequence[Spec], held: Sequence[Held], seed: int = 0) -> World:
                 pieces.append(Piece(rank, len(arena), region, strides))
                 arena.extend(memory_of(region, strides, spec, full[spec.fqn]))
             tensors.append(
-                LocalTensor(
+                TensorLayout(
                     fqn=spec.fqn,
                     dtype=spec.dtype,
                     shape=spec.shape,

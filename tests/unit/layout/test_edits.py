@@ -145,7 +145,7 @@ PLAIN = layout(
     [
         ({"fqn": "nope", "kind": EditKind.FILL}, "no parameter 'nope'"),
         ({"fqn": "running", "kind": EditKind.FILL}, "is a buffer"),
-        ({"fqn": "f", "kind": EditKind.FILL, "box": Box((0,), (4,))}, "expected 2 of each"),
+        ({"fqn": "f", "kind": EditKind.FILL, "box": Box((0,), (4,))}, "the tensor's 2 dims"),
         ({"fqn": "f", "kind": EditKind.FILL, "box": Box((0, 0), (5, 4))}, "out of range"),
         ({"fqn": "f", "kind": EditKind.FILL, "box": Box((3, 0), (2, 4))}, "out of range"),
         ({"fqn": "f", "kind": EditKind.FILL, "box": Box((-1, 0), (2, 4))}, "out of range"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paramd.layout.dtypes import ITEM_BYTES
-from paramd.layout.elements import element_texts
+from paramd.layout.heatmaps import element_texts
 
 EIGHT_BITS = [name for name in ITEM_BYTES if name.startswith("float8")]
 

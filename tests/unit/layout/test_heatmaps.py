@@ -13,6 +13,7 @@ from paramd.layout.heatmaps import HeatmapPart, heatmap_items, matrix_of, merge_
 from paramd.layout.plan import plan_read
 from paramd.layout.select import NameIndex, select
 from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, TensorLayout
+from paramd.v1 import sidecar_pb2 as pb
 
 
 def layout_of(shape: tuple[int, ...], pieces: tuple[Piece, ...], ranks: int) -> Layout:
@@ -59,14 +60,14 @@ def part(row: int, column: int, values: list[list[float]]) -> HeatmapPart:
     """A part of cells with one element each; NaN stands for an element that is not finite."""
     flat = [value for line in values for value in line]
     bad = [int(math.isnan(value)) for value in flat]
-    return HeatmapPart(
-        row_begin=row,
-        col_begin=column,
-        rows=len(values),
-        columns=len(values[0]),
+    return pb.PoolSnapshotResponse(
+        cell_row_begin=row,
+        cell_col_begin=column,
+        cell_row_count=len(values),
+        cell_col_count=len(values[0]),
         values=[0.0 if b else v for v, b in zip(flat, bad, strict=True)],
         counts=[1 - b for b in bad],
-        nonfinite=bad if any(bad) else [],
+        nonfinite_counts=bad if any(bad) else [],
     )
 
 

@@ -20,7 +20,6 @@ from paramd.layout.codec import (
 )
 from paramd.layout.merge import (
     LocalLayout,
-    LocalTensor,
     check_replicas,
     layout_digest,
     merge_layouts,
@@ -46,7 +45,7 @@ SPECS = [
 
 def local(rank: int, *regions: Region, shape: tuple[int, ...] = (4, 6)) -> LocalLayout:
     pieces = tuple(Piece(rank, 0, region) for region in regions)
-    tensor = LocalTensor(
+    tensor = TensorLayout(
         fqn="w",
         dtype="float32",
         shape=shape,

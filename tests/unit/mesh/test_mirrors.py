@@ -8,7 +8,7 @@ from xxhash import xxh3_128_digest
 from paramd.deltas import make_delta
 from paramd.layout.plan import Landing, RankRead
 from paramd.layout.types import Interval
-from paramd.mesh.frames.mirrors import RankMirror
+from paramd.mesh.frames.follow import RankMirror
 from paramd.v1 import sidecar_pb2 as pb
 
 NUMEL = 4096
@@ -25,7 +25,6 @@ def mirror_of(*states: bytes) -> RankMirror:
             strides=(1,),
             target=Interval(0, NUMEL),
             size_bytes=BYTES,
-            direct=True,
             target_begin_bytes=0,
         )
         for number in range(len(states))

@@ -30,7 +30,7 @@ from paramd.mesh.peers.sidecars import Pinned, RankPin, StreamOffer
 from paramd.mesh.reading import places as placing
 from paramd.mesh.reading import stream as reading
 from paramd.mesh.reading.places import Place, PlaceSink, Scratch
-from paramd.mesh.reading.stream import Expected, NoStreamError, StreamReader, read_range
+from paramd.mesh.reading.stream import Expected, NoStreamError, Reading, StreamReader, read_range
 from paramd.state import StateName
 from paramd.streams import DATA, FAILED, LAST, Grant, Opening, Window
 from paramd.v1 import common_pb2, sidecar_pb2
@@ -361,7 +361,8 @@ async def read_all(source: Source, transport: Any) -> tuple[bytes, Peers]:
     target, peers = Target(), Peers(source)
     deadline_s = time.monotonic() + 30
     sidecars: Any = peers
-    await read_range(sidecars, pinned, 0, target.sink, 0, len(SNAPSHOT), deadline_s, transport)
+    reading = Reading(sidecars, pinned, deadline_s, transport)
+    await read_range(reading, 0, target.sink, 0, len(SNAPSHOT))
     return target.data, peers
 
 

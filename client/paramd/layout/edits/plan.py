@@ -15,8 +15,8 @@ from math import prod
 from paramd.errors import NotFoundError, UsageError
 from paramd.layout.dtypes import item_bytes
 from paramd.layout.edits.ops import EditOp, check_op
-from paramd.layout.merge import overlaps
-from paramd.layout.plan import View, views_of
+from paramd.layout.merge import outside, overlaps
+from paramd.layout.plan import Landing, views_of
 from paramd.layout.types import (
     Box,
     Interval,
@@ -185,23 +185,13 @@ def _planned(find: Find, op: EditOp, allow_nonfinite: bool) -> PlannedOp:
             "be edited"
         )
     box = full_box(tensor.shape) if op.box is None else op.box
-    _check_box(op.fqn, box, tensor.shape)
+    if reason := outside(box, tensor.shape):
+        raise UsageError(
+            f"a region of {op.fqn!r} is out of range: {reason}; expected bounds in order within "
+            f"shape {list(tensor.shape)}"
+        )
     check_op(op, tensor.dtype, allow_nonfinite=allow_nonfinite)
     return PlannedOp(op=op, tensor=tensor, box=box)
-
-
-def _check_box(fqn: str, box: Box, shape: tuple[int, ...]) -> None:
-    if len(box.begin) != len(shape) or len(box.end) != len(shape):
-        raise UsageError(
-            f"a region of {fqn!r} has {len(box.begin)} and {len(box.end)} bounds; expected "
-            f"{len(shape)} of each for shape {list(shape)}"
-        )
-    for dim, (begin, end, size) in enumerate(zip(box.begin, box.end, shape, strict=True)):
-        if not 0 <= begin <= end <= size:
-            raise UsageError(
-                f"[{begin}, {end}) of dim {dim} of {fqn!r} is out of range; expected bounds in "
-                f"order, from 0 to {size}"
-            )
 
 
 def _check_disjoint(fqn: str, boxes: list[Box]) -> None:
@@ -252,7 +242,7 @@ class _Builder:
             begin, strides = _source(view, planned.box)
             item = EditItem(
                 op=number,
-                arena_begin=piece.arena_begin + view.offset_bytes,
+                arena_begin=piece.arena_begin + view.begin_bytes,
                 dtype=tensor.dtype,
                 sizes=view.sizes,
                 strides=view.strides,
@@ -269,7 +259,7 @@ class _Builder:
         return RankEdit(rank=self._rank, items=tuple(self._items), data_bytes=self._data_bytes)
 
 
-def _source(view: View, wanted: Box) -> tuple[int, tuple[int, ...]]:
+def _source(view: Landing, wanted: Box) -> tuple[int, tuple[int, ...]]:
     """First element and strides of a view in a row-major tensor of the wanted shape."""
     if isinstance(view.target, Interval):
         return view.target.begin, (1,)

@@ -2,34 +2,57 @@
 
 A tensor is cut into chunks, each a box; a flat interval (FSDP1) becomes several boxes. Names
 are those that `dcp.load({"model": ..., "optim": ...})` expects.
+
+Each chunk is a file for `torch.load(weights_only=True)`: a zip archive of stored records, with a
+short pickle (opcodes that only call torch's own rebuild function), the byte order, a version, and
+the data. We emit those few opcodes ourselves, so nothing here can pickle an object, and torch is
+not needed.
+
+    archive = TorchArchive("float32", (2, 3))
+    archive.before + data + archive.after(crc32(data))
+
+Source: pytorch/pytorch: torch/serialization.py, caffe2/serialize/inline_container.h.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
-from paramd.layout.dtypes import item_bytes
+from paramd.errors import UsageError
+from paramd.layout.dtypes import DTYPES, item_bytes
 from paramd.layout.exports.files import (
     Entry,
     ExportFile,
     Format,
-    Frame,
+    HolderChoice,
     Planned,
     TorchFiles,
     scalar_bytes,
     state_positions,
 )
 from paramd.layout.exports.optimizer import OptimizerTable
-from paramd.layout.exports.sources import HolderChoice
-from paramd.layout.exports.torch_archive import torch_archive
 from paramd.layout.plan import Landing, blocks
 from paramd.layout.types import Box, Piece, TensorLayout, boxes_of_interval, full_box, row_major
 
 if TYPE_CHECKING:
     from paramd.layout.exports.plan import ExportPlan
     from paramd.layout.exports.settings import ExportSettings
+
+_ALIGNMENT_BYTES = 64
+_STREAMED = 0x0808  # sizes and checksum come after the data; names are UTF-8
+_STORED = 0x0800
+# Pad bytes stand for fields that are 0.
+_LOCAL = struct.Struct("<4sHH4xHIIIHH")
+_CENTRAL = struct.Struct("<4s4xH4xHIIIH12xI")
+_DESCRIPTOR = struct.Struct("<4sIII")
+_END = struct.Struct("<4sHHHHIIH")
+_DATE = 0x21  # 1980-01-01: the bytes must not depend on the time
 
 MAX_CHUNK_BYTES = 32 << 20
 """Most bytes of data in one chunk."""
@@ -39,11 +62,138 @@ OPTIMIZER_KEY = "optim"
 
 
 @dataclass(frozen=True, slots=True)
+class _Record:
+    name: bytes
+    flags: int
+    checksum: int
+    size_bytes: int
+    begin_bytes: int
+
+    def central(self, checksum: int) -> bytes:
+        size, begin = self.size_bytes, self.begin_bytes
+        return (
+            _CENTRAL.pack(
+                b"PK\x01\x02", self.flags, _DATE, checksum, size, size, len(self.name), begin
+            )
+            + self.name
+        )
+
+
+class TorchArchive:
+    """One dense row-major tensor. `before`, the data, and `after` make up the file."""
+
+    def __init__(self, dtype: str, shape: tuple[int, ...]) -> None:
+        self.data_bytes = prod(shape) * item_bytes(dtype)
+        if self.data_bytes >= 1 << 31:
+            raise UsageError(f"{self.data_bytes:,} bytes are too many for one archive; cut it")
+        self._records: list[_Record] = []
+        before = bytearray()
+        self._append(before, b"archive/data.pkl", _pickle(dtype, shape))
+        self._append(before, b"archive/version", b"3\n")
+        self._append(before, b"archive/byteorder", b"little")
+        name = b"archive/data/0"
+        begin = len(before)
+        extra = _padding(begin + _LOCAL.size + len(name))
+        before += _local(name, _STREAMED, 0, 0, len(extra)) + name + extra
+        self._records.append(_Record(name, _STREAMED, 0, self.data_bytes, begin))
+        self.before = bytes(before)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole archive."""
+        central = sum(_CENTRAL.size + len(record.name) for record in self._records)
+        return len(self.before) + self.data_bytes + _DESCRIPTOR.size + central + _END.size
+
+    def after(self, checksum: int) -> bytes:
+        """The bytes after the data; `checksum` is the data's zlib.crc32."""
+        size = self.data_bytes
+        descriptor = _DESCRIPTOR.pack(b"PK\x07\x08", checksum, size, size)
+        *small, data = self._records
+        central = b"".join(record.central(record.checksum) for record in small)
+        central += data.central(checksum)
+        count = len(self._records)
+        begin = len(self.before) + size + len(descriptor)
+        end = _END.pack(b"PK\x05\x06", 0, 0, count, count, len(central), begin, 0)
+        return descriptor + central + end
+
+    def _append(self, before: bytearray, name: bytes, content: bytes) -> None:
+        checksum = crc32(content)
+        self._records.append(_Record(name, _STORED, checksum, len(content), len(before)))
+        before += _local(name, _STORED, checksum, len(content), 0) + name + content
+
+
+@lru_cache(maxsize=1024)
+def torch_archive(dtype: str, shape: tuple[int, ...]) -> TorchArchive:
+    """The archive of such a tensor, cached: the layers of a model are alike."""
+    return TorchArchive(dtype, shape)
+
+
+def _local(name: bytes, flags: int, checksum: int, size_bytes: int, extra_bytes: int) -> bytes:
+    return _LOCAL.pack(
+        b"PK\x03\x04", 20, flags, _DATE, checksum, size_bytes, size_bytes, len(name), extra_bytes
+    )
+
+
+def _padding(begin_bytes: int) -> bytes:
+    """An extra field that aligns what follows it."""
+    size = -(begin_bytes + 4) % _ALIGNMENT_BYTES
+    return b"FB" + size.to_bytes(2, "little") + b"Z" * size
+
+
+def _pickle(dtype: str, shape: tuple[int, ...]) -> bytes:
+    """Opcodes: rebuild a tensor of this shape on record "0"."""
+    storage = DTYPES[dtype].storage
+    typed = bool(storage)
+    parts = [
+        b"\x80\x02",
+        _global("torch._utils", "_rebuild_tensor_v2" if typed else "_rebuild_tensor_v3"),
+        b"((",
+        _text("storage"),
+        _global("torch", storage) if storage else _global("torch.storage", "UntypedStorage"),
+        _text("0"),
+        _text("cpu"),
+        _number(prod(shape) if typed else prod(shape) * item_bytes(dtype)),
+        b"tQ",
+        _number(0),
+        _tuple(shape),
+        _tuple(row_major(shape)),
+        b"\x89",
+        _global("collections", "OrderedDict"),
+        b")R",
+        b"" if typed else _global("torch", dtype),
+        b"tR.",
+    ]
+    return b"".join(parts)
+
+
+def _global(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode()
+
+
+def _text(text: str) -> bytes:
+    encoded = text.encode()
+    return b"X" + struct.pack("<I", len(encoded)) + encoded
+
+
+def _number(value: int) -> bytes:
+    if value < 256:
+        return b"K" + bytes([value])
+    if value < 1 << 31:
+        return b"J" + struct.pack("<i", value)
+    encoded = value.to_bytes(9, "little")
+    return b"\x8a\x09" + encoded
+
+
+def _tuple(values: tuple[int, ...]) -> bytes:
+    return b"(" + b"".join(_number(value) for value in values) + b"t" if values else b")"
+
+
+@dataclass(frozen=True, slots=True)
 class _Archived(Entry):
     """A chunk in an archive of its own, like that of torch.save."""
 
     @property
-    def frame(self) -> Frame:
+    def frame(self) -> TorchArchive:
         return torch_archive(self.dtype, self.box.sizes)
 
 
@@ -146,13 +296,11 @@ def cut_box(box: Box, item_bytes: int, max_bytes: int) -> Iterator[Box]:
     """
     strides = row_major(box.sizes)
     whole = Landing(
-        tensor=0,
         begin_bytes=0,
         sizes=box.sizes,
         strides=strides,
         target=box,
         size_bytes=box.numel * item_bytes,
-        direct=False,
     )
     for block in blocks(whole, item_bytes, max_bytes):
         yield block.target

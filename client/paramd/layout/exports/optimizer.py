@@ -10,7 +10,7 @@ from typing import Any
 
 from paramd.errors import ConflictError, UsageError
 from paramd.layout.dtypes import ITEM_BYTES
-from paramd.layout.exports.sources import piece_bytes
+from paramd.layout.exports.files import piece_bytes
 from paramd.layout.types import Layout, Piece, TensorKind, TensorLayout
 
 MAX_TABLE_BYTES = 64 << 20

@@ -16,11 +16,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from paramd.errors import NotFoundError
-from paramd.layout.exports.files import ExportFile, TorchFiles
-from paramd.layout.exports.formats import FORMATS
+from paramd.layout.exports.files import ExportFile, Source, TorchFiles, make_source
 from paramd.layout.exports.optimizer import OptimizerTable
-from paramd.layout.exports.settings import ExportSettings
-from paramd.layout.exports.sources import Source, make_source
+from paramd.layout.exports.settings import FORMATS, ExportSettings
 from paramd.layout.types import Layout, Piece, TensorKind, TensorLayout
 
 

@@ -18,14 +18,15 @@ from paramd.layout.exports.files import (
     Entry,
     ExportFile,
     Format,
+    HolderChoice,
     Planned,
     TorchFiles,
     json_bytes,
+    piece_bytes,
     scalar_bytes,
     state_positions,
 )
 from paramd.layout.exports.optimizer import OptimizerTable
-from paramd.layout.exports.sources import HolderChoice, piece_bytes
 from paramd.layout.types import Piece, TensorKind, TensorLayout, full_box
 
 if TYPE_CHECKING:

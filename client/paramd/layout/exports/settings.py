@@ -8,7 +8,12 @@ from dataclasses import dataclass, field
 
 from paramd.errors import ConflictError, UsageError
 from paramd.layout.dtypes import DTYPES
-from paramd.layout.exports.formats import FORMATS
+from paramd.layout.exports.dcp import DCP
+from paramd.layout.exports.files import Format
+from paramd.layout.exports.safetensors import SAFETENSORS
+
+FORMATS: Mapping[str, Format] = {one.name: one for one in (SAFETENSORS, DCP)}
+"""By name, the default first."""
 
 CAST_DTYPES = tuple(name for name, one in DTYPES.items() if one.exponent)
 """Dtypes that an export can cast, from and to."""

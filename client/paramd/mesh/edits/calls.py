@@ -1,24 +1,36 @@
-"""REST calls for edits and holds, and the values they return."""
+"""REST calls for edits, holds, marks, rollbacks and hyper-parameters, and what they return."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
-from urllib.parse import quote, urlencode
+from urllib.parse import quote
 
 from paramd.errors import ConflictError, DeadlineError, ParamdError, UnreachableError, UsageError
 from paramd.layout.edits.kinds import BY_WORD, KINDS
 from paramd.layout.edits.ops import EDIT_ENDS, EditState, OpSpec
-from paramd.mesh.peers.control import REST_TIMEOUT_S, RestClient, read_document, readable
-from paramd.mesh.peers.discovery import SidecarFinder
+from paramd.mesh.peers.control import REST_TIMEOUT_S, read_document
+from paramd.mesh.peers.discovery import AGAIN_S, JobRest
 from paramd.mesh.results import Table
 from paramd.wire import LEASE_S, MAX_LEASE_S
+
+_WAIT_S: Final = 3.0
+"""Longest server-side wait of one request; below the request's timeout."""
+
+_RENEW_TIMEOUT_S: Final = 5.0
+_FIRST_LOOK_S: Final = 0.01
+_LAST_LOOK_S: Final = 0.5
+
+_RANGES = ("before", "after")
+
+_GROUP = re.compile(r"(?:optimizer\s+(?P<optimizer>\d+)\s+)?group\s+(?P<group>\d+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,20 +122,14 @@ class Hold:
 
 def parse_edit(found: Mapping[str, Any]) -> Edit:
     """Parse an EditDocument. Raises KeyError, TypeError or ValueError."""
+    undo = found["undo"]
     return read_document(
         Edit,
         found,
-        state=EditState(found["state"]),
-        committed_by=str(found["committed_by"] or ""),
-        ops=tuple(dict(op) for op in found["ops"]),
         before=_range(found["before"]),
         after=_range(found["after"]),
-        undoable=bool(found["undo"]["possible"]),
-        undo_refusal=str(found["undo"]["reason"] or ""),
-        undo_of=str(found["undo_of"] or ""),
-        undone_by=str(found["undone_by"] or ""),
-        rollback=found["rollback"],
-        hyperparameters=found["hyperparameters"],
+        undoable=bool(undo["possible"]),
+        undo_refusal=str(undo["reason"] or ""),
     )
 
 
@@ -171,9 +177,6 @@ def op_text(op: Mapping[str, Any]) -> str:
     return " ".join(part for part in (word, shown, str(op.get("pattern"))) if part)
 
 
-_RANGES = ("before", "after")
-
-
 class Edits(Table[Edit]):
     """Edits, newest first."""
 
@@ -219,17 +222,6 @@ def _range(found: Mapping[str, Any] | None) -> ValueRange | None:
     return read_document(ValueRange, found, **nans)
 
 
-_WAIT_S: Final = 3.0
-"""Longest server-side wait of one request; below the request's timeout."""
-
-_AGAIN_S: Final = 0.2
-_PAGE: Final = 200
-
-_RENEW_TIMEOUT_S: Final = 5.0
-_FIRST_LOOK_S: Final = 0.01
-_LAST_LOOK_S: Final = 0.5
-
-
 def new_edit_id() -> str:
     """An id chosen by the client, so that resending a request is idempotent."""
     return secrets.token_hex(16)
@@ -249,51 +241,42 @@ class EditTerms:
 class EditCalls:
     """Edit and hold requests of one job. Idempotent ones are retried while unreachable."""
 
-    def __init__(self, rest: RestClient, reach: SidecarFinder) -> None:
-        self._rest = rest
-        self._reach = reach
+    def __init__(self, rest: JobRest) -> None:
+        self.rest = rest
 
     async def create(
         self, edit_id: str, ops: Sequence[OpSpec], terms: EditTerms, deadline_s: float
     ) -> Edit:
         """Create an edit. Without tensor operands it is committed, too."""
-        body: dict[str, Any] = {
-            "id": edit_id,
-            "ops": [op.document() for op in ops],
-            "wait_s": _wait_s(deadline_s),
-        }
+        body: dict[str, Any] = {"id": edit_id, "ops": [op.document() for op in ops]}
         plain = asdict(EditTerms())
         body |= {name: said for name, said in asdict(terms).items() if said != plain[name]}
-        return self._edit(await self._idempotent("POST", "/edits", body, deadline_s))
+        return await self.begin("/edits", body, deadline_s)
 
     async def commit(self, edit_id: str, deadline_s: float) -> Edit:
         """Commit a staged edit."""
-        body = {"wait_s": _wait_s(deadline_s)}
-        return self._edit(
-            await self._idempotent("POST", f"/edits/{_q(edit_id)}/commit", body, deadline_s)
-        )
+        return await self.begin(f"/edits/{_q(edit_id)}/commit", {}, deadline_s)
 
     async def preview(self, edit_id: str, deadline_s: float) -> Edit:
         """Compute statistics before and after a staged edit."""
-        return self._edit(
-            await self._idempotent("POST", f"/edits/{_q(edit_id)}/preview", {}, deadline_s)
-        )
+        return await self._again(f"/edits/{_q(edit_id)}/preview", {}, deadline_s)
 
     async def undo(self, edit_id: str, *, force: bool, deadline_s: float) -> Edit:
         """Create the edit that undoes another."""
-        body = {"id": new_edit_id(), "force": force, "wait_s": _wait_s(deadline_s)}
-        return self._edit(
-            await self._idempotent("POST", f"/edits/{_q(edit_id)}/undo", body, deadline_s)
-        )
+        body = {"id": new_edit_id(), "force": force}
+        return await self.begin(f"/edits/{_q(edit_id)}/undo", body, deadline_s)
+
+    async def begin(self, path: str, body: Mapping[str, Any], deadline_s: float) -> Edit:
+        """Create, or commit, an edit and wait a little for its end; `body` has a new one's id."""
+        return await self._again(path, {**body, "wait_s": _wait_s(deadline_s)}, deadline_s)
 
     async def abort(self, edit_id: str) -> Edit:
         """Abort an edit, unless the trainers may have agreed to it."""
-        return self._edit(await self._rest.send("DELETE", f"{self._path}/edits/{_q(edit_id)}"))
+        return self._edit(await self.rest.send("DELETE", f"/edits/{_q(edit_id)}"))
 
     async def get(self, edit_id: str, wait_s: float = 0.0) -> Edit:
         """One edit; waits up to `wait_s` seconds for its end."""
-        path = f"{self._path}/edits/{_q(edit_id)}?wait_s={wait_s:g}"
-        return self._edit(await self._rest.send("GET", path))
+        return self._edit(await self.rest.send("GET", f"/edits/{_q(edit_id)}?wait_s={wait_s:g}"))
 
     async def ended(self, edit: Edit, deadline_s: float) -> Edit:
         """Poll an edit until it has ended or the deadline has passed."""
@@ -301,9 +284,9 @@ class EditCalls:
             try:
                 edit = await self.get(edit.id, min(_WAIT_S, left_s))
             except UnreachableError:
-                if time.monotonic() + _AGAIN_S >= deadline_s:
+                if time.monotonic() + AGAIN_S >= deadline_s:
                     raise
-                await asyncio.sleep(_AGAIN_S)
+                await asyncio.sleep(AGAIN_S)
         return edit
 
     async def all(self, *, state: str | None, limit: int) -> Edits:
@@ -313,35 +296,11 @@ class EditCalls:
         if limit < 1:
             raise UsageError(f"limit: {limit}; expected at least 1")
         rows: list[Edit] = []
-        token = ""
-        while len(rows) < limit:
-            query = {"limit": str(min(_PAGE, limit - len(rows)))}
-            query |= {"state": state} if state is not None else {}
-            query |= {"page_token": token} if token else {}
-            found = await self._rest.send("GET", f"{self._path}/edits?{urlencode(query)}")
-            rows += [self._edit(document) for document in found["edits"]]
-            token = found.get("next_page_token", "")
-            if not token:
+        async for page in self.rest.pages("/edits", limit, state=state):
+            rows += map(self._edit, page["edits"])
+            if len(rows) >= limit:
                 break
-        return Edits(rows)
-
-    @property
-    def url(self) -> str:
-        """The control plane's."""
-        return self._rest.url
-
-    async def begin(self, path: str, body: Mapping[str, Any], deadline_s: float) -> Edit:
-        """Create an edit of another kind; `body` has its id."""
-        body = {**body, "wait_s": _wait_s(deadline_s)}
-        return self._edit(await self._idempotent("POST", path, body, deadline_s))
-
-    async def send(
-        self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float
-    ) -> Mapping[str, Any]:
-        """Send a request about the job that may take until the deadline."""
-        timeout_s = max(1.0, deadline_s - time.monotonic())
-        found = await self._rest.send(method, self._path + path, body, timeout_s=timeout_s)
-        return dict(found) if found else {}
+        return Edits(rows[:limit])
 
     async def hold(
         self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float
@@ -349,32 +308,17 @@ class EditCalls:
         """Send a hold request; `path` is appended to "/hold"."""
         # Not the usual timeout: agreement can take as long as a training step.
         timeout_s = max(1.0, deadline_s - time.monotonic())
-        found = await self._rest.send(method, f"{self._path}/hold{path}", body, timeout_s=timeout_s)
-        with readable(self._rest.url):
-            return read_document(Hold, found)
+        found = await self.rest.send(method, f"/hold{path}", body, timeout_s=timeout_s)
+        return self.rest.read(lambda: read_document(Hold, found))
 
-    @property
-    def _path(self) -> str:
-        return f"/jobs/{quote(self._reach.document.job, safe='')}"
-
-    async def _idempotent(
-        self, method: str, path: str, body: Mapping[str, Any], deadline_s: float
-    ) -> Mapping[str, Any]:
-        while True:
-            try:
-                found = await self._rest.send(
-                    method, self._path + path, body, timeout_s=_WAIT_S + REST_TIMEOUT_S
-                )
-                return dict(found)
-            except UnreachableError:
-                # The request may have arrived; the id makes a second one a no-op.
-                if time.monotonic() + _AGAIN_S >= deadline_s:
-                    raise
-                await asyncio.sleep(_AGAIN_S)
+    async def _again(self, path: str, body: Mapping[str, Any], deadline_s: float) -> Edit:
+        timeout_s = _WAIT_S + REST_TIMEOUT_S
+        return self._edit(
+            await self.rest.again("POST", path, body, deadline_s, timeout_s=timeout_s)
+        )
 
     def _edit(self, found: Mapping[str, Any]) -> Edit:
-        with readable(self._rest.url):
-            return parse_edit(found)
+        return self.rest.read(lambda: parse_edit(found))
 
 
 def _q(edit_id: str) -> str:
@@ -452,3 +396,103 @@ class Holder:
                     {"lease_s": self._lease_s},
                     time.monotonic() + _RENEW_TIMEOUT_S,
                 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mark:
+    """A complete state that the sidecars keep in memory."""
+
+    name: str
+    """Empty: a standing snapshot, which the next ones replace."""
+    step: int
+    size_bytes: int
+    """Of all ranks."""
+    made_s: float | None
+    """Seconds since the Unix epoch; None when unknown."""
+    by: str
+    """Name of the token that made it; empty of a standing snapshot."""
+    whole: bool
+    """Whether all ranks have it."""
+    reason: str
+    """Why not; empty if whole."""
+
+
+class Marks(Table[Mark]):
+    """States that training can be put back to, lowest step first."""
+
+    columns = (
+        ("name", lambda row: row.name),
+        ("step", lambda row: str(row.step)),
+        ("bytes", lambda row: str(row.size_bytes)),
+        ("by", lambda row: row.by),
+        ("whole", lambda row: "yes" if row.whole else row.reason),
+    )
+    row_type = Mark
+
+    def summary(self) -> str:
+        return f"{len(self)} states"
+
+
+class MarkCalls:
+    """Requests about the kept states of one job."""
+
+    def __init__(self, edits: EditCalls) -> None:
+        self._edits = edits
+
+    async def make(self, name: str, deadline_s: float) -> Mark:
+        """Keep the present state."""
+        return self._mark(await self._send("POST", "", {"name": name}, deadline_s))
+
+    async def all(self, deadline_s: float) -> Marks:
+        """The states that there are."""
+        found = await self._send("GET", "", None, deadline_s)
+        return Marks(map(self._mark, found["marks"]))
+
+    async def drop(self, name: str, deadline_s: float) -> None:
+        """Forget a mark."""
+        await self._send("DELETE", f"/{quote(name, safe='')}", None, deadline_s)
+
+    async def roll_back(self, to: str | int, note: str, deadline_s: float) -> Edit:
+        """Create the edit that puts training back."""
+        body = {"id": new_edit_id(), "mark" if isinstance(to, str) else "step": to, "note": note}
+        return await self._edits.begin("/rollback", body, deadline_s)
+
+    async def change(
+        self, group: str, values: Mapping[str, Any], note: str, deadline_s: float
+    ) -> Edit:
+        """Create the edit that sets hyper-parameters."""
+        optimizer, number = parse_group(group)
+        body = {
+            "id": new_edit_id(),
+            "optimizer": optimizer,
+            "group": number,
+            "values": {name: _plain(name, value) for name, value in values.items()},
+            "note": note,
+        }
+        return await self._edits.begin("/hyperparameters", body, deadline_s)
+
+    async def _send(
+        self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float
+    ) -> Any:
+        timeout_s = max(1.0, deadline_s - time.monotonic())
+        return await self._edits.rest.send(method, f"/marks{path}", body, timeout_s=timeout_s)
+
+    def _mark(self, found: Mapping[str, Any]) -> Mark:
+        return self._edits.rest.read(lambda: read_document(Mark, found))
+
+
+def parse_group(text: str) -> tuple[int, int]:
+    """Optimizer and group of "group 1" or "optimizer 0 group 1". Raises UsageError."""
+    found = _GROUP.fullmatch(text.strip())
+    if found is None:
+        raise UsageError(f"group: {text[:64]!r}; expected 'group N' or 'optimizer M group N'")
+    return int(found["optimizer"] or 0), int(found["group"])
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A number, or a list of numbers. Raises UsageError."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(name, one) for one in value]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UsageError(f"{name}: {value!r}; expected a number, or a tuple of numbers")
+    return value

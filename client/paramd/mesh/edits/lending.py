@@ -216,23 +216,11 @@ class Lender:
             return True
 
 
-def send(
-    loan: Loan, parts: Iterable[memoryview], offset_bytes: int, told: Callable[[int], None]
-) -> None:
-    """Have all parts taken in order. What they hold must not change before this returns.
+class Sender:
+    """Has an edit's data taken from lent memory, in order."""
 
-    Args:
-        parts: An edit's data from `offset_bytes` on.
-        told: Called with numbers of bytes as they are sent.
-
-    Raises:
-        OSError, EOFError: the sidecar went away. ParamdError: it refused the data.
-    """
-    _Sender(loan, offset_bytes, told).send(parts)
-
-
-class _Sender:
     def __init__(self, loan: Loan, offset_bytes: int, told: Callable[[int], None]) -> None:
+        """The data go on from `offset_bytes`; `told` gets numbers of bytes as they are sent."""
         self._loan = loan
         self._offset_bytes = offset_bytes
         self._told = told
@@ -243,6 +231,11 @@ class _Sender:
         self._pending = 0
 
     def send(self, parts: Iterable[memoryview]) -> None:
+        """Have all parts taken. What they hold must not change before this returns.
+
+        Raises:
+            OSError, EOFError: the sidecar went away. ParamdError: it refused the data.
+        """
         for part in parts:
             memory = part if not part.readonly else bytearray(part)
             address = ctypes.addressof(ctypes.c_char.from_buffer(memory))

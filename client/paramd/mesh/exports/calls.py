@@ -1,21 +1,45 @@
-"""REST calls for exports and schedules; `AsyncExport` and `Export`, handles of a running export."""
+"""REST calls for exports and schedules; `AsyncExport` and `Export`, handles of a running export.
+
+Tensors of a finished one, to restore, are read through the control plane, and verified.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, urlencode
 
-from paramd.errors import ConflictError, DeadlineError, UnreachableError, UsageError
+from xxhash import xxh3_128_hexdigest
+
+from paramd.errors import (
+    ConflictError,
+    DataLossError,
+    DeadlineError,
+    NotFoundError,
+    ParamdError,
+    UnreachableError,
+    UsageError,
+)
 from paramd.layout.exports.files import EXPORT_ENDS, ExportState
-from paramd.mesh.peers.control import RestClient, read_document, readable
-from paramd.mesh.peers.discovery import SidecarFinder
+from paramd.layout.exports.safetensors import MODEL_FILES, SAFETENSORS, SUFFIX
+from paramd.layout.types import Layout, TensorKind
+from paramd.mesh.peers.control import RestClient, read_document
+from paramd.mesh.peers.discovery import JobRest
+
+if TYPE_CHECKING:
+    import torch
+
+MANIFEST: Final = "paramd-export.json"
+
+Moved = Callable[[int, int], object]
+"""Called with bytes done and total bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,19 +95,6 @@ Progress = Callable[["ExportInfo"], object]
 """Called with the export's latest state."""
 
 
-def parse_export(found: Mapping[str, Any]) -> ExportInfo:
-    """Parse an ExportDocument. Raises ParamdError."""
-    with readable("the control plane"):
-        return read_document(
-            ExportInfo,
-            found,
-            state=ExportState(found["state"]),
-            files=tuple(read_document(ExportFile, one) for one in found["files"]),
-            schedule=str(found["schedule"] or ""),
-            raw=dict(found),
-        )
-
-
 def check_done(info: ExportInfo) -> None:
     """Raise ConflictError with the reason if an export has failed or was cancelled."""
     if info.ended and info.state is not ExportState.DONE:
@@ -96,8 +107,6 @@ MAX_ASSETS_BYTES: Final = 64 << 20
 """Total size limit of an export's assets."""
 MAX_ASSETS: Final = 64
 
-_AGAIN_S: Final = 0.3
-_PAGE: Final = 200
 _LOOK_S: Final = 0.5
 _FIRST_LOOK_S: Final = 0.05
 _AWAY_S: Final = 60.0
@@ -107,22 +116,21 @@ _CREATE_S: Final = 15.0
 class ExportCalls:
     """Export requests of one job. Idempotent ones are retried while unreachable."""
 
-    def __init__(self, rest: RestClient, reach: SidecarFinder) -> None:
+    def __init__(self, rest: JobRest) -> None:
         self._rest = rest
-        self._reach = reach
 
     async def create(self, body: Mapping[str, Any], assets: str | Path | None) -> ExportInfo:
         """Start the export `body["id"]`, with the files of the directory `assets`."""
         body = {**body, "assets": await self._upload_assets(body["id"], assets)}
-        return parse_export(await self._again("POST", "/exports", body))
+        return self._info(await self._again("POST", "/exports", body))
 
     async def get(self, export_id: str) -> ExportInfo:
         """One export."""
-        return parse_export(await self._rest.send("GET", f"{self._path}/exports/{_q(export_id)}"))
+        return self._info(await self._rest.send("GET", f"/exports/{_q(export_id)}"))
 
     async def cancel(self, export_id: str) -> ExportInfo:
         """Cancel an export."""
-        return parse_export(await self._again("DELETE", f"/exports/{_q(export_id)}", None))
+        return self._info(await self._again("DELETE", f"/exports/{_q(export_id)}", None))
 
     async def ended(
         self, info: ExportInfo, timeout_s: float | None = None, progress: Progress | None = None
@@ -154,38 +162,27 @@ class ExportCalls:
     async def all(self, *, state: str | None, limit: int) -> list[ExportInfo]:
         """The newest exports, newest first; without their files."""
         found: list[ExportInfo] = []
-        token = ""
-        while len(found) < limit:
-            wanted = min(limit - len(found), _PAGE)
-            asked = urlencode({"state": state or "", "limit": wanted, "page_token": token})
-            page = await self._rest.send("GET", f"{self._path}/exports?{asked}")
-            found += [parse_export(one) for one in page["exports"]]
-            token = page["next_page_token"]
-            if not token:
+        async for page in self._rest.pages("/exports", limit, state=state):
+            found += map(self._info, page["exports"])
+            if len(found) >= limit:
                 break
-        return found
+        return found[:limit]
 
     async def create_schedule(
         self, body: Mapping[str, Any], assets: str | Path | None
     ) -> dict[str, Any]:
         """Create a schedule, with the files of the directory `assets`."""
         body = {**body, "assets": await self._upload_assets(body["id"], assets)}
-        return dict(await self._rest.send("POST", f"{self._path}/export-schedules", body))
+        return dict(await self._rest.send("POST", "/export-schedules", body))
 
     async def schedules(self) -> list[dict[str, Any]]:
         """Active schedules, oldest first."""
-        found = await self._rest.send("GET", f"{self._path}/export-schedules")
+        found = await self._rest.send("GET", "/export-schedules")
         return [dict(one) for one in found["schedules"]]
 
     async def delete_schedule(self, schedule_id: str) -> dict[str, Any]:
         """Delete a schedule; its exports stay."""
-        path = f"{self._path}/export-schedules/{_q(schedule_id)}"
-        return dict(await self._rest.send("DELETE", path))
-
-    async def destinations(self) -> list[dict[str, Any]]:
-        """Names and kinds of the configured export destinations."""
-        found = await self._rest.send("GET", "/destinations")
-        return [dict(one) for one in found["destinations"]]
+        return dict(await self._rest.send("DELETE", f"/export-schedules/{_q(schedule_id)}"))
 
     async def _upload_assets(self, owner_id: str, folder: str | Path | None) -> list[str]:
         """Upload an export's assets to the control plane; return their names."""
@@ -202,10 +199,6 @@ class ExportCalls:
                 await self._again("POST", "/export-assets", body, within_s=30.0)
         return [name for name, _ in files]
 
-    @property
-    def _path(self) -> str:
-        return f"/jobs/{quote(self._reach.document.job, safe='')}"
-
     async def _again(
         self,
         method: str,
@@ -213,15 +206,10 @@ class ExportCalls:
         body: Mapping[str, Any] | None,
         within_s: float = _CREATE_S,
     ) -> Any:
-        deadline_s = time.monotonic() + within_s
-        while True:
-            try:
-                return await self._rest.send(method, self._path + path, body)
-            except UnreachableError:
-                # A killed control plane is back within seconds.
-                if time.monotonic() + _AGAIN_S > deadline_s:
-                    raise
-                await asyncio.sleep(_AGAIN_S)
+        return await self._rest.again(method, path, body, time.monotonic() + within_s)
+
+    def _info(self, found: Mapping[str, Any]) -> ExportInfo:
+        return self._rest.read(lambda: read_document(ExportInfo, found, raw=dict(found)))
 
 
 def export_body(
@@ -361,3 +349,130 @@ class Export:
     def cancel(self) -> ExportInfo:
         """Cancel the export and remove what it wrote. Raises as `AsyncExport.cancel`."""
         return self._run(self._begun.cancel())
+
+
+class ExportFiles:
+    """Files of a finished export, read through the control plane and verified."""
+
+    def __init__(self, rest: RestClient, job: str, destination: str) -> None:
+        self._rest = rest
+        self._path = f"/jobs/{quote(job, safe='')}/export-file"
+        self._destination = destination
+
+    async def manifest(self) -> Mapping[str, Any]:
+        """The export's manifest.
+
+        Raises:
+            NotFoundError: there is no export. ParamdError: its manifest is unreadable.
+        """
+        try:
+            found = json.loads(await self.read(MANIFEST))
+            if not isinstance(found, dict) or found["paramd_export"] != 1:
+                raise ValueError("another version of the manifest")
+        except (ValueError, KeyError, RecursionError) as error:
+            raise ParamdError(
+                f"{self._destination}: its {MANIFEST} cannot be read ({error})"
+            ) from error
+        return found
+
+    async def read(self, name: str, moved: Callable[[int], object] = lambda size: None) -> bytes:
+        """Read a whole file; `moved` gets the size of each part. Raises ParamdError."""
+        data = bytearray()
+        while True:
+            asked = urlencode(
+                {"destination": self._destination, "name": name, "offset_bytes": len(data)}
+            )
+            size_bytes, part = await self._rest.read_bytes(f"{self._path}?{asked}")
+            data += part
+            moved(len(part))
+            if len(data) >= size_bytes:
+                return bytes(data)
+            if not part:
+                raise DataLossError(f"{self._destination}: {name} ended too early; try again")
+
+    async def tensors(self, manifest: Mapping[str, Any], moved: Moved) -> dict[str, torch.Tensor]:
+        """All parameters and buffers, by their names in the files.
+
+        Raises:
+            UsageError: it is not a safetensors export.
+            DataLossError: a file does not match the manifest's checksum.
+        """
+        if manifest["format"] != SAFETENSORS.name:
+            raise UsageError(
+                f"{self._destination} is of format {manifest['format']!r}; only safetensors can be "
+                "restored into a running mesh"
+            )
+        named = ((str(one["name"]), one) for one in manifest["files"])
+        files = [
+            one for name, one in named if name.startswith(MODEL_FILES) and name.endswith(SUFFIX)
+        ]
+        whole_bytes = sum(int(one["size_bytes"]) for one in files)
+        done_bytes = 0
+
+        def more(size_bytes: int) -> None:
+            nonlocal done_bytes
+            done_bytes += size_bytes
+            moved(done_bytes, whole_bytes)
+
+        found: dict[str, torch.Tensor] = {}
+        for one in files:
+            data = await self.read(str(one["name"]), more)
+            if xxh3_128_hexdigest(data) != one["xxh3"]:
+                raise DataLossError(
+                    f"{self._destination}: {one['name']} is not what was exported; its checksum "
+                    "differs from the manifest's"
+                )
+            name = f"{self._destination}: {one['name']}"
+            found |= await asyncio.to_thread(loaded, data, name)
+        return found
+
+    async def values(self, layout: Layout, moved: Moved) -> tuple[dict[str, torch.Tensor], str]:
+        """The value of every parameter of a layout, and a note that names their source.
+
+        Raises: as `tensors` and `values_of`.
+        """
+        manifest = await self.manifest()
+        tensors = await self.tensors(manifest, moved)
+        said = f"restored {self._destination}, step {manifest['step']} of {manifest['job']}"
+        return values_of(layout, tensors, manifest["renamed"]), said
+
+
+def loaded(data: bytes, name: str) -> dict[str, torch.Tensor]:
+    """Parse a safetensors file. Raises DataLossError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        return load(data)
+    except SafetensorError as error:
+        raise DataLossError(f"{name} cannot be read as safetensors: {error}") from error
+
+
+def values_of(
+    layout: Layout, tensors: Mapping[str, torch.Tensor], renamed: Mapping[str, str]
+) -> dict[str, torch.Tensor]:
+    """The value of every parameter of a layout.
+
+    Args:
+        tensors: by their names in the files.
+        renamed: from names in the model to names in the files, where they differ.
+
+    Raises:
+        NotFoundError: a parameter is missing. UsageError: a shape differs.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for one in layout.tensors:
+        if one.kind is TensorKind.BUFFER or not one.numel:
+            continue
+        names = [renamed.get(name, name) for name in (one.fqn, *one.aliases)]
+        value = next((tensors[name] for name in names if name in tensors), None)
+        if value is None:
+            raise NotFoundError(
+                f"the export has no {names[0]!r}; it is of another model, or of part of one"
+            )
+        if tuple(value.shape) != one.shape:
+            raise UsageError(
+                f"{one.fqn}: the export has shape {tuple(value.shape)}, the mesh {one.shape}"
+            )
+        found[one.fqn] = value
+    return found

@@ -22,7 +22,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -37,19 +37,14 @@ from paramd.errors import (
     UnreachableError,
     UsageError,
 )
-from paramd.layout.exports.safetensors import (
-    METADATA_KEY,
-    TensorSpec,
-    encode_header,
-    file_order,
-)
+from paramd.layout.exports.safetensors import METADATA_KEY, TensorSpec, encode_header, file_order
 from paramd.layout.exports.settings import NameMap
-from paramd.layout.plan import ReadPlan
+from paramd.mesh.peers.control import read_document
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.grpc import LeaseEndedError
-from paramd.mesh.peers.sidecars import Pinned, RankPin, Sidecars
-from paramd.mesh.reading.pin import Pinner, choose
-from paramd.mesh.reading.stream import Transport
+from paramd.mesh.peers.sidecars import Pinned, RankPin, Sidecars, pinned_at
+from paramd.mesh.reading.pin import Pinner, choose, spans_of
+from paramd.mesh.reading.stream import Reading, Transport
 from paramd.mesh.reading.transfer import Chosen, Transfer
 
 if TYPE_CHECKING:
@@ -328,26 +323,9 @@ def batches(
         yield batch
 
 
-def request_key(
-    job: str, digest: str, plan: ReadPlan, dtype: object, names: Mapping[str, str]
-) -> str:
-    """A digest that is equal for equal requests against equal layouts."""
-    told = repr((job, digest, str(dtype), sorted(names.items()), plan.tensors, plan.ranks))
-    return xxh3_128_hexdigest(told.encode())
-
-
 def identity(key: str, pinned: Pinned) -> str:
     """What bytes are of: the request, and the snapshots of each rank."""
-    pins = [[pin.rank, pin.snapshot_id, pin.size_bytes] for pin in pinned.pins.values()]
-    told = {
-        "key": key,
-        "incarnation": pinned.incarnation,
-        "history": pinned.history,
-        "step": pinned.step,
-        "edits": pinned.edits,
-        "unsettled": pinned.unsettled,
-        "pins": pins,
-    }
+    told = {"key": key, "pins": [asdict(pin) for pin in pinned.pins.values()]}
     return json.dumps(told, separators=(",", ":"))
 
 
@@ -355,31 +333,10 @@ def pinned_of(header: bytes) -> Pinned | None:
     """The snapshots that a partial file's header names; None without any."""
     try:
         told = json.loads(json.loads(header[8:])[METADATA_KEY][IDENTITY])
-        found = Pinned(
-            incarnation=int(told["incarnation"]),
-            step=int(told["step"]),
-            edits=int(told["edits"]),
-            unsettled=bool(told["unsettled"]),
-            history=int(told["history"]),
-            pins={},
-        )
-        pins = {
-            int(rank): RankPin(
-                rank=int(rank),
-                snapshot_id=str(snapshot_id),
-                incarnation=found.incarnation,
-                step=found.step,
-                size_bytes=int(size_bytes),
-                lease_s=DOWNLOAD_LEASE_S,
-                edits=found.edits,
-                history=found.history,
-                unsettled=found.unsettled,
-            )
-            for rank, snapshot_id, size_bytes in told["pins"]
-        }
+        pins = [read_document(RankPin, one) for one in told["pins"]]
     except (KeyError, TypeError, ValueError, RecursionError):
         return None
-    return replace(found, pins=pins) if pins else None
+    return pinned_at(pins[0].state, pins) if pins else None
 
 
 PATIENCE_S: Final = 60.0
@@ -427,12 +384,15 @@ class Content:
         names = self.name_map.apply(item[0] for item in chosen.names)
         aliases = {alias: names[item[0]] for item in chosen.names for alias in item[1:]}
         job, digest = sidecars.document.job, sidecars.document.layout_digest
+        plan, dtype = chosen.plan, str(self.dtype)
+        # Equal for equal requests against equal layouts.
+        told = repr((job, digest, dtype, sorted(names.items()), plan.tensors, plan.ranks))
         return Wanted(
             chosen=chosen,
             dtype=self.dtype,
             names=names,
             metadata={**aliases, "format": "pt", "paramd_job": job},
-            key=request_key(job, digest, chosen.plan, self.dtype, names),
+            key=xxh3_128_hexdigest(told.encode()),
         )
 
 
@@ -440,28 +400,18 @@ async def _renewed(sidecars: Sidecars, pinned: Pinned) -> None:
     await asyncio.gather(*(sidecars.renew(pin, DOWNLOAD_LEASE_S) for pin in pinned.pins.values()))
 
 
+@dataclass(kw_only=True)
 class Download:
     """One download; `run` may be called once."""
 
-    def __init__(
-        self,
-        reach: SidecarFinder,
-        transfer: Transfer,
-        file: PartialFile,
-        *,
-        replace: bool,
-        transport: Transport,
-        moved: Moved,
-        said: Said,
-    ) -> None:
-        self._reach = reach
-        self._transfer = transfer
-        self._transport = transport
-        self._file = file
-        self._replace = replace
-        self._moved = moved
-        self._said = said
-        self._resumed_bytes = 0
+    reach: SidecarFinder
+    transfer: Transfer
+    file: PartialFile
+    replace: bool
+    transport: Transport
+    moved: Moved
+    said: Said
+    _resumed_bytes: int = 0
 
     async def run(self, content: Content, deadline_s: float) -> Downloaded:
         """Download `content` at one step.
@@ -472,21 +422,21 @@ class Download:
             ParamdError: as `AsyncMesh.summon`.
         """
         began_s = time.monotonic()
-        with self._file.opened():
+        with self.file.opened():
             for beginning in range(MAX_BEGINNINGS):
                 try:
                     wanted, pinned, layout = await self._whole(content, deadline_s)
                 except LeaseEndedError:
                     if beginning + 1 == MAX_BEGINNINGS:
                         raise
-                    self._said("the snapshot has expired; starting over")
+                    self.said("the snapshot has expired; starting over")
                     continue
                 await asyncio.to_thread(
-                    self._file.publish, layout.final_header, replace=self._replace
+                    self.file.publish, layout.final_header, replace=self.replace
                 )
                 return Downloaded(
-                    path=self._file.path,
-                    job=self._reach.document.job,
+                    path=self.file.path,
+                    job=self.reach.document.job,
                     incarnation=pinned.incarnation,
                     step=pinned.step,
                     name_count=sum(len(names) for names in wanted.chosen.names),
@@ -501,13 +451,13 @@ class Download:
         self, content: Content, deadline_s: float
     ) -> tuple[Wanted, Pinned, FileLayout]:
         async def attempt(sidecars: Sidecars) -> tuple[Wanted, Pinned]:
-            wanted = await content.wanted(self._reach, sidecars)
+            wanted = await content.wanted(self.reach, sidecars)
             pinned = await self._resumed(sidecars, wanted)
             if pinned is None:
                 pinned = await self._pin(sidecars, wanted, deadline_s)
             return wanted, pinned
 
-        wanted, pinned = await self._reach.attempts(attempt, deadline_s)
+        wanted, pinned = await self.reach.attempts(attempt, deadline_s)
         layout = file_layout(wanted, pinned)
         keeping = asyncio.create_task(self._keep(pinned), name="paramd-download-leases")
         try:
@@ -516,29 +466,29 @@ class Download:
             keeping.cancel()
             await asyncio.wait({keeping})
         # Not on an error: the next attempt resumes from these snapshots.
-        sidecars = await self._reach.sidecars()
+        sidecars = await self.reach.sidecars()
         for pin in pinned.pins.values():
             sidecars.release(pin)
         return wanted, pinned, layout
 
     async def _resumed(self, sidecars: Sidecars, wanted: Wanted) -> Pinned | None:
-        header = await asyncio.to_thread(self._file.header)
+        header = await asyncio.to_thread(self.file.header)
         if not header:
             return None
         pinned = pinned_of(header)
         layout = file_layout(wanted, pinned) if pinned is not None else None
         if pinned is None or layout is None or layout.header != header:
-            self._said("the partial file is of another download; starting over")
+            self.said("the partial file is of another download; starting over")
             return None
         try:
             await _renewed(sidecars, pinned)
         except (NotFoundError, ConflictError, UnreachableError):
-            self._said(f"the snapshot of step {pinned.step} has expired; starting over")
+            self.said(f"the snapshot of step {pinned.step} has expired; starting over")
             return None
         # Of a tensor that was cut off, nothing is kept: its pieces come from several ranks.
-        self._resumed_bytes = layout.end_of(layout.whole(self._file.size_bytes))
-        await asyncio.to_thread(self._file.go_on, self._resumed_bytes)
-        self._said(
+        self._resumed_bytes = layout.end_of(layout.whole(self.file.size_bytes))
+        await asyncio.to_thread(self.file.go_on, self._resumed_bytes)
+        self.said(
             f"resuming at step {pinned.step}: {self._resumed_bytes:,} of "
             f"{layout.size_bytes:,} bytes are already here"
         )
@@ -546,17 +496,14 @@ class Download:
 
     async def _pin(self, sidecars: Sidecars, wanted: Wanted, deadline_s: float) -> Pinned:
         chosen = wanted.chosen
-        spans: dict[int, Sequence[tuple[int, int]]] = {
-            read.rank: read.spans for read in chosen.plan.ranks
-        }
-        pinned = await Pinner(sidecars, backoff=self._reach.backoff).pin(
-            spans if spans else {min(sidecars.document.peers, default=0): ()},
+        pinned = await Pinner(sidecars, backoff=self.reach.backoff).pin(
+            spans_of(sidecars, chosen.plan),
             deadline_s=deadline_s,
             with_buffers=chosen.at_boundary,
         )
         await _renewed(sidecars, pinned)
         layout = file_layout(wanted, pinned)
-        await asyncio.to_thread(self._file.begin, layout.header, layout.size_bytes)
+        await asyncio.to_thread(self.file.begin, layout.header, layout.size_bytes)
         self._resumed_bytes = 0
         return pinned
 
@@ -564,7 +511,7 @@ class Download:
         while True:
             await asyncio.sleep(DOWNLOAD_LEASE_S / 5)
             with suppress(UnreachableError):
-                sidecars = await self._reach.sidecars()
+                sidecars = await self.reach.sidecars()
                 await asyncio.gather(
                     *(sidecars.renew(pin, DOWNLOAD_LEASE_S) for pin in pinned.pins.values()),
                     return_exceptions=True,
@@ -573,15 +520,15 @@ class Download:
     async def _read(
         self, wanted: Wanted, pinned: Pinned, layout: FileLayout, deadline_s: float
     ) -> None:
-        self._moved(self._file.size_bytes, layout.size_bytes)
+        self.moved(self.file.size_bytes, layout.size_bytes)
         plan = wanted.chosen.plan
-        missing = layout.order[layout.whole(self._file.size_bytes) :]
+        missing = layout.order[layout.whole(self.file.size_bytes) :]
         for batch in batches(missing, lambda index: plan.tensors[index].size_bytes, BATCH_BYTES):
             found = await self._patiently(wanted, batch, pinned, deadline_s)
             for index in batch:
                 tensor = found[wanted.chosen.names[index][0]]
-                await asyncio.to_thread(self._file.append, memory_of(tensor))
-            self._moved(self._file.size_bytes, layout.size_bytes)
+                await asyncio.to_thread(self.file.append, memory_of(tensor))
+            self.moved(self.file.size_bytes, layout.size_bytes)
 
     async def _patiently(
         self, wanted: Wanted, batch: Sequence[int], pinned: Pinned, deadline_s: float
@@ -589,14 +536,10 @@ class Download:
         began_s = time.monotonic()
         while True:
             try:
-                return await self._transfer.tensors(
-                    await self._reach.sidecars(),
-                    wanted.chosen,
-                    batch,
-                    pinned,
-                    dtype=wanted.dtype,
-                    transport=self._transport,
-                    deadline_s=deadline_s,
+                sidecars = await self.reach.sidecars()
+                reading = Reading(sidecars, pinned, deadline_s, self.transport)
+                return await self.transfer.tensors(
+                    reading, wanted.chosen, batch, dtype=wanted.dtype
                 )
             except UnreachableError as error:
                 now_s = time.monotonic()
@@ -605,9 +548,9 @@ class Download:
                         f"{error}; the bytes so far are kept: run the same command within "
                         f"{DOWNLOAD_LEASE_S:.0f} s to resume"
                     ) from error
-                self._said(f"{error}; retrying")
+                self.said(f"{error}; retrying")
                 await asyncio.sleep(_AGAIN_S)
                 try:
-                    await self._reach.refresh()
+                    await self.reach.refresh()
                 except (UnreachableError, DeadlineError):
                     continue

@@ -2,7 +2,8 @@
 
 With the optimizer, each rank's parameters, the kinds of its optimizer's state and the table of that
 are pinned at one state. Which kinds there are a table tells, so one is pinned before; should the
-one beside the state tell otherwise, it is done again.
+one beside the state tell otherwise, it is done again. `mesh.optimizer` and
+`mesh.summon(optimizer=True)` read the same pins.
 """
 
 from __future__ import annotations
@@ -10,24 +11,30 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from paramd.errors import AbortedError, ConflictError, DataLossError, DeadlineError, UsageError
-from paramd.layout.exports.formats import FORMATS
+from paramd.errors import AbortedError, ConflictError, DeadlineError, UsageError
 from paramd.layout.exports.optimizer import OptimizerTable, optimizer_table
 from paramd.layout.exports.plan import ExportPlan, plan_export
-from paramd.layout.exports.settings import ExportSettings, NameMap, NameRule
+from paramd.layout.exports.settings import FORMATS, ExportSettings, NameMap, NameRule
 from paramd.layout.types import Layout
 from paramd.memory.optimizer_state import parse_table
+from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.sidecars import Captured, PinKind, Pinned, RankPin, Sidecars, Spans
 from paramd.mesh.reading.pin import Pinner
+from paramd.mesh.reading.stream import Reading, Transport, read_bytes
+from paramd.mesh.reading.transfer import Chosen, Transfer
+from paramd.mesh.results import OptimizerState
 from paramd.state import StateName
 from paramd.v1 import export_pb2
 from paramd.v1 import sidecar_pb2 as pb
-from paramd.wire import LEASE_S
+
+if TYPE_CHECKING:
+    import torch
+
+    from paramd.mesh.reading.assemble import Targets
 
 FIRST_PATIENCE_S = 2.0
 """How long to wait for a boundary before the optimizer's state is read without one."""
@@ -128,15 +135,8 @@ class _Beside:
             kind = replace(how, with_buffers=how.at_boundary and self._with_buffers)
             return await self._sidecars.pin(rank, spans, kind, timeout_s)
         holder, key = self._states[-1 - rank]
-        document = self._sidecars.document
-        request = pb.PinSnapshotRequest(
-            incarnation=document.incarnation,
-            layout_digest=document.layout_digest,
-            source=pb.SOURCE_MOMENTS,
-            state_key=key,
-            spans=[pb.Span(begin=begin, end=end) for begin, end in spans],
-            lease_ms=int(1000 * LEASE_S),
-            at_boundary=how.at_boundary,
+        request = self._sidecars.pin_request(
+            spans, source=pb.SOURCE_MOMENTS, state_key=key, at_boundary=how.at_boundary
         )
         return RankPin.of(rank, await self._sidecars.pin_step(holder, request, timeout_s))
 
@@ -348,17 +348,9 @@ async def _tables(
     sidecars: Sidecars, pins: Collection[RankPin], deadline_s: float
 ) -> dict[int, dict[str, Any]]:
     async def one(pin: RankPin) -> dict[str, Any]:
-        data = bytearray()
-        source = sidecars.source(pin)
-        chunks: Any = source.chunks(0, deadline_s - time.monotonic())
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                if chunk.size_bytes:
-                    chunk.check()
-                    data += chunk.data
-        if len(data) != pin.size_bytes:
-            raise DataLossError(f"{source.who}: got {len(data)} of {pin.size_bytes} bytes")
-        return parse_table(bytes(data))
+        pinned = Pinned.at(pin.state, {pin.rank: pin})
+        reading = Reading(sidecars, pinned, deadline_s, "grpc")
+        return parse_table(bytes(await read_bytes(reading, pin.rank, 0, pin.size_bytes)))
 
     found = await asyncio.gather(*map(one, pins))
     return {pin.rank: table for pin, table in zip(pins, found, strict=True)}
@@ -366,3 +358,103 @@ async def _tables(
 
 def _named(pin: RankPin, state_key: str) -> export_pb2.ExportPin:
     return export_pb2.ExportPin(rank=pin.rank, state_key=state_key, snapshot_id=pin.snapshot_id)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerRead:
+    """What is read, and how."""
+
+    reach: SidecarFinder
+    sidecars: Sidecars
+    chosen: Chosen
+    device: torch.device | str | None
+    transport: Transport
+    deadline_s: float
+
+
+async def read_states(
+    read: OptimizerRead, transfer: Transfer, targets: Targets | None
+) -> tuple[Pinned, OptimizerState]:
+    """The chosen parameters' optimizer state; with `targets` these filled too, of the same state.
+
+    Raises:
+        UsageError: nothing but buffers was chosen.
+        ConflictError: a rank cannot provide its state.
+        ParamdError: as `AsyncMesh.summon`.
+    """
+    began_s = time.monotonic()
+    plan = read.chosen.plan
+    fqns = {tensor.fqn for tensor in plan.tensors}
+    layout = (await read.reach.index(read.sidecars)).layout
+    layout = replace(layout, tensors=tuple(one for one in layout.tensors if one.fqn in fqns))
+    spans = {one.rank: one.spans for one in plan.ranks}
+    if not spans:
+        raise UsageError("nothing that matches has elements, and so no optimizer state")
+
+    def wanted(table: OptimizerTable) -> Mapping[str, Spans]:
+        plans = {key: _plan_of(read.chosen, table, key).plan for key in table.keys}
+        found = {key: {one.rank: one.spans for one in of.ranks} for key, of in plans.items()}
+        return {key: ranks for key, ranks in found.items() if ranks}
+
+    held = await pin_states(
+        read.sidecars,
+        layout,
+        # Without targets only the state is wanted.
+        spans if targets is not None else dict.fromkeys(spans, ()),
+        wanted,
+        deadline_s=read.deadline_s,
+        with_buffers=read.chosen.at_boundary,
+    )
+    try:
+        return held.pinned, await _read(read, transfer, held, targets, began_s)
+    finally:
+        held.release()
+
+
+async def _read(
+    read: OptimizerRead,
+    transfer: Transfer,
+    held: HeldState,
+    targets: Targets | None,
+    began_s: float,
+) -> OptimizerState:
+    read_bytes = 0
+    reading = Reading(read.sidecars, held.pinned, read.deadline_s, read.transport)
+    if targets is not None:
+        await transfer.read(reading, read.chosen.plan, targets)
+    found: dict[str, dict[str, torch.Tensor | float]] = {
+        name: {scalar.key: scalar.value for scalar in held.table.scalars.get(tensor.fqn, ())}
+        for tensor, names in zip(read.chosen.plan.tensors, read.chosen.names, strict=True)
+        for name in names
+    }
+    for key in held.table.keys:
+        chosen = _plan_of(read.chosen, held.table, key)
+        into = transfer.targets(chosen, dtype=None, device=read.device, into=None)
+        pinned = replace(held.pinned, pins=held.states.get(key, {}))
+        await transfer.read(replace(reading, pinned=pinned), chosen.plan, into)
+        read_bytes += chosen.plan.size_bytes
+        for name, tensor in into.results().items():
+            found[name][key] = tensor
+    return OptimizerState(
+        found,
+        groups=held.table.groups,
+        job=read.sidecars.document.job,
+        incarnation=held.pinned.incarnation,
+        step=held.pinned.step,
+        edits=held.pinned.edits,
+        seconds=time.monotonic() - began_s,
+        bytes=read_bytes,
+    )
+
+
+def _plan_of(chosen: Chosen, table: OptimizerTable, key: str) -> Chosen:
+    """The part of a plan that has state of one kind, with the dtypes of that state."""
+    dtypes: Mapping[str, str] = table.states[key]
+    numbers = [i for i, tensor in enumerate(chosen.plan.tensors) if tensor.fqn in dtypes]
+    plan = chosen.plan.only(numbers)
+    typed = tuple(replace(one, dtype=dtypes[one.fqn]) for one in plan.tensors)
+    return Chosen(
+        names=[chosen.names[number] for number in numbers],
+        plan=replace(plan, tensors=typed),
+        at_boundary=chosen.at_boundary,
+    )

@@ -1,35 +1,48 @@
 """Streams of parameters, for evaluation jobs and inference engines.
 
-Steps are pinned ahead, as for gradients. Before a read, each rank digests what it pinned;
-tensors whose digests are unchanged since the last frame are not read again, unless the user has
-written to them. With deltas, of those that changed only the elements that did are sent
-(mirrors.py).
+Steps are pinned ahead, as for gradients. Before a read, each rank digests what it pinned; tensors
+whose digests are unchanged since the last frame are not read again, unless the user has written to
+them.
+
+With deltas, of those that changed only the elements that did are sent. Each rank's snapshot then
+has a mirror here, byte for byte as the rank has it. A refresh asks the rank what changed since the
+step that the mirror is of, changes the mirror in place, and compares every range with the digest
+that the rank has of it. What does not match, or has no base at the rank any more, is read whole.
+The tensors that users get are made from mirrors, so nothing that they do to one can spoil the next.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from xxhash import xxh3_128_digest
 
-from paramd.errors import ConflictError, UsageError
+from paramd.deltas import Delta, apply_delta
+from paramd.errors import ConflictError, DataLossError
+from paramd.layout.dtypes import item_bytes
 from paramd.layout.plan import RankRead, ReadPlan, plan_read
 from paramd.layout.select import select
 from paramd.mesh.frames.frames import ParamFrame
-from paramd.mesh.frames.mirrors import Mirrors, Refreshed
 from paramd.mesh.frames.stepping import (
     CAPTURE_LEASE_S,
+    READ_S,
     PinnedStep,
     ReachLike,
     StepStream,
+    StreamRequest,
     hold_step,
 )
-from paramd.mesh.peers.sidecars import Pinned, Sidecars
-from paramd.mesh.reading.stream import Transport, memory_at
+from paramd.mesh.peers.grpc import all_ended
+from paramd.mesh.peers.sidecars import Sidecars
+from paramd.mesh.reading.pin import spans_of
+from paramd.mesh.reading.places import Place
+from paramd.mesh.reading.stream import Reading, memory_at
 from paramd.mesh.reading.transfer import Chosen, Transfer
 from paramd.state import At, StateName
 from paramd.v1 import sidecar_pb2 as pb
@@ -37,28 +50,230 @@ from paramd.v1 import sidecar_pb2 as pb
 if TYPE_CHECKING:
     import torch
 
-READ_S = 60.0
-RANGES_PER_CALL = 20_000
+ITEMS_PER_CALL = 20_000
+
+MAX_ELEMENT_BYTES = 8
+"""Larger elements are compared as several."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refreshed:
+    """What a refresh found."""
+
+    changed: tuple[int, ...]
+    """Indexes of the plan's tensors that differ from what was shown last."""
+    sent_bytes: int
+    """Bytes that came from the ranks: changes, digests, and ranges read whole."""
+    changed_bytes: int
+    """Bytes of elements that differ; all of a range that had no base to compare with."""
+
+
+@dataclass(eq=False, slots=True)
+class RankMirror:
+    """One rank's snapshot as it was at the last refresh."""
+
+    read: RankRead
+    items: tuple[pb.DeltaItem, ...]
+    """A range for each landing."""
+    memory: torch.Tensor
+    digests: list[bytes] = field(default_factory=list)
+    """Of each range; empty where it is unknown what is there."""
+    wanted: list[bytes] = field(default_factory=list)
+    """As the rank has them."""
+    shown: list[bytes] = field(default_factory=list)
+    """When tensors were last made of them."""
+    base: StateName | None = None
+    """The state of all that is here; None before the first refresh, or after a failed one."""
+
+    def __post_init__(self) -> None:
+        self.digests = [b""] * len(self.items)
+        self.wanted, self.shown = list(self.digests), list(self.digests)
+
+    def view(self, index: int) -> memoryview:
+        """The bytes of one range, writable."""
+        item = self.items[index]
+        address = self.memory.data_ptr() + item.begin_bytes
+        return memory_at(address, item.end_bytes - item.begin_bytes)
+
+    def read_into(self, address: int, offset_bytes: int, size_bytes: int) -> None:
+        """As `RandomAccess.read_into`."""
+        ctypes.memmove(address, self.memory.data_ptr() + offset_bytes, size_bytes)
+
+    def changed_bytes(self, first: int, parts: Sequence[pb.DeltaPart]) -> int:
+        """Bytes of the elements that parts say have changed; a whole range where none is told."""
+        found = 0
+        for index, part in enumerate(parts, first):
+            item = self.items[index]
+            if part.changed_count >= 0:
+                found += part.changed_count * item.element_bytes
+            elif part.digest != self.digests[index]:
+                found += item.end_bytes - item.begin_bytes
+        return found
+
+    def apply(self, first: int, parts: Sequence[pb.DeltaPart], data: bytes) -> list[int]:
+        """Take in the parts of the ranges from `first` on; indexes of those to be read whole."""
+        whole: list[int] = []
+        offset = 0
+        for index, part in enumerate(parts, first):
+            self.wanted[index] = part.digest
+            end = offset + part.size_bytes
+            if part.digest != self.digests[index]:
+                known, self.digests[index] = self.digests[index], b""
+                delta = Delta(part.form, part.changed_count, data[offset:end])
+                if not known or not part.size_bytes or not self._changed(index, delta):
+                    whole.append(index)
+            offset = end
+        return whole
+
+    def check(self, index: int) -> bool:
+        """Whether a range is what the rank has; notes it."""
+        if xxh3_128_digest(self.view(index)) != self.wanted[index]:
+            return False
+        self.digests[index] = self.wanted[index]
+        return True
+
+    def _changed(self, index: int, delta: Delta) -> bool:
+        try:
+            apply_delta(self.view(index), delta, self.items[index].element_bytes)
+        except DataLossError:
+            return False
+        return self.check(index)
+
+
+class Mirrors:
+    """Mirrors of all ranks of a plan. Use from one task at a time."""
+
+    def __init__(self, transfer: Transfer, plan: ReadPlan) -> None:
+        self._transfer = transfer
+        self._plan = plan
+        self._unseen = {number for number, one in enumerate(plan.tensors) if 0 in one.shape}
+        self._mirrors: Mapping[int, RankMirror] = {
+            read.rank: _mirror(plan, read) for read in plan.ranks
+        }
+
+    async def refresh(self, reading: Reading) -> Refreshed:
+        """Bring all mirrors to the pinned step.
+
+        Raises:
+            DataLossError: what was read whole does not match the rank's digest of it.
+            ParamdError: as `Transfer.read_parts`. What has come is kept for the next refresh.
+        """
+        asked: dict[int, tuple[list[int], int, int]] = {}
+
+        async def ask(rank: int, mirror: RankMirror) -> None:
+            asked[rank] = await self._ask(reading, mirror)
+
+        # None goes on into the next refresh when another one fails.
+        await all_ended([ask(rank, mirror) for rank, mirror in self._mirrors.items()])
+        sent_bytes = sum(found[1] for found in asked.values())
+        changed_bytes = sum(found[2] for found in asked.values())
+        whole = {rank: asked[rank][0] for rank in self._mirrors if asked[rank][0]}
+        sent_bytes += await self._read_whole(reading, whole)
+        # Tensors without elements have no range, and are news once.
+        changed, self._unseen = self._unseen, set()
+        for mirror in self._mirrors.values():
+            mirror.base = reading.pinned.state
+            for index, landing in enumerate(mirror.read.landings):
+                if mirror.shown[index] != mirror.digests[index]:
+                    changed.add(landing.tensor)
+            mirror.shown = list(mirror.digests)
+        return Refreshed(tuple(sorted(changed)), sent_bytes, changed_bytes)
+
+    async def land(self, plan: ReadPlan, targets: Mapping[int, Sequence[Place]]) -> None:
+        """Fill the places, by rank, from the mirrors."""
+        await self._transfer.land(
+            [(self._mirrors[read.rank], targets[read.rank]) for read in plan.ranks]
+        )
+
+    def places(self, read: RankRead) -> list[Place]:
+        """As `transfer.Landings`: the ranges themselves."""
+        memory = self._mirrors[read.rank].memory
+        return [
+            Place(one.begin_bytes, one.end_bytes, memory.data_ptr() + one.begin_bytes)
+            for one in read.landings
+        ]
+
+    async def _ask(self, reading: Reading, mirror: RankMirror) -> tuple[list[int], int, int]:
+        """Of one rank: the ranges to be read whole, the bytes that came, those that changed."""
+        sidecars, pinned = reading.sidecars, reading.pinned
+        base, mirror.base = mirror.base, None
+        whole: list[int] = []
+        sent_bytes = changed_bytes = 0
+        rank = mirror.read.rank
+        for first in range(0, len(mirror.items), ITEMS_PER_CALL):
+            items = mirror.items[first : first + ITEMS_PER_CALL]
+            request = pb.DeltaSnapshotRequest(items=items, keep=True)
+            if base is not None:
+                request.base_step, request.base_edits = base.step, base.edits
+                request.base_history = base.history
+            head, data, received_bytes = await sidecars.delta(
+                pinned.pins[rank], request, reading.deadline_s - time.monotonic()
+            )
+            said = StateName.of(head.header)
+            if said != pinned.state or len(head.parts) != len(items):
+                raise ConflictError(
+                    f"{sidecars.who(rank)} told of {len(head.parts)} changes of {said}; expected "
+                    f"{len(items)} of {pinned.state}"
+                )
+            sent_bytes += received_bytes
+            changed_bytes += mirror.changed_bytes(first, head.parts)
+            whole += await self._transfer.run(partial(mirror.apply, first, head.parts, data))
+        return whole, sent_bytes, changed_bytes
+
+    async def _read_whole(self, reading: Reading, whole: Mapping[int, Sequence[int]]) -> int:
+        """Read these ranges of each rank into the mirrors; the bytes that came."""
+        if not whole:
+            return 0
+        reads = tuple(
+            replace(
+                self._mirrors[rank].read,
+                landings=tuple(self._mirrors[rank].read.landings[index] for index in indexes),
+            )
+            for rank, indexes in whole.items()
+        )
+        plan = ReadPlan(tensors=self._plan.tensors, ranks=reads)
+        pinned = reading.pinned
+        some = replace(pinned, pins={rank: pinned.pins[rank] for rank in whole})
+        await self._transfer.read_parts(replace(reading, pinned=some), plan, self)
+        for rank, indexes in whole.items():
+            right = await self._transfer.run(partial(_all_right, self._mirrors[rank], indexes))
+            if not right:
+                raise DataLossError(
+                    f"{reading.sidecars.who(rank)} sent bytes of step {pinned.step} that do not "
+                    "match its own digest of them; try again, and check the host's memory if this "
+                    "persists"
+                )
+        return sum(one.size_bytes for read in reads for one in read.landings)
+
+
+def _all_right(mirror: RankMirror, indexes: Sequence[int]) -> bool:
+    wrong = [index for index in indexes if not mirror.check(index)]
+    return not wrong
+
+
+def _mirror(plan: ReadPlan, read: RankRead) -> RankMirror:
+    from paramd.mesh.reading.assemble import allocate, torch_dtype
+
+    items = tuple(
+        pb.DeltaItem(
+            begin_bytes=one.begin_bytes,
+            end_bytes=one.end_bytes,
+            element_bytes=min(item_bytes(plan.tensors[one.tensor].dtype), MAX_ELEMENT_BYTES),
+        )
+        for one in read.landings
+    )
+    return RankMirror(read, items, allocate((read.size_bytes,), torch_dtype("uint8")))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FollowRequest:
+class FollowRequest(StreamRequest):
     """A subscription to parameters; see `AsyncMesh.follow`."""
 
-    patterns: tuple[str, ...]
-    every: int = 1
-    """Frames are of updates whose number is a multiple of this; 1 or more."""
-    dtype: torch.dtype | None = None
-    """Of the tensors; None keeps each one's own."""
-    transport: Transport = "auto"
     deltas: bool = False
     """Have the elements that changed sent, where that takes fewer bytes."""
 
     def __post_init__(self) -> None:
-        if not self.patterns:
-            raise UsageError("no pattern was given; expected at least one, '*' follows all")
-        if self.every < 1:
-            raise UsageError(f"every: {self.every}; expected 1 or more")
+        self.check()
 
 
 class _Handed:
@@ -120,24 +335,16 @@ class FollowSteps:
         self._wanted = wanted
         self._plan = plan
         self._names = names
-        reads: Iterable[tuple[int, Sequence[tuple[int, int]]]] = [
-            (read.rank, read.spans) for read in plan.ranks
-        ] or [(min(sidecars.document.peers, default=0), ())]
+        spans = spans_of(sidecars, plan)
         self._requests = {
-            rank: pb.PinSnapshotRequest(
-                incarnation=sidecars.document.incarnation,
-                layout_digest=sidecars.document.layout_digest,
-                spans=[pb.Span(begin=begin, end=end) for begin, end in spans],
-                lease_ms=int(1000 * CAPTURE_LEASE_S),
-            )
-            for rank, spans in reads
+            rank: sidecars.pin_request(of, CAPTURE_LEASE_S) for rank, of in spans.items()
         }
         self.ranks = tuple(self._requests)
         self._digests: list[tuple[bytes, ...]] = []
         self._handed = _Handed(transfer, names)
         self._due: set[int] = set()
         """Tensors that have changed since they were last given out."""
-        self._mirrors = Mirrors(transfer, plan, wanted.transport) if wanted.deltas else None
+        self._mirrors = Mirrors(transfer, plan) if wanted.deltas else None
 
     async def hold(self, sidecars: Sidecars, at: At, timeout_s: float) -> PinnedStep:
         """As `Steps.hold`."""
@@ -152,12 +359,11 @@ class FollowSteps:
 
         Of the others, those that the user has written to are made again.
         """
-        deadline_s = time.monotonic() + READ_S
-        pinned = Pinned.at(held.state, held.pins)
+        reading = held.reading(self._wanted.transport)
         if self._mirrors is not None:
-            found = await self._refresh(self._mirrors, sidecars, pinned, deadline_s)
+            found = await self._refresh(self._mirrors, reading)
         else:
-            found = await self._read_changed(sidecars, pinned, deadline_s)
+            found = await self._read_changed(reading)
         self._due.clear()
         return ParamFrame(
             {name: self._handed.tensors[name] for names in self._names for name in names},
@@ -171,29 +377,27 @@ class FollowSteps:
             changed_bytes=found.changed_bytes if self._mirrors is not None else None,
         )
 
-    async def _refresh(
-        self, mirrors: Mirrors, sidecars: Sidecars, pinned: Pinned, deadline_s: float
-    ) -> Refreshed:
+    async def _refresh(self, mirrors: Mirrors, reading: Reading) -> Refreshed:
         """Bring up the mirrors, and make what changed of them."""
-        found = await mirrors.refresh(sidecars, pinned, deadline_s)
+        found = await mirrors.refresh(reading)
         self._due.update(found.changed)
         made = await self._to_make()
         await self._handed.take(made, await self._landed(mirrors, made))
         return replace(found, changed=tuple(sorted(self._due)))
 
-    async def _read_changed(
-        self, sidecars: Sidecars, pinned: Pinned, deadline_s: float
-    ) -> Refreshed:
+    async def _read_changed(self, reading: Reading) -> Refreshed:
         """Read the tensors whose digests changed, whole."""
-        digests = await self._digested(sidecars, pinned, deadline_s)
+        digests = await self._digested(reading)
         self._due.update(
             number
-            for number, found in enumerate(digests)
-            if not self._digests or found != self._digests[number]
+            for number, now in enumerate(digests)
+            if not self._digests or now != self._digests[number]
         )
         self._digests = digests
         made = await self._to_make()
-        await self._handed.take(made, await self._read_tensors(sidecars, pinned, made, deadline_s))
+        chosen = Chosen(names=self._names, plan=self._plan, at_boundary=False)
+        found = await self._transfer.tensors(reading, chosen, made, dtype=self._wanted.dtype)
+        await self._handed.take(made, found)
         reads = self._plan.only(made).ranks
         sent_bytes = sum(one.size_bytes for read in reads for one in read.landings)
         return Refreshed(tuple(sorted(self._due)), sent_bytes, sent_bytes)
@@ -213,49 +417,21 @@ class FollowSteps:
         await mirrors.land(plan, {read.rank: targets.places(read) for read in plan.ranks})
         return targets.results()
 
-    async def _digested(
-        self, sidecars: Sidecars, pinned: Pinned, deadline_s: float
-    ) -> list[tuple[bytes, ...]]:
+    async def _digested(self, reading: Reading) -> list[tuple[bytes, ...]]:
         """Digests of each tensor's parts, ordered by rank and landing."""
-
-        async def of(read: RankRead) -> list[bytes]:
-            found: list[bytes] = []
-            for begin in range(0, len(read.landings), RANGES_PER_CALL):
-                ranges = [
-                    (one.begin_bytes, one.end_bytes)
-                    for one in read.landings[begin : begin + RANGES_PER_CALL]
-                ]
-                answer = await sidecars.digests(
-                    pinned.pins[read.rank], ranges, deadline_s - time.monotonic()
+        answers = await asyncio.gather(
+            *(
+                reading.digests(
+                    read.rank, [(one.begin_bytes, one.end_bytes) for one in read.landings]
                 )
-                said = StateName.of(answer.header)
-                if said != pinned.state or len(answer.digests) != len(ranges):
-                    raise ConflictError(
-                        f"{sidecars.who(read.rank)} returned {len(answer.digests)} digests of "
-                        f"{said}; expected {len(ranges)} of {pinned.state}"
-                    )
-                found.extend(answer.digests)
-            return found
-
-        answers = await asyncio.gather(*(of(read) for read in self._plan.ranks))
+                for read in self._plan.ranks
+            )
+        )
         parts: list[list[bytes]] = [[] for _ in self._plan.tensors]
         for read, digests in zip(self._plan.ranks, answers, strict=True):
             for landing, digest in zip(read.landings, digests, strict=True):
                 parts[landing.tensor].append(digest)
         return [tuple(found) for found in parts]
-
-    async def _read_tensors(
-        self, sidecars: Sidecars, pinned: Pinned, numbers: Sequence[int], deadline_s: float
-    ) -> dict[str, torch.Tensor]:
-        return await self._transfer.tensors(
-            sidecars,
-            Chosen(names=self._names, plan=self._plan, at_boundary=False),
-            numbers,
-            pinned,
-            dtype=self._wanted.dtype,
-            transport=self._wanted.transport,
-            deadline_s=deadline_s,
-        )
 
 
 async def open_following(

@@ -12,9 +12,8 @@ import torch
 from paramd.layout.plan import ReadPlan
 from paramd.layout.stats import Stats
 from paramd.mesh.frames.frames import GradSelection
-from paramd.mesh.peers.sidecars import Pinned, Sidecars
 from paramd.mesh.reading.assemble import Targets, allocate, torch_dtype
-from paramd.mesh.reading.stream import Transport
+from paramd.mesh.reading.stream import Reading
 from paramd.mesh.reading.transfer import Transfer
 
 _KEPT = 4
@@ -79,17 +78,14 @@ class Sums:
 
 
 async def read_tensors(
-    sidecars: Sidecars,
+    reading: Reading,
     transfer: Transfer,
     pool: TensorPool,
     plan: ReadPlan,
     asked: Sequence[GradSelection],
     numbers: Sequence[range],
-    pinned: Pinned,
-    dtype: torch.dtype | None,
-    transport: Transport,
-    deadline_s: float,
     *,
+    dtype: torch.dtype | None = None,
     zeroed: bool = False,
 ) -> dict[int, torch.Tensor]:
     """Read, for each `asked[i]`, the plan's tensors `numbers[i]` into one; by `i`.
@@ -113,7 +109,7 @@ async def read_tensors(
         for row, number in enumerate(of):
             into[f"#{number}"] = whole[row : row + 1]
     targets = Targets(_part_of(plan, numbers), names, dtype=dtype, device=None, into=into)
-    await transfer.read(sidecars, targets.plan, pinned, targets, transport, deadline_s)
+    await transfer.read(reading, targets.plan, targets)
     return results
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,14 +25,16 @@ from paramd.mesh.frames.frames import (
 )
 from paramd.mesh.frames.stepping import (
     CAPTURE_LEASE_S,
+    READ_S,
     PinnedStep,
     ReachLike,
     StepStream,
+    StreamRequest,
     hold_step,
 )
-from paramd.mesh.peers.sidecars import Pinned, Sidecars
-from paramd.mesh.reading.stream import Transport
-from paramd.mesh.reading.summary import compute_parts
+from paramd.mesh.peers.grpc import all_ended
+from paramd.mesh.peers.sidecars import Sidecars
+from paramd.mesh.reading.reductions import compute_parts, stats_message
 from paramd.mesh.reading.transfer import Transfer
 from paramd.state import At
 from paramd.v1 import sidecar_pb2 as pb
@@ -50,9 +51,6 @@ REASONS: Final = {
     pb.NO_GRADIENT_UNSUPPORTED: "it is not a dense tensor that fits its parameter",
 }
 
-READ_S = 60.0
-"""Time limit for reading one frame."""
-
 MAX_ITEMS = 20_000
 """With more items on one rank they are reduced from a snapshot, in several calls."""
 
@@ -61,26 +59,17 @@ Items = Mapping[int, tuple[StatsItem, ...]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GradRequest:
+class GradRequest(StreamRequest):
     """A subscription to gradients; see `AsyncMesh.grads`."""
 
-    patterns: tuple[str, ...]
-    every: int = 1
-    """Frames are of updates whose number is a multiple of this; 1 or more."""
     kind: Kind = "full"
-    dtype: torch.dtype | None = None
-    """Of full gradients; None keeps each parameter's own."""
     rows: int | None = None
     """Evenly spaced rows of the first dim to sample; None takes all."""
     lossless: bool = False
     """Updates wait for this reader, if the trainer's operator allows it."""
-    transport: Transport = "auto"
 
     def __post_init__(self) -> None:
-        if not self.patterns:
-            raise UsageError("no pattern was given; expected at least one, '*' means all")
-        if self.every < 1:
-            raise UsageError(f"every: {self.every}; expected 1 or more")
+        self.check()
         if self.kind not in KINDS:
             raise UsageError(f"kind: {self.kind!r}; expected one of {', '.join(KINDS)}")
         if self.kind != "full" and self.dtype is not None:
@@ -146,17 +135,9 @@ class GradSteps:
         asking = await self._planned(sidecars)
         requests = [asked for asked in (asking.requests, asking.sums) if asked]
         # Concurrently: once the update has begun it is too late to pin its gradients.
-        tasks = [asyncio.create_task(hold_step(sidecars, one, at, timeout_s)) for one in requests]
-        try:
-            found = await asyncio.gather(*tasks)
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-            for task in tasks:
-                if not task.cancelled() and task.exception() is None:
-                    task.result().release()
-            raise
+        found = await all_ended(
+            [hold_step(sidecars, one, at, timeout_s) for one in requests], PinnedStep.release
+        )
         main = found[0] if asking.requests else None
         return _Held(asking, main, found[-1] if asking.sums else None)
 
@@ -180,7 +161,7 @@ class GradSteps:
             if note.none and (note.rank, note.asked) in held.plan.used
         }
         bad: dict[str, list[int]] = {}
-        values, parts = await self._values(sidecars, held, none, bad)
+        values, parts = await self._values(held, none, bad)
         first = held.steps()[0]
         facts = next(iter(first.answers.values())).gradients
         return GradFrame(
@@ -215,27 +196,21 @@ class GradSteps:
         return self._asking
 
     async def _values(
-        self,
-        sidecars: Sidecars,
-        held: _Held,
-        none: Mapping[str, str],
-        bad: dict[str, list[int]],
+        self, held: _Held, none: Mapping[str, str], bad: dict[str, list[int]]
     ) -> tuple[dict[str, Callable[[], Any]], dict[str, list[Part]] | None]:
-        plan, deadline_s = held.plan, time.monotonic() + READ_S
+        plan = held.plan
         sums: dict[int, torch.Tensor] = {}
         if plan.sums.tensors:
-            sums = await self._summed(sidecars, held, deadline_s)
+            sums = await self._summed(held)
         values: dict[str, Callable[[], Any]] = {}
         if self._wanted.kind == "full":
-            tensors = await self._tensors(sidecars, held, deadline_s)
+            tensors = await self._tensors(held)
             for index, one in enumerate(plan.asked):
                 found = sums[index] if plan.layers[index] else tensors[index]
                 values[one.name] = partial(_same, None if one.name in none else found)
             return values, None
         exponents = self._wanted.kind == "histogram"
-        parts = await read_parts(
-            sidecars, held.asking, held.main, deadline_s, bad, with_exponents=exponents
-        )
+        parts = await read_parts(held.asking, held.main, bad, with_exponents=exponents)
         if sums:
             from paramd.mesh.frames.grad_tensors import tensor_stats
 
@@ -250,21 +225,16 @@ class GradSteps:
             values[one.name] = lazily_summed(parts[index])
         return values, said
 
-    async def _tensors(
-        self, sidecars: Sidecars, held: _Held, deadline_s: float
-    ) -> dict[int, torch.Tensor]:
+    async def _tensors(self, held: _Held) -> dict[int, torch.Tensor]:
         from paramd.mesh.frames.grad_tensors import read_tensors
 
-        source = held.steps()[0]
+        reading, plan = held.steps()[0].reading(self._wanted.transport), held.plan
         return await read_tensors(
-            sidecars, self._transfer, self.pool, held.plan.plan, held.plan.asked,
-            held.plan.numbers, Pinned.at(source.state, source.pins), self._wanted.dtype,
-            self._wanted.transport, deadline_s,
+            reading, self._transfer, self.pool, plan.plan, plan.asked, plan.numbers,
+            dtype=self._wanted.dtype,
         )  # fmt: skip
 
-    async def _summed(
-        self, sidecars: Sidecars, held: _Held, deadline_s: float
-    ) -> dict[int, torch.Tensor]:
+    async def _summed(self, held: _Held) -> dict[int, torch.Tensor]:
         """Partial gradients, summed in rank order so that the result is deterministic.
 
         The sum is rounded once, to what is wanted, or to the gradient's own dtype.
@@ -273,13 +243,13 @@ class GradSteps:
 
         await self._transfer.load_torch()
         assert held.sums is not None
-        pinned = Pinned.at(held.sums.state, held.sums.pins)
+        reading = held.sums.reading(self._wanted.transport)
         found = Sums()
         for layer in range(max(map(len, held.plan.layers))):
             numbers = [of[layer] if layer < len(of) else range(0) for of in held.plan.layers]
             tensors = await read_tensors(
-                sidecars, self._transfer, self.pool, held.plan.sums, held.plan.asked, numbers,
-                pinned, None, self._wanted.transport, deadline_s, zeroed=layer > 0,
+                reading, self._transfer, self.pool, held.plan.sums, held.plan.asked, numbers,
+                zeroed=layer > 0,
             )  # fmt: skip
             await self._transfer.run(partial(found.add, tensors))
         return found.rounded(self._wanted.dtype)
@@ -337,10 +307,7 @@ def pin_requests(
         return found
     for rank, request in found.items():
         request.reduction.with_exponents = wanted.kind == "histogram"
-        request.reduction.items.extend(
-            pb.StatsItem(begin_bytes=item.begin_bytes, numel=item.numel, dtype=item.dtype)
-            for item in items[rank]
-        )
+        request.reduction.items.extend(map(stats_message, items[rank]))
     return found
 
 
@@ -348,21 +315,15 @@ def pin_request(
     sidecars: Sidecars, wanted: GradRequest, spans: Sequence[tuple[int, int]]
 ) -> pb.PinSnapshotRequest:
     """Template of the request to one rank."""
-    return pb.PinSnapshotRequest(
-        incarnation=sidecars.document.incarnation,
-        layout_digest=sidecars.document.layout_digest,
-        spans=[pb.Span(begin=begin, end=end) for begin, end in spans],
-        lease_ms=int(1000 * CAPTURE_LEASE_S),
-        source=pb.SOURCE_GRADIENTS,
-        lossless_every=wanted.every if wanted.lossless else 0,
+    every = wanted.every if wanted.lossless else 0
+    return sidecars.pin_request(
+        spans, CAPTURE_LEASE_S, source=pb.SOURCE_GRADIENTS, lossless_every=every
     )
 
 
 async def read_parts(
-    sidecars: Sidecars,
     asking: _Asking,
     held: PinnedStep | None,
-    deadline_s: float,
     bad: dict[str, list[int]],
     *,
     with_exponents: bool,
@@ -389,10 +350,8 @@ async def read_parts(
     if held is None:
         return found
     if held.pins and plan.plan.tensors:
-        pinned = Pinned.at(held.state, held.pins)
-        parts = await compute_parts(
-            sidecars, pinned, items, deadline_s, with_exponents=with_exponents
-        )
+        wanted = pb.ComputeStatsRequest(with_exponents=with_exponents)
+        parts = await compute_parts(held.reading(), items, wanted)
         ranks = (rank for rank, asked in items.items() for _ in asked)
         for rank, (item, stats) in zip(ranks, parts, strict=True):
             note(rank, item, stats)
@@ -401,7 +360,8 @@ async def read_parts(
         asked = items.get(rank, ())
         if [item.numel for item in asked] != [one.count for one in answer.stats]:
             raise ConflictError(
-                f"{sidecars.who(rank)} returned statistics that do not match the request; try again"
+                f"{held.sidecars.who(rank)} returned statistics that do not match the request; try "
+                "again"
             )
         for item, message in zip(asked, answer.stats, strict=True):
             note(rank, item, message)

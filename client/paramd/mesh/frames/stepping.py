@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from paramd.errors import (
     AbortedError,
@@ -24,12 +24,18 @@ from paramd.errors import (
     NotFoundError,
     ParamdError,
     UnreachableError,
+    UsageError,
 )
 from paramd.layout.select import NameIndex
 from paramd.mesh.peers.control import JobDocument
-from paramd.mesh.peers.sidecars import RankPin, Sidecars, out_of_lockstep
+from paramd.mesh.peers.grpc import all_ended
+from paramd.mesh.peers.sidecars import Pinned, RankPin, Sidecars, out_of_lockstep
+from paramd.mesh.reading.stream import Reading, Transport
 from paramd.state import At, StateName
 from paramd.v1 import sidecar_pb2
+
+if TYPE_CHECKING:
+    import torch
 
 AHEAD = 2
 """Steps requested ahead; sidecars have as many slots."""
@@ -301,6 +307,25 @@ class StepStream(Generic[Held, Result]):
                 self._steps.release(ask.task.result())
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamRequest:
+    """What every subscription says."""
+
+    patterns: tuple[str, ...]
+    every: int = 1
+    """Frames are of updates whose number is a multiple of this; 1 or more."""
+    dtype: torch.dtype | None = None
+    """Of the tensors; None keeps each parameter's own."""
+    transport: Transport = "auto"
+
+    def check(self) -> None:
+        """Raise UsageError: nothing is asked for, or not of a number of updates."""
+        if not self.patterns:
+            raise UsageError("no pattern was given; expected at least one, '*' means all")
+        if self.every < 1:
+            raise UsageError(f"every: {self.every}; expected 1 or more")
+
+
 @asynccontextmanager
 async def frames_of(
     stream: StepStream[Any, Result], open_streams: set[StepStream[Any, Any]]
@@ -324,6 +349,9 @@ CAPTURE_LEASE_S = 0.9
 HOLD_S = 10.0
 """How long a capture is kept for its reader."""
 
+READ_S = 60.0
+"""Time limit for reading one frame."""
+
 
 class PinnedStep:
     """Snapshots of all ranks at one step; leases are renewed until `release`, or `hold_s`."""
@@ -341,10 +369,15 @@ class PinnedStep:
         """Of all ranks."""
         self.answers: Mapping[int, sidecar_pb2.PinSnapshotResponse] = answers
         self.pins = pins
-        self._sidecars = sidecars
+        self.sidecars = sidecars
         self._renewing = (
             asyncio.create_task(self._renew(), name="paramd-step-leases") if pins else None
         )
+
+    def reading(self, transport: Transport = "auto") -> Reading:
+        """How to read it, within `READ_S` from now."""
+        pinned = Pinned.at(self.state, self.pins)
+        return Reading(self.sidecars, pinned, time.monotonic() + READ_S, transport)
 
     def release(self) -> None:
         """End the leases; never waits. Idempotent."""
@@ -352,14 +385,14 @@ class PinnedStep:
             self._renewing.cancel()
             self._renewing = None
             for pin in self.pins.values():
-                self._sidecars.release(pin)
+                self.sidecars.release(pin)
 
     async def _renew(self) -> None:
         for _ in range(int(self._hold_s / (CAPTURE_LEASE_S / 3))):
             await asyncio.sleep(CAPTURE_LEASE_S / 3)
             # A failed renewal surfaces as NOT_FOUND at the next read.
             await asyncio.gather(
-                *(self._sidecars.renew(pin, CAPTURE_LEASE_S) for pin in self.pins.values()),
+                *(self.sidecars.renew(pin, CAPTURE_LEASE_S) for pin in self.pins.values()),
                 return_exceptions=True,
             )
 
@@ -382,28 +415,20 @@ async def hold_step(
         TrainingEndedError: there are no more steps.
         ParamdError: as `Sidecars.pin_step`.
     """
-    tasks = {}
-    for rank, template in templates.items():
+
+    async def pin(rank: int) -> sidecar_pb2.PinSnapshotResponse:
         request = sidecar_pb2.PinSnapshotRequest()
-        request.CopyFrom(template)
+        request.CopyFrom(templates[rank])
         request.at_step, request.at_history = at.step, at.history
-        tasks[rank] = asyncio.create_task(sidecars.pin_step(rank, request, timeout_s))
-    try:
-        await asyncio.gather(*tasks.values())
-    except BaseException:
-        for task in tasks.values():
-            task.cancel()
-        await asyncio.wait(tasks.values())
-        for rank, task in tasks.items():
-            if not task.cancelled() and task.exception() is None:
-                _release(sidecars, rank, task.result())
-        raise
-    answers = {rank: task.result() for rank, task in tasks.items()}
+        return await sidecars.pin_step(rank, request, timeout_s)
+
+    found = await all_ended(map(pin, templates), partial(_release, sidecars))
+    answers = dict(zip(templates, found, strict=True))
     try:
         state = _check(sidecars, answers, at)
     except ParamdError:
-        for rank, answer in answers.items():
-            _release(sidecars, rank, answer)
+        for answer in found:
+            _release(sidecars, answer)
         raise
     pins = {
         rank: RankPin.of(rank, answer) for rank, answer in answers.items() if answer.snapshot_id
@@ -431,6 +456,6 @@ def _check(
     return wanted
 
 
-def _release(sidecars: Sidecars, rank: int, answer: sidecar_pb2.PinSnapshotResponse) -> None:
+def _release(sidecars: Sidecars, answer: sidecar_pb2.PinSnapshotResponse) -> None:
     if answer.snapshot_id:
-        sidecars.release(RankPin.of(rank, answer))
+        sidecars.release(RankPin.of(answer.header.rank, answer))

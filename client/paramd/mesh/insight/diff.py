@@ -1,34 +1,162 @@
-"""`mesh.diff`: two states, wherever they are, tensor by tensor."""
+"""`mesh.diff`: two states, wherever they are, tensor by tensor.
+
+A state is a job now, a job at a step to come, a mark, a checkpoint on disk, or tensors at hand. It
+is read tensor by tensor, so that comparing two needs the memory of a few tensors.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from paramd.errors import UsageError
-from paramd.mesh.insight.states import (
-    MARK,
-    HeldTensors,
-    State,
-    live_state,
-    matching,
-    next_step,
-    stored_state,
-)
+from paramd.errors import NotFoundError, UsageError
+from paramd.mesh.exports.calls import MANIFEST
+from paramd.mesh.insight.steps import next_step, pin_step, present
 from paramd.mesh.peers.discovery import SidecarFinder
-from paramd.mesh.reading.transfer import Transfer, all_ended
+from paramd.mesh.peers.grpc import all_ended
+from paramd.mesh.peers.sidecars import Sidecars
+from paramd.mesh.reading.pin import choose, pinned
+from paramd.mesh.reading.stream import Reading
+from paramd.mesh.reading.transfer import Transfer
 from paramd.state import At
 
 if TYPE_CHECKING:
+    import torch
+
     from paramd.mesh.insight.compare import Diff, TensorDiff
+
+Value = TypeVar("Value")
+
+Now = Literal["now"]
+
+MARK = "mark:"
+"""How the name of a mark begins where other states can be given, too."""
+
+MAX_FILES = 10_000
 
 MAX_CELLS = 512
 
 Source = Any
 """As the arguments of `AsyncMesh.diff`."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Tensors of one state; whoever made it ends its leases."""
+
+    label: str
+    """The state in words."""
+    names: Sequence[str]
+    read: Callable[[str], Awaitable[torch.Tensor]]
+    """One tensor by its name, on the CPU."""
+
+
+def held_state(tensors: Mapping[str, torch.Tensor], label: str) -> State:
+    """Tensors at hand, such as a `Summoned`."""
+
+    async def read(name: str) -> torch.Tensor:
+        return tensors[name].detach().cpu()
+
+    return State(label, list(tensors), read)
+
+
+@asynccontextmanager
+async def live_state(
+    reach: SidecarFinder,
+    transfer: Transfer,
+    patterns: Sequence[str],
+    at: str | int | At,
+    deadline_s: float,
+) -> AsyncIterator[State]:
+    """A job's tensors, pinned now, at a step to come (a number is of the present history), or as a
+    mark ("mark:NAME") has them.
+
+    Raises:
+        ConflictError: the step is past, or the training has ended before it; or there is no such
+            mark.
+        DeadlineError: it did not come in time.
+        ParamdError: as `AsyncMesh.summon`.
+    """
+    async with AsyncExitStack() as stack:
+
+        async def attempt(sidecars: Sidecars) -> State:
+            chosen = await choose(reach, sidecars, patterns, buffers=False)
+            job = sidecars.document.job
+            mark = at.removeprefix(MARK) if isinstance(at, str) and at.startswith(MARK) else ""
+            if isinstance(at, int | At):
+                named = at if isinstance(at, At) else At((await present(sidecars)).history, at)
+                pins = await pin_step(stack, sidecars, chosen.plan, named, deadline_s)
+            else:
+                pins = await stack.enter_async_context(
+                    pinned(reach, sidecars, chosen, deadline_s, mark=mark)
+                )
+            label = f"mark {mark}, " * bool(mark) + f"step {pins.step} of {job}"
+            reading = Reading(sidecars, pins, deadline_s)
+            names = [tensor.name for tensor in chosen.plan.tensors]
+
+            async def read(name: str) -> torch.Tensor:
+                found = await transfer.tensors(reading, chosen, [names.index(name)])
+                return next(iter(found.values()))
+
+            return State(label, names, read)
+
+        yield await reach.attempts(attempt, deadline_s)
+
+
+def stored_state(path: Path, patterns: Sequence[str]) -> State:
+    """A safetensors file, or a directory of them such as an export.
+
+    Raises:
+        NotFoundError: it does not exist, or no tensor matches. UsageError: it holds none.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if not path.exists():
+        raise NotFoundError(f"{path}: there is no such file or directory")
+    found = sorted(path.glob("*.safetensors"))[:MAX_FILES] if path.is_dir() else [path]
+    if not found:
+        raise UsageError(
+            f"{path}: no *.safetensors in it; expected an export made with --format safetensors"
+        )
+    files: dict[str, Path] = {}
+    for file in found:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                files |= dict.fromkeys(opened.keys(), file)
+        except (OSError, SafetensorError) as error:
+            raise UsageError(f"{file}: not a readable safetensors file: {error}") from error
+    chosen = matching(files, patterns)
+    if not chosen:
+        raise NotFoundError(f"{path}: no tensor matches {', '.join(patterns)[:200]}")
+
+    async def read(name: str) -> torch.Tensor:
+        try:
+            with safe_open(chosen[name], framework="pt") as opened:
+                tensor: torch.Tensor = opened.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise UsageError(f"{chosen[name]}: {name} cannot be read: {error}") from error
+        return tensor
+
+    return State(_label(path), list(chosen), read)
+
+
+def matching(found: Mapping[str, Value], patterns: Sequence[str]) -> dict[str, Value]:
+    """What matches, in order."""
+    return {n: v for n, v in found.items() if any(fnmatchcase(n, p) for p in patterns)}
+
+
+def _label(path: Path) -> str:
+    try:
+        step = json.loads((path / MANIFEST).read_text())["step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return str(path)
+    return f"{path} (step {step})"
 
 
 async def compute_diff(
@@ -51,7 +179,7 @@ async def compute_diff(
         if isinstance(source, Mapping):
             step = getattr(source, "step", None)
             label = f"{name} (step {step})" if step is not None else name
-            return HeldTensors(matching(source, patterns), label)
+            return held_state(matching(source, patterns), label)
         other = reach_of(source)
         if other is not None:
             return await stack.enter_async_context(

@@ -7,18 +7,18 @@ replicas, and the training goes on meanwhile.
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from paramd.errors import AbortedError, DeadlineError, NotFoundError, UsageError
 from paramd.layout.select import SelectedTensor, select
+from paramd.layout.types import joined
 from paramd.mesh.frames.stepping import PinnedStep
-from paramd.mesh.insight.moments import Facts, hold
-from paramd.mesh.insight.states import present
+from paramd.mesh.insight.steps import Facts, hold, present
 from paramd.mesh.peers.discovery import SidecarFinder
+from paramd.mesh.peers.grpc import all_ended
 from paramd.mesh.peers.sidecars import Sidecars
 from paramd.mesh.results import Table
 from paramd.state import At
@@ -68,13 +68,6 @@ class Replay(Table[ReplayRow]):
     rank: int
     step: int
     """The update: it led from step - 1 to step."""
-
-    def __new__(
-        cls, rows: Iterable[ReplayRow], *, job: str, incarnation: int, rank: int, step: int
-    ) -> Replay:
-        self = super().__new__(cls, sorted(rows, key=lambda row: (-row.differing, row.name)))
-        self.job, self.incarnation, self.rank, self.step = job, incarnation, rank, step
-        return self
 
     @property
     def differing(self) -> list[ReplayRow]:
@@ -162,16 +155,8 @@ async def _one(
         wanted: list[tuple[list[tuple[int, int]], str | None, At]]
         wanted = [(spans, key, at) for at in (before_it, after_it) for key in keys]
         wanted += [(spans, None, after_it), ([], "any", before_it)]
-        tasks = [
-            asyncio.create_task(_pin(stack, sidecars, rank, *one, deadline_s)) for one in wanted
-        ]
-        try:
-            pinned = await asyncio.gather(*tasks)
-        finally:
-            # If one fails, the others must not enter their leases into a closed stack.
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+        # If one fails, the others must not enter their leases into a closed stack.
+        pinned = await all_ended([_pin(stack, sidecars, rank, *one, deadline_s) for one in wanted])
         ids = [one.answers[rank].snapshot_id for one in pinned]
         before, after, (gradients, used) = ids[: len(keys)], ids[len(keys) : -2], ids[-2:]
         request = pb.ReplayUpdateRequest(
@@ -182,11 +167,13 @@ async def _one(
             gradients_snapshot_id=gradients,
             facts_snapshot_id=used,
         )
-        answer = await sidecars.replay(rank, request, deadline_s - time.monotonic())
+        left_s = deadline_s - time.monotonic()
+        answer = await sidecars.ask(rank, request, pb.ReplayUpdateResponse, left_s)
     names = names_of(facts, rank, chosen)
     document = sidecars.document
+    rows = (_row(one, names) for one in answer.tensors)
     return Replay(
-        (_row(one, names) for one in answer.tensors),
+        sorted(rows, key=lambda row: (-row.differing, row.name)),
         job=document.job,
         incarnation=document.incarnation,
         rank=rank,
@@ -222,13 +209,7 @@ def spans_of(facts: Facts, rank: int, chosen: Sequence[SelectedTensor]) -> list[
         for param in [facts.param_at(piece.arena_begin)]
         if param is not None
     }
-    spans: list[tuple[int, int]] = []
-    for begin, end in sorted(found):
-        if spans and begin <= spans[-1][1]:
-            spans[-1] = (spans[-1][0], max(end, spans[-1][1]))
-        else:
-            spans.append((begin, end))
-    return spans
+    return joined(found, 0)
 
 
 def names_of(facts: Facts, rank: int, chosen: Sequence[SelectedTensor]) -> Mapping[int, str]:

@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from paramd.errors import ConflictError, UsageError
 from paramd.extras import need
 from paramd.layout.dtypes import DTYPES
-from paramd.layout.heatmaps import HeatmapItem, Matrix, heatmap_items, matrix_of
+from paramd.layout.heatmaps import Matrix, heatmap_items, matrix_of
 from paramd.layout.plan import ReadPlan
 from paramd.mesh.peers.discovery import SidecarFinder
-from paramd.mesh.peers.sidecars import Pinned, Sidecars
 from paramd.mesh.reading.pin import while_pinned
+from paramd.mesh.reading.stream import Reading
 from paramd.v1 import sidecar_pb2 as pb
 
 if TYPE_CHECKING:
@@ -115,12 +115,7 @@ async def compute_spectrum(
     check_k(k)
     need("mesh.spectrum", "torch")
 
-    async def work(
-        sidecars: Sidecars, plan: ReadPlan, pinned: Pinned, deadline_s: float
-    ) -> Spectrum:
-        return await spectrum_of(sidecars, plan, pinned, k, deadline_s)
-
-    return await while_pinned(reach, [pattern], work, deadline_s)
+    return await while_pinned(reach, [pattern], partial(spectrum_of, k=k), deadline_s)
 
 
 def check_k(k: int) -> None:
@@ -129,9 +124,7 @@ def check_k(k: int) -> None:
         raise UsageError(f"k: {k!r}; expected 1 to {MAX_K} singular values")
 
 
-async def spectrum_of(
-    sidecars: Sidecars, plan: ReadPlan, pinned: Pinned, k: int, deadline_s: float
-) -> Spectrum:
+async def spectrum_of(reading: Reading, plan: ReadPlan, *, k: int) -> Spectrum:
     """The spectrum of a plan's only tensor while it is pinned.
 
     Raises:
@@ -139,7 +132,7 @@ async def spectrum_of(
     """
     check_matrix(plan)
     tensor = plan.tensors[0]
-    shards = _Shards(sidecars, plan, pinned, matrix_of(tensor.shape), deadline_s)
+    shards = _Shards(reading, plan, matrix_of(tensor.shape))
     profile = await shards.profile()
     values: tuple[float, ...] = ()
     error, condition, exact = math.nan, math.nan, False
@@ -148,9 +141,9 @@ async def spectrum_of(
     largest = values[0] if values else 0.0
     return Spectrum(
         name=tensor.name,
-        job=sidecars.document.job,
-        incarnation=pinned.incarnation,
-        step=pinned.step,
+        job=reading.sidecars.document.job,
+        incarnation=reading.pinned.incarnation,
+        step=reading.pinned.step,
         shape=tuple(tensor.shape),
         dtype=tensor.dtype,
         singular_values=values,
@@ -246,12 +239,10 @@ _SMALLEST_NORMAL = {
 class _Shards:
     """The matrix, where it lies."""
 
-    sidecars: Sidecars
+    reading: Reading
     plan: ReadPlan
-    pinned: Pinned
     matrix: Matrix
-    deadline_s: float
-    items: dict[int, tuple[HeatmapItem, ...]] = field(init=False)
+    items: dict[int, tuple[pb.PoolItem, ...]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.items = {
@@ -267,21 +258,19 @@ class _Shards:
 
         async def ask(rank: int) -> pb.ProfileSnapshotResponse:
             request = pb.ProfileSnapshotRequest(
-                snapshot_id=self.pinned.pins[rank].snapshot_id,
                 dtype=self.plan.tensors[0].dtype,
                 row_count=rows,
                 col_count=columns,
-                items=self._messages(rank),
+                items=self.items[rank],
             )
-            left_s = self.deadline_s - time.monotonic()
-            return await self.sidecars.ask(rank, request, pb.ProfileSnapshotResponse, left_s)
+            return await self.reading.ask(rank, request, pb.ProfileSnapshotResponse)
 
         for rank, part in zip(self.items, await asyncio.gather(*map(ask, self.items)), strict=True):
             row_max = np.frombuffer(part.row_max, "<f8")
             col_max = np.frombuffer(part.col_max, "<f8")
             sums = np.frombuffer(part.row_sums, "<u8").reshape(-1, 2)
-            self._check(rank, part.header, part.row_begin + len(row_max) <= rows)
-            self._check(rank, part.header, part.col_begin + len(col_max) <= columns)
+            self._check(rank, part.row_begin + len(row_max) <= rows)
+            self._check(rank, part.col_begin + len(col_max) <= columns)
             at = slice(part.row_begin, part.row_begin + len(row_max))
             across = slice(part.col_begin, part.col_begin + len(col_max))
             found.row_max[at] = np.maximum(found.row_max[at], row_max)
@@ -326,22 +315,20 @@ class _Shards:
         for left in range(0, part.shape[1], width):
             columns = np.ascontiguousarray(part[:, left : left + width])
             request = pb.MultiplySnapshotRequest(
-                snapshot_id=self.pinned.pins[rank].snapshot_id,
                 dtype=self.plan.tensors[0].dtype,
                 row_count=self.matrix.rows,
                 col_count=self.matrix.columns,
-                items=self._messages(rank),
+                items=self.items[rank],
                 transposed=transposed,
                 factor_begin=begin,
                 factor_width=columns.shape[1],
                 factor=columns.tobytes(),
             )
-            left_s = self.deadline_s - time.monotonic()
-            answer = await self.sidecars.ask(rank, request, pb.MultiplySnapshotResponse, left_s)
+            answer = await self.reading.ask(rank, request, pb.MultiplySnapshotResponse)
             product = np.frombuffer(answer.product, "<f8").reshape(-1, columns.shape[1])
             first = answer.begin
             most = self.matrix.columns if transposed else self.matrix.rows
-            self._check(rank, answer.header, 0 <= first <= most - len(product))
+            self._check(rank, 0 <= first <= most - len(product))
             found.append(product)
         return first, np.concatenate(found, axis=1)
 
@@ -356,26 +343,10 @@ class _Shards:
             ends.append(begin + sum((size - 1) * step for size, step in pairs) + 1)
         return min(begins), max(ends)
 
-    def _messages(self, rank: int) -> list[pb.PoolItem]:
-        return [
-            pb.PoolItem(
-                begin_bytes=item.begin_bytes,
-                sizes=item.sizes,
-                strides=item.strides,
-                steps=item.steps,
-                row_dims=item.row_dims,
-                row_begin=item.row_begin,
-                col_begin=item.col_begin,
-            )
-            for item in self.items[rank]
-        ]
-
-    def _check(self, rank: int, header: Any, fits: bool) -> None:
-        same = (header.incarnation, header.step) == (self.pinned.incarnation, self.pinned.step)
-        if not (same and fits):
-            raise ConflictError(
-                f"{self.sidecars.who(rank)} returned a part that does not fit the matrix; try again"
-            )
+    def _check(self, rank: int, fits: bool) -> None:
+        if not fits:
+            who = self.reading.sidecars.who(rank)
+            raise ConflictError(f"{who} returned a part that does not fit the matrix; try again")
 
 
 async def _singular_values(shards: _Shards, k: int) -> tuple[tuple[float, ...], float, float, bool]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -26,11 +26,12 @@ from paramd.layout.dtypes import item_bytes
 from paramd.layout.plan import ReadPlan, plan_read
 from paramd.layout.select import SelectedTensor, select
 from paramd.mesh.exports.download import batches
-from paramd.mesh.insight.moments import Facts, HeldMoments, Spans, pin_moments_at
-from paramd.mesh.insight.states import pin_step, present
+from paramd.mesh.insight.steps import Facts, HeldMoments, pin_moments_at, pin_step, present
 from paramd.mesh.peers.discovery import SidecarFinder
-from paramd.mesh.peers.sidecars import Pinned, Sidecars
-from paramd.mesh.reading.summary import compute_stats
+from paramd.mesh.peers.grpc import all_ended
+from paramd.mesh.peers.sidecars import Pinned, Sidecars, Spans
+from paramd.mesh.reading.reductions import compute_stats
+from paramd.mesh.reading.stream import Reading
 from paramd.mesh.results import Table, mesh_status
 from paramd.state import At
 
@@ -184,10 +185,11 @@ async def _next_update(
                 )
                 if before.edits != after.edits:
                     raise ConflictError("an edit was applied between the two steps")
-                rows = await _rows(sidecars, plan, before, after, deadline_s)
+                rows = await _rows(Reading(sidecars, before, deadline_s), plan, after)
                 why = moments if isinstance(moments, str) else ""
                 if not isinstance(moments, str):
-                    rows = await _with_moments(rows, sidecars, plan, group, moments, deadline_s)
+                    reading = Reading(sidecars, moments[0].pinned, deadline_s)
+                    rows = await _with_moments(rows, reading, plan, group, moments)
                 return _Part(rows, why, history)
         except ConflictError as error:
             # Training was quicker than the request, or than a copy: ask further ahead, but not
@@ -205,22 +207,15 @@ async def _two_steps(
     deadline_s: float,
 ) -> tuple[Pinned, Pinned, Moments | str]:
     spans = {read.rank: read.spans for read in plan.ranks}
-    tasks: list[asyncio.Task[Any]] = [
-        asyncio.create_task(pin_step(stack, sidecars, plan, at, deadline_s)) for at in steps
-    ]
+    pins: list[Awaitable[Any]] = [pin_step(stack, sidecars, plan, at, deadline_s) for at in steps]
     last = At(steps[1].history, steps[1].step - 1)
     # The hyper-parameters that the last update used are those of the step before it.
-    tasks += [
-        asyncio.create_task(_moments(stack, sidecars, of, at, deadline_s))
+    pins += [
+        _moments(stack, sidecars, of, at, deadline_s)
         for of, at in ((dict.fromkeys(spans, ()), last), (spans, steps[1]))
     ]
-    try:
-        before, after, used, moments = await asyncio.gather(*tasks)
-    finally:
-        # If one fails, the other must not enter its lease into a closed stack.
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+    # If one fails, the others must not enter their leases into a closed stack.
+    before, after, used, moments = await all_ended(pins)
     if isinstance(used, str) or isinstance(moments, str):
         return before, after, used if isinstance(used, str) else moments
     return before, after, (moments, used.facts)
@@ -240,14 +235,13 @@ async def _moments(
 
 async def _with_moments(
     rows: Sequence[UpdateRow],
-    sidecars: Sidecars,
+    reading: Reading,
     plan: ReadPlan,
     group: Sequence[SelectedTensor],
     moments: Moments,
-    deadline_s: float,
 ) -> list[UpdateRow]:
     held, used = moments
-    table = await compute_stats(sidecars, plan, held.pinned, deadline_s, with_exponents=False)
+    table = await compute_stats(reading, plan)
     found = []
     for row, stats, item in zip(rows, table, group, strict=True):
         known = _where(item, held.facts)
@@ -290,12 +284,10 @@ def _effective_lr(used: Facts, param: Mapping[str, Any], mean: float) -> float:
         return math.nan
 
 
-async def _rows(
-    sidecars: Sidecars, plan: ReadPlan, before: Pinned, after: Pinned, deadline_s: float
-) -> list[UpdateRow]:
+async def _rows(before: Reading, plan: ReadPlan, after: Pinned) -> list[UpdateRow]:
     weights, changes = await asyncio.gather(
-        compute_stats(sidecars, plan, before, deadline_s, with_exponents=False),
-        compute_stats(sidecars, plan, after, deadline_s, with_exponents=False, before=before),
+        compute_stats(before, plan),
+        compute_stats(replace(before, pinned=after), plan, before=before.pinned),
     )
     rows = []
     for weight, change in zip(weights, changes, strict=True):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
+import os
 import ssl
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from urllib.parse import quote, urlsplit
 
 import httpx2
@@ -26,7 +28,7 @@ from paramd.errors import (
 )
 from paramd.mesh.peers import tunnels
 from paramd.mesh.peers.grpc import Asked, RankUnreachableError, check_way, is_relayed
-from paramd.mesh.peers.trust import client_tls
+from paramd.places import running_jobs
 from paramd.security.tls import IF_MOVED, ClientTls, Pems, https_context, not_accepted
 
 REST_TIMEOUT_S = 5.0
@@ -98,27 +100,39 @@ class JobDocument:
         )
 
 
-_KINDS: dict[str, Callable[[Any], Any]] = {"str": str, "int": int, "float": float, "bool": bool}
-
 Document = TypeVar("Document")
+
+_hints = functools.cache(get_type_hints)
 
 
 def read_document(
     kind: Callable[..., Document], found: Mapping[str, Any], **given: Any
 ) -> Document:
-    """A dataclass from the fields of a JSON object that are called like its own.
+    """A dataclass from the fields of a JSON object that are called like its own, nested ones too.
 
-    Fields that are neither numbers, text nor flags have to be `given`.
+    Null is no text. Fields that the object has otherwise, or not at all, have to be `given`.
 
     Raises:
         KeyError, TypeError, ValueError: a field is missing, or of another type.
     """
     for one in fields(kind):  # type: ignore[arg-type]
         if one.name not in given:
-            name, _, optional = str(one.type).partition(" | ")
-            value = found[one.name]
-            given[one.name] = None if optional and value is None else _KINDS[name](value)
+            given[one.name] = _read(_hints(kind)[one.name], found[one.name])
     return kind(**given)
+
+
+def _read(kind: Any, value: Any) -> Any:
+    whole, parts = get_origin(kind), get_args(kind)
+    if type(None) in parts:
+        return None if value is None else _read(parts[0], value)
+    if whole is tuple:
+        return tuple(_read(parts[0], one) for one in value)
+    if whole is Mapping:
+        return dict(value)
+    if kind is str and value is None:
+        return ""
+    make: Callable[..., Any] = kind
+    return read_document(make, value) if is_dataclass(kind) else make(value)
 
 
 @contextmanager
@@ -352,15 +366,8 @@ _NOT_OURS = (401, 404)
 
 def parse_job(found: Mapping[str, Any]) -> JobDocument:
     """Parse a job document. Raises KeyError, TypeError or ValueError."""
-    peers = [
-        PeerAddress(
-            rank=int(peer["rank"]),
-            address=str(peer["address"]),
-            socket_path=str(peer.get("socket_path") or ""),
-            host_id=str(peer.get("host_id") or ""),
-        )
-        for peer in found["peers"]
-    ]
+    absent = {"socket_path": "", "host_id": ""}
+    peers = [read_document(PeerAddress, {**absent, **peer}) for peer in found["peers"]]
     return read_document(
         JobDocument,
         found,
@@ -438,3 +445,17 @@ _BY_STATUS: dict[int, type[ParamdError]] = {
     503: UnreachableError,
     504: DeadlineError,
 }
+
+
+def client_tls(url: str, ca: str | os.PathLike[str] | None = None) -> ClientTls:
+    """What to trust for `url`: `ca`, else PARAMD_TLS_CA, else the CA in a running job's endpoint.
+
+    Raises:
+        UsageError: as `ClientTls.from_environment`.
+    """
+    found = ClientTls.from_environment(ca)
+    if found.ca is None and not found.pin:
+        for endpoint in running_jobs():
+            if endpoint.ca and endpoint.url == url.rstrip("/"):
+                return ClientTls(pems=Pems(ca=endpoint.ca.encode()))
+    return found

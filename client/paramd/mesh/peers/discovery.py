@@ -8,21 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
+from urllib.parse import quote, urlencode
 
-from paramd.errors import (
-    ConflictError,
-    DeniedError,
-    ParamdError,
-    UnreachableError,
-    UsageError,
-)
+from paramd.errors import ConflictError, DeniedError, ParamdError, UnreachableError, UsageError
 from paramd.layout.codec import join_batches
 from paramd.layout.select import NameIndex
-from paramd.mesh.peers.control import JobDocument, PeerAddress, behind
+from paramd.mesh.peers.control import JobDocument, PeerAddress, RestClient, behind, readable
 from paramd.mesh.peers.grpc import (
     LIVENESS_S,
     Background,
@@ -41,6 +36,12 @@ RECOVERY_S = 4.0
 
 TICKET_MARGIN_S = 60.0
 """A ticket is renewed this long before it expires, or a third of its lifetime if shorter."""
+
+AGAIN_S = 0.2
+"""Between two tries of a request."""
+
+PAGE = 200
+"""Items of a list in one response."""
 
 _DOWN_S = 10.0
 # Finite, so that a rank without a replica is still read from.
@@ -315,3 +316,76 @@ def _same_place(one: PeerAddress, other: PeerAddress | None) -> bool:
 
 def _identity(document: JobDocument) -> tuple[int, str]:
     return document.incarnation, document.layout_digest
+
+
+class JobRest:
+    """REST requests about one job; paths are below its own. Raises as `RestClient.send`."""
+
+    def __init__(self, rest: RestClient, reach: SidecarFinder) -> None:
+        self._rest = rest
+        self._reach = reach
+
+    @property
+    def job(self) -> str:
+        """The job's name."""
+        return self._reach.document.job
+
+    def path(self, path: str) -> str:
+        """The path below /api/v1."""
+        return f"/jobs/{quote(self.job, safe='')}{path}"
+
+    async def send(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """The response to one request."""
+        return await self._rest.send(method, self.path(path), body, timeout_s=timeout_s)
+
+    async def again(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        deadline_s: float,
+        *,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """As `send`, again until the deadline while the control plane cannot be reached.
+
+        The request may have arrived, so a second one must be a no-op. A killed control plane is
+        back within seconds.
+        """
+        while True:
+            try:
+                return await self.send(method, path, body, timeout_s=timeout_s)
+            except UnreachableError:
+                if time.monotonic() + AGAIN_S >= deadline_s:
+                    raise
+                await asyncio.sleep(AGAIN_S)
+
+    async def pages(
+        self, path: str, limit: int, **query: object
+    ) -> AsyncIterator[Mapping[str, Any]]:
+        """The pages of a list, until none is left; arguments that are None are not sent."""
+        given = {name: value for name, value in query.items() if value is not None}
+        token = ""
+        while True:
+            asked = {**given, "limit": min(PAGE, limit), "page_token": token}
+            page = await self.send("GET", f"{path}?{urlencode(asked)}")
+            yield page
+            token = str(page.get("next_page_token") or "")
+            if not token:
+                return
+
+    def read(self, parse: Callable[[], Result]) -> Result:
+        """What `parse` makes of a response.
+
+        Raises:
+            ParamdError: the response breaks the API's schema.
+        """
+        with readable(self._rest.url):
+            return parse()

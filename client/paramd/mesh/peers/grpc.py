@@ -13,7 +13,7 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import grpc
 import grpc.aio
@@ -39,7 +39,7 @@ from paramd.security.tls import (
     tls_for,
 )
 from paramd.state_files import host_id, same_network
-from paramd.v1 import common_pb2, control_pb2_grpc, sidecar_pb2, sidecar_pb2_grpc
+from paramd.v1 import common_pb2, control_pb2, control_pb2_grpc, sidecar_pb2, sidecar_pb2_grpc
 from paramd.wire import Chunk, parse_chunk
 
 if TYPE_CHECKING:
@@ -235,11 +235,7 @@ class LeaseEndedError(NotFoundError):
     """A snapshot's lease ended before it was read; pin again."""
 
 
-Response = TypeVar("Response")
 Result = TypeVar("Result")
-
-UnaryCall: TypeAlias = Callable[..., Awaitable[Response]]
-"""A unary method of a generated stub on an asyncio channel."""
 
 
 class Channels:
@@ -306,10 +302,6 @@ class Channels:
             self._stream_tls = stamp, tls.ssl_context(ssl.TLSVersion.TLSv1_3)
         return self._stream_tls[1]
 
-    def control(self, address: str) -> Any:
-        """The asyncio stub of `ControlService` at `address`."""
-        return control_pb2_grpc.ControlServiceStub(self.channel(address))
-
     async def is_back(self, address: str) -> None:
         """Drop a channel in reconnect backoff, now that the peer is known to respond again.
 
@@ -332,17 +324,21 @@ class Channels:
         retired, self._retired = self._retired, []
         await asyncio.gather(*(channel.close() for channel in retired))
 
-    async def control_call(
-        self, method: UnaryCall[Response], request: object, *, timeout_s: float
-    ) -> Response:
-        """Call a unary method of the control plane with ticket and deadline.
+    async def schedule(
+        self, address: str, request: control_pb2.ScheduleBoundaryRequest, *, timeout_s: float
+    ) -> control_pb2.ScheduleBoundaryResponse:
+        """Call the control plane's ScheduleBoundary.
 
         Raises:
             ParamdError: the class for the gRPC status.
         """
+        call: Any = control_pb2_grpc.ControlServiceStub(self.channel(address)).ScheduleBoundary
         metadata = (self._authorization(), *errors.metadata())
         with told_errors("control plane"):
-            return await method(request, timeout=call_timeout_s(timeout_s), metadata=metadata)
+            found: control_pb2.ScheduleBoundaryResponse = await call(
+                request, timeout=call_timeout_s(timeout_s), metadata=metadata
+            )
+        return found
 
     async def ask(self, asked: Asked, method: str, request: Any, *, timeout_s: float) -> Any:
         """Call a unary method of a sidecar; the response is checked to come from its rank.
@@ -491,6 +487,28 @@ async def ended(futures: Iterable[asyncio.Future[Any]]) -> None:
             waiting = {one for one in waiting if not one.done()}
     if again:
         raise asyncio.CancelledError
+
+
+async def all_ended(
+    work: Iterable[Awaitable[Result]], undo: Callable[[Result], object] = lambda result: None
+) -> list[Result]:
+    """Run all concurrently; if one fails, cancel the others and `undo` what was done.
+
+    Returns, or raises, once all have ended.
+    """
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        try:
+            await ended(tasks)
+        finally:
+            for task in tasks:
+                if not task.cancelled() and task.exception() is None:
+                    undo(task.result())
+        raise
 
 
 async def cancelled(task: asyncio.Future[Any]) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
@@ -143,7 +143,7 @@ class PinTransport(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PinKind:
-    """Options of a pin."""
+    """Options of a pin, called like the fields of its request."""
 
     at_boundary: bool = False
     with_buffers: bool = False
@@ -295,7 +295,8 @@ class SnapshotSource:
 
     async def offer(self) -> StreamOffer:
         """A grant for one bulk stream. Raises as `Sidecars.offer`."""
-        return await self._sidecars.offer(self._pin)
+        request = sidecar_pb2.GrantStreamRequest(snapshot_id=self._pin.snapshot_id)
+        return await self._sidecars.offer(self._pin.rank, request)
 
     async def probe(self) -> None:
         """Raise RankUnreachableError if the sidecar does not respond."""
@@ -331,17 +332,20 @@ class Sidecars:
         self, rank: int, spans: Sequence[tuple[int, int]], how: PinKind, timeout_s: float
     ) -> RankPin:
         """Pin spans of one rank; waits up to `timeout_s` while its sidecar responds to probes."""
-        request = sidecar_pb2.PinSnapshotRequest(
+        request = self.pin_request(spans, **asdict(how))
+        return RankPin.of(rank, await self.pin_step(rank, request, timeout_s))
+
+    def pin_request(
+        self, spans: Sequence[tuple[int, int]], lease_s: float = LEASE_S, **more: Any
+    ) -> sidecar_pb2.PinSnapshotRequest:
+        """The request for a pin of one rank; `more` are its other fields."""
+        return sidecar_pb2.PinSnapshotRequest(
             incarnation=self.document.incarnation,
             layout_digest=self.document.layout_digest,
             spans=[sidecar_pb2.Span(begin=begin, end=end) for begin, end in spans],
-            lease_ms=int(1000 * LEASE_S),
-            at_boundary=how.at_boundary,
-            with_buffers=how.with_buffers,
-            unsettled=how.unsettled,
-            mark=how.mark,
+            lease_ms=int(1000 * lease_s),
+            **more,
         )
-        return RankPin.of(rank, await self.pin_step(rank, request, timeout_s))
 
     async def pin_step(
         self, rank: int, request: sidecar_pb2.PinSnapshotRequest, timeout_s: float
@@ -380,8 +384,7 @@ class Sidecars:
                 control_pb2.SnapshotRef(rank=pin.rank, snapshot_id=pin.snapshot_id) for pin in pins
             ],
         )
-        stub = self._channels.control(document.control_address)
-        call = self._channels.control_call(stub.ScheduleBoundary, request, timeout_s=timeout_s)
+        call = self._channels.schedule(document.control_address, request, timeout_s=timeout_s)
         # A boundary needs all ranks, pinned ones first. The control plane probes them too, but
         # its error names no rank, so the next attempt would wait just as long.
         ranks = list(dict.fromkeys([*(pin.rank for pin in pins), *document.peers]))
@@ -418,42 +421,6 @@ class Sidecars:
         found = await self._call(rank, "GetState", request, timeout_s)
         assert isinstance(found, sidecar_pb2.GetStateResponse)
         return found
-
-    async def reached(self, rank: int, timeout_s: float) -> Sequence[sidecar_pb2.ReachedPeer]:
-        """Whom the sidecar of a rank reaches: the control plane, and one rank of each host."""
-        found = await self._call(rank, "ReachPeers", sidecar_pb2.ReachPeersRequest(), timeout_s)
-        assert isinstance(found, sidecar_pb2.ReachPeersResponse)
-        return found.peers
-
-    async def stats(
-        self,
-        pin: RankPin,
-        items: Sequence[sidecar_pb2.StatsItem],
-        timeout_s: float,
-        *,
-        with_exponents: bool,
-        edges: Sequence[float] = (),
-        before: RankPin | None = None,
-    ) -> sidecar_pb2.ComputeStatsResponse:
-        """Statistics over parts of a pinned snapshot, or of what they differ by from `before`."""
-        request = sidecar_pb2.ComputeStatsRequest(
-            snapshot_id=pin.snapshot_id,
-            items=items,
-            with_exponents=with_exponents,
-            edges=edges,
-            before_snapshot_id=before.snapshot_id if before is not None else "",
-        )
-        return await self.ask(pin.rank, request, sidecar_pb2.ComputeStatsResponse, timeout_s)
-
-    async def digests(
-        self, pin: RankPin, ranges: Sequence[tuple[int, int]], timeout_s: float
-    ) -> sidecar_pb2.DigestSnapshotResponse:
-        """Digests of half-open byte ranges of a pinned snapshot."""
-        request = sidecar_pb2.DigestSnapshotRequest(
-            snapshot_id=pin.snapshot_id,
-            ranges=[sidecar_pb2.Span(begin=begin, end=end) for begin, end in ranges],
-        )
-        return await self.ask(pin.rank, request, sidecar_pb2.DigestSnapshotResponse, timeout_s)
 
     async def delta(
         self, pin: RankPin, request: sidecar_pb2.DeltaSnapshotRequest, timeout_s: float
@@ -494,12 +461,6 @@ class Sidecars:
             )
         return head, bytes(data), received_bytes
 
-    async def replay(
-        self, rank: int, request: sidecar_pb2.ReplayUpdateRequest, timeout_s: float
-    ) -> sidecar_pb2.ReplayUpdateResponse:
-        """Make a pinned update again."""
-        return await self.ask(rank, request, sidecar_pb2.ReplayUpdateResponse, timeout_s)
-
     async def layout_batches(self, rank: int) -> list[layout_pb2.Layout]:
         """The current layout, from one rank's sidecar."""
         asked = self.document.asked(rank)
@@ -524,23 +485,12 @@ class Sidecars:
         """Stream serialized StageEditRequests to one rank. Raises gRPC's errors."""
         return await self._channels.stage(self.document.asked(rank), requests, timeout_s=timeout_s)
 
-    async def get_edit(
-        self, rank: int, edit_id: str, timeout_s: float
-    ) -> sidecar_pb2.GetEditResponse:
-        """Progress of an edit on one rank. Raises NotFoundError if unknown there."""
-        request = sidecar_pb2.GetEditRequest(edit_id=edit_id)
-        return await self.ask(rank, request, sidecar_pb2.GetEditResponse, timeout_s)
+    async def offer(self, rank: int, request: sidecar_pb2.GrantStreamRequest) -> StreamOffer:
+        """A grant for a bulk stream of a pinned snapshot, or of an edit's data.
 
-    async def offer(self, pin: RankPin) -> StreamOffer:
-        """A grant for a bulk stream of a pinned snapshot. Raises LeaseEndedError: pin again."""
-        request = sidecar_pb2.GrantStreamRequest(snapshot_id=pin.snapshot_id)
-        return await self._offer(pin.rank, request)
-
-    async def offer_upload(self, rank: int, edit_id: str) -> StreamOffer:
-        """A grant for a bulk stream of an edit's data. Raises NotFoundError: it is unknown."""
-        return await self._offer(rank, sidecar_pb2.GrantStreamRequest(edit_id=edit_id))
-
-    async def _offer(self, rank: int, request: sidecar_pb2.GrantStreamRequest) -> StreamOffer:
+        Raises:
+            LeaseEndedError: the snapshot's lease has ended, or the edit is unknown.
+        """
         found = await self.ask(rank, request, sidecar_pb2.GrantStreamResponse, _GRANT_TIMEOUT_S)
         address = self.document.peer(rank).address
         return StreamOffer(

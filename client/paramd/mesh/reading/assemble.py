@@ -184,7 +184,6 @@ def _as_boxes(landing: Landing, tensor: ResultTensor) -> Iterator[Landing]:
             strides=row_major(box.sizes),
             target=box,
             size_bytes=size_bytes,
-            direct=False,
         )
         begin_bytes += size_bytes
 

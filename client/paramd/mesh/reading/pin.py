@@ -16,6 +16,7 @@ from paramd.errors import AbortedError, ConflictError, DeadlineError, ExhaustedE
 from paramd.layout.plan import ReadPlan, plan_read
 from paramd.layout.select import select
 from paramd.mesh.peers.discovery import SidecarFinder
+from paramd.mesh.peers.grpc import all_ended
 from paramd.mesh.peers.sidecars import (
     Captured,
     FastPathBackoff,
@@ -30,6 +31,7 @@ from paramd.mesh.peers.sidecars import (
     pinned_at,
     told_step,
 )
+from paramd.mesh.reading.stream import Reading
 from paramd.mesh.reading.transfer import Chosen
 
 _FIRST_BACKOFF_S = 0.005
@@ -239,24 +241,10 @@ class Pinner:
 
     async def _pin_all(self, spans: Spans, how: PinKind, left_s: float) -> list[RankPin]:
         """Pin on every rank, or on none."""
-        tasks = [
-            asyncio.create_task(self._transport.pin(rank, rank_spans, how, left_s))
-            for rank, rank_spans in spans.items()
-        ]
-        try:
-            await asyncio.gather(*tasks)
-        except BaseException:
-            await self._undo(tasks)
-            raise
-        return [task.result() for task in tasks]
-
-    async def _undo(self, tasks: Sequence[asyncio.Task[RankPin]]) -> None:
         # A pin cancelled in flight may still be granted; the transport takes it back.
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-        self._release(
-            [task.result() for task in tasks if not task.cancelled() and not task.exception()]
+        return await all_ended(
+            [self._transport.pin(rank, of, how, left_s) for rank, of in spans.items()],
+            self._transport.release,
         )
 
     def _release(self, pins: Iterable[RankPin]) -> None:
@@ -276,8 +264,8 @@ class Pinner:
 
 Result = TypeVar("Result")
 
-Work = Callable[[Sidecars, ReadPlan, Pinned, float], Awaitable[Result]]
-"""Called with (sidecars, plan, pins, deadline) while the plan is pinned."""
+Work = Callable[[Reading, ReadPlan], Awaitable[Result]]
+"""Called while the plan is pinned."""
 
 
 async def choose(
@@ -300,6 +288,13 @@ async def choose(
     )
 
 
+def spans_of(sidecars: Sidecars, plan: ReadPlan) -> Spans:
+    """What to pin of each rank for a plan; of one rank at least, as every result needs a step."""
+    if not plan.ranks:
+        return {min(sidecars.document.peers, default=0): ()}
+    return {read.rank: read.spans for read in plan.ranks}
+
+
 @asynccontextmanager
 async def pinned(
     reach: SidecarFinder,
@@ -311,14 +306,8 @@ async def pinned(
     mark: str = "",
 ) -> AsyncIterator[Pinned]:
     """Snapshots of `chosen`. Args, Raises: as `Pinner.pinned`."""
-    spans: dict[int, Sequence[tuple[int, int]]] = {
-        read.rank: read.spans for read in chosen.plan.ranks
-    }
-    if not spans:
-        # Nothing to read (empty tensors), but the result needs a step.
-        spans = {min(sidecars.document.peers, default=0): ()}
     async with Pinner(sidecars, backoff=reach.backoff).pinned(
-        spans,
+        spans_of(sidecars, chosen.plan),
         deadline_s=deadline_s,
         with_buffers=chosen.at_boundary and not mark,
         unsettled=unsettled,
@@ -346,6 +335,6 @@ async def while_pinned(
     async def attempt(sidecars: Sidecars) -> Result:
         chosen = await choose(reach, sidecars, patterns, buffers=buffers)
         async with pinned(reach, sidecars, chosen, deadline_s, unsettled=unsettled) as pins:
-            return await work(sidecars, chosen.plan, pins, deadline_s)
+            return await work(Reading(sidecars, pins, deadline_s), chosen.plan)
 
     return await reach.attempts(attempt, deadline_s)

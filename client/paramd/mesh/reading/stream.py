@@ -12,9 +12,10 @@ import asyncio
 import ctypes
 import functools
 import time
+from collections.abc import Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast
 
 import grpc.aio
 from xxhash import xxh3_64
@@ -30,13 +31,15 @@ from paramd.errors import (
 )
 from paramd.mesh.peers.bulk import BulkStream, NoStreamError, on_thread
 from paramd.mesh.peers.grpc import LIVENESS_S, LeaseEndedError, cancelled, error_of
-from paramd.mesh.peers.sidecars import Pinned, Sidecars, SnapshotSource
+from paramd.mesh.peers.sidecars import Answer, Pinned, Sidecars, SnapshotSource
 from paramd.mesh.reading.places import Place, PlaceSink, Scratch
 from paramd.state import StateName
-from paramd.v1 import common_pb2
+from paramd.v1 import common_pb2, sidecar_pb2
 from paramd.wire import Chunk
 
 Transport = Literal["auto", "same-host", "stream", "grpc"]
+
+RANGES_PER_CALL = 20_000
 
 STREAM_FROM_BYTES = 1 << 20
 """Fewer bytes are faster over gRPC than with the extra call for a grant."""
@@ -56,6 +59,52 @@ _M_ARENA_MAX = -8
 _MMAP_THRESHOLD_BYTES = 32 << 20
 _TRIM_THRESHOLD_BYTES = 64 << 20
 _ARENAS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Snapshots that somebody keeps pinned, and how to read them."""
+
+    sidecars: Sidecars
+    pinned: Pinned
+    deadline_s: float
+    """On the monotonic clock."""
+    transport: Transport = "auto"
+
+    async def ask(self, rank: int, request: Any, answers: type[Answer]) -> Answer:
+        """What a rank's sidecar computes of its snapshot.
+
+        Raises:
+            ConflictError: the answer is about another step.
+        """
+        request.snapshot_id = self.pinned.pins[rank].snapshot_id
+        left_s = self.deadline_s - time.monotonic()
+        found = await self.sidecars.ask(rank, request, answers, left_s)
+        said, pinned = cast("Any", found).header, self.pinned
+        if (said.incarnation, said.step) != (pinned.incarnation, pinned.step):
+            raise ConflictError(
+                f"{self.sidecars.who(rank)} answered about step {said.step} of incarnation "
+                f"{said.incarnation}; expected step {pinned.step} of incarnation "
+                f"{pinned.incarnation}; try again"
+            )
+        return found
+
+    async def digests(self, rank: int, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Digests of half-open byte ranges of a rank's snapshot. Raises as `ask`."""
+        found: list[bytes] = []
+        for begin in range(0, len(ranges), RANGES_PER_CALL):
+            batch = ranges[begin : begin + RANGES_PER_CALL]
+            spans = [sidecar_pb2.Span(begin=first, end=end) for first, end in batch]
+            request = sidecar_pb2.DigestSnapshotRequest(ranges=spans)
+            answer = await self.ask(rank, request, sidecar_pb2.DigestSnapshotResponse)
+            said = StateName.of(answer.header)
+            if said != self.pinned.state or len(answer.digests) != len(batch):
+                raise ConflictError(
+                    f"{self.sidecars.who(rank)} returned {len(answer.digests)} digests of {said}; "
+                    f"expected {len(batch)} of {self.pinned.state}; try again"
+                )
+            found.extend(answer.digests)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,51 +133,35 @@ def keep_freed_memory() -> None:
     mallopt(_M_ARENA_MAX, _ARENAS)
 
 
-async def read_bytes(
-    sidecars: Sidecars,
-    pinned: Pinned,
-    rank: int,
-    begin: int,
-    end: int,
-    deadline_s: float,
-    transport: Transport = "auto",
-) -> bytearray:
+async def read_bytes(reading: Reading, rank: int, begin: int, end: int) -> bytearray:
     """Bytes [begin, end) of one rank's snapshot. Raises as `Reader.run`."""
     data = bytearray(end - begin)
     if data:
         memory = (ctypes.c_char * len(data)).from_buffer(data)
         sink = PlaceSink([Place(begin, end, ctypes.addressof(memory))])
-        await read_range(sidecars, pinned, rank, sink, begin, end, deadline_s, transport)
+        await read_range(reading, rank, sink, begin, end)
     return data
 
 
-async def read_range(
-    sidecars: Sidecars,
-    pinned: Pinned,
-    rank: int,
-    sink: PlaceSink,
-    begin: int,
-    end: int,
-    deadline_s: float,
-    transport: Transport = "auto",
-) -> None:
+async def read_range(reading: Reading, rank: int, sink: PlaceSink, begin: int, end: int) -> None:
     """Read bytes [begin, end) of one rank's snapshot into `sink`. Raises as `Reader.run`."""
     if begin >= end:
         return
-    expected = Expected(pinned.state, end)
-    source = sidecars.source(pinned.pins[rank], end_bytes=end)
+    sidecars, transport = reading.sidecars, reading.transport
+    expected = Expected(reading.pinned.state, end)
+    source = sidecars.source(reading.pinned.pins[rank], end_bytes=end)
     large = end - begin >= STREAM_FROM_BYTES and sidecars.has_streams(rank)
     if transport == "stream" or (transport == "auto" and large):
         reader: Reader = StreamReader(source, sink, expected, begin)
         try:
-            await reader.run(deadline_s)
+            await reader.run(reading.deadline_s)
             return
         except NoStreamError:
             if transport == "stream":
                 raise
             sidecars.keep_to_grpc(rank)
             begin = reader.offset_bytes
-    await Reader(source, sink, expected, begin).run(deadline_s)
+    await Reader(source, sink, expected, begin).run(reading.deadline_s)
 
 
 class Reader:

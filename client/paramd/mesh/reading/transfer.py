@@ -40,14 +40,15 @@ from paramd.memory import handover
 from paramd.memory.descriptors import close_all
 from paramd.mesh.peers.bulk import CONNECT_S
 from paramd.mesh.peers.control import JobDocument, PeerAddress
-from paramd.mesh.peers.grpc import LeaseEndedError, check_handover, ended, is_relayed
-from paramd.mesh.peers.sidecars import FastPathBackoff, Pinned, RankPin, Sidecars
+from paramd.mesh.peers.grpc import LeaseEndedError, all_ended, check_handover, ended, is_relayed
+from paramd.mesh.peers.sidecars import FastPathBackoff, RankPin, Sidecars
 from paramd.mesh.reading.live import LiveRank, read_live
 from paramd.mesh.reading.places import Place, PlaceSink, RandomAccess, fill_from
-from paramd.mesh.reading.stream import Transport, read_range
+from paramd.mesh.reading.stream import Reading, Transport, read_range
 from paramd.security.tls import host_of, is_loopback
 from paramd.state import StateName
 from paramd.state_files import host_id, kernel_of
+from paramd.v1 import sidecar_pb2
 
 if TYPE_CHECKING:
     import torch
@@ -134,10 +135,13 @@ async def find_reaches(sidecars: Sidecars) -> list[Reach]:
 
     async def tried(rank: int) -> list[Reach]:
         try:
-            found = await sidecars.reached(rank, REACH_S)
+            request = sidecar_pb2.ReachPeersRequest()
+            found = await sidecars.ask(rank, request, sidecar_pb2.ReachPeersResponse, REACH_S)
         except ParamdError:
             return []  # its state says why
-        return [Reach(rank, one.rank, one.address, one.reason, one.took_ns / 1e9) for one in found]
+        return [
+            Reach(rank, one.rank, one.address, one.reason, one.took_ns / 1e9) for one in found.peers
+        ]
 
     peers = sidecars.document.peers
     first = {peers[rank].host_id: rank for rank in sorted(peers, reverse=True)}
@@ -170,13 +174,6 @@ class SharedSnapshot:
             message = {"op": "map", "ticket": ticket, "rank": peer.rank, "snapshot_id": snapshot_id}
             answer, (descriptor,) = _asked(connection, message, "mapped", 1)
             return cls(connection, descriptor, int(answer["size_bytes"]), snapshot_id)
-        except OSError as error:
-            connection.close()
-            if isinstance(error, ParamdError):
-                raise
-            raise UnreachableError(
-                f"rank {peer.rank}: its sidecar did not share its snapshot"
-            ) from error
         except BaseException:
             connection.close()
             raise
@@ -250,12 +247,7 @@ def open_live(peer: PeerAddress, document: JobDocument, read: RankRead) -> LiveR
         "layout_digest": document.layout_digest,
     }
     with handover.connect(Path(peer.socket_path), timeout_s=_ANSWER_S) as connection:
-        try:
-            answer, (page, arena) = _asked(connection, message, "live", 2)
-        except OSError as error:
-            if isinstance(error, ParamdError):
-                raise
-            raise UnreachableError(f"rank {peer.rank}: its sidecar does not answer") from error
+        answer, (page, arena) = _asked(connection, message, "live", 2)
     return LiveRank(peer.rank, page, arena, int(answer["arena_bytes"]), read.spans)
 
 
@@ -264,11 +256,15 @@ def _asked(
 ) -> tuple[handover.Message, list[int]]:
     """Send a request with a ticket; the answer, and its `count` descriptors."""
     rank = message["rank"]
-    handover.send(connection, message)
     try:
+        handover.send(connection, message)
         answer, descriptors = handover.receive(connection)
     except EOFError as error:
         raise UnreachableError(f"rank {rank}: its sidecar closed the socket") from error
+    except OSError as error:
+        if isinstance(error, ParamdError):
+            raise
+        raise UnreachableError(f"rank {rank}: its sidecar does not answer") from error
     try:
         if answer["op"] == wanted and len(descriptors) == count:
             check_handover(answer, str(message["ticket"]), rank)
@@ -370,38 +366,21 @@ class Transfer:
         where = torch.device(device) if device is not None else None
         return Targets(chosen.plan, chosen.names, dtype=dtype, device=where, into=into)
 
-    async def read(
-        self,
-        sidecars: Sidecars,
-        plan: ReadPlan,
-        pinned: Pinned,
-        targets: Targets,
-        transport: Transport,
-        deadline_s: float,
-    ) -> None:
+    async def read(self, reading: Reading, plan: ReadPlan, targets: Targets) -> None:
         """Fill the targets from all ranks concurrently; no copy is left running at the end."""
 
         async def stream(read: RankRead) -> None:
-            peer = sidecars.document.peer(read.rank)
+            peer = reading.sidecars.document.peer(read.rank)
             count = 1 if is_loopback(host_of(peer.address)) else STREAMS
             parts = _cut(targets.places(read), read.size_bytes, count)
             await all_ended(
                 [
-                    read_range(
-                        sidecars,
-                        pinned,
-                        read.rank,
-                        PlaceSink(places),
-                        begin,
-                        end,
-                        deadline_s,
-                        transport,
-                    )
+                    read_range(reading, read.rank, PlaceSink(places), begin, end)
                     for begin, end, places in parts
                 ]
             )
 
-        await self._fill(sidecars, plan, pinned, targets, transport, stream)
+        await self._fill(reading, plan, targets, stream)
 
     async def read_live(
         self, sidecars: Sidecars, chosen: Chosen, targets: Targets, transport: Transport
@@ -443,37 +422,24 @@ class Transfer:
             self._live_backoff.differed(time.monotonic())
         return found
 
-    async def read_parts(
-        self,
-        sidecars: Sidecars,
-        plan: ReadPlan,
-        pinned: Pinned,
-        targets: Landings,
-        transport: Transport,
-        deadline_s: float,
-    ) -> None:
+    async def read_parts(self, reading: Reading, plan: ReadPlan, targets: Landings) -> None:
         """As `read`, but transfer only the bytes of each snapshot that `plan` lands."""
 
         async def stream(read: RankRead) -> None:
             sink = PlaceSink(targets.places(read))
             landings = ((one.begin_bytes, one.end_bytes) for one in read.landings)
             for begin, end in joined(landings, MAX_GAP_BYTES):
-                await read_range(
-                    sidecars, pinned, read.rank, sink, begin, end, deadline_s, transport
-                )
+                await read_range(reading, read.rank, sink, begin, end)
 
-        await self._fill(sidecars, plan, pinned, targets, transport, stream)
+        await self._fill(reading, plan, targets, stream)
 
     async def tensors(
         self,
-        sidecars: Sidecars,
+        reading: Reading,
         chosen: Chosen,
         numbers: Sequence[int],
-        pinned: Pinned,
         *,
-        dtype: torch.dtype | None,
-        transport: Transport,
-        deadline_s: float,
+        dtype: torch.dtype | None = None,
     ) -> dict[str, torch.Tensor]:
         """The tensors with these indexes in the plan, by name; tied names share one object."""
         if not numbers:
@@ -484,7 +450,7 @@ class Transfer:
             chosen = replace(chosen, plan=chosen.plan.only(numbers), names=names)
             read = self.read_parts
         targets = self.targets(chosen, dtype=dtype, device=None, into=None)
-        await read(sidecars, chosen.plan, pinned, targets, transport, deadline_s)
+        await read(reading, chosen.plan, targets)
         return targets.results()
 
     async def land(self, jobs: Sequence[tuple[RandomAccess, Sequence[Place]]]) -> None:
@@ -493,16 +459,14 @@ class Transfer:
 
     async def _fill(
         self,
-        sidecars: Sidecars,
+        reading: Reading,
         plan: ReadPlan,
-        pinned: Pinned,
         targets: Landings,
-        transport: Transport,
         stream: Callable[[RankRead], Awaitable[None]],
     ) -> None:
         """Copy from shared memory where possible, and with `stream` from the other ranks."""
         async with AsyncExitStack() as stack:
-            shared = await self._share(sidecars, pinned, transport, stack)
+            shared = await self._share(reading, stack)
             works = [stream(read) for read in plan.ranks if read.rank not in shared]
             jobs = [
                 (shared[read.rank], targets.places(read))
@@ -513,9 +477,7 @@ class Transfer:
                 works.append(self.run(lambda: fill_from(jobs, self._copiers, self._copy_threads)))
             await all_ended(works)
 
-    async def view(
-        self, sidecars: Sidecars, chosen: Chosen, pinned: Pinned, stack: AsyncExitStack
-    ) -> SnapshotView:
+    async def view(self, reading: Reading, chosen: Chosen, stack: AsyncExitStack) -> SnapshotView:
         """Shards in the sidecars' memory, released when `stack` exits.
 
         Raises:
@@ -523,7 +485,7 @@ class Transfer:
         """
         from paramd.mesh.reading.assemble import SnapshotView
 
-        shared = await self._share(sidecars, pinned, "same-host", stack)
+        shared = await self._share(replace(reading, transport="same-host"), stack)
         memories: dict[int, mmap.mmap] = {}
         for rank, snapshot in shared.items():
             memory = snapshot.map_private()
@@ -533,21 +495,19 @@ class Transfer:
             chosen.plan,
             chosen.names,
             memories,
-            job=sidecars.document.job,
-            incarnation=pinned.incarnation,
-            step=pinned.step,
-            unsettled=pinned.unsettled,
+            job=reading.sidecars.document.job,
+            incarnation=reading.pinned.incarnation,
+            step=reading.pinned.step,
+            unsettled=reading.pinned.unsettled,
         )
 
-    async def _share(
-        self, sidecars: Sidecars, pinned: Pinned, transport: Transport, stack: AsyncExitStack
-    ) -> dict[int, SharedSnapshot]:
+    async def _share(self, reading: Reading, stack: AsyncExitStack) -> dict[int, SharedSnapshot]:
         """Open the snapshots whose memory this process can share, by rank."""
-        if transport in ("stream", "grpc"):
+        if reading.transport in ("stream", "grpc"):
             return {}
-        pins = [pin for pin in pinned.pins.values() if pin.size_bytes]
+        pins = [pin for pin in reading.pinned.pins.values() if pin.size_bytes]
         found = await asyncio.gather(
-            *(self._open(sidecars, pin, transport, stack) for pin in pins), return_exceptions=True
+            *(self._open(reading, pin, stack) for pin in pins), return_exceptions=True
         )
         for one in found:
             if isinstance(one, BaseException):
@@ -559,12 +519,12 @@ class Transfer:
         }
 
     async def _open(
-        self, sidecars: Sidecars, pin: RankPin, transport: Transport, stack: AsyncExitStack
+        self, reading: Reading, pin: RankPin, stack: AsyncExitStack
     ) -> SharedSnapshot | None:
-        document = sidecars.document
+        document, auto = reading.sidecars.document, reading.transport == "auto"
         peer = document.peer(pin.rank)
         if not is_same_host(peer):
-            if transport == "auto":
+            if auto:
                 return None
             raise UnreachableError(
                 f"rank {pin.rank} runs on another host, or its socket is not visible here "
@@ -578,9 +538,9 @@ class Transfer:
         except NotFoundError as error:
             raise LeaseEndedError(str(error)) from error
         except (UnreachableError, DeniedError):
-            if transport != "auto":
+            if not auto:
                 raise
-            await sidecars.probe(pin.rank)
+            await reading.sidecars.probe(pin.rank)
             return None  # another user's socket, say; the sidecar itself responds
         stack.callback(shared.close)
         return shared
@@ -622,14 +582,3 @@ def _cut(
             begin, first = place.begin, number
         reached = max(reached, place.end)
     return [*found, (begin, size_bytes, places[first:])]
-
-
-async def all_ended(work: Sequence[Awaitable[None]]) -> None:
-    """Run all concurrently; if one fails, cancel the others. Returns once all have ended."""
-    tasks = [asyncio.ensure_future(one) for one in work]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await ended(tasks)

@@ -27,8 +27,8 @@ import torch
 from torch import nn
 
 from paramd.errors import ConflictError, UsageError
-from paramd.layout.merge import LocalLayout, LocalTensor
-from paramd.layout.types import Piece, TensorKind
+from paramd.layout.merge import LocalLayout
+from paramd.layout.types import Piece, TensorKind, TensorLayout
 from paramd.memory.arena import HostArena, private_in_children
 from paramd.trainer.home import moving
 from paramd.trainer.home.moving import BufferCopies, Escaped, Memory, Range, Ranges
@@ -209,11 +209,11 @@ class ParameterStorage:
 
     def local_layout(self, rank: int) -> LocalLayout:
         """All tensors, with this rank's pieces at their arena places."""
-        tensors: dict[str, LocalTensor] = {}
+        tensors: dict[str, TensorLayout] = {}
         for shard, begin in zip(self._shards, self._plan.begins, strict=True):
             known = tensors.get(shard.fqn)
             pieces = known.pieces if known is not None else ()
-            tensors[shard.fqn] = LocalTensor(
+            tensors[shard.fqn] = TensorLayout(
                 fqn=shard.fqn,
                 dtype=shard.dtype,
                 shape=shard.shape,

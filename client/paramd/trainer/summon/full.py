@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from paramd.layout.codec import decode_local, encode_local
-from paramd.layout.merge import LocalLayout, LocalTensor, merge_layouts
-from paramd.layout.types import Interval, Layout, Piece, Region, TensorKind
+from paramd.layout.merge import LocalLayout, merge_layouts
+from paramd.layout.types import Interval, Layout, Piece, Region, TensorKind, TensorLayout
 from paramd.trainer.model.local_shard import LocalShard
 from paramd.trainer.summon.guards import summoned
 from paramd.trainer.summon.wire import Part, Wire, plan_streams, write_changes
@@ -258,7 +258,7 @@ def _merged(wire: Wire, locals: Sequence[Local]) -> Layout:
     mine = encode_local(_described(wire.index, locals))
     everybody = [decode_local(data) for data in wire.exchange(mine)]
     # A rank without elements of a gradient does not know if it exists, nor its dtype.
-    holders: dict[str, LocalTensor] = {}
+    holders: dict[str, TensorLayout] = {}
     for local in everybody:
         for tensor in local.tensors:
             if tensor.pieces:
@@ -266,7 +266,7 @@ def _merged(wire: Wire, locals: Sequence[Local]) -> Layout:
     return merge_layouts([_known(local, holders) for local in everybody])
 
 
-def _known(local: LocalLayout, holders: Mapping[str, LocalTensor]) -> LocalLayout:
+def _known(local: LocalLayout, holders: Mapping[str, TensorLayout]) -> LocalLayout:
     tensors = tuple(
         tensor if tensor.pieces else replace(tensor, dtype=holders[tensor.fqn].dtype)
         for tensor in local.tensors
@@ -284,7 +284,7 @@ def _described(index: int, locals: Sequence[Local]) -> LocalLayout:
             pieces.append(Piece(rank=index, arena_begin=end, region=shard.region))
             end += shard.region.numel * shard.tensor.itemsize
         tensors.append(
-            LocalTensor(
+            TensorLayout(
                 fqn=local.name,
                 dtype=str(local.dtype).removeprefix("torch."),
                 shape=local.shape,

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from paramd.errors import AbortedError, ConflictError, DeadlineError
+from paramd.mesh.reading.stream import Reading
 from paramd.state import At
 from paramd_service.control.alerts.book import Covered, Observe
 from paramd_service.control.alerts.config import AlertConfig, Rule
@@ -157,7 +158,7 @@ class BitRounds:
 
     async def _keys(self, sidecars: Sidecars, ranks: Sequence[int], now: At) -> list[str]:
         """Kinds of optimizer state that sidecars have in memory."""
-        from paramd.mesh.insight.moments import pin_moments_at
+        from paramd.mesh.insight.steps import pin_moments_at
 
         deadline_s = time.monotonic() + self._config.sample_timeout_s
         at = At(now.history, now.step + self._ahead)
@@ -174,13 +175,14 @@ class BitRounds:
     async def _compared(
         self, reach: SidecarFinder, sidecars: Sidecars, part: Part, at: At
     ) -> DigestRound:
-        from paramd.mesh.insight.moments import pin_at
+        from paramd.mesh.insight.steps import pin_at
 
         spans = spans_of(part.groups)
         deadline_s = time.monotonic() + self._config.sample_timeout_s
         async with AsyncExitStack() as stack:
             pinned = await pin_at(stack, sidecars, spans, part.key, at, deadline_s)
-            return await digests_of(reach, sidecars, pinned, spans, part.groups, deadline_s)
+            reading = Reading(sidecars, pinned, deadline_s)
+            return await digests_of(reach, reading, spans, part.groups)
 
 
 def _covers(names: frozenset[str]) -> Covered:

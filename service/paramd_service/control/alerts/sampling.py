@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-from paramd.errors import ConflictError
 from paramd.layout.dtypes import DTYPES
 from paramd.layout.select import SelectedTensor
 from paramd.layout.types import Layout, TensorLayout, full_box
 from paramd.mesh.reading.pin import Pinner
+from paramd.mesh.reading.stream import Reading
 from paramd_service.control.alerts.book import Finding, Severity
 from paramd_service.control.alerts.config import AlertConfig, Rule
 from paramd_service.control.alerts.drift import (
@@ -34,7 +34,7 @@ from paramd_service.control.alerts.drift import (
 
 if TYPE_CHECKING:
     from paramd.mesh.peers.discovery import SidecarFinder
-    from paramd.mesh.peers.sidecars import Pinned, Sidecars
+    from paramd.mesh.peers.sidecars import Sidecars
 
 MAX_TENSORS_TOLD = 50
 """Most tensors a rule reports by name; the rest are counted."""
@@ -46,8 +46,6 @@ NO_STATS = frozenset(name for name, one in DTYPES.items() if not one.reduced)
 
 MAX_PLACES = 8
 """Most differences per round that are located; each costs a few calls."""
-
-RANGES_PER_CALL = 20_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,7 +199,7 @@ class MeshSampler:
     async def stats(self, tensors: Sequence[TensorLayout], *, timeout_s: float) -> StatsRound:
         """Statistics of full tensors."""
         from paramd.layout.plan import plan_read
-        from paramd.mesh.reading.summary import compute_stats
+        from paramd.mesh.reading.reductions import compute_stats
 
         reach, deadline_s = await self._reaching(), time.monotonic() + timeout_s
         chosen = [
@@ -220,9 +218,7 @@ class MeshSampler:
             async with pinner.pinned(
                 spans, deadline_s=deadline_s, with_buffers=index.layout.mirrored
             ) as pinned:
-                table = await compute_stats(
-                    sidecars, plan, pinned, deadline_s, with_exponents=False
-                )
+                table = await compute_stats(Reading(sidecars, pinned, deadline_s), plan)
             rows = tuple(
                 TensorInput(
                     fqn=row.name,
@@ -246,7 +242,8 @@ class MeshSampler:
             mirrored = (await reach.index(sidecars)).layout.mirrored
             pinner = Pinner(sidecars, backoff=reach.backoff)
             async with pinner.pinned(spans, deadline_s=deadline_s, with_buffers=mirrored) as pinned:
-                return await digests_of(reach, sidecars, pinned, spans, groups, deadline_s)
+                reading = Reading(sidecars, pinned, deadline_s)
+                return await digests_of(reach, reading, spans, groups)
 
         return await reach.attempts(attempt, deadline_s)
 
@@ -256,42 +253,21 @@ class Digests:
     """Digests of one set of pinned snapshots: bytes of several ranks at one step."""
 
     reach: SidecarFinder
-    sidecars: Sidecars
-    pinned: Pinned
+    reading: Reading
     spans: Spans
-    deadline_s: float
 
     async def ask(self, rank: int, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Digests of byte ranges of the rank's arena, all within its spans."""
-        found: list[bytes] = []
         offset_of = place_of(self.spans[rank])
         moved = [(offset_of(begin), offset_of(begin) + end - begin) for begin, end in ranges]
-        for first in range(0, len(moved), RANGES_PER_CALL):
-            batch = moved[first : first + RANGES_PER_CALL]
-            answer = await self.sidecars.digests(
-                self.pinned.pins[rank], batch, self.deadline_s - time.monotonic()
-            )
-            said = (answer.header.incarnation, answer.header.step, len(answer.digests))
-            if said != (self.pinned.incarnation, self.pinned.step, len(batch)):
-                raise ConflictError(
-                    f"{self.sidecars.who(rank)} returned {said[2]} digests of incarnation "
-                    f"{said[0]}, step {said[1]}; expected {len(batch)} of incarnation "
-                    f"{self.pinned.incarnation}, step {self.pinned.step}; try again"
-                )
-            found.extend(answer.digests)
-        return found
+        return await self.reading.digests(rank, moved)
 
 
 async def digests_of(
-    reach: SidecarFinder,
-    sidecars: Sidecars,
-    pinned: Pinned,
-    spans: Spans,
-    groups: Sequence[ReplicaGroup],
-    deadline_s: float,
+    reach: SidecarFinder, reading: Reading, spans: Spans, groups: Sequence[ReplicaGroup]
 ) -> DigestRound:
     """Compare the groups' replicas, whose `spans` are pinned."""
-    all_digests = Digests(reach, sidecars, pinned, spans, deadline_s)
+    all_digests = Digests(reach, reading, spans)
     asked: dict[int, list[int]] = {}
     for index, group in enumerate(groups):
         for rank in group.begins:
@@ -316,4 +292,4 @@ async def digests_of(
         index: await ask_where(all_digests, difference)
         for index, difference in enumerate(differences[:MAX_PLACES])
     }
-    return DigestRound(step=pinned.step, differences=differences, places=places)
+    return DigestRound(step=reading.pinned.step, differences=differences, places=places)

@@ -19,8 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from paramd import clock
 from paramd.errors import ConflictError, ExhaustedError, NotFoundError, UnreachableError, UsageError
-from paramd.layout.exports.formats import FORMATS
-from paramd.layout.exports.settings import CAST_DTYPES, ExportSettings, NameMap, parse_size
+from paramd.layout.exports.settings import CAST_DTYPES, FORMATS, ExportSettings, NameMap, parse_size
 from paramd.state_files import file_places
 from paramd_service.admission import CALLER, Shares, Who
 from paramd_service.control.base.config import table_of_file

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     from paramd.mesh.insight.spectrum import Spectrum
     from paramd.mesh.insight.updates import Updates
     from paramd.mesh.peers.discovery import SidecarFinder
-    from paramd.mesh.peers.sidecars import Pinned, Sidecars
-    from paramd.mesh.reading.pooled import TensorHeatmap
+    from paramd.mesh.peers.sidecars import Pinned
+    from paramd.mesh.reading.reductions import TensorHeatmap
+    from paramd.mesh.reading.stream import Reading
     from paramd.mesh.results import StatsTable
 
 MAX_HELD = 16
@@ -43,8 +44,8 @@ MAX_HELD = 16
 Result = TypeVar("Result")
 FindSidecars = Callable[[], Awaitable["SidecarFinder"]]
 """Returns the connections to the sidecars, opened on first use."""
-Work = Callable[["Sidecars", "ReadPlan", "Pinned", float], Awaitable[Result]]
-"""A read of what is pinned, until a deadline on the monotonic clock."""
+Work = Callable[["Reading", "ReadPlan"], Awaitable[Result]]
+"""A read of what is pinned."""
 
 TIMEOUT_S = 30.0
 MAX_CONCURRENT = 8
@@ -203,7 +204,7 @@ class StatsSource:
             ExhaustedError: too many concurrent queries.
             ParamdError: as `AsyncMesh.stats`.
         """
-        from paramd.mesh.reading.summary import compute_stats
+        from paramd.mesh.reading.reductions import compute_stats
 
         work = partial(compute_stats, with_exponents=with_histogram)
         wanted = [patterns] if isinstance(patterns, str) else patterns
@@ -219,26 +220,19 @@ class StatsSource:
 
         Raises: as `get`.
         """
-        from paramd.mesh.reading.summary import compute_stats
+        from paramd.mesh.reading.reductions import compute_stats
 
-        async def work(
-            sidecars: Sidecars, plan: ReadPlan, pinned: Pinned, deadline_s: float
-        ) -> tuple[StatsTable, list[float]]:
+        async def work(reading: Reading, plan: ReadPlan) -> tuple[StatsTable, list[float]]:
             least, most = low, high
             if low is None or high is None:
-                table = await compute_stats(
-                    sidecars, plan, pinned, deadline_s, with_exponents=False
-                )
+                table = await compute_stats(reading, plan)
                 found = table.total.summary
                 least = low if low is not None else found.min
                 most = high if high is not None else math.nextafter(found.max, math.inf)
             assert least is not None
             assert most is not None
             edges = bin_edges(least, most, bins)
-            table = await compute_stats(
-                sidecars, plan, pinned, deadline_s, with_exponents=False, edges=edges
-            )
-            return table, edges
+            return await compute_stats(reading, plan, edges=edges), edges
 
         return await self._reading([pattern], work)
 
@@ -249,7 +243,7 @@ class StatsSource:
 
         Raises: as `get`, and as `compute_heatmap`.
         """
-        from paramd.mesh.reading.pooled import compute_heatmap
+        from paramd.mesh.reading.reductions import compute_heatmap
 
         return await self._stated(
             pattern,
@@ -263,7 +257,7 @@ class StatsSource:
 
         Raises: as `get`, and as `read_texts`.
         """
-        from paramd.mesh.reading.pooled import read_texts
+        from paramd.mesh.reading.reductions import read_texts
 
         return await self._stated(pattern, read_texts)
 
@@ -295,14 +289,9 @@ class StatsSource:
         """
         from paramd.mesh.insight.spectrum import spectrum_of
 
-        def work(
-            sidecars: Sidecars, plan: ReadPlan, pinned: Pinned, deadline_s: float
-        ) -> Awaitable[Spectrum]:
-            return spectrum_of(sidecars, plan, pinned, k, deadline_s)
-
         # Its matrices lie in this process; one at a time bounds them.
         async with self._spectra:
-            return await self._reading([pattern], work, buffers=False)
+            return await self._reading([pattern], partial(spectrum_of, k=k), buffers=False)
 
     async def pin(
         self, patterns: Sequence[str], *, with_buffers: bool, filter_text: str, lease_s: float
@@ -319,14 +308,12 @@ class StatsSource:
         async def pin(hold: Callable[[Pinned], Awaitable[None]]) -> None:
             began = False
 
-            async def work(
-                _sidecars: Sidecars, _plan: ReadPlan, pinned: Pinned, _deadline_s: float
-            ) -> None:
+            async def work(reading: Reading, _plan: ReadPlan) -> None:
                 # `while_pinned` may retry `work`; the snapshot must not be held twice.
                 nonlocal began
                 if not began:
                     began = True
-                    await hold(pinned)
+                    await hold(reading.pinned)
 
             deadline_s = time.monotonic() + TIMEOUT_S
             await while_pinned(reach, patterns, work, deadline_s, buffers=with_buffers)
@@ -362,11 +349,9 @@ class StatsSource:
     async def _stated(self, pattern: str, work: Work[Result]) -> tuple[int, int, Result]:
         """(incarnation, step, result) of `work` on the one matching tensor."""
 
-        async def stated(
-            sidecars: Sidecars, plan: ReadPlan, pinned: Pinned, deadline_s: float
-        ) -> tuple[int, int, Result]:
-            result = await work(sidecars, plan, pinned, deadline_s)
-            return pinned.incarnation, pinned.step, result
+        async def stated(reading: Reading, plan: ReadPlan) -> tuple[int, int, Result]:
+            result = await work(reading, plan)
+            return reading.pinned.incarnation, reading.pinned.step, result
 
         return await self._reading([pattern], stated)
 

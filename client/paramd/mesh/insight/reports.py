@@ -1,0 +1,280 @@
+"""What the control plane tells of a job: its alerts, what its ranks do, the end of their logs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any, Literal, get_args
+from urllib.parse import urlencode
+
+from paramd.errors import UsageError
+from paramd.mesh.peers.control import read_document
+from paramd.mesh.peers.discovery import JobRest
+from paramd.mesh.results import Table, ranks_text
+from paramd.state_files import MAX_LOG_LINES
+
+AlertState = Literal["all", "firing", "resolved"]
+
+MAX_RANKS = 64
+MAX_WHY_LINES = 100
+TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alert:
+    """One problem, from when it was first found until it was last found.
+
+    Times are in seconds since the Unix epoch, by the control plane's clock.
+    """
+
+    id: str
+    incarnation: int
+    rule: str
+    """For example "non-finite" or "stale-rank"; docs/alerts.md lists them."""
+    subject: str
+    """What it concerns: a rank, a tensor, the mesh."""
+    severity: str
+    """warning or critical."""
+    state: str
+    """firing or resolved."""
+    reason: str
+    ranks: tuple[int, ...]
+    name: str
+    """Tensor it concerns; empty for none."""
+    step: int
+    """Step it was last found at; -1 for none."""
+    first_seen_s: float
+    last_seen_s: float
+    resolved_s: float | None
+    """None while it fires."""
+
+    @property
+    def firing(self) -> bool:
+        return self.state == "firing"
+
+
+class Alerts(Table[Alert]):
+    """Alerts of one incarnation: those firing, then those resolved, each newest first."""
+
+    columns = (
+        ("severity", lambda row: row.severity),
+        ("rule", lambda row: row.rule),
+        ("state", lambda row: row.state),
+        ("since", lambda row: _time_text(row.first_seen_s)),
+        ("ranks", lambda row: ranks_text(row.ranks)),
+        ("reason", lambda row: row.reason),
+    )
+    row_type = Alert
+    about = ("job", "incarnation", "watch")
+    job: str
+    incarnation: int
+    watch: bool
+    """Whether parameters are sampled, without which some rules find nothing."""
+
+    def summary(self) -> str:
+        return (
+            f"{sum(row.firing for row in self)} of {len(self)} alerts of {self.job!r} firing "
+            f"(incarnation {self.incarnation})"
+            + ("" if self.watch else "; parameters are not being sampled")
+        )
+
+
+async def ask_alerts(
+    rest: JobRest, state: AlertState, incarnation: int | None, limit: int
+) -> Alerts:
+    """Up to `limit` alerts, over as many pages as it takes. Raises as `AsyncMesh.alerts`."""
+    if state not in get_args(AlertState):
+        raise UsageError(f"state: {state!r}; expected one of {', '.join(get_args(AlertState))}")
+    if limit < 1:
+        raise UsageError(f"limit: {limit}; expected at least 1")
+    rows: dict[str, Alert] = {}
+    about: dict[str, Any] = {}
+    async for page in rest.pages("/alerts", limit, state=state, incarnation=incarnation):
+        found = rest.read(partial(_alerts, page))
+        # By id: one that is resolved between two pages is listed on both.
+        rows |= {row.id: row for row in found}
+        about = {"incarnation": int(page["incarnation"]), "watch": bool(page["watch"])}
+        if len(rows) >= limit:
+            break
+    # All that fire come with the first page.
+    return Alerts(list(rows.values())[:limit], job=rest.job, **about)
+
+
+def _alerts(page: Mapping[str, Any]) -> list[Alert]:
+    return [read_document(Alert, one) for one in page["alerts"]]
+
+
+def _time_text(time_s: float) -> str:
+    return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+@dataclass(frozen=True, slots=True)
+class StackFrame:
+    """One frame of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ThreadStack:
+    """One thread of a trainer."""
+
+    name: str
+    training: bool
+    """Whether it is the thread that attached."""
+    frames: tuple[StackFrame, ...]
+    """Innermost first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collective:
+    """A collective in a trainer's flight recorder."""
+
+    name: str
+    group: str
+    sequence: int
+    done: bool
+    age_s: float
+    """Seconds since it was called."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankActivity:
+    """What one rank is doing. None where a number is unknown."""
+
+    rank: int
+    error: str
+    """Why its sidecar tells nothing; empty when it does."""
+    step: int
+    phase: str
+    boundary_age_s: float | None
+    """Seconds since its last boundary."""
+    overdue: bool
+    """Whether the next boundary should have come long ago."""
+    doing: str
+    """In words that follow "is", such as "in DataLoader.next"."""
+    where: str
+    """Innermost frame of the user's own code."""
+    seen_for_s: float | None
+    """Seconds that its thread has been seen there, at least."""
+    source: str
+    """How the stacks were had: "trainer" or "faulthandler"; empty: there are none."""
+    missing: str
+    """Why there are no stacks."""
+    threads: tuple[ThreadStack, ...]
+    collectives: tuple[Collective, ...]
+    """The latest, those that are not over first; only of ranks that are overdue."""
+    collectives_missing: str
+    rss_bytes: int | None
+    device_bytes: int | None
+    open_file_count: int | None
+    open_file_limit: int | None
+    log_lines: tuple[str, ...]
+    """Last lines of the trainer's output."""
+    log_missing: str
+    document: Mapping[str, Any]
+    """All of it, as REST has it."""
+
+
+class Why(Table[RankActivity]):
+    """What the asked ranks are doing, by rank, and the verdict."""
+
+    columns = (
+        ("rank", lambda row: str(row.rank)),
+        ("step", lambda row: str(row.step)),
+        ("phase", lambda row: row.phase),
+        ("boundary", lambda row: _age(row.boundary_age_s)),
+        ("doing", lambda row: row.error or row.doing),
+        ("seen for", lambda row: _age(row.seen_for_s)),
+        ("where", lambda row: row.where),
+    )
+    row_type = RankActivity
+    about = ("job", "incarnation", "verdict")
+    job: str
+    incarnation: int
+    verdict: str
+    """Which rank keeps the others waiting, in a sentence."""
+
+    def summary(self) -> str:
+        return self.verdict
+
+
+async def ask_why(rest: JobRest, ranks: Sequence[int], log_lines: int) -> Why:
+    """Raises as `AsyncMesh.why`."""
+    if len(ranks) > MAX_RANKS or any(rank < 0 for rank in ranks):
+        raise UsageError(f"ranks: {len(ranks)}; expected at most {MAX_RANKS}, each 0 or more")
+    if not 0 <= log_lines <= MAX_WHY_LINES:
+        raise UsageError(f"log_lines: {log_lines}; expected 0 to {MAX_WHY_LINES}")
+    query = urlencode([("log_lines", log_lines), *(("rank", rank) for rank in ranks)])
+    found = await rest.send("GET", f"/why?{query}", timeout_s=TIMEOUT_S)
+    return rest.read(
+        lambda: Why(
+            [read_document(RankActivity, one, document=one) for one in found["ranks"]],
+            job=rest.job,
+            incarnation=int(found["incarnation"]),
+            verdict=str(found["verdict"]),
+        )
+    )
+
+
+def _age(age_s: float | None) -> str:
+    return f"{age_s:.1f} s" if age_s is not None else "-"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogTail:
+    """The end of one log."""
+
+    source: str
+    """"sidecar", "stderr" or "stdout"; "trainer" where its output goes to no file."""
+    lines: tuple[str, ...]
+    """The newest last."""
+    missing: str
+    """Why there are none; empty when there are some."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankLog:
+    """The end of one rank's logs, as they were when asked. Prints as their lines."""
+
+    job: str
+    incarnation: int
+    rank: int
+    error: str
+    """Why its sidecar told nothing, so that only what lies on the control plane's host is here;
+    empty when it did."""
+    logs: tuple[LogTail, ...]
+    """The sidecar's first."""
+
+    def __str__(self) -> str:
+        return "\n".join(self.text())
+
+    def text(self) -> Iterator[str]:
+        """The lines, each log under a heading."""
+        if self.error:
+            yield f"rank {self.rank}: {self.error}"
+        for one in self.logs:
+            yield f"==> rank {self.rank}, {one.source} <=="
+            yield from one.lines or (f"nothing: {one.missing}",)
+
+
+async def ask_log(rest: JobRest, rank: int, lines: int) -> RankLog:
+    """Raises as `AsyncMesh.logs`."""
+    if rank < 0:
+        raise UsageError(f"rank: {rank}; expected 0 or more")
+    check_lines(lines)
+    found = await rest.send("GET", f"/ranks/{rank}/log?lines={lines}", timeout_s=TIMEOUT_S)
+    return rest.read(lambda: read_document(RankLog, found))
+
+
+def check_lines(lines: int) -> None:
+    """Raise UsageError unless that many lines may be asked for."""
+    if not 1 <= lines <= MAX_LOG_LINES:
+        raise UsageError(f"lines: {lines}; expected 1 to {MAX_LOG_LINES}")

@@ -1,0 +1,211 @@
+"""Steps to come, pinned by all ranks: parameters, and optimizer state that sidecars have."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import zlib
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from paramd.errors import AbortedError, ConflictError, DataLossError, DeadlineError, ParamdError
+from paramd.layout.plan import ReadPlan
+from paramd.mesh.frames.stepping import CAPTURE_LEASE_S, PinnedStep, TrainingEndedError, hold_step
+from paramd.mesh.peers.discovery import SidecarFinder
+from paramd.mesh.peers.sidecars import Pinned, Sidecars, Spans
+from paramd.mesh.results import STATE_TIMEOUT_S
+from paramd.state import At
+from paramd.v1 import common_pb2
+from paramd.v1 import sidecar_pb2 as pb
+
+MAX_FACTS_BYTES = 256 << 20
+MAX_WAIT_S = 500.0
+"""Longest wait for a step to come, and longest time that it is then held; sidecars accept no
+longer call."""
+
+AHEAD = 4
+"""Steps that may pass before the sidecars have heard of a request."""
+
+AHEAD_S = 0.5
+"""The same, as time: of a quick training, more steps than that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a rank says of its optimizers; see `paramd.v1.PinSnapshotResponse.optimizer`."""
+
+    threads: int
+    classes: Sequence[str]
+    groups: Sequence[Sequence[Mapping[str, Any]]]
+    keys: Sequence[str]
+    params: Sequence[Mapping[str, Any]]
+    """By first byte in the arena."""
+
+    @classmethod
+    def parse(cls, data: bytes) -> Facts:
+        """Raises DataLossError: not what a sidecar sends."""
+        try:
+            found = json.loads(zlib.decompressobj().decompress(data, MAX_FACTS_BYTES))
+            return cls(
+                *(found[name] for name in ("threads", "classes", "groups", "keys", "params"))
+            )
+        except (zlib.error, ValueError, KeyError, TypeError) as error:
+            raise DataLossError(f"a sidecar described its optimizer state badly: {error}") from None
+
+    def param_at(self, arena_byte: int) -> Mapping[str, Any] | None:
+        """The optimizer's parameter that has this byte of the arena."""
+        index = bisect_right(self.params, arena_byte, key=lambda one: one["begin"]) - 1
+        if index < 0 or arena_byte >= self.params[index]["end"]:
+            return None
+        return self.params[index]
+
+    def group_of(self, param: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Its hyper-parameters."""
+        found: Mapping[str, Any] = self.groups[param["optimizer"]][param["group"]]
+        return found
+
+    def class_of(self, param: Mapping[str, Any]) -> str:
+        """Its optimizer's class, with the module."""
+        found: str = self.classes[param["optimizer"]]
+        return found
+
+
+async def pin_at(
+    stack: AsyncExitStack, sidecars: Sidecars, spans: Spans, key: str, at: At, deadline_s: float
+) -> Pinned:
+    """Pin spans of parameters, or with a `key` their optimizer state, at a step to come.
+
+    Raises: as `pin_moments_at`.
+    """
+    if key:
+        return (await pin_moments_at(stack, sidecars, spans, key, at, deadline_s)).pinned
+    held = await hold(stack, sidecars, spans, pb.PinSnapshotRequest(), at, deadline_s)
+    return Pinned.at(held.state, held.pins)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldMoments:
+    """One kind of state at one step."""
+
+    pinned: Pinned
+    facts: Mapping[int, Facts]
+    """By rank."""
+
+
+async def pin_moments_at(
+    stack: AsyncExitStack,
+    sidecars: Sidecars,
+    spans: Spans,
+    key: str,
+    at: At,
+    deadline_s: float,
+) -> HeldMoments:
+    """Pin one kind of state at a step to come; `stack` releases it. Bytes are laid out as those of
+    parameters with the same spans.
+
+    Raises:
+        AbortedError: a rank missed the step.
+        ConflictError: a rank does not keep its state in shared memory.
+        NotFoundError: its optimizer has no such state.
+        ParamdError: as `hold_step`.
+    """
+    template = pb.PinSnapshotRequest(source=pb.SOURCE_MOMENTS, state_key=key)
+    held = await hold(stack, sidecars, spans, template, at, deadline_s)
+    facts = {rank: Facts.parse(answer.optimizer) for rank, answer in held.answers.items()}
+    return HeldMoments(Pinned.at(held.state, held.pins), facts)
+
+
+async def hold(
+    stack: AsyncExitStack,
+    sidecars: Sidecars,
+    spans: Spans,
+    template: pb.PinSnapshotRequest,
+    at: At,
+    deadline_s: float,
+) -> PinnedStep:
+    """Pin what `template` says at a step to come, by the ranks of `spans`; `stack` releases it.
+
+    Raises: as `hold_step`.
+    """
+    templates = {rank: sidecars.pin_request(of, CAPTURE_LEASE_S) for rank, of in spans.items()}
+    for request in templates.values():
+        request.MergeFrom(template)
+    left_s = min(deadline_s - time.monotonic(), MAX_WAIT_S)
+    held = await hold_step(sidecars, templates, at, left_s, hold_s=left_s)
+    stack.callback(held.release)
+    return held
+
+
+async def present(sidecars: Sidecars, rank: int | None = None) -> At:
+    """Where a rank is; None: the first."""
+    rank = rank if rank is not None else min(sidecars.document.peers, default=0)
+    header = (await sidecars.state(rank, STATE_TIMEOUT_S)).header
+    return At(header.history, header.step)
+
+
+async def next_step(reach: SidecarFinder, deadline_s: float) -> At:
+    """The step that "+0" means: the first that can surely be asked for before it begins."""
+
+    async def attempt(sidecars: Sidecars) -> At:
+        found = await sidecars.state(min(sidecars.document.peers, default=0), STATE_TIMEOUT_S)
+        step_s = found.state.step_time_ns / 1e9
+        ahead = max(AHEAD, int(AHEAD_S / step_s) if step_s > 0 else 0)
+        return At(found.header.history, found.header.step + ahead)
+
+    return await reach.attempts(attempt, deadline_s)
+
+
+async def pin_step(
+    stack: AsyncExitStack, sidecars: Sidecars, plan: ReadPlan, at: At, deadline_s: float
+) -> Pinned:
+    """Pin a step to come on all ranks; `stack` releases it.
+
+    Raises:
+        ConflictError: the step is past, or the training has ended before it.
+        DeadlineError: it did not come in time.
+        ParamdError: as `hold_step`.
+    """
+    spans = {read.rank: read.spans for read in plan.ranks}
+    try:
+        left_s = min(deadline_s - time.monotonic(), MAX_WAIT_S)
+        held = await hold(stack, sidecars, spans, pb.PinSnapshotRequest(), at, deadline_s)
+    except (AbortedError, DeadlineError, TrainingEndedError) as error:
+        raise await _why_not_pinned(sidecars, list(spans), at, left_s, error) from error
+    return Pinned.at(held.state, held.pins)
+
+
+async def _why_not_pinned(
+    sidecars: Sidecars, ranks: Sequence[int], wanted: At, waited_s: float, error: ParamdError
+) -> ParamdError:
+    """What is true of a step that could not be pinned, by where the ranks are now."""
+    asked = (sidecars.state(rank, STATE_TIMEOUT_S) for rank in ranks)
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    found = [answer for answer in answers if not isinstance(answer, BaseException)]
+    states, step = [answer.state for answer in found], wanted.step
+    if any(answer.header.history != wanted.history for answer in found):
+        return ConflictError(
+            f"the training was rolled back before step {step} came: it will be another one when it "
+            f"comes again; ask for a step of the present history ({error})"
+        )
+    at = max((state.step for state in states), default=-1)
+    ended = isinstance(error, TrainingEndedError) or any(
+        state.phase in (common_pb2.PHASE_ORPHANED, common_pb2.PHASE_TORN) for state in states
+    )
+    if at > step or (at == step and not ended):
+        now = ' ("now" is the step that the training is at)' if at == step else ""
+        return ConflictError(
+            f"step {step} is past{now}, and steps are not kept: give a step to come, or a "
+            f"checkpoint of that step on disk ({error})"
+        )
+    if ended:
+        return ConflictError(
+            f"step {step} will not come: the training has ended{f' at step {at}' * (at >= 0)}"
+        )
+    return DeadlineError(
+        f"step {step} did not come within {waited_s:.1f} s: the ranks are at step {at}; allow more "
+        f"time, or see whether the training goes on (paramd why) ({error})"
+    )

@@ -27,7 +27,7 @@ from paramd.layout.types import Box
 from paramd.memory import handover
 from paramd.memory.control_page import Word
 from paramd.memory.descriptors import LentMemory, SparseMemory, lent_memory
-from paramd.mesh.edits.lending import Lender, Loan, send
+from paramd.mesh.edits.lending import Lender, Loan, Sender
 from paramd.mesh.peers.bulk import BulkStream
 from paramd.mesh.peers.sidecars import StreamOffer
 from paramd.security.tickets import Role
@@ -344,7 +344,7 @@ def test_what_a_client_writes_into_lent_memory_later_reaches_nobody(shared: Edit
         assert loan.stage(ticket(Role.EDITOR), f"{0x60:032x}") == 0
         memory[:] = data[: len(memory)]
         told: list[int] = []
-        send(loan, parts(memory, data), 0, told.append)
+        Sender(loan, 0, told.append).send(parts(memory, data))
         assert sum(told) == len(data)
         assert one.progress(0x60).phase == pb.EDIT_PHASE_STAGED
 
@@ -428,7 +428,7 @@ def test_a_hole_in_lent_memory_reads_as_zeros(shared: Editing) -> None:
     try:
         loan.lend(memory, ticket(Role.EDITOR))
         loan.stage(ticket(Role.EDITOR), f"{0x68:032x}")
-        send(loan, [memoryview(memory)], 0, lambda _: None)
+        Sender(loan, 0, lambda _: None).send([memoryview(memory)])
     finally:
         loan.close()
     progress = one.progress(0x68)
@@ -449,7 +449,7 @@ def test_a_loan_serves_again_and_one_that_broke_is_replaced(shared: Editing) -> 
             one.stage(one.manifest(0x78 + number))
             with lender.loan(one.peer, ticket(Role.EDITOR), [memory]) as loan:
                 begin = loan.stage(ticket(Role.EDITOR), edit_id)
-                send(loan, [memoryview(memory)], begin, lambda _: None)
+                Sender(loan, begin, lambda _: None).send([memoryview(memory)])
             used.append(loan)
             progress = one.progress(0x78 + number)
             assert progress.data_digests == [xxhash.xxh3_128_digest(data)]

@@ -309,7 +309,7 @@ class ObjectPlace:
                     f"another export to {self._where} is in progress, or was abandoned; "
                     "choose another key, or allow overwriting"
                 ) from None
-                content = self.target.export_id.encode()
+            content = self.target.export_id.encode()
             obstore.put(self.store, self._path(RESERVATION), content, use_multipart=False)
 
     def _unreserve(self) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paramd.layout.heatmaps import HeatmapPart, heatmap_items, matrix_of, merge_parts
+from paramd.layout.heatmaps import heatmap_items, matrix_of, merge_parts
 from paramd.layout.plan import plan_read
 from paramd.layout.select import NameIndex, select
 from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, TensorLayout
@@ -56,7 +56,7 @@ def test_every_element_has_its_place_exactly_once(cut: str, pattern: str, row_di
     assert positions(layout, pattern, row_dims) == every
 
 
-def part(row: int, column: int, values: list[list[float]]) -> HeatmapPart:
+def part(row: int, column: int, values: list[list[float]]) -> pb.PoolSnapshotResponse:
     """A part of cells with one element each; NaN stands for an element that is not finite."""
     flat = [value for line in values for value in line]
     bad = [int(math.isnan(value)) for value in flat]

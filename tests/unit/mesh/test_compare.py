@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from paramd.mesh.insight.states import stored_state
 from safetensors.torch import save_file
 
 from paramd.errors import NotFoundError, UsageError
 from paramd.mesh.insight import compare as module
 from paramd.mesh.insight.compare import compare
+from paramd.mesh.insight.diff import stored_state
 from paramd_service.control.insight.diff import state_of
 
 

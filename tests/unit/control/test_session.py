@@ -113,22 +113,6 @@ async def test_a_session_ends_with_its_token() -> None:
         assert (await client.get(SESSION, headers=both)).status_code == 401
 
 
-@pytest.mark.parametrize(
-    "foreign",
-    [
-        {"host": "evil.example"},
-        {"origin": "http://evil.example"},
-        {"origin": "http://127.0.0.1:1"},
-        {"sec-fetch-site": "same-site", "sec-fetch-mode": "cors"},
-    ],
-)
-async def test_a_session_is_of_no_use_to_another_site(foreign: dict[str, str]) -> None:
-    async with client_of(build_app(services())) as client:
-        both = await signed_in(client)
-        assert (await client.get(SESSION, headers=both | foreign)).status_code in (400, 403)
-        assert (await client.get("/", headers=foreign)).status_code in (400, 403)
-
-
 def test_an_idle_session_ends_and_the_oldest_makes_place() -> None:
     now_s = [0.0]
     sessions = Sessions(clock=lambda: now_s[0])

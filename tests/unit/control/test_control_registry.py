@@ -43,7 +43,7 @@ def registry(clock: Clock) -> Registry:
         ({"version": "x" * (MAX_TEXT_CHARS + 1)}, UsageError),
         ({"peer.address": "127.0.0.1"}, UsageError),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, dict) else value.__name__,
+    ids=lambda value: str(value)[:60] if isinstance(value, dict) else value.__name__,
 )
 def test_a_foreign_or_malformed_report_is_refused_first_and_later(
     registry: Registry, spoilt: dict[str, object], error: type[Exception]

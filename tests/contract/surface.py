@@ -1,4 +1,6 @@
-"""The public surface as text: exported names, exit codes, commands, REST, protos.
+"""The public surface as text: exported names, exit codes, commands, protos.
+
+REST is frozen as a document of its own (openapi_document.py).
 
 The text is checked in as surface.txt, so that a change of what others rely on shows in
 review. After a wanted change write it again:
@@ -11,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import typer
 from google.protobuf.descriptor import (
@@ -26,8 +27,6 @@ import paramd
 from paramd.cli.main import app
 from paramd.errors import CODES
 from paramd.v1 import common_pb2, control_pb2, layout_pb2, sidecar_pb2
-from paramd_service.control.api.app import build_app
-from paramd_service.control.api.services import Services
 
 FROZEN = Path(__file__).with_name("surface.txt")
 MODULES = (common_pb2, control_pb2, layout_pb2, sidecar_pb2)
@@ -46,7 +45,6 @@ def surface() -> str:
     lines += [f"paramd.{name}" for name in sorted(paramd.__all__)]
     lines += _error_lines()
     lines += _command_lines(typer.main.get_command(app), "paramd")
-    lines += _rest_lines(build_app(MagicMock(spec=Services)).openapi())
     for module in MODULES:
         lines += _file_lines(module.DESCRIPTOR)
     return "\n".join(lines) + "\n"
@@ -67,36 +65,6 @@ def _command_lines(command: Any, path: str) -> Iterator[str]:
     for name, sub in sorted(getattr(command, "commands", {}).items()):
         yield f"command {path} {name}"
         yield from _command_lines(sub, f"{path} {name}")
-
-
-def _rest_lines(document: dict[str, Any]) -> Iterator[str]:
-    for path, methods in sorted(document["paths"].items()):
-        for method, operation in sorted(methods.items()):
-            names = [f"{p['in']}:{p['name']}" for p in operation.get("parameters", [])]
-            yield " ".join(["rest", method.upper(), path, *names])
-            statuses: dict[str, list[str]] = {}
-            for status, answer in sorted(operation["responses"].items()):
-                statuses.setdefault(_answer_type(answer), []).append(status)
-            for answer_type, codes in statuses.items():
-                yield f"rest {method.upper()} {path} {','.join(codes)} {answer_type}"
-    for name, schema in sorted(document.get("components", {}).get("schemas", {}).items()):
-        for field, about in sorted(schema.get("properties", {}).items()):
-            yield f"rest schema {name} {field} {_schema_type(about)}"
-
-
-def _answer_type(answer: dict[str, Any]) -> str:
-    contents = answer.get("content", {})
-    return " ".join(f"{kind}={_schema_type(c.get('schema', {}))}" for kind, c in contents.items())
-
-
-def _schema_type(schema: dict[str, Any]) -> str:
-    if "$ref" in schema:
-        return str(schema["$ref"]).rsplit("/", 1)[-1]
-    if "anyOf" in schema:
-        return "|".join(_schema_type(part) for part in schema["anyOf"])
-    if schema.get("type") == "array":
-        return f"[{_schema_type(schema.get('items', {}))}]"
-    return str(schema.get("type", "any"))
 
 
 def _file_lines(file: FileDescriptor) -> Iterator[str]:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
-from docs.build import clean
 from paramd_service.control.api.guard import MANUAL
 from tests.needs import missing
 
-MAX_BYTES = 3_500_000
 LOADED = re.compile(r"<(?:script|link|img|iframe)\b[^>]*?\b(?:src|href)=\"([^\"]*)\"")
 
 
@@ -39,25 +36,3 @@ def test_the_manual_loads_nothing_from_elsewhere_and_only_what_is_there(
             path = target.partition("?")[0].partition("#")[0]
             assert "://" not in path, (name, target)
             assert not path or (MANUAL / name).parent.joinpath(path).exists(), (name, target)
-
-
-def test_the_manual_is_small(pages: dict[str, str]) -> None:
-    found = sum(path.stat().st_size for path in MANUAL.rglob("*") if path.is_file())
-    assert found < MAX_BYTES
-
-
-def test_what_is_inline_becomes_a_file_with_the_same_content(tmp_path: Path) -> None:
-    (tmp_path / "_static" / "styles").mkdir(parents=True)
-    (tmp_path / "_static" / "styles" / "furo.css").write_text("body {}\n")
-    (tmp_path / "below").mkdir()
-    page = '<script>let a = 1;</script><style>b {c: d}</style><i class="x" style="e: f">g</i>'
-    (tmp_path / "below" / "page.html").write_text(page)
-    clean(tmp_path)
-    text = (tmp_path / "below" / "page.html").read_text()
-    (script,) = re.findall(r'<script src="\.\./(_static/inline-\w+\.js)"></script>', text)
-    (style,) = re.findall(r'<link rel="stylesheet" href="\.\./(_static/inline-\w+\.css)">', text)
-    assert (tmp_path / script).read_text() == "let a = 1;"
-    assert (tmp_path / style).read_text() == "b {c: d}"
-    (key,) = re.findall(r'<i class="x" data-style="(\w+)">', text)
-    rules = (tmp_path / "_static" / "styles" / "furo.css").read_text()
-    assert f'[data-style="{key}"]{{e: f}}' in rules

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 from paramd_service.control.edits.machine import (
     Action,
@@ -77,15 +77,8 @@ class Plane:
         self.machine = self._machine()
 
     def _machine(self) -> EditMachine:
-        kept = self.kept
-        return self.kind(
-            world_size=len(self.mesh.pages),
-            manifest_digest=MANIFEST,
-            state=kept.state,
-            reason=kept.reason,
-            boundary=kept.boundary,
-            token=kept.token,
-        )
+        world_size = len(self.mesh.pages)
+        return self.kind(world_size=world_size, manifest_digest=MANIFEST, **asdict(self.kept))
 
     def handle(self, event: Event) -> None:
         if self.up:
@@ -177,16 +170,4 @@ class Plane:
 
     def repeat(self, at: int) -> None:
         """The network, or somebody's retry, delivers it twice."""
-        message = self.messages[at]
-        self.messages.append(
-            Message(
-                message.action,
-                message.number,
-                message.token,
-                message.generation,
-                message.life,
-                message.answer,
-                message.waits,
-                message.orphan,
-            )
-        )
+        self.messages.append(replace(self.messages[at]))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import http.server
-import re
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx2
 import pytest
-import torch
 
 from tests.web.door import Door, Tab, wait_for
 from tests.web.training import HOSTILE, JOB
@@ -78,39 +76,6 @@ def test_the_mesh_shows_what_the_ranks_report(tab: Tab, door: Door) -> None:
     tab.page.get_by_role("button", name="Read again").click()
 
 
-def test_filter_and_keyboard_lead_through_the_page(tab: Tab, door: Door) -> None:
-    page = tab.page
-    page.keyboard.press("g")
-    page.keyboard.press("p")
-    page.wait_for_selector("main h1:text-is('Parameters')")
-    page.keyboard.press("?")
-    page.wait_for_selector("dialog[open]")
-    page.keyboard.press("Escape")
-    page.wait_for_selector("dialog", state="detached")
-    page.keyboard.press("/")
-    page.keyboard.type("layers.* shape=32x32")
-    wanted = door.get("params", filter="layers.* shape=32x32")
-    total = page.get_by_test_id("total")
-    wait_for("the filter", lambda: total.inner_text() == str(wanted["total_count"]))
-    rows = page.locator("[role=table] .all [role=row]")
-    assert rows.count() == 3
-    assert [one["name"] for one in wanted["params"]] == [
-        name.inner_text() for name in rows.locator(".name").all()
-    ]
-    page.keyboard.press("Control+A")
-    page.keyboard.type("numl>3")
-    tab.see("expected one of name")
-    tab.messages.clear()  # the refusal
-    page.keyboard.press("Escape")
-    page.keyboard.press("g")
-    page.keyboard.press("s")
-    page.wait_for_selector("main h1:text-is('System')")
-    page.go_back()
-    page.wait_for_selector("main h1:text-is('Parameters')")
-    assert page.input_value("input[data-filter]") == "numl>3"
-    tab.messages.clear()
-
-
 def test_numbers_and_values_are_those_of_the_api(tab: Tab, door: Door) -> None:
     stats = door.get("params/stats", filter="still.weight")["stats"][0]
     tab.open("params", filter="still.weight", name="still.weight")
@@ -142,92 +107,6 @@ def test_numbers_and_values_are_those_of_the_api(tab: Tab, door: Door) -> None:
     tab.see(f"columns 0\u20130 of what is shown: {part[0]:.5g}")
 
 
-def test_changes_are_sorted_and_a_spectrum_is_that_of_the_weight(tab: Tab, door: Door) -> None:
-    page = tab.page
-    tab.open("params", **{"as": "changes"})
-    page.get_by_role("button", name="Compare", exact=True).click()
-    table = page.get_by_role("table", name="Changes")
-    table.wait_for()
-    names = [row.split("\t")[0] for row in table.locator("tbody tr").all_inner_texts()]
-    # What learns comes before what stands still.
-    assert {one.split(".")[0] for one in names[:6]} == {"layers"}
-    assert "still.weight" in names
-    table.get_by_role("button", name="name").click()
-    table.get_by_role("button", name="name").click()
-    page.wait_for_selector("th[aria-sort=ascending]")
-    again = [row.split("\t")[0] for row in table.locator("tbody tr").all_inner_texts()]
-    assert again == sorted(names)
-    # This training's optimizer is SGD.
-    assert page.get_by_text("No second moments").is_visible()
-    tab.open("params", name="still.weight", part="spectrum")
-    page.get_by_role("button", name="Compute").click()
-    page.get_by_text("condition number").wait_for()
-    weight = torch.arange(40 * 48, dtype=torch.float64).view(40, 48) / 1000
-    largest = float(torch.linalg.svdvals(weight)[0])
-    assert page.get_by_text(f"{largest:.5g}"[:6]).first.is_visible()
-    found = door.get("params/spectrum", name="still.weight", k=2)
-    assert found["singular_values"][0] == pytest.approx(largest, rel=1e-6)
-    assert found["condition_exact"]
-
-
-def test_the_overview_says_that_all_is_well_and_what_changed(tab: Tab, door: Door) -> None:
-    tab.open("overview")
-    verdict = tab.page.get_by_label("Health")
-    job = door.get("/jobs")["jobs"][0]
-    word = "warning" if job["warning_count"] else "ok"
-    wait_for("the verdict", lambda: verdict.inner_text().split("\n")[0] in ("ok", word))
-    tab.see("incarnation 1 began with 2 ranks")
-    wait_for("a gradient norm", lambda: "gradient norm\n0." in tab.page.inner_text("main"))
-    wait_for("the last loss", lambda: re.search(r"\bloss\n0\.", tab.page.inner_text("main")))
-    for label in ("Gradient norm since this page was opened", "loss over the run"):
-        tab.page.get_by_role("img", name=label).locator("canvas").wait_for()
-    tab.page.get_by_role("group", name="Tools of the chart: loss over the run").wait_for()
-
-
-def test_the_manual_is_one_click_away(tab: Tab) -> None:
-    with tab.page.expect_popup() as opening:
-        tab.page.get_by_role("link", name="Manual").click()
-    opening.value.wait_for_load_state()
-    assert opening.value.title().startswith("paramd")
-
-
-def test_the_keyboard_reaches_everything(tab: Tab) -> None:
-    page = tab.page
-    tab.open("params")
-    page.reload()
-    page.wait_for_selector("main h1")
-    page.keyboard.press("Tab")
-    assert page.evaluate("document.activeElement.textContent") == "Skip to the content"
-    page.keyboard.press("Enter")
-    assert page.evaluate("document.activeElement.id") == "main"
-    assert "/params" in page.evaluate("location.hash")
-    page.keyboard.press("/")
-    page.keyboard.type("still.*")
-    total = page.get_by_test_id("total")
-    wait_for("the filter", lambda: total.inner_text() == "2")
-    page.keyboard.press("ArrowDown")
-    page.keyboard.press("ArrowDown")
-    tab.see("1,920", within=".detail")
-    page.keyboard.press("End")
-    wait_for("the last row", lambda: "name=still.bias" in page.evaluate("location.hash"))
-    page.keyboard.press("g")
-    page.keyboard.press("o")
-    page.get_by_label("Health").wait_for()
-    tab.messages.clear()  # a filter half typed may match nothing
-
-
-def test_what_is_not_there_is_said(tab: Tab, door: Door) -> None:
-    tab.page.goto(f"{door.url}/#/no-such-run/overview")
-    tab.see("This control plane does not serve a job of that name")
-    tab.page.get_by_role("link", name=JOB, exact=True).click()
-    tab.page.get_by_label("Health").wait_for()
-    tab.open("params", filter="norm>1e30")
-    tab.see("No parameter matches norm>1e30.")
-    tab.open("params", name="no.such")
-    tab.see("no parameter matches 'no.such'", within=".detail")
-    tab.messages.clear()  # the refusals
-
-
 def test_tokens_are_made_shown_once_and_revoked(tab: Tab, door: Door) -> None:
     page = tab.page
     tab.open("system")
@@ -251,27 +130,6 @@ def test_tokens_are_made_shown_once_and_revoked(tab: Tab, door: Door) -> None:
     page.get_by_role("dialog").get_by_role("button", name="Revoke", exact=True).click()
     row.get_by_text("revoked").wait_for()
     assert status() == 401
-
-
-def test_a_chart_is_zoomed_and_saved(tab: Tab, door: Door, tmp_path: Path) -> None:
-    page = tab.page
-    wait_for(
-        "history",
-        lambda: len(door.get("history", metric="step_time_s", subject="0")["points"]) > 0,
-    )
-    tab.open("mesh")
-    tools = page.get_by_role("group", name="Tools of the chart: Step time")
-    tools.get_by_role("button", name="Zoom in").click()
-    whole = tools.get_by_role("button", name="Whole")
-    wait_for("the zoom", whole.is_enabled)
-    whole.click()
-    wait_for("the whole", whole.is_disabled)
-    with page.expect_download() as saving:
-        tools.get_by_role("button", name="CSV").click()
-    saving.value.save_as(tmp_path / "times.csv")
-    head, first = (tmp_path / "times.csv").read_text().splitlines()[:2]
-    assert head == "series,x,y"
-    assert first.startswith('"rank 0",')
 
 
 def test_names_like_attacks_stay_text(tab: Tab) -> None:

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.web.door import Door, Tab, wait_for
-from tests.web.training import JOB
 
 NAME = "still.bias"
 """Does not learn, so that its numbers are those of the edits alone."""
-
-LOADING_MS = 80_000
-"""What a process that loads torch may take on a busy machine."""
 
 
 def norm(door: Door, name: str = NAME) -> float:
@@ -94,34 +88,6 @@ def test_training_is_marked_and_put_back_after_a_question(tab: Tab, door: Door) 
     row.get_by_role("button", name="Forget …").click()
     tab.page.get_by_role("dialog").get_by_role("button", name="Forget it").click()
     wait_for("the mark is gone", lambda: not any(m["name"] for m in door.get("marks")["marks"]))
-
-
-@pytest.mark.timeout(300)  # three comparisons, each of which starts a process that loads torch
-def test_two_states_are_a_sorted_table_and_a_heat_map(tab: Tab, door: Door) -> None:
-    page = tab.page
-    door.post(f"/jobs/{JOB}/marks", {"name": "then"})
-    export = door.post(f"/jobs/{JOB}/exports", {"destination": "local/states"})["id"]
-    wait_for("the export", lambda: door.get(f"exports/{export}")["state"] == "DONE")
-    edit = {"ops": [{"pattern": "still.weight[3:5]", "op": "add", "value": 1.0}]}
-    edited = door.post(f"/jobs/{JOB}/edits", edit)["id"]
-    wait_for("the edit", lambda: door.get(f"edits/{edited}")["state"] == "APPLIED")
-    tab.open("params", **{"as": "states", "filter": "still.*", "a": "mark:then", "b": "now"})
-    page.get_by_role("button", name="Compare", exact=True).click()
-    table = page.get_by_role("table", name="Two states")
-    table.wait_for(timeout=LOADING_MS)
-    weight, bias = table.locator("tbody tr").all_inner_texts()
-    assert weight.split("\t") == ["still.weight", *weight.split("\t")[1:5], "5 %", "3, 4"]
-    assert weight.split("\t")[1].startswith("9.79")  # the norm of 2 x 48 ones
-    assert bias.split("\t")[0] == "still.bias"
-    table.get_by_role("button", name="still.weight").click()
-    page.get_by_role("img", name="Change of each cell's mean").wait_for(timeout=LOADING_MS)
-    page.get_by_label("Difference of still.weight").get_by_text("from -1 to 1").wait_for()
-    assert tab.violations() == []
-    page.select_option("select[name=from]", f"export:{export}")
-    page.get_by_role("button", name="Compare", exact=True).click()
-    page.get_by_text("export local/states \u2192 step").wait_for(timeout=LOADING_MS)
-    tab.see("1 tensors differ (norm 9.79")
-    door.post(f"/jobs/{JOB}/edits/{edited}/undo", {})
 
 
 def test_training_is_paused_stepped_and_resumed_with_the_lease_in_sight(

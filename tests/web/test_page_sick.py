@@ -15,7 +15,7 @@ from tests.web.door import Door, Tab, wait_for
 from tests.web.training import JOB
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Route
+    from playwright.sync_api import Browser
 
 WATCH = """verdict => {
     window.shown = [];
@@ -94,36 +94,6 @@ def test_the_overview_names_the_first_cause_and_who_changed_something(tab: Tab, 
 
 
 @pytest.mark.usefixtures("poisoned")
-def test_values_that_could_not_be_checked_are_checked_again_soon(tab: Tab, door: Door) -> None:
-    refused = []
-
-    def refuse_once(route: Route) -> None:
-        if refused:
-            route.continue_()
-        else:
-            refused.append(route.request.url)
-            route.fulfill(status=503, body="{}")
-
-    tab.page.route("**/params/stats?*", refuse_once)
-    tab.page.reload()
-    tab.open("overview")
-    verdict = tab.page.get_by_label("Health")
-    wait_for("a check that failed", lambda: verdict.inner_text() and refused)
-    # Otherwise only a minute later.
-    wait_for("the verdict", lambda: "not finite" in verdict.inner_text())
-    tab.messages.clear()  # the refusal
-
-
-@pytest.mark.usefixtures("poisoned")
-def test_a_tensor_without_a_finite_element_says_so(tab: Tab, door: Door) -> None:
-    tab.open("params", name="layers.1.weight")
-    tab.see("no element is finite", within=".detail")
-    assert tab.page.locator(".detail .trouble").count() == 0
-    tab.open("grads", filter="layers.*", name="layers.2.weight")
-    tab.see("No element is finite, so there are no magnitudes to draw.")
-
-
-@pytest.mark.usefixtures("poisoned")
 def test_a_control_plane_that_does_not_answer_is_not_taken_for_alive(tab: Tab, door: Door) -> None:
     tab.open("overview")
     verdict = tab.page.get_by_label("Health")
@@ -162,31 +132,3 @@ def test_a_killed_rank_shows_with_the_reason(browser: Browser, tmp_path: Path) -
         assert told["reason"] in tile.inner_text()
         assert tab.page.locator(".tile.ok", has_text="rank 1").count() == 0
         tab.check_quiet()
-
-
-def test_the_page_names_the_rank_that_the_others_wait_for(tab: Tab, door: Door) -> None:
-    slow = door.folder / "slow"
-    slow.touch()
-    try:
-        wait_for("the wait", lambda: any("1" in w for w in verdict_after_asking(tab)))
-        (said,) = verdict_after_asking(tab)
-        assert said.startswith("Rank 0 waits in "), said
-        assert "for rank 1, which is at training.py:" in said, said
-        assert "in _read_data since at least" in said, said
-    finally:
-        slow.unlink()
-    steps = [rank["step"] for rank in door.get("ranks")["ranks"]]
-    wait_for(
-        "training goes on", lambda: min(r["step"] for r in door.get("ranks")["ranks"]) > max(steps)
-    )
-
-
-def verdict_after_asking(tab: Tab) -> list[str]:
-    """What the Mesh view answers to "Ask every rank"; empty while nobody waits."""
-    tab.open("mesh")
-    with tab.page.expect_response(lambda answer: answer.url.endswith("/why")) as answered:
-        tab.page.get_by_role("button", name="Ask every rank").click()
-    assert answered.value.ok
-    said = tab.page.locator("section.panel", has_text="Stuck or slow?").locator("p strong")
-    said.wait_for()
-    return [text for text in said.all_inner_texts() if " wait" in text]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
 import pytest
 
 from paramd.cli import settings
-from paramd.cli.settings import Flags
+from paramd.cli.main import main
+from paramd.cli.settings import Flags, Settings
 from paramd.errors import UsageError
 
-NO_INPUT = io.StringIO("")
+LAB, LOCAL = "https://lab.example:8470", "http://127.0.0.1:8470"
 
 
 @pytest.fixture(autouse=True)
@@ -21,35 +23,33 @@ def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / name).mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.delenv("PARAMD_OUTPUT", raising=False)
+    for name in ("PARAMD_OUTPUT", "PARAMD_CONTEXT", "PARAMD_TLS_CA"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def write(tmp_path: Path, where: str, text: str) -> None:
     (tmp_path / where / "paramd.toml").write_text(text)
 
 
+def load(**flags: str) -> Settings:
+    return settings.load(Flags(**flags), stdin=io.StringIO(""))
+
+
 def test_each_source_wins_over_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = Flags()
-    assert settings.load(flags, stdin=NO_INPUT).job is None
+    assert load().job is None
     write(tmp_path, "config/paramd", 'job = "own-file"\nurl = "http://far.example:8470"')
-    assert settings.load(flags, stdin=NO_INPUT).job == "own-file"
+    assert load().job == "own-file"
     write(tmp_path, "here", 'job = "here-file"')
-    assert settings.load(flags, stdin=NO_INPUT).job == "here-file"
-    assert settings.load(flags, stdin=NO_INPUT).url == "http://far.example:8470"
+    assert load().job == "here-file"
+    assert load().url == "http://far.example:8470"
     monkeypatch.setenv("PARAMD_JOB", "environment")
-    assert settings.load(flags, stdin=NO_INPUT).job == "environment"
-    assert settings.load(Flags(job="flag"), stdin=NO_INPUT).job == "flag"
-
-
-def test_a_flag_after_the_command_wins_over_one_before_it() -> None:
-    before = Flags(job="before", url="http://127.0.0.1:1")
-    merged = Flags(job="after").over(before)
-    assert (merged.job, merged.url) == ("after", "http://127.0.0.1:1")
+    assert load().job == "environment"
+    assert load(job="flag").job == "flag"
 
 
 def test_a_literal_token_is_refused_and_not_repeated() -> None:
     with pytest.raises(UsageError, match="visible to other users") as caught:
-        settings.load(Flags(token="s3cr3t"), stdin=NO_INPUT)
+        load(token="s3cr3t")
     assert "s3cr3t" not in str(caught.value)
 
 
@@ -58,14 +58,14 @@ def test_tokens_come_from_stdin_file_environment_and_own_config(
 ) -> None:
     file = tmp_path / "token"
     file.write_text("from-file\nsecond line\n")
-    assert settings.load(Flags(token=f"@{file}"), stdin=NO_INPUT).token == "from-file"
+    assert load(token=f"@{file}").token == "from-file"
     assert settings.load(Flags(token="-"), stdin=io.StringIO(" typed \n")).token == "typed"
     write(tmp_path, "config/paramd", f'token_file = "{file}"')
-    assert settings.load(Flags(), stdin=NO_INPUT).token == "from-file"
+    assert load().token == "from-file"
     monkeypatch.setenv("PARAMD_TOKEN", "from-environment")
-    assert settings.load(Flags(), stdin=NO_INPUT).token == "from-environment"
-    assert settings.load(Flags(token=f"@{file}"), stdin=NO_INPUT).token == "from-file"
-    assert "from-environment" not in repr(settings.load(Flags(), stdin=NO_INPUT))
+    assert load().token == "from-environment"
+    assert load(token=f"@{file}").token == "from-file"
+    assert "from-environment" not in repr(load())
 
 
 @pytest.mark.parametrize(
@@ -76,6 +76,8 @@ def test_tokens_come_from_stdin_file_environment_and_own_config(
         ('url = "http://127.0.0.1.collector.example"', "must point to this machine"),
         ('url = "http://127.0.0.1@collector.example"', "must point to this machine"),
         ('token = "s3cr3t"', "does not belong here"),
+        ('context = "lab"', "read only from"),
+        (f'[contexts.lab]\nurl = "{LAB}"', "read only from"),
     ],
 )
 def test_a_file_in_the_working_directory_cannot_send_a_token_elsewhere(
@@ -83,31 +85,120 @@ def test_a_file_in_the_working_directory_cannot_send_a_token_elsewhere(
 ) -> None:
     write(tmp_path, "here", text)
     with pytest.raises(UsageError, match=complaint) as caught:
-        settings.load(Flags(), stdin=NO_INPUT)
+        load()
     assert "s3cr3t" not in str(caught.value)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
 def test_a_file_in_the_working_directory_may_name_this_machine(tmp_path: Path, host: str) -> None:
     write(tmp_path, "here", f'url = "http://{host}:8470"')
-    assert settings.load(Flags(), stdin=NO_INPUT).url == f"http://{host}:8470"
+    assert load().url == f"http://{host}:8470"
+
+
+@pytest.fixture
+def own_file(tmp_path: Path) -> Path:
+    """A paramd.toml of the user's own, with two contexts and settings beside them."""
+    for name in ("lab", "top"):
+        (tmp_path / f"{name}.token").write_text(f"token-of-{name}\n")
+    path = tmp_path / "config" / "paramd" / "paramd.toml"
+    path.write_text(f"""
+        url = "http://127.0.0.1:1"
+        token_file = "{tmp_path}/top.token"
+        tls_ca = "top.pem"
+        [contexts.lab]
+        url = "{LAB}"
+        token_file = "{tmp_path}/lab.token"
+        job = "lab-job"
+        tls_ca = "lab.pem"
+        [contexts.local]
+        url = "{LOCAL}"
+    """)
+    return path
+
+
+def facts(found: Settings) -> tuple[str | None, ...]:
+    return (found.url, found.job, found.token, found.tls_ca)
+
+
+LAB_FACTS = (LAB, "lab-job", "token-of-lab", "lab.pem")
+
+
+def test_a_flag_wins_over_the_variable_and_that_over_the_file(
+    own_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert load().context_name is None
+    own_file.write_text('context = "local"\n' + own_file.read_text())
+    assert (load().context_name, load().url) == ("local", LOCAL)
+    monkeypatch.setenv("PARAMD_CONTEXT", "lab")
+    assert facts(load()) == LAB_FACTS
+    assert load(context_name="local").url == LOCAL
+
+
+@pytest.mark.usefixtures("own_file")
+def test_what_a_context_says_stands_where_it_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARAMD_JOB", "environment")
+    monkeypatch.setenv("PARAMD_URL", LAB)
+    monkeypatch.setenv("PARAMD_TOKEN", "token-of-environment")
+    assert facts(load(context_name="lab")) == LAB_FACTS
+    assert load(context_name="lab", job="flag").job == "flag"
+    monkeypatch.setenv("PARAMD_CONTEXT", "lab")
+    assert facts(load()) == (LAB, "environment", "token-of-environment", "lab.pem")
+
+
+@pytest.mark.parametrize("how", ["flag", "variable"])
+def test_its_token_job_and_ca_go_to_its_url_alone(
+    how: str, own_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_file.write_text(own_file.read_text().replace("token_file", "# token_file", 1))
+    named = {"context_name": "lab"} if how == "flag" else {}
+    if how == "variable":
+        monkeypatch.setenv("PARAMD_CONTEXT", "lab")
+    assert facts(load(url="https://else.example", **named)) == (
+        "https://else.example", None, None, "top.pem",
+    )  # fmt: skip
+    assert load(url=LAB + "/", **named).token == "token-of-lab"
+    monkeypatch.setenv("PARAMD_URL", "https://else.example")
+    expected = "token-of-lab" if how == "flag" else None
+    assert load(**named).token == expected
+
+
+@pytest.mark.usefixtures("own_file")
+def test_tokens_and_cas_of_other_places_are_not_for_a_context() -> None:
+    assert facts(load()) == ("http://127.0.0.1:1", None, "token-of-top", "top.pem")
+    assert facts(load(context_name="local")) == (LOCAL, None, None, None)
 
 
 @pytest.mark.parametrize(
-    ("text", "complaint"),
+    ("table", "complaint"),
     [
-        ("job = ", "not TOML"),
-        ('jobb = "x"', "did you mean 'job'"),
-        ("job = 3", "must be a string"),
+        ('[contexts.x]\njob = "a"', "url is missing"),
+        ('[contexts.x]\nurl = ""', "non-empty"),
+        ('[contexts.x]\nurl = "http://a"\ntoken = "s3cr3t"', "does not belong here"),
+        ('[contexts.x]\nurl = "http://a"\nport = 3', "unknown key 'port'"),
+        ('[contexts]\nx = "http://a"', "must be a table"),
+        ('contexts = "x"', "unknown key 'contexts'"),
     ],
 )
-def test_a_malformed_file_is_named(tmp_path: Path, text: str, complaint: str) -> None:
-    write(tmp_path, "config/paramd", text)
+def test_a_malformed_context_is_named(own_file: Path, table: str, complaint: str) -> None:
+    own_file.write_text(table)
     with pytest.raises(UsageError, match=complaint) as caught:
-        settings.load(Flags(), stdin=NO_INPUT)
-    assert "paramd.toml" in str(caught.value)
+        load(context_name="x")
+    assert "s3cr3t" not in str(caught.value)
 
 
-def test_tables_of_other_programs_are_left_alone(tmp_path: Path) -> None:
-    write(tmp_path, "config/paramd", '[destinations]\ncheckpoints = "s3://bucket"')
-    assert settings.load(Flags(), stdin=NO_INPUT).job is None
+@pytest.mark.usefixtures("own_file")
+def test_list_marks_the_one_in_force_and_show_never_shows_a_token(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--context", "lab", "context", "list", "-o", "json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["contexts"]
+    assert [(row["name"], row["in_force"]) for row in rows] == [("lab", True), ("local", False)]
+    assert main(["context", "show", "lab"]) == 0
+    shown = capsys.readouterr().out
+    assert LAB in shown
+    assert "token-of" not in shown
+    (tmp_path / "lab.token").unlink()
+    assert main(["context", "show", "--context", "lab", "-o", "json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["contexts"]
+    assert row["token"] == "not readable"
+    assert main(["context", "show"]) == 2

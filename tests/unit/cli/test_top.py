@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from textual.pilot import Pilot
-from textual.widgets import DataTable, Input, Static
+from textual.widgets import DataTable, Static
 
 from paramd.cli import status as status_command
 from paramd.cli.output import Format
-from paramd.cli.status import Look, Outage, news
+from paramd.cli.status import Look
 from paramd.cli.top_screen import TopApp
 from paramd.errors import UnreachableError, UsageError
 from paramd.mesh.results import MeshStatus, RankStatus
@@ -105,51 +105,6 @@ async def test_ranks_and_alerts_are_shown_and_followed() -> None:
         assert "w [red]at[/red] step 9: rank 1 differs [2J" in text(app, "#alerts")
 
 
-async def test_arrows_move_and_the_place_is_kept_when_numbers_change() -> None:
-    service = Service(5)
-    app = await app_of(service)
-    async with app.run_test() as pilot:
-        await pilot.press("down", "down", "down", "up")
-        ranks = app.query_one("#ranks", DataTable)
-        assert ranks.cursor_row == 2
-        service.ranks = [rank(n, step=2000) for n in range(5)]
-        await until(pilot, lambda: table(app)[0][2] == "2,000")
-        assert ranks.cursor_row == 2
-
-
-async def test_slash_filters_escape_shows_all_and_q_is_only_a_letter_meanwhile() -> None:
-    service = Service(12)
-    service.ranks[7] = rank(7, phase="torn", reason="seq is odd")
-    app = await app_of(service)
-    async with app.run_test() as pilot:
-        box = app.query_one("#filter", Input)
-        await pilot.press("slash")
-        await until(pilot, lambda: box.has_focus)
-        await pilot.press("t", "o", "r", "n")
-        await until(pilot, lambda: [row[0] for row in table(app)] == ["7"])
-        await pilot.press("enter")
-        await until(pilot, lambda: not box.has_focus)
-        await pilot.press("slash")
-        await until(pilot, lambda: box.has_focus)
-        box.value = ""
-        await pilot.press("1")
-        await until(pilot, lambda: [row[0] for row in table(app)] == ["1"])
-        box.value = ""
-        await pilot.press("s", "e", "q")
-        assert box.value == "seq"
-        await until(pilot, lambda: [row[0] for row in table(app)] == ["7"])
-        await pilot.press("escape")
-        await until(pilot, lambda: len(table(app)) == 12 and not box.has_class("open"))
-
-
-async def test_q_ends_it() -> None:
-    app = await app_of(Service(1))
-    async with app.run_test() as pilot:
-        await pilot.press("q")
-        await until(pilot, lambda: not app.is_running)
-    assert app.return_code == 0
-
-
 async def test_an_outage_is_told_with_the_age_of_what_is_shown() -> None:
     service = Service(2)
     app = await app_of(service)
@@ -160,29 +115,6 @@ async def test_an_outage_is_told_with_the_age_of_what_is_shown() -> None:
         await until(pilot, lambda: " s old" in text(app, "#about"))
         service.away = False
         await until(pilot, lambda: "nobody answers" not in text(app, "#about"))
-
-
-def test_what_begins_and_ends_is_news_once() -> None:
-    told: dict[str, str] = {}
-    old = alert("old", "resolved", "o")
-    assert news([old], told) == []
-    fires = alert("x", identity="x")
-    assert news([fires, old], told) == [fires]
-    assert news([fires, old], told) == []
-    over = fires | {"state": "resolved"}
-    assert news([over, old], told) == [over]
-    assert news([over, old], told) == []
-
-
-def test_what_fires_at_the_first_look_is_news() -> None:
-    fires = alert("x")
-    assert news([fires], {}) == [fires]
-
-
-def test_an_outage_is_said_once_and_so_is_its_end() -> None:
-    outage, error = Outage(), UnreachableError("away")
-    said = [outage.news(found) for found in (None, error, error, None, None)]
-    assert said == ["", "away", "", "connection restored", ""]
 
 
 class _Enough(Exception):

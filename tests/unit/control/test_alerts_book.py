@@ -8,8 +8,7 @@ import pytest
 
 from paramd.errors import UsageError
 from paramd.trainer.settings import AttachSettings
-from paramd_service.control.alerts import book
-from paramd_service.control.alerts.book import CLEAR_AFTER_S, Book, Finding, Severity
+from paramd_service.control.alerts.book import Book, Finding, Severity
 from paramd_service.control.alerts.config import Rule
 from paramd_service.control.alerts.service import load_alerts
 from paramd_service.control.store.alerts import Alert, State
@@ -53,42 +52,11 @@ def test_what_comes_back_at_once_was_never_over() -> None:
     assert len(found.firing) == 1
 
 
-def test_what_comes_back_after_its_end_is_a_new_alert() -> None:
-    found = new_book()
-    see(found, 100, finding())
-    first = found.firing[0].id
-    see(found, 100 + CLEAR_AFTER_S)
-    assert see(found, 106, finding()) == [("rank 1", "firing")]
-    assert found.firing[0].id != first
-
-
 def test_a_look_that_does_not_cover_an_alert_does_not_end_it() -> None:
     found = new_book()
     see(found, 100, finding("w"))
     assert found.observe([], covered=lambda alert: alert.subject != "w", now_s=200) == []
     assert len(found.firing) == 1
-
-
-def test_the_end_of_the_incarnation_ends_every_alert() -> None:
-    found = new_book()
-    see(found, 100, finding("a"), finding("b"))
-    assert {alert.state for alert in found.close(101)} == {State.RESOLVED}
-    assert found.firing == ()
-
-
-def test_a_restarted_control_plane_goes_on_with_the_same_alerts() -> None:
-    before, after = new_book(), new_book()
-    see(before, 100, finding())
-    after.restore(before.firing)
-    assert see(after, 200, finding()) == []
-    assert after.firing[0].first_seen_s == 100
-
-
-def test_a_flood_of_alerts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(book, "MAX_FIRING", 3)
-    found = new_book()
-    see(found, 1, *(finding(f"rank {n}") for n in range(10)))
-    assert (len(found.firing), found.fired_count) == (3, 3)
 
 
 def test_the_environment_wins_over_the_directory_s_file_and_that_over_the_own(
@@ -146,9 +114,3 @@ def test_a_file_that_cannot_be_right_is_refused(tmp_path: Path, text: str) -> No
     path.write_text(text)
     with pytest.raises(UsageError):
         load_alerts([(path, False)], {}, watch=True)
-
-
-@pytest.mark.parametrize("text", ["[]", "{", '{"x": 1}', "[" * 100_000])
-def test_an_environment_that_is_no_table_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="PARAMD_ALERTS"):
-        load_alerts([], {"PARAMD_ALERTS": text}, watch=True)

@@ -12,19 +12,16 @@ import pytest
 from paramd.errors import AbortedError
 from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, TensorLayout
 from paramd.state import At
-from paramd_service.control.alerts.bits import BitRounds, due_step, parts_of
+from paramd_service.control.alerts.bits import BitRounds
 from paramd_service.control.alerts.config import AlertConfig
 from paramd_service.control.alerts.drift import (
     Difference,
     ReplicaGroup,
     ask_where,
-    choose_holders,
     compare,
     drift_findings,
     next_sample,
-    place_of,
     replica_groups,
-    spans_of,
 )
 from paramd_service.sidecar.rpc.statistics import digest_all
 
@@ -98,39 +95,6 @@ def test_rounds_go_through_all_parameters_within_their_bytes() -> None:
     assert len(whole.tensors) == 7
 
 
-def test_what_fires_is_looked_at_again_first_and_the_others_still_have_their_turn() -> None:
-    tensors = tuple(tensor(f"w{n}", 10, (0, 1)) for n in range(20))
-    layout = Layout(world_size=2, arena_bytes=(9999, 9999), tensors=tensors)
-    begin, seen = 0, set()
-    for _ in range(20):
-        sample = next_sample(layout, begin, most_bytes=160, first=["w13", "w4"])
-        assert {"w13", "w4"} <= {t.fqn for t in sample.tensors}
-        seen |= {t.fqn for t in sample.tensors}
-        begin = sample.next_begin
-    assert len(seen) == 20
-
-
-def test_a_layout_without_parameters_gives_nothing_to_look_at() -> None:
-    buffers = Layout(
-        world_size=1, arena_bytes=(64,), tensors=(tensor("b", 4, (0,), TensorKind.BUFFER),)
-    )
-    assert next_sample(buffers, 5, most_bytes=100).tensors == ()
-
-
-def test_few_ranks_are_asked_and_all_have_their_turn() -> None:
-    groups = [group(ranks=range(100)), group(ranks=range(100), fqn="v")]
-    asked: set[int] = set()
-    for turn in range(100):
-        chosen = choose_holders(groups, most_ranks=8, turn=turn)
-        ranks = {rank for g in chosen for rank in g.begins}
-        assert len(chosen) == 2
-        assert len(ranks) == 8
-        asked |= ranks
-    assert asked == set(range(100))
-    (all_of_them,) = choose_holders([group(ranks=range(5))], most_ranks=8, turn=3)
-    assert set(all_of_them.begins) == set(range(5))
-
-
 def test_the_minority_is_named_and_two_alone_are_named_both() -> None:
     three = group(ranks=(0, 1, 2))
     assert compare(three, {0: b"a", 1: b"a", 2: b"a"}) is None
@@ -144,31 +108,6 @@ def test_the_minority_is_named_and_two_alone_are_named_both() -> None:
     assert "rank 1 differs from 2 equal replicas; bit 3 of element 5" in named.reason
     (both,) = drift_findings([two], {}, 9)
     assert "two cannot show which is wrong" in both.reason
-
-
-def test_many_tensors_that_drift_are_told_in_short() -> None:
-    differences = [
-        Difference(group=group(fqn=f"w{n}"), ranks=(0, 1), majority=0) for n in range(60)
-    ]
-    found = drift_findings(differences, {}, 1)
-    assert len(found) == 51
-    assert "10 more tensors" in found[-1].reason
-
-
-def test_spans_are_merged_and_offsets_follow_them() -> None:
-    a = ReplicaGroup(
-        fqn="a", region=Interval(0, 4), size_bytes=16, item_bytes=4, begins={0: 100, 1: 0}
-    )
-    b = ReplicaGroup(
-        fqn="b", region=Interval(0, 4), size_bytes=16, item_bytes=4, begins={0: 116, 1: 64}
-    )
-    c = ReplicaGroup(
-        fqn="c", region=Interval(0, 1), size_bytes=4, item_bytes=4, begins={0: 0, 1: 68}
-    )
-    spans = spans_of([a, b, c])
-    assert spans == {0: [(0, 4), (100, 132)], 1: [(0, 16), (64, 80)]}
-    offset_of = place_of(spans[0])
-    assert [offset_of(at) for at in (0, 100, 116, 131)] == [0, 4, 20, 35]
 
 
 class Memory:
@@ -197,37 +136,6 @@ async def test_a_flipped_bit_is_found_wherever_it_is(size: int) -> None:
         expected = f"bit {8 * (byte % 4) + bit} of element {byte // 4} of its piece"
         assert said == f"the first difference of rank 1 from rank 0 is {expected}"
         assert memory.calls <= 10
-
-
-async def test_several_bits_are_counted() -> None:
-    memory = Memory({0: bytearray(8), 1: bytearray(18)})
-    memory.arenas[1][10:14] = b"\xff\x01\x00\x80"
-    said = await ask_where(memory, Difference(group=group(8), ranks=(0, 1), majority=0))
-    assert "is 10 bits of element 0" in said
-
-
-def test_every_group_and_kind_of_state_has_its_turn_within_the_steps() -> None:
-    groups = [
-        ReplicaGroup(
-            fqn=f"w{number}",
-            region=Interval(0, 10),
-            size_bytes=size,
-            item_bytes=4,
-            begins={0: 100 * number, 1: 100 * number},
-        )
-        for number, size in enumerate((40, 40, 400, 40))
-    ]
-    parts = parts_of(groups, ["exp_avg"], most_bytes=100)
-    assert [(part.key, sorted(part.names)) for part in parts] == [
-        ("", ["w0", "w1"]),
-        ("", ["w2"]),
-        ("", ["w3"]),
-        ("exp_avg", ["exp_avg of w0", "exp_avg of w1"]),
-        ("exp_avg", ["exp_avg of w2"]),
-        ("exp_avg", ["exp_avg of w3"]),
-    ]
-    turns = [due_step(1000, number, len(parts), 20) for number in range(len(parts))]
-    assert turns == [1000, 1003, 1006, 1010, 1013, 1016]
 
 
 async def test_after_a_rollback_replicas_are_compared_at_steps_that_come_again() -> None:

@@ -9,16 +9,13 @@ from dataclasses import dataclass, field
 import pytest
 
 from paramd.errors import (
-    AbortedError,
     ConflictError,
     DeadlineError,
-    ExhaustedError,
     NotFoundError,
     ParamdError,
     UnreachableError,
     UsageError,
 )
-from paramd.v1 import common_pb2
 from paramd_service.control.mesh.coordinator import (
     BoundaryAction,
     BoundaryRequest,
@@ -26,20 +23,15 @@ from paramd_service.control.mesh.coordinator import (
     RankAnswer,
     Verdict,
     decide,
-    margin_s,
     token_of,
-    worst,
 )
-from paramd_service.control.mesh.registry import MeshView, Report, mesh_view
+from paramd_service.control.mesh.registry import MeshView
+from tests.unit.control.reports import mesh
 
 
 def answer(rank: int, step: int = 5, **changed: object) -> RankAnswer:
     fields: dict[str, object] = {"incarnation": 1, "captured": True, "reason": ""}
     return RankAnswer(rank=rank, step=step, **(fields | changed))  # type: ignore[arg-type]
-
-
-def test_equal_steps_of_all_ranks_are_captured() -> None:
-    assert decide(1, 2, [answer(0), answer(1)]) == Verdict(True, 5, "", 0)
 
 
 @pytest.mark.parametrize(
@@ -57,28 +49,6 @@ def test_anything_less_is_refused_naming_ranks(answers: list[RankAnswer], reason
     verdict = decide(1, 2, answers)
     assert (verdict.captured, verdict.step) == (False, -1)
     assert reason in verdict.reason
-
-
-@pytest.mark.parametrize(
-    ("failures", "kind", "begin"),
-    [
-        ({0: UnreachableError("a"), 1: ConflictError("b")}, ConflictError, "b; a"),
-        ({0: DeadlineError("a"), 1: UnreachableError("b")}, UnreachableError, "b; a"),
-        ({0: AbortedError("a"), 1: DeadlineError("b")}, DeadlineError, "b; a"),
-        ({1: ExhaustedError("a")}, ExhaustedError, "a"),
-    ],
-)
-def test_the_failure_told_is_the_one_that_retrying_helps_least(
-    failures: dict[int, ParamdError], kind: type[ParamdError], begin: str
-) -> None:
-    error = worst(failures)
-    assert type(error) is kind
-    assert str(error) == begin
-
-
-def test_the_margin_is_a_twentieth_and_at_most_a_second() -> None:
-    assert margin_s(10.0) == pytest.approx(0.5)
-    assert margin_s(600.0) == 1.0
 
 
 @dataclass
@@ -121,24 +91,6 @@ class Sidecars:
         return sorted({boundary for _, boundary, _ in self.calls})
 
 
-def mesh(*ranks: int, ready: int = 0) -> MeshView:
-    reports = {
-        rank: Report(
-            rank=rank,
-            step=0,
-            layout_digest="d",
-            peer=common_pb2.Peer(rank=rank, address=f"h:{rank}"),
-            state=common_pb2.RankState(rank=rank, ready_boundary=ready, agreement_works=True),
-            version="",
-            leaving=False,
-            connected=True,
-            changed_s=0.0,
-        )
-        for rank in ranks
-    }
-    return mesh_view(reports, world_size=2, now_s=0.0, silent_after_s=10.0)
-
-
 def coordinator(sidecars: Sidecars, view: MeshView | None = None) -> Coordinator:
     view = view if view is not None else mesh(0, 1)
     return Coordinator(sidecars, lambda: view, incarnation=1)
@@ -150,27 +102,6 @@ async def until(condition: object) -> None:
     async with asyncio.timeout(5.0):
         while not condition():
             await asyncio.sleep(0)
-
-
-async def test_all_ranks_are_called_with_their_own_snapshots() -> None:
-    sidecars = Sidecars()
-    verdict = await coordinator(sidecars).schedule({0: ["a"], 1: ["b", "c"]}, timeout_s=5.0)
-    assert verdict == Verdict(True, 11, "", 0)
-    assert sorted(sidecars.calls) == [(0, 1, ("a",)), (1, 1, ("b", "c"))]
-
-
-async def test_ranks_without_snapshots_take_part_too() -> None:
-    sidecars = Sidecars()
-    await coordinator(sidecars).schedule({0: ["a"]}, timeout_s=5.0)
-    assert sorted(sidecars.calls) == [(0, 1, ("a",)), (1, 1, ())]
-
-
-async def test_numbers_rise_and_begin_above_what_ranks_were_ready_for() -> None:
-    sidecars = Sidecars()
-    rounds = coordinator(sidecars, mesh(0, 1, ready=41))
-    await rounds.schedule({}, timeout_s=5.0)
-    await rounds.schedule({}, timeout_s=5.0)
-    assert sidecars.boundaries == [42, 43]
 
 
 async def test_numbers_are_never_lowered() -> None:
@@ -278,33 +209,6 @@ async def test_a_round_nobody_waits_for_is_withdrawn_and_the_next_one_runs() -> 
     await until(lambda: sidecars.cancelled == [1])
     sidecars.gates[1].set()
     assert (await second).step == 12
-
-
-async def test_a_withdrawn_request_is_not_part_of_the_next_round() -> None:
-    sidecars = Sidecars(gates={0: asyncio.Event()})
-    rounds = coordinator(sidecars)
-    first = asyncio.create_task(rounds.schedule({}, timeout_s=5.0))
-    await until(lambda: len(sidecars.calls) == 2)
-    second = asyncio.create_task(rounds.schedule({0: ["b"]}, timeout_s=5.0))
-    await asyncio.sleep(0)
-    second.cancel()
-    await asyncio.wait({second})
-    sidecars.gates[0].set()
-    await first
-    assert sidecars.boundaries == [1]
-
-
-async def test_closing_tells_the_callers() -> None:
-    sidecars = Sidecars(gates={0: asyncio.Event()})
-    rounds = coordinator(sidecars)
-    calls = [asyncio.create_task(rounds.schedule({}, timeout_s=5.0))]
-    await until(lambda: len(sidecars.calls) == 2)
-    calls.append(asyncio.create_task(rounds.schedule({}, timeout_s=5.0)))
-    await asyncio.sleep(0)
-    await rounds.close()
-    for call in calls:
-        with pytest.raises(UnreachableError, match="stopping"):
-            await call
 
 
 async def test_all_ranks_get_one_token_that_differs_between_numbers_and_generations() -> None:

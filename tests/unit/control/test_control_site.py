@@ -12,14 +12,13 @@ import pytest
 from paramd import places
 from paramd.errors import (
     ConflictError,
-    DeniedError,
     NotFoundError,
     UnreachableError,
     UsageError,
 )
 from paramd.places import HISTORY_FILE, IncarnationRecord
 from paramd.security.tickets import Role, Signer
-from paramd.v1 import common_pb2, control_pb2
+from paramd.v1 import common_pb2
 from paramd_service.control.api import rank_text
 from paramd_service.control.api.models import RankList
 from paramd_service.control.base.site import (
@@ -30,39 +29,11 @@ from paramd_service.control.base.site import (
 )
 from paramd_service.control.mesh import jobs as jobs_module
 from paramd_service.control.mesh.jobs import ControlIdentity, Jobs
-from paramd_service.control.mesh.registry import REPORT_RANKS, Membership, State, report_interval
-from paramd_service.control.mesh.watch import MOST_RANKS
+from paramd_service.control.mesh.registry import Membership, State
+from tests.unit.control.reports import join_request
 
 TERMS = ControlIdentity(generation=5)
 SITE = Site(bytes(32), "t" * 32)
-
-
-def report(
-    job: str, incarnation: int, rank: int, world_size: int, **said: object
-) -> control_pb2.JoinRequest:
-    return control_pb2.JoinRequest(
-        header=common_pb2.Header(
-            job=job, incarnation=incarnation, step=3, rank=rank, layout_digest="d"
-        ),
-        world_size=world_size,
-        peer=common_pb2.Peer(rank=rank, address="127.0.0.1:9"),
-        state=common_pb2.RankState(
-            rank=rank,
-            agreement_works=True,
-            **{"phase": common_pb2.PHASE_FORWARD_BACKWARD, **said},  # type: ignore[arg-type]
-        ),
-    )
-
-
-async def test_incarnations_rise_also_above_what_the_trainers_know() -> None:
-    jobs = Jobs(TERMS, site=SITE)
-    assert (await jobs.register("run", world_size=1)).number == 1
-    assert (await jobs.register("run", world_size=1, incarnation_floor=7)).number == 8
-    assert places.last_incarnation("run") == 8
-    again = Jobs(TERMS, site=SITE)
-    assert (await again.register("run", world_size=1)).number == 9
-    for each in (jobs, again):
-        await each.close()
 
 
 async def test_a_sidecar_brings_its_incarnation_back_but_no_past_one() -> None:
@@ -99,16 +70,6 @@ async def test_a_job_that_went_on_is_awaited_after_our_restart_and_then_unknown(
     await jobs.close()
 
 
-async def test_an_embedded_control_plane_takes_in_no_other_job() -> None:
-    jobs = Jobs(TERMS, site=None)
-    with pytest.raises(ConflictError, match="belongs to one job"):
-        await jobs.register("run", world_size=1)
-    with pytest.raises(NotFoundError):
-        await jobs.admit("run", 1, 1)
-    with pytest.raises(DeniedError):
-        jobs.verifier("run", 1)
-
-
 def test_keys_of_incarnations_and_jobs_differ_and_stay() -> None:
     keys = {SITE.private_key(job, incarnation) for job in ("a", "a1") for incarnation in (1, 11)}
     assert len(keys) == 4
@@ -120,53 +81,6 @@ def test_keys_of_incarnations_and_jobs_differ_and_stay() -> None:
         job="a", incarnation=1, role=Role.READER, ttl_s=9
     )
     assert verifier.verify(ticket, job="a", incarnation=1).role is Role.READER
-
-
-async def test_the_oldest_job_that_is_over_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs_module, "MAX_JOBS", 2)
-    jobs = Jobs(TERMS, site=SITE)
-    kept = await jobs.register("a", world_size=1)
-    kept.registry.join(report("a", 1, 0, 1))
-    await jobs.register("b", world_size=1)
-    await jobs.register("c", world_size=1)
-    assert [mesh.job for mesh in jobs.all()] == ["a", "c"]
-    await jobs.close()
-
-
-async def test_what_changes_is_told_once_and_thousands_at_once_in_one_line() -> None:
-    told: list[tuple[str, dict[str, object]]] = []
-
-    def publish(kind: str, data: object, *, job: str) -> None:
-        assert isinstance(data, dict)
-        assert job == "run"
-        told.append((kind, data))
-
-    jobs = Jobs(TERMS, site=SITE, publish=publish)
-    mesh = await jobs.register("run", world_size=MOST_RANKS + 1)
-    assert told.pop() == (
-        "incarnation",
-        {"incarnation": 1, "world_size": MOST_RANKS + 1, "over": False},
-    )
-    jobs.tick(0.0)
-    assert [(kind, data["rank"], data["state"]) for kind, data in told] == [
-        ("rank", -1, "starting")
-    ]
-    told.clear()
-    member = mesh.registry.join(report("run", 1, 0, MOST_RANKS + 1))
-    jobs.tick(0.0)
-    jobs.tick(0.0)
-    assert [data.get("rank") for kind, data in told if kind == "rank"] == [-1, 0]
-    told.clear()
-    stalled = report(
-        "run", 1, 0, MOST_RANKS + 1, phase=common_pb2.PHASE_STALLED, phase_reason="hangs"
-    )
-    mesh.registry.update(member, stalled)
-    jobs.tick(0.0)
-    ranks = [data for kind, data in told if kind == "rank"]
-    assert [(data["rank"], data["state"], data["reason"]) for data in ranks] == [
-        (0, "degraded", "hangs")
-    ]
-    await jobs.close()
 
 
 def test_generations_rise_whatever_the_clock_and_the_file_say(tmp_path: Path) -> None:
@@ -213,11 +127,16 @@ async def test_the_ranks_document_is_what_the_model_says() -> None:
     mesh = await Jobs(TERMS, site=SITE).register("run", world_size=3)
     hostile = 'quote " \\ <b>\u2028\n'
     mesh.registry.join(
-        report(
-            "run", 1, 1, 3, phase=common_pb2.PHASE_STALLED, phase_reason=hostile, alerts=[hostile]
+        join_request(
+            1,
+            incarnation=1,
+            world_size=3,
+            phase=common_pb2.PHASE_STALLED,
+            phase_reason=hostile,
+            alerts=[hostile],
         )
     )
-    mesh.registry.join(report("run", 1, 2, 3, phase=77))
+    mesh.registry.join(join_request(2, incarnation=1, world_size=3, phase=77))
     found = RankList.model_validate_json(
         "".join(rank_text.chunks(mesh.registry, world_size=3, incarnation=1, stall_budget_s=0.005)),
         strict=True,
@@ -228,13 +147,6 @@ async def test_the_ranks_document_is_what_the_model_says() -> None:
     assert (found.ranks[0].step, found.ranks[0].boundary_age_ns) == (-1, -1)
     assert found.ranks[0].membership == Membership.MISSING.value
     await mesh.close()
-
-
-def test_large_meshes_report_less_often_and_get_as_much_more_time() -> None:
-    small = report_interval(REPORT_RANKS, report_s=2.0, silent_after_s=4.5)
-    large = report_interval(REPORT_RANKS + 1, report_s=2.0, silent_after_s=4.5)
-    assert (small.interval_s, small.silent_after_s) == (2.0, 4.5)
-    assert (large.interval_s, large.silent_after_s) == (5.0, 11.25)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +165,7 @@ def test_large_meshes_report_less_often_and_get_as_much_more_time() -> None:
 async def test_the_mesh_is_as_well_as_its_ranks(phases: dict[int, int], expected: State) -> None:
     mesh = await Jobs(TERMS, site=SITE).register("run", world_size=2)
     for rank, phase in phases.items():
-        mesh.registry.join(report("run", 1, rank, 2, phase=phase))
+        mesh.registry.join(join_request(rank, incarnation=1, phase=phase))
     view = mesh.registry.view()
     assert view.state is expected
     assert (view.reason == "") == (expected is State.OK)

@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-from paramd.errors import ExhaustedError
 from paramd_service.admission import Shares
 from paramd_service.control.access.doorway import Doorway
 
@@ -61,24 +60,6 @@ def test_strangers_never_push_out_who_has_shown_a_token() -> None:
         doorway.closed(first[-1])
     assert shut(doors(doorway, 1)) == []
     assert len(shut(first)) == 46
-
-
-def test_a_token_takes_its_share_and_all_tokens_leave_the_reserve() -> None:
-    shares = Shares(8, "calls")
-    for _ in range(3):
-        shares.take("a")
-    with pytest.raises(ExhaustedError, match=r"your token has 3 calls of its share of 3 \(of 8"):
-        shares.take("a")
-    for _ in range(3):
-        shares.take("b")
-    with pytest.raises(ExhaustedError, match="reserved for the control plane and the owner"):
-        shares.take("c")
-    shares.take(None, 2)
-    with pytest.raises(ExhaustedError, match="8 of 8 calls are taken"):
-        shares.take(None)
-    shares.give_back("a")
-    shares.take("c")
-    assert shares.taken == 8
 
 
 @pytest.mark.parametrize("capacity", range(1, 40))

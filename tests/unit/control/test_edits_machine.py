@@ -9,25 +9,16 @@ import pytest
 
 from paramd_service.control.edits.machine import (
     Applied,
-    CallOff,
     Commit,
     EditMachine,
     EditState,
-    Event,
     Forget,
-    IncarnationEnded,
-    NotReached,
-    Outcome,
     Persist,
     Reach,
     Reached,
-    Reported,
-    Restarted,
     Show,
     Shown,
     Staged,
-    Unreported,
-    Withdraw,
 )
 
 GOOD = Applied(boundary=7, token=70, step=5, edits=1, manifest_digest=b"m", stop_ns=3)
@@ -84,134 +75,6 @@ def test_nothing_is_staged_while_replicas_were_sent_different_data() -> None:
     found.handle(Staged(0, b"m"))
     assert found.handle(Staged(1, b"m")) == [Persist(), Forget(0), Forget(1)]
     assert (found.state, found.reason) == (EditState.ABORTED, "ranks 0, 1 differ")
-
-
-def test_another_manifest_is_refused() -> None:
-    found = machine()
-    found.handle(Staged(0, b"x"))
-    assert found.state is EditState.ABORTED
-
-
-def test_one_certain_withdrawal_calls_it_off_everywhere() -> None:
-    found = committed()
-    assert found.handle(NotReached(1, "refused")) == [Withdraw(0), Withdraw(1)]
-    assert found.handle(Reported(0, Outcome.IN_DOUBT)) == [Withdraw(0, later=True)]
-    assert found.handle(Unreported(1)) == [Withdraw(1, later=True)]
-    assert found.state is EditState.COMMITTED
-    assert found.handle(Reported(1, Outcome.WITHDRAWN)) == [Persist(), Forget(0), Forget(1)]
-    assert (found.state, found.reason) == (EditState.ABORTED, "refused")
-
-
-@pytest.mark.parametrize("fate", [Outcome.AGREED, Outcome.DONE])
-def test_what_one_rank_agreed_on_is_waited_for_on_all(fate: Outcome) -> None:
-    found = committed()
-    found.handle(CallOff("late"))
-    assert found.handle(Reported(0, fate))
-    assert found.agreed
-    assert found.handle(CallOff("later")) == []
-    assert found.handle(Reported(1, Outcome.IN_DOUBT)) == [Withdraw(1, later=True)]
-    assert found.handle(Shown(1, None)) == [Withdraw(1, later=True)]
-    found.handle(Shown(0, GOOD))
-    found.handle(Shown(1, GOOD))
-    assert found.state is EditState.APPLIED
-
-
-def test_a_torn_rank_or_a_contradiction_loses_it() -> None:
-    for told in (Reported(1, Outcome.TORN), Reported(1, Outcome.WITHDRAWN)):
-        found = committed()
-        found.handle(Reached(0))
-        found.handle(told)
-        assert found.state is EditState.LOST
-
-
-@pytest.mark.parametrize("state", ["STAGING", "STAGED", "COMMITTED"])
-def test_the_end_of_the_incarnation_loses_only_what_was_committed(state: str) -> None:
-    found = committed() if state == "COMMITTED" else machine()
-    if state == "STAGED":
-        found.handle(Staged(0, b"m"))
-        found.handle(Staged(1, b"m"))
-    assert found.state == state
-    found.handle(IncarnationEnded("over"))
-    assert found.state is (EditState.LOST if state == "COMMITTED" else EditState.ABORTED)
-
-
-def test_a_restart_asks_before_it_says_anything() -> None:
-    found = machine(state=EditState.COMMITTED, boundary=7, token=70)
-    assert found.handle(Restarted()) == [Withdraw(0), Withdraw(1)]
-    assert machine().handle(Restarted()) == []
-
-
-def test_an_end_is_an_end() -> None:
-    found = committed()
-    found.handle(Reported(0, Outcome.TORN))
-    for event in (Reached(0), CallOff("x"), Reported(1, Outcome.WITHDRAWN), IncarnationEnded("x")):
-        assert found.handle(event) == []
-
-
-def test_every_end_says_why() -> None:
-    """What users read: the reason given, or what a rank's answer means and what to do."""
-    again = "go back to a checkpoint"
-    ends: list[tuple[EditMachine, Event, EditState, str]] = [
-        (machine(), CallOff("dry run"), EditState.ABORTED, "dry run"),
-        (machine(), IncarnationEnded("trainers left"), EditState.ABORTED, "trainers left"),
-        (
-            machine(),
-            Staged(1, b"other", ()),
-            EditState.ABORTED,
-            "rank 1 has another manifest staged under this id; use a new one",
-        ),
-        (
-            committed(),
-            IncarnationEnded("trainers left"),
-            EditState.LOST,
-            "trainers left, before all ranks had said whether it was applied",
-        ),
-        (
-            committed(),
-            Reported(1, Outcome.TORN),
-            EditState.LOST,
-            "the trainer of rank 1 ended while it was being applied",
-        ),
-        (
-            committed(agreed=True),
-            Reported(1, Outcome.WITHDRAWN),
-            EditState.LOST,
-            "rank 1 will not apply what others have agreed on; the ranks' parameters differ: "
-            + again,
-        ),
-        (
-            committed(),
-            Shown(1, replace(GOOD, token=1)),
-            EditState.LOST,
-            "rank 1 has applied something else under this id; the ranks' parameters may differ: "
-            + again,
-        ),
-    ]
-    for found, event, state, reason in ends:
-        assert found.handle(event)[0] == Persist()
-        assert (found.state, found.reason) == (state, reason)
-    differing = committed()
-    differing.handle(Shown(0, GOOD))
-    differing.handle(Shown(1, replace(GOOD, step=6)))
-    assert differing.reason == (
-        "the ranks applied it at different steps; their parameters differ: go back to a checkpoint"
-    )
-
-
-def test_it_is_called_off_once_and_not_after_it_was_agreed() -> None:
-    found = committed()
-    assert found.handle(Restarted()) == [Withdraw(0), Withdraw(1)]
-    assert found.reason == "the control plane was restarted before it was agreed"
-    assert found.handle(CallOff("again")) == []
-    assert found.handle(Reported(0, Outcome.DONE)) == [Show(0)]
-    assert found.handle(NotReached(1, "no answer")) == [Withdraw(1)]
-    assert found.handle(Reported(1, Outcome.DONE)) == [Show(1)]
-    found.handle(Shown(0, GOOD))
-    found.handle(Shown(1, GOOD))
-    assert (found.state, found.reason) == (EditState.APPLIED, "")
-    shown = committed()
-    shown.handle(Shown(0, GOOD))
-    assert shown.handle(CallOff("too late")) == [], "what was applied was agreed on"
 
 
 def test_the_token_is_made_of_all_data_in_the_order_of_ranks() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paramd.errors import ExhaustedError, NotFoundError, UsageError
+from paramd.errors import NotFoundError, UsageError
 from paramd.layout.edits.ops import OpSpec
 from paramd.layout.select import NameIndex
 from paramd.layout.stats import Stats
@@ -20,17 +21,15 @@ from paramd_service.control.edits.runner import EditRun
 from paramd_service.control.edits.spec import (
     EditConfig,
     EditSpec,
-    Pace,
     load_edits,
     merged,
     ops_of,
     plan_edit,
-    plan_undo,
     same_data,
 )
 from paramd_service.control.store.edits import EditRow
 from paramd_service.control.store.engine import StoreError
-from tests.unit.control.test_control_coordinator import mesh
+from tests.unit.control.reports import mesh
 
 ID = "0" * 32
 
@@ -96,14 +95,6 @@ def test_what_does_not_fit_is_refused(words: OpSpec, error: type[Exception]) -> 
         plan(words)
 
 
-def test_an_undo_has_the_operations_of_what_it_undoes() -> None:
-    done = plan(OpSpec(pattern="weight", op="set", data=True))
-    found = plan_undo(NameIndex(layout()), done.manifest, done.documents, edit_id="1" * 32)
-    assert list(found.manifest.ops) == list(done.manifest.ops)
-    assert found.manifest.undo_of == ID
-    assert found.documents == done.documents
-
-
 @pytest.mark.parametrize("depth", range(7))
 def test_an_edit_is_in_effect_after_an_even_number_of_undos_of_undos(depth: int) -> None:
     chain = [
@@ -156,15 +147,6 @@ def test_statistics_count_replicas_once() -> None:
     assert found["mean"] == 1.0
 
 
-def test_a_minute_holds_so_many_edits() -> None:
-    pace = Pace(2)
-    pace.take(0.0)
-    pace.take(30.0)
-    with pytest.raises(ExhaustedError, match="wait 20 s"):
-        pace.take(40.0)
-    pace.take(60.0)
-
-
 def test_limits_come_from_ones_own_file_and_the_environment(tmp_path: Path) -> None:
     mine, foreign = tmp_path / "mine.toml", tmp_path / "foreign.toml"
     mine.write_text("[edits]\nmax_share = 0.1\nmax_per_minute = 5\n")
@@ -197,14 +179,10 @@ class Calls:
         self.asked.append("drop")
 
 
-async def test_a_commit_that_cannot_be_saved_reaches_nobody_and_is_aborted() -> None:
-    calls, saved, told = Calls(), [], []
-
-    async def save(row: EditRow) -> None:
-        if row.state == "COMMITTED":
-            raise StoreError("the disk is full")
-        saved.append(row.state)
-
+async def committed(
+    calls: Calls, save: Callable[[EditRow], Awaitable[None]], told: list[str]
+) -> EditRow:
+    """How an edit of two ranks ends that both have staged, and that is committed."""
     row = EditRow(
         id=ID, job="run", incarnation=1, state="STAGING", actor="a", role="admin", created_s=0.0,
         manifest=b"", digest="6d",
@@ -217,11 +195,22 @@ async def test_a_commit_that_cannot_be_saved_reaches_nobody_and_is_aborted() -> 
         save=save,
         on_change=lambda row: told.append(row.state),
     )
-    driver.feed(Staged(0, b"m"))
-    driver.feed(Staged(1, b"m"))
-    driver.feed(Commit(1, 5))
+    for event in (Staged(0, b"m"), Staged(1, b"m"), Commit(1, 5)):
+        driver.feed(event)
     ended = await asyncio.wait_for(driver.until(), 5.0)
     await driver.finish()
+    return ended
+
+
+async def test_a_commit_that_cannot_be_saved_reaches_nobody_and_is_aborted() -> None:
+    calls, saved, told = Calls(), [], list[str]()
+
+    async def save(row: EditRow) -> None:
+        if row.state == "COMMITTED":
+            raise StoreError("the disk is full")
+        saved.append(row.state)
+
+    ended = await committed(calls, save, told)
     assert (ended.state, saved) == ("ABORTED", ["ABORTED"])
     assert told == ["STAGED", "ABORTED"]
     assert "reach" not in calls.asked
@@ -236,22 +225,7 @@ async def test_a_fault_of_ours_on_the_way_to_a_rank_calls_the_edit_off() -> None
         pass
 
     calls = Broken()
-    row = EditRow(
-        id=ID, job="run", incarnation=1, state="STAGING", actor="a", role="admin", created_s=0.0,
-        manifest=b"", digest="6d",
-    )  # fmt: skip
-    driver = EditRun(
-        EditMachine(world_size=2, manifest_digest=b"m"),
-        row,
-        calls=calls,  # type: ignore[arg-type]
-        view=lambda: mesh(0, 1),
-        save=save,
-        on_change=lambda row: None,
-    )
-    for event in (Staged(0, b"m"), Staged(1, b"m"), Commit(1, 5)):
-        driver.feed(event)
-    ended = await asyncio.wait_for(driver.until(), 5.0)
-    await driver.finish()
+    ended = await committed(calls, save, [])
     assert ended.state == "ABORTED"
     assert "a fault of paramd" in ended.reason
     assert "withdraw" in calls.asked

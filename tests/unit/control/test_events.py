@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import AsyncExitStack
 
-import pytest
-
-from paramd.errors import ExhaustedError, UsageError
-from paramd_service.control.records.events import MAX_DATA_CHARS, QUIET, Event, EventBus
+from paramd_service.control.records.events import MAX_DATA_CHARS, Event, EventBus
 
 
 async def take(events: object, count: int) -> list[Event]:
@@ -37,15 +33,6 @@ async def test_a_reader_goes_on_after_the_event_it_names() -> None:
     ids = [bus.publish("step", {"n": n}, job="a").id for n in range(5)]
     async with bus.follow(job="a", after=ids[2]) as events:
         assert about(await take(events, 3)) == [("hello", None), ("step", 3), ("step", 4)]
-
-
-async def test_an_id_of_hello_can_be_resumed_from() -> None:
-    bus = EventBus()
-    async with bus.follow(job="a") as events:
-        (hello,) = await take(events, 1)
-    bus.publish("step", {"n": 1}, job="a")
-    async with bus.follow(job="a", after=hello.id) as events:
-        assert about(await take(events, 2)) == [("hello", None), ("step", 1)]
 
 
 async def test_what_is_not_kept_any_more_is_a_gap_with_its_size() -> None:
@@ -77,24 +64,6 @@ async def test_ids_of_another_server_or_of_the_future_are_a_gap_of_unknown_size(
             assert (gap.kind, json.loads(gap.text)["missed"]) == ("gap", -1)
 
 
-@pytest.mark.parametrize("bad", ["x", "1", "zzzzzzzz-1", "00000000-", "00000000-1\n", "-1"])
-async def test_what_is_no_id_is_refused(bad: str) -> None:
-    with pytest.raises(UsageError, match="Last-Event-ID"):
-        async with EventBus().follow(job="a", after=bad):
-            pass
-
-
-async def test_one_viewer_too_many_is_refused_and_a_place_comes_free() -> None:
-    bus = EventBus(max_viewers=2)
-    async with AsyncExitStack() as stack:
-        for _ in range(2):
-            await stack.enter_async_context(bus.follow(job="a"))
-        with pytest.raises(ExhaustedError):
-            await stack.enter_async_context(bus.follow(job="a"))
-    async with bus.follow(job="a"):
-        pass
-
-
 async def test_closing_ends_readers_that_wait() -> None:
     bus = EventBus()
     async with bus.follow(job="a") as events:
@@ -103,36 +72,6 @@ async def test_closing_ends_readers_that_wait() -> None:
         await asyncio.sleep(0)
         bus.close()
         assert await asyncio.wait_for(waiting, 5) is None
-
-
-async def test_all_readers_are_sent_the_same_bytes() -> None:
-    bus = EventBus()
-    async with bus.follow(job="a") as one, bus.follow(job="a") as other:
-        await take(one, 1), await take(other, 1)
-        sent = bus.publish("step", {"n": 1}, job="a")
-        (first,), (second,) = await take(one, 1), await take(other, 1)
-        assert first.frame is second.frame
-        kind, data, name, retry, *end = first.frame.decode().split("\n")
-        assert (kind, name, retry, end) == (
-            "event: step",
-            f"id: {sent.id}",
-            "retry: 2000",
-            ["", ""],
-        )
-        assert json.loads(data.removeprefix("data: "))["n"] == 1
-
-
-async def test_a_quiet_stream_says_so_and_goes_on() -> None:
-    bus = EventBus()
-    async with bus.follow(job="a", quiet_s=0.01) as events:
-        _, *quiet = await take(events, 3)
-        assert quiet == [QUIET, QUIET]
-        assert QUIET.frame.startswith(b":")
-        bus.publish("step", {"n": 1}, job="a")
-        async with asyncio.timeout(5):
-            while (found := await anext(events)) is QUIET:
-                pass
-        assert about([found]) == [("step", 1)]
 
 
 def test_data_too_long_for_readers_is_cut_to_a_note() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from paramd.errors import UsageError
 from paramd_service.control.exports.schedules import Cadence, Due, due, to_remove
 
 
@@ -38,16 +37,3 @@ def test_what_was_removed_does_not_move_what_stays() -> None:
     cadence = Cadence(every_steps=1, keep_last=1, keep_every=2)
     there = [(number, number) for number in (0, 2, 4, 5, 6)]
     assert to_remove(cadence, there) == [5]
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"every_steps": 0},
-        {"every_steps": 1, "keep_last": 0},
-        {"every_steps": 1, "keep_every": 2},
-    ],
-)
-def test_a_rhythm_that_cannot_be_is_refused(fields: dict[str, int]) -> None:
-    with pytest.raises(UsageError):
-        Cadence(**fields)

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import pytest
-
-from paramd.errors import ConflictError
 from paramd.layout.exports.files import ExportState
 from paramd_service.control.exports import machine
 from paramd_service.control.exports.machine import Export
@@ -30,23 +25,6 @@ def write_all(export: Export) -> Export:
     return export
 
 
-def test_the_whole_way_to_done() -> None:
-    export = running(file("a", 0), file("b", 1))
-    assert (export.state, export.incarnation, export.step) == (ExportState.RUNNING, 3, 7)
-    assert machine.next_files(export, [0, 1], per_rank=1) == [("a", 0), ("b", 1)]
-    export = machine.given(export, "a", 0)
-    export = machine.moved(export, "a", 4)
-    assert (export.written_bytes, export.size_bytes) == (4, 20)
-    export = machine.written(export, "a", "aa" * 16)
-    assert export.state is ExportState.RUNNING
-    export = machine.written(machine.given(export, "b", 1), "b", "bb" * 16)
-    assert export.state is ExportState.VERIFYING
-    export = machine.verified(machine.verified(export, "a"), "b")
-    export = machine.committed(export, [file("index", 0, 3)])
-    assert export.state is ExportState.DONE
-    assert list(export.files) == ["a", "b", "index"]
-
-
 def test_what_is_over_stays_over() -> None:
     done = machine.committed(write_all(running(file("a", 0))))
     for end in (
@@ -58,20 +36,6 @@ def test_what_is_over_stays_over() -> None:
     failed = machine.failed(running(file("a", 0)), "the cause")
     assert machine.cancelled(failed, "later").reason == "the cause"
     assert machine.next_files(failed, [0], per_rank=1) == []
-
-
-@pytest.mark.parametrize("step", ["planned", "given", "written", "verified", "committed"])
-def test_an_event_out_of_its_state_is_refused(step: str) -> None:
-    plain = running(file("a", 0))
-    calls = {
-        "planned": lambda: machine.planned(plain, incarnation=1, step=1, files=[]),
-        "given": lambda: machine.given(machine.given(plain, "a", 0), "a", 0),
-        "written": lambda: machine.written(write_all(plain), "a", ""),
-        "verified": lambda: machine.verified(plain, "a"),
-        "committed": lambda: machine.committed(plain),
-    }
-    with pytest.raises(ConflictError):
-        calls[step]()
 
 
 def test_files_of_a_lost_writer_go_to_whoever_has_least_to_do() -> None:
@@ -125,67 +89,6 @@ def test_after_a_restart() -> None:
     found, _ = machine.after_restart(verifying, incarnation=3, snapshot_lives=False)
     assert found == verifying, "the snapshot is needed no more"
     assert machine.after_restart(NEW, incarnation=9, snapshot_lives=False)[0] == NEW
-
-
-def test_a_file_of_a_rank_that_is_not_there_is_given_to_another() -> None:
-    export = running(file("a", 5), replace(file("b", 0), size_bytes=1))
-    assert machine.next_files(export, [0, 1], per_rank=1) == [("a", 1), ("b", 0)]
-    assert machine.next_files(export, [], per_rank=1) == []
-
-
-def test_every_event_changes_what_it_is_about_and_nothing_else() -> None:
-    begun = running(file("a", 0, 10, (0,)), file("b", 1, 20, (0,)))
-    other = begun.files["b"]
-    given = machine.given(begun, "a", 4)
-    one = given.files["a"]
-    assert (one.rank, one.state, one.written_bytes) == (4, FileState.WRITING, 0)
-    moved = machine.moved(given, "a", 6)
-    assert moved.files["a"] == replace(one, written_bytes=6)
-    assert machine.moved(given, "a", 99).files["a"].written_bytes == 10
-    back = machine.returned(moved, "a")
-    assert back.files["a"] == replace(one, state=FileState.WAITING)
-    lost = machine.lost(moved, 4, why="x")
-    assert lost == back, "what a lost rank had written of it counts no more"
-    written = machine.written(moved, "a", "aa")
-    whole = replace(one, state=FileState.WRITTEN, written_bytes=10, checksum="aa")
-    assert written.files["a"] == whole
-    assert {found.files["b"] for found in (given, moved, back, lost, written)} == {other}
-    verifying = machine.written(machine.given(written, "b", 1), "b", "bb")
-    verified = machine.verified(verifying, "a")
-    assert verified.files["a"] == replace(whole, state=FileState.VERIFIED)
-    assert verified.files["b"] == verifying.files["b"]
-
-
-@pytest.mark.parametrize("state", [ExportState.PLANNED, ExportState.RUNNING, ExportState.VERIFYING])
-def test_what_goes_on_can_be_cancelled_and_fail(state: ExportState) -> None:
-    export = replace(running(file("a", 0)), state=state)
-    assert machine.cancelled(export, "by alice") == replace(
-        export, state=ExportState.CANCELLED, reason="by alice"
-    )
-    assert machine.failed(export, "no disk") == replace(
-        export, state=ExportState.FAILED, reason="no disk"
-    )
-
-
-def test_an_export_of_no_files_has_nothing_to_write() -> None:
-    assert running().state is ExportState.VERIFYING
-
-
-def test_what_is_taken_over_says_why() -> None:
-    export = machine.moved(machine.given(running(file("a", 0)), "a", 0), "a", 4)
-    found, why = machine.after_restart(export, incarnation=3, snapshot_lives=True)
-    assert (found, why) == (machine.returned(export, "a"), "the snapshot is still leased")
-    found, why = machine.after_restart(export, incarnation=4, snapshot_lives=True)
-    assert (found.reason, why) == (f"{why}; export again", "incarnation 3 of the job has ended")
-    found, why = machine.after_restart(export, incarnation=3, snapshot_lives=False)
-    assert why == "the control plane was down for longer than the snapshot's lease"
-    assert found == machine.failed(export, f"{why}; export again")
-    for ended, told in (
-        (NEW, "nothing was pinned yet"),
-        (write_all(running(file("a", 0))), "all files are written"),
-        (machine.failed(export, "x"), "it has ended"),
-    ):
-        assert machine.after_restart(ended, incarnation=3, snapshot_lives=False) == (ended, told)
 
 
 def test_files_without_a_writer_go_where_fewest_bytes_wait() -> None:

@@ -11,11 +11,7 @@ from paramd.errors import ConflictError, ExhaustedError, NotFoundError, UsageErr
 from paramd_service.control.exports import documents as assets_module
 from paramd_service.control.exports.documents import (
     Assets,
-    ExportRequest,
     load_destinations,
-    named_at,
-    read_spec,
-    scheduled,
 )
 
 OWNER = "ab" * 16
@@ -46,43 +42,6 @@ def test_a_file_of_the_working_directory_names_no_destinations(tmp_path: Path) -
     file.write_text('[destinations]\nmine = "/home/somebody"\n')
     with pytest.raises(UsageError, match="working directory"):
         load_destinations([(file, False)], {})
-
-
-@pytest.mark.parametrize(
-    "text", ["destinations = 3", "[destinations]\nA = 1", "[", '[destinations]\nx = "relative"']
-)
-def test_what_is_no_table_of_destinations_is_refused(text: str, tmp_path: Path) -> None:
-    file = tmp_path / "paramd.toml"
-    file.write_text(text)
-    with pytest.raises(UsageError):
-        load_destinations([(file, True)], {})
-
-
-def test_a_request_is_read() -> None:
-    request = ExportRequest.model_validate(
-        {
-            "destination": "a/b",
-            "format": "dcp",
-            "max_shard_size": "2GiB",
-            "include": ["parameters", "optimizer"],
-            "tied": "keep",
-            "name_map": {"old.*": "new.*"},
-        }
-    )
-    spec = read_spec(request.model_dump(exclude={"id"}))
-    assert spec.settings.format == "dcp"
-    assert spec.settings.max_shard_bytes == 2 << 30
-    assert (spec.settings.parameters, spec.settings.buffers, spec.optimizer) == (True, False, True)
-    assert spec.settings.keep_tied
-    assert spec.settings.names.apply(["old.x"]) == {"old.x": "new.x"}
-    with pytest.raises(UsageError):
-        read_spec({**request.model_dump(), "max_shard_size": "many"})
-
-
-def test_keys_with_places_for_step_and_incarnation() -> None:
-    assert named_at("a/{incarnation}/s-{step}", incarnation=2, step=70) == "a/2/s-70"
-    assert scheduled("a/run") == "a/run/step-{step}"
-    assert scheduled("a/run-{step}") == "a/run-{step}"
 
 
 def put(assets: Assets, name: str, data: bytes, offset_bytes: int = 0, owner: str = OWNER) -> int:

@@ -17,7 +17,7 @@ from paramd_service.control.access.roles import Role
 from paramd_service.control.edits.holds import Hold
 from paramd_service.control.edits.machine import Outcome
 from paramd_service.control.mesh.coordinator import Turn, Verdict
-from tests.unit.control.test_control_coordinator import mesh
+from tests.unit.control.reports import mesh
 
 BY = Principal("operator", Role.EDITOR, token_id="t")
 

@@ -92,10 +92,3 @@ async def test_the_next_requests_head_has_the_same_limit_as_the_first(port: int)
             await asyncio.wait_for(reader.readuntil(b'"body"'), PATIENCE_S)
         writer.write(b"GET /until HTTP/1.1\r\nx-slow: ")
         assert await hung_up(reader, writer) == b""
-
-
-async def test_requests_sent_at_once_are_answered_one_after_the_other(port: int) -> None:
-    async with connected(port) as (reader, writer):
-        writer.write((POST + b"body") * 3)
-        for _ in range(3):
-            await asyncio.wait_for(reader.readuntil(b'"body"'), PATIENCE_S)

@@ -9,12 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
-
-from paramd.errors import metadata, request_id
 from paramd.security.tickets import Role, Signer, new_token
 from paramd_service import logs
-from paramd_service.sidecar.log import Log
 
 
 @contextmanager
@@ -32,30 +28,6 @@ def written() -> Iterator[tuple[io.StringIO, logs.JsonFormatter]]:
 
 def lines(stream: io.StringIO) -> list[dict[str, Any]]:
     return [json.loads(line) for line in stream.getvalue().splitlines()]
-
-
-def test_a_line_has_what_the_call_and_the_request_give() -> None:
-    log = logging.getLogger("paramd.control")
-    with written() as (stream, _):
-        log.info("rank %d is well", 3, extra={"job": "run", "incarnation": 2, "rank": 3, "step": 9})
-        token = request_id.set("abc")
-        log.warning("one\ntwo")
-        assert metadata() == (("x-request-id", "abc"),)
-        request_id.reset(token)
-        assert metadata() == ()
-        log.debug("never written")
-    first, second = lines(stream)
-    assert first.pop("time").endswith("Z")
-    assert first == {
-        "level": "info",
-        "logger": "paramd.control",
-        "event": "rank 3 is well",
-        "job": "run",
-        "incarnation": 2,
-        "rank": 3,
-        "step": 9,
-    }
-    assert (second["event"], second["request_id"]) == ("one\ntwo", "abc")
 
 
 def test_no_secret_gets_into_a_line() -> None:
@@ -79,29 +51,3 @@ def test_no_secret_gets_into_a_line() -> None:
     for secret in [*secrets, "hunter22", "some-unknown-text"]:
         assert secret not in text
     assert "Bearer (hidden) here" in text
-
-
-@pytest.mark.parametrize("name", logs.QUIET)
-def test_libraries_that_log_urls_are_quiet(name: str) -> None:
-    with written() as (stream, _):
-        logging.getLogger(name).info("HTTP Request: POST https://hooks.example.com/secret")
-        logging.getLogger(name).warning("loud")
-    assert [line["event"] for line in lines(stream)] == ["loud"]
-
-
-def test_a_sidecar_s_line_has_what_changes_and_what_the_call_says() -> None:
-    stream = io.StringIO()
-    step = 4
-    log = Log(fields={"job": "run", "rank": 1}, live=lambda: {"step": step}, stream=stream)
-    log("attached", incarnation=2)
-    step = 5
-    log("left", step=-1)
-    first, second = lines(stream)
-    assert (first["event"], first["job"], first["rank"], first["incarnation"], first["step"]) == (
-        "attached",
-        "run",
-        1,
-        2,
-        4,
-    )
-    assert second["step"] == -1

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from paramd.v1 import common_pb2
-from paramd_service.control.mesh.registry import MeshView, Report, mesh_view
+from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.mesh.watch import EVERY_S, RefusalBook
 from paramd_service.sidecar.revocations import MAX_CHARS, Refusals
+from tests.unit.control.reports import report, view
 
 
-def mesh(*totals: int, pid: int = 1) -> MeshView:
-    reports = {
-        rank: Report(
-            rank=rank,
-            step=1,
-            layout_digest="d",
-            peer=common_pb2.Peer(rank=rank),
-            state=common_pb2.RankState(
-                rank=rank, sidecar_pid=pid, refused_call_count=total, last_refusal="why"
-            ),
-            version="0",
-            leaving=False,
-            connected=True,
-            changed_s=0.0,
-        )
+def mesh(*totals: int) -> MeshView:
+    told = (
+        report(rank, sidecar_pid=1, refused_call_count=total, last_refusal="why")
         for rank, total in enumerate(totals)
-    }
-    return mesh_view(reports, world_size=len(totals), now_s=0.0, silent_after_s=10.0)
+    )
+    return view(*told, world_size=len(totals))
 
 
 def test_each_rank_is_told_once_a_minute_and_every_refusal_is_counted_once() -> None:
@@ -36,21 +24,6 @@ def test_each_rank_is_told_once_a_minute_and_every_refusal_is_counted_once() -> 
     assert len(told) <= 4
     assert [one.total for _, one in told] == [now_s // 2 for now_s, _ in told]
     assert sum(one.count for _, one in told) == told[-1][1].total
-
-
-def test_what_came_within_the_minute_is_told_after_it() -> None:
-    book = RefusalBook()
-    assert [one.count for one in book.tick(mesh(1), 0.0)] == [1]
-    assert list(book.tick(mesh(5), EVERY_S - 1)) == []
-    (late,) = book.tick(mesh(5), EVERY_S)
-    assert (late.count, late.total, late.last) == (4, 5, "why")
-    assert list(book.tick(mesh(5), 3 * EVERY_S)) == []
-
-
-def test_a_sidecar_that_was_replaced_counts_from_nothing() -> None:
-    book = RefusalBook()
-    assert [one.count for one in book.tick(mesh(9), 0.0)] == [9]
-    assert [one.count for one in book.tick(mesh(9, pid=2), EVERY_S)] == [9]
 
 
 def test_what_a_caller_wrote_is_cut_and_made_plain() -> None:

@@ -7,20 +7,9 @@ from pathlib import Path
 import pytest
 
 from paramd.errors import UsageError
-from paramd_service.control.store.engine import holds_password, parse_store
+from paramd_service.control.store.engine import parse_store
 
 SECRET = "s3cr3t"
-
-
-def test_by_default_the_store_is_a_file_of_the_directory(tmp_path: Path) -> None:
-    address = parse_store("", directory=tmp_path)
-    assert address.path == tmp_path / "control.sqlite"
-    assert str(address) == str(tmp_path / "control.sqlite")
-
-
-def test_a_sqlite_url_names_a_file(tmp_path: Path) -> None:
-    address = parse_store(f"sqlite:///{tmp_path}/x.sqlite", directory=Path("/nowhere"))
-    assert address.path == tmp_path / "x.sqlite"
 
 
 @pytest.mark.parametrize("scheme", ["postgresql", "postgres", "postgresql+psycopg"])
@@ -50,17 +39,3 @@ def test_anything_else_is_refused_without_being_repeated(text: str) -> None:
     with pytest.raises(UsageError, match="expected sqlite:////absolute/path or postgresql:") as got:
         parse_store(text, directory=Path("/nowhere"))
     assert SECRET not in str(got.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "holds"),
-    [
-        ("postgresql://u@h/d", False),
-        ("postgresql://u:p@h/d", True),
-        ("postgresql://h/d?user=u&password=p", True),
-        ("sqlite:////x", False),
-        ("", False),
-    ],
-)
-def test_a_password_is_noticed(text: str, holds: bool) -> None:
-    assert holds_password(text) is holds

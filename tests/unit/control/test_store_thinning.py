@@ -27,31 +27,6 @@ def test_neighbours_within_a_span_become_one_and_the_others_stay() -> None:
     ]
 
 
-def test_the_mean_counts_each_sample_once() -> None:
-    one = merge([sampled(at, 0, 1.0) for at in (0, 1, 2)], 4)
-    (both,) = merge([*one, sampled(4, 0, 5.0)], 8)
-    assert (both.mean, both.count) == (2.0, 4)
-
-
-def test_numbers_near_the_largest_do_not_overflow() -> None:
-    (point,) = merge([sampled(0, 0, 1.7e308), sampled(1, 0, 1.7e308)], 2)
-    assert point.mean == point.max == 1.7e308
-
-
-def test_only_nan_is_counted_and_has_no_mean() -> None:
-    (point,) = merge([sampled(0, 0, math.nan), sampled(1, 0, math.inf)], 2)
-    assert (point.mean, point.min, point.max, point.count) == (None, None, None, 0)
-    assert point.nonfinite_count == 2
-
-
-def test_time_in_which_nothing_was_measured_has_no_point() -> None:
-    before, after = range(0, 1000, 10), range(900_000, 901_000, 10)
-    points, span_ms = thin([sampled(at, 0, 1.0) for at in (*before, *after)], 1, 100)
-    assert len(points) <= 100
-    gap = [p for p in points if p.time_ms + span_ms > 1000 + span_ms and p.time_ms < 899_000]
-    assert gap == []
-
-
 def test_a_point_of_a_coarser_grid_keeps_its_own_span_until_others_are_merged_with_it() -> None:
     minute = Point(
         time_ms=60_000, span_ms=60_000, mean=1.0, min=1.0, max=1.0, count=60, nonfinite_count=0

@@ -9,7 +9,6 @@ import pytest
 from paramd_service.control.insight.verdict import (
     Evidence,
     OpenCollective,
-    ranks_text,
     verdict_of,
 )
 
@@ -104,8 +103,3 @@ def test_a_rank_with_an_open_collective_that_loads_data_is_not_said_to_wait() ->
     made = OpenCollective(name="gloo:all_reduce", group="g", sequence=1, age_s=1.0)
     assert not replace(loading(0), open=(made,)).waits
     assert replace(loading(0), kind="backward", open=(made,)).waits
-
-
-def test_ranks_are_listed_as_ranges() -> None:
-    assert ranks_text([3]) == "rank 3"
-    assert ranks_text([2, 0, 1, 5, 6, 9]) == "ranks 0 to 2, 5, 6 and 9"

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paramd import places
 from paramd.errors import UnreachableError
@@ -27,7 +25,6 @@ from tests.integration.control_process import (
     DIGEST,
     JOB,
     PATIENCE_S,
-    PINS_NOTHING,
     PRIVATE_KEY,
     TOKEN,
     Control,
@@ -102,21 +99,6 @@ async def test_a_sidecar_that_died_is_told_and_its_successor_takes_part() -> Non
             async with serving(successor), joined(control, successor):
                 assert (await schedule(control)).captured
                 assert successor.address != one.address
-
-
-async def test_a_sidecar_that_stops_listening_is_refused_within_its_time() -> None:
-    with control_plane() as control:
-        zero, one = FakeSidecar(0), FakeSidecar(1)
-        async with serving(zero), joined(control, zero):
-            async with serving(one):
-                pass
-            async with joined(control, one):
-                began_s = time.monotonic()
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await schedule(control, timeout_s=30.0)
-                assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-                assert "rank 1" in (caught.value.details() or "")
-                assert time.monotonic() - began_s < 5.0
 
 
 async def test_requests_during_a_round_share_the_next_one() -> None:
@@ -225,35 +207,12 @@ async def test_parameters_come_page_by_page_from_the_sidecars_layout() -> None:
             assert broken.status_code == 422
 
 
-async def test_a_layout_is_read_once_and_kept_once() -> None:
-    with control_plane() as control:
-        path = f"/api/v1/jobs/{JOB}/params"
-        async with mesh(control) as sidecars:
-            listed = await asyncio.to_thread(control.get, path)
-            assert listed.status_code == 200
-            # The layout comes before the pin, which is as far as it gets here.
-            stats = await asyncio.to_thread(control.get, f"{path}/stats?filter=*")
-            assert PINS_NOTHING in stats.json()["detail"]
-            assert sum(one.layout_reads for one in sidecars) == 1
-
-
 def test_bytes_that_are_no_http_are_refused_and_it_goes_on(shared: Control) -> None:
     host, port = shared.url.removeprefix("http://").split(":")
     for sent in (b"\x00" * 512, b"GET " + b"a" * 100_000, b"GET / HTTP/1.1\r\n\r\n"):
         with socket.create_connection((host, int(port)), timeout=10.0) as connection:
             connection.sendall(sent)
             assert connection.recv(4096).startswith(b"HTTP/1.1 400")
-    assert shared.get("/readyz", None).status_code == 200
-
-
-def test_health_is_open_and_serving(shared: Control) -> None:
-    with grpc.insecure_channel(shared.grpc_address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        for service in ("", "paramd.v1.ControlService"):
-            request = health_pb2.HealthCheckRequest(service=service)
-            answer = stub.Check(request, timeout=5.0)
-            assert answer.status == health_pb2.HealthCheckResponse.SERVING
-    assert shared.get("/healthz", None).status_code == 200
     assert shared.get("/readyz", None).status_code == 200
 
 

@@ -17,7 +17,6 @@ import grpc.aio
 import httpx2
 import psutil
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paramd.memory import handover
 from paramd.mesh.peers import tunnels
@@ -478,26 +477,6 @@ def test_the_control_planes_grpc_refuses_tickets_of_a_revoked_token(control: Con
         )
         assert answer.status_code == 200, answer.text
         assert code() is grpc.StatusCode.UNAUTHENTICATED
-
-
-def test_ten_thousand_watches_that_are_reset_leave_a_sidecar_serving(tmp_path: Path) -> None:
-    with served(tmp_path) as trainer, holder_of(trainer, TOKENS[0]) as client:
-        options = [("grpc.use_local_subchannel_pool", 1)]
-        with grpc.insecure_channel(trainer.address, options) as channel:
-            watch = channel.unary_stream("/grpc.health.v1.Health/Watch")
-            until_s = time.monotonic() + 20
-            for number in range(10_000):
-                watch(b"", timeout=60).cancel()
-                if number % 1000 == 0:
-                    began_s = time.monotonic()
-                    assert client.pin((0, 64)).snapshot_id
-                    assert time.monotonic() - began_s < 5
-                if time.monotonic() > until_s:
-                    break
-        check = health_pb2_grpc.HealthStub(client.channel).Check
-        assert code_of(lambda: check(health_pb2.HealthCheckRequest(), timeout=5)) is (
-            grpc.StatusCode.OK
-        )
 
 
 RESETS = times(10_000, 100_000)

@@ -94,16 +94,6 @@ def test_options_reach_the_files(site: ExportingJob, mesh: Mesh, tmp_path: Path)
     assert stored[1]["detail"]["name"] == "config.json"
 
 
-async def test_the_asynchronous_twin(site: ExportingJob) -> None:
-    async with paramd.aio.connect(site.job.url, site.job.token, job="client-test") as mesh:
-        export = await mesh.export("checkpoints/twin", include=PARAMETERS)
-        done = await export.wait(30)
-        assert (await export.refresh()) == done
-        assert export.step == done.step >= 0
-        with pytest.raises(ConflictError):
-            await export.cancel()
-
-
 def test_what_stands_at_the_key_is_replaced_only_when_asked(site: ExportingJob, mesh: Mesh) -> None:
     mesh.export("checkpoints/taken").wait(30)
     before = site.left()

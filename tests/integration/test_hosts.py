@@ -181,25 +181,6 @@ def test_a_job_on_two_hosts_makes_its_own_tls_and_is_read_from_everywhere(tmp_pa
         job.stop()
 
 
-@pytest.mark.timeout(300)
-def test_a_killed_job_comes_back_on_its_hosts_with_new_certificates(tmp_path: Path) -> None:
-    with training(2, tmp_path) as (job, login):
-        job.start()
-        before = job.wait_attached()
-        for process in job.processes:
-            for child in psutil.Process(process.pid).children(recursive=True):
-                if "far_trainer" in " ".join(child.cmdline()):
-                    child.send_signal(signal.SIGKILL)
-        for process in job.processes:
-            process.wait(60.0)
-        job.start()
-        after = job.wait_attached()
-        assert after["incarnation"] == before["incarnation"] + 1
-        assert after["ca_pin"] != before["ca_pin"]
-        check_summon(login, client_env(after), ["stream", "stream"])
-        job.stop()
-
-
 READ_AND_EDIT = """
 import sys, paramd
 with paramd.connect(job="far") as mesh:

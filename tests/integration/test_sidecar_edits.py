@@ -222,25 +222,6 @@ def test_a_broken_chunk_costs_itself_and_staging_goes_on_behind_the_last_good_on
     one.call("DropEdit", pb.DropEditRequest(edit_id=f"{0x40:032x}"))
 
 
-def test_clients_that_stage_at_once_do_not_mix(shared: Editing) -> None:
-    one = shared
-    with ThreadPoolExecutor(3) as threads:
-        found = [
-            threads.submit(one.stage, one.manifest(0x50 + n), bytes_of(matrix(n))) for n in (0, 1)
-        ]
-        found.append(threads.submit(one.stage, one.manifest(0x50), bytes_of(matrix(0))))
-        staged = [future.result() for future in found[:2] if future.exception() is None]
-        again = found[2].exception()
-    # The two of one id may overtake each other; who is behind is told where to go on.
-    assert again is None or "continue there" in str(again) or len(staged) < 2
-    for n in (0, 1):
-        progress = one.progress(0x50 + n)
-        data = bytes_of(matrix(n))
-        progress = one.stage(one.manifest(0x50 + n), data, progress.staged_bytes)
-        assert progress.data_digests == [xxhash.xxh3_128_digest(data)]
-        one.call("DropEdit", pb.DropEditRequest(edit_id=f"{0x50 + n:032x}"))
-
-
 def upload(
     one: Editing,
     number: int,
@@ -270,22 +251,6 @@ def upload(
                 Window(DATA, low, len(part), checksum_of(part, low) ^ (window == spoil)), part
             )
         return stream.window().offset if end is None else at
-
-
-def test_data_comes_over_a_stream_too(tmp_path: Path) -> None:
-    tmp_path.chmod(0o700)
-    wanted = matrix(21)
-    data = bytes_of(wanted)
-    with sidecar(tmp_path) as process, editing(process) as one:
-        one.stage(one.manifest(1))
-        assert upload(one, 1, data) == W_BYTES
-        progress = one.progress(1)
-        assert progress.phase == pb.EDIT_PHASE_STAGED
-        assert progress.data_digests == [xxhash.xxh3_128_digest(data)]
-        # All of it is there: nothing more is taken, and nothing is wrong with asking.
-        assert upload(one, 1, data) == W_BYTES
-        assert one.commit(1, 1).captured
-        assert torch.equal(one.w, wanted)
 
 
 def test_a_stream_that_breaks_off_goes_on_where_it_was(shared: Editing) -> None:

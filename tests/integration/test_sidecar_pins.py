@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -46,29 +45,6 @@ def capture(
     answer = client.call("ReachBoundary", request, timeout_s)
     assert isinstance(answer, pb.ReachBoundaryResponse)
     return answer
-
-
-def test_every_pin_holds_the_step_it_says(trainer: FakeTrainer, client: Client) -> None:
-    trainer.start()
-    until_s, last_s = time.monotonic() + 3.0, time.monotonic() + 30.0
-
-    def summon(number: int) -> int:
-        count = 0
-        # Different spans, so that not all of them share one copy.
-        span = (8 * number, ARENA_BYTES)
-        # A busy machine is given longer.
-        while (now_s := time.monotonic()) < until_s or (count < 10 and now_s < last_s):
-            pin = client.pin(span)
-            assert values_of(client.read(pin.snapshot_id)) == {pin.header.step}
-            client.release(pin.snapshot_id)
-            count += 1
-        return count
-
-    with ThreadPoolExecutor(3) as pool:
-        counts = list(pool.map(summon, range(3)))
-    trainer.finish()
-    assert min(counts) >= 10
-    assert trainer.page[Word.STEP] > 10
 
 
 def test_equal_pins_of_a_held_rank_share_one_copy(trainer: FakeTrainer, client: Client) -> None:
@@ -177,17 +153,6 @@ def test_a_boundary_fills_what_was_prepared(trainer: FakeTrainer) -> None:
         assert capture(client, 1, prepared.snapshot_id) == answer
 
 
-def test_buffers_are_captured_at_the_step_they_were_copied(trainer: FakeTrainer) -> None:
-    with client_of(trainer, Role.CONTROL) as client:
-        prepared = client.pin(at_boundary=True, with_buffers=True)
-        trainer.start()
-        answer = capture(client, 1, prepared.snapshot_id)
-        trainer.finish()
-        assert answer.captured, answer.reason
-        assert trainer.page[Word.BUFFERS_WANTED] == 1
-        assert trainer.page[Word.BUFFERS_STEP] == answer.header.step
-
-
 def test_a_request_that_is_not_agreed_is_withdrawn(trainer: FakeTrainer) -> None:
     trainer.settings.agrees = False
     trainer.start()
@@ -243,42 +208,3 @@ def test_the_budget_refuses_before_it_allocates(tmp_path: Path) -> None:
                 assert client.pin((0, ARENA_BYTES // 2)).size_bytes == ARENA_BYTES // 2
         finally:
             trainer.close()
-
-
-def test_a_call_above_the_cap_is_refused_at_once(tmp_path: Path) -> None:
-    with sidecar(tmp_path / "c", "--max-calls", "2") as process:
-        trainer = attach(process.socket_path, TrainerSettings(arena_bytes=ARENA_BYTES))
-        try:
-            trainer.send_mesh()
-            trainer.begin_update()
-            with client_of(trainer) as client:
-                waiting = [threading.Thread(target=_pin_quietly, args=(client,)) for _ in range(2)]
-                for thread in waiting:
-                    thread.start()
-                wait_until(lambda: trainer.page[Word.WANT] == 1, "a pin waits")
-                refused = _first_exhausted(client)
-                assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-                assert client.state().state.step == 0
-                trainer.end_update()
-                for thread in waiting:
-                    thread.join()
-        finally:
-            trainer.close()
-
-
-def _pin_quietly(client: Client) -> None:
-    client.pin(timeout_s=8.0)
-
-
-def _first_exhausted(client: Client) -> grpc.RpcError:
-    """The refusal that comes once both slots are taken."""
-    deadline_s = time.monotonic() + 5
-    while time.monotonic() < deadline_s:
-        begin_s = time.monotonic()
-        try:
-            client.pin(timeout_s=0.3)
-        except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-                assert time.monotonic() - begin_s < 0.2
-                return error
-    raise AssertionError("no call was refused")

@@ -143,28 +143,6 @@ async def go_back(store: Store, revision: str) -> None:
     await execute(store, f"UPDATE alembic_version SET version_num = '{revision}'")
 
 
-async def test_what_an_older_paramd_called_an_epoch_is_kept(address: StoreAddress) -> None:
-    async with started(address) as store:
-        await go_back(store, "0003")
-        await execute(
-            store,
-            "INSERT INTO alerts (id, job, epoch, rank, step, rule, severity, text, detail, "
-            "raised_s, updated_s) VALUES "
-            "(1, 'run', 6, 0, 3, 'nan', 'critical', '', '{}', 1.0, 1.0)",
-        )
-        await execute(
-            store,
-            "INSERT INTO export_schedules (id, job, actor, request, rhythm, last_step, last_s, "
-            "skipped_count, created_s) VALUES ('s', 'run', 'ops', "
-            """'{"destination": "all/{epoch}/{step}"}', '{}', 0, 0.0, 0, 1.0)""",
-        )
-    async with started(address) as store:
-        ((_, alert),) = await AlertStore(store).page("run", limit=9)
-        assert (alert.incarnation, alert.ranks, alert.state) == (6, (0,), "firing")
-        (schedule,) = await ExportStore(store).schedules("run")
-        assert schedule.request == {"destination": "all/{incarnation}/{step}"}
-
-
 async def test_schedules_by_time_have_ended_and_say_so_and_those_by_steps_go_on(
     address: StoreAddress,
 ) -> None:
@@ -301,14 +279,6 @@ def test_the_newest_migration_is_the_one_the_schema_names() -> None:
     config = Config()
     config.set_main_option("script_location", str(MIGRATIONS))
     assert ScriptDirectory.from_config(config).get_heads() == [REVISION]
-
-
-async def test_what_was_written_is_there_after_a_restart(address: StoreAddress) -> None:
-    row = TokenRow(name="ci", digest="a" * 64, role="viewer", created_s=1.5, expires_s=2.5)
-    async with started(address) as store:
-        await TokenStore(store).create(row)
-    async with started(address) as store:
-        assert await TokenStore(store).get("ci") == row
 
 
 async def test_two_that_start_at_once_migrate_once(address: StoreAddress) -> None:

@@ -27,7 +27,7 @@ SCHEMATHESIS_EXAMPLES ?= 50
 
 .DEFAULT_GOAL := help
 .PHONY: help system setup web page manual links packages versions web-test web-types screenshot demo fast test integrations test-gpu test-long verify fix \
-	security bench soak soak-resume sequences campaigns fuzz mutants mutation-score protos surface clean
+	security bench soak sequences campaigns fuzz mutants mutation-score protos surface clean
 
 WEB := client/web
 MODULES := $(WEB)/node_modules/.installed
@@ -187,9 +187,6 @@ bench: $(INTEGRATIONS) ## the benchmarks behind docs/speed.md
 
 soak: system $(TESTS) ## everything at once under faults: make soak MINUTES=60 [SEED=n [EPISODE=n]]
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(EPISODE),--episode $(EPISODE))
-
-soak-resume: $(TESTS) ## kills trainings that resume: make soak-resume KILLS=500 [SEED=n] [KIND=fsdp2]
-	$(BIN)/python -m tests.soak.resume --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(if $(KIND),--kind $(KIND))
 
 sequences: $(TESTS) ## random operations against a reference: make sequences MINUTES=n [SEED=n] [KIND=k]
 	$(BIN)/python -m tests.sequences --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(KIND),--kind $(KIND))

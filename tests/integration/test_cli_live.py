@@ -114,7 +114,7 @@ def test_the_ids_that_are_printed_are_taken_everywhere() -> None:
 
 
 @pytest.mark.parametrize("twice", [False, True])
-@pytest.mark.parametrize("attempt", range(4))
+@pytest.mark.parametrize("attempt", [0, 3])
 def test_ctrl_c_ends_grads_without_a_word(attempt: int, twice: bool) -> None:
     process = begun("grads", "*", "-o", "jsonl")
     assert json.loads(read_line(process))["job"] == JOB

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from tests.hosts import Host, hosts, wait_until
-from tests.integration.test_hosts import SLACK_S, Training, client_env
+from tests.integration.test_hosts import PARAMD, SLACK_S, Training, client_env
 from tests.launch import ROOT
 from tests.longer import sample
 
@@ -272,6 +272,11 @@ def test_with_a_broken_link_reads_are_right_or_refused_and_training_goes_on(tmp_
             while time.monotonic() < begun_s + CUT_S:
                 at.refused_and_named("cut")
                 at.trains("cut")
+            told = at.one.run([*PARAMD, "doctor", "--job", "far", "-o", "json"], check=False).stdout
+            found = {one["check"]: one for one in json.loads(told)["checks"]}
+            cut = found["job far, host of rank 0 to rank 1"]
+            assert (cut["verdict"], at.two.second_ip in cut["detail"]) == ("failed", True), cut
+            assert "PARAMD_ADDRESS" in cut["advice"]
         at.healed("cut")
         with nameless(at):
             at.trains("no name server")

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from paramd_service.control.alerts.config import Rule
 from paramd_service.control.base.config import ControlConfig
 from paramd_service.control.base.site import read_token
 from tests.integration.control_process import site_plane
-from tests.launch import ROOT, free_port
+from tests.launch import ROOT
 from tests.needs import program
 
 pytestmark = pytest.mark.usefixtures("grpc_is_up")
@@ -287,54 +286,3 @@ def test_the_alertmanager_has_a_way_for_every_rule() -> None:
         loud = severity == "critical" or rule in ("non-finite", "replica-drift")
         labels = [f"alertname={name}", f"severity={severity}", f"rule={rule}", "job=run"]
         assert amtool(*test, *labels).strip() == ("pager" if loud else "chat"), labels
-
-
-@pytest.fixture
-def alertmanager(tmp_path: Path) -> Iterator[str]:
-    """A real one with our configuration; its URL."""
-    url = f"http://127.0.0.1:{free_port()}"
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [
-                program("prometheus-alertmanager"), "--config.file", ALERTMANAGER,
-                "--storage.path", tmp_path / "data", "--cluster.listen-address=",
-                "--web.listen-address", url.removeprefix("http://"),
-            ],
-            stdout=log, stderr=log,
-        )  # fmt: skip
-    try:
-        deadline_s = time.monotonic() + PATIENCE_S
-        while not _answers(f"{url}/-/ready"):
-            assert process.poll() is None, (tmp_path / "log").read_text()
-            assert time.monotonic() < deadline_s, (tmp_path / "log").read_text()
-            time.sleep(0.05)
-        yield url
-    finally:
-        process.terminate()
-        process.wait(PATIENCE_S)
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx2.get(url, trust_env=False).status_code == 200
-    except httpx2.HTTPError:
-        return False
-
-
-def test_a_silence_as_the_file_shows_it_keeps_what_it_names_quiet(alertmanager: str) -> None:
-    at = f"--alertmanager.url={alertmanager}"
-    for labels in (("rule=straggler", "job=run"), ("rule=straggler", "job=other")):
-        amtool("alert", "add", at, "alertname=ParamdAlertFiring", *labels)
-    amtool("alert", "add", at, "alertname=ParamdControlPlaneGone")
-    told = re.findall(r"#   amtool (silence add .+)", ALERTMANAGER.read_text())
-    ids = [amtool(*shlex.split(command), at).strip() for command in told]
-    assert len(ids) == 2
-
-    def silenced() -> set[tuple[str, str]]:
-        found = json.loads(amtool("alert", "query", "--silenced", at, "-o", "json"))
-        named = [one["labels"] for one in found if one["status"]["state"] == "suppressed"]
-        return {(labels["alertname"], labels.get("job", "")) for labels in named}
-
-    assert silenced() == {("ParamdAlertFiring", "run"), ("ParamdControlPlaneGone", "")}
-    amtool("silence", "expire", ids[0], at)
-    assert silenced() == {("ParamdControlPlaneGone", "")}

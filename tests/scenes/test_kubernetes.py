@@ -353,22 +353,6 @@ def test_alerts_fire_when_they_should_and_not_before(tmp_path: Path) -> None:
     assert tested == alerts
 
 
-def test_the_dashboard_has_ids_of_its_own_and_no_overlap() -> None:
-    panels = json.loads(DASHBOARD.read_text())["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    taken: set[tuple[int, int]] = set()
-    for panel in panels:
-        at = panel["gridPos"]
-        cells = {
-            (x, y)
-            for x in range(at["x"], at["x"] + at["w"])
-            for y in range(at["y"], at["y"] + at["h"])
-        }
-        assert not cells & taken, panel["title"]
-        assert at["x"] + at["w"] <= 24
-        taken |= cells
-
-
 async def test_labels_that_the_rules_ask_for_are_labels_of_a_real_scrape() -> None:
     with control_plane("--no-watch") as control:
         async with mesh(control):

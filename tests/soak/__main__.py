@@ -16,7 +16,6 @@ from tests.launch import end_warm_start, warm_start
 from tests.leaks import first_grpc_use
 from tests.soak import episode, plan
 from tests.soak.oracle import Tally
-from tests.soak.usage import MIB, WARM_S, Usage
 from tests.soak.watchdog import Watchdog
 
 LEFT_S = 20.0
@@ -43,7 +42,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     # Forks the ranks of all episodes; it is there before the first, so no episode left it.
     warm_start()
-    tally, usage = Tally(), Usage()
+    tally = Tally()
     begin_s = time.monotonic()
     first = arguments.episode if arguments.episode is not None else arguments.first
     alone = arguments.episode is not None or arguments.faults is not None
@@ -57,7 +56,6 @@ def main() -> int:
                     _chosen(arguments, seed, number),
                     f"make soak SEED={seed} EPISODE={number}",
                     tally,
-                    usage,
                     until_s,
                 )
                 number += 1
@@ -65,7 +63,7 @@ def main() -> int:
                     break
     finally:
         end_warm_start()
-        table = _table(seed, first, number, tally, usage, time.monotonic() - begin_s)
+        table = _table(seed, first, number, tally, time.monotonic() - begin_s)
         print("\n".join(table))
         if arguments.result is not None:
             arguments.result.write_text(json.dumps(_figures(seed, first, number, tally), indent=1))
@@ -82,14 +80,14 @@ def _chosen(given: argparse.Namespace, seed: int, number: int) -> plan.Episode:
     return plan.told(given.faults, kind=given.kind, world_size=given.ranks, store=given.store)
 
 
-def _run(chosen: plan.Episode, again: str, tally: Tally, usage: Usage, until_s: float) -> bool:
+def _run(chosen: plan.Episode, again: str, tally: Tally, until_s: float) -> bool:
     print(
         f"episode {chosen.number}: {chosen.kind} x{chosen.world_size}, {chosen.store}", flush=True
     )
     before = leaks.holdings()
     try:
         with Watchdog(again) as watchdog:
-            episode.run(chosen, tally, usage, until_s, watchdog)
+            episode.run(chosen, tally, until_s, watchdog)
         gc.collect()
         left = leaks.wait_until_gone(before, timeout_s=LEFT_S)
         if left:
@@ -100,9 +98,7 @@ def _run(chosen: plan.Episode, again: str, tally: Tally, usage: Usage, until_s: 
     return True
 
 
-def _table(
-    seed: int, first: int, end: int, tally: Tally, usage: Usage, taken_s: float
-) -> list[str]:
+def _table(seed: int, first: int, end: int, tally: Tally, taken_s: float) -> list[str]:
     kinds = sorted(tally.planned)
     lines = [
         "",
@@ -117,14 +113,7 @@ def _table(
         f"planned, {len(tally.struck)} kinds",
         *(f"  {kind:<38} {tally.struck[kind]} of {tally.planned[kind]}" for kind in kinds),
         *(f"  not possible here: {what} ({n} times)" for what, n in tally.not_possible.items()),
-        f"slopes, each process from {WARM_S:.0f} s after its start on:",
     ]
-    for slope in usage.slopes():
-        lines.append(
-            f"  {slope.name:<20} {slope.rss_bytes_per_hour / MIB:+8.1f} MiB/h "
-            f"{slope.descriptors_per_hour:+8.1f} descriptors/h over {slope.seconds:.0f} s of "
-            f"{slope.processes} processes, at most {slope.most_bytes // MIB} MiB"
-        )
     return lines
 
 

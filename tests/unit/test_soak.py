@@ -24,7 +24,6 @@ from tests.soak.actors import Operator
 from tests.soak.oracle import Oracle, Tally, WrongError
 from tests.soak.stage import MOST_PATIENCE, Start, patience_s
 from tests.soak.trainer import role_of, stamp
-from tests.soak.usage import MIB, Series, Usage
 
 STEP, SALT = 40, 1
 UP, WIDE = "blocks.1.up.", "blocks.1.wide."
@@ -198,17 +197,3 @@ def test_names_of_any_wrapper_have_a_role() -> None:
     )
     assert role_of("module.blocks.1.up.weight") == "edited"
     assert role_of("embed.weight") == role_of("module.weight") == "learned"
-
-
-def test_a_slope_is_of_each_process_and_not_of_who_is_larger() -> None:
-    usage = Usage()
-    hour = [0.0, 1800.0, 3600.0]
-    later = [t + 9000 for t in hour]
-    usage._series = {
-        ("sidecar", 1): Series(0.0, hour, [MIB, 2 * MIB, 3 * MIB], [9, 9, 9]),
-        ("sidecar", 2): Series(0.0, later, [90 * MIB, 91 * MIB, 92 * MIB], [5, 5, 5]),
-    }
-    (slope,) = usage.slopes()
-    assert slope.rss_bytes_per_hour == pytest.approx(2 * MIB)
-    assert slope.descriptors_per_hour == 0
-    assert slope.processes == 2

@@ -96,6 +96,14 @@ def test_a_sidecar_that_stops_in_mid_stream_is_noticed(job: Job, mesh: Mesh) -> 
     assert outcomes[0] < NOTICED_S + 0.5
 
 
+def test_the_control_plane_may_be_away(job: Job, mesh: Mesh) -> None:
+    job.control.kill()
+    job.control.wait()
+    for transport in ("grpc", "same-host"):
+        found = mesh.summon("halves", transport=transport)  # type: ignore[arg-type]
+        assert bool((found["halves"] == 3).all())
+
+
 def test_a_next_incarnation_at_another_address_is_found() -> None:
     with ExitStack() as stack:
         with running_job(layout()) as first:

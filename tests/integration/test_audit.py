@@ -7,8 +7,6 @@ import json
 import resource
 import signal
 import sqlite3
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
@@ -252,32 +250,3 @@ async def test_refusals_are_recorded_up_to_a_rate_and_the_rest_counted(tmp_path:
         found = [body["detail"] for body in await bodies(audit)]
     assert [detail.get("unrecorded_before") for detail in found] == [None, None, None, 97, 1]
     assert max(len(detail.get("method", "")) for detail in found) == 200
-
-
-def test_a_kill_between_intent_and_outcome_leaves_the_intent(tmp_path: Path) -> None:
-    script = """
-import asyncio, pathlib, sys
-from paramd_service.control.records.audit import Action, Audit
-from paramd_service.control.store.engine import parse_store
-from paramd_service.control.store.store import Store
-async def main():
-    directory = pathlib.Path(sys.argv[1])
-    store = Store(parse_store("", directory=directory))
-    await store.start()
-    audit = Audit(store)
-    async with audit.mutation(Action(actor="a", role="r", method="m", job="run")):
-        print("inside", flush=True)
-        await asyncio.sleep(60)
-asyncio.run(main())
-"""
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE
-    )
-    assert process.stdout is not None
-    with process.stdout:
-        assert process.stdout.readline() == b"inside\n"
-        process.kill()
-    process.wait(20)
-    address = parse_store("", directory=tmp_path)
-    verdict = asyncio.run(check(address, "run"))
-    assert (verdict.count, verdict.good) == (1, True)

@@ -7,7 +7,6 @@ import mmap
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -17,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from paramd.memory import handover
 from paramd.memory.control_page import Word
 from paramd.v1 import sidecar_pb2 as pb
-from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach, expect
+from tests.integration.fake_trainer import FakeTrainer, expect
 from tests.integration.sidecar_process import (
     Client,
     SidecarProcess,
@@ -29,16 +28,6 @@ from tests.integration.sidecar_process import (
 ARENA_BYTES = 1 << 20
 SERVICE = "/paramd.v1.SidecarService/"
 METHODS = [method.name for method in pb.DESCRIPTOR.services_by_name["SidecarService"].methods]
-
-
-@pytest.fixture
-def trainer(process: SidecarProcess) -> Iterator[FakeTrainer]:
-    attached = attach(process.socket_path, TrainerSettings(arena_bytes=ARENA_BYTES))
-    try:
-        attached.send_mesh()
-        yield attached
-    finally:
-        attached.close()
 
 
 def raw(

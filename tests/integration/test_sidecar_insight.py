@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import grpc
 import pytest
 
 from paramd.memory import handover
 from paramd.memory.handover import Message
 from paramd.v1 import sidecar_pb2 as pb
-from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach
-from tests.integration.sidecar_process import Client, sidecar
-
-
-@pytest.fixture
-def trainer(tmp_path: Path) -> Iterator[FakeTrainer]:
-    with sidecar(tmp_path / "s") as process:
-        attached = attach(process.socket_path, TrainerSettings())
-        attached.send_mesh()
-        try:
-            yield attached
-        finally:
-            attached.close()
+from tests.integration.fake_trainer import FakeTrainer
+from tests.integration.sidecar_process import Client
 
 
 def told(trainer: FakeTrainer, message: Message, fds: list[int]) -> Message:

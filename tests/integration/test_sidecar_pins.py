@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import grpc
 import pytest
@@ -11,25 +10,14 @@ import pytest
 from paramd.memory.control_page import STRAYS_KEPT, Word, note_stray
 from paramd.security.tickets import Role
 from paramd.v1 import sidecar_pb2 as pb
-from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach
+from tests.integration.fake_trainer import FakeTrainer
 from tests.integration.sidecar_process import (
     Client,
-    SidecarProcess,
     client_of,
     values_of,
 )
 
 ARENA_BYTES = 1 << 20
-
-
-@pytest.fixture
-def trainer(process: SidecarProcess) -> Iterator[FakeTrainer]:
-    attached = attach(process.socket_path, TrainerSettings(arena_bytes=ARENA_BYTES))
-    try:
-        attached.send_mesh()
-        yield attached
-    finally:
-        attached.close()
 
 
 def capture(

@@ -15,7 +15,6 @@ import grpc
 import pytest
 
 from paramd import places
-from paramd.memory.control_page import Word
 from paramd.security.tickets import Role
 from paramd.v1 import sidecar_pb2
 from tests.integration.control_process import Control, control_plane
@@ -25,7 +24,6 @@ from tests.longer import seconds
 
 pytestmark = pytest.mark.usefixtures("grpc_is_up")
 
-STOPPED_S = 5.0
 READY_S = 30.0
 
 
@@ -74,33 +72,6 @@ def training(*options: str, listen: str = "127.0.0.1:0") -> Iterator[Training]:
             finally:
                 for number in (signal.SIGCONT, signal.SIGKILL):
                     trainer.send_signal(number)
-
-
-def test_a_trainer_whose_boundary_is_70_s_old_is_stalled_and_still_served() -> None:
-    with (
-        control_plane(job="job", world_size=1) as control,
-        sidecar(places.job_dir("job")) as process,
-    ):
-        settings = TrainerSettings(arena_bytes=1 << 16, control_address=control.grpc_address)
-        trainer = attach(process.socket_path, settings)
-        try:
-            trainer.send_mesh()
-            trainer.start()
-            found = Training(control, process)
-            found.is_well()
-            trainer.finish()
-            # As if the interpreter had been held, or a collective had hung, for that long.
-            trainer.page[Word.BOUNDARY_NS] -= 70_000_000_000
-            rank = found.shows(lambda rank: rank["phase"] == "stalled", STOPPED_S)
-            assert (rank["membership"], rank["state"]) == ("joined", "degraded")
-            assert "no boundary for 7" in rank["reason"]
-            with client_of(trainer) as client:
-                pin = client.pin()
-                assert len(client.read(pin.snapshot_id)) == 1 << 16
-            trainer.update()
-            found.shows(lambda rank: rank["state"] == "ok", STOPPED_S)
-        finally:
-            trainer.close()
 
 
 def test_a_sidecar_obeys_no_lower_generation_than_it_has_met() -> None:

@@ -7,13 +7,11 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import stat
 import subprocess
 import sys
 import time
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -146,53 +144,6 @@ def test_the_dockerfile_is_clean() -> None:
     assert (found.returncode, found.stdout) == (0, "")
     users = re.findall(r"^USER (\S+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
     assert users == ["10001"]
-
-
-def copied(context: Path, instruction: str) -> None:
-    """Does one COPY of the stage that builds, with what git has and without what is ignored."""
-    *sources, target = [word for word in instruction.split()[1:] if not word.startswith("--")]
-    into = context / target
-    if "--from=page" in instruction:
-        # Made by the stage before, which runs npm.
-        into.mkdir(parents=True)
-        (into / "index.html").write_text("<!doctype html>")
-        return
-    for source in sources:
-        found = ROOT / source
-        if found.is_dir():
-            skip = shutil.ignore_patterns("__pycache__", "node_modules", "web")
-            shutil.copytree(found, into, ignore=skip)
-        else:
-            shutil.copy(found, into)
-
-
-def allowed(path: str) -> bool:
-    """Whether .dockerignore, which begins with everything, lets a file into the build."""
-    lines = (ROOT / ".dockerignore").read_text().split()
-    assert lines[0] == "*"
-    return f"!{path.partition('/')[0]}" in lines
-
-
-def test_the_image_builds_the_package_from_what_it_copies(tmp_path: Path) -> None:
-    lines = (DEPLOY / "Dockerfile").read_text().splitlines()
-    begin = next(n for n, line in enumerate(lines) if line.endswith(" AS build"))
-    end = next(n for n, line in enumerate(lines) if n > begin and line.startswith("FROM "))
-    for line in lines[begin:end]:
-        if line.startswith("COPY "):
-            words = [word for word in line.split()[1:-1] if not word.startswith("--")]
-            assert "--from" in line or all(map(allowed, words)), line
-            copied(tmp_path, line)
-    built = subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", "dist"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert built.returncode == 0, built.stderr
-    (wheel,) = (tmp_path / "dist").glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        names = set(archive.namelist())
-    wanted = {"paramd/v1/sidecar_pb2.py", "paramd_service/sidecar/main.py"}
-    wanted |= {"paramd/py.typed", "paramd_service/control/web/index.html"}
-    assert wanted <= names
 
 
 @pytest.fixture

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import secrets
 import signal
 import sys
 import time
-from pathlib import Path
 
 from tests import leaks
 from tests.launch import end_warm_start, warm_start
@@ -33,7 +31,6 @@ def main() -> int:
     parser.add_argument("--kind", default="ddp", help="of the model that they are done to")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--store", default="embedded", choices=plan.STORES)
-    parser.add_argument("--result", type=Path, help="the table as JSON goes there")
     arguments = parser.parse_args()
     seed = arguments.seed if arguments.seed is not None else secrets.randbelow(1 << 31)
     print(f"seed {seed}", flush=True)
@@ -65,8 +62,6 @@ def main() -> int:
         end_warm_start()
         table = _table(seed, first, number, tally, time.monotonic() - begin_s)
         print("\n".join(table))
-        if arguments.result is not None:
-            arguments.result.write_text(json.dumps(_figures(seed, first, number, tally), indent=1))
     missed = {k: n - tally.struck[k] - _skipped(tally, k) for k, n in tally.planned.items()}
     missed = {k: n for k, n in missed.items() if n}
     if missed:
@@ -115,20 +110,6 @@ def _table(seed: int, first: int, end: int, tally: Tally, taken_s: float) -> lis
         *(f"  not possible here: {what} ({n} times)" for what, n in tally.not_possible.items()),
     ]
     return lines
-
-
-def _figures(seed: int, first: int, end: int, tally: Tally) -> dict[str, object]:
-    return {
-        "seed": seed,
-        "episodes": [first, end],
-        "answers": dict(tally.answers),
-        "edits": dict(tally.edits),
-        "planned": dict(tally.planned),
-        "struck": dict(tally.struck),
-        "updates": tally.updates,
-        "digests": tally.digests,
-        "longest_recovery_s": tally.longest_recovery_s,
-    }
 
 
 def _skipped(tally: Tally, kind: str) -> int:

@@ -27,7 +27,7 @@ SCHEMATHESIS_EXAMPLES ?= 50
 
 .DEFAULT_GOAL := help
 .PHONY: help system setup web page manual links packages versions web-test web-types screenshot demo fast test integrations test-gpu test-long verify fix \
-	security bench soak soak-resume sequences campaigns fuzz mutants mutation-score protos surface clean
+	security bench soak sequences campaigns fuzz mutants mutation-score protos surface clean
 
 WEB := client/web
 MODULES := $(WEB)/node_modules/.installed
@@ -188,9 +188,6 @@ bench: $(INTEGRATIONS) ## the benchmarks behind docs/speed.md
 soak: system $(TESTS) ## everything at once under faults: make soak MINUTES=60 [SEED=n [EPISODE=n]]
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(EPISODE),--episode $(EPISODE))
 
-soak-resume: $(TESTS) ## kills trainings that resume: make soak-resume KILLS=500 [SEED=n] [KIND=fsdp2]
-	$(BIN)/python -m tests.soak.resume --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(if $(KIND),--kind $(KIND))
-
 sequences: $(TESTS) ## random operations against a reference: make sequences MINUTES=n [SEED=n] [KIND=k]
 	$(BIN)/python -m tests.sequences --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(KIND),--kind $(KIND))
 
@@ -199,7 +196,8 @@ LONGER := tests/multiprocess/test_stamp.py \
 	$(DOORS)::test_rapid_resets_leave_a_sidecar_serving \
 	$(DOORS)::test_rapid_resets_leave_a_control_plane_serving \
 	tests/multiprocess/test_edits.py::test_every_read_is_uniform_while_edits_go \
-	tests/integration/test_site_detection.py::test_training_and_its_sidecar_go_on_while_the_control_plane_is_away
+	tests/multiprocess/test_resume.py::test_kills_at_any_moment_change_no_bit \
+	tests/integration/test_site_detection.py::test_training_and_its_sidecar_go_on_while_the_control_plane_stands_still
 
 test-long: $(TESTS) ## tests that watch for minutes instead of seconds (about 50 minutes)
 	PARAMD_TESTS_LONG=1 PARAMD_TESTS_ALL=1 $(BIN)/pytest -q -o timeout=1200 $(LONGER)

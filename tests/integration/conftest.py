@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from paramd.mesh.mesh import Mesh
 from tests.integration.export_job import ExportingJob
-from tests.integration.fake_trainer import FakeTrainer
+from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach
 from tests.integration.sidecar_process import Client, SidecarProcess, client_of, sidecar
 
 
@@ -17,6 +18,15 @@ from tests.integration.sidecar_process import Client, SidecarProcess, client_of,
 def process(tmp_path: Path) -> Iterator[SidecarProcess]:
     with sidecar(tmp_path / "s") as started:
         yield started
+
+
+@pytest.fixture
+def trainer(process: SidecarProcess, request: pytest.FixtureRequest) -> Iterator[FakeTrainer]:
+    """With an arena as large as the module says."""
+    settings = TrainerSettings(arena_bytes=getattr(request.module, "ARENA_BYTES", 1 << 20))
+    with closing(attach(process.socket_path, settings)) as attached:
+        attached.send_mesh()
+        yield attached
 
 
 @pytest.fixture

@@ -13,10 +13,6 @@ from pathlib import Path
 
 import pytest
 
-import paramd
-import paramd.aio
-from paramd.errors import UsageError
-from paramd.mesh.insight.reports import Alerts
 from tests.integration.control_process import (
     TOKEN,
     Control,
@@ -98,44 +94,6 @@ async def test_alerts_are_listed_and_followed(
                     async with joined(control, one):
                         over = [("stale-rank", "resolved", [1])]
                         await until(lambda: rows(out)[1:] == over)
-
-
-async def test_the_library_lists_what_rest_lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PARAMD_ALERTS", json.dumps({"stale_after_s": 60}))
-    zero, one = FakeSidecar(0), FakeSidecar(1)
-    async with serving(zero), serving(one):
-        with control_plane("--no-watch") as control:
-            async with joined(control, zero):
-                async with joined(control, one):
-                    await until(lambda: control.job()["reason"] == "")
-                async with paramd.aio.connect(control.url, token=TOKEN) as mesh:
-                    assert len(await mesh.alerts(state="resolved")) == 0
-
-                    async def firing() -> bool:
-                        return len(await mesh.alerts(state="firing")) == 1
-
-                    async with asyncio.timeout(20):
-                        while not await firing():
-                            await asyncio.sleep(0.05)
-                    (alert,) = found = await mesh.alerts()
-                    assert (alert.rule, alert.ranks, alert.firing) == ("stale-rank", (1,), True)
-                    assert alert.resolved_s is None
-                    assert not found.watch
-                    assert "1 of 1 alerts of 'run' firing" in repr(found)
-                    async with joined(control, one):
-                        async with asyncio.timeout(20):
-                            while await firing():
-                                await asyncio.sleep(0.05)
-                    blocking = await asyncio.to_thread(resolved, control)
-                    assert [(row.id, row.state) for row in blocking] == [(alert.id, "resolved")]
-                    with pytest.raises(UsageError, match="state: 'open'"):
-                        await mesh.alerts(state="open")  # type: ignore[arg-type]
-
-
-def resolved(control: Control) -> Alerts:
-    """With the blocking client; rank 1 may fire again by now."""
-    with paramd.connect(control.url, token=TOKEN) as mesh:
-        return mesh.alerts(state="resolved")
 
 
 def test_what_has_no_end_is_no_json_document() -> None:

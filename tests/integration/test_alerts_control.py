@@ -99,38 +99,6 @@ async def test_a_lost_rank_is_told_everywhere_and_is_over_when_it_is_back(
         assert "secret-path" not in log
 
 
-def test_questions_that_cannot_be_are_refused() -> None:
-    with control_plane("--no-watch") as control:
-        for query in ("state=no", "limit=0", "limit=100000", "page_token=%FF", "page_token=YWJj"):
-            answer = control.get(f"/api/v1/jobs/run/alerts?{query}")
-            assert answer.status_code == 422, (query, answer.text)
-
-
-async def test_an_alert_outlives_the_control_plane(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PARAMD_ALERTS", json.dumps({"stale_after_s": 1.0}))
-    with control_plane("--no-watch", incarnation=1) as first:
-        # Neither rank ever joins.
-        await until(lambda: len(alerts(first)) == 2)
-        before = {alert["id"] for alert in alerts(first)}
-        # It must be durable before the end that comes.
-        first.process.terminate()
-        first.wait()
-    with control_plane("--no-watch", incarnation=1) as second:
-        await until(lambda: len(alerts(second)) == 2)
-        assert {alert["id"] for alert in alerts(second)} == before
-        second.process.terminate()
-        second.wait()
-    with control_plane("--no-watch", incarnation=2) as third:
-        past = "/api/v1/jobs/run/alerts?incarnation=1&state=all&limit=1"
-        first_page = third.get(past).json()
-        rest = third.get(f"{past}&page_token={first_page['next_page_token']}").json()
-        assert {alert["id"] for alert in first_page["alerts"] + rest["alerts"]} == before
-        assert first_page["incarnation"] == 1
-        assert (
-            third.get("/api/v1/jobs/run/alerts?incarnation=1&state=resolved").json()["alerts"] == []
-        )
-
-
 async def test_the_log_is_json_and_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARAMD_LOG_LEVEL", "DEBUG")
     stolen = "pmd_" + "x" * 43

@@ -130,18 +130,6 @@ def test_with_a_full_disk_tokens_are_refused_and_reading_goes_on() -> None:
         assert paramd("audit", "verify", "--job", JOB).returncode == 0
 
 
-def test_the_chain_goes_on_over_a_restart_and_the_end_is_recorded() -> None:
-    with control_plane() as control:
-        before = records(control)
-        control.process.terminate()
-        assert control.wait() == 0
-    with control_plane(incarnation=2) as control:
-        after = records(control)
-        assert after[: len(before)] == before
-        assert after[len(before)]["method"] == "control.stop"
-        assert after[len(before) + 1]["incarnation"] == 2
-
-
 def test_the_command_line_lists_and_checks_and_names_the_first_bad_record() -> None:
     with control_plane() as control:
         for n in range(3):
@@ -231,18 +219,6 @@ def run_control(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=60, stdin=subprocess.DEVNULL
     )
-
-
-def test_a_store_of_a_newer_version_is_not_started_with() -> None:
-    with control_plane() as control:
-        control.process.terminate()
-        control.wait()
-    with database() as connection:
-        connection.execute("UPDATE alembic_version SET version_num = 'zz99'")
-    connection.close()
-    refused = pytest.raises(AssertionError, match="revision 'zz99', written by a newer paramd")
-    with refused, control_plane(incarnation=2):
-        pytest.fail("it must not start")
 
 
 def test_a_password_on_the_command_line_is_refused_and_not_repeated() -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from paramd import places
 from paramd.security.tickets import Role
-from paramd.v1 import sidecar_pb2
 from tests.integration.client_job import JOB, Job, running_job
 from tests.integration.test_client import layout, write_arenas
 
@@ -86,11 +85,3 @@ def test_bytes_that_are_no_message_end_only_their_call(job: Job, method: str, ro
     assert job.control.poll() is None
     for log in places.job_dir(JOB).rglob("*.log"):
         assert "Traceback" not in log.read_text(), log
-
-
-def test_pools_of_what_is_not_there_are_refused(job: Job) -> None:
-    def ask(request: sidecar_pb2.PoolSnapshotRequest) -> grpc.StatusCode:
-        data = request.SerializeToString()
-        return raw(job, job.ranks[0].address, SIDECAR + "PoolSnapshot", data, Role.READER)
-
-    assert ask(sidecar_pb2.PoolSnapshotRequest(snapshot_id="x")) is grpc.StatusCode.NOT_FOUND

@@ -111,31 +111,6 @@ def test_an_unknown_name_is_not_found_and_a_near_one_is_offered(job: Job, capsys
     assert "rows" in err
 
 
-def test_statistics_are_those_of_the_full_tensors(
-    whole: dict[str, torch.Tensor], capsys: Capture
-) -> None:
-    found = document(capsys, "stats", "columns", "turned", "--histogram")
-    assert (found["step"], found["incarnation"]) == (0, 1)
-    assert 0 <= found["age_s"] < 60
-    for row in found["stats"]:
-        values = whole[row["name"]].double()
-        assert row["count"] == values.numel()
-        assert row["zero_count"] == int((values == 0).sum())
-        for key, expected in (
-            ("norm", values.norm()),
-            ("mean", values.mean()),
-            ("std", values.std()),
-            ("min", values.min()),
-            ("max", values.max()),
-        ):
-            assert row[key] == pytest.approx(expected.item(), rel=1e-6), key
-        counted = sum(count for _, count in row["exponents"])
-        assert counted + row["zero_count"] == row["count"]
-    both = torch.cat([whole["columns"].flatten(), whole["turned"].flatten()]).double()
-    assert found["total"]["norm"] == pytest.approx(both.norm().item(), rel=1e-6)
-    assert found["total"]["count"] == both.numel()
-
-
 def test_the_statistics_table_has_a_total_and_histograms(job: Job, capsys: Capture) -> None:
     out, err = answer(capsys, "stats", "rows", "flat", "--histogram")
     lines = out.splitlines()

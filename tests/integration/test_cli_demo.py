@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -14,9 +13,8 @@ import psutil
 import pytest
 from safetensors import safe_open
 
-from paramd.cli.demo import free_job_name
 from paramd.cli.main import main
-from paramd.places import Endpoint, running_jobs, write_endpoint
+from paramd.places import running_jobs
 from tests.integration.client_job import wait_for
 from tests.launch import ROOT, run_ranks
 
@@ -124,13 +122,3 @@ def test_the_example_trains_the_same_with_and_without_paramd() -> None:
 def test_the_example_in_the_repository_is_the_one_in_the_package() -> None:
     packaged = ROOT / "client" / "paramd" / "examples" / "train_gpt.py"
     assert (ROOT / "examples" / "train_gpt.py").resolve() == packaged
-
-
-def test_a_name_in_use_is_not_taken_by_the_demo() -> None:
-    assert free_job_name("demo") == "demo"
-    for name in ("demo", "demo-2"):
-        write_endpoint(
-            Endpoint(url="http://127.0.0.1:1", token="t", pid=os.getpid(), job=name,
-                     grpc_address="127.0.0.1:1")
-        )  # fmt: skip
-    assert free_job_name("demo") == "demo-3"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +20,7 @@ from paramd.errors import (
 )
 from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, TensorLayout
 from paramd.mesh.mesh import Mesh
-from tests.integration.client_job import Job, Rank, running_job
+from tests.integration.client_job import Job, running_job
 
 TRANSPORTS = ("grpc", "same-host")
 PARAMETER, BUFFER = TensorKind.PARAMETER, TensorKind.BUFFER
@@ -197,20 +195,6 @@ def test_params_and_status_tell_the_mesh(mesh: Mesh) -> None:
     assert "client-test" in repr(status)
 
 
-def test_statistics_count_each_element_once(mesh: Mesh, whole: dict[str, torch.Tensor]) -> None:
-    names = ["rows", "columns", "flat", "both", "turned"]
-    table = mesh.stats(*names)
-    values = {row.name: row.summary for row in table}
-    for name in names:
-        assert values[name].count == whole[name].numel()
-        assert values[name].norm == pytest.approx(whole[name].double().norm().item())
-        assert values[name].std == pytest.approx(whole[name].double().std().item())
-    everything = torch.cat([whole[name].flatten() for name in names]).double()
-    assert table.total.summary.norm == pytest.approx(everything.norm().item())
-    assert table.total.summary.mean == pytest.approx(everything.mean().item())
-    assert table.step == 0
-
-
 def test_a_view_has_the_shards_and_keeps_them(
     mesh: Mesh, job: Job, whole: dict[str, torch.Tensor]
 ) -> None:
@@ -301,32 +285,3 @@ def test_buffers_while_training_rests_are_refused_with_the_reason(mesh: Mesh) ->
     with pytest.raises(DeadlineError, match="boundary"):
         mesh.summon("running", buffers=True, timeout=1.5)
     assert mesh.summon("rows").step == 0
-
-
-def stamp(rank: Rank, step: int) -> None:
-    """Writes the step into every byte-aligned float of the arena, slowly."""
-    values = torch.frombuffer(rank.arena.buffer, dtype=torch.float32)
-    for begin in range(0, values.numel(), 64):
-        values[begin : begin + 64] = step
-        time.sleep(0.0001)
-
-
-@pytest.mark.parametrize("every_s", [0.002, 0.03])
-def test_every_value_equals_the_step_it_carries(tmp_path: Path, every_s: float) -> None:
-    with running_job(layout()) as job, paramd.connect(job.url, job.token) as mesh:
-        job.update(stamp)
-        job.train(stamp, every_s)
-        steps: set[int] = set()
-        for round_ in range(40):
-            buffers = round_ % 4 == 3
-            found = mesh.summon(
-                *("rows", "columns", "flat", "both", "turned"),
-                *(["running"] if buffers else []),
-                buffers=buffers,
-                transport=TRANSPORTS[round_ % 2],  # type: ignore[arg-type]
-            )
-            for name, tensor in found.items():
-                assert bool((tensor == found.step).all()), (name, found.step, tensor)
-            steps.add(found.step)
-        job.rest()
-        assert len(steps) > 5

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import paramd
-from paramd.errors import ParamdError, UnreachableError
+from paramd.errors import UnreachableError
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.mesh.mesh import Mesh
 from tests.integration.client_job import DEADLINE_S, JOB, Job, running_job
@@ -61,39 +61,11 @@ def refused_within(mesh: Mesh, *patterns: str, transport: str = "auto") -> float
     return time.monotonic() - begin_s
 
 
-@pytest.mark.parametrize("transport", ["auto", "grpc"])
-def test_a_stopped_sidecar_is_noticed_and_its_return_too(
-    job: Job, mesh: Mesh, transport: str
-) -> None:
-    job.ranks[1].process.send_signal(signal.SIGSTOP)
-    assert refused_within(mesh, "halves", transport=transport) < NOTICED_S + 0.5
-    assert mesh.status()[1].phase == "unreachable"
-    # Rank 0 holds all of it.
-    begin_s = time.monotonic()
-    assert bool((mesh.summon("both")["both"] == 3).all())
-    assert time.monotonic() - begin_s < NOTICED_S
-    job.ranks[1].process.send_signal(signal.SIGCONT)
-    found = mesh.summon("halves")["halves"]
-    assert bool((found == 3).all())
-
-
 def test_a_dead_sidecar_is_refused_but_replicas_stand_in(job: Job, mesh: Mesh) -> None:
     job.ranks[1].process.kill()
     job.ranks[1].process.wait()
     assert bool((mesh.summon("both")["both"] == 3).all())
     assert refused_within(mesh, "halves") < NOTICED_S + 0.5
-
-
-def test_a_sidecar_that_is_killed_and_comes_back_is_waited_for(job: Job, mesh: Mesh) -> None:
-    rank = job.ranks[1]
-    rank.process.kill()
-    found: list[torch.Tensor] = []
-    summoning = threading.Thread(target=lambda: found.append(mesh.summon("halves")["halves"]))
-    summoning.start()
-    job.respawn(rank)
-    summoning.join()
-    assert len(found) == 1
-    assert bool((found[0] == 3).all())
 
 
 def test_a_sidecar_that_stops_in_mid_stream_is_noticed(job: Job, mesh: Mesh) -> None:
@@ -130,50 +102,6 @@ def test_the_control_plane_may_be_away(job: Job, mesh: Mesh) -> None:
     for transport in ("grpc", "same-host"):
         found = mesh.summon("halves", transport=transport)  # type: ignore[arg-type]
         assert bool((found["halves"] == 3).all())
-
-
-def test_kills_at_any_moment_never_give_a_wrong_value(job: Job, mesh: Mesh) -> None:
-    def stamp(rank: object, step: int) -> None:
-        values = torch.frombuffer(rank.arena.buffer, dtype=torch.float32)  # type: ignore[attr-defined]
-        for part in values.split(MIB // 2):
-            part.fill_(step)
-
-    job.update(stamp)
-    job.train(stamp, 0.03)
-    stop, failures = threading.Event(), []
-    answers, refusals = 0, []
-
-    def read() -> None:
-        nonlocal answers
-        while not stop.is_set():
-            try:
-                found = mesh.summon("*")
-            except ParamdError as error:
-                refusals.append(error)
-                continue
-            answers += 1
-            failures.extend(
-                (found.step, name) for name, t in found.items() if not bool((t == found.step).all())
-            )
-
-    reading = threading.Thread(target=read)
-    reading.start()
-    try:
-        for number in range(4):
-            before, deadline_s = answers, time.monotonic() + 40
-            while answers < before + 3:
-                assert time.monotonic() < deadline_s, refusals[-3:] or "no answers came any more"
-                time.sleep(0.001 * (number + 1))
-            job.rest()
-            job.ranks[number % 2].process.kill()
-            job.respawn(job.ranks[number % 2])
-            job.train(stamp, 0.03)
-    finally:
-        stop.set()
-        reading.join()
-        job.rest()
-    assert not failures
-    assert answers >= 12
 
 
 def test_a_next_incarnation_at_another_address_is_found() -> None:

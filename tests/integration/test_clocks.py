@@ -48,7 +48,7 @@ class Clock:
         os.replace(new, self._path)
 
 
-@pytest.fixture(params=["control", "sidecar", ""], ids=["control plane", "sidecars", "all"])
+@pytest.fixture(params=["control", "sidecar"], ids=["control plane", "sidecars"])
 def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Clock:
     (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)

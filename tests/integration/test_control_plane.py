@@ -8,16 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paramd import places
 from paramd.errors import UnreachableError
@@ -27,7 +24,6 @@ from tests.integration.control_process import (
     DIGEST,
     JOB,
     PATIENCE_S,
-    PINS_NOTHING,
     PRIVATE_KEY,
     TOKEN,
     Control,
@@ -72,78 +68,6 @@ async def test_an_agreed_boundary_is_captured_on_all_ranks_at_one_step() -> None
             assert 'paramd_boundary_rounds_total{captured="true",job="run"} 1.0' in text
             assert 'paramd_boundary_rounds_total{captured="false",job="run"} 2.0' in text
             assert 'paramd_rank_step{job="run",rank="1"} 10.0' in text
-
-
-async def test_a_missing_rank_is_named_and_nobody_is_asked() -> None:
-    with control_plane() as control:
-        zero = FakeSidecar(0)
-        async with serving(zero), joined(control, zero):
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await schedule(control, (0, "a"))
-            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-            assert "rank 1: its sidecar has not joined" in (caught.value.details() or "")
-            assert zero.asked == []
-            assert control.job()["reason"] == "1 of 2 ranks are joined; not: 1"
-
-
-async def test_a_sidecar_that_died_is_told_and_its_successor_takes_part() -> None:
-    with control_plane() as control:
-        zero = FakeSidecar(0)
-        async with serving(zero), joined(control, zero):
-            one = FakeSidecar(1)
-            async with serving(one), joined(control, one):
-                assert (await schedule(control)).captured
-            await until(lambda: control.job()["joined_count"] == 1)
-            ranks = control.get(f"/api/v1/jobs/{JOB}/ranks").json()["ranks"]
-            assert [rank["membership"] for rank in ranks] == ["joined", "gone"]
-            with pytest.raises(grpc.aio.AioRpcError, match="rank 1: its sidecar was lost"):
-                await schedule(control)
-            successor = FakeSidecar(1, ready_boundary=1)
-            async with serving(successor), joined(control, successor):
-                assert (await schedule(control)).captured
-                assert successor.address != one.address
-
-
-async def test_a_sidecar_that_stops_listening_is_refused_within_its_time() -> None:
-    with control_plane() as control:
-        zero, one = FakeSidecar(0), FakeSidecar(1)
-        async with serving(zero), joined(control, zero):
-            async with serving(one):
-                pass
-            async with joined(control, one):
-                began_s = time.monotonic()
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await schedule(control, timeout_s=30.0)
-                assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-                assert "rank 1" in (caught.value.details() or "")
-                assert time.monotonic() - began_s < 5.0
-
-
-async def test_requests_during_a_round_share_the_next_one() -> None:
-    with control_plane() as control:
-        async with mesh(control) as (zero, one):
-            zero.gate.clear()
-            first = asyncio.create_task(schedule(control, (0, "a")))
-            await until(lambda: zero.asked)
-            others = [asyncio.create_task(schedule(control, (0, name))) for name in "bcd"]
-            await until(
-                lambda: 'paramd_boundary_waiting{job="run"} 3.0' in control.get("/metrics").text
-            )
-            zero.gate.set()
-            steps = [answer.header.step for answer in await asyncio.gather(first, *others)]
-            assert steps == [11, 12, 12, 12]
-            assert [number for number, _ in one.asked] == [1, 2]
-            assert sorted(zero.asked[1][1]) == ["b", "c", "d"]
-
-
-async def test_a_caller_gets_the_reason_before_its_deadline() -> None:
-    with control_plane() as control:
-        async with mesh(control) as (zero, _):
-            zero.gate.clear()
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await schedule(control, timeout_s=1.0)
-            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            assert "agreed on no boundary" in (caught.value.details() or "")
 
 
 @pytest.mark.parametrize(
@@ -198,62 +122,12 @@ async def test_a_restarted_control_plane_goes_on_above_what_ranks_were_ready_for
                 assert [number for number, _ in again[0].asked] == [3]
 
 
-async def test_parameters_come_page_by_page_from_the_sidecars_layout() -> None:
-    with control_plane() as control:
-        path = f"/api/v1/jobs/{JOB}/params"
-        assert control.get(path).status_code == 503
-        async with mesh(control):
-            names: list[str] = []
-            token = ""
-            for _ in range(3):
-                page = await asyncio.to_thread(
-                    control.get, f"{path}?filter=layers.*&limit=2&page_token={token}"
-                )
-                names += [param["name"] for param in page.json()["params"]]
-                token = page.json()["next_page_token"]
-            assert names == [f"layers.{n}.weight" for n in range(5)]
-            assert token == ""
-            param = page.json()["params"][0]
-            assert (param["shape"], param["dtype"], param["numel"]) == ([4, 2], "float32", 8)
-            assert param["placement"] == "Shard(0) over 2"
-            unknown = await asyncio.to_thread(control.get, f"{path}?filter=layer.0.weight")
-            assert unknown.status_code == 404
-            assert "layers.0.weight" in unknown.json()["detail"]
-            foreign = await asyncio.to_thread(control.get, f"{path}?page_token=MTpvdGhlcg==")
-            assert foreign.status_code == 409
-            broken = await asyncio.to_thread(control.get, f"{path}?page_token=%F0")
-            assert broken.status_code == 422
-
-
-async def test_a_layout_is_read_once_and_kept_once() -> None:
-    with control_plane() as control:
-        path = f"/api/v1/jobs/{JOB}/params"
-        async with mesh(control) as sidecars:
-            listed = await asyncio.to_thread(control.get, path)
-            assert listed.status_code == 200
-            # The layout comes before the pin, which is as far as it gets here.
-            stats = await asyncio.to_thread(control.get, f"{path}/stats?filter=*")
-            assert PINS_NOTHING in stats.json()["detail"]
-            assert sum(one.layout_reads for one in sidecars) == 1
-
-
 def test_bytes_that_are_no_http_are_refused_and_it_goes_on(shared: Control) -> None:
     host, port = shared.url.removeprefix("http://").split(":")
     for sent in (b"\x00" * 512, b"GET " + b"a" * 100_000, b"GET / HTTP/1.1\r\n\r\n"):
         with socket.create_connection((host, int(port)), timeout=10.0) as connection:
             connection.sendall(sent)
             assert connection.recv(4096).startswith(b"HTTP/1.1 400")
-    assert shared.get("/readyz", None).status_code == 200
-
-
-def test_health_is_open_and_serving(shared: Control) -> None:
-    with grpc.insecure_channel(shared.grpc_address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        for service in ("", "paramd.v1.ControlService"):
-            request = health_pb2.HealthCheckRequest(service=service)
-            answer = stub.Check(request, timeout=5.0)
-            assert answer.status == health_pb2.HealthCheckResponse.SERVING
-    assert shared.get("/healthz", None).status_code == 200
     assert shared.get("/readyz", None).status_code == 200
 
 
@@ -281,18 +155,6 @@ def test_secrets_are_neither_in_argv_nor_environment_nor_log(shared: Control) ->
         assert TOKEN.encode() not in text
         assert PRIVATE_KEY.hex().encode() not in text
     assert b"'/api/v1/jobs' 400" in shared.log.read_bytes()
-
-
-def test_taken_ports_move_on_to_the_next() -> None:
-    with closing(socket.socket()) as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with control_plane(listen=f"127.0.0.1:{port}") as control:
-            http = int(control.url.rpartition(":")[2])
-            assert port < http < port + 100
-            assert http < int(control.grpc_address.rpartition(":")[2]) <= http + 100
-            assert control.job()["job"] == JOB
 
 
 def test_listening_to_other_hosts_is_refused_in_one_line() -> None:
@@ -336,12 +198,6 @@ async def test_it_ends_when_all_sidecars_said_farewell() -> None:
             places.read_endpoint(JOB)
 
 
-def test_it_ends_when_no_sidecar_is_joined_for_long() -> None:
-    with control_plane("--empty-end-s", "1.5") as control:
-        assert control.wait() == 0
-        assert "no sidecar has been joined for 1.5 s" in control.log.read_text()
-
-
 async def test_a_training_that_resumes_is_told_addresses_at_once_and_who_connects_waits() -> None:
     with control_plane(resumes=True) as control:
         assert "serving" not in control.log.read_text()
@@ -359,19 +215,6 @@ def test_what_was_told_before_a_start_that_fails_is_withdrawn() -> None:
     with control_plane(resumes=True) as control:
         assert control.wait() != 0
         assert not (places.state_dir() / JOB / "endpoint.json").exists()
-
-
-def test_it_gives_way_to_a_newer_incarnation_and_leaves_its_endpoint() -> None:
-    with (
-        control_plane(incarnation=1) as old,
-        control_plane(incarnation=2, listen=old.url.removeprefix("http://")) as new,
-    ):
-        assert new.url != old.url
-        assert old.wait() == 0
-        assert "incarnation 2" in old.log.read_text()
-        endpoint = places.read_endpoint(JOB)
-        assert (endpoint.url, endpoint.incarnation) == (new.url, 2)
-        assert new.job()["incarnation"] == 2
 
 
 async def test_sigterm_drains_and_sends_sidecars_away() -> None:

@@ -97,37 +97,6 @@ async def test_an_edit_is_applied_undone_listed_and_audited(ranks: list[EditingS
             assert f'paramd_edits_total{{job="{JOB}",state="APPLIED"}} 3.0' in metrics
 
 
-async def test_what_does_not_fit_or_may_not_be_is_refused(ranks: list[EditingSidecar]) -> None:
-    with control_plane() as control:
-        async with both_joined(control, ranks):
-            for op, status in (
-                ({"pattern": "nothing", "op": "fill", "value": 0.0}, 404),
-                ({"pattern": "*", "op": "fill"}, 422),
-                ({"pattern": "*", "op": "lerp", "weight": 0.5}, 422),
-                ({"pattern": "*", "op": "eval", "value": 1.0}, 422),
-            ):
-                answer = await call(control, "POST", "/edits", {"ops": [op]})
-                assert answer.status_code == status, answer.text
-            dry = await make(control, dry_run=True)
-            assert (dry["state"], dry["reason"]) == (
-                "ABORTED",
-                "dry run: nothing was changed",
-            )
-            assert dry["after"]["max"] == 3.0
-            assert dry["dry_run"]
-            late = await make(control, if_step=9)
-            assert late["state"] == "ABORTED"
-            assert "if_step is 9" in late["reason"]
-            # Their present step is not one at which they could still agree.
-            for passed in (10, 12):
-                missed = await make(control, if_step=passed)
-                assert missed["state"] == "ABORTED"
-                assert f"if_step is {passed}" in missed["reason"]
-                assert "at step 11" in missed["reason"]
-            now = await make(control, if_step=11)
-            assert (now["state"], now["step"]) == ("APPLIED", 11)
-
-
 async def test_data_waits_for_its_upload_or_is_called_off(
     ranks: list[EditingSidecar],
 ) -> None:
@@ -280,99 +249,6 @@ async def test_an_undo_that_waits_behind_an_overlapping_edit_does_not_overwrite_
             assert "force" in answer.json()["reason"]
             answer = await call(control, "GET", f"/edits/{forced['id']}?wait_s=10")
             assert answer.json()["state"] == "APPLIED", answer.text
-
-
-async def test_one_withdrawal_aborts_and_doubt_is_asked_again(
-    ranks: list[EditingSidecar],
-) -> None:
-    ranks[0].trainers.agree.clear()
-    ranks[0].doubts = ranks[1].doubts = 3
-    with control_plane() as control:
-        async with both_joined(control, ranks):
-            found = await make(control, wait_s=0)
-            await until(lambda: len(ranks[0].trainers.ready) == 2)
-            gone = await call(control, "DELETE", f"/edits/{found['id']}")
-            assert gone.json()["state"] == "ABORTED", gone.text
-            assert ranks[0].withdrawn + ranks[1].withdrawn > 4
-            await until(lambda: not ranks[0].staged and not ranks[1].staged)
-            ranks[0].trainers.agree.set()
-            assert (await make(control))["state"] == "APPLIED"
-
-
-async def restarted(
-    control: Control, ranks: list[EditingSidecar], edit_id: str, state: str
-) -> dict[str, Any]:
-    """Kills the control plane, and asks the next one until the edit is in that state."""
-    control.process.kill()
-    control.wait()
-    with control_plane() as second:
-        async with both_joined(second, ranks):
-            answer = await call(second, "GET", f"/edits/{edit_id}?wait_s=10")
-            assert answer.json()["state"] == state, answer.text
-            ranks[0].trainers.agree.set()
-            ranks[0].trainers.answer.set()
-            # Numbers go on above the old one.
-            assert (await make(second))["boundary"] > answer.json()["boundary"]
-            return dict(answer.json())
-
-
-async def test_a_rank_that_is_away_when_an_edit_was_aborted_forgets_it_once_it_is_back(
-    ranks: list[EditingSidecar],
-) -> None:
-    with control_plane() as control:
-        async with both_joined(control, ranks):
-            ranks[1].away = 5
-            assert (await make(control, dry_run=True))["state"] == "ABORTED"
-            await until(lambda: not ranks[0].staged and not ranks[1].staged)
-            assert not ranks[1].away
-
-
-async def test_a_killed_control_plane_finds_out_that_it_was_applied(
-    ranks: list[EditingSidecar],
-) -> None:
-    ranks[0].trainers.answer.clear()
-    with control_plane() as control:
-        async with both_joined(control, ranks):
-            found = await make(control, wait_s=0)
-            await until(lambda: ranks[0].trainers.edits == 1)
-            assert (await call(control, "GET", f"/edits/{found['id']}")).json()[
-                "state"
-            ] == "COMMITTED"
-            ended = await restarted(control, ranks, found["id"], "APPLIED")
-    assert ended["step"] == 11
-    assert ranks[0].trainers.edits == 2
-
-
-async def test_a_killed_control_plane_finds_out_that_it_was_not(
-    ranks: list[EditingSidecar],
-) -> None:
-    ranks[0].trainers.agree.clear()
-    with control_plane() as control:
-        async with both_joined(control, ranks):
-            found = await make(control, wait_s=0)
-            await until(lambda: len(ranks[0].trainers.ready) == 2)
-            ended = await restarted(control, ranks, found["id"], "ABORTED")
-    assert "restarted" in ended["reason"]
-    assert ranks[0].trainers.edits == 1
-
-
-async def test_an_incarnation_that_ends_loses_what_was_committed(
-    ranks: list[EditingSidecar],
-) -> None:
-    ranks[0].trainers.answer.clear()
-    with control_plane() as control:
-        async with both_joined(control, ranks):
-            found = await make(control, wait_s=0)
-            await until(lambda: ranks[0].trainers.edits == 1)
-        control.process.kill()
-        control.wait()
-    with control_plane(incarnation=2) as second:
-
-        def state() -> Any:
-            path = f"/api/v1/jobs/{JOB}/edits/{found['id']}"
-            return second.get(path).json()["state"]
-
-        await until(lambda: state() == "LOST")
 
 
 async def test_a_hold_has_one_holder_steps_renews_and_ends(ranks: list[EditingSidecar]) -> None:

@@ -101,29 +101,12 @@ def test_edits_and_audit_of_an_ended_job_come_from_disk(past: str, capsys: Captu
     assert "ended at" in answer(capsys, "edits", "--job", JOB)[1]
 
 
-def test_reading_an_ended_job_changes_nothing_on_disk(
-    past: str, state: Path, capsys: Capture
-) -> None:
-    store = state / JOB / "control.sqlite"
-    before = (store.read_bytes(), sorted(path.name for path in store.parent.iterdir()))
-    for command in (["status"], ["edits"], ["audit"], ["audit", "verify"]):
-        answer(capsys, *command, "--job", JOB)
-    assert (store.read_bytes(), sorted(path.name for path in store.parent.iterdir())) == before
-
-
 def test_an_ended_job_is_its_owners_alone(past: str, state: Path, capsys: Capture) -> None:
     (state / JOB).chmod(0o755)
     for command in ("status", "edits", "audit"):
         out, err = answer(capsys, command, "--job", JOB, code=5)
         assert out == ""
         assert "chmod 700" in err
-
-
-def test_a_command_for_live_jobs_tells_when_the_job_ended(past: str, capsys: Capture) -> None:
-    _, err = answer(capsys, "params", "--job", JOB, code=3)
-    assert "ended at" in err
-    assert "after step 1" in err
-    assert JOB in answer(capsys, "status", code=3)[1]
 
 
 def test_an_unknown_job_is_not_found(capsys: Capture, state: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import time
@@ -15,8 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import paramd
-from paramd.errors import ConflictError, DeniedError, NotFoundError, UsageError
+from paramd.errors import ConflictError
 from paramd.mesh.exports.calls import ExportInfo, ExportState
 from paramd.mesh.mesh import Mesh
 from tests.integration.export_job import ExportingJob, exporting_job, is_stopped, until
@@ -94,16 +92,6 @@ def test_options_reach_the_files(site: ExportingJob, mesh: Mesh, tmp_path: Path)
     assert stored[1]["detail"]["name"] == "config.json"
 
 
-async def test_the_asynchronous_twin(site: ExportingJob) -> None:
-    async with paramd.aio.connect(site.job.url, site.job.token, job="client-test") as mesh:
-        export = await mesh.export("checkpoints/twin", include=PARAMETERS)
-        done = await export.wait(30)
-        assert (await export.refresh()) == done
-        assert export.step == done.step >= 0
-        with pytest.raises(ConflictError):
-            await export.cancel()
-
-
 def test_what_stands_at_the_key_is_replaced_only_when_asked(site: ExportingJob, mesh: Mesh) -> None:
     mesh.export("checkpoints/taken").wait(30)
     before = site.left()
@@ -111,19 +99,6 @@ def test_what_stands_at_the_key_is_replaced_only_when_asked(site: ExportingJob, 
     assert site.left() == before
     mesh.export("checkpoints/taken", overwrite=True, max_shard_size=200).wait(30)
     site.check_whole("taken")
-
-
-@pytest.mark.parametrize(
-    "destination",
-    ["nowhere/x", "checkpoints", "checkpoints/../x", "/checkpoints/x", "s3://bucket/x"],
-)
-def test_what_is_no_destination_is_refused_at_once(
-    site: ExportingJob, mesh: Mesh, destination: str
-) -> None:
-    before = len(mesh.exports())
-    with pytest.raises((UsageError, NotFoundError)):
-        mesh.export(destination)
-    assert len(mesh.exports()) == before
 
 
 @pytest.fixture
@@ -242,47 +217,3 @@ def test_files_of_an_export_can_be_read_and_nothing_beside_them(
     assert read("../readable/secret.txt").status_code == 404
     assert read("model.safetensors", "checkpoints/nowhere").status_code == 404
     assert read("paramd-export.json", "checkpoints/../x").status_code == 422
-
-
-def test_an_export_is_told_of_as_events(site: ExportingJob, mesh: Mesh) -> None:
-    headers = {"authorization": f"Bearer {site.job.token}"}
-    url = f"{site.job.url}/api/v1/jobs/client-test/events"
-    states: list[str] = []
-    with httpx2.stream("GET", url, headers=headers, trust_env=False, timeout=30.0) as answer:
-        lines = answer.iter_lines()
-        next(lines)
-        begun = mesh.export("checkpoints/told", include=PARAMETERS)
-        kind = ""
-        for line in lines:
-            name, _, text = line.partition(": ")
-            kind = text if name == "event" else kind
-            if name == "data" and kind == "export":
-                told = json.loads(text)
-                assert (told["id"], told["destination"]) == (begun.id, "checkpoints/told")
-                states.append(told["state"])
-                if states[-1] == "DONE":
-                    break
-    assert list(dict.fromkeys(states)) == ["PLANNED", "RUNNING", "VERIFYING", "DONE"]
-
-
-def test_roles_metrics_and_audit(site: ExportingJob, mesh: Mesh) -> None:
-    headers = {"authorization": f"Bearer {site.job.token}"}
-    made = httpx2.post(
-        f"{site.job.url}/api/v1/tokens",
-        json={"role": "reader", "name": "somebody"},
-        headers=headers,
-        trust_env=False,
-    ).json()
-    with paramd.connect(site.job.url, made["token"], job=mesh.job) as reader:
-        assert reader.exports()
-        with pytest.raises(DeniedError):
-            reader.export("checkpoints/no")
-    text = httpx2.get(f"{site.job.url}/metrics", headers=headers, trust_env=False).text
-    assert 'paramd_exports_total{job="client-test",state="DONE"}' in text
-    audit = httpx2.get(
-        f"{site.job.url}/api/v1/jobs/{mesh.job}/audit?limit=200",
-        headers=headers,
-        trust_env=False,
-    ).text
-    assert "export.create" in audit
-    assert "export.end" in audit

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from paramd.cli.main import main
 from paramd.errors import ConflictError, UnreachableError, UsageError
 from paramd.memory.control_page import Word
 from paramd.mesh.exports import download
@@ -81,16 +78,6 @@ def test_a_download_holds_what_a_summon_has(site: ExportingJob, mesh: Mesh, tmp_
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
-def test_names_slices_and_dtypes(site: ExportingJob, mesh: Mesh, tmp_path: Path) -> None:
-    path = tmp_path / "part.safetensors"
-    mesh.download(
-        path, "columns[1:3]", "turned", dtype=torch.float64, name_map={"turned": "mapped"}
-    )
-    tensors = load_file(path)
-    assert torch.equal(tensors["columns"], site.whole["columns"][1:3].double())
-    assert torch.equal(tensors["mapped"], site.whole["turned"].double())
-
-
 def test_after_a_break_it_goes_on_with_the_same_step(
     site: ExportingJob, mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,31 +106,6 @@ def test_after_a_break_it_goes_on_with_the_same_step(
         assert torch.equal(tensors[name], tensor), name
     assert found.step == pinned.step < site.job.ranks[0].page[Word.STEP]
     write_arenas(site.job)
-
-
-def test_ctrl_c_in_summon_says_that_the_same_command_resumes(
-    site: ExportingJob,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(download, "BATCH_BYTES", 100)
-    monkeypatch.setenv("PARAMD_URL", site.job.url)
-    monkeypatch.setenv("PARAMD_TOKEN", site.job.token)
-
-    def strikes(what: str, done_bytes: int, size_bytes: int) -> None:
-        if done_bytes > 200:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    command = ["summon", "*", "-o", str(tmp_path / "all.safetensors")]
-    with monkeypatch.context() as patch:
-        patch.setattr("paramd.cli.summon.bar", lambda what: nullcontext(strikes))
-        assert main(command) == 130
-    assert "the same command resumes" in capsys.readouterr().err
-    assert main(command) == 0
-    assert "resuming at step" in capsys.readouterr().err
-    tensors = load_file(tmp_path / "all.safetensors")
-    assert all(torch.equal(tensors[name], one) for name, one in parameters(site).items())
 
 
 def test_a_part_of_another_state_is_never_gone_on_with(

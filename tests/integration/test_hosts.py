@@ -181,25 +181,6 @@ def test_a_job_on_two_hosts_makes_its_own_tls_and_is_read_from_everywhere(tmp_pa
         job.stop()
 
 
-@pytest.mark.timeout(300)
-def test_a_killed_job_comes_back_on_its_hosts_with_new_certificates(tmp_path: Path) -> None:
-    with training(2, tmp_path) as (job, login):
-        job.start()
-        before = job.wait_attached()
-        for process in job.processes:
-            for child in psutil.Process(process.pid).children(recursive=True):
-                if "far_trainer" in " ".join(child.cmdline()):
-                    child.send_signal(signal.SIGKILL)
-        for process in job.processes:
-            process.wait(60.0)
-        job.start()
-        after = job.wait_attached()
-        assert after["incarnation"] == before["incarnation"] + 1
-        assert after["ca_pin"] != before["ca_pin"]
-        check_summon(login, client_env(after), ["stream", "stream"])
-        job.stop()
-
-
 READ_AND_EDIT = """
 import sys, paramd
 with paramd.connect(job="far") as mesh:
@@ -270,55 +251,6 @@ def test_a_job_is_read_and_edited_over_its_own_tls_with_another_sidecar_and_with
             kill(one.folder, name)
         told = ask("read")
         assert told == f"{edits}.0 1.0 2.0"
-
-
-CUT = """
-import sys, time, paramd
-from paramd.errors import ParamdError
-with paramd.connect(job="far") as mesh:
-    for line in sys.stdin:
-        begun_s = time.monotonic()
-        try:
-            found = sorted(mesh.summon("*", timeout=20)["0.weight"].unique().tolist())
-        except ParamdError as error:
-            found = [type(error).__name__, str(error)]
-        print(round(time.monotonic() - begun_s, 2), found, flush=True)
-"""
-
-
-def doctors(host: Host) -> dict[str, dict[str, str]]:
-    """What the doctor finds on a host, by check."""
-    told = host.run([*PARAMD, "doctor", "--job", "far", "-o", "json"], check=False).stdout
-    return {one["check"]: one for one in json.loads(told)["checks"]}
-
-
-@pytest.mark.timeout(300)
-def test_a_host_that_is_cut_off_is_named_and_right_again_when_it_is_back(tmp_path: Path) -> None:
-    with training(2, tmp_path) as (job, _):
-        one, two = job.hosts
-        job.start()
-        job.wait_attached()
-        with one.conversation(CUT) as told:
-
-            def ask() -> tuple[float, str]:
-                took_s, found = told("go").split(" ", 1)
-                return float(took_s), found
-
-            assert ask()[1] == "[1.0, 2.0]"
-            assert "2 hosts reach each other" in doctors(one)["job far hosts"]["detail"]
-            two.link("down")
-            took_s, found = ask()
-            assert "rank 1" in found, found
-            assert "RankUnreachableError" in found, found
-            assert took_s < 5.0 + SLACK_S, (took_s, found)
-            cut = doctors(one)["job far, host of rank 0 to rank 1"]
-            assert cut["verdict"] == "failed"
-            assert two.ip in cut["detail"], cut
-            assert "PARAMD_ADDRESS" in cut["advice"]
-            two.link("up")
-            # Training, and with it the next boundary, goes on once TCP has tried again.
-            wait_until("right again", lambda: ask()[1] == "[1.0, 2.0]", timeout_s=60.0)
-        job.stop()
 
 
 @pytest.mark.timeout(300)

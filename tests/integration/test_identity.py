@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
-import subprocess
-import sys
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -24,7 +20,6 @@ from paramd.mesh.frames import stepping
 from paramd.mesh.mesh import Mesh
 from paramd.mesh.peers import control, discovery
 from paramd.mesh.peers.control import JobDocument, parse_job
-from paramd.security import authority
 from paramd.security.tickets import Role
 from paramd.v1 import export_pb2, sidecar_pb2, sidecar_pb2_grpc
 from paramd_service.control.base.config import Bootstrap
@@ -34,8 +29,6 @@ from paramd_service.control.mesh.coordinator import BoundaryRequest
 from paramd_service.control.mesh.sidecars import SidecarCalls
 from paramd_service.sidecar.rpc.auth import ROLES, SERVICE
 from tests.integration.client_job import JOB, Job, running_job, wait_for
-from tests.launch import ROOT
-from tests.needs import program
 
 HALF = 1 << 20
 SWAPS = ("addresses", "sockets", "both")
@@ -222,52 +215,3 @@ def test_a_gateway_takes_no_answer_of_another_rank(job: Job) -> None:
             list(stub.Summon(request, timeout=10, metadata=metadata))
     error: Any = caught.value
     assert "not rank 1" in error.details()
-
-
-@pytest.fixture
-def hosts() -> Iterator[tuple[str, str]]:
-    """Two network namespaces, each with loopback, and a cable between them."""
-    one, other = (f"paramd-{secrets.token_hex(3)}-{n}" for n in "ab")
-    program("ip")
-    with ExitStack() as stack:
-        for name in (one, other):
-            made = subprocess.run(
-                ["ip", "netns", "add", name], check=False, capture_output=True, text=True
-            )
-            if made.returncode:
-                pytest.skip(f"no network namespace can be made here: {made.stderr.strip()}")
-            stack.callback(ip, "netns", "del", name)
-        ip("-n", one, "link", "add", "cable0", "type", "veth", "peer", "cable1", "netns", other)
-        for name, link, address in ((one, "cable0", ONE), (other, "cable1", OTHER)):
-            ip("-n", name, "address", "add", f"{address}/30", "dev", link)
-            ip("-n", name, "link", "set", link, "up")
-            ip("-n", name, "link", "set", "lo", "up")
-        yield one, other
-
-
-ONE, OTHER = "10.213.77.1", "10.213.77.2"
-
-
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
-
-
-@pytest.mark.timeout(300)
-def test_two_hosts_with_the_same_loopback_port_are_never_taken_for_each_other(
-    hosts: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, other = hosts
-    authority.write(tmp_path / "certs", names=["localhost", "127.0.0.1", ONE], days=1)
-    for name, file in (("CERT", "server.pem"), ("KEY", "server.key"), ("CA", "ca.pem")):
-        monkeypatch.setenv(f"PARAMD_TLS_{name}", str(tmp_path / "certs" / file))
-    worker = [sys.executable, "-m", "tests.integration.two_hosts", other, f"{ONE}:0", "23456"]
-    ran = subprocess.run(
-        ["ip", "netns", "exec", one, *worker],
-        check=False,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert ran.stdout.count("refused") == 9, ran.stdout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ import psutil
 import pytest
 
 from tests import launch
-from tests.launch import RanksError, run_ranks, start_ranks
+from tests.launch import RanksError, run_ranks
 
 Script = Callable[[str], Path]
 
@@ -46,15 +45,6 @@ def test_a_failing_rank_ends_the_others_and_its_output_is_shown(script: Script) 
         run_ranks(program, 2)
 
 
-def test_a_rank_that_hangs_is_killed_at_the_timeout(script: Script) -> None:
-    program = script("""
-        while rank == 0:
-            time.sleep(60)
-    """)
-    results = run_ranks(program, 2, timeout_s=1.0, check=False)
-    assert [(r.returncode, r.killed) for r in results] == [(-signal.SIGKILL, True), (0, False)]
-
-
 @pytest.mark.usefixtures("short_grace")
 def test_a_process_in_a_session_of_its_own_is_found_named_and_ended(script: Script) -> None:
     program = script("""
@@ -65,11 +55,3 @@ def test_a_process_in_a_session_of_its_own_is_found_named_and_ended(script: Scri
         run_ranks(program, 1)
     pid = int(str(caught.value).split("left behind: ['")[1].split()[0])
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
-def test_waiting_for_text_of_an_ended_rank_fails_at_once(script: Script) -> None:
-    with (
-        start_ranks(script("print('something else')"), 1) as ranks,
-        pytest.raises(RanksError, match=r"ended before it printed 'ready'(.|\n)*something else"),
-    ):
-        ranks.wait_for_text("ready", rank=0)

@@ -8,7 +8,6 @@ from typing import Any
 
 import grpc
 import pytest
-import xxhash
 from prometheus_client.parser import text_string_to_metric_families
 
 from paramd import places
@@ -112,29 +111,3 @@ def _refused(control: Control) -> list[dict[str, Any]]:
 def _steps(control: Control) -> int:
     found: int = control.job()["step"]
     return found
-
-
-def test_a_sidecar_digests_what_it_pinned() -> None:
-    with training() as trainer, client_of(trainer) as client:
-        pin = client.pin()
-        data = client.read(pin.snapshot_id)
-        parts = [(0, len(data)), (8, 16), (5, 5), (len(data) - 1, len(data))]
-        answer = client.call(
-            "DigestSnapshot",
-            pb.DigestSnapshotRequest(
-                snapshot_id=pin.snapshot_id, ranges=[pb.Span(begin=b, end=e) for b, e in parts]
-            ),
-        )
-        assert list(answer.digests) == [xxhash.xxh3_128_digest(data[b:e]) for b, e in parts]
-        assert (answer.header.incarnation, answer.header.step) == (1, pin.header.step)
-        for begin, end in ((0, len(data) + 1), (-1, 0), (2, 1)):
-            request = pb.DigestSnapshotRequest(
-                snapshot_id=pin.snapshot_id, ranges=[pb.Span(begin=begin, end=end)]
-            )
-            with pytest.raises(grpc.RpcError) as refused:
-                client.call("DigestSnapshot", request)
-            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        client.release(pin.snapshot_id)
-        with pytest.raises(grpc.RpcError) as gone:
-            client.call("DigestSnapshot", pb.DigestSnapshotRequest(snapshot_id=pin.snapshot_id))
-        assert gone.value.code() is grpc.StatusCode.NOT_FOUND

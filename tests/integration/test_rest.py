@@ -14,7 +14,6 @@ from typing import Any
 import httpx2
 import pytest
 
-from paramd.errors import NotFoundError
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd_service.control.access.roles import ELEMENTS_OF_BIN, SMALL_NUMEL
 from paramd_service.control.api.routes.paging import KEPT
@@ -141,30 +140,6 @@ def test_others_who_begin_the_same_list_do_not_end_it(rest: Ready) -> None:
     assert len(first["params"]) + len(rest_of_it) == first["total_count"]
 
 
-def test_layout_answers_have_an_etag_that_holds(rest: Ready) -> None:
-    asked, _ = rest
-    for path, query in (("/params", {}), ("/params/detail", {"name": "rows"})):
-        first = asked.ask("GET", path, 200, params=query)
-        tag = first.headers["etag"]
-        assert first.headers["cache-control"] == "private, no-cache"
-        again = asked.ask("GET", path, 304, params=query, headers={"if-none-match": tag})
-        assert again.content == b""
-        asked.ask("GET", path, 200, params=query, headers={"if-none-match": '"other"'})
-    fresh = asked.ask("GET", "/params/stats", 200, params={"filter": "rows"})
-    assert fresh.headers["cache-control"] == "no-store"
-
-
-def test_detail_says_who_holds_what(rest: Ready) -> None:
-    asked, _ = rest
-    found = asked.get("/params/detail", name="flat")
-    assert [(p["rank"], p["region"], p["begin"], p["end"]) for p in found["pieces"]] == [
-        (0, "interval", [0], [7]),
-        (1, "interval", [7], [15]),
-    ]
-    assert asked.get("/params/detail", 422, name="*")["detail"].startswith("name: 10 tensors")
-    assert asked.get("/params/detail", 404, name="rowz")["type"] == "urn:paramd:error:not-found"
-
-
 @pytest.mark.parametrize("name", [*WHOLE, "scalar", "empty", "flags"])
 def test_values_are_exact(rest: Ready, name: str) -> None:
     asked, whole = rest
@@ -172,13 +147,6 @@ def test_values_are_exact(rest: Ready, name: str) -> None:
     expected = whole[name].flatten().tolist()
     assert found["shape"] == list(whole[name].shape)
     assert [json.loads(text) for text in found["values"]] == expected
-
-
-def test_a_slice_of_values_is_that_slice(rest: Ready) -> None:
-    asked, whole = rest
-    found = asked.get("/params/values", name="columns[1:3, -3:]")
-    assert (found["begin"], found["shape"]) == ([1, 2], [2, 3])
-    assert [float(t) for t in found["values"]] == whole["columns"][1:3, -3:].flatten().tolist()
 
 
 @pytest.mark.parametrize("mode", ["mean", "absmax", "min", "max"])
@@ -320,15 +288,6 @@ def test_snapshots_that_one_token_holds_leave_room_for_others(rest: Ready) -> No
         greedy.ask("DELETE", f"/snapshots/{held_id}", 204)
 
 
-def test_a_lease_that_nobody_renews_ends(rest: Ready) -> None:
-    asked, _ = rest
-    made = asked.ask("POST", "/snapshots", 201, json={"filter": "rows", "lease_s": 1}).json()
-    deadline_s = time.monotonic() + 10
-    while made["id"] in {held["id"] for held in asked.get("/snapshots")["held"]}:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
-
-
 def read_events(asked: Rest, count: int, ready: threading.Event, **headers: str) -> list[Any]:
     found: list[Any] = []
     with (
@@ -414,13 +373,3 @@ def test_a_lost_rank_is_named_and_the_rest_is_answered(
         ranks = asked.get("/snapshots")
         assert ranks["partial"]
         assert [bool(rank["reason"]) for rank in ranks["ranks"]] == [False, True]
-
-
-def test_the_client_raises_the_exact_error_of_a_problem(rest: Ready) -> None:
-    from paramd.mesh.peers.control import error_of_http
-
-    asked, _ = rest
-    answer = asked.ask("GET", "/params/detail", 404, params={"name": "nobody"})
-    document = answer.json()
-    error = error_of_http("http://x", 404, document["detail"], document["type"])
-    assert type(error) is NotFoundError

@@ -7,20 +7,16 @@ import mmap
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
-    ProtoReflectionDescriptorDatabase,
-)
 
 from paramd.memory import handover
 from paramd.memory.control_page import Word
 from paramd.v1 import sidecar_pb2 as pb
-from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach, expect
+from tests.integration.fake_trainer import FakeTrainer, expect
 from tests.integration.sidecar_process import (
     Client,
     SidecarProcess,
@@ -32,16 +28,6 @@ from tests.integration.sidecar_process import (
 ARENA_BYTES = 1 << 20
 SERVICE = "/paramd.v1.SidecarService/"
 METHODS = [method.name for method in pb.DESCRIPTOR.services_by_name["SidecarService"].methods]
-
-
-@pytest.fixture
-def trainer(process: SidecarProcess) -> Iterator[FakeTrainer]:
-    attached = attach(process.socket_path, TrainerSettings(arena_bytes=ARENA_BYTES))
-    try:
-        attached.send_mesh()
-        yield attached
-    finally:
-        attached.close()
 
 
 def raw(
@@ -58,22 +44,6 @@ def raw(
     return code
 
 
-def test_reflection_and_health_answer(client: Client) -> None:
-    with_ticket = grpc.intercept_channel(client.channel, _WithTicket())
-    names = ProtoReflectionDescriptorDatabase(with_ticket).get_services()
-    assert "paramd.v1.SidecarService" in names
-    health = health_pb2_grpc.HealthStub(client.channel)
-    for service in ("", "paramd.v1.SidecarService"):
-        answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
-        assert answer.status == health_pb2.HealthCheckResponse.SERVING
-
-
-class _WithTicket(grpc.StreamStreamClientInterceptor):
-    def intercept_stream_stream(self, continuation, details, requests):  # type: ignore[no-untyped-def]
-        details = details._replace(metadata=(("authorization", f"Bearer {ticket()}"),), timeout=5)
-        return continuation(details, requests)
-
-
 def test_before_the_first_trainer_everything_is_unavailable(process: SidecarProcess) -> None:
     address = process.log.partition('"address": "')[2].partition('"')[0]
     client = Client(address)
@@ -87,31 +57,6 @@ def test_before_the_first_trainer_everything_is_unavailable(process: SidecarProc
         assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
     finally:
         client.close()
-
-
-def test_a_call_needs_a_deadline_of_at_most_ten_minutes(client: Client) -> None:
-    for timeout in (None, 3600.0):
-        with pytest.raises(grpc.RpcError, match="deadline") as refused:
-            client.stub.GetState(pb.GetStateRequest(), timeout=timeout, metadata=client.metadata)
-        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-
-
-@pytest.mark.parametrize(
-    "spans",
-    [
-        [(0, 0)],
-        [(8, 4)],
-        [(-8, 8)],
-        [(0, ARENA_BYTES + 1)],
-        [(8, 16), (0, 8)],
-        [(0, 16), (8, 24)],
-        [(2**62, 2**63 - 1)],
-    ],
-)
-def test_malformed_spans_are_refused(client: Client, spans: list[tuple[int, int]]) -> None:
-    with pytest.raises(grpc.RpcError, match="spans") as refused:
-        client.pin(*spans)
-    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_malformed_reads_and_reductions_are_refused(client: Client) -> None:

@@ -265,22 +265,3 @@ def test_a_buddy_that_stays_away_is_given_up_until_the_next_snapshot(
     ranks[0].stand(3)
     ranks[0].await_word(Word.COPIED, 3)
     assert ranks[1].kept() == [(0, 3)]
-
-
-def test_a_sender_that_dies_in_the_middle_leaves_the_copy_before_whole(
-    started: Callable[..., list[Rank]],
-) -> None:
-    ranks = started("copy-sent:kill@8", "")
-    ranks[0].stand(1)
-    ranks[0].await_word(Word.COPIED, 1)
-    ranks[0].page[Word.COPIES_STEP] = 1
-    ranks[0].stand(2)
-    wait_until(ranks[0].died, "the sender dies", DEADLINE_S)
-    assert ranks[1].kept() == [(0, 1)]
-    ranks[0].start()
-    # What its predecessor had is lost, so nobody waits for it.
-    assert ranks[0].page[Word.COPY_SETTLED] == 2
-    ranks[0].meet(ranks)
-    ranks[0].stand(3)
-    ranks[0].await_word(Word.COPIED, 3)
-    assert ranks[1].kept() == [(0, 1), (0, 3)]

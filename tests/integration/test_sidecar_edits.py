@@ -10,7 +10,6 @@ import os
 import socket
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,7 +24,6 @@ from paramd.layout.edits.kinds import EditKind
 from paramd.layout.edits.ops import EditOp
 from paramd.layout.types import Box
 from paramd.memory import handover
-from paramd.memory.control_page import Word
 from paramd.memory.descriptors import LentMemory, SparseMemory, lent_memory
 from paramd.mesh.edits.lending import Lender, Loan, Sender
 from paramd.mesh.peers.bulk import BulkStream
@@ -34,17 +32,15 @@ from paramd.security.tickets import Role
 from paramd.streams import DATA, Grant, Window
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import checksum_of
-from paramd_service.sidecar.rank import CLIENT_NS
 from tests.integration.edit_trainer import (
     FILL_B,
-    SET_W,
     W_BYTES,
     Editing,
     bytes_of,
     editing,
     matrix,
 )
-from tests.integration.sidecar_process import SidecarProcess, sidecar, ticket, wait_until
+from tests.integration.sidecar_process import sidecar, ticket, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -64,65 +60,6 @@ def refused(
     with pytest.raises(grpc.RpcError, match=words) as caught:
         work(*args, **kwargs)  # type: ignore[operator]
     assert caught.value.code() is code
-
-
-def test_an_edit_goes_from_staged_to_applied_and_back(shared: Editing) -> None:
-    one, page = shared, shared.page
-    before, wanted = one.w.clone(), matrix(1)
-    ops = [*SET_W, *FILL_B]
-    progress = one.stage(one.manifest(0x10, ops), bytes_of(wanted))
-    assert (progress.phase, progress.staged_bytes) == (pb.EDIT_PHASE_STAGED, W_BYTES)
-    assert list(progress.data_digests) == [
-        xxhash.xxh3_128_digest(bytes_of(wanted)),
-        xxhash.xxh3_128_digest(b""),
-    ]
-    found = one.call("PreviewEdit", pb.PreviewEditRequest(edit_id=f"{0x10:032x}"))
-    both = [before, one.b, wanted, torch.full((1000,), 0.5)]
-    for stats, values in zip([*found.before, *found.after], both, strict=True):
-        assert (stats.count, stats.min) == (values.numel(), values.min())
-        # Rows are summed in float32: what cancels leaves an error of the numbers that were summed.
-        assert stats.mean == pytest.approx(float(values.double().mean()), abs=1e-9)
-    assert torch.equal(one.w, before)
-    answer = one.commit(0x10, 1)
-    assert answer.captured, answer.reason
-    assert torch.equal(one.w, wanted)
-    assert one.b.eq(0.5).all()
-    state = one.call("GetEdit", pb.GetEditRequest(edit_id=f"{0x10:032x}"))
-    assert (state.header.step, state.header.edits) == (page[Word.STEP], 1)
-    assert (state.progress.phase, state.progress.boundary) == (pb.EDIT_PHASE_APPLIED, 1)
-    assert (state.progress.token, state.progress.undo_refusal) == (101, "")
-    assert state.progress.data_digests == progress.data_digests
-    one.stage(one.manifest(0x11, ops, undo_of=f"{0x10:032x}"))
-    undone = one.call("PreviewEdit", pb.PreviewEditRequest(edit_id=f"{0x11:032x}"))
-    assert undone.after[0].mean == pytest.approx(float(before.double().mean()), abs=1e-9)
-    assert one.commit(0x11, 2).captured
-    assert torch.equal(one.w, before)
-    assert one.b.eq(2).all()
-    assert "undone" in one.progress(0x10).undo_refusal
-    text = one.call("GetMetrics", pb.GetMetricsRequest()).text
-    labels = '{job="job",rank="0"}'
-    assert f"paramd_sidecar_edits_applied_total{labels} 2" in text
-    assert f"paramd_sidecar_edit_staged_bytes{labels} 0" in text
-
-
-def test_whoever_calls_is_a_client_for_a_while_but_not_who_scrapes_metrics(
-    shared: Editing,
-) -> None:
-    one, page = shared, shared.page
-    one.call("GetState", pb.GetStateRequest())
-    until_ns = page[Word.CLIENTS_UNTIL_NS]
-    assert 0 < until_ns - time.monotonic_ns() <= CLIENT_NS
-    one.call("GetMetrics", pb.GetMetricsRequest())
-    assert page[Word.CLIENTS_UNTIL_NS] == until_ns
-    refused(
-        grpc.StatusCode.PERMISSION_DENIED,
-        "may not",
-        one.call,
-        "DropEdit",
-        pb.DropEditRequest(edit_id=f"{0x21:032x}"),
-        Role.READER,
-    )
-    assert page[Word.CLIENTS_UNTIL_NS] == until_ns
 
 
 def test_only_editors_stage_and_only_the_control_plane_drops(shared: Editing) -> None:
@@ -221,25 +158,6 @@ def test_a_broken_chunk_costs_itself_and_staging_goes_on_behind_the_last_good_on
     one.call("DropEdit", pb.DropEditRequest(edit_id=f"{0x40:032x}"))
 
 
-def test_clients_that_stage_at_once_do_not_mix(shared: Editing) -> None:
-    one = shared
-    with ThreadPoolExecutor(3) as threads:
-        found = [
-            threads.submit(one.stage, one.manifest(0x50 + n), bytes_of(matrix(n))) for n in (0, 1)
-        ]
-        found.append(threads.submit(one.stage, one.manifest(0x50), bytes_of(matrix(0))))
-        staged = [future.result() for future in found[:2] if future.exception() is None]
-        again = found[2].exception()
-    # The two of one id may overtake each other; who is behind is told where to go on.
-    assert again is None or "continue there" in str(again) or len(staged) < 2
-    for n in (0, 1):
-        progress = one.progress(0x50 + n)
-        data = bytes_of(matrix(n))
-        progress = one.stage(one.manifest(0x50 + n), data, progress.staged_bytes)
-        assert progress.data_digests == [xxhash.xxh3_128_digest(data)]
-        one.call("DropEdit", pb.DropEditRequest(edit_id=f"{0x50 + n:032x}"))
-
-
 def upload(
     one: Editing,
     number: int,
@@ -269,22 +187,6 @@ def upload(
                 Window(DATA, low, len(part), checksum_of(part, low) ^ (window == spoil)), part
             )
         return stream.window().offset if end is None else at
-
-
-def test_data_comes_over_a_stream_too(tmp_path: Path) -> None:
-    tmp_path.chmod(0o700)
-    wanted = matrix(21)
-    data = bytes_of(wanted)
-    with sidecar(tmp_path) as process, editing(process) as one:
-        one.stage(one.manifest(1))
-        assert upload(one, 1, data) == W_BYTES
-        progress = one.progress(1)
-        assert progress.phase == pb.EDIT_PHASE_STAGED
-        assert progress.data_digests == [xxhash.xxh3_128_digest(data)]
-        # All of it is there: nothing more is taken, and nothing is wrong with asking.
-        assert upload(one, 1, data) == W_BYTES
-        assert one.commit(1, 1).captured
-        assert torch.equal(one.w, wanted)
 
 
 def test_a_stream_that_breaks_off_goes_on_where_it_was(shared: Editing) -> None:
@@ -531,69 +433,3 @@ def test_bytes_that_change_in_lent_memory_are_verified_as_they_were_taken(
         else:
             assert "NaN" in answer["message"]
             refused(grpc.StatusCode.NOT_FOUND, "is unknown on this rank", one.progress, 0x70)
-
-
-@pytest.mark.parametrize("point", ["edit-staging", "edit-staged", "edit-ready", "edit-applied"])
-def test_a_successor_of_a_killed_sidecar_tells_the_truth(tmp_path: Path, point: str) -> None:
-    tmp_path.chmod(0o700)
-    wanted = matrix(9)
-    data = bytes_of(wanted)
-    with sidecar(tmp_path, faults=f"{point}:kill") as process, editing(process) as one:
-        before, manifest = one.w.clone(), one.manifest(1)
-        with pytest.raises(grpc.RpcError):
-            go_through(one, manifest, data)
-        process.process.wait(timeout=10)
-        assert torch.equal(one.w, wanted if point == "edit-applied" else before)
-        successor = SidecarProcess(tmp_path)
-        try:
-            successor.wait_until_started()
-            with editing(successor, back=one.trainer.fds) as again:
-                finish(again, point, manifest, data, before)
-        finally:
-            successor.end()
-
-
-def go_through(one: Editing, manifest: pb.EditManifest, data: bytes) -> None:
-    """An edit from its begin to what its sidecar tells of its end."""
-    one.stage(manifest, data)
-    assert one.commit(1, 1).captured
-    one.progress(1)
-
-
-def finish(
-    one: Editing, point: str, manifest: pb.EditManifest, data: bytes, before: torch.Tensor
-) -> None:
-    """What the successor says, and that it can go on from there to the same end."""
-    number = 1
-    if point == "edit-staging":
-        refused(grpc.StatusCode.NOT_FOUND, "is unknown on this rank", one.progress, 1)
-        assert one.stage(manifest, data).phase == pb.EDIT_PHASE_STAGED
-    elif point != "edit-applied":
-        # Where it was ready, no trainer has seen the request: READY is written after it.
-        wait_until(lambda: one.progress(1).phase == pb.EDIT_PHASE_STAGED, "it is staged")
-        number = 2
-    progress = one.progress(1)
-    assert progress.data_digests == [xxhash.xxh3_128_digest(data)]
-    if point != "edit-applied":
-        assert one.commit(1, number).captured
-        progress = one.progress(1)
-    assert (progress.phase, progress.boundary) == (pb.EDIT_PHASE_APPLIED, number)
-    assert bytes_of(one.w) == data
-    one.stage(one.manifest(2, undo_of=manifest.edit_id))
-    assert one.commit(2, number + 1).captured
-    assert torch.equal(one.w, before)
-
-
-def test_staged_edits_expire(tmp_path: Path) -> None:
-    tmp_path.chmod(0o700)
-    with sidecar(tmp_path, "--edit-expiry-s", "0.05") as process, editing(process) as one:
-        one.stage(one.manifest(1, FILL_B))
-
-        def gone() -> bool:
-            try:
-                one.progress(1)
-            except grpc.RpcError as error:
-                return error.code() is grpc.StatusCode.NOT_FOUND
-            return False
-
-        wait_until(gone, "the edit expires")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import subprocess
 import sys
@@ -47,30 +46,6 @@ def trained(process: SidecarProcess, **settings: float) -> Iterator[FakeTrainer]
 def goes_on_training(trainer: FakeTrainer) -> None:
     step = trainer.page[Word.STEP]
     wait_until(lambda: trainer.page[Word.STEP] > step + 2, "training goes on")
-
-
-@pytest.mark.parametrize(
-    "faults",
-    ["pin-prepared:kill", "copy-begun:kill", "copy-chunk:kill@2", "copy-moved:kill"],
-)
-def test_a_sidecar_killed_during_a_pin_is_replaced_and_right(tmp_path: Path, faults: str) -> None:
-    with sidecar(tmp_path / "s", faults=faults) as first, trained(first) as trainer:
-        with client_of(trainer) as client, pytest.raises(grpc.RpcError) as lost:
-            client.pin()
-        assert lost.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert first.process.wait(timeout=5) == -signal.SIGKILL
-        goes_on_training(trainer)
-        with sidecar(tmp_path / "s") as second:
-            again = attach(second.socket_path, trainer.settings, handed_back=trainer.fds)
-            try:
-                again.send_mesh()
-                assert trainer.page[Word.COPY_BEGUN] == trainer.page[Word.COPY_ENDED]
-                with client_of(again) as client:
-                    pin = client.pin()
-                    assert values_of(client.read(pin.snapshot_id)) == {pin.header.step}
-            finally:
-                again.close()
-        goes_on_training(trainer)
 
 
 def test_a_sidecar_whose_trainer_ends_before_it_attached_does_not_linger(tmp_path: Path) -> None:
@@ -129,19 +104,6 @@ def test_a_sidecar_that_had_a_trainer_waits_on_when_its_successor_dies_as_it_att
         assert process.process.poll() is None
 
 
-def test_a_sidecar_killed_during_a_read_leaves_no_wrong_bytes(tmp_path: Path) -> None:
-    with (
-        sidecar(tmp_path / "s", faults="read-chunk:kill@3") as process,
-        trained(process) as trainer,
-        client_of(trainer) as client,
-    ):
-        pin = client.pin()
-        with pytest.raises(grpc.RpcError) as lost:
-            client.read(pin.snapshot_id)
-        assert lost.value.code() is grpc.StatusCode.UNAVAILABLE
-        goes_on_training(trainer)
-
-
 def test_a_sidecar_stopped_during_a_copy_costs_one_stall_budget(tmp_path: Path) -> None:
     with (
         sidecar(tmp_path / "s", faults="copy-chunk:stop@2") as process,
@@ -185,24 +147,6 @@ def address_of(trainer: subprocess.Popen[str]) -> str:
     return trainer.stdout.readline().strip()
 
 
-def test_a_rank_whose_trainer_ended_between_updates_is_still_served(tmp_path: Path) -> None:
-    with sidecar(tmp_path / "s") as process, trainer_process(process, "--steps", "5") as trainer:
-        client = Client(address_of(trainer))
-        try:
-            assert trainer.stdout is not None
-            assert trainer.stdout.readline() == "trained\n"
-            trainer.kill()
-            wait_until(lambda: "ORPHANED" in process.log, "the end is noticed")
-            pin = client.pin()
-            assert pin.header.step == 5
-            assert values_of(client.read(pin.snapshot_id)) == {5}
-            with pytest.raises(grpc.RpcError) as refused:
-                client.pin(at_boundary=True)
-            assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-        finally:
-            client.close()
-
-
 def test_a_torn_rank_is_refused_but_its_last_snapshot_is_served(tmp_path: Path) -> None:
     with (
         sidecar(tmp_path / "s") as process,
@@ -226,28 +170,6 @@ def test_a_torn_rank_is_refused_but_its_last_snapshot_is_served(tmp_path: Path) 
             assert values_of(client.read(last.snapshot_id)) == {last.header.step}
         finally:
             client.close()
-
-
-def test_a_newer_incarnation_takes_an_orphaned_sidecar_over(tmp_path: Path) -> None:
-    with sidecar(tmp_path / "s") as process:
-        with trainer_process(process, "--steps", "1") as trainer:
-            address_of(trainer)
-            with pytest.raises(AssertionError, match="another training process"):
-                attach(process.socket_path, TrainerSettings(incarnation=2))
-        wait_until(lambda: "trainer-ended" in process.log, "the end is noticed")
-        with pytest.raises(AssertionError, match="incarnation 1 is stale"):
-            attach(process.socket_path, TrainerSettings(incarnation=1))
-        successor = attach(process.socket_path, TrainerSettings(incarnation=2))
-        try:
-            successor.send_mesh()
-            with client_of(successor) as client:
-                assert client.pin().header.incarnation == 2
-            stale = Client(successor.address, incarnation=1)
-            with contextlib.closing(stale), pytest.raises(grpc.RpcError) as refused:
-                stale.pin()
-            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
-        finally:
-            successor.close()
 
 
 def test_a_sidecar_that_nobody_needs_leaves(tmp_path: Path) -> None:

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
 
 from paramd.layout.merge import layout_digest
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
-from paramd.memory import handover
-from paramd.security.tickets import Role, Verifier
-from paramd.v1 import common_pb2, control_pb2, control_pb2_grpc
 from paramd.v1 import sidecar_pb2 as pb
-from tests.integration.fake_trainer import SIGNER, FakeTrainer, TrainerSettings, attach
-from tests.integration.sidecar_process import Client, sidecar, wait_until
+from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach
+from tests.integration.sidecar_process import Client, sidecar
 
 ROWS, COLUMNS = 4, 6
 PIECE_BYTES = ROWS * COLUMNS // 2 * 4
-GET_S = 10.0
 
 
 def columns_layout() -> Layout:
@@ -115,87 +107,3 @@ def test_the_gateway_names_what_it_does_not_find(client: Client) -> None:
     with pytest.raises(grpc.RpcError, match="no parameter matches") as refused:
         summon(client, "nothing")
     assert refused.value.code() is grpc.StatusCode.NOT_FOUND
-
-
-def test_mesh_and_layout_are_answered(client: Client) -> None:
-    mesh = client.call("GetMesh", pb.GetMeshRequest())
-    assert [peer.rank for peer in mesh.peers] == [0, 1]
-    assert mesh.world_size == 2
-    (batch,) = client.call("GetLayout", pb.GetLayoutRequest())
-    assert [tensor.fqn for tensor in batch.layout.tensors] == ["w", "b"]
-    assert batch.header.layout_digest == client.digest
-
-
-class Control(control_pb2_grpc.ControlServiceServicer):
-    """Keeps reports; refuses who has no sidecar's ticket."""
-
-    def __init__(self) -> None:
-        self.reports: queue.Queue[Any] = queue.Queue()
-        self.stop = threading.Event()
-
-    def Join(self, request_iterator: Any, context: Any) -> Iterator[control_pb2.JoinResponse]:
-        (authorization,) = [v for k, v in context.invocation_metadata() if k == "authorization"]
-        verifier = Verifier(SIGNER.public_key)
-        claims = verifier.verify(authorization.removeprefix("Bearer "), job="job", incarnation=1)
-        assert claims.role is Role.SIDECAR
-        yield control_pb2.JoinResponse(header=common_pb2.Header(job="job", incarnation=1))
-        for report in request_iterator:
-            self.reports.put(report)
-
-    def until(self, condition: Any) -> Any:
-        """The first report that fulfils the condition."""
-        while True:
-            report = self.reports.get(timeout=GET_S)
-            if condition(report):
-                return report
-
-
-@pytest.fixture
-def control() -> Iterator[tuple[Control, str]]:
-    with ThreadPoolExecutor(2) as pool:
-        servicer = Control()
-        server = grpc.server(pool)
-        control_pb2_grpc.add_ControlServiceServicer_to_server(servicer, server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        server.start()
-        yield servicer, f"127.0.0.1:{port}"
-        server.stop(0).wait()
-
-
-def test_a_sidecar_reports_itself_and_says_goodbye(
-    tmp_path: Path, control: tuple[Control, str]
-) -> None:
-    servicer, address = control
-    with sidecar(tmp_path / "s") as process:
-        trainer = attach(process.socket_path, TrainerSettings(control_address=address))
-        try:
-            trainer.send_mesh()
-            first = servicer.reports.get(timeout=GET_S)
-            assert first.header.job == "job"
-            assert first.peer.address == trainer.address
-            assert first.peer.socket_path == str(process.socket_path)
-            assert first.state.phase == common_pb2.PHASE_IDLE
-            trainer.update()
-            servicer.until(lambda report: report.state.step == 1)
-            handover.send(trainer.connection, {"op": "detach"})
-            servicer.until(lambda report: report.leaving)
-            assert process.process.wait(timeout=10) == 0
-        finally:
-            trainer.close()
-
-
-def test_a_control_plane_that_is_away_disturbs_nothing(tmp_path: Path) -> None:
-    with sidecar(tmp_path / "s") as process:
-        # A port that nobody listens on.
-        trainer = attach(process.socket_path, TrainerSettings(control_address="127.0.0.1:9"))
-        try:
-            trainer.send_mesh()
-            wait_until(lambda: "control-plane-away" in process.log, "the attempt fails")
-            client = Client(trainer.address)
-            try:
-                assert client.pin().header.step == 0
-            finally:
-                client.close()
-        finally:
-            trainer.close()
-        assert process.terminate() == 0

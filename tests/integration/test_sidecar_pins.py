@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import grpc
 import pytest
@@ -14,27 +10,14 @@ import pytest
 from paramd.memory.control_page import STRAYS_KEPT, Word, note_stray
 from paramd.security.tickets import Role
 from paramd.v1 import sidecar_pb2 as pb
-from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach
+from tests.integration.fake_trainer import FakeTrainer
 from tests.integration.sidecar_process import (
     Client,
-    SidecarProcess,
     client_of,
-    sidecar,
     values_of,
-    wait_until,
 )
 
 ARENA_BYTES = 1 << 20
-
-
-@pytest.fixture
-def trainer(process: SidecarProcess) -> Iterator[FakeTrainer]:
-    attached = attach(process.socket_path, TrainerSettings(arena_bytes=ARENA_BYTES))
-    try:
-        attached.send_mesh()
-        yield attached
-    finally:
-        attached.close()
 
 
 def capture(
@@ -46,46 +29,6 @@ def capture(
     answer = client.call("ReachBoundary", request, timeout_s)
     assert isinstance(answer, pb.ReachBoundaryResponse)
     return answer
-
-
-def test_every_pin_holds_the_step_it_says(trainer: FakeTrainer, client: Client) -> None:
-    trainer.start()
-    until_s, last_s = time.monotonic() + 3.0, time.monotonic() + 30.0
-
-    def summon(number: int) -> int:
-        count = 0
-        # Different spans, so that not all of them share one copy.
-        span = (8 * number, ARENA_BYTES)
-        # A busy machine is given longer.
-        while (now_s := time.monotonic()) < until_s or (count < 10 and now_s < last_s):
-            pin = client.pin(span)
-            assert values_of(client.read(pin.snapshot_id)) == {pin.header.step}
-            client.release(pin.snapshot_id)
-            count += 1
-        return count
-
-    with ThreadPoolExecutor(3) as pool:
-        counts = list(pool.map(summon, range(3)))
-    trainer.finish()
-    assert min(counts) >= 10
-    assert trainer.page[Word.STEP] > 10
-
-
-def test_equal_pins_of_a_held_rank_share_one_copy(trainer: FakeTrainer, client: Client) -> None:
-    trainer.update()
-    first, second = client.pin(), client.pin()
-    client.release(first.snapshot_id)
-    third = client.pin()
-    assert trainer.page[Word.COPY_BEGUN] == 1
-    assert {first.header.step, second.header.step, third.header.step} == {1}
-    assert values_of(client.read(second.snapshot_id)) == {1}
-    for pin in (second, third):
-        client.release(pin.snapshot_id)
-    fourth = client.pin()
-    assert trainer.page[Word.COPY_BEGUN] == 1
-    trainer.update()
-    assert client.pin().header.step == 2
-    assert values_of(client.read(fourth.snapshot_id)) == {1}
 
 
 def test_a_stray_state_is_void_however_many_stray_later(
@@ -115,40 +58,6 @@ def test_a_stray_state_is_void_however_many_stray_later(
     assert values_of(client.read(good.snapshot_id)) == {1}
 
 
-def test_a_boundary_whose_state_strays_is_void(trainer: FakeTrainer) -> None:
-    with client_of(trainer, Role.CONTROL) as client:
-        prepared = client.pin(at_boundary=True)
-        trainer.start()
-        answer = capture(client, 1, prepared.snapshot_id)
-        trainer.finish()
-        assert answer.captured, answer.reason
-        seqs = range(0, trainer.page[Word.SEQ] + 2, 2)
-        for seq in seqs[-STRAYS_KEPT:]:
-            note_stray(trainer.page.words, seq)
-        with pytest.raises(grpc.RpcError) as refused:
-            client.read(prepared.snapshot_id)
-        assert refused.value.code() is grpc.StatusCode.ABORTED
-
-
-def test_a_pin_inside_an_update_gets_the_next_boundary(
-    trainer: FakeTrainer, client: Client
-) -> None:
-    trainer.begin_update()
-    with ThreadPoolExecutor(1) as pool:
-        pinning = pool.submit(client.pin)
-        wait_until(lambda: trainer.page[Word.WANT] == 1, "the sidecar asks for a boundary")
-        for piece in range(8):
-            trainer.stamp(1, piece)
-        trainer.end_update()
-        trainer.boundary()
-        pin = pinning.result(timeout=5)
-    assert pin.header.step == 1
-    assert values_of(client.read(pin.snapshot_id)) == {1}
-    wait_until(
-        lambda: trainer.page[Word.SERVED] == trainer.page[Word.ANNOUNCE], "the announce is served"
-    )
-
-
 def test_a_pin_that_never_finds_a_boundary_is_aborted_with_the_reason(
     trainer: FakeTrainer, client: Client
 ) -> None:
@@ -160,32 +69,6 @@ def test_a_pin_that_never_finds_a_boundary_is_aborted_with_the_reason(
     assert refused.value.code() is grpc.StatusCode.ABORTED
     assert "is inside an update" in refused.value.details()
     assert time.monotonic() - begin_s < 1.5
-
-
-def test_a_boundary_fills_what_was_prepared(trainer: FakeTrainer) -> None:
-    with client_of(trainer, Role.CONTROL) as client:
-        prepared = client.pin(at_boundary=True)
-        assert prepared.header.step == -1
-        with pytest.raises(grpc.RpcError, match="schedule a boundary first"):
-            client.read(prepared.snapshot_id)
-        trainer.start()
-        answer = capture(client, 1, prepared.snapshot_id)
-        trainer.finish()
-        assert answer.captured, answer.reason
-        assert answer.header.step == trainer.page[Word.AGREED_STEP]
-        assert values_of(client.read(prepared.snapshot_id)) == {answer.header.step}
-        assert capture(client, 1, prepared.snapshot_id) == answer
-
-
-def test_buffers_are_captured_at_the_step_they_were_copied(trainer: FakeTrainer) -> None:
-    with client_of(trainer, Role.CONTROL) as client:
-        prepared = client.pin(at_boundary=True, with_buffers=True)
-        trainer.start()
-        answer = capture(client, 1, prepared.snapshot_id)
-        trainer.finish()
-        assert answer.captured, answer.reason
-        assert trainer.page[Word.BUFFERS_WANTED] == 1
-        assert trainer.page[Word.BUFFERS_STEP] == answer.header.step
 
 
 def test_a_request_that_is_not_agreed_is_withdrawn(trainer: FakeTrainer) -> None:
@@ -202,22 +85,6 @@ def test_a_request_that_is_not_agreed_is_withdrawn(trainer: FakeTrainer) -> None
     trainer.finish()
 
 
-def test_a_lease_ends_by_itself_unless_it_is_renewed(trainer: FakeTrainer, client: Client) -> None:
-    short, renewed = client.pin(lease_ms=200), client.pin(lease_ms=200)
-    granted = client.call(
-        "RenewSnapshot", pb.RenewSnapshotRequest(snapshot_id=renewed.snapshot_id, lease_ms=10**9)
-    )
-    assert granted.lease_ms == 300_000
-    wait_until(lambda: client.state().state.snapshot_count == 1, "the short lease ends")
-    with pytest.raises(grpc.RpcError) as refused:
-        client.read(short.snapshot_id)
-    assert refused.value.code() is grpc.StatusCode.NOT_FOUND
-    assert len(client.read(renewed.snapshot_id)) == ARENA_BYTES
-    client.release(renewed.snapshot_id)
-    client.release(renewed.snapshot_id)
-    assert client.state().state.snapshot_bytes == 0
-
-
 def test_a_read_resumes_at_any_offset(trainer: FakeTrainer, client: Client) -> None:
     trainer.update()
     pin = client.pin((16, 64), (1024, ARENA_BYTES))
@@ -226,59 +93,3 @@ def test_a_read_resumes_at_any_offset(trainer: FakeTrainer, client: Client) -> N
     assert client.read(pin.snapshot_id, 1001) == whole[1001:]
     assert client.read(pin.snapshot_id, 40, 16) == whole[40:56]
     assert client.read(pin.snapshot_id, pin.size_bytes) == b""
-
-
-def test_the_budget_refuses_before_it_allocates(tmp_path: Path) -> None:
-    with sidecar(tmp_path / "b", "--budget-bytes", str(ARENA_BYTES + 4096)) as process:
-        trainer = attach(process.socket_path, TrainerSettings(arena_bytes=ARENA_BYTES))
-        try:
-            trainer.send_mesh()
-            with client_of(trainer) as client:
-                pin = client.pin()
-                with pytest.raises(grpc.RpcError) as refused:
-                    client.pin((0, ARENA_BYTES // 2))
-                assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-                assert "524,288 bytes does not fit: 4,096 of the" in refused.value.details()
-                client.release(pin.snapshot_id)
-                assert client.pin((0, ARENA_BYTES // 2)).size_bytes == ARENA_BYTES // 2
-        finally:
-            trainer.close()
-
-
-def test_a_call_above_the_cap_is_refused_at_once(tmp_path: Path) -> None:
-    with sidecar(tmp_path / "c", "--max-calls", "2") as process:
-        trainer = attach(process.socket_path, TrainerSettings(arena_bytes=ARENA_BYTES))
-        try:
-            trainer.send_mesh()
-            trainer.begin_update()
-            with client_of(trainer) as client:
-                waiting = [threading.Thread(target=_pin_quietly, args=(client,)) for _ in range(2)]
-                for thread in waiting:
-                    thread.start()
-                wait_until(lambda: trainer.page[Word.WANT] == 1, "a pin waits")
-                refused = _first_exhausted(client)
-                assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-                assert client.state().state.step == 0
-                trainer.end_update()
-                for thread in waiting:
-                    thread.join()
-        finally:
-            trainer.close()
-
-
-def _pin_quietly(client: Client) -> None:
-    client.pin(timeout_s=8.0)
-
-
-def _first_exhausted(client: Client) -> grpc.RpcError:
-    """The refusal that comes once both slots are taken."""
-    deadline_s = time.monotonic() + 5
-    while time.monotonic() < deadline_s:
-        begin_s = time.monotonic()
-        try:
-            client.pin(timeout_s=0.3)
-        except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-                assert time.monotonic() - begin_s < 0.2
-                return error
-    raise AssertionError("no call was refused")

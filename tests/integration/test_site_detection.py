@@ -1,7 +1,4 @@
-"""How soon the control plane shows what happened to a sidecar or a trainer; real processes.
-
-The times are those that are promised, with the defaults: killed 2 s, stopped 5 s.
-"""
+"""A control plane that has taken over, stands still, or sees no boundary; real processes."""
 
 from __future__ import annotations
 
@@ -18,7 +15,6 @@ import grpc
 import pytest
 
 from paramd import places
-from paramd.memory.control_page import Word
 from paramd.security.tickets import Role
 from paramd.v1 import sidecar_pb2
 from tests.integration.control_process import Control, control_plane
@@ -28,8 +24,6 @@ from tests.longer import seconds
 
 pytestmark = pytest.mark.usefixtures("grpc_is_up")
 
-KILLED_S = 2.0
-STOPPED_S = 5.0
 READY_S = 30.0
 
 
@@ -80,68 +74,6 @@ def training(*options: str, listen: str = "127.0.0.1:0") -> Iterator[Training]:
                     trainer.send_signal(number)
 
 
-def test_a_killed_sidecar_is_shown_in_time() -> None:
-    with training() as found:
-        found.sidecar.process.kill()
-        rank = found.shows(lambda rank: rank["membership"] == "gone", KILLED_S)
-        assert rank["state"] == "down"
-        assert "its sidecar was lost" in rank["reason"]
-
-
-def test_a_killed_trainer_is_shown_in_time() -> None:
-    with training() as found:
-        found.signal_trainer(signal.SIGKILL)
-        rank = found.shows(lambda rank: rank["phase"] in ("orphaned", "torn"), KILLED_S)
-        assert rank["membership"] == "joined"
-        assert rank["state"] == ("degraded" if rank["phase"] == "orphaned" else "down")
-
-
-def test_a_stopped_sidecar_is_shown_in_time_and_comes_back() -> None:
-    with training() as found:
-        found.sidecar.process.send_signal(signal.SIGSTOP)
-        rank = found.shows(lambda rank: rank["membership"] in ("silent", "gone"), STOPPED_S)
-        assert rank["state"] in ("degraded", "down")
-        found.sidecar.process.send_signal(signal.SIGCONT)
-        found.is_well()
-
-
-def test_a_stopped_trainer_is_stalled_and_not_dead_and_comes_back() -> None:
-    with training() as found:
-        found.signal_trainer(signal.SIGSTOP)
-        rank = found.shows(lambda rank: rank["phase"] == "stalled", STOPPED_S)
-        assert (rank["membership"], rank["state"]) == ("joined", "degraded")
-        assert "stopped" in rank["reason"]
-        found.signal_trainer(signal.SIGCONT)
-        found.is_well()
-
-
-def test_a_trainer_whose_boundary_is_70_s_old_is_stalled_and_still_served() -> None:
-    with (
-        control_plane(job="job", world_size=1) as control,
-        sidecar(places.job_dir("job")) as process,
-    ):
-        settings = TrainerSettings(arena_bytes=1 << 16, control_address=control.grpc_address)
-        trainer = attach(process.socket_path, settings)
-        try:
-            trainer.send_mesh()
-            trainer.start()
-            found = Training(control, process)
-            found.is_well()
-            trainer.finish()
-            # As if the interpreter had been held, or a collective had hung, for that long.
-            trainer.page[Word.BOUNDARY_NS] -= 70_000_000_000
-            rank = found.shows(lambda rank: rank["phase"] == "stalled", STOPPED_S)
-            assert (rank["membership"], rank["state"]) == ("joined", "degraded")
-            assert "no boundary for 7" in rank["reason"]
-            with client_of(trainer) as client:
-                pin = client.pin()
-                assert len(client.read(pin.snapshot_id)) == 1 << 16
-            trainer.update()
-            found.shows(lambda rank: rank["state"] == "ok", STOPPED_S)
-        finally:
-            trainer.close()
-
-
 def test_a_sidecar_obeys_no_lower_generation_than_it_has_met() -> None:
     with sidecar(places.job_dir("job")) as process:
         trainer = attach(process.socket_path, TrainerSettings(arena_bytes=1 << 16))
@@ -166,29 +98,16 @@ def test_a_sidecar_obeys_no_lower_generation_than_it_has_met() -> None:
             trainer.close()
 
 
-@pytest.mark.parametrize("away", ["killed", "stopped"])
-def test_training_and_its_sidecar_go_on_while_the_control_plane_is_away(away: str) -> None:
-    rhythm = ("--report-s", "0.2", "--silent-after-s", "1.0")
-    with training(*rhythm) as found:
+def test_training_and_its_sidecar_go_on_while_the_control_plane_stands_still() -> None:
+    with training("--report-s", "0.2", "--silent-after-s", "1.0") as found:
+        assert found.trainer is not None
         step = found.rank()["step"]
-        if away == "killed":
-            found.control.process.kill()
-            found.control.wait()
-        else:
-            found.control.process.send_signal(signal.SIGSTOP)
+        found.control.process.send_signal(signal.SIGSTOP)
         # Long enough for several attempts in vain of the sidecar.
         deadline_s = time.monotonic() + seconds(3.0, 600.0)
         while time.monotonic() < deadline_s:
-            assert found.trainer is not None
             assert found.trainer.poll() is None
             assert found.sidecar.process.poll() is None
             time.sleep(0.1)
-        if away == "stopped":
-            found.control.process.send_signal(signal.SIGCONT)
-            assert found.is_well()["step"] > step
-            return
-        http = found.control.url.removeprefix("http://")
-        options = ("--grpc-listen", found.control.grpc_address)
-        with control_plane(*options, *rhythm, job="job", world_size=1, listen=http) as again:
-            back = Training(again, found.sidecar, found.trainer)
-            assert back.is_well()["step"] > step
+        found.control.process.send_signal(signal.SIGCONT)
+        assert found.is_well()["step"] > step

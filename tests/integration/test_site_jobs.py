@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,6 @@ from tests.integration.control_process import (
     site_token,
     until,
 )
-from tests.integration.editing_mesh import editing_ranks
 
 pytestmark = pytest.mark.usefixtures("grpc_is_up")
 
@@ -167,29 +166,6 @@ async def test_an_incarnation_is_over_when_all_ranks_have_detached_and_the_site_
         found = document(control, "/run")
         assert (found["state"], found["reason"][:27]) == ("ended", "all 1 ranks have detached; ")
         assert register(control, "run", 1, incarnation_floor=40).incarnation == 41
-
-
-async def test_what_is_done_to_a_job_of_a_site_is_in_that_jobs_chain() -> None:
-    with site_plane() as control:
-        headers = {"authorization": f"Bearer {site_token()}"}
-        incarnation = register(control, "run", 2)
-        register(control, "other", 2)
-        async with editing_ranks() as ranks, AsyncExitStack() as stack:
-            for rank, offered in zip(ranks, incarnation.tickets, strict=True):
-                await stack.enter_async_context(joined(control, rank, offered=offered))
-            body = {"ops": [{"pattern": "layers.0.weight", "op": "fill", "value": 1.0}]}
-            async with httpx2.AsyncClient(trust_env=False, base_url=control.url) as client:
-                made = await client.post("/api/v1/jobs/run/edits", json=body, headers=headers)
-            assert made.json()["state"] == "APPLIED", made.text
-
-        def methods(path: str) -> dict[str, str]:
-            found = control.get(f"/api/v1{path}/audit?limit=1000", site_token()).json()["records"]
-            return {one["method"]: one["actor"] for one in found}
-
-        run, other, own = methods("/jobs/run"), methods("/jobs/other"), methods("")
-        assert (run["job.register"], run["edit.commit"]) == ("owner", "owner")
-        assert "edit.commit" not in other | own
-        assert other["job.register"] == "owner"
 
 
 async def test_a_restarted_site_knows_its_sidecars_again_and_hands_out_higher_incarnations() -> (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import os
 import sqlite3
 import stat
@@ -141,28 +140,6 @@ async def go_back(store: Store, revision: str) -> None:
         )
         await execute(store, "CREATE INDEX ix_alert_silences_job ON alert_silences (job)")
     await execute(store, f"UPDATE alembic_version SET version_num = '{revision}'")
-
-
-async def test_what_an_older_paramd_called_an_epoch_is_kept(address: StoreAddress) -> None:
-    async with started(address) as store:
-        await go_back(store, "0003")
-        await execute(
-            store,
-            "INSERT INTO alerts (id, job, epoch, rank, step, rule, severity, text, detail, "
-            "raised_s, updated_s) VALUES "
-            "(1, 'run', 6, 0, 3, 'nan', 'critical', '', '{}', 1.0, 1.0)",
-        )
-        await execute(
-            store,
-            "INSERT INTO export_schedules (id, job, actor, request, rhythm, last_step, last_s, "
-            "skipped_count, created_s) VALUES ('s', 'run', 'ops', "
-            """'{"destination": "all/{epoch}/{step}"}', '{}', 0, 0.0, 0, 1.0)""",
-        )
-    async with started(address) as store:
-        ((_, alert),) = await AlertStore(store).page("run", limit=9)
-        assert (alert.incarnation, alert.ranks, alert.state) == (6, (0,), "firing")
-        (schedule,) = await ExportStore(store).schedules("run")
-        assert schedule.request == {"destination": "all/{incarnation}/{step}"}
 
 
 async def test_schedules_by_time_have_ended_and_say_so_and_those_by_steps_go_on(
@@ -303,14 +280,6 @@ def test_the_newest_migration_is_the_one_the_schema_names() -> None:
     assert ScriptDirectory.from_config(config).get_heads() == [REVISION]
 
 
-async def test_what_was_written_is_there_after_a_restart(address: StoreAddress) -> None:
-    row = TokenRow(name="ci", digest="a" * 64, role="viewer", created_s=1.5, expires_s=2.5)
-    async with started(address) as store:
-        await TokenStore(store).create(row)
-    async with started(address) as store:
-        assert await TokenStore(store).get("ci") == row
-
-
 async def test_two_that_start_at_once_migrate_once(address: StoreAddress) -> None:
     stores = [Store(address) for _ in range(4)]
     try:
@@ -426,58 +395,6 @@ async def test_an_id_is_found_by_its_first_characters_in_its_job_alone(
         for none in ("3f2a9c03", "3f2a9c0g", "%", "_f2a9c01", "3F2A9C01", "' OR 1=1 --"):
             with pytest.raises(NotFoundError, match="see: paramd edits"):
                 await edits.whole_id("run", none)
-
-
-async def test_a_full_series_is_thinned_and_goes_on_with_a_wider_span(
-    address: StoreAddress,
-) -> None:
-    begin_s, count = 1_000_000.0, 3 * MAX_POINTS
-    async with started(address) as store:
-        history = MetricHistory(store)
-        values = [math.nan if n % 100 == 7 else float(n) for n in range(count)]
-        for begin in range(0, count, 500):
-            history.offer(
-                Sample(series=LOSS, time_s=begin_s + n, step=n, value=values[n])
-                for n in range(begin, min(begin + 500, count))
-            )
-            await history.flush()
-            await history.thin()
-            assert len(await history.read(LOSS)) <= MAX_POINTS
-        points = await history.read(LOSS)
-        assert MAX_POINTS / 2 < len(points) <= MAX_POINTS
-        assert {point.span_s for point in points} == {4.096}
-        assert sum(point.count for point in points) == sum(map(math.isfinite, values))
-        assert sum(point.nonfinite_count for point in points) == sum(map(math.isnan, values))
-        assert (points[0].min, points[-1].max, points[-1].step) == (0.0, count - 1, count - 1)
-        first = points[1]
-        within = [
-            value
-            for n, value in enumerate(values)
-            if first.time_s <= begin_s + n < first.time_s + first.span_s
-        ]
-        finite = [value for value in within if math.isfinite(value)]
-        assert first.mean == pytest.approx(sum(finite) / len(finite))
-        assert (first.min, first.max) == (min(finite), max(finite))
-
-
-async def test_a_part_is_read_and_merged_to_as_many_points_as_are_wanted(
-    address: StoreAddress,
-) -> None:
-    async with started(address) as store:
-        history = MetricHistory(store)
-        history.offer(Sample(series=LOSS, time_s=100.0 + n, value=float(n)) for n in range(50))
-        await history.flush()
-        some = await history.read(LOSS, begin_s=110.0, end_s=120.0)
-        assert [point.mean for point in some] == [float(n) for n in range(10, 20)]
-        few = await history.read(LOSS, limit=4)
-        assert 1 < len(few) <= 4
-        assert sum(point.count for point in few) == 50
-        assert await history.read(LOSS, begin_s=200.0) == []
-        # Whatever reaches into the time that is asked for.
-        wide = few[1]
-        narrow = await history.read(LOSS, begin_s=wide.time_s + 1, end_s=wide.time_s + 2)
-        assert len(narrow) in (1, 2)
-        assert len(await history.read(LOSS)) == 50, "reading changes nothing"
 
 
 async def test_what_is_told_again_after_a_restart_counts_once(address: StoreAddress) -> None:

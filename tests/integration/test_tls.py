@@ -138,22 +138,6 @@ async def test_a_certificate_is_replaced_while_streams_go_on(certs: Path) -> Non
         assert expiry_metric(control, verify) > expiry_s + 29 * 86_400
 
 
-async def test_files_that_do_not_fit_leave_the_last_good_ones_in_force(certs: Path) -> None:
-    with control_plane() as control:
-        good = (certs / "server.pem").read_bytes()
-        other = certs / "more"
-        authority.write(other, names=NAMES, days=30)
-        (certs / "server.key").write_bytes((other / "server.key").read_bytes())
-        for address in (control.url, control.grpc_address):
-            assert peer_certificate(address, certs / "ca.pem").split() == good.split()
-        assert "is not the key of" in control.log.read_text()
-        (certs / "server.key").write_bytes(b"garbage")
-        assert health(control, tls(certs).ssl_context()) == 200
-        authority.write(certs, names=NAMES, days=30)
-        shown = peer_certificate(control.url, certs / "ca.pem").split()
-        assert shown == (certs / "server.pem").read_bytes().split()
-
-
 async def test_clients_without_a_certificate_are_refused_when_one_is_asked_for(
     certs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

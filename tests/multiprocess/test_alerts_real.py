@@ -84,37 +84,6 @@ def after_rounds(door: Door, kind: str, count: int) -> None:
 
 
 @pytest.mark.timeout(180)
-def test_a_flipped_bit_of_one_of_three_replicas_is_named_with_rank_and_tensor(
-    tmp_path: Path,
-) -> None:
-    with training(tmp_path, "ddp", 3, digests_every_s=EVERY_S) as door:
-        after_rounds(door, "digests", 2)
-        assert door.alerts("replica-drift", "all") == []
-        # A frozen parameter keeps the damage as it is; a trained one passes it on.
-        tell(tmp_path, "flip-1", fqn="module.weight", element=11, bit=5)
-        tell(tmp_path, "flip-2", fqn="blocks.0.up.weight", element=3, bit=20)
-        for rank in (1, 2):
-            wait_for("the flip", (tmp_path / f"flip-{rank}.done-{rank}").exists)
-        after_rounds(door, "digests", 2)
-        found = {alert["name"]: alert for alert in door.alerts("replica-drift")}
-        assert {fqn: alert["ranks"] for fqn, alert in found.items()} == {
-            "module.weight": [1],
-            "blocks.0.up.weight": [2],
-        }
-        frozen = found["module.weight"]
-        assert "rank 1 differs from 2 equal replicas" in frozen["reason"]
-        assert "is bit 5 of element 11 of its piece" in frozen["reason"]
-        assert frozen["step"] > 0
-        # Flipped back, it is over.
-        (tmp_path / "flip-1").unlink()
-        (tmp_path / "flip-1.done-1").unlink()
-        tell(tmp_path, "flip-1", fqn="module.weight", element=11, bit=5)
-        wait_for("the end", lambda: len(door.alerts("replica-drift")) == 1, 60)
-        (over,) = door.alerts("replica-drift", "resolved")
-        assert over["name"] == "module.weight"
-
-
-@pytest.mark.timeout(180)
 def test_in_hybrid_sharding_both_replicas_of_the_shard_are_named(
     tmp_path: Path,
 ) -> None:

@@ -17,7 +17,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from paramd.errors import ParamdError
-from paramd.mesh.results import Summoned
 from paramd.trainer.resume.succession import NO_SIDECAR
 from tests.gpu.driver import driver_in, environment
 from tests.longer import sample
@@ -31,8 +30,6 @@ from tests.multiprocess.test_optimizer_state import (
     truth,
 )
 from tests.multiprocess.test_resume import Life, kill, offered, undisturbed, wait_for
-from tests.multiprocess.test_rollback import at, begun, ended, final, left, mesh_held
-from tests.multiprocess.test_rollback import undisturbed as rewinding_undisturbed
 from tests.multiprocess.workers.optimizer_state import digest
 
 LATE_US = 100
@@ -188,36 +185,3 @@ def stored_by_dcp(folder: Path) -> dict[str, torch.Tensor]:
     }
     dcp.load(dict(found), checkpoint_id=str(folder), no_dist=True)
     return found
-
-
-@pytest.mark.timeout(300)
-def test_a_rollback_puts_state_on_the_device_back_and_is_undone(
-    tmp_path: Path, stack: ExitStack
-) -> None:
-    ranks, mesh = begun(stack, tmp_path, "plain")
-    wait_for(lambda: at(tmp_path) >= 3, ranks)
-    mark = mesh.mark("before")
-    wait_for(lambda: at(tmp_path) >= mark.step + 12, ranks)
-    with mesh_held(mesh):
-        before = mesh.summon("*", optimizer=True)
-        edit = mesh.rollback("before")
-        back = mesh.summon("*", optimizer=True)
-        assert back.step == mark.step < before.step
-        mesh.undo(edit.id)
-        again = mesh.summon("*", optimizer=True)
-        assert again.step == before.step
-        assert_same_state(again, before)
-    mesh.rollback("before")
-    last = ended(tmp_path, ranks)
-    assert left(tmp_path, 0)[-1][1] == mark.step
-    assert final(tmp_path / "life", 1) == rewinding_undisturbed(tmp_path, "plain", last)
-
-
-def assert_same_state(found: Summoned, other: Summoned) -> None:
-    assert found.optimizer is not None
-    assert other.optimizer is not None
-    for name, tensor in found.items():
-        assert torch.equal(tensor, other[name])
-    for name, state in found.optimizer.items():
-        for key, value in state.items():
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other.optimizer[name][key]))

@@ -12,6 +12,7 @@ import pytest
 from paramd.errors import ParamdError
 from paramd.mesh.edits.calls import EditState
 from paramd.mesh.mesh import Mesh
+from tests.longer import sample
 from tests.longer import seconds as longer
 from tests.multiprocess.frozen import Held, edit_to, frozen
 from tests.multiprocess.truth import connect_to
@@ -19,14 +20,17 @@ from tests.multiprocess.truth import connect_to
 SECONDS = longer(2.0, 60.0)
 
 CASES = [
-    ("ddp", 2),
-    ("fsdp1-full", 2),
-    ("fsdp1-full-orig", 3),
-    ("fsdp2", 2),
-    ("hsdp", 4),
-    ("tp-fsdp2", 4),
-    ("tp-ddp", 4),
+    ("ddp", 2, "auto"),
+    ("fsdp1-full", 2, "auto"),
+    ("fsdp1-full-orig", 3, "auto"),
+    ("fsdp1-full-orig", 2, "mirror"),
+    ("fsdp2", 2, "auto"),
+    ("hsdp", 4, "auto"),
+    ("tp-fsdp2", 4, "auto"),
+    ("tp-fsdp2", 4, "mirror"),
+    ("tp-ddp", 4, "auto"),
 ]
+SAMPLE = [("fsdp1-full", 2, "auto"), ("tp-fsdp2", 4, "mirror"), ("tp-ddp", 4, "auto")]
 
 
 @dataclass(slots=True)
@@ -64,8 +68,11 @@ def enough(seen: Seen, seconds: float) -> bool:
     return seconds > SECONDS and (len(seen.values) > 4 or seconds > 20 * SECONDS)
 
 
-@pytest.mark.parametrize(("kind", "world_size"), CASES)
-def test_every_read_is_uniform_while_edits_go(kind: str, world_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "world_size", "arena"), sample(CASES, SAMPLE))
+def test_every_read_is_uniform_while_edits_go(
+    kind: str, world_size: int, arena: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PARAMD_ARENA", arena)
     held: Held = []
     seen, lock, end = Seen(), threading.Lock(), threading.Event()
     with (
@@ -90,7 +97,7 @@ def test_every_read_is_uniform_while_edits_go(kind: str, world_size: int, tmp_pa
         last = editor.summon("*")
         assert all(bool((tensor == value).all()) for tensor in last.values())
         assert {row.state for row in editor.edits(limit=1000)} == {EditState.APPLIED}
-    print(f"{kind} x{world_size}: {value} edits, {seen.answers} answers")
+    print(f"{kind} x{world_size} {arena}: {value} edits, {seen.answers} answers")
     assert seen.wrong == []
     assert seen.values <= set(map(float, range(value + 1)))
     assert len(seen.values) > 2

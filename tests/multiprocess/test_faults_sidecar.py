@@ -19,7 +19,6 @@ from tests.multiprocess.striking import (
     end_well,
     helper,
     is_down,
-    rest,
     stamps,
     stats_of_stamps,
     summon_stamps,
@@ -116,29 +115,3 @@ def assert_trains_on(mesh: Mesh, rank: int) -> None:
 
 def step_of(mesh: Mesh, rank: int) -> int:
     return next(row.step for row in mesh.status() if row.rank == rank)
-
-
-@pytest.mark.timeout(180)
-def test_without_its_control_plane_a_job_is_served_on_and_gets_a_new_one(tmp_path: Path) -> None:
-    with stamps(tmp_path) as ranks, connect_to(ranks.state_dir, "stamp") as mesh:
-        assert ask(mesh, OVER_GRPC).right
-        step = rest(ranks, tmp_path)
-        control = helper(ranks, "control")
-        begin_s = time.monotonic()
-        control.kill()
-        answer = ask(mesh, OVER_GRPC)
-        assert (answer.right, answer.step) == (True, step), answer
-        (tmp_path / "rest").unlink()
-
-        def answers_again() -> bool:
-            try:
-                with connect_to(ranks.state_dir, "stamp") as other:
-                    return ask(other, AT_A_BOUNDARY).right
-            except ConnectionError:
-                return False
-
-        wait_until(answers_again, "a new control plane", timeout_s=allowed_s())
-        print(f"control plane back after {time.monotonic() - begin_s:.2f} s")
-        assert helper(ranks, "control").pid != control.pid
-        assert ask(mesh, AT_A_BOUNDARY).right
-        end_well(ranks, tmp_path)

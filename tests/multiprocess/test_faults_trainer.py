@@ -18,14 +18,12 @@ from tests.multiprocess.striking import (
     allowed_s,
     ask,
     end_well,
-    helper,
     rest,
     stamps,
     stats_of_stamps,
     summon_stamps,
 )
-from tests.multiprocess.test_attach import is_counter
-from tests.multiprocess.truth import assert_same_bytes, connect_to, read_truth, wait_until
+from tests.multiprocess.truth import assert_same_bytes, connect_to, wait_until
 
 SUMMON = summon_stamps()
 SAME_HOST = summon_stamps("same-host")
@@ -153,52 +151,6 @@ def test_an_update_that_raised_is_refused_until_it_is_done(tmp_path: Path) -> No
         assert time.monotonic() - begin_s < 4.0, "the update was over before the answer"
         wait_until(lambda: ask(mesh, SUMMON).right, "the next good update", timeout_s=allowed_s())
         end_well(ranks, tmp_path)
-
-
-@pytest.mark.timeout(180)
-def test_losses_are_bit_identical_while_sidecars_and_control_plane_are_killed(
-    tmp_path: Path,
-) -> None:
-    arguments = ["--kinds", "fsdp2", "--folder", str(tmp_path)]
-    with start_ranks("tests.multiprocess.workers.train", 2, args=arguments) as ranks:
-        truth_path = tmp_path / "fsdp2.truth"
-        wait_until(truth_path.exists, "the training trains", timeout_s=90)
-        step, truth = read_truth(truth_path)
-        with connect_to(ranks.state_dir, "fsdp2") as mesh:
-            helper(ranks, "sidecar", 0).kill()
-            begin_s = time.monotonic()
-            found = mesh.summon("*")
-            print(f"killed while training rests: right after {time.monotonic() - begin_s:.2f} s")
-            assert found.step == step
-            assert_same_bytes(found, truth)
-            (tmp_path / "fsdp2.checked").touch()
-            for victim in (("sidecar", 0), ("sidecar", 1), ("control", None), ("sidecar", 0)):
-                kill_and_see_it_recover(ranks, mesh, *victim)
-        (tmp_path / "fsdp2.seen").touch()
-        results = ranks.wait(timeout_s=60)
-        for result in results:
-            assert result.returncode == 0, ranks.outputs()
-            assert result.stdout.startswith("ok fsdp2"), ranks.outputs()
-
-
-def kill_and_see_it_recover(ranks: Ranks, mesh: Mesh, program: str, rank: int | None) -> None:
-    process = helper(ranks, program, rank)
-    process.kill()
-    begin_s = time.monotonic()
-    counters = [info.name for info in mesh.params("*", buffers=True) if is_counter(info.name)]
-    assert counters
-
-    def right() -> bool:
-        answer = ask(mesh, counted)
-        assert answer.seconds < allowed_s(), answer
-        return answer.right
-
-    def counted(mesh: Mesh) -> tuple[int, list[str]]:
-        found = mesh.summon("*", buffers=True)
-        return found.step, [name for name in counters if found[name].item() != found.step]
-
-    wait_until(right, f"served again after the {program} was killed", timeout_s=allowed_s())
-    print(f"{program} {rank} killed in training: right after {time.monotonic() - begin_s:.2f} s")
 
 
 @pytest.mark.timeout(120)

@@ -108,7 +108,8 @@ class Life:
         ]
 
     def _lines(self, name: str) -> list[str]:
-        return (self.folder / name).read_text().splitlines()
+        path = self.folder / name
+        return path.read_text().splitlines() if path.exists() else []
 
 
 @pytest.fixture
@@ -294,23 +295,55 @@ def test_torchrun_restarts_it_and_no_bit_changes(tmp_path: Path, stack: ExitStac
     assert life.final() == undisturbed(tmp_path, "ddp")
 
 
-@pytest.mark.timeout(900)
-def test_kills_at_random_moments_change_no_bit(tmp_path: Path, stack: ExitStack) -> None:
-    life = Life(tmp_path, "fsdp2", stack)
+IN_STEP = ("forward", "backward", "inside-begin", "inside-end", "update")
+IN_ATTACH = ("looked", "opened", "moved")
+STRIKES = ("random", "random", *IN_STEP, *IN_ATTACH)
+FIRST_STANDING = 4
+"""Steps of a training after which a standing snapshot is there."""
+MORE = {"plain": ["--scaler"], "ddp": ["--scaler"], "fsdp2": ["--workers", "1"]}
+"""What else trainings have that are killed."""
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", sample(list(KINDS), {"fsdp2"}))
+def test_kills_at_any_moment_change_no_bit(tmp_path: Path, kind: str, stack: ExitStack) -> None:
+    steps, more = times(STEPS, 90), MORE.get(kind, ())
+    life = Life(tmp_path, kind, stack, "--steps", str(steps), *more)
     seed = random.SystemRandom().randrange(1 << 30)
     print(f"seed {seed}")
     draw = random.Random(seed)
-    for _ in range(times(3, 40)):
-        ranks = life.start("--pause-s", "0.02")
-        life.await_steps(ranks)
-        time.sleep(draw.random() * 0.2)
-        ranks[draw.randrange(life.world_size)].process.send_signal(signal.SIGKILL)
-        kill(ranks)
-        if all((life.folder / f"final-{rank}").exists() for rank in range(life.world_size)):
+    for _ in range(times(4, 80)):
+        if strike(life, draw):
             break
     life.ended()
     print(life.starts())
-    assert life.final() == undisturbed(tmp_path, "fsdp2")
+    assert life.final() == undisturbed(tmp_path, kind, *more, steps=steps)
+
+
+def strike(life: Life, draw: random.Random) -> bool:
+    """One start that is killed in its step, as it attaches, or anywhere; whether it had ended."""
+    what, rank = draw.choice(STRIKES), draw.randrange(life.world_size)
+    begun, step = len(life.starts()[0]), min(int(at or 0) for at in life.at())
+    die = life.folder / f"die-{rank}"
+    if what in IN_STEP:
+        die.write_text(f"{what} {int(life.at()[rank] or 0) + draw.randint(2, 9)}")
+    env = {"PARAMD_TRAINER_FAULTS": f"{what}:kill"} if what in IN_ATTACH else None
+    ranks = life.start("--pause-s", "0.02", env=env)
+    if what == "random":
+        if draw.random() < 0.7:
+            life.await_steps(ranks)
+        time.sleep(draw.random() * 0.6)
+        ranks[rank].process.send_signal(signal.SIGKILL)
+    else:
+        # What is passed only where there is something to go on from is perhaps not passed.
+        wait_for(lambda: any(one.process.poll() is not None for one in ranks), ranks)
+    kill(ranks)
+    die.unlink(missing_ok=True)
+    assert not any("gave no answer" in one.stderr for one in ranks), ranks.outputs()
+    # Every sidecar lives on, so there is something to go on from.
+    afresh = life.starts()[0][begun:] == [None]
+    assert not afresh or step < FIRST_STANDING, ranks.outputs()
+    return all((life.folder / f"final-{one}").exists() for one in range(life.world_size))
 
 
 @pytest.mark.timeout(400)

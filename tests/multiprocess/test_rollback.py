@@ -103,27 +103,6 @@ def undisturbed(folder: Path, kind: str, last: int) -> list[dict[str, str]]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", sample(list(KINDS), {"fsdp2"}))
-def test_from_a_mark_on_training_computes_the_same_bits_again(
-    tmp_path: Path, kind: str, stack: ExitStack
-) -> None:
-    ranks, mesh = begun(stack, tmp_path, kind)
-    wait_for(lambda: at(tmp_path) >= 3, ranks)
-    mark = mesh.mark("before-lr-bump")
-    bumped = mesh.set_hyperparameters("group 0", lr=0.5, weight_decay=0.25)
-    assert "scheduler" in bumped.warning
-    mesh.edit("*", mul=0.5)
-    wait_for(lambda: at(tmp_path) >= mark.step + 12, ranks)
-    edit = mesh.rollback("before-lr-bump", note="it diverged")
-    assert edit.rollback == {"mark": "before-lr-bump", "step": mark.step}
-    assert edit.step >= mark.step + 12
-    last = ended(tmp_path, ranks)
-    for rank in range(KINDS[kind][0]):
-        assert left(tmp_path, rank) == [(edit.step, mark.step)]
-    assert final(tmp_path / "life", KINDS[kind][0]) == undisturbed(tmp_path, kind, last)
-
-
-@pytest.mark.timeout(300)
 def test_a_rollback_is_undone_to_the_state_that_was_left(tmp_path: Path, stack: ExitStack) -> None:
     """And what cannot be done is refused with its cure, on all ranks."""
     ranks, mesh = begun(stack, tmp_path, "ddp")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,20 +58,6 @@ def goes_on(mesh: Mesh) -> None:
     wait_until(lambda: step_of(mesh) > first + 2, "training goes on", timeout_s=20)
 
 
-def test_in_a_hold_training_waits_and_what_is_changed_is_written(mesh: Mesh) -> None:
-    before = above_step(mesh)
-    with mesh.summon("*", writeback=True) as params:
-        assert mesh.hold_state().state == "held"
-        for tensor in distinct(params):
-            tensor.add_(1000)
-        assert step_of(mesh) == params.step
-    edit = mesh.edits(limit=1)[0]
-    assert (edit.state, edit.step) == (EditState.APPLIED, params.step)
-    assert mesh.hold_state().state == "running"
-    assert above_step(mesh) == before + 1000
-    goes_on(mesh)
-
-
 def test_an_exception_in_the_block_and_an_unchanged_block_write_nothing(mesh: Mesh) -> None:
     before, count = above_step(mesh), len(mesh.edits())
 
@@ -97,45 +82,6 @@ def test_an_exception_in_the_block_and_an_unchanged_block_write_nothing(mesh: Me
     assert (above_step(mesh), len(mesh.edits())) == (before, count)
 
 
-def test_a_delta_is_added_to_what_training_made_of_it_and_undone_by_subtraction(
-    mesh: Mesh,
-) -> None:
-    before = above_step(mesh)
-    with mesh.summon("*", writeback=True, hold=False) as params:
-        for tensor in distinct(params):
-            tensor.add_(500)
-        wait_until(lambda: step_of(mesh) > params.step + 3, "training went on", timeout_s=20)
-    assert above_step(mesh) == before + 500
-    undone = mesh.undo(mesh.edits(limit=1)[0].id)
-    assert undone.state is EditState.APPLIED
-    assert above_step(mesh) == before
-    first = next(edit for edit in mesh.edits() if edit.id == undone.undo_of)
-    assert first.undone_by == undone.id
-    with pytest.raises(ConflictError):
-        mesh.undo(first.id)
-
-
-def test_a_replacement_overwrites_a_region_and_undo_puts_it_back(mesh: Mesh) -> None:
-    before = above_step(mesh)
-    name = next(info.name for info in mesh.params() if info.shape and info.shape[0] > 4)
-    edit = mesh.edit(f"{name}[1:3]", fill=-7.0)
-    found = mesh.summon(name)
-    expected = -7.0 + found.step - edit.step
-    assert bool((found[name][1:3] == expected).all())
-    assert bool((found[name][3:] == before + found.step).all())
-    other = mesh.edit(f"{name}[0:2]", add=1.0)
-    with pytest.raises(ConflictError, match="later"):
-        mesh.undo(edit.id)
-    mesh.undo(other.id)
-    undo = mesh.undo(edit.id)
-    found = mesh.summon(name)
-    # Put back as it was at the edit's step: what training made of it since is lost.
-    lost = undo.step - edit.step
-    assert bool((found[name][1:3] == before + found.step - lost).all())
-    mesh.edit(f"{name}[1:3]", add=float(lost))
-    assert above_step(mesh) == before
-
-
 def test_if_step_refuses_when_training_has_gone_on(mesh: Mesh) -> None:
     before = above_step(mesh)
 
@@ -148,54 +94,6 @@ def test_if_step_refuses_when_training_has_gone_on(mesh: Mesh) -> None:
     with pytest.raises(ConflictError, match="step"):
         comes_late()
     assert above_step(mesh) == before
-
-
-def step_or_why(mesh: Mesh, wanted: int) -> tuple[int, str]:
-    """Where an edit for a step was applied, or why it was not."""
-    try:
-        return mesh.edit("*", add=1.0, if_step=wanted).step, ""
-    except ConflictError as error:
-        return -1, str(error)
-
-
-def test_an_edit_for_a_step_is_applied_at_that_step_or_on_no_rank(mesh: Mesh) -> None:
-    held = mesh.pause(lease_s=60)
-    try:
-        for passed in (held.step - 1, held.step + 1):
-            with pytest.raises(ConflictError, match=f"if_step is {passed}, .* step {held.step}"):
-                mesh.edit("*", add=1.0, if_step=passed)
-        assert mesh.edit("*", add=1.0, if_step=held.step).step == held.step
-        assert mesh.edit("*", add=-1.0, if_step=held.step).step == held.step
-    finally:
-        mesh.resume()
-    # While it trains, the step of the next common boundary can only be guessed.
-    before = above_step(mesh)
-    for ahead in range(6):
-        wanted = step_of(mesh) + ahead
-        step, why = step_or_why(mesh, wanted)
-        assert step == wanted or f"if_step is {wanted}, " in why
-        if not why:
-            mesh.edit("*", add=-1.0)
-        assert above_step(mesh) == before
-
-
-def test_a_hold_steps_as_told_and_ends_with_its_lease(mesh: Mesh) -> None:
-    held = mesh.pause(lease_s=20)
-    assert held.held
-    first = step_of(mesh)
-    stepped = mesh.step(3)
-    assert [row.step for row in mesh.status()] == [first + 3] * len(mesh.status())
-    assert (stepped.state, stepped.steps_left, stepped.step) == ("held", 0, first + 3)
-    time.sleep(0.2)
-    assert step_of(mesh) == first + 3
-    mesh.edit("*", add=0.5)
-    mesh.edit("*", add=-0.5)
-    assert step_of(mesh) == first + 3
-    mesh.resume()
-    goes_on(mesh)
-    mesh.pause(lease_s=1.5, renew=False)
-    wait_until(lambda: mesh.hold_state().state == "running", "the lease ends", timeout_s=20)
-    goes_on(mesh)
 
 
 def counted(tensor: torch.Tensor, first: int) -> torch.Tensor:
@@ -282,15 +180,3 @@ def test_a_client_killed_while_its_memory_is_read_changes_nothing(
     mesh.abort_edit(edit.id)
     assert above_step(mesh) == before
     goes_on(mesh)
-
-
-def test_a_dry_run_tells_and_changes_nothing(mesh: Mesh) -> None:
-    before = above_step(mesh)
-    with_step = step_of(mesh)
-    edit = mesh.edit("*", mul=2.0, dry_run=True)
-    assert edit.state is not EditState.APPLIED
-    assert edit.before is not None
-    assert edit.after is not None
-    assert edit.before.min >= before + with_step
-    assert edit.after.max == 2 * edit.before.max
-    assert above_step(mesh) == before

@@ -15,8 +15,7 @@ import pytest
 import paramd
 from docs import notebook
 from paramd.cli.main import main
-from paramd.errors import NotFoundError, UsageError
-from paramd.integrations.notebook import Column, View, Watched, show
+from paramd.integrations.notebook import Column, Watched
 from paramd.mesh.mesh import Mesh
 from tests.integration.client_job import wait_for
 from tests.launch import start_ranks
@@ -87,48 +86,6 @@ def test_the_manuals_notebook_runs_and_its_widget_is_live(folder: Path) -> None:
     assert first < last, "it is not live"
     assert "<svg" in found["text/html"]
     assert "2 of 2 ranks healthy" in found["text/plain"]
-
-
-def test_without_anywidget_the_same_is_shown_as_it_was(
-    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "anywidget", None)
-    found = show(mesh, "up.*", name="down.bias")
-    assert isinstance(found, View)
-    assert [row.name for row in found.params] == ["up.weight", "up.bias"]
-    assert sum(found.columns[0].counts) + found.columns[0].summary.zero_count == 4
-    assert "down.bias: binary exponents at step " in repr(found)
-    assert "style" not in found._repr_html_()
-
-
-def test_a_column_is_added_when_the_step_has_risen(mesh: Mesh) -> None:
-    watched = Watched(mesh, (), "")
-    assert watched.view.name == "up.weight"
-
-    def risen() -> bool:
-        return len(watched.look().columns) >= 3
-
-    wait_for(risen, "three columns")
-    steps = [column.step for column in watched.view.columns]
-    assert steps == sorted(set(steps))
-    assert watched.view.problem == ""
-    watched.choose("down.weight")
-    assert watched.view.columns == []
-    assert sum(watched.look().columns[0].counts) <= 512
-
-
-def test_what_is_wrong_is_said(mesh: Mesh) -> None:
-    with pytest.raises(UsageError, match=r"every_s: 0\.1; expected at least"):
-        show(mesh, every_s=0.1)
-    with pytest.raises(NotFoundError, match=r"up\.weight"):
-        show(mesh, name="up.wieght")
-    with paramd.connect(job="tutorial") as closing:
-        watched = Watched(closing, (), "up.bias")
-    view = watched.look()
-    assert watched.mesh_is_closed
-    assert "is closed" in view.problem
-    assert view.columns, "what was seen last stays"
-    assert view.problem in repr(view)
 
 
 def test_names_like_attacks_stay_text(mesh: Mesh) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,45 +18,10 @@ from torch.distributed.debug import _frontend
 
 from paramd.errors import UsageError
 from paramd.integrations.torch_debug import ParamdHandler
-from tests.hosts import hosts
 from tests.launch import start_ranks
 from tests.multiprocess.truth import wait_until
 
 JOB = "stuck"
-
-AS_IN_THE_MANUAL = """
-import time, urllib.request
-import torch, torch.distributed as dist, paramd
-from torch.distributed.debug import start_debug_server, stop_debug_server
-from torch.distributed.debug._debug_handlers import default_handlers
-from paramd.integrations.torch_debug import ParamdHandler
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    model = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    attachment = paramd.attach(model, optimizer, job="my-run")
-    start_debug_server(
-        handlers=[*default_handlers(), ParamdHandler(job="my-run")], start_method="spawn"
-    )
-    deadline_s = time.monotonic() + 60
-    while True:
-        model(torch.ones(4)).sum().backward()
-        optimizer.step()
-        try:
-            page = urllib.request.urlopen("http://[::1]:25999/paramd", timeout=30).read().decode()
-            if "rank 0" in page:
-                break
-        except OSError:
-            assert time.monotonic() < deadline_s, "torch's server does not answer"
-            time.sleep(0.1)
-    assert '<a href="/stacks">' in page
-    print(page)
-    stop_debug_server()
-    attachment.detach()
-    dist.destroy_process_group()
-"""
-"""What docs/insight.md has, in a whole script. torch's server listens on all interfaces."""
 
 
 class OnLoopback(_frontend._IPv6HTTPServer):
@@ -136,18 +100,3 @@ def test_without_the_job_the_reason_stands_on_the_page(
     assert str(handler.dump()).startswith("paramd has no answer")
     with pytest.raises(UsageError, match="0 to 100"):
         ParamdHandler(job="nowhere", log_lines=101)
-
-
-@pytest.mark.timeout(240)
-def test_a_training_starts_torchs_own_server_with_our_page(tmp_path: Path) -> None:
-    pytest.importorskip("tabulate")
-    with hosts(1, tmp_path) as (host,):
-        script = tmp_path / "train.py"
-        script.write_text(AS_IN_THE_MANUAL)
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-        done = host.run(
-            [sys.executable, str(script)],
-            env=meeting | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"},
-            timeout_s=180.0,
-        )
-    assert '<a href="/paramd">paramd</a>' in done.stdout

@@ -10,6 +10,5 @@ oracle.py     judges every answer
 strike.py     does faults and undoes them
 links.py      TCP links that can be cut, slowed down and reset
 watchdog.py   ends what hangs
-usage.py      memory and descriptors of processes over time
 inject/       moves the clocks of processes, and has them say another version
 """

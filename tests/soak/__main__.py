@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import secrets
 import signal
 import sys
 import time
-from pathlib import Path
 
 from tests import leaks
 from tests.launch import end_warm_start, warm_start
 from tests.leaks import first_grpc_use
 from tests.soak import episode, plan
 from tests.soak.oracle import Tally
-from tests.soak.usage import MIB, WARM_S, Usage
 from tests.soak.watchdog import Watchdog
 
 LEFT_S = 20.0
@@ -34,7 +31,6 @@ def main() -> int:
     parser.add_argument("--kind", default="ddp", help="of the model that they are done to")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--store", default="embedded", choices=plan.STORES)
-    parser.add_argument("--result", type=Path, help="the table as JSON goes there")
     arguments = parser.parse_args()
     seed = arguments.seed if arguments.seed is not None else secrets.randbelow(1 << 31)
     print(f"seed {seed}", flush=True)
@@ -43,7 +39,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     # Forks the ranks of all episodes; it is there before the first, so no episode left it.
     warm_start()
-    tally, usage = Tally(), Usage()
+    tally = Tally()
     begin_s = time.monotonic()
     first = arguments.episode if arguments.episode is not None else arguments.first
     alone = arguments.episode is not None or arguments.faults is not None
@@ -57,7 +53,6 @@ def main() -> int:
                     _chosen(arguments, seed, number),
                     f"make soak SEED={seed} EPISODE={number}",
                     tally,
-                    usage,
                     until_s,
                 )
                 number += 1
@@ -65,10 +60,8 @@ def main() -> int:
                     break
     finally:
         end_warm_start()
-        table = _table(seed, first, number, tally, usage, time.monotonic() - begin_s)
+        table = _table(seed, first, number, tally, time.monotonic() - begin_s)
         print("\n".join(table))
-        if arguments.result is not None:
-            arguments.result.write_text(json.dumps(_figures(seed, first, number, tally), indent=1))
     missed = {k: n - tally.struck[k] - _skipped(tally, k) for k, n in tally.planned.items()}
     missed = {k: n for k, n in missed.items() if n}
     if missed:
@@ -82,14 +75,14 @@ def _chosen(given: argparse.Namespace, seed: int, number: int) -> plan.Episode:
     return plan.told(given.faults, kind=given.kind, world_size=given.ranks, store=given.store)
 
 
-def _run(chosen: plan.Episode, again: str, tally: Tally, usage: Usage, until_s: float) -> bool:
+def _run(chosen: plan.Episode, again: str, tally: Tally, until_s: float) -> bool:
     print(
         f"episode {chosen.number}: {chosen.kind} x{chosen.world_size}, {chosen.store}", flush=True
     )
     before = leaks.holdings()
     try:
         with Watchdog(again) as watchdog:
-            episode.run(chosen, tally, usage, until_s, watchdog)
+            episode.run(chosen, tally, until_s, watchdog)
         gc.collect()
         left = leaks.wait_until_gone(before, timeout_s=LEFT_S)
         if left:
@@ -100,9 +93,7 @@ def _run(chosen: plan.Episode, again: str, tally: Tally, usage: Usage, until_s: 
     return True
 
 
-def _table(
-    seed: int, first: int, end: int, tally: Tally, usage: Usage, taken_s: float
-) -> list[str]:
+def _table(seed: int, first: int, end: int, tally: Tally, taken_s: float) -> list[str]:
     kinds = sorted(tally.planned)
     lines = [
         "",
@@ -117,29 +108,8 @@ def _table(
         f"planned, {len(tally.struck)} kinds",
         *(f"  {kind:<38} {tally.struck[kind]} of {tally.planned[kind]}" for kind in kinds),
         *(f"  not possible here: {what} ({n} times)" for what, n in tally.not_possible.items()),
-        f"slopes, each process from {WARM_S:.0f} s after its start on:",
     ]
-    for slope in usage.slopes():
-        lines.append(
-            f"  {slope.name:<20} {slope.rss_bytes_per_hour / MIB:+8.1f} MiB/h "
-            f"{slope.descriptors_per_hour:+8.1f} descriptors/h over {slope.seconds:.0f} s of "
-            f"{slope.processes} processes, at most {slope.most_bytes // MIB} MiB"
-        )
     return lines
-
-
-def _figures(seed: int, first: int, end: int, tally: Tally) -> dict[str, object]:
-    return {
-        "seed": seed,
-        "episodes": [first, end],
-        "answers": dict(tally.answers),
-        "edits": dict(tally.edits),
-        "planned": dict(tally.planned),
-        "struck": dict(tally.struck),
-        "updates": tally.updates,
-        "digests": tally.digests,
-        "longest_recovery_s": tally.longest_recovery_s,
-    }
 
 
 def _skipped(tally: Tally, kind: str) -> int:

@@ -18,7 +18,6 @@ from tests.soak.actors import Actor
 from tests.soak.oracle import Oracle, Tally
 from tests.soak.plan import Episode, Fault
 from tests.soak.stage import MOST_PATIENCE, Stage, patience_s
-from tests.soak.usage import Usage
 from tests.soak.watchdog import Watchdog
 
 SOON = ("grpc", "same-host", "buffers", "edit 0")
@@ -38,19 +37,19 @@ class FailedError(AssertionError):
     """Something did not hold; the text says what."""
 
 
-def run(plan: Episode, tally: Tally, usage: Usage, until_s: float, watchdog: Watchdog) -> None:
+def run(plan: Episode, tally: Tally, until_s: float, watchdog: Watchdog) -> None:
     """Runs an episode to its end, or until that moment. Raises FailedError."""
     expected = (AssertionError, OSError, psutil.Error, ParamdError, subprocess.SubprocessError)
     try:
         watchdog.expect("start of the stage")
         with Stage(plan) as stage:
-            _run(stage, tally, usage, until_s, watchdog)
+            _run(stage, tally, until_s, watchdog)
             watchdog.expect("end of the stage")
     except expected as error:
         raise FailedError(f"{type(error).__name__}: {error}") from error
 
 
-def _run(stage: Stage, tally: Tally, usage: Usage, until_s: float, watchdog: Watchdog) -> None:
+def _run(stage: Stage, tally: Tally, until_s: float, watchdog: Watchdog) -> None:
     oracles = {job.name: Oracle(job, tally) for job in stage.jobs}
     cast = actors.cast(stage, oracles)
     try:
@@ -62,9 +61,6 @@ def _run(stage: Stage, tally: Tally, usage: Usage, until_s: float, watchdog: Wat
                 break
             watchdog.expect(" + ".join(fault.kind for fault in event))
             _suffer(stage, event, cast, tally)
-            for name, process in stage.processes():
-                usage.sample(name, process)
-            usage.sample("client", psutil.Process())
         watchdog.expect("a round of everybody", (MOST_PATIENCE + 1) * END_S)
         _rounds_of_all(cast, "the end", END_S)
         watchdog.expect("an alert", 2 * (MOST_PATIENCE + 1) * ALERT_S)

@@ -24,7 +24,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed._tensor.common_dtensor import MLPModule
 from torch.utils.checkpoint import checkpoint
 
 import paramd
@@ -445,30 +444,6 @@ def summoned_it_is_whole_and_edits_stay(mesh: DeviceMesh) -> None:
     for name, value in whole(net).items():
         assert torch.equal(value, before[name] + 1)
     ddp(tokens(mesh, 0)).sum().backward()
-
-
-@case
-def the_mlp_of_pytorchs_test_trains_alike(mesh: DeviceMesh) -> None:
-    """`test_tp_ddp` of PyTorch: two linear layers, several wrappers, three steps."""
-    torch.manual_seed(1)
-    single = MLPModule("cpu")
-    inputs = torch.rand(8, 10)
-    parallel = copy.deepcopy(single)
-    plan = {"net1": ColwiseParallel(), "net2": RowwiseParallel()}
-    parallelize_module(parallel, mesh["tp"], plan)
-    ddp = DistributedDataParallel(
-        paramd.pre_dp_module_transform(parallel), process_group=mesh.get_group("dp")
-    )
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.25) for m in (single, ddp)]
-    for _ in range(3):
-        outputs = [single(inputs), ddp(inputs)]
-        torch.testing.assert_close(*outputs)
-        for output, optimizer in zip(outputs, optimizers, strict=True):
-            output.sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    for name, value in whole(parallel).items():
-        torch.testing.assert_close(value, single.get_parameter(name))
 
 
 if __name__ == "__main__":

@@ -136,7 +136,9 @@ def read_window(data: bytes | bytearray | memoryview) -> Window:
     Raises:
         DataLossError: it is no header, or says more than is allowed.
     """
-    offset, size, kind, xxh3 = _unpacked(_WINDOW, data, "the header of a window")
+    if len(data) != _WINDOW.size:
+        raise DataLossError(f"the header of a window has {len(data)} bytes, not {_WINDOW.size}")
+    offset, size, kind, xxh3 = _WINDOW.unpack(data)
     most = {DATA: WINDOW_BYTES, LAST: 0, FAILED: MAX_TEXT_BYTES}.get(kind, -1)
     if size > most or (kind == DATA and not size):
         raise DataLossError(f"a window of kind {kind} with {size:,} bytes")

@@ -12,9 +12,12 @@ from tests.touched import SCENES, touched
     ("changed", "scenes"),
     [
         ("client/paramd/integrations/hf.py", {"test_trainers", "test_integrations"}),
-        ("client/paramd/integrations/engines.py", {"test_engines", "test_integrations"}),
-        ("deploy/slurm/srun.sbatch", {"test_slurm"}),
-        ("tests/slurm.py", {"test_slurm"}),
+        (
+            "client/paramd/integrations/engines.py",
+            {"test_engines", "test_integrations", "test_vllm_source"},
+        ),
+        ("deploy/slurm/torchrun.sbatch", {"test_slurm", "test_restarts"}),
+        ("tests/slurm.py", {"test_slurm", "test_restarts"}),
         ("tests/multiprocess/workers/under_ray.py", {"test_ray"}),
         ("docs/integrations/hf.md", {"test_manual_examples", "test_notebook"}),
         ("service/paramd_service/destinations/object_store.py", {"test_export_s3"}),

@@ -23,7 +23,7 @@ module = python_accelerator.enter()
 
 from paramd.trainer.helpers import insight
 from paramd.trainer.home.mirrored import DeviceCopies, finish_copies
-from paramd.trainer.home.owned import mirrored_devices
+from paramd.trainer.home.mirrored import mirrored_devices
 from paramd.trainer.model import accelerator
 from paramd.trainer.resume.codec import random_state, set_random_state
 

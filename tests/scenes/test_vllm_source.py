@@ -25,7 +25,9 @@ def frames(*steps: int) -> Iterator[ParamFrame]:
     for step in steps:
         tied = torch.full((2, 3), float(step), dtype=torch.bfloat16)
         tensors = {"embed.weight": tied, "norm.weight": torch.ones(3) * step, "head.weight": tied}
-        yield ParamFrame(tensors, changed=(), job="run", incarnation=2, step=step, dropped=0)
+        yield ParamFrame(
+            tensors, changed=(), job="run", incarnation=2, history=0, step=step, dropped=0
+        )
 
 
 def test_without_vllm_it_says_what_needs_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

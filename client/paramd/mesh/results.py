@@ -6,7 +6,7 @@ import asyncio
 import html
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import InitVar, dataclass, field, fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
@@ -282,6 +282,7 @@ class MeshStatus(Table[RankStatus]):
         )
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class OptimizerState(dict[str, "dict[str, torch.Tensor | float]"]):
     """An optimizer's state by parameter name and kind ("exp_avg"), all of one step.
 
@@ -289,34 +290,26 @@ class OptimizerState(dict[str, "dict[str, torch.Tensor | float]"]):
     "step", is a number. A parameter without state, or without elements, has an empty dict.
     """
 
-    def __init__(
-        self,
-        states: Mapping[str, dict[str, torch.Tensor | float]],
-        *,
-        groups: Sequence[Mapping[str, Any]],
-        job: str,
-        incarnation: int,
-        step: int,
-        edits: int,
-        seconds: float,
-        bytes: int,
-    ) -> None:
-        super().__init__(states)
-        self.groups = tuple(groups)
-        """Parameter groups of all optimizers: their hyper-parameters, and under "params" the names
-        of those of their parameters that were asked for."""
-        self.job = job
-        """Name of the job."""
-        self.incarnation = incarnation
-        """Incarnation of the job."""
-        self.step = step
-        """Number of finished updates that every value here is of."""
-        self.edits = edits
-        """Edits applied in this incarnation."""
-        self.seconds = seconds
-        """Duration of the call."""
-        self.bytes = bytes
-        """Bytes of state read from the sidecars."""
+    states: InitVar[Mapping[str, dict[str, torch.Tensor | float]]] = field(kw_only=False)
+    groups: Sequence[Mapping[str, Any]]
+    """Parameter groups of all optimizers: their hyper-parameters, and under "params" the names
+    of those of their parameters that were asked for."""
+    job: str
+    """Name of the job."""
+    incarnation: int
+    """Incarnation of the job."""
+    step: int
+    """Number of finished updates that every value here is of."""
+    edits: int
+    """Edits applied in this incarnation."""
+    seconds: float
+    """Duration of the call."""
+    bytes: int
+    """Bytes of state read from the sidecars."""
+
+    def __post_init__(self, states: Mapping[str, dict[str, torch.Tensor | float]]) -> None:
+        self.update(states)
+        self.groups = tuple(self.groups)
 
     def __repr__(self) -> str:
         return text_table(("name", "state"), self._cells(), self._below())
@@ -343,51 +336,40 @@ def _told(value: torch.Tensor | float) -> str:
     return f"{value:g}" if isinstance(value, int | float) else shape_text(value.shape)
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Summoned(dict[str, "torch.Tensor"]):
     """Full tensors by name, all at one step.
 
     Tied names are keys of the same tensor object.
     """
 
-    def __init__(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        job: str,
-        incarnation: int,
-        step: int,
-        seconds: float,
-        bytes: int,
-        edits: int = 0,
-        history: int = 0,
-        unsettled: bool = False,
-        label: str = "",
-        optimizer: OptimizerState | None = None,
-    ) -> None:
-        super().__init__(tensors)
-        self.job = job
-        """Name of the job."""
-        self.incarnation = incarnation
-        """Incarnation of the job."""
-        self.step = step
-        """Number of finished updates that every value here is of."""
-        self.edits = edits
-        """Edits applied in this incarnation."""
-        self.history = history
-        """Rollbacks in this incarnation: steps come again after each, so that `incarnation`,
-        `history`, `step` and `edits` together name the state."""
-        self.unsettled = unsettled
-        """Training has not continued since update `step`, so the script may still change these
-        values (clamp or average them, say) before it does."""
-        self.label = label
-        """With `unsettled=True`: what the training said these weights are instead of its own
-        (`attachment.not_training_weights`), such as "ema"; empty: its own, as far as it said."""
-        self.optimizer = optimizer
-        """With `optimizer=True`: the optimizer's state of the same step."""
-        self.seconds = seconds
-        """Duration of the call."""
-        self.bytes = bytes
-        """Bytes read from the sidecars."""
+    tensors: InitVar[Mapping[str, torch.Tensor]] = field(kw_only=False)
+    job: str
+    """Name of the job."""
+    incarnation: int
+    """Incarnation of the job."""
+    step: int
+    """Number of finished updates that every value here is of."""
+    seconds: float
+    """Duration of the call."""
+    bytes: int
+    """Bytes read from the sidecars."""
+    edits: int = 0
+    """Edits applied in this incarnation."""
+    history: int = 0
+    """Rollbacks in this incarnation: steps come again after each, so that `incarnation`,
+    `history`, `step` and `edits` together name the state."""
+    unsettled: bool = False
+    """Training has not continued since update `step`, so the script may still change these
+    values (clamp or average them, say) before it does."""
+    label: str = ""
+    """With `unsettled=True`: what the training said these weights are instead of its own
+    (`attachment.not_training_weights`), such as "ema"; empty: its own, as far as it said."""
+    optimizer: OptimizerState | None = None
+    """With `optimizer=True`: the optimizer's state of the same step."""
+
+    def __post_init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.update(tensors)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """A new plain dict for `module.load_state_dict`; its tensors are these, not copies.

@@ -9,7 +9,7 @@ summed by the client.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
@@ -238,63 +238,51 @@ KINDS: tuple[Kind, ...] = ("full", "stats", "histogram")
 Value = TypeVar("Value", covariant=True)
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Frame(Mapping[str, Value], Generic[Value]):
     """Values by name, all at one step of one incarnation."""
 
-    def __init__(
-        self, *, job: str, incarnation: int, history: int, step: int, dropped: int
-    ) -> None:
-        self.job = job
-        """Name of the job."""
-        self.incarnation = incarnation
-        """Incarnation of the job; the same in all frames of a stream."""
-        self.history = history
-        """Rollbacks in this incarnation: steps come again after each."""
-        self.step = step
-        """Gradients: number of the update that consumes them. Parameters: finished updates."""
-        self.dropped = dropped
-        """Frames skipped since the last one."""
+    job: str
+    """Name of the job."""
+    incarnation: int
+    """Incarnation of the job; the same in all frames of a stream."""
+    history: int
+    """Rollbacks in this incarnation: steps come again after each."""
+    step: int
+    """Gradients: number of the update that consumes them. Parameters: finished updates."""
+    dropped: int
+    """Frames skipped since the last one."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class GradFrame(Frame[Value]):
     """Gradients of all ranks before one update, or their statistics.
 
     `frame[name]` is None if there is no gradient; `frame.none` says why.
     """
 
-    def __init__(
+    made: InitVar[Mapping[str, Callable[[], Value]]] = field(kw_only=False)
+    """What makes the values, on first access."""
+    none: Mapping[str, str]
+    """Reason why there is no gradient, by name."""
+    scale: float
+    """Loss scale that the gradients still contain; 1 for none."""
+    clip_factor: float | None
+    """Factor that clipping applied; None if the trainer did not report it."""
+    read_s: float = 0.0
+    """Seconds it took to read the frame after all ranks had captured it."""
+    parts: InitVar[Mapping[str, Sequence[Part]] | None] = None
+    """Of each gradient; for statistics only."""
+    bad_ranks: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Ranks that hold NaN or infinities, by name; for statistics only."""
+
+    def __post_init__(
         self,
-        values: Mapping[str, Callable[[], Value]],
-        *,
-        job: str,
-        incarnation: int,
-        history: int,
-        step: int,
-        dropped: int,
-        none: Mapping[str, str],
-        scale: float,
-        clip_factor: float | None,
-        read_s: float = 0.0,
-        parts: Mapping[str, Sequence[Part]] | None = None,
-        bad_ranks: Mapping[str, Sequence[int]] | None = None,
+        made: Mapping[str, Callable[[], Value]],
+        parts: Mapping[str, Sequence[Part]] | None,
     ) -> None:
-        """`values` are called on first access. `parts` are given for statistics only."""
-        super().__init__(
-            job=job, incarnation=incarnation, history=history, step=step, dropped=dropped
-        )
-        self._make = values
+        self._make, self._parts = made, parts
         self._values: dict[str, Value] = {}
-        self._parts = parts
-        self.bad_ranks = bad_ranks if bad_ranks is not None else {}
-        """Ranks that hold NaN or infinities, by name; for statistics only."""
-        self.none = none
-        """Reason why there is no gradient, by name."""
-        self.scale = scale
-        """Loss scale that the gradients still contain; 1 for none."""
-        self.read_s = read_s
-        """Seconds it took to read the frame after all ranks had captured it."""
-        self.clip_factor = clip_factor
-        """Factor that clipping applied; None if the trainer did not report it."""
 
     def __getitem__(self, name: str) -> Value:
         if name not in self._values:
@@ -354,34 +342,22 @@ class GradFrame(Frame[Value]):
         )
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class ParamFrame(Frame["torch.Tensor"]):
     """Parameters after one update. Unchanged tensors are the last frame's own objects, unless they
     have been written to: those are made again."""
 
-    def __init__(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        changed: Sequence[str],
-        job: str,
-        incarnation: int,
-        history: int,
-        step: int,
-        dropped: int,
-        sent_bytes: int = 0,
-        changed_bytes: int | None = None,
-    ) -> None:
-        super().__init__(
-            job=job, incarnation=incarnation, history=history, step=step, dropped=dropped
-        )
-        self._tensors = dict(tensors)
-        self.changed = tuple(changed)
-        """Names whose values differ from the last frame; all names in the first one."""
-        self.sent_bytes = sent_bytes
-        """Bytes that came from the ranks for this frame."""
-        self.changed_bytes = changed_bytes
-        """Bytes of the elements that differ from the last frame, replicas read once; None without
-        deltas."""
+    tensors: InitVar[Mapping[str, torch.Tensor]] = field(kw_only=False)
+    changed: Sequence[str]
+    """Names whose values differ from the last frame; all names in the first one."""
+    sent_bytes: int = 0
+    """Bytes that came from the ranks for this frame."""
+    changed_bytes: int | None = None
+    """Bytes of the elements that differ from the last frame, replicas read once; None without
+    deltas."""
+
+    def __post_init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors, self.changed = dict(tensors), tuple(self.changed)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._tensors[name]

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
 
-import grpc.aio
 import xxhash
 
 from paramd.errors import (
@@ -30,22 +29,21 @@ from paramd.errors import (
 )
 from paramd.layout.exports.files import ExportFile
 from paramd.layout.exports.plan import ExportPlan
-from paramd.mesh.peers.control import PeerAddress
-from paramd.mesh.peers.grpc import Asked, Channels, check_way, error_of
+from paramd.mesh.peers.sidecars import Pinned, RankPin, Sidecars
+from paramd.mesh.reading.stream import Reading, read_bytes
 from paramd.mesh.reading.transfer import SharedSnapshot, is_same_host
+from paramd.state import StateName
 from paramd.v1 import export_pb2
-from paramd.v1 import sidecar_pb2 as pb
-from paramd.wire import Chunk
 from paramd_service.aio import all_of, ended, in_executor
 from paramd_service.destinations.destinations import FileSink, Place
 from paramd_service.formats.filling import Batch, Filler, Memory, batches
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc.auth import CALLER_TICKET
+from paramd_service.sidecar.rpc.peers import Peers
 
-SEGMENT_BYTES = 32 << 20
-"""Requested from a peer at once: reads are mostly sequential."""
+SEGMENT_BYTES = 4 << 20
+"""Fetched from a peer at once, and kept for each: about the window of a gRPC stream."""
 
-_SKIP_BYTES = 1 << 20
 _READ_S = 60.0
 _TRIES = 4
 _PAUSE_S = 0.2
@@ -90,30 +88,15 @@ class HostMemory:
 
 
 class PeerMemory:
-    """A snapshot of a remote peer; sequential reads continue one stream."""
+    """A snapshot of a remote peer. A segment is fetched at once: reads are mostly sequential."""
 
-    def __init__(
-        self,
-        channels: Channels,
-        asked: Asked,
-        snapshot_id: str,
-        size_bytes: int,
-        state: tuple[int, int],
-    ) -> None:
-        """`state` is the expected (incarnation, step)."""
-        self._channels = channels
-        self._asked = asked
-        self._who = asked.who
-        self._snapshot_id = snapshot_id
-        self._size_bytes = size_bytes
-        self._state = state
+    def __init__(self, reading: Reading, pin: RankPin) -> None:
+        """`reading`: how its bytes are read, but for the deadline."""
+        self._reading = reading
+        self._pin = pin
         self._loop = asyncio.get_running_loop()
-        self._stream: AsyncGenerator[Chunk, None] | None = None
-        self._rest = memoryview(b"")
-        self._at = 0
-        """Offset of the first byte of `_rest`."""
-        self._end = 0
-        """Offset where the stream ends."""
+        self._begin = 0
+        self._segment = memoryview(b"")
         self._lock = asyncio.Lock()
 
     def read_into(self, target: memoryview, offset_bytes: int) -> None:
@@ -131,73 +114,24 @@ class PeerMemory:
             ParamdError: the peer is gone, its lease ended, or its bytes are wrong.
         """
         async with self._lock:
-            found = memoryview(bytearray(size_bytes))
-            filled = tries = 0
-            while filled < size_bytes:
-                try:
-                    filled += await self._some(found[filled:], offset_bytes + filled)
-                    tries = 0
-                except (UnreachableError, ExhaustedError, DataLossError):
-                    await self._drop()
-                    tries += 1
-                    if tries == _TRIES:
-                        raise
-                    await asyncio.sleep(_PAUSE_S * tries)
-            return found
+            end = offset_bytes + size_bytes
+            if not self._begin <= offset_bytes <= end <= self._begin + len(self._segment):
+                until = min(offset_bytes + max(size_bytes, SEGMENT_BYTES), self._pin.size_bytes)
+                self._segment = memoryview(await self._fetched(offset_bytes, until))
+                self._begin = offset_bytes
+            return self._segment[offset_bytes - self._begin : end - self._begin]
 
-    async def close(self) -> None:
-        """End the stream."""
-        async with self._lock:
-            await self._drop()
-
-    async def _some(self, target: memoryview, offset: int) -> int:
-        """Some bytes from `offset` on, at least one."""
-        near = self._at <= offset <= self._at + len(self._rest) + _SKIP_BYTES
-        if self._stream is None or not near or offset >= self._end:
-            await self._begin(offset, len(target))
-        while self._at + len(self._rest) <= offset:
-            await self._next()
-        self._rest = self._rest[offset - self._at :]
-        size = min(len(target), len(self._rest))
-        target[:size] = self._rest[:size]
-        self._rest = self._rest[size:]
-        self._at = offset + size
-        return size
-
-    async def _begin(self, offset: int, size_bytes: int) -> None:
-        await self._drop()
-        self._end = min(offset + max(size_bytes, SEGMENT_BYTES), self._size_bytes)
-        request = pb.ReadSnapshotRequest(
-            snapshot_id=self._snapshot_id, offset_bytes=offset, size_bytes=self._end - offset
-        )
-        stream = self._channels.read(self._asked, request, timeout_s=_READ_S)
-        self._stream = cast("AsyncGenerator[Chunk, None]", stream)
-        self._at = offset
-        self._rest = memoryview(b"")
-
-    async def _next(self) -> None:
-        assert self._stream is not None
-        try:
-            chunk = await anext(self._stream)
-        except StopAsyncIteration:
-            raise DataLossError(f"{self._who}: its stream ended early") from None
-        except grpc.aio.AioRpcError as error:
-            raise error_of(error, self._who) from error
-        if chunk.header is not None:
-            if (chunk.header.incarnation, chunk.header.step) != self._state:
-                raise ConflictError(f"{self._who} sent another step than the pinned one")
-            return
-        chunk.check()
-        if chunk.offset_bytes != self._at + len(self._rest):
-            raise DataLossError(f"{self._who} sent bytes that were not requested")
-        self._at = chunk.offset_bytes
-        self._rest = chunk.data
-
-    async def _drop(self) -> None:
-        stream, self._stream = self._stream, None
-        self._rest = memoryview(b"")
-        if stream is not None:
-            await stream.aclose()
+    async def _fetched(self, begin: int, end: int) -> bytearray:
+        for tries in range(1, _TRIES + 1):
+            reading = replace(self._reading, deadline_s=time.monotonic() + _READ_S)
+            try:
+                return await read_bytes(reading, self._pin.rank, begin, end)
+            except ExhaustedError:
+                # Other ranks read there, too: each call takes one of the peer's slots.
+                if tries == _TRIES:
+                    raise
+            await asyncio.sleep(_PAUSE_S * tries)
+        raise AssertionError("the last try returns or raises")
 
 
 class Memories:
@@ -207,7 +141,6 @@ class Memories:
         self._rank = rank
         self._plan = plan
         self._message = message
-        self._channels = Channels(CALLER_TICKET.get, job_tls=rank.job_tls)
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> dict[tuple[int, str], Memory]:
@@ -217,10 +150,14 @@ class Memories:
             UsageError: the message lacks a snapshot of the plan.
             NotFoundError: the lease of a snapshot on this host has ended.
         """
-        self._stack.push_async_callback(self._channels.close)
+        # Taken here: the threads that read have no context of the call.
+        ticket = CALLER_TICKET.get()
+        peers = Peers(self._rank, self._rank.ready_mesh(), lambda: ticket)
+        self._stack.push_async_callback(peers.close)
         pins = {(pin.rank, pin.state_key): pin.snapshot_id for pin in self._message.pins}
         found: dict[tuple[int, str], Memory] = {}
         try:
+            sidecars = await peers.sidecars()
             for key, source in self._plan.sources.items():
                 for rank, spans in source.spans.items():
                     if (rank, key) not in pins:
@@ -228,7 +165,7 @@ class Memories:
                             f"pins: no snapshot of rank {rank} for {key or 'parameters'!r}"
                         )
                     size_bytes = sum(end - begin for begin, end in spans)
-                    found[rank, key] = await self._open(rank, pins[rank, key], size_bytes)
+                    found[rank, key] = await self._open(sidecars, rank, pins[rank, key], size_bytes)
         except BaseException:
             await self._stack.aclose()
             raise
@@ -237,14 +174,14 @@ class Memories:
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
-    async def _open(self, number: int, snapshot_id: str, size_bytes: int) -> Memory:
+    async def _open(
+        self, sidecars: Sidecars, number: int, snapshot_id: str, size_bytes: int
+    ) -> Memory:
         if number == self._rank.config.rank:
             return self._own(snapshot_id, size_bytes)
-        peers = {peer.rank: peer for peer in self._rank.ready_mesh().peers}
-        info = peers.get(number)
-        if info is None:
+        peer = sidecars.document.peers.get(number)
+        if peer is None:
             raise UsageError(f"pins: rank {number} is not in this mesh")
-        peer = PeerAddress(number, info.address, info.socket_path, info.host_id)
         if is_same_host(peer):
             ticket = CALLER_TICKET.get()
             try:
@@ -254,22 +191,10 @@ class Memories:
             else:
                 self._stack.callback(shared.close)
                 return HostMemory(shared)
-        check_way(number, info.address, info.host_id)
-        asked = Asked(
-            job=self._rank.config.job,
-            incarnation=self._rank.incarnation,
-            rank=number,
-            address=info.address,
-        )
-        memory = PeerMemory(
-            self._channels,
-            asked,
-            snapshot_id,
-            size_bytes,
-            (self._message.incarnation, self._message.step),
-        )
-        self._stack.push_async_callback(memory.close)
-        return memory
+        found = self._message
+        state = StateName(found.incarnation, found.history, found.step, found.edits)
+        pin = RankPin(number, snapshot_id, found.incarnation, found.step, size_bytes, 0.0)
+        return PeerMemory(Reading(sidecars, Pinned.at(state, {number: pin}), 0.0, "grpc"), pin)
 
     def _own(self, snapshot_id: str, size_bytes: int) -> OwnMemory:
         store = self._rank.pins.store

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Seque
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from paramd.errors import DataLossError, ExhaustedError, UsageError
+from paramd.errors import ExhaustedError, UsageError
 from paramd.layout.codec import decode_layout
 from paramd.layout.dtypes import item_bytes
 from paramd.layout.plan import Landing, ReadPlan, ResultTensor, plan_read
@@ -22,10 +22,10 @@ from paramd.layout.stats import FIELDS
 from paramd.layout.types import Box
 from paramd.mesh.frames.frames import GradFrame, Kind
 from paramd.mesh.frames.grads import REASONS, GradRequest, open_stream
-from paramd.mesh.peers.control import JobDocument, PeerAddress
-from paramd.mesh.peers.grpc import Background, Channels
-from paramd.mesh.peers.sidecars import Pinned, RankPin, Sidecars
+from paramd.mesh.peers.control import JobDocument
+from paramd.mesh.peers.sidecars import Pinned, Sidecars
 from paramd.mesh.reading.pin import Pinner
+from paramd.mesh.reading.stream import Reading, read_bytes
 from paramd.mesh.reading.transfer import Transfer
 from paramd.v1 import common_pb2, layout_pb2
 from paramd.v1 import sidecar_pb2 as pb
@@ -34,6 +34,7 @@ from paramd_service.aio import all_of
 from paramd_service.sidecar.owner import Mesh
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc.auth import CALLER_TICKET
+from paramd_service.sidecar.rpc.peers import Peers
 
 if TYPE_CHECKING:
     import torch
@@ -125,20 +126,13 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return data
 
 
-class Gatherer:
+class Gatherer(Peers):
     """Answers Summon in one mesh. Also the job as this sidecar knows it, for a stream; see
     `ReachLike`."""
 
     def __init__(self, rank: RankSidecar, mesh: Mesh) -> None:
-        self.mesh = mesh
-        self._rank = rank
-        self._background = Background()
-        self._channels = Channels(CALLER_TICKET.get, job_tls=rank.job_tls)
+        super().__init__(rank, mesh, CALLER_TICKET.get)
         self._index: NameIndex | None = None
-
-    async def close(self) -> None:
-        await self._background.close()
-        await self._channels.close()
 
     async def summon(
         self, request: pb.SummonRequest, timeout_s: float
@@ -157,8 +151,9 @@ class Gatherer:
             spans, deadline_s=deadline_s, with_buffers=selection.at_boundary
         ) as pinned:
             yield pb.SummonResponse(header=self._header(pinned)).SerializeToString()
+            reading = Reading(sidecars, pinned, deadline_s, "grpc")
             for number, tensor in enumerate(plan.tensors):
-                data = await self._tensor(plan, number, pinned, deadline_s)
+                data = await _tensor(reading, plan, number)
                 yield _begin(tensor)
                 for begin in range(0, len(data), CHUNK_BYTES):
                     yield summon_chunk(memoryview(data)[begin : begin + CHUNK_BYTES])
@@ -175,10 +170,6 @@ class Gatherer:
             self._index = NameIndex(decode_layout(layout))
         return self._index
 
-    async def sidecars(self) -> Sidecars:
-        """All ranks' sidecars, called with our caller's ticket."""
-        return Sidecars(self._channels, self.document, self._background)
-
     async def refresh(self) -> JobDocument:
         return self.document
 
@@ -189,73 +180,6 @@ class Gatherer:
         self, attempt: Callable[[Sidecars], Awaitable[Answer]], deadline_s: float
     ) -> Answer:
         return await attempt(await self.sidecars())
-
-    async def _tensor(
-        self, plan: ReadPlan, number: int, pinned: Pinned, deadline_s: float
-    ) -> bytearray:
-        """All bytes of one result, row-major."""
-        tensor = plan.tensors[number]
-        result = bytearray(tensor.size_bytes)
-        landings = [
-            (pinned.pins[read.rank], landing)
-            for read in plan.ranks
-            for landing in read.landings
-            if landing.tensor == number
-        ]
-        await all_of(
-            self._land(pin, landing, tensor, result, deadline_s) for pin, landing in landings
-        )
-        return result
-
-    async def _land(
-        self,
-        pin: RankPin,
-        landing: Landing,
-        tensor: ResultTensor,
-        result: bytearray,
-        deadline_s: float,
-    ) -> None:
-        data = await self._read(pin, landing.begin_bytes, landing.size_bytes, deadline_s)
-        if landing.target_begin_bytes is not None:
-            begin = landing.target_begin_bytes
-            result[begin : begin + landing.size_bytes] = data
-            return
-        assert isinstance(landing.target, Box), "an interval is always direct"
-        # Imported on first use: a sidecar that never gathers stays small.
-        from paramd_service.formats.cast import place
-
-        await asyncio.to_thread(
-            place,
-            data,
-            landing.sizes,
-            landing.strides,
-            result,
-            tensor.shape,
-            landing.target,
-            item_bytes(tensor.dtype),
-        )
-
-    async def _read(
-        self, pin: RankPin, begin: int, size_bytes: int, deadline_s: float
-    ) -> bytearray:
-        request = pb.ReadSnapshotRequest(
-            snapshot_id=pin.snapshot_id, offset_bytes=begin, size_bytes=size_bytes
-        )
-        asked = self.document.asked(pin.rank)
-        data = bytearray(size_bytes)
-        filled = 0
-        stream = self._channels.read(asked, request, timeout_s=deadline_s - time.monotonic())
-        async for chunk in stream:
-            if chunk.size_bytes == 0:
-                continue
-            chunk.check()
-            if chunk.offset_bytes != begin + filled or filled + chunk.size_bytes > size_bytes:
-                raise DataLossError(f"rank {pin.rank} sent bytes that were not requested")
-            data[filled : filled + chunk.size_bytes] = chunk.data
-            filled += chunk.size_bytes
-        if filled != size_bytes:
-            raise DataLossError(f"rank {pin.rank} sent {filled} of {size_bytes} bytes")
-        return data
 
     def _check_sizes(self, plan: ReadPlan) -> None:
         attached = self._rank.attached
@@ -268,26 +192,6 @@ class Gatherer:
                 f"of {budget:,}; request a slice of it, or use a client that reads from all ranks"
             )
 
-    @property
-    def document(self) -> JobDocument:
-        """The job as this sidecar knows it, without a ticket of its own."""
-        attached = self._rank.attached
-        if attached is None:
-            raise UsageError("the trainer has ended")
-        return JobDocument(
-            job=self._rank.config.job,
-            incarnation=attached.incarnation,
-            world_size=attached.request.world_size,
-            control_address=self.mesh.control_address,
-            layout_digest=self.mesh.layout_digest,
-            peers={
-                peer.rank: PeerAddress(peer.rank, peer.address, peer.socket_path, peer.host_id)
-                for peer in self.mesh.peers
-            },
-            ticket="",
-            ticket_expires_s=0.0,
-        )
-
     def _header(self, pinned: Pinned) -> common_pb2.Header:
         return common_pb2.Header(
             job=self._rank.config.job,
@@ -298,6 +202,43 @@ class Gatherer:
             layout_digest=self.mesh.layout_digest,
             unsettled=pinned.unsettled,
         )
+
+
+async def _tensor(reading: Reading, plan: ReadPlan, number: int) -> bytearray:
+    """All bytes of one result, row-major."""
+    tensor = plan.tensors[number]
+    result = bytearray(tensor.size_bytes)
+    await all_of(
+        _land(reading, read.rank, landing, tensor, result)
+        for read in plan.ranks
+        for landing in read.landings
+        if landing.tensor == number
+    )
+    return result
+
+
+async def _land(
+    reading: Reading, rank: int, landing: Landing, tensor: ResultTensor, result: bytearray
+) -> None:
+    data = await read_bytes(reading, rank, landing.begin_bytes, landing.end_bytes)
+    if landing.target_begin_bytes is not None:
+        begin = landing.target_begin_bytes
+        result[begin : begin + landing.size_bytes] = data
+        return
+    assert isinstance(landing.target, Box), "an interval is always direct"
+    # Imported on first use: a sidecar that never gathers stays small.
+    from paramd_service.formats.cast import place
+
+    await asyncio.to_thread(
+        place,
+        data,
+        landing.sizes,
+        landing.strides,
+        result,
+        tensor.shape,
+        landing.target,
+        item_bytes(tensor.dtype),
+    )
 
 
 def _begin(tensor: ResultTensor) -> bytes:

@@ -374,10 +374,14 @@ class PinnedStep:
             asyncio.create_task(self._renew(), name="paramd-step-leases") if pins else None
         )
 
+    @property
+    def pinned(self) -> Pinned:
+        """The snapshots."""
+        return Pinned.at(self.state, self.pins)
+
     def reading(self, transport: Transport = "auto") -> Reading:
         """How to read it, within `READ_S` from now."""
-        pinned = Pinned.at(self.state, self.pins)
-        return Reading(self.sidecars, pinned, time.monotonic() + READ_S, transport)
+        return Reading(self.sidecars, self.pinned, time.monotonic() + READ_S, transport)
 
     def release(self) -> None:
         """End the leases; never waits. Idempotent."""

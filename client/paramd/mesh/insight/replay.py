@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from paramd.errors import AbortedError, DeadlineError, NotFoundError, UsageError
 from paramd.layout.select import SelectedTensor, select
 from paramd.layout.types import joined
-from paramd.mesh.frames.stepping import PinnedStep
-from paramd.mesh.insight.steps import Facts, hold, present
+from paramd.mesh.insight.steps import Facts, facts_of, hold, present
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.grpc import all_ended
-from paramd.mesh.peers.sidecars import Sidecars
+from paramd.mesh.peers.sidecars import Sidecars, Spans
 from paramd.mesh.results import Table
 from paramd.state import At
 from paramd.v1 import sidecar_pb2 as pb
@@ -141,8 +140,9 @@ async def _one(
     """An update about two times `ahead` steps from `now`. Raises AbortedError: it was missed."""
     step = now.step + ahead
     async with AsyncExitStack() as stack:
-        known = await _pin(stack, sidecars, rank, [], "any", At(now.history, step), deadline_s)
-        facts = Facts.parse(known.answers[rank].optimizer)
+        at = At(now.history, step)
+        known = await hold(stack, sidecars, {rank: ()}, "any", at, deadline_s)
+        facts = facts_of(known)[rank]
         spans = spans_of(facts, rank, chosen)
         if not spans:
             raise UsageError(
@@ -151,12 +151,13 @@ async def _one(
         step += ahead
         keys = ["", *facts.keys]
         before_it, after_it = At(now.history, step), At(now.history, step + 1)
+        of = {rank: spans}
         # (spans, key, step): parameters and state before and after, gradients, hyper-parameters.
-        wanted: list[tuple[list[tuple[int, int]], str | None, At]]
-        wanted = [(spans, key, at) for at in (before_it, after_it) for key in keys]
-        wanted += [(spans, None, after_it), ([], "any", before_it)]
+        wanted: list[tuple[Spans, str | None, At]]
+        wanted = [(of, key, at) for at in (before_it, after_it) for key in keys]
+        wanted += [(of, None, after_it), ({rank: ()}, "any", before_it)]
         # If one fails, the others must not enter their leases into a closed stack.
-        pinned = await all_ended([_pin(stack, sidecars, rank, *one, deadline_s) for one in wanted])
+        pinned = await all_ended([hold(stack, sidecars, *one, deadline_s) for one in wanted])
         ids = [one.answers[rank].snapshot_id for one in pinned]
         before, after, (gradients, used) = ids[: len(keys)], ids[len(keys) : -2], ids[-2:]
         request = pb.ReplayUpdateRequest(
@@ -179,24 +180,6 @@ async def _one(
         rank=rank,
         step=step + 1,
     )
-
-
-async def _pin(
-    stack: AsyncExitStack,
-    sidecars: Sidecars,
-    rank: int,
-    spans: list[tuple[int, int]],
-    key: str | None,
-    at: At,
-    deadline_s: float,
-) -> PinnedStep:
-    """Parameters ("" as key), state, or gradients (None)."""
-    template = pb.PinSnapshotRequest()
-    if key is None:
-        template.source = pb.SOURCE_GRADIENTS
-    elif key:
-        template.source, template.state_key = pb.SOURCE_MOMENTS, key
-    return await hold(stack, sidecars, {rank: spans}, template, at, deadline_s)
 
 
 def spans_of(facts: Facts, rank: int, chosen: Sequence[SelectedTensor]) -> list[tuple[int, int]]:

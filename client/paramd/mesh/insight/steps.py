@@ -74,38 +74,22 @@ class Facts:
         return found
 
 
-async def pin_at(
-    stack: AsyncExitStack, sidecars: Sidecars, spans: Spans, key: str, at: At, deadline_s: float
-) -> Pinned:
-    """Pin spans of parameters, or with a `key` their optimizer state, at a step to come.
-
-    Raises: as `pin_moments_at`.
-    """
-    if key:
-        return (await pin_moments_at(stack, sidecars, spans, key, at, deadline_s)).pinned
-    held = await hold(stack, sidecars, spans, pb.PinSnapshotRequest(), at, deadline_s)
-    return Pinned.at(held.state, held.pins)
+def facts_of(held: PinnedStep) -> Mapping[int, Facts]:
+    """What the ranks say of their optimizers at a step of which state was pinned, by rank."""
+    return {rank: Facts.parse(answer.optimizer) for rank, answer in held.answers.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class HeldMoments:
-    """One kind of state at one step."""
-
-    pinned: Pinned
-    facts: Mapping[int, Facts]
-    """By rank."""
-
-
-async def pin_moments_at(
+async def hold(
     stack: AsyncExitStack,
     sidecars: Sidecars,
     spans: Spans,
-    key: str,
+    key: str | None,
     at: At,
     deadline_s: float,
-) -> HeldMoments:
-    """Pin one kind of state at a step to come; `stack` releases it. Bytes are laid out as those of
-    parameters with the same spans.
+) -> PinnedStep:
+    """Pin spans of parameters ("" as key), of one kind of optimizer state, or of gradients (None),
+    at a step to come, by the ranks of `spans`; `stack` releases it. State is laid out as the
+    parameters of the same spans.
 
     Raises:
         AbortedError: a rank missed the step.
@@ -113,27 +97,12 @@ async def pin_moments_at(
         NotFoundError: its optimizer has no such state.
         ParamdError: as `hold_step`.
     """
-    template = pb.PinSnapshotRequest(source=pb.SOURCE_MOMENTS, state_key=key)
-    held = await hold(stack, sidecars, spans, template, at, deadline_s)
-    facts = {rank: Facts.parse(answer.optimizer) for rank, answer in held.answers.items()}
-    return HeldMoments(Pinned.at(held.state, held.pins), facts)
-
-
-async def hold(
-    stack: AsyncExitStack,
-    sidecars: Sidecars,
-    spans: Spans,
-    template: pb.PinSnapshotRequest,
-    at: At,
-    deadline_s: float,
-) -> PinnedStep:
-    """Pin what `template` says at a step to come, by the ranks of `spans`; `stack` releases it.
-
-    Raises: as `hold_step`.
-    """
-    templates = {rank: sidecars.pin_request(of, CAPTURE_LEASE_S) for rank, of in spans.items()}
-    for request in templates.values():
-        request.MergeFrom(template)
+    more: dict[str, Any] = {"source": pb.SOURCE_GRADIENTS} if key is None else {}
+    if key:
+        more = {"source": pb.SOURCE_MOMENTS, "state_key": key}
+    templates = {
+        rank: sidecars.pin_request(of, CAPTURE_LEASE_S, **more) for rank, of in spans.items()
+    }
     left_s = min(deadline_s - time.monotonic(), MAX_WAIT_S)
     held = await hold_step(sidecars, templates, at, left_s, hold_s=left_s)
     stack.callback(held.release)
@@ -172,10 +141,10 @@ async def pin_step(
     spans = {read.rank: read.spans for read in plan.ranks}
     try:
         left_s = min(deadline_s - time.monotonic(), MAX_WAIT_S)
-        held = await hold(stack, sidecars, spans, pb.PinSnapshotRequest(), at, deadline_s)
+        held = await hold(stack, sidecars, spans, "", at, deadline_s)
     except (AbortedError, DeadlineError, TrainingEndedError) as error:
         raise await _why_not_pinned(sidecars, list(spans), at, left_s, error) from error
-    return Pinned.at(held.state, held.pins)
+    return held.pinned
 
 
 async def _why_not_pinned(

@@ -26,7 +26,8 @@ from paramd.layout.dtypes import item_bytes
 from paramd.layout.plan import ReadPlan, plan_read
 from paramd.layout.select import SelectedTensor, select
 from paramd.mesh.exports.download import batches
-from paramd.mesh.insight.steps import Facts, HeldMoments, pin_moments_at, pin_step, present
+from paramd.mesh.frames.stepping import PinnedStep
+from paramd.mesh.insight.steps import Facts, facts_of, hold, pin_step, present
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.grpc import all_ended
 from paramd.mesh.peers.sidecars import Pinned, Sidecars, Spans
@@ -48,7 +49,7 @@ KEY = "exp_avg_sq"
 ADAMS = ("torch.optim.adam.Adam", "torch.optim.adamw.AdamW")
 """Optimizers whose rule gives the effective learning rate."""
 
-Moments: TypeAlias = tuple[HeldMoments, Mapping[int, Facts]]
+Moments: TypeAlias = tuple[PinnedStep, Mapping[int, Facts]]
 """The moments after an update, and what the update used, by rank."""
 
 
@@ -218,15 +219,15 @@ async def _two_steps(
     before, after, used, moments = await all_ended(pins)
     if isinstance(used, str) or isinstance(moments, str):
         return before, after, used if isinstance(used, str) else moments
-    return before, after, (moments, used.facts)
+    return before, after, (moments, facts_of(used))
 
 
 async def _moments(
     stack: AsyncExitStack, sidecars: Sidecars, spans: Spans, at: At, deadline_s: float
-) -> HeldMoments | str:
+) -> PinnedStep | str:
     """The second moments at a step; why there are none."""
     try:
-        return await pin_moments_at(stack, sidecars, spans, KEY, at, deadline_s)
+        return await hold(stack, sidecars, spans, KEY, at, deadline_s)
     except AbortedError as error:
         raise ConflictError(str(error)) from error
     except (ConflictError, NotFoundError, ExhaustedError) as error:
@@ -241,10 +242,11 @@ async def _with_moments(
     moments: Moments,
 ) -> list[UpdateRow]:
     held, used = moments
+    facts = facts_of(held)
     table = await compute_stats(reading, plan)
     found = []
     for row, stats, item in zip(rows, table, group, strict=True):
-        known = _where(item, held.facts)
+        known = _where(item, facts)
         if known is None or KEY not in known[1]["keys"] or not stats.summary.count:
             found.append(row)
             continue

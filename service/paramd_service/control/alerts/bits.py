@@ -158,14 +158,14 @@ class BitRounds:
 
     async def _keys(self, sidecars: Sidecars, ranks: Sequence[int], now: At) -> list[str]:
         """Kinds of optimizer state that sidecars have in memory."""
-        from paramd.mesh.insight.steps import pin_moments_at
+        from paramd.mesh.insight.steps import facts_of, hold
 
         deadline_s = time.monotonic() + self._config.sample_timeout_s
         at = At(now.history, now.step + self._ahead)
         try:
             async with AsyncExitStack() as stack:
-                held = await pin_moments_at(stack, sidecars, {ranks[0]: ()}, "any", at, deadline_s)
-                return list(held.facts[ranks[0]].keys)
+                held = await hold(stack, sidecars, {ranks[0]: ()}, "any", at, deadline_s)
+                return list(facts_of(held)[ranks[0]].keys)
         except ConflictError as error:
             if self._said != str(error):
                 self._said = str(error)
@@ -175,13 +175,13 @@ class BitRounds:
     async def _compared(
         self, reach: SidecarFinder, sidecars: Sidecars, part: Part, at: At
     ) -> DigestRound:
-        from paramd.mesh.insight.steps import pin_at
+        from paramd.mesh.insight.steps import hold
 
         spans = spans_of(part.groups)
         deadline_s = time.monotonic() + self._config.sample_timeout_s
         async with AsyncExitStack() as stack:
-            pinned = await pin_at(stack, sidecars, spans, part.key, at, deadline_s)
-            reading = Reading(sidecars, pinned, deadline_s)
+            held = await hold(stack, sidecars, spans, part.key, at, deadline_s)
+            reading = Reading(sidecars, held.pinned, deadline_s)
             return await digests_of(reach, reading, spans, part.groups)
 
 

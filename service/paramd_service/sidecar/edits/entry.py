@@ -60,28 +60,21 @@ class Body:
 
 def body_at(begin: int, edit: RankEdit, *, ops: Sequence[PlannedOp], undoable: bool) -> Body:
     """Lay out an edit's body at `begin`, a multiple of the page size."""
-    room = _aligned(program_bytes(len(edit.items)))
-    data_begin = begin + room * (2 if undoable else 1)
-    preimage_begin = data_begin + _aligned(edit.data_bytes)
+    body = body_of(begin, begin, record_count=len(edit.items), undoable=undoable)
+    preimage_begin = body.data_begin + _aligned(edit.data_bytes)
     kept = sum(_aligned(item.size_bytes) for item in edit.items if _keeps(item, ops))
-    return Body(
-        begin=begin,
-        end=preimage_begin + (kept if undoable else 0),
-        programs=(begin, begin + room if undoable else begin),
-        data_begin=data_begin,
-        preimage_begin=preimage_begin,
-    )
+    end = preimage_begin + (kept if undoable else 0)
+    return replace(body, preimage_begin=preimage_begin, end=end)
 
 
 def body_of(begin: int, end: int, *, record_count: int, undoable: bool) -> Body:
     """A body laid out by a predecessor; only what undo and preview need."""
     room = _aligned(program_bytes(record_count))
-    data_begin = begin + room * (2 if undoable else 1)
     return Body(
         begin=begin,
         end=end,
         programs=(begin, begin + room if undoable else begin),
-        data_begin=data_begin,
+        data_begin=begin + room * (2 if undoable else 1),
         preimage_begin=end,
     )
 

@@ -137,51 +137,26 @@ READERS = EDITORS | {Role.READER}
 _VIEWERS = READERS | {Role.VIEWER}
 _CONTROL = frozenset({Role.CONTROL})
 
-ROLES: dict[str, frozenset[Role]] = {
+_METHODS: dict[frozenset[Role], str] = {
     # The sidecars of other ranks ask where the control plane is.
-    f"/{SERVICE}/GetState": _VIEWERS | {Role.SIDECAR},
-    f"/{SERVICE}/GetMesh": _VIEWERS,
-    f"/{SERVICE}/GetLayout": _VIEWERS,
-    f"/{SERVICE}/PinSnapshot": READERS,
-    f"/{SERVICE}/ReachBoundary": _CONTROL,
-    f"/{SERVICE}/WithdrawBoundary": _CONTROL,
-    f"/{SERVICE}/RenewHold": _CONTROL,
-    f"/{SERVICE}/StageEdit": EDITORS,
-    f"/{SERVICE}/GetEdit": EDITORS,
-    f"/{SERVICE}/PreviewEdit": EDITORS,
-    f"/{SERVICE}/DropEdit": _CONTROL,
-    f"/{SERVICE}/MakeMark": _CONTROL,
-    f"/{SERVICE}/DropMark": _CONTROL,
-    f"/{SERVICE}/ListKeptStates": _VIEWERS,
-    f"/{SERVICE}/ReadSnapshot": READERS,
-    f"/{SERVICE}/GrantStream": READERS,
-    f"/{SERVICE}/RenewSnapshot": READERS,
-    f"/{SERVICE}/ReleaseSnapshot": READERS,
-    f"/{SERVICE}/ComputeStats": READERS,
-    f"/{SERVICE}/PoolSnapshot": READERS,
-    f"/{SERVICE}/ProfileSnapshot": READERS,
-    f"/{SERVICE}/MultiplySnapshot": READERS,
-    f"/{SERVICE}/ReplayUpdate": READERS,
-    f"/{SERVICE}/ListSnapshots": READERS,
-    f"/{SERVICE}/DigestSnapshot": READERS,
-    f"/{SERVICE}/DeltaSnapshot": READERS,
-    f"/{SERVICE}/GetMetrics": _VIEWERS,
-    f"/{SERVICE}/Summon": READERS,
-    f"/{SERVICE}/InspectTrainer": READERS,
-    f"/{SERVICE}/ReachPeers": _VIEWERS,
-    f"/{SERVICE}/GetLogged": READERS,
-    f"/{SERVICE}/GetLog": _CONTROL,
-    f"/{SERVICE}/StreamGradients": READERS,
-    f"/{SERVICE}/PutCopy": frozenset({Role.COPIER}),
-    f"/{SERVICE}/BeginExport": _CONTROL,
-    f"/{SERVICE}/WriteExportFile": _CONTROL,
-    f"/{SERVICE}/StoreExportFile": _CONTROL,
-    f"/{SERVICE}/VerifyExportFile": _CONTROL,
-    f"/{SERVICE}/ReadExportFile": _CONTROL,
-    f"/{SERVICE}/FinishExport": _CONTROL,
-    f"/{SERVICE}/DropExport": _CONTROL,
-    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _VIEWERS,
+    _VIEWERS | {Role.SIDECAR}: "GetState",
+    _VIEWERS: "GetMesh GetLayout ListKeptStates GetMetrics ReachPeers",
+    READERS: (
+        "PinSnapshot ReadSnapshot GrantStream RenewSnapshot ReleaseSnapshot ListSnapshots "
+        "ComputeStats PoolSnapshot ProfileSnapshot MultiplySnapshot DigestSnapshot DeltaSnapshot "
+        "ReplayUpdate InspectTrainer GetLogged Summon StreamGradients"
+    ),
+    EDITORS: "StageEdit GetEdit PreviewEdit",
+    frozenset({Role.COPIER}): "PutCopy",
+    _CONTROL: (
+        "ReachBoundary WithdrawBoundary RenewHold DropEdit MakeMark DropMark GetLog BeginExport "
+        "WriteExportFile StoreExportFile VerifyExportFile ReadExportFile FinishExport DropExport"
+    ),
 }
+
+ROLES: dict[str, frozenset[Role]] = {
+    f"/{SERVICE}/{method}": roles for roles, of in _METHODS.items() for method in of.split()
+} | {"/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _VIEWERS}
 
 CALLER_TICKET: ContextVar[str] = ContextVar("paramd_caller_ticket")
 """Ticket of the call being served by the current task, for forwarding."""

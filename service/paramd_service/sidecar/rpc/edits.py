@@ -128,6 +128,9 @@ def calls(rank: RankSidecar) -> CallTable:
         "GetEdit": Call(unary=partial(_get, rank)),
         "PreviewEdit": Call(unary=partial(_preview, rank), heavy=True),
         "DropEdit": Call(unary=partial(_drop, rank)),
+        "MakeMark": Call(unary=partial(_make_mark, rank), heavy=True),
+        "DropMark": Call(unary=partial(_drop_mark, rank)),
+        "ListKeptStates": Call(unary=partial(_kept_states, rank)),
     }
 
 
@@ -184,15 +187,6 @@ def _part(message: bytes) -> pb.StageEditRequest | Chunk:
     if request.data:
         raise UsageError("data: the first message has only the manifest; data follows it")
     return request
-
-
-def mark_calls(rank: RankSidecar) -> CallTable:
-    """Methods of this subject."""
-    return {
-        "MakeMark": Call(unary=partial(_make_mark, rank), heavy=True),
-        "DropMark": Call(unary=partial(_drop_mark, rank)),
-        "ListKeptStates": Call(unary=partial(_kept_states, rank)),
-    }
 
 
 async def _make_mark(rank: RankSidecar, request: pb.MakeMarkRequest, timeout_s: float) -> Message:

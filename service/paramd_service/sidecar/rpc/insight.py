@@ -46,6 +46,7 @@ def calls(rank: RankSidecar) -> CallTable:
         "InspectTrainer": Call(unary=partial(_inspect, rank)),
         "GetLogged": Call(unary=partial(_logged, rank)),
         "GetLog": Call(unary=partial(_log, rank)),
+        "ReachPeers": Call(unary=_Reach(rank).reach),
     }
 
 
@@ -135,11 +136,6 @@ MAX_TRIED = 64
 
 CONTROL = -1
 """The control plane's rank in an answer."""
-
-
-def reach_calls(rank: RankSidecar) -> CallTable:
-    """Methods of this subject."""
-    return {"ReachPeers": Call(unary=_Reach(rank).reach)}
 
 
 class _Reach:

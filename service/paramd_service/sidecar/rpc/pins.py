@@ -21,11 +21,13 @@ from paramd_service.sidecar.snapshots.moments import table_key
 from paramd_service.sidecar.snapshots.store import Key, Lease
 
 MAX_STEPS = 1_000_000
+MAX_REDUCTION_ITEMS = 20_000
 
 
-def boundary_calls(rank: RankSidecar) -> CallTable:
+def calls(rank: RankSidecar) -> CallTable:
     """Methods of this subject."""
     return {
+        "PinSnapshot": Call(unary=partial(_pin, rank), heavy=_works_at_once),
         "ReachBoundary": Call(unary=partial(_reach, rank)),
         "WithdrawBoundary": Call(unary=partial(_withdraw, rank)),
         "RenewHold": Call(unary=partial(_renew_hold, rank)),
@@ -118,14 +120,6 @@ def check_hold_lease(lease_ms: int) -> float:
     if not 1 <= lease_ms <= 1000 * MAX_LEASE_S:
         raise UsageError(f"lease_ms: {lease_ms}; expected 1 to {1000 * MAX_LEASE_S:.0f}")
     return lease_ms / 1000
-
-
-MAX_REDUCTION_ITEMS = 20_000
-
-
-def calls(rank: RankSidecar) -> CallTable:
-    """Methods of this subject."""
-    return {"PinSnapshot": Call(unary=partial(_pin, rank), heavy=_works_at_once)}
 
 
 def _works_at_once(request: pb.PinSnapshotRequest) -> bool:

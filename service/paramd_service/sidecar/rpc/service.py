@@ -239,7 +239,6 @@ class SidecarServicer:
         rank = self._rank
         table: dict[str, Call] = {
             **self._calls(),
-            **pins.boundary_calls(rank),
             **edits.calls(rank),
             **pins.calls(rank),
             **late.gateway_calls(self._gateway),
@@ -247,8 +246,6 @@ class SidecarServicer:
             **insight.calls(rank),
             **copies.calls(rank),
             **deltas.calls(rank),
-            **edits.mark_calls(rank),
-            **insight.reach_calls(rank),
             **self._streams.calls(),
         }
         methods = pb.DESCRIPTOR.services_by_name[SERVICE.rpartition(".")[2]].methods_by_name

@@ -104,7 +104,7 @@ def test_after_a_break_it_goes_on_with_the_same_step(
     tensors = load_file(path)
     for name, tensor in parameters(site).items():
         assert torch.equal(tensors[name], tensor), name
-    assert found.step == pinned.step < site.job.ranks[0].page[Word.STEP]
+    assert found.step == pinned.state.step < site.job.ranks[0].page[Word.STEP]
     write_arenas(site.job)
 
 

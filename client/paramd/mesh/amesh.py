@@ -65,7 +65,7 @@ from paramd.mesh.loop import DEFAULT_TIMEOUT_S, UNSET, Timeout, deadline
 from paramd.mesh.peers.control import Find, RestClient
 from paramd.mesh.peers.discovery import JobRest, SidecarFinder
 from paramd.mesh.peers.relay import TunnelRelay
-from paramd.mesh.peers.sidecars import Pinned, Sidecars
+from paramd.mesh.peers.sidecars import Sidecars
 from paramd.mesh.reading.pin import choose, pinned, while_pinned
 from paramd.mesh.reading.reductions import compute_stats
 from paramd.mesh.reading.stream import Reading, Transport, keep_freed_memory
@@ -501,19 +501,22 @@ class AsyncMesh:
         async def attempt(sidecars: Sidecars) -> Summoned:
             chosen = await choose(self._reach, sidecars, patterns, buffers=buffers)
             targets = self._transfer.targets(chosen, dtype=dtype, device=device, into=into)
-            state: StateName | Pinned | None = None
+            state: StateName | None = None
+            rests = False
             moments: OptimizerState | None = None
             if optimizer:
                 read = OptimizerRead(self._reach, sidecars, chosen, device, transport, deadline_s)
-                state, moments = await read_states(read, self._transfer, targets)
+                held, moments = await read_states(read, self._transfer, targets)
+                state = held.state
             elif not unsettled:
                 state = await self._transfer.read_live(sidecars, chosen, targets, transport)
             if state is None:
                 async with pinned(
                     self._reach, sidecars, chosen, deadline_s, unsettled=unsettled
-                ) as state:
-                    reading = Reading(sidecars, state, deadline_s, transport)
+                ) as pins:
+                    reading = Reading(sidecars, pins, deadline_s, transport)
                     await self._transfer.read(reading, chosen.plan, targets)
+                state, rests = pins.state, pins.unsettled
             return Summoned(
                 targets.results(),
                 job=sidecars.document.job,
@@ -521,7 +524,7 @@ class AsyncMesh:
                 step=state.step,
                 edits=state.edits,
                 history=state.history,
-                unsettled=unsettled and isinstance(state, Pinned) and state.unsettled,
+                unsettled=unsettled and rests,
                 label=state.label,
                 seconds=time.monotonic() - began_s,
                 bytes=chosen.plan.size_bytes,

@@ -62,7 +62,7 @@ async def test_equal_states_are_held_with_their_edits() -> None:
     sidecars = Answering({rank: answer(rank, edits=2) for rank in (0, 1)})
     held = await hold(sidecars)
     assert held.state == StateName(INCARNATION, HISTORY, STEP, 2)
-    assert {pin.edits for pin in held.pins.values()} == {2}
+    assert {pin.state.edits for pin in held.pins.values()} == {2}
     assert not sidecars.released
     held.release()
     assert sorted(sidecars.released) == ["s0", "s1"]

@@ -66,7 +66,8 @@ class Ranks:
             raise step
         name = f"{rank}/{count}"
         self.held.add(name)
-        return RankPin(rank, name, 1, step, 8, self.lease_s, self.edits(rank, count))
+        state = StateName(1, 0, step, self.edits(rank, count))
+        return RankPin(rank, name, state, 8, self.lease_s)
 
     async def schedule(self, pins: Sequence[RankPin], timeout_s: float) -> Captured:
         self.schedule_count += 1
@@ -97,7 +98,7 @@ async def test_different_steps_go_to_the_boundary_and_release_the_first_try() ->
         captured(9),
     ]
     async with pinner(ranks).pinned(SPANS, deadline_s=110) as pinned:
-        assert pinned.step == 9
+        assert pinned.state.step == 9
         assert len(ranks.held) == 2
     assert ranks.schedule_count == 2
     assert not ranks.held
@@ -108,7 +109,7 @@ async def test_one_step_before_and_after_an_edit_is_not_one_state() -> None:
     ranks.edits = lambda rank, count: 2 + (rank == 1 and count == 0)
     ranks.captures = [captured(7, edits=3)]
     async with pinner(ranks).pinned(SPANS, deadline_s=110) as pinned:
-        assert (pinned.step, pinned.edits) == (7, 3)
+        assert (pinned.state.step, pinned.state.edits) == (7, 3)
         assert ranks.held == {"0/1", "1/1"}
     assert ranks.schedule_count == 1
 
@@ -117,7 +118,7 @@ async def test_a_boundary_that_never_comes_is_given_up_when_training_comes_to_re
     ranks = Ranks(lambda rank, count: 7 + rank * (count == 0))
     ranks.boundary_never_comes = True
     async with pinner(ranks, patience_s=0.01).pinned(SPANS, deadline_s=110) as pinned:
-        assert pinned.step == 7
+        assert pinned.state.step == 7
         assert len(ranks.held) == 2
     assert not ranks.held
 

@@ -357,7 +357,7 @@ class Peers:
 
 async def read_all(source: Source, transport: Any) -> tuple[bytes, Peers]:
     pins: Any = {0: None}
-    pinned = Pinned(1, 5, pins, edits=2)
+    pinned = Pinned(StateName(1, 0, 5, 2), pins)
     target, peers = Target(), Peers(source)
     deadline_s = time.monotonic() + 30
     sidecars: Any = peers

@@ -22,7 +22,7 @@ from paramd.tensors.edit_ops import Views, run
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import Chunk, checksum_of
 from paramd_service.sidecar.edits.entry import EditLimits, Entry
-from paramd_service.sidecar.edits.manager import Edits, States
+from paramd_service.sidecar.edits.manager import Edits, EditsOf, States
 from paramd_service.sidecar.edits.memory import EditMemory
 from paramd_service.sidecar.edits.receive import Fill, copy_of
 from paramd_service.sidecar.faults import Faults
@@ -61,9 +61,7 @@ class Rank:
             memory = EditMemory(
                 self.descriptor, pool_bytes=1 << 20, idle_s=idle_s, executor=executor
             )
-            edits = Edits(
-                memory,
-                self.page,
+            of = EditsOf(
                 rank=self.rank,
                 arena_bytes=len(self.arena),
                 limits=EditLimits(
@@ -73,8 +71,8 @@ class Rank:
                 ),
                 layout=encode_layout(self.layout).SerializeToString,
                 states=States(self.page, no_states, lambda: 0),
-                faults=Faults(),
             )
+            edits = Edits(memory, self.page, of, faults=Faults())
             try:
                 await edits.start()
                 yield edits

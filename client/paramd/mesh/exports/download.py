@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from xxhash import xxh3_128_hexdigest
 
@@ -46,6 +46,7 @@ from paramd.mesh.peers.sidecars import Pinned, RankPin, Sidecars, pinned_at
 from paramd.mesh.reading.pin import Pinner, choose, spans_of
 from paramd.mesh.reading.stream import Reading, Transport
 from paramd.mesh.reading.transfer import Chosen, Transfer
+from paramd.state import StateName
 
 if TYPE_CHECKING:
     import torch
@@ -285,8 +286,8 @@ def file_layout(wanted: Wanted, pinned: Pinned) -> FileLayout:
     ordered = file_order(specs)
     metadata = {
         **wanted.metadata,
-        "paramd_incarnation": str(pinned.incarnation),
-        "paramd_step": str(pinned.step),
+        "paramd_incarnation": str(pinned.state.incarnation),
+        "paramd_step": str(pinned.state.step),
     }
     header = encode_header(ordered, {**metadata, IDENTITY: identity(wanted.key, pinned)})
     sizes = (spec.size_bytes for spec in ordered)
@@ -333,10 +334,17 @@ def pinned_of(header: bytes) -> Pinned | None:
     """The snapshots that a partial file's header names; None without any."""
     try:
         told = json.loads(json.loads(header[8:])[METADATA_KEY][IDENTITY])
-        pins = [read_document(RankPin, one) for one in told["pins"]]
+        pins = [_pin_of(one) for one in told["pins"]]
     except (KeyError, TypeError, ValueError, RecursionError):
         return None
     return pinned_at(pins[0].state, pins) if pins else None
+
+
+def _pin_of(told: Mapping[str, Any]) -> RankPin:
+    *numbers, label = told["state"]
+    incarnation, history, step, edits = map(int, numbers)
+    state = StateName(incarnation, history, step, edits, str(label))
+    return read_document(RankPin, told, state=state)
 
 
 PATIENCE_S: Final = 60.0
@@ -437,8 +445,8 @@ class Download:
                 return Downloaded(
                     path=self.file.path,
                     job=self.reach.document.job,
-                    incarnation=pinned.incarnation,
-                    step=pinned.step,
+                    incarnation=pinned.state.incarnation,
+                    step=pinned.state.step,
                     name_count=sum(len(names) for names in wanted.chosen.names),
                     size_bytes=layout.size_bytes,
                     resumed_bytes=self._resumed_bytes,
@@ -483,13 +491,13 @@ class Download:
         try:
             await _renewed(sidecars, pinned)
         except (NotFoundError, ConflictError, UnreachableError):
-            self.said(f"the snapshot of step {pinned.step} has expired; starting over")
+            self.said(f"the snapshot of step {pinned.state.step} has expired; starting over")
             return None
         # Of a tensor that was cut off, nothing is kept: its pieces come from several ranks.
         self._resumed_bytes = layout.end_of(layout.whole(self.file.size_bytes))
         await asyncio.to_thread(self.file.go_on, self._resumed_bytes)
         self.said(
-            f"resuming at step {pinned.step}: {self._resumed_bytes:,} of "
+            f"resuming at step {pinned.state.step}: {self._resumed_bytes:,} of "
             f"{layout.size_bytes:,} bytes are already here"
         )
         return pinned

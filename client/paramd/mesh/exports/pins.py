@@ -348,7 +348,7 @@ async def _tables(
     sidecars: Sidecars, pins: Collection[RankPin], deadline_s: float
 ) -> dict[int, dict[str, Any]]:
     async def one(pin: RankPin) -> dict[str, Any]:
-        pinned = Pinned.at(pin.state, {pin.rank: pin})
+        pinned = Pinned(pin.state, {pin.rank: pin})
         reading = Reading(sidecars, pinned, deadline_s, "grpc")
         return parse_table(bytes(await read_bytes(reading, pin.rank, 0, pin.size_bytes)))
 
@@ -439,9 +439,9 @@ async def _read(
         found,
         groups=held.table.groups,
         job=read.sidecars.document.job,
-        incarnation=held.pinned.incarnation,
-        step=held.pinned.step,
-        edits=held.pinned.edits,
+        incarnation=held.pinned.state.incarnation,
+        step=held.pinned.state.step,
+        edits=held.pinned.state.edits,
         seconds=time.monotonic() - began_s,
         bytes=read_bytes,
     )

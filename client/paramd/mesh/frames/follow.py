@@ -239,9 +239,9 @@ class Mirrors:
             right = await self._transfer.run(partial(_all_right, self._mirrors[rank], indexes))
             if not right:
                 raise DataLossError(
-                    f"{reading.sidecars.who(rank)} sent bytes of step {pinned.step} that do not "
-                    "match its own digest of them; try again, and check the host's memory if this "
-                    "persists"
+                    f"{reading.sidecars.who(rank)} sent bytes of step {pinned.state.step} that do "
+                    "not match its own digest of them; try again, and check the host's memory if "
+                    "this persists"
                 )
         return sum(one.size_bytes for read in reads for one in read.landings)
 

@@ -377,7 +377,7 @@ class PinnedStep:
     @property
     def pinned(self) -> Pinned:
         """The snapshots."""
-        return Pinned.at(self.state, self.pins)
+        return Pinned(self.state, self.pins)
 
     def reading(self, transport: Transport = "auto") -> Reading:
         """How to read it, within `READ_S` from now."""

@@ -96,7 +96,7 @@ async def live_state(
                 pins = await stack.enter_async_context(
                     pinned(reach, sidecars, chosen, deadline_s, mark=mark)
                 )
-            label = f"mark {mark}, " * bool(mark) + f"step {pins.step} of {job}"
+            label = f"mark {mark}, " * bool(mark) + f"step {pins.state.step} of {job}"
             reading = Reading(sidecars, pins, deadline_s)
             names = [tensor.name for tensor in chosen.plan.tensors]
 

@@ -142,8 +142,8 @@ async def spectrum_of(reading: Reading, plan: ReadPlan, *, k: int) -> Spectrum:
     return Spectrum(
         name=tensor.name,
         job=reading.sidecars.document.job,
-        incarnation=reading.pinned.incarnation,
-        step=reading.pinned.step,
+        incarnation=reading.pinned.state.incarnation,
+        step=reading.pinned.state.step,
         shape=tuple(tensor.shape),
         dtype=tensor.dtype,
         singular_values=values,

@@ -184,7 +184,7 @@ async def _next_update(
                 before, after, moments = await _two_steps(
                     stack, sidecars, plan, between, deadline_s
                 )
-                if before.edits != after.edits:
+                if before.state.edits != after.state.edits:
                     raise ConflictError("an edit was applied between the two steps")
                 rows = await _rows(Reading(sidecars, before, deadline_s), plan, after)
                 why = moments if isinstance(moments, str) else ""
@@ -298,7 +298,7 @@ async def _rows(before: Reading, plan: ReadPlan, after: Pinned) -> list[UpdateRo
         rows.append(
             UpdateRow(
                 name=change.name,
-                step=after.step,
+                step=after.state.step,
                 norm=norm,
                 rms=norm / math.sqrt(one.count) if one.count else 0.0,
                 max_abs=max(abs(one.min), abs(one.max)) if one.count else 0.0,

@@ -41,27 +41,18 @@ from paramd.wire import LEASE_S, Chunk, checksum_of
 
 @dataclass(frozen=True, slots=True)
 class RankPin:
-    """One rank's snapshot. `step` is -1 until a boundary has filled it."""
+    """One rank's snapshot. The step of its state is -1 until a boundary has filled it."""
 
     rank: int
     snapshot_id: str
-    incarnation: int
-    step: int
+    state: StateName
+    """Of the bytes."""
     size_bytes: int
     lease_s: float
-    edits: int = -1
     iteration: int = -1
-    """Backward passes before the update that made `step`; equal on ranks in lock-step."""
+    """Backward passes before the update that made its step; equal on ranks in lock-step."""
     unsettled: bool = False
-    """Training has not continued since update `step`."""
-    label: str = ""
-    """Of the weights that stood in for the training's; empty: the training's own."""
-    history: int = 0
-
-    @property
-    def state(self) -> StateName:
-        """Names the state of the bytes."""
-        return StateName(self.incarnation, self.history, self.step, self.edits, self.label)
+    """Training has not continued since its update."""
 
     @classmethod
     def of(cls, rank: int, answer: sidecar_pb2.PinSnapshotResponse) -> RankPin:
@@ -69,15 +60,11 @@ class RankPin:
         return cls(
             rank=rank,
             snapshot_id=answer.snapshot_id,
-            incarnation=answer.header.incarnation,
-            step=answer.header.step,
+            state=StateName.of(answer.header),
             size_bytes=answer.size_bytes,
             lease_s=answer.lease_ms / 1000,
-            edits=answer.header.edits,
             iteration=answer.header.iteration,
             unsettled=answer.header.unsettled,
-            label=answer.header.label,
-            history=answer.header.history,
         )
 
 
@@ -94,29 +81,11 @@ class Captured:
 class Pinned:
     """Snapshots of all needed ranks at one state."""
 
-    incarnation: int
-    step: int
+    state: StateName
+    """Of all of them."""
     pins: Mapping[int, RankPin]
-    edits: int = -1
-    """Edits applied in the incarnation; -1 for gradients, which edits do not change."""
     unsettled: bool = False
-    """On some rank training has not continued since update `step`."""
-    label: str = ""
-    """Of the weights that stood in for the training's, the same on all ranks."""
-    history: int = 0
-
-    @property
-    def state(self) -> StateName:
-        """Names the state."""
-        return StateName(self.incarnation, self.history, self.step, self.edits, self.label)
-
-    @classmethod
-    def at(
-        cls, state: StateName, pins: Mapping[int, RankPin], *, unsettled: bool = False
-    ) -> Pinned:
-        """`pins` of all ranks, which share a state."""
-        incarnation, history, step, edits, label = state
-        return cls(incarnation, step, pins, edits, unsettled, label, history)
+    """On some rank training has not continued since the update that made its step."""
 
 
 Spans = Mapping[int, Sequence[tuple[int, int]]]
@@ -189,7 +158,7 @@ def no_step_in_time(spans: Spans, reason: str) -> DeadlineError:
 def pinned_at(common: StateName, pins: Sequence[RankPin]) -> Pinned:
     """`pins` of all ranks, which share the state `common`."""
     unsettled = any(pin.unsettled for pin in pins)
-    return Pinned.at(common, {pin.rank: pin for pin in pins}, unsettled=unsettled)
+    return Pinned(common, {pin.rank: pin for pin in pins}, unsettled)
 
 
 def told_step(pin: RankPin) -> str:

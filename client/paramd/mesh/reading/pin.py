@@ -235,7 +235,7 @@ class Pinner:
                 "(timeout=), or read only parameters (buffers=False), which needs no boundary "
                 "while training has stopped, unless they are mirrored"
             ) from error
-        if any(pin.incarnation != answer.state.incarnation for pin in pins):
+        if any(pin.state.incarnation != answer.state.incarnation for pin in pins):
             raise ConflictError("a new incarnation began before the boundary; try again")
         return answer
 

@@ -85,16 +85,16 @@ async def compute_stats(
         shape=(whole.count,),
         summary=summarize(whole),
     )
-    pinned = reading.pinned
+    state = reading.pinned.state
     return StatsTable(
         rows,
         total=total,
         job=reading.sidecars.document.job,
-        incarnation=pinned.incarnation,
-        step=pinned.step,
-        history=pinned.history,
-        unsettled=pinned.unsettled,
-        label=pinned.label,
+        incarnation=state.incarnation,
+        step=state.step,
+        history=state.history,
+        unsettled=reading.pinned.unsettled,
+        label=state.label,
     )
 
 

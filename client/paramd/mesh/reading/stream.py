@@ -80,7 +80,7 @@ class Reading:
         request.snapshot_id = self.pinned.pins[rank].snapshot_id
         left_s = self.deadline_s - time.monotonic()
         found = await self.sidecars.ask(rank, request, answers, left_s)
-        said, pinned = cast("Any", found).header, self.pinned
+        said, pinned = cast("Any", found).header, self.pinned.state
         if (said.incarnation, said.step) != (pinned.incarnation, pinned.step):
             raise ConflictError(
                 f"{self.sidecars.who(rank)} answered about step {said.step} of incarnation "

@@ -496,8 +496,8 @@ class Transfer:
             chosen.names,
             memories,
             job=reading.sidecars.document.job,
-            incarnation=reading.pinned.incarnation,
-            step=reading.pinned.step,
+            incarnation=reading.pinned.state.incarnation,
+            step=reading.pinned.state.step,
             unsettled=reading.pinned.unsettled,
         )
 

@@ -292,4 +292,4 @@ async def digests_of(
         index: await ask_where(all_digests, difference)
         for index, difference in enumerate(differences[:MAX_PLACES])
     }
-    return DigestRound(step=reading.pinned.step, differences=differences, places=places)
+    return DigestRound(step=reading.pinned.state.step, differences=differences, places=places)

@@ -114,8 +114,8 @@ class HeldSnapshots:
             held = LeasedSnapshot(
                 id=secrets.token_hex(16),
                 filter=filter_text,
-                incarnation=pinned.incarnation,
-                step=pinned.step,
+                incarnation=pinned.state.incarnation,
+                step=pinned.state.step,
                 expires_s=time.monotonic() + lease_s,
                 pins={r: (p.snapshot_id, p.size_bytes) for r, p in pinned.pins.items()},
                 who=who,
@@ -351,7 +351,8 @@ class StatsSource:
 
         async def stated(reading: Reading, plan: ReadPlan) -> tuple[int, int, Result]:
             result = await work(reading, plan)
-            return reading.pinned.incarnation, reading.pinned.step, result
+            state = reading.pinned.state
+            return state.incarnation, state.step, result
 
         return await self._reading([pattern], stated)
 

@@ -59,6 +59,18 @@ class States:
     """Size of the present record and its table."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EditsOf:
+    """The attachment that edits are of."""
+
+    rank: int
+    arena_bytes: int
+    limits: EditLimits
+    layout: Callable[[], bytes]
+    """Returns the serialized layout; raises UnreachableError while there is none."""
+    states: States
+
+
 class RankLayout:
     """One rank's layout as serialized tensors: as objects, those of 100,000 names take 100 MB."""
 
@@ -85,24 +97,10 @@ class RankLayout:
 class Opener:
     """Opens the edits of one attachment."""
 
-    def __init__(
-        self,
-        memory: EditMemory,
-        undo: UndoBook,
-        *,
-        rank: int,
-        arena_bytes: int,
-        limits: EditLimits,
-        layout: Callable[[], bytes],
-        states: States,
-    ) -> None:
+    def __init__(self, memory: EditMemory, undo: UndoBook, of: EditsOf) -> None:
         self._memory = memory
-        self._states = states
         self._undo = undo
-        self._rank = rank
-        self._arena_bytes = arena_bytes
-        self._limits = limits
-        self._layout_bytes = layout
+        self._of = of
         self._layout: RankLayout | None = None
         self._loop = asyncio.get_running_loop()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="paramd-edits")
@@ -120,18 +118,18 @@ class Opener:
         if entry.edit is not None:
             return
         if notes.has_note(entry.manifest):
-            entry.edit = notes.nothing_of(self._rank)
+            entry.edit = notes.nothing_of(self._of.rank)
             return
-        serialized, manifest = self._layout_bytes(), entry.manifest
+        serialized, manifest = self._of.layout(), entry.manifest
 
         def plan() -> tuple[PlannedOp, ...]:
             if self._layout is None:
-                self._layout = RankLayout(serialized, self._rank)
+                self._layout = RankLayout(serialized, self._of.rank)
             ops = decode_ops(manifest.ops)
             return check_ops(self._layout.find, ops, allow_nonfinite=manifest.allow_nonfinite)
 
         entry.ops = await self.on_thread(plan)
-        (entry.edit,) = rank_edits(entry.ops, [self._rank])
+        (entry.edit,) = rank_edits(entry.ops, [self._of.rank])
 
     async def open_new(self, entry: Entry, check_bytes: Callable[[Entry, int], None]) -> None:
         """Reserve memory for an edit and write its program; `check_bytes` enforces the budget."""
@@ -143,10 +141,10 @@ class Opener:
         edit, ops = entry.edit, entry.ops
         assert edit is not None
         entry.op_count = len(ops)
-        undoable = manifest.undoable
+        undoable, most_bytes = manifest.undoable, self._of.limits.undo_budget_bytes
         if not undoable:
             entry.refusal = UndoRefusal.NOT_ASKED
-        elif body_at(0, edit, ops=ops, undoable=True).size_bytes > self._limits.undo_budget_bytes:
+        elif body_at(0, edit, ops=ops, undoable=True).size_bytes > most_bytes:
             undoable, entry.refusal = False, UndoRefusal.TOO_LARGE
         size_bytes = body_at(0, edit, ops=ops, undoable=undoable).size_bytes
         check_bytes(entry, size_bytes)
@@ -170,7 +168,7 @@ class Opener:
     async def open_note(self, entry: Entry) -> None:
         """Open an edit that changes no elements by itself; see notes.py."""
         manifest = entry.manifest
-        notes.check(manifest, self._states.page)
+        notes.check(manifest, self._of.states.page)
         await self.plan(entry)
         if notes.is_rollback(manifest):
             await self._open_rollback(entry)
@@ -184,7 +182,7 @@ class Opener:
         entry.intake = Intake(memoryview(b""), 0, [], op_count=0, allow_nonfinite=True)
 
     async def _open_rollback(self, entry: Entry) -> None:
-        wanted, states = entry.manifest.rollback, self._states
+        wanted, states = entry.manifest.rollback, self._of.states
         with states.found(wanted.mark, wanted.step, wanted.lineage, wanted.edits) as found:
             sizes = notes.StateSizes.of(found.label, states.page, states.beside_bytes())
             body = notes.rollback_body(sizes)
@@ -197,7 +195,7 @@ class Opener:
         """Write the program that undoes `original` next to the one that was applied."""
         manifest = entry.manifest
         if notes.has_note(manifest):
-            notes.check(manifest, self._states.page)
+            notes.check(manifest, self._of.states.page)
         body = self._undo.claim(original, entry)
         if what_of(manifest) != what_of(original.manifest):
             raise UsageError(
@@ -217,7 +215,7 @@ class Opener:
                 self._memory.buffer,
                 original.program_begin,
                 entry.program_begin,
-                arena_bytes=self._arena_bytes,
+                arena_bytes=self._of.arena_bytes,
                 reset_moments=manifest.reset_moments,
             )
 
@@ -273,36 +271,18 @@ class Edits:
     """The edits of one rank in one incarnation."""
 
     def __init__(
-        self,
-        memory: EditMemory,
-        page: ControlPage,
-        *,
-        rank: int,
-        arena_bytes: int,
-        limits: EditLimits,
-        layout: Callable[[], bytes],
-        states: States,
-        faults: Faults,
+        self, memory: EditMemory, page: ControlPage, of: EditsOf, *, faults: Faults
     ) -> None:
-        """`layout` returns the serialized layout; raises UnreachableError while there is none."""
         self.memory = memory
         self.applied_count = 0
         """Edits that this process saw applied."""
         self._page = page
-        self._limits = limits
-        self._sweep_s = min(_SWEEP_S, limits.expiry_s)
+        self._limits = of.limits
+        self._sweep_s = min(_SWEEP_S, of.limits.expiry_s)
         self._faults = faults
         self._loop = asyncio.get_running_loop()
-        self._book = EditBook(memory, limits)
-        self._opener = Opener(
-            memory,
-            self._book.undo,
-            rank=rank,
-            arena_bytes=arena_bytes,
-            limits=limits,
-            layout=layout,
-            states=states,
-        )
+        self._book = EditBook(memory, of.limits)
+        self._opener = Opener(memory, self._book.undo, of)
         self._ended: Ownership | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None

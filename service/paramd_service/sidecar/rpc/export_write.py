@@ -193,8 +193,8 @@ class Memories:
                 return HostMemory(shared)
         found = self._message
         state = StateName(found.incarnation, found.history, found.step, found.edits)
-        pin = RankPin(number, snapshot_id, found.incarnation, found.step, size_bytes, 0.0)
-        return PeerMemory(Reading(sidecars, Pinned.at(state, {number: pin}), 0.0, "grpc"), pin)
+        pin = RankPin(number, snapshot_id, state, size_bytes, lease_s=0.0)
+        return PeerMemory(Reading(sidecars, Pinned(state, {number: pin}), 0.0, "grpc"), pin)
 
     def _own(self, snapshot_id: str, size_bytes: int) -> OwnMemory:
         store = self._rank.pins.store

@@ -195,9 +195,9 @@ class Gatherer(Peers):
     def _header(self, pinned: Pinned) -> common_pb2.Header:
         return common_pb2.Header(
             job=self._rank.config.job,
-            incarnation=pinned.incarnation,
-            step=pinned.step,
-            edits=pinned.edits,
+            incarnation=pinned.state.incarnation,
+            step=pinned.state.step,
+            edits=pinned.state.edits,
             rank=self._rank.config.rank,
             layout_digest=self.mesh.layout_digest,
             unsettled=pinned.unsettled,

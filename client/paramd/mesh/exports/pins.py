@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from paramd.errors import AbortedError, ConflictError, DeadlineError, UsageError
+from paramd.errors import AbortedError, ConflictError, DataLossError, DeadlineError, UsageError
 from paramd.layout.exports.optimizer import OptimizerTable, optimizer_table
 from paramd.layout.exports.plan import ExportPlan, plan_export
 from paramd.layout.exports.settings import FORMATS, ExportSettings, NameMap, NameRule
@@ -24,7 +25,7 @@ from paramd.memory.optimizer_state import parse_table
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.sidecars import Captured, PinKind, Pinned, RankPin, Sidecars, Spans
 from paramd.mesh.reading.pin import Pinner
-from paramd.mesh.reading.stream import Reading, Transport, read_bytes
+from paramd.mesh.reading.stream import Reading, Transport
 from paramd.mesh.reading.transfer import Chosen, Transfer
 from paramd.mesh.results import OptimizerState
 from paramd.state import StateName
@@ -348,9 +349,17 @@ async def _tables(
     sidecars: Sidecars, pins: Collection[RankPin], deadline_s: float
 ) -> dict[int, dict[str, Any]]:
     async def one(pin: RankPin) -> dict[str, Any]:
-        pinned = Pinned.at(pin.state, {pin.rank: pin})
-        reading = Reading(sidecars, pinned, deadline_s, "grpc")
-        return parse_table(bytes(await read_bytes(reading, pin.rank, 0, pin.size_bytes)))
+        # Not by a `Reader`: a table is of whatever step its rank is at, which no pin names.
+        data, source = bytearray(), sidecars.source(pin)
+        chunks: Any = source.chunks(0, deadline_s - time.monotonic())
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                if chunk.size_bytes:
+                    chunk.check()
+                    data += chunk.data
+        if len(data) != pin.size_bytes:
+            raise DataLossError(f"{source.who}: got {len(data)} of {pin.size_bytes} bytes")
+        return parse_table(bytes(data))
 
     found = await asyncio.gather(*map(one, pins))
     return {pin.rank: table for pin, table in zip(pins, found, strict=True)}

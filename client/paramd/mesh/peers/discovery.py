@@ -34,6 +34,9 @@ from paramd.security.tls import ClientTls
 RECOVERY_S = 4.0
 """How long to wait for a killed sidecar: respawned by then, or not soon."""
 
+JOINING_S = 30.0
+"""How long to wait for the first sidecar of a job that has just begun."""
+
 TICKET_MARGIN_S = 60.0
 """A ticket is renewed this long before it expires, or a third of its lifetime if shorter."""
 
@@ -210,7 +213,7 @@ class SidecarFinder:
         """Run `attempt`; retry it when the document, ticket or pins it used proved stale.
 
         Covers a restarted sidecar, a new incarnation, an expired ticket and an ended lease. An
-        error that persists is raised within `RECOVERY_S`.
+        error that persists is raised within `RECOVERY_S`; before a sidecar has joined, `JOINING_S`.
         """
         give_up_s = deadline_s
         stopped: dict[int, RankUnreachableError] = {}
@@ -232,7 +235,9 @@ class SidecarFinder:
                 if time.monotonic() > give_up_s or not (moved or (denied and not was_denied)):
                     raise
             except (UnreachableError, LeaseEndedError) as error:
-                give_up_s = min(give_up_s, time.monotonic() + RECOVERY_S)
+                # Before the first sidecar has joined nothing is broken: the training attaches.
+                patience_s = RECOVERY_S if document.peers else JOINING_S
+                give_up_s = min(give_up_s, time.monotonic() + patience_s)
                 if time.monotonic() >= give_up_s:
                     raise
                 await self._after_outage(error, document, stopped, begun_s + LIVENESS_S)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -284,7 +284,7 @@ async def _pinned(
         (states[key] if key else tables)[rank] = pin
     held = HeldState(sidecars, replace(pinned, pins=params), states, OptimizerTable({}, {}, ()))
     try:
-        found = await _tables(sidecars, tables.values(), deadline_s)
+        found = await _tables(sidecars, replace(pinned, pins=tables), deadline_s)
         table = await asyncio.to_thread(optimizer_table, layout, found)
     except BaseException:
         held.release()
@@ -345,15 +345,16 @@ def _exported(
 
 
 async def _tables(
-    sidecars: Sidecars, pins: Collection[RankPin], deadline_s: float
+    sidecars: Sidecars, pinned: Pinned, deadline_s: float
 ) -> dict[int, dict[str, Any]]:
+    # Of the state of all pins: one that a boundary has filled was pinned before there was any.
+    reading = Reading(sidecars, pinned, deadline_s, "grpc")
+
     async def one(pin: RankPin) -> dict[str, Any]:
-        pinned = Pinned.at(pin.state, {pin.rank: pin})
-        reading = Reading(sidecars, pinned, deadline_s, "grpc")
         return parse_table(bytes(await read_bytes(reading, pin.rank, 0, pin.size_bytes)))
 
-    found = await asyncio.gather(*map(one, pins))
-    return {pin.rank: table for pin, table in zip(pins, found, strict=True)}
+    found = await asyncio.gather(*map(one, pinned.pins.values()))
+    return dict(zip(pinned.pins, found, strict=True))
 
 
 def _named(pin: RankPin, state_key: str) -> export_pb2.ExportPin:

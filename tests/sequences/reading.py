@@ -526,7 +526,8 @@ def replay(s: Session, rng: Random) -> str:
     """An update of one rank, made again."""
     rank = rng.randrange(s.world_size)
     s.running()
-    refusals = (ConflictError,) if s.mirrored or s.kind in ("device", "partial") else ()
+    unshared = s.mirrored or s.kind in ("device", "partial", "deepspeed")
+    refusals = (ConflictError,) if unshared else ()
     found = s.ask("replay", lambda: s.mesh.replay(rank=rank, timeout=CALL_S), fit=refusals)
     if found.differing:
         raise DefectError(f"replay: {found.summary()}; {found.differing[:3]}")

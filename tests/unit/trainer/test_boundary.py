@@ -454,6 +454,24 @@ def test_backwards_are_counted_once_each(make: Make) -> None:
     assert bench.boundary.iteration() == 4
 
 
+@pytest.mark.parametrize("again", [None, False, True])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_backward_through_several_attached_modules_is_counted_once(
+    make: Make, count: int, again: bool | None
+) -> None:
+    """As of ranks with stages of their own; also computed again in it, reentrantly or not."""
+    bench = make(nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count)))
+    optimizer = _sgd(bench)
+    for _ in range(3):
+        for _ in range(2):  # Batches whose gradients are accumulated.
+            x = torch.ones(2, WIDTH, requires_grad=True)
+            for module in bench.model:
+                x = module(x) if again is None else checkpoint(module, x, use_reentrant=again)
+            x.sum().backward()
+        optimizer.step()
+    assert bench.boundary.iteration() == 6
+
+
 def test_the_end_of_the_process_settles_what_was_not_changed_since(make: Make) -> None:
     bench = make()
     bench.train(_sgd(bench))

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from paramd.errors import AbortedError, ConflictError, DataLossError, DeadlineError, UsageError
+from paramd.errors import AbortedError, ConflictError, DeadlineError, UsageError
 from paramd.layout.exports.optimizer import OptimizerTable, optimizer_table
 from paramd.layout.exports.plan import ExportPlan, plan_export
 from paramd.layout.exports.settings import FORMATS, ExportSettings, NameMap, NameRule
@@ -25,7 +24,7 @@ from paramd.memory.optimizer_state import parse_table
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.sidecars import Captured, PinKind, Pinned, RankPin, Sidecars, Spans
 from paramd.mesh.reading.pin import Pinner
-from paramd.mesh.reading.stream import Reading, Transport
+from paramd.mesh.reading.stream import Reading, Transport, read_bytes
 from paramd.mesh.reading.transfer import Chosen, Transfer
 from paramd.mesh.results import OptimizerState
 from paramd.state import StateName
@@ -285,7 +284,7 @@ async def _pinned(
         (states[key] if key else tables)[rank] = pin
     held = HeldState(sidecars, replace(pinned, pins=params), states, OptimizerTable({}, {}, ()))
     try:
-        found = await _tables(sidecars, tables.values(), deadline_s)
+        found = await _tables(sidecars, replace(pinned, pins=tables), deadline_s)
         table = await asyncio.to_thread(optimizer_table, layout, found)
     except BaseException:
         held.release()
@@ -346,23 +345,16 @@ def _exported(
 
 
 async def _tables(
-    sidecars: Sidecars, pins: Collection[RankPin], deadline_s: float
+    sidecars: Sidecars, pinned: Pinned, deadline_s: float
 ) -> dict[int, dict[str, Any]]:
-    async def one(pin: RankPin) -> dict[str, Any]:
-        # Not by a `Reader`: a table is of whatever step its rank is at, which no pin names.
-        data, source = bytearray(), sidecars.source(pin)
-        chunks: Any = source.chunks(0, deadline_s - time.monotonic())
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                if chunk.size_bytes:
-                    chunk.check()
-                    data += chunk.data
-        if len(data) != pin.size_bytes:
-            raise DataLossError(f"{source.who}: got {len(data)} of {pin.size_bytes} bytes")
-        return parse_table(bytes(data))
+    # Of the state of all pins: one that a boundary has filled was pinned before there was any.
+    reading = Reading(sidecars, pinned, deadline_s, "grpc")
 
-    found = await asyncio.gather(*map(one, pins))
-    return {pin.rank: table for pin, table in zip(pins, found, strict=True)}
+    async def one(pin: RankPin) -> dict[str, Any]:
+        return parse_table(bytes(await read_bytes(reading, pin.rank, 0, pin.size_bytes)))
+
+    found = await asyncio.gather(*map(one, pinned.pins.values()))
+    return dict(zip(pinned.pins, found, strict=True))
 
 
 def _named(pin: RankPin, state_key: str) -> export_pb2.ExportPin:

@@ -111,21 +111,6 @@ def test_every_kind_of_piece_is_byte_equal(
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_slices_and_casts_land_right(
-    mesh: Mesh, whole: dict[str, torch.Tensor], transport: str
-) -> None:
-    for name, where in (
-        ("rows", (slice(1, 4), slice(1, 3))),
-        ("columns", (slice(2, 5), slice(1, 4))),
-        ("flat", (slice(0, 3), slice(2, 4))),
-        ("turned", (slice(1, 3), slice(0, 5))),
-    ):
-        text = ",".join(f"{s.start}:{s.stop}" for s in where)
-        found = mesh.summon(f"{name}[{text}]", dtype=torch.float64, transport=transport)  # type: ignore[arg-type]
-        assert torch.equal(found[name], whole[name][where].double()), name
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_given_tensors_are_filled_whatever_their_strides(
     mesh: Mesh, whole: dict[str, torch.Tensor], transport: str
 ) -> None:

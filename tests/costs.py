@@ -78,7 +78,7 @@ class Durations:
 def too_slow(quiet_s: Mapping[str, float]) -> list[str]:
     """A line for each file that took more seconds than it may, load taken out."""
     return [
-        f"{file} took {took_s:.0f} s, load taken out; it may take {SECONDS.get(file, FILE_S):.0f} s: "
+        f"{file} took {took_s:.0f} s, load taken out, of {SECONDS.get(file, FILE_S):.0f} s: "
         "share set-up, ask less, or raise its budget in tests/costs.py"
         for file, took_s in sorted(quiet_s.items())
         if took_s > SECONDS.get(file, FILE_S)

@@ -21,8 +21,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+import pytest
+
+from paramd.cli.main import main
 from paramd.layout.codec import encode_layout
 from paramd.layout.merge import layout_digest
 from paramd.layout.types import Layout
@@ -54,6 +57,24 @@ def _log(name: str) -> BinaryIO:
     """A log file in the job's directory, as `attach` would have it."""
     path = job_dir(JOB) / name
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
+
+
+Capture = pytest.CaptureFixture[str]
+
+
+def answer(capsys: Capture, *arguments: str, code: int = 0) -> tuple[str, str]:
+    """What a command wrote to stdout and stderr, once its exit code is the expected one."""
+    found = main(arguments)
+    captured = capsys.readouterr()
+    assert found == code, captured.err
+    return captured.out, captured.err
+
+
+def document(capsys: Capture, *arguments: str, code: int = 0) -> dict[str, Any]:
+    """What it wrote as JSON."""
+    found = json.loads(answer(capsys, *arguments, "-o", "json", code=code)[0])
+    assert isinstance(found, dict)
+    return found
 
 
 @dataclass(frozen=True)

@@ -150,6 +150,11 @@ def test_killed_trainings_end_with_the_bits_of_one_that_was_not(
     life = Life(tmp_path, kind, stack)
     life.struck(0, "forward", 6)
     life.struck(life.world_size - 1, "update", 21)
+    ends_undisturbed(life, tmp_path)
+
+
+def ends_undisturbed(life: Life, folder: Path) -> None:
+    """Killed at 6 and 21 it trains to the end: live, then from a snapshot, with the same bits."""
     life.ended()
     for started in life.starts():
         assert started[0] is None
@@ -158,7 +163,7 @@ def test_killed_trainings_end_with_the_bits_of_one_that_was_not(
         # Killed between an update and what goes with it: from the standing snapshot.
         assert started[2] is not None
         assert (started[2]["how"], started[2]["step"] >= 20) == ("snapshot", True)
-    assert life.final() == undisturbed(tmp_path, kind)
+    assert life.final() == undisturbed(folder, life.kind)
 
 
 @pytest.mark.timeout(400)

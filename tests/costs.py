@@ -33,7 +33,7 @@ FILE_S = 120.0
 """What a file may take, all its tests together, where `SECONDS` says nothing else."""
 SECONDS = {
     # Random sequences over every kind of model, for minutes by design.
-    "tests/sequences/test_sequences.py": 300.0,
+    "tests/sequences/test_sequences.py": 300.0
 }
 
 

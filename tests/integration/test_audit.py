@@ -16,12 +16,7 @@ import pytest
 
 from paramd.chain import ChainCheck
 from paramd.errors import ConflictError
-from paramd_service.control.records.audit import (
-    Action,
-    Audit,
-    AuditUnavailableError,
-    Denials,
-)
+from paramd_service.control.records.audit import Action, Audit, AuditUnavailableError, Denials
 from paramd_service.control.store.engine import StoreAddress, parse_store
 from paramd_service.control.store.store import Store
 from paramd_service.control.store.tokens import TokenRow, TokenStore

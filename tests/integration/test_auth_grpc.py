@@ -71,10 +71,7 @@ SIDECAR: dict[str, set[Role]] = {
     "ListKeptStates": ALL - {S, K},
     **{method: {C} for method in EXPORTS},
 }
-CONTROL: dict[str, set[Role]] = {
-    "Join": {S},
-    "ScheduleBoundary": READS,
-}
+CONTROL: dict[str, set[Role]] = {"Join": {S}, "ScheduleBoundary": READS}
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 OPEN = {f"/grpc.health.v1.Health/{method}" for method in ("Check", "List", "Watch")}
 UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED

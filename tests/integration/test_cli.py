@@ -16,15 +16,7 @@ from safetensors.torch import load_file
 
 from paramd.cli.main import main
 from paramd.mesh.connect import connect
-from tests.integration.client_job import (
-    JOB,
-    Capture,
-    Job,
-    answer,
-    document,
-    running_job,
-    wait_for,
-)
+from tests.integration.client_job import JOB, Capture, Job, answer, document, running_job, wait_for
 from tests.integration.test_client import layout, write_arenas
 
 NAMES = ["rows", "columns", "flat", "both", "turned", "scalar", "empty", "flags"]
@@ -58,10 +50,7 @@ def the_job_of_this_user(job_state: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_status_shows_every_rank(job: Job, capsys: Capture) -> None:
     out, err = answer(capsys, "status")
-    assert [line.split()[:2] for line in out.splitlines()[1:]] == [
-        ["0", "idle"],
-        ["1", "idle"],
-    ]
+    assert [line.split()[:2] for line in out.splitlines()[1:]] == [["0", "idle"], ["1", "idle"]]
     assert err == (
         f"paramd: job {JOB}, incarnation 1, step 0\n"
         f"paramd: dashboard: {job.url} (paramd dashboard opens it, signed in)\n"

@@ -11,13 +11,7 @@ import pytest
 import torch
 
 import paramd
-from paramd.errors import (
-    DeadlineError,
-    DeniedError,
-    NotFoundError,
-    UnreachableError,
-    UsageError,
-)
+from paramd.errors import DeadlineError, DeniedError, NotFoundError, UnreachableError, UsageError
 from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, TensorLayout
 from paramd.mesh.mesh import Mesh
 from tests.integration.client_job import Job, running_job
@@ -173,10 +167,7 @@ def test_params_and_status_tell_the_mesh(mesh: Mesh) -> None:
     assert "running" not in params
     assert [row.name for row in mesh.params("r*", buffers=True)] == ["rows", "running"]
     status = mesh.status()
-    assert [(row.rank, row.phase, row.step) for row in status] == [
-        (0, "idle", 0),
-        (1, "idle", 0),
-    ]
+    assert [(row.rank, row.phase, row.step) for row in status] == [(0, "idle", 0), (1, "idle", 0)]
     assert "client-test" in repr(status)
 
 

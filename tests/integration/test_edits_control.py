@@ -12,14 +12,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.integration.control_process import (
-    JOB,
-    TOKEN,
-    Control,
-    control_plane,
-    joined,
-    until,
-)
+from tests.integration.control_process import JOB, TOKEN, Control, control_plane, joined, until
 from tests.integration.editing_mesh import EditingSidecar, both_joined, editing_ranks
 
 pytestmark = pytest.mark.usefixtures("grpc_is_up")
@@ -65,10 +58,7 @@ async def test_an_edit_is_applied_undone_listed_and_audited(control: Control) ->
     # One element's range is its value, and so is what it was filled with: no viewer has it.
     viewer = await token_of(control, "vera", "viewer")
     listed = (await call(control, "GET", "/edits", token=viewer)).json()["edits"]
-    for seen in (
-        listed[0],
-        (await call(control, "GET", f"/edits/{ID}", token=viewer)).json(),
-    ):
+    for seen in (listed[0], (await call(control, "GET", f"/edits/{ID}", token=viewer)).json()):
         untold = [{**found["ops"][0], "value": None}]
         assert seen == {**found, "before": None, "after": None, "ops": untold}
     assert await make(control, id=ID, note="too hot", reset_moments=True) == found
@@ -102,9 +92,7 @@ async def test_an_edit_is_applied_undone_listed_and_audited(control: Control) ->
     assert f'paramd_edits_total{{job="{JOB}",state="APPLIED"}} 3.0' in metrics
 
 
-async def test_data_waits_for_its_upload_or_is_called_off(
-    control: Control,
-) -> None:
+async def test_data_waits_for_its_upload_or_is_called_off(control: Control) -> None:
     op = {"pattern": "layers.0.weight", "op": "set", "data": True}
     found = await make(control, op, id=ID)
     assert found["state"] == "STAGING"
@@ -160,11 +148,7 @@ async def test_an_edit_is_its_authors_or_an_admins_and_the_audit_names_both(
     aborted = await call(control, "DELETE", f"/edits/{ID}", token=TOKEN)
     assert aborted.json()["state"] == "ABORTED"
     done = (await call(control, "POST", f"/edits/{mine['id']}/commit", {})).json()
-    assert (done["state"], done["actor"], done["committed_by"]) == (
-        "APPLIED",
-        "ann",
-        "owner",
-    )
+    assert (done["state"], done["actor"], done["committed_by"]) == ("APPLIED", "ann", "owner")
     undone = await call(control, "POST", f"/edits/{mine['id']}/undo", {}, bob)
     assert (undone.json()["state"], undone.json()["actor"]) == ("APPLIED", "bob")
     assert await recorded(control, ID) == [
@@ -186,8 +170,7 @@ async def test_an_edit_is_its_authors_or_an_admins_and_the_audit_names_both(
 
 
 async def test_data_of_another_token_than_its_authors_is_not_committed(
-    control: Control,
-    ranks: list[EditingSidecar],
+    control: Control, ranks: list[EditingSidecar]
 ) -> None:
     op = {"pattern": "layers.0.weight", "op": "set", "data": True}
     ann = await token_of(control, "ann")
@@ -225,8 +208,7 @@ async def test_only_an_admin_brings_nonfinite_values_back_by_undoing_their_undo(
 
 
 async def test_an_undo_that_waits_behind_an_overlapping_edit_does_not_overwrite_it(
-    control: Control,
-    ranks: list[EditingSidecar],
+    control: Control, ranks: list[EditingSidecar]
 ) -> None:
     trainers = ranks[0].trainers
     await make(control, id=ID)

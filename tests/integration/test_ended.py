@@ -15,15 +15,7 @@ import pytest
 from paramd import places
 from paramd.cli.main import main
 from paramd.memory import handover
-from tests.integration.client_job import (
-    JOB,
-    Capture,
-    Job,
-    answer,
-    document,
-    running_job,
-    wait_for,
-)
+from tests.integration.client_job import JOB, Capture, Job, answer, document, running_job, wait_for
 from tests.integration.test_client import layout
 
 
@@ -177,9 +169,7 @@ def test_end_frees_what_a_dead_training_left_and_never_a_living_one(
 
 
 def test_end_needs_no_control_plane_and_signals_a_sidecar_that_hangs(
-    dying: tuple[subprocess.Popen[str], list[int]],
-    capsys: Capture,
-    monkeypatch: pytest.MonkeyPatch,
+    dying: tuple[subprocess.Popen[str], list[int]], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, pids = dying
     trainer.kill()

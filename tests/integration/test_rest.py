@@ -290,10 +290,7 @@ def test_snapshots_that_one_token_holds_leave_room_for_others(rest: Ready) -> No
 
 def read_events(asked: Rest, count: int, ready: threading.Event, **headers: str) -> list[Any]:
     found: list[Any] = []
-    with (
-        asked.client() as client,
-        client.stream("GET", "/events", headers=headers) as answer,
-    ):
+    with asked.client() as client, client.stream("GET", "/events", headers=headers) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         event: dict[str, str] = {}
         for line in answer.iter_lines():
@@ -345,9 +342,7 @@ def test_a_request_id_is_kept_or_made(rest: Ready) -> None:
     assert len(made.headers["x-request-id"]) == 16
 
 
-def test_a_lost_rank_is_named_and_the_rest_is_answered(
-    private_state_dir: Any,
-) -> None:
+def test_a_lost_rank_is_named_and_the_rest_is_answered(private_state_dir: Any) -> None:
     with running_job(layout()) as job:
         whole = write_arenas(job)
         job.update(lambda rank, step: None)

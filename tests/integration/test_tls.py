@@ -32,13 +32,7 @@ from paramd.v1 import common_pb2, control_pb2_grpc, sidecar_pb2, sidecar_pb2_grp
 from paramd_service.control.base.endpoint import Address, bind_grpc
 from paramd_service.tls import ServerTls, TlsFiles
 from tests.integration.client_job import JOB, Job, running_job
-from tests.integration.control_process import (
-    TOKEN,
-    Control,
-    FakeSidecar,
-    control_plane,
-    ticket,
-)
+from tests.integration.control_process import TOKEN, Control, FakeSidecar, control_plane, ticket
 from tests.integration.fake_trainer import TrainerSettings, attach
 from tests.integration.sidecar_process import Client, sidecar, wait_until
 

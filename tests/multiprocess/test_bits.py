@@ -29,9 +29,7 @@ three ahead, and further where one was missed."""
 def training(folder: Path, world_size: int, *options: str) -> Iterator[tuple[Mesh, Ranks]]:
     """Ranks that train, all of whose replicas are compared; they end when the block does."""
     state_dir = folder / "state"
-    env = {
-        "PARAMD_ALERTS": json.dumps({"compare_steps": EVERY, "sample_bytes": 2000}),
-    }
+    env = {"PARAMD_ALERTS": json.dumps({"compare_steps": EVERY, "sample_bytes": 2000})}
     args = [str(folder), *options]
     with start_ranks(WORKER, world_size, args=args, env=env, state_dir=state_dir) as ranks:
         try:

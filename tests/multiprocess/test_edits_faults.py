@@ -70,10 +70,7 @@ def test_a_cell_of_the_matrix_leaves_all_or_none_and_is_told_true(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("action", ["kill", "stop"])
 def test_a_sidecar_struck_at_a_point_leaves_all_or_none(action: str, tmp_path: Path) -> None:
-    with (
-        frozen(tmp_path, "fsdp2", 2) as ranks,
-        connect_to(ranks.state_dir, "frozen") as mesh,
-    ):
+    with frozen(tmp_path, "fsdp2", 2) as ranks, connect_to(ranks.state_dir, "frozen") as mesh:
         value = 0
         for index, point in enumerate(SIDECAR_POINTS):
             # Values divisible by two travel as data; those by four over gRPC alone.
@@ -87,10 +84,7 @@ def test_a_sidecar_struck_at_a_point_leaves_all_or_none(action: str, tmp_path: P
 
 @pytest.mark.timeout(200)
 def test_a_control_plane_killed_under_edits_finds_the_truth(tmp_path: Path) -> None:
-    with (
-        frozen(tmp_path, "ddp", 2) as ranks,
-        connect_to(ranks.state_dir, "frozen") as mesh,
-    ):
+    with frozen(tmp_path, "ddp", 2) as ranks, connect_to(ranks.state_dir, "frozen") as mesh:
         value = 0
         for round_ in range(3):
             new = 10 + round_
@@ -133,10 +127,7 @@ with paramd.connect(sys.argv[1], sys.argv[2]) as mesh:
 
 @pytest.mark.timeout(120)
 def test_a_client_killed_while_it_sends_changes_nothing(tmp_path: Path) -> None:
-    with (
-        frozen(tmp_path, "fsdp1-full", 2) as ranks,
-        connect_to(ranks.state_dir, "frozen") as mesh,
-    ):
+    with frozen(tmp_path, "fsdp1-full", 2) as ranks, connect_to(ranks.state_dir, "frozen") as mesh:
         endpoint = json.loads((ranks.state_dir / "frozen" / "endpoint.json").read_text())
         with subprocess.Popen(
             [sys.executable, "-c", CLIENT, endpoint["url"], endpoint["token"]],
@@ -159,10 +150,7 @@ def test_a_client_killed_while_it_sends_changes_nothing(tmp_path: Path) -> None:
 def test_a_program_that_a_trainer_cannot_run_is_refused_with_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with (
-        frozen(tmp_path, "fsdp2", 2) as ranks,
-        connect_to(ranks.state_dir, "frozen") as mesh,
-    ):
+    with frozen(tmp_path, "fsdp2", 2) as ranks, connect_to(ranks.state_dir, "frozen") as mesh:
         edit_to(mesh, 2)
         tensors = {info.name: torch.full(info.shape, 4.0) for info in mesh.params("*")}
 

@@ -14,10 +14,7 @@ from fastapi.routing import iter_route_contexts
 from paramd.security.tickets import Role, Verifier, new_token
 from paramd_service.control.access.authority import OWNER, Tokens
 from paramd_service.control.access.doorway import OPEN_PATHS
-from paramd_service.control.access.roles import (
-    OPERATIONS,
-    UserRole,
-)
+from paramd_service.control.access.roles import OPERATIONS, UserRole
 from paramd_service.control.api.app import build_app
 from tests.memory_stores import MemoryTokens
 from tests.unit.control.test_control_http import BOOTSTRAP, TOKEN, services

@@ -5,11 +5,7 @@ from __future__ import annotations
 import torch
 
 from paramd.layout.types import Box, Piece, TensorKind, TensorLayout
-from paramd.mesh.results import (
-    ParamInfo,
-    Params,
-    Summoned,
-)
+from paramd.mesh.results import ParamInfo, Params, Summoned
 
 HOSTILE = "<script>alert(1)</script>"
 

@@ -16,13 +16,7 @@ import pytest
 import torch
 import xxhash
 
-from paramd.errors import (
-    ConflictError,
-    DataLossError,
-    ExhaustedError,
-    NotFoundError,
-    UsageError,
-)
+from paramd.errors import ConflictError, DataLossError, ExhaustedError, NotFoundError, UsageError
 from paramd.layout.edits.kinds import EditKind
 from paramd.layout.edits.ops import EditOp
 from paramd.layout.types import Box

@@ -11,11 +11,7 @@ from typing import Any
 
 import pytest
 
-from paramd.errors import (
-    ConflictError,
-    DeniedError,
-    UsageError,
-)
+from paramd.errors import ConflictError, DeniedError, UsageError
 from paramd.memory.control_page import Word
 from paramd.memory.descriptors import is_pidfd_of_elsewhere, pidfd, same_object
 from paramd.security.tickets import Claims, Role

@@ -25,6 +25,7 @@ from typing import Any, BinaryIO
 
 import pytest
 
+from paramd.cli.demo import started
 from paramd.cli.main import main
 from paramd.layout.codec import encode_layout
 from paramd.layout.merge import layout_digest
@@ -57,6 +58,18 @@ def _log(name: str) -> BinaryIO:
     """A log file in the job's directory, as `attach` would have it."""
     path = job_dir(JOB) / name
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
+
+
+@contextmanager
+def demo_training(folder: Path, job: str) -> Iterator[Path]:
+    """The demo's training of one rank; yields the state directory that it is found in."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PARAMD_STATE_DIR", str(folder / "state"))
+        patch.setenv("PARAMD_LISTEN", "127.0.0.1:0")
+        with started(job, folder, keep=True, ranks=1) as training:
+            training.wait_until_open()
+            wait_for(lambda: main(["status", "-o", "name"]) == 0, "all ranks well")
+            yield folder / "state"
 
 
 Capture = pytest.CaptureFixture[str]

@@ -32,14 +32,7 @@ from paramd.security.tickets import Role
 from paramd.streams import DATA, Grant, Window
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import checksum_of
-from tests.integration.edit_trainer import (
-    FILL_B,
-    W_BYTES,
-    Editing,
-    bytes_of,
-    editing,
-    matrix,
-)
+from tests.integration.edit_trainer import FILL_B, W_BYTES, Editing, bytes_of, editing, matrix
 from tests.integration.sidecar_process import sidecar, ticket, wait_until
 
 
@@ -388,9 +381,7 @@ BAD_TAKES: list[dict[str, object]] = [
 ]
 
 
-def test_bytes_that_change_in_lent_memory_are_verified_as_they_were_taken(
-    shared: Editing,
-) -> None:
+def test_bytes_that_change_in_lent_memory_are_verified_as_they_were_taken(shared: Editing) -> None:
     one, size = shared, 2 << 20
     one.stage(one.manifest(0x70))
     memory = LentMemory(size)

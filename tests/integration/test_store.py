@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,26 +44,11 @@ from paramd_service.control.store.migrate import MIGRATIONS
 from paramd_service.control.store.schema import REVISION, metadata
 from paramd_service.control.store.store import Store
 from paramd_service.control.store.tokens import TokenRow, TokenStore
-from tests.integration.store_process import KINDS, fresh_address, server_of, started
+from tests.integration.store_process import execute, fresh_address, started
 from tests.postgres import PASSWORD, Postgres
 
 FILES = ["control.sqlite" + end for end in ("", "-wal", "-shm", ".lock")]
 LOSS = SeriesKey(job="run", incarnation=1, name="loss")
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def server(request: pytest.FixtureRequest) -> Iterator[Postgres | None]:
-    with server_of(request.param) as found:
-        yield found
-
-
-@pytest.fixture
-def address(server: Postgres | None, tmp_path: Path) -> StoreAddress:
-    return fresh_address(server, tmp_path)
-
-
-async def execute(store: Store, statement: str) -> None:
-    await store.write(lambda connection: connection.execute(text(statement)))
 
 
 def _difference(connection: Connection) -> object:

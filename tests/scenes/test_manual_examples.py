@@ -21,7 +21,7 @@ EXAMPLES = [path for path in PAGES if path.stem not in ("index", "ray")]
 BEFORE = {
     # It allocates on CUDA devices alone.
     "megatron": f"import sys\nsys.path.append({str(ROOT)!r})\n"
-    "from tests import cuda_on_host\ncuda_on_host.enter()\n",
+    "from tests import cuda_on_host\ncuda_on_host.enter()\n"
 }
 """By page, what its script needs on a machine without a GPU."""
 

@@ -22,14 +22,7 @@ from paramd.errors import ConflictError, ParamdError
 from paramd.integrations.trackers import Following, Histogram, Tracker
 from paramd.mesh.connect import async_connect
 from paramd.mesh.frames.frames import ParamFrame
-from tests.sequences.model import (
-    COUNT,
-    FROZEN,
-    SHAPES,
-    TIED,
-    TRACE,
-    State,
-)
+from tests.sequences.model import COUNT, FROZEN, SHAPES, TIED, TRACE, State
 from tests.sequences.reference import Index, value
 from tests.sequences.session import (
     CALL_S,

@@ -16,14 +16,7 @@ import paramd
 from paramd.errors import ParamdError
 from tests.launch import ROOT, warm_start
 from tests.sequences.reading import summary_differs
-from tests.sequences.session import (
-    CALL_S,
-    JOB,
-    DefectError,
-    NotNowError,
-    Session,
-    wait_for,
-)
+from tests.sequences.session import CALL_S, JOB, DefectError, NotNowError, Session, wait_for
 
 READER = "tests.sequences.reader"
 

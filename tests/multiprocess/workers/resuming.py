@@ -265,13 +265,7 @@ def main() -> int:
     )
     if args.other_keep:
         keep["scheduler"] = Other()
-    attachment = paramd.attach(
-        model,
-        optimizer,
-        job="resuming",
-        resume=args.resume,
-        keep=keep,
-    )
+    attachment = paramd.attach(model, optimizer, job="resuming", resume=args.resume, keep=keep)
     optimizer.register_step_pre_hook(
         lambda *_: strike(args.folder, rank, "inside-begin", attachment.step)
     )

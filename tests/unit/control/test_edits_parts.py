@@ -128,8 +128,7 @@ def test_an_edit_is_in_effect_after_an_even_number_of_undos_of_undos(depth: int)
 def test_replicas_must_have_the_same_data_and_shards_need_not() -> None:
     index = NameIndex(layout())
     done = plan(
-        OpSpec(pattern="bias", op="set", data=True),
-        OpSpec(pattern="weight", op="set", data=True),
+        OpSpec(pattern="bias", op="set", data=True), OpSpec(pattern="weight", op="set", data=True)
     )
     check = same_data(index, ops_of(index, done.manifest))
     assert check({0: (b"a", b"x"), 1: (b"a", b"y")}) == ""

@@ -13,11 +13,7 @@ from hypothesis import strategies as st
 from paramd.errors import NotFoundError, UsageError
 from paramd.layout.dtypes import item_bytes
 from paramd.layout.edits.kinds import EditKind
-from paramd.layout.edits.ops import (
-    EditOp,
-    OpSpec,
-    edit_ops,
-)
+from paramd.layout.edits.ops import EditOp, OpSpec, edit_ops
 from paramd.layout.edits.plan import (
     DATA_ALIGNMENT_BYTES,
     EditPlan,

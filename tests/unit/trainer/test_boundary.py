@@ -287,27 +287,6 @@ def test_an_optimizer_that_gets_a_parameter_of_the_model_later_is_followed(make:
     assert bench.boundary.step == 1
 
 
-def test_optimizers_within_one_backward_make_one_update(make: Make) -> None:
-    bench = make()
-    optimizers = []
-
-    def stepping(optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], None]:
-        def hook(_: torch.Tensor) -> None:
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return hook
-
-    for parameter in bench.model.parameters():
-        optimizers.append(torch.optim.SGD([parameter], lr=0.1))
-        parameter.register_post_accumulate_grad_hook(stepping(optimizers[-1]))
-
-    for round_ in range(1, 4):
-        bench.forward_backward()
-        assert bench.boundary.step == round_
-        assert bench.rests
-
-
 class Container(torch.optim.Optimizer):
     """Like torchtitan's for optimizers in backward: its own step does nothing."""
 

@@ -15,8 +15,14 @@ from typing import Any
 
 from paramd.errors import ExhaustedError, UsageError
 from paramd.layout.dtypes import item_bytes
-from paramd.layout.edits.kinds import NUMBERS
-from paramd.layout.edits.ops import OpSpec, decode_ops, edit_ops, encode_op, manifest_digest
+from paramd.layout.edits.kinds import numbers_of
+from paramd.layout.edits.ops import (
+    EditTerms,
+    OpSpec,
+    edit_ops,
+    manifest_digest,
+    manifest_of,
+)
 from paramd.layout.edits.plan import PlannedOp, RankEdit, check_ops, finder, rank_edits
 from paramd.layout.select import NameIndex
 from paramd.layout.stats import Stats, merge_all, summarize
@@ -116,15 +122,10 @@ def load_edits(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EditSpec:
+class EditSpec(EditTerms):
     """An edit request."""
 
     ops: tuple[OpSpec, ...]
-    if_step: int | None = None
-    allow_nonfinite: bool = False
-    reset_moments: bool = False
-    note: str = ""
-    dry_run: bool = False
 
     @property
     def with_data(self) -> bool:
@@ -161,16 +162,7 @@ def plan_edit(
     for word, found in parts:
         documents.append(_document(word, planned[begin : begin + len(found)]))
         begin += len(found)
-    manifest = sidecar_pb2.EditManifest(
-        edit_id=edit_id,
-        incarnation=incarnation,
-        layout_digest=layout_digest,
-        ops=map(encode_op, ops),
-        allow_nonfinite=spec.allow_nonfinite,
-        reset_moments=spec.reset_moments,
-        undoable=True,
-        if_step=spec.if_step,
-    )
+    manifest = manifest_of(edit_id, ops, spec, incarnation=incarnation, layout_digest=layout_digest)
     return _planned(index, manifest, planned, documents)
 
 
@@ -210,7 +202,7 @@ def ops_of(index: NameIndex, manifest: sidecar_pb2.EditManifest) -> tuple[Planne
     """The ops of a manifest that was planned on this layout."""
     if not manifest.ops:
         return ()
-    return check_ops(finder(index.layout), decode_ops(manifest.ops), allow_nonfinite=True)
+    return check_ops(finder(index.layout), manifest.ops, allow_nonfinite=True)
 
 
 def same_data(index: NameIndex, ops: Sequence[PlannedOp]) -> SameData:
@@ -287,7 +279,7 @@ def _document(spec: OpSpec, ops: Sequence[PlannedOp]) -> dict[str, Any]:
     return {
         "pattern": spec.pattern,
         "op": spec.op,
-        **{name: getattr(spec, name) for name in NUMBERS},
+        **numbers_of(spec),
         "data": spec.data,
         "names": [one.tensor.fqn for one in ops[:NAMES_TOLD]],
         "name_count": len(ops),

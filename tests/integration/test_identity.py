@@ -147,8 +147,6 @@ def test_the_control_plane_takes_no_answer_of_another_rank(job: Job) -> None:
         asked: list[Coroutine[Any, Any, Any]] = [
             calls.reach(0, there, request, (), 5.0),
             calls.layout(0, there),
-            calls.snapshots(0, there),
-            calls.metrics(0, there),
             stage(calls, 0, there, manifest),
             withdrawn(calls, 0, there, 1),
             calls.ask(0, there, sidecar_pb2.GetStateRequest()),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Final
 
@@ -45,7 +45,7 @@ class Numbers:
     """Upper bound of CLAMP."""
 
 
-NUMBERS: Final[dict[str, float]] = {one.name: one.default for one in fields(Numbers)}
+NUMBERS: Final[dict[str, float]] = asdict(Numbers())
 """Their names and defaults, in order."""
 
 

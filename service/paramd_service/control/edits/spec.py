@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -158,10 +159,8 @@ def plan_edit(
     parts = [(one, edit_ops(index, [one])) for one in spec.ops]
     ops = [op for _, found in parts for op in found]
     planned = check_ops(finder(index.layout), ops, allow_nonfinite=spec.allow_nonfinite)
-    documents, begin = [], 0
-    for word, found in parts:
-        documents.append(_document(word, planned[begin : begin + len(found)]))
-        begin += len(found)
+    left = iter(planned)
+    documents = [_document(word, list(islice(left, len(found)))) for word, found in parts]
     manifest = manifest_of(edit_id, ops, spec, incarnation=incarnation, layout_digest=layout_digest)
     return _planned(index, manifest, planned, documents)
 

@@ -315,7 +315,7 @@ async def begin(job: ExportJob) -> None:
     if clash:
         raise UsageError(f"assets: {min(clash)!r} is also the name of a file of the export")
     pinned = await _pinned(job, plan)
-    plan, pins = pinned.plan, pinned.pins
+    plan, pins, state = pinned.plan, pinned.pins, pinned.pinned.state
     leases = job.hold(pins)
     await leases.renew()
     leases.keep()
@@ -324,13 +324,13 @@ async def begin(job: ExportJob) -> None:
     job.row = replace(
         job.row,
         plan=job.message.SerializeToString(),
-        destination=await job.named(pinned.state.incarnation, pinned.state.step),
+        destination=await job.named(state.incarnation, state.step),
     )
     job.change(
         machine.planned(
             job.export,
-            incarnation=pinned.state.incarnation,
-            step=pinned.state.step,
+            incarnation=state.incarnation,
+            step=state.step,
             files=[_file(plan, index) for index in range(len(plan.files))],
         )
     )

@@ -284,36 +284,11 @@ class SidecarCalls:
         Raises:
             ParamdError: as `reach`.
         """
-        whole = layout_pb2.Layout()
-        asked, request = self._bootstrap.asked(rank, address), sidecar_pb2.GetLayoutRequest()
-        call = self._channels.open(asked, "GetLayout", request, timeout_s=LAYOUT_TIMEOUT_S)
-        with told_errors(asked.who):
-            async for batch in call:
-                asked.check(batch.header)
+        whole, request = layout_pb2.Layout(), sidecar_pb2.GetLayoutRequest()
+        async with self.stream(rank, address, request, timeout_s=LAYOUT_TIMEOUT_S) as batches:
+            async for batch in batches:
                 whole.MergeFrom(batch.layout)
         return whole
-
-    async def snapshots(self, rank: int, address: str) -> sidecar_pb2.ListSnapshotsResponse:
-        """The leases of one rank.
-
-        Raises:
-            ParamdError: as `reach`.
-        """
-        request = sidecar_pb2.ListSnapshotsRequest()
-        found: sidecar_pb2.ListSnapshotsResponse = await self.ask(
-            rank, address, request, timeout_s=PROBE_TIMEOUT_S
-        )
-        return found
-
-    async def metrics(self, rank: int, address: str) -> str:
-        """The sidecar's own metrics as Prometheus text.
-
-        Raises:
-            ParamdError: as `reach`.
-        """
-        request = sidecar_pb2.GetMetricsRequest()
-        found = await self.ask(rank, address, request, timeout_s=PROBE_TIMEOUT_S)
-        return str(found.text)
 
     async def is_back(self, address: str) -> None:
         """Have the next call to `address` connect at once: its sidecar is about to join."""

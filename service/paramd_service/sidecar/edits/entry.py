@@ -98,15 +98,16 @@ def records_of(
     preimage = body.preimage_begin
     for item in edit.items:
         op = ops[item.op].op
+        kind = EditKind(op.kind)
         data_begin = body.data_begin + item.data_begin if item.data_begin >= 0 else NO_DATA
         keep = NO_DATA
-        if undoable and op.kind == EditKind.SET:
+        if undoable and kind is EditKind.SET:
             keep = data_begin
         elif undoable and _keeps(item, ops):
             keep, preimage = preimage, preimage + _aligned(item.size_bytes)
         sizes, strides = _merged(item.sizes, item.strides)
         yield Record(
-            op=EditKind(op.kind),
+            op=kind,
             dtype=_program_dtype(item.dtype),
             arena_begin=item.arena_begin,
             sizes=sizes,
@@ -145,7 +146,7 @@ def _undoing(record: Record, reset_moments: bool) -> Record:
 
 def _keeps(item: EditItem, ops: Sequence[PlannedOp]) -> bool:
     """Whether undoing an item needs a pre-image besides its data."""
-    return ops[item.op].op.kind not in (EditKind.SET, EditKind.ADD)
+    return EditKind(ops[item.op].op.kind) not in (EditKind.SET, EditKind.ADD)
 
 
 def _program_dtype(dtype: str) -> str:

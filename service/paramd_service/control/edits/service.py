@@ -97,15 +97,7 @@ class EditService:
             "reset_moments": spec.reset_moments,
             "allow_nonfinite": spec.allow_nonfinite,
         }
-        row, driver = await self._opened(by, planned, index, spec.note, detail)
-        if driver is None:
-            # The previous control plane may have stored the row and died before staging it.
-            waiting = self.work.open.get(name)
-            driver = waiting if waiting is not None and waiting.is_idle else None
-        if driver is not None and not spec.with_data:
-            _check_own(by, row)
-            driver.start(self.work.stage_and_commit(driver, by, planned, index))
-        return row
+        return await self._begun(by, planned, index, spec.note, detail)
 
     def _check_share(self, share: float) -> None:
         if share > self._config.max_share:
@@ -177,8 +169,14 @@ class EditService:
         *,
         undo_of: str = "",
     ) -> EditRow:
+        """Open an edit, and unless it waits for data have it staged and committed."""
         row, driver = await self._opened(by, planned, index, note, detail, undo_of=undo_of)
-        if driver is not None:
+        if driver is None:
+            # The previous control plane may have stored the row and died before staging it.
+            waiting = self.work.open.get(row.id)
+            driver = waiting if waiting is not None and waiting.is_idle else None
+        if driver is not None and not detail.get("with_data"):
+            _check_own(by, row)
             driver.start(self.work.stage_and_commit(driver, by, planned, index))
         return row
 

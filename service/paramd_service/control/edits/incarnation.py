@@ -178,7 +178,8 @@ class IncarnationEdits:
 
     async def close(self) -> None:
         """Stop all drivers; the next control plane resolves what is COMMITTED."""
-        await stopped(self._loading, *self._ending)
+        await stopped(self._loading)
+        await stopped(*self._ending)
         for driver in list(self.open.values()):
             await driver.close()
 

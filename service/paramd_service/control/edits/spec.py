@@ -77,17 +77,15 @@ class Pace:
     """Rate limit over a sliding minute. The caller supplies the clock."""
 
     def __init__(self, max_per_minute: int) -> None:
-        self._max = max_per_minute
-        self._begun: deque[float] = deque()
+        self._begun: deque[float] = deque(maxlen=max_per_minute)
 
     def take(self, now_s: float) -> None:
         """Count one edit. Raises ExhaustedError when the last minute's limit is reached."""
-        while self._begun and self._begun[0] <= now_s - _MINUTE_S:
-            self._begun.popleft()
-        if len(self._begun) >= self._max:
+        most = self._begun.maxlen
+        if len(self._begun) == most and self._begun[0] > now_s - _MINUTE_S:
             wait_s = self._begun[0] + _MINUTE_S - now_s
             raise ExhaustedError(
-                f"this control plane accepts at most {self._max:,} edits per minute "
+                f"this control plane accepts at most {most:,} edits per minute "
                 f"([edits] max_per_minute); wait {wait_s:.0f} s, or combine several edits"
             )
         self._begun.append(now_s)
@@ -173,20 +171,12 @@ def plan_undo(
     edit_id: str,
 ) -> Planned:
     """Plan the undo of an edit applied in the same incarnation and layout."""
-    manifest = sidecar_pb2.EditManifest(
-        edit_id=edit_id,
-        incarnation=done.incarnation,
-        layout_digest=done.layout_digest,
-        ops=done.ops,
-        # It restores the previous values, which may have been NaN or infinite.
-        allow_nonfinite=True,
-        undoable=True,
-        undo_of=done.edit_id,
-    )
-    if done.HasField("rollback"):
-        manifest.rollback.CopyFrom(done.rollback)
-    if done.HasField("hyperparameters"):
-        manifest.hyperparameters.CopyFrom(done.hyperparameters)
+    manifest = sidecar_pb2.EditManifest.FromString(done.SerializeToString())
+    manifest.edit_id, manifest.undo_of, manifest.undoable = edit_id, done.edit_id, True
+    # It restores the previous values, which may have been NaN or infinite.
+    manifest.allow_nonfinite = True
+    manifest.ClearField("if_step")
+    manifest.ClearField("reset_moments")
     return _planned(index, manifest, ops_of(index, done), [dict(one) for one in documents])
 
 

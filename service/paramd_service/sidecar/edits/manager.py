@@ -136,9 +136,8 @@ class Opener:
         assert edit is not None
         entry.op_count = len(ops)
         undoable, undo_budget_bytes = manifest.undoable, self._scope.limits.undo_budget_bytes
-        if not undoable:
-            entry.refusal = UndoRefusal.NOT_ASKED
-        elif body_at(0, edit, ops=ops, undoable=True).size_bytes > undo_budget_bytes:
+        whole_bytes = body_at(0, edit, ops=ops, undoable=True).size_bytes
+        if undoable and whole_bytes > undo_budget_bytes:
             undoable, entry.refusal = False, UndoRefusal.TOO_LARGE
         size_bytes = body_at(0, edit, ops=ops, undoable=undoable).size_bytes
         check_bytes(entry, size_bytes)
@@ -171,8 +170,6 @@ class Opener:
             entry.body = body = notes.placed(body, *await self.reserve(body.size_bytes))
             notes.write_change(self._memory.buffer, body, manifest)
         entry.program_begin = entry.body.programs[0] if entry.body is not None else 0
-        if not manifest.undoable:
-            entry.refusal = UndoRefusal.NOT_ASKED
         entry.intake = Intake(memoryview(b""), 0, [], op_count=0, allow_nonfinite=True)
 
     async def _open_rollback(self, entry: Entry) -> None:
@@ -198,8 +195,6 @@ class Opener:
         entry.op_count, entry.body = len(manifest.ops), body
         first, second = body.programs
         entry.program_begin = second if original.program_begin == first else first
-        if not manifest.undoable:
-            entry.refusal = UndoRefusal.NOT_ASKED
         entry.intake = Intake(
             memoryview(b""), 0, [], op_count=entry.op_count, allow_nonfinite=False
         )
@@ -310,6 +305,7 @@ class Edits:
                 manifest=manifest,
                 digest=digest,
                 opened=self._loop.create_future(),
+                refusal=UndoRefusal.NONE if manifest.undoable else UndoRefusal.NOT_ASKED,
                 touched_ns=time.monotonic_ns(),
                 who=CALLER.get(),
             )

@@ -8,7 +8,6 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,7 +17,7 @@ import xxhash
 
 from paramd.errors import ConflictError, DataLossError, ExhaustedError, NotFoundError, UsageError
 from paramd.layout.edits.kinds import EditKind
-from paramd.layout.edits.ops import EditOp
+from paramd.layout.edits.ops import WHOLE_BOX
 from paramd.layout.types import Box
 from paramd.memory.control_page import Word
 from paramd.memory.descriptors import reserved_bytes
@@ -28,6 +27,7 @@ from paramd_service.sidecar.edits.entry import WITHDRAWN_NS, Entry, Outcome, Pha
 from paramd_service.sidecar.edits.memory import HEAD_BYTES, Ranges
 from paramd_service.sidecar.edits.receive import is_finite
 from paramd_service.sidecar.owner import Ownership
+from tests.edit_ops import edit_op
 from tests.unit.layout.simulate import BOXES, Spec, World, build, fsdp1
 from tests.unit.layout.test_plan import KINDS
 from tests.unit.sidecar.edit_rank import Rank, bytes_of, fill_of, stage
@@ -40,11 +40,11 @@ SPECS = [
     Spec("s", "float32", ()),
 ]
 WHOLE = [
-    EditOp(fqn="w", kind=EditKind.LERP, weight=0.25, with_data=True),
-    EditOp(fqn="h", kind=EditKind.ADD, weight=0.5, with_data=True),
-    EditOp(fqn="d", box=Box((1, 0, 1), (3, 2, 4)), kind=EditKind.MUL, value=-2.0),
-    EditOp(fqn="i", box=Box((1,), (4,)), kind=EditKind.SET, with_data=True),
-    EditOp(fqn="s", kind=EditKind.FILL, value=0.5),
+    edit_op(fqn="w", kind=EditKind.LERP, weight=0.25, with_data=True),
+    edit_op(fqn="h", kind=EditKind.ADD, weight=0.5, with_data=True),
+    edit_op(fqn="d", box=Box((1, 0, 1), (3, 2, 4)), kind=EditKind.MUL, value=-2.0),
+    edit_op(fqn="i", box=Box((1,), (4,)), kind=EditKind.SET, with_data=True),
+    edit_op(fqn="s", kind=EditKind.FILL, value=0.5),
 ]
 
 
@@ -81,7 +81,8 @@ def operands() -> list[torch.Tensor | None]:
     dtypes = {spec.fqn: getattr(torch, spec.dtype) for spec in SPECS}
     shapes = {spec.fqn: spec.shape for spec in SPECS}
     for op in WHOLE:
-        sizes = op.box.sizes if op.box is not None else shapes[op.fqn]
+        box = Box(tuple(op.begin), tuple(op.end))
+        sizes = box.sizes if box != WHOLE_BOX else shapes[op.fqn]
         value = (torch.randn(sizes) * 8).to(dtypes[op.fqn])
         found.append(value if op.with_data else None)
     return found
@@ -94,16 +95,14 @@ def expected(world: World) -> dict[str, bytes]:
         data = bytearray(world.full[spec.fqn])
         full[spec.fqn] = torch.frombuffer(data, dtype=getattr(torch, spec.dtype)).view(spec.shape)
     for op, operand in zip(WHOLE, operands(), strict=True):
-        part = full[op.fqn]
-        if op.box is not None:
-            part = part[tuple(map(slice, op.box.begin, op.box.end))]
-        if op.kind is EditKind.MUL:
+        part = full[op.fqn][tuple(map(slice, op.begin, op.end))]
+        if op.kind == EditKind.MUL:
             part.mul_(op.value)
         elif operand is None:
             part.fill_(op.value)
-        elif op.kind is EditKind.LERP:
+        elif op.kind == EditKind.LERP:
             part.lerp_(operand, op.weight)
-        elif op.kind is EditKind.ADD:
+        elif op.kind == EditKind.ADD:
             part.add_(operand, alpha=op.weight)
         else:
             part.copy_(operand)
@@ -176,7 +175,7 @@ def mixed(rank: Rank, states: Sequence[bytes], halves: Sequence[int]) -> bytes:
     return bytes(found)
 
 
-def alike(chance: random.Random) -> tuple[list[EditOp], list[torch.Tensor | None]]:
+def alike(chance: random.Random) -> tuple[list[pb.EditOp], list[torch.Tensor | None]]:
     """Operations on regions of equal shape, each with operands of its own, in any order."""
     boxes = {spec.fqn: [Box((0, 0), (4, 6))] for spec in ALIKE}
     boxes["t"] = [Box((0, 0), (4, 6)), Box((4, 0), (8, 6))]
@@ -184,10 +183,10 @@ def alike(chance: random.Random) -> tuple[list[EditOp], list[torch.Tensor | None
     chance.shuffle(regions)
     ops = []
     for number, (fqn, box) in enumerate(regions):
-        op = EditOp(fqn=fqn, box=box, kind=chance.choice(EXACT), value=-1.5 - number)
-        with_data = op.kind in (EditKind.SET, EditKind.LERP)
-        op = replace(op, with_data=with_data, weight=0.25, min=-1.0 - number, max=1.0)
-        ops.append(op)
+        kind = chance.choice(EXACT)
+        with_data = kind in (EditKind.SET, EditKind.LERP)
+        numbers = {"value": -1.5 - number, "weight": 0.25, "min": -1.0 - number, "max": 1.0}
+        ops.append(edit_op(fqn, kind, box, with_data, **numbers))
     generator = torch.Generator().manual_seed(chance.randrange(1 << 30))
     return ops, [torch.randn(4, 6, generator=generator) if op.with_data else None for op in ops]
 
@@ -211,7 +210,7 @@ def assert_as_before(rank: Rank, before: bytes) -> None:
 async def test_data_comes_in_order_whole_and_finite_or_not_at_all() -> None:
     with rank_of() as rank:
         async with rank.edits() as edits:
-            ops = [EditOp(fqn="h", kind=EditKind.SET, with_data=True), *WHOLE[:1]]
+            ops = [edit_op(fqn="h", kind=EditKind.SET, with_data=True), *WHOLE[:1]]
             values: list[torch.Tensor | None] = [torch.ones(7).bfloat16(), torch.ones(6, 5)]
             data = rank.data_of(ops, values)
             entry = await edits.begin(rank.manifest(1, ops))
@@ -288,7 +287,7 @@ async def test_a_ready_edit_is_let_go_of_only_when_nobody_can_apply_it() -> None
         page = rank.page
         async with rank.edits() as edits:
             entry = await edits.begin(
-                rank.manifest(1, [EditOp(fqn="w", kind=EditKind.FILL, value=1.0)])
+                rank.manifest(1, [edit_op(fqn="w", kind=EditKind.FILL, value=1.0)])
             )
             rank.ready(edits, entry)
             for words in ({}, {Word.READY: 0, Word.PROMISED: 1}):
@@ -324,7 +323,7 @@ async def test_a_request_that_is_not_in_the_page_yet_is_not_one_that_was_withdra
     with rank_of() as rank:
         async with rank.edits() as edits:
             entry = await edits.begin(
-                rank.manifest(1, [EditOp(fqn="w", kind=EditKind.FILL, value=1.0)])
+                rank.manifest(1, [edit_op(fqn="w", kind=EditKind.FILL, value=1.0)])
             )
             argument = edits.make_ready(entry.edit_id, boundary=1, token=5)
             for _ in range(2):
@@ -342,7 +341,7 @@ async def test_what_a_withdrawn_request_leaves_is_free_at_once() -> None:
     with rank_of() as rank:
         async with rank.edits() as edits:
             entry = await edits.begin(
-                rank.manifest(1, [EditOp(fqn="w", kind=EditKind.FILL, value=1.0)])
+                rank.manifest(1, [edit_op(fqn="w", kind=EditKind.FILL, value=1.0)])
             )
             rank.ready(edits, entry)
             rank.page[Word.READY] = 0
@@ -364,7 +363,7 @@ async def test_the_trainers_end_decides_what_became_of_a_ready_edit() -> None:
         with rank_of() as rank:
             async with rank.edits() as edits:
                 entry = await edits.begin(
-                    rank.manifest(1, [EditOp(fqn="w", kind=EditKind.FILL, value=1.0)])
+                    rank.manifest(1, [edit_op(fqn="w", kind=EditKind.FILL, value=1.0)])
                 )
                 rank.ready(edits, entry)
                 for step in (rank.agree, rank.apply)[: steps - 1]:
@@ -376,7 +375,7 @@ async def test_the_trainers_end_decides_what_became_of_a_ready_edit() -> None:
     with rank_of() as rank:
         async with rank.edits() as edits:
             entry = await edits.begin(
-                rank.manifest(1, [EditOp(fqn="w", kind=EditKind.FILL, value=1.0)])
+                rank.manifest(1, [edit_op(fqn="w", kind=EditKind.FILL, value=1.0)])
             )
             rank.ready(edits, entry)
             rank.agree()
@@ -387,7 +386,7 @@ async def test_the_trainers_end_decides_what_became_of_a_ready_edit() -> None:
 
 async def test_budgets_bound_what_is_staged_and_what_is_kept() -> None:
     with rank_of() as rank:
-        small = [EditOp(fqn="s", kind=EditKind.FILL, value=1.0)]
+        small = [edit_op(fqn="s", kind=EditKind.FILL, value=1.0)]
         async with rank.edits(undo_budget_bytes=2 * 4096, budget_bytes=3 * 4096) as edits:
             applied = []
             for number in range(4):
@@ -428,7 +427,7 @@ async def test_what_is_told_of_applied_edits_is_bounded(monkeypatch: pytest.Monk
             whole = edits.memory.free_bytes
             for number in range(4):
                 entry = await edits.begin(
-                    rank.manifest(number, [EditOp(fqn="s", kind=EditKind.FILL)])
+                    rank.manifest(number, [edit_op(fqn="s", kind=EditKind.FILL)])
                 )
                 rank.boundary(edits, entry)
             for number in (0, 1):

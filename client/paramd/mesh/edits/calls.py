@@ -11,13 +11,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
-from urllib.parse import quote
 
 from paramd.errors import ConflictError, DeadlineError, ParamdError, UnreachableError, UsageError
 from paramd.layout.edits.kinds import BY_WORD, KINDS
-from paramd.layout.edits.ops import EDIT_ENDS, EditState, OpSpec
+from paramd.layout.edits.ops import EDIT_ENDS, EditState, EditTerms, OpSpec
 from paramd.mesh.peers.control import REST_TIMEOUT_S, read_document
-from paramd.mesh.peers.discovery import AGAIN_S, JobRest
+from paramd.mesh.peers.discovery import AGAIN_S, JobRest, segment
 from paramd.mesh.results import Table
 from paramd.wire import LEASE_S, MAX_LEASE_S
 
@@ -227,17 +226,6 @@ def new_edit_id() -> str:
     return secrets.token_hex(16)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EditTerms:
-    """Options of an edit; see `AsyncMesh.edit`."""
-
-    if_step: int | None = None
-    reset_moments: bool = False
-    allow_nonfinite: bool = False
-    dry_run: bool = False
-    note: str = ""
-
-
 class EditCalls:
     """Edit and hold requests of one job. Idempotent ones are retried while unreachable."""
 
@@ -255,16 +243,16 @@ class EditCalls:
 
     async def commit(self, edit_id: str, deadline_s: float) -> Edit:
         """Commit a staged edit."""
-        return await self.begin(f"/edits/{_q(edit_id)}/commit", {}, deadline_s)
+        return await self.begin(f"/edits/{segment(edit_id)}/commit", {}, deadline_s)
 
     async def preview(self, edit_id: str, deadline_s: float) -> Edit:
         """Compute statistics before and after a staged edit."""
-        return await self._again(f"/edits/{_q(edit_id)}/preview", {}, deadline_s)
+        return await self._again(f"/edits/{segment(edit_id)}/preview", {}, deadline_s)
 
     async def undo(self, edit_id: str, *, force: bool, deadline_s: float) -> Edit:
         """Create the edit that undoes another."""
         body = {"id": new_edit_id(), "force": force}
-        return await self.begin(f"/edits/{_q(edit_id)}/undo", body, deadline_s)
+        return await self.begin(f"/edits/{segment(edit_id)}/undo", body, deadline_s)
 
     async def begin(self, path: str, body: Mapping[str, Any], deadline_s: float) -> Edit:
         """Create, or commit, an edit and wait a little for its end; `body` has a new one's id."""
@@ -272,11 +260,13 @@ class EditCalls:
 
     async def abort(self, edit_id: str) -> Edit:
         """Abort an edit, unless the trainers may have agreed to it."""
-        return self._edit(await self.rest.send("DELETE", f"/edits/{_q(edit_id)}"))
+        return self._edit(await self.rest.send("DELETE", f"/edits/{segment(edit_id)}"))
 
     async def get(self, edit_id: str, wait_s: float = 0.0) -> Edit:
         """One edit; waits up to `wait_s` seconds for its end."""
-        return self._edit(await self.rest.send("GET", f"/edits/{_q(edit_id)}?wait_s={wait_s:g}"))
+        return self._edit(
+            await self.rest.send("GET", f"/edits/{segment(edit_id)}?wait_s={wait_s:g}")
+        )
 
     async def ended(self, edit: Edit, deadline_s: float) -> Edit:
         """Poll an edit until it has ended or the deadline has passed."""
@@ -295,12 +285,7 @@ class EditCalls:
             raise UsageError(f"state: {state!r}; expected one of {', '.join(EditState)}")
         if limit < 1:
             raise UsageError(f"limit: {limit}; expected at least 1")
-        rows: list[Edit] = []
-        async for page in self.rest.pages("/edits", limit, state=state):
-            rows += map(self._edit, page["edits"])
-            if len(rows) >= limit:
-                break
-        return Edits(rows[:limit])
+        return Edits(map(self._edit, await self.rest.rows("edits", limit, state=state)))
 
     async def hold(
         self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float
@@ -319,11 +304,6 @@ class EditCalls:
 
     def _edit(self, found: Mapping[str, Any]) -> Edit:
         return self.rest.read(lambda: parse_edit(found))
-
-
-def _q(edit_id: str) -> str:
-    # Whatever a caller gives as an id stays one segment of the path.
-    return quote(edit_id, safe="")
 
 
 def _wait_s(deadline_s: float) -> float:
@@ -450,7 +430,7 @@ class MarkCalls:
 
     async def drop(self, name: str, deadline_s: float) -> None:
         """Forget a mark."""
-        await self._send("DELETE", f"/{quote(name, safe='')}", None, deadline_s)
+        await self._send("DELETE", f"/{segment(name)}", None, deadline_s)
 
     async def roll_back(self, to: str | int, note: str, deadline_s: float) -> Edit:
         """Create the edit that puts training back."""

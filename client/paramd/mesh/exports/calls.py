@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import quote, urlencode
+from urllib.parse import urlencode
 
 from xxhash import xxh3_128_hexdigest
 
@@ -31,7 +31,7 @@ from paramd.layout.exports.files import EXPORT_ENDS, ExportState
 from paramd.layout.exports.safetensors import MODEL_FILES, SAFETENSORS, SUFFIX
 from paramd.layout.types import Layout, TensorKind
 from paramd.mesh.peers.control import RestClient, read_document
-from paramd.mesh.peers.discovery import JobRest
+from paramd.mesh.peers.discovery import JobRest, segment
 
 if TYPE_CHECKING:
     import torch
@@ -126,11 +126,11 @@ class ExportCalls:
 
     async def get(self, export_id: str) -> ExportInfo:
         """One export."""
-        return self._info(await self._rest.send("GET", f"/exports/{_q(export_id)}"))
+        return self._info(await self._rest.send("GET", f"/exports/{segment(export_id)}"))
 
     async def cancel(self, export_id: str) -> ExportInfo:
         """Cancel an export."""
-        return self._info(await self._again("DELETE", f"/exports/{_q(export_id)}", None))
+        return self._info(await self._again("DELETE", f"/exports/{segment(export_id)}", None))
 
     async def ended(
         self, info: ExportInfo, timeout_s: float | None = None, progress: Progress | None = None
@@ -161,12 +161,7 @@ class ExportCalls:
 
     async def all(self, *, state: str | None, limit: int) -> list[ExportInfo]:
         """The newest exports, newest first; without their files."""
-        found: list[ExportInfo] = []
-        async for page in self._rest.pages("/exports", limit, state=state):
-            found += map(self._info, page["exports"])
-            if len(found) >= limit:
-                break
-        return found[:limit]
+        return [self._info(one) for one in await self._rest.rows("exports", limit, state=state)]
 
     async def create_schedule(
         self, body: Mapping[str, Any], assets: str | Path | None
@@ -182,7 +177,7 @@ class ExportCalls:
 
     async def delete_schedule(self, schedule_id: str) -> dict[str, Any]:
         """Delete a schedule; its exports stay."""
-        return dict(await self._rest.send("DELETE", f"/export-schedules/{_q(schedule_id)}"))
+        return dict(await self._rest.send("DELETE", f"/export-schedules/{segment(schedule_id)}"))
 
     async def _upload_assets(self, owner_id: str, folder: str | Path | None) -> list[str]:
         """Upload an export's assets to the control plane; return their names."""
@@ -256,10 +251,6 @@ def read_assets(folder: Path) -> list[tuple[str, bytes]]:
             f"{MAX_ASSETS} of {MAX_ASSETS_BYTES:,} in total can be copied into an export"
         )
     return [(path.name, path.read_bytes()) for path in paths]
-
-
-def _q(name: str) -> str:
-    return quote(name, safe="")
 
 
 # `timeout=` as in other clients; it bounds the whole wait, not one await.
@@ -356,7 +347,7 @@ class ExportFiles:
 
     def __init__(self, rest: RestClient, job: str, destination: str) -> None:
         self._rest = rest
-        self._path = f"/jobs/{quote(job, safe='')}/export-file"
+        self._path = f"/jobs/{segment(job)}/export-file"
         self._destination = destination
 
     async def manifest(self) -> Mapping[str, Any]:

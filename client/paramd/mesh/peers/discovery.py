@@ -323,6 +323,11 @@ def _identity(document: JobDocument) -> tuple[int, str]:
     return document.incarnation, document.layout_digest
 
 
+def segment(name: str) -> str:
+    """Whatever a caller gives as a name or an id, as one segment of a path."""
+    return quote(name, safe="")
+
+
 class JobRest:
     """REST requests about one job; paths are below its own. Raises as `RestClient.send`."""
 
@@ -337,7 +342,7 @@ class JobRest:
 
     def path(self, path: str) -> str:
         """The path below /api/v1."""
-        return f"/jobs/{quote(self.job, safe='')}{path}"
+        return f"/jobs/{segment(self.job)}{path}"
 
     async def send(
         self,
@@ -385,6 +390,15 @@ class JobRest:
             token = str(page.get("next_page_token") or "")
             if not token:
                 return
+
+    async def rows(self, name: str, limit: int, **query: object) -> list[Any]:
+        """Up to `limit` entries of the list `name`, over as many pages as it takes."""
+        found: list[Any] = []
+        async for page in self.pages(f"/{name}", limit, **query):
+            found += page[name]
+            if len(found) >= limit:
+                break
+        return found[:limit]
 
     def read(self, parse: Callable[[], Result]) -> Result:
         """What `parse` makes of a response.

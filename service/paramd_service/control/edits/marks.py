@@ -17,9 +17,10 @@ from paramd.errors import ConflictError, ExistsError, NotFoundError, ParamdError
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.control.access.authority import Principal
 from paramd_service.control.edits.holds import Hold
-from paramd_service.control.edits.runner import ASK_S, STAGE_S, on_all
+from paramd_service.control.edits.runner import STAGE_S
 from paramd_service.control.mesh.jobs import Incarnation
 from paramd_service.control.mesh.registry import MeshView, listed
+from paramd_service.control.mesh.sidecars import on_all
 from paramd_service.control.records.records import Records
 
 
@@ -69,7 +70,7 @@ class Marks:
             nonlocal failure
             try:
                 request = pb.ListKeptStatesRequest()
-                answer = await self._mesh.calls.ask(rank, address, request, timeout_s=ASK_S)
+                answer = await self._mesh.calls.ask(rank, address, request)
                 found[rank] = list(answer.states)
             except ParamdError as error:
                 failure = error
@@ -133,9 +134,8 @@ class Marks:
         return dropped
 
     async def _forget(self, view: MeshView, name: str) -> bool:
-        request = pb.DropMarkRequest(mark=name, generation=self._mesh.terms.generation)
-        ask = self._mesh.calls.ask
-        found = await on_all(view, lambda rank, at: ask(rank, at, request, timeout_s=ASK_S))
+        request = pb.DropMarkRequest(mark=name)
+        found = await on_all(view, lambda rank, at: self._mesh.calls.ask(rank, at, request))
         return any(one.dropped for one in found.values())
 
     async def _made(self, by: Principal, name: str) -> KeptState:
@@ -143,9 +143,7 @@ class Marks:
 
         async def make(rank: int, address: str, *, fill: bool) -> pb.KeptState:
             """Have memory made for it, or with `fill` have the state copied."""
-            request = pb.MakeMarkRequest(
-                mark=name, by=by.name, fill=fill, generation=self._mesh.terms.generation
-            )
+            request = pb.MakeMarkRequest(mark=name, by=by.name, fill=fill)
             answer = await self._mesh.calls.ask(rank, address, request, timeout_s=STAGE_S)
             state: pb.KeptState = answer.state
             return state

@@ -57,14 +57,8 @@ def _add_making(routes: APIRouter, services: Services) -> None:
         """Create an edit. Without data it is applied at once; with data it waits for the upload
         and for commit_edit. Idempotent by id."""
         services.jobs.get(job)
-        spec = EditSpec(
-            ops=tuple(OpSpec(**op.model_dump()) for op in wanted.ops),
-            if_step=wanted.if_step,
-            allow_nonfinite=wanted.allow_nonfinite,
-            reset_moments=wanted.reset_moments,
-            note=wanted.note,
-            dry_run=wanted.dry_run,
-        )
+        terms = wanted.model_dump(exclude={"ops", "id", "wait_s"})
+        spec = EditSpec(ops=tuple(OpSpec(**op.model_dump()) for op in wanted.ops), **terms)
         row = await edits.service(job).create(principal_of(request), spec, wanted.id)
         wait_s = wanted.wait_s if not spec.with_data else 0.0
         return stored_document(edits, await edits.wait(row, wait_s))

@@ -13,10 +13,11 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 from urllib.parse import quote
 
+from paramd.documents import read_document
 from paramd.errors import ConflictError, DeadlineError, ParamdError, UnreachableError, UsageError
 from paramd.layout.edits.kinds import BY_WORD, KINDS
 from paramd.layout.edits.ops import EDIT_ENDS, EditState, OpSpec
-from paramd.mesh.peers.control import REST_TIMEOUT_S, read_document
+from paramd.mesh.peers.control import REST_TIMEOUT_S
 from paramd.mesh.peers.discovery import AGAIN_S, JobRest
 from paramd.mesh.results import Table
 from paramd.wire import LEASE_S, MAX_LEASE_S

@@ -18,6 +18,7 @@ from urllib.parse import quote, urlencode
 
 from xxhash import xxh3_128_hexdigest
 
+from paramd.documents import read_document
 from paramd.errors import (
     ConflictError,
     DataLossError,
@@ -30,7 +31,7 @@ from paramd.errors import (
 from paramd.layout.exports.files import EXPORT_ENDS, ExportState
 from paramd.layout.exports.safetensors import MODEL_FILES, SAFETENSORS, SUFFIX
 from paramd.layout.types import Layout, TensorKind
-from paramd.mesh.peers.control import RestClient, read_document
+from paramd.mesh.peers.control import RestClient
 from paramd.mesh.peers.discovery import JobRest
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
@@ -21,7 +21,25 @@ class Document:
     """Base of the shapes: their fields' docstrings are what the OpenAPI document says of them."""
 
     __slots__ = ()
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"use_attribute_docstrings": True}
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    __pydantic_config__ = {"use_attribute_docstrings": True}  # noqa: RUF012
+
+
+class Record(Document):
+    """A shape that also reads as its JSON object does: `op["pattern"]` is `op.pattern`."""
+
+    __slots__ = ()
+
+    def keys(self) -> Iterable[str]:
+        return self.__dataclass_fields__.keys()
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.keys():
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self.keys() else default
 
 
 class _OrNull:

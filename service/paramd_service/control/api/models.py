@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from paramd.layout.edits.kinds import BY_WORD
 from paramd.layout.stats import STATISTICS
+from paramd.mesh.edits.calls import Edit
 from paramd.wire import LEASE_S, MAX_LEASE_S
 from paramd_service.control.edits.holds import MAX_STEPS
 
@@ -175,96 +176,10 @@ class MarkList(BaseModel):
     marks: list[MarkDocument]
 
 
-class HyperparametersDocument(BaseModel):
-    """Hyper-parameters that an edit sets."""
-
-    optimizer: int
-    group: int
-    values: dict[str, Any]
-
-
-class RollbackDocument(BaseModel):
-    """The state that an edit puts back."""
-
-    mark: str = Field(description="Empty: a standing snapshot")
-    step: int
-
-
-class OpDocument(BaseModel):
-    """One operation and the parameters it matched. Operands are null when absent, or when the
-    token's role may not see them."""
-
-    pattern: str
-    op: str
-    value: float | None
-    weight: float | None
-    min: float | None
-    max: float | None
-    data: bool
-    names: list[str] = Field(description="The first 100 matched parameters")
-    name_count: int
-    numel: int = Field(description="Elements, replicas counted once")
-
-
-class RangeDocument(BaseModel):
-    """Statistics of all elements that an edit names. null: no finite element."""
-
-    min: float | None
-    max: float | None
-    mean: float | None
-    norm: float | None
-    nan_count: int
-    inf_count: int
-
-
-class UndoDocument(BaseModel):
-    """Whether an edit can be undone."""
-
-    possible: bool
-    reason: str = Field(description="Why not; empty if possible")
-
-
-class EditDocument(BaseModel):
-    """An edit and its state."""
-
-    id: str
-    job: str
-    incarnation: int
-    state: EditStateName = Field(description="APPLIED, ABORTED and LOST are final")
-    reason: str = Field(description="Why it is ABORTED or LOST; else empty")
-    actor: str = Field(description="Name of the token that created it")
-    committed_by: str | None = Field(description="Name of the token that committed it; or null")
-    note: str
-    dry_run: bool = Field(
-        description="Only computes the statistics before and after; ends as ABORTED"
-    )
-    created_s: float = Field(description="Seconds since the Unix epoch")
-    ended_s: float | None = Field(description="null until it ends")
-    step: int = Field(description="Step at whose boundary it was applied; -1: not applied")
-    boundary: int = Field(description="Number of its boundary request; 0: none yet")
-    ops: list[OpDocument]
-    size_bytes: int = Field(description="Size of the elements it names, replicas counted once")
-    stop_ms: float | None = Field(description="Longest time it stopped a trainer")
-    before: RangeDocument | None = Field(
-        description="null: unknown, or the token's role may not see it"
-    )
-    after: RangeDocument | None
-    undo: UndoDocument
-    undo_of: str | None = Field(description="Edit that this one undoes")
-    undone_by: str | None = Field(description="Edit that undid this one")
-    hyperparameters: HyperparametersDocument | None = Field(
-        description="What it sets instead of parameters; else null"
-    )
-    rollback: RollbackDocument | None = Field(
-        description="The state it puts back, or as an undo leaves again; else null"
-    )
-    warning: str = Field(description="What a trainer had to say about it; else empty")
-
-
 class EditList(BaseModel):
     """Edits, newest first."""
 
-    edits: list[EditDocument]
+    edits: list[Edit]
     next_page_token: str = Field(description="Pass it to get older ones; empty at the end")
 
 

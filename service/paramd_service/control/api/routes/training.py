@@ -6,10 +6,10 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Request
 
+from paramd.mesh.edits.calls import Edit
 from paramd_service.control.access.doorway import principal_of
 from paramd_service.control.api.models import (
     DroppedMark,
-    EditDocument,
     HoldDocument,
     HoldRequest,
     HyperparametersRequest,
@@ -111,7 +111,7 @@ def marks_router(services: Services) -> APIRouter:
         return DroppedMark(dropped=await edits_of(job).marks.drop(principal_of(request), mark))
 
     @routes.post("/jobs/{job}/rollback", status_code=201)
-    async def create_rollback(job: str, wanted: RollbackRequest, request: Request) -> EditDocument:
+    async def create_rollback(job: str, wanted: RollbackRequest, request: Request) -> Edit:
         """Put training back to a mark, or to a step that is kept: parameters, optimizer state and
         everything in keep, on all ranks or on none. An edit: undo_edit goes forward again.
         Idempotent by id."""
@@ -124,7 +124,7 @@ def marks_router(services: Services) -> APIRouter:
     @routes.post("/jobs/{job}/hyperparameters", status_code=201)
     async def set_hyperparameters(
         job: str, wanted: HyperparametersRequest, request: Request
-    ) -> EditDocument:
+    ) -> Edit:
         """Set hyper-parameters of a parameter group, on all ranks at one step or on none. An edit,
         which undo_edit undoes. Idempotent by id."""
         asked = wanted.model_dump(include={"optimizer", "group", "values", "note"})

@@ -22,7 +22,10 @@ class Document:
 
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Any]]
-    __pydantic_config__ = {"use_attribute_docstrings": True}  # noqa: RUF012
+    __pydantic_config__: ClassVar[dict[str, bool]] = {
+        "use_attribute_docstrings": True,
+        "json_schema_serialization_defaults_required": True,
+    }
 
 
 class Record(Document):

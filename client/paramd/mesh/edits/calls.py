@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -163,18 +164,31 @@ class Edit(Document):
         return f"<paramd.Edit {self.id[:8]} {self.state}{where}, {len(self.names)} names{why}>"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hold:
-    """State of a job's hold."""
+class HoldState(StrEnum):
+    """State of a hold."""
 
-    state: str
-    """running, pausing, held or stepping."""
-    step: int
-    """Finished updates."""
-    holder: str
-    """Name of the holder's token; empty without a hold."""
-    steps_left: int
-    lease_left_s: float
+    RUNNING = "running"
+    PAUSING = "pausing"
+    """Requested, not agreed yet."""
+    HELD = "held"
+    STEPPING = "stepping"
+    """A number of boundaries pass before training waits again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hold(Document):
+    """Whether training is held at a boundary."""
+
+    state: HoldState
+    step: int = -1
+    """Finished updates; -1 when no rank reports it."""
+    holder: str = ""
+    """Who holds it: the token's name and a unique suffix; empty without a hold."""
+    steps_left: int = 0
+    """Boundaries it may still pass before it is held again."""
+    lease_left_s: float = 0.0
+    since_s: float | None = None
+    """Seconds since the Unix epoch; None when unknown."""
 
     @property
     def held(self) -> bool:
@@ -442,7 +456,7 @@ class Holder:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mark:
+class Mark(Document):
     """A complete state that the sidecars keep in memory."""
 
     name: str

@@ -13,7 +13,9 @@ from pydantic_core import PydanticCustomError
 
 from paramd.layout.edits.kinds import BY_WORD
 from paramd.layout.stats import STATISTICS
-from paramd.mesh.edits.calls import Edit
+from paramd.mesh.edits.calls import Edit, Mark
+from paramd.mesh.peers.control import PeerAddress
+from paramd.places import IncarnationRecord
 from paramd.wire import LEASE_S, MAX_LEASE_S
 from paramd_service.control.edits.holds import MAX_STEPS
 
@@ -152,18 +154,6 @@ class MarkRequest(Request):
     )
 
 
-class MarkDocument(BaseModel):
-    """A complete state that the sidecars keep in memory."""
-
-    name: str = Field(description="Empty: a standing snapshot, which the next ones replace")
-    step: int
-    size_bytes: int = Field(description="Of all ranks")
-    made_s: float | None = Field(description="Seconds since the Unix epoch; null when unknown")
-    by: str = Field(description="Name of the token that made it; empty of a standing snapshot")
-    whole: bool = Field(description="Whether all ranks have it")
-    reason: str = Field(description="Why not; empty if whole")
-
-
 class DroppedMark(BaseModel):
     """Whether there was a mark to forget."""
 
@@ -173,7 +163,7 @@ class DroppedMark(BaseModel):
 class MarkList(BaseModel):
     """States that training can be put back to, lowest step first."""
 
-    marks: list[MarkDocument]
+    marks: list[Mark]
 
 
 class EditList(BaseModel):
@@ -181,17 +171,6 @@ class EditList(BaseModel):
 
     edits: list[Edit]
     next_page_token: str = Field(description="Pass it to get older ones; empty at the end")
-
-
-class HoldDocument(BaseModel):
-    """Whether training is held at a boundary."""
-
-    state: Literal["running", "pausing", "held", "stepping"]
-    holder: str = Field(description="Who holds it: the token's name and a unique suffix")
-    step: int = Field(description="Finished updates; -1 when no rank reports it")
-    steps_left: int = Field(description="Boundaries it may still pass before it is held again")
-    lease_left_s: float
-    since_s: float | None = Field(description="Seconds since the Unix epoch; null when unknown")
 
 
 class HolderRequest(Request):
@@ -566,30 +545,10 @@ class RegisteredJob(BaseModel):
     )
 
 
-class IncarnationDocument(BaseModel):
-    """One incarnation of a job."""
-
-    incarnation: int
-    world_size: int
-    began_s: float = Field(description="Seconds since the Unix epoch")
-    ended_s: float | None = Field(description="null until it ends")
-    reason: str = Field(description="Why it ended; empty until it ends")
-    step: int = Field(description="Last known step when it ended; -1 when unknown")
-
-
 class IncarnationList(BaseModel):
     """Incarnations of a job, oldest first."""
 
-    incarnations: list[IncarnationDocument]
-
-
-class PeerDocument(BaseModel):
-    """Addresses of one rank's sidecar."""
-
-    rank: int
-    address: str = Field(description='gRPC target "host:port"')
-    socket_path: str = Field(description="Unix socket, for programs on the same host")
-    host_id: str = Field(description="Identifies the host's running kernel")
+    incarnations: list[IncarnationRecord]
 
 
 class JobDocument(JobSummary):
@@ -597,7 +556,7 @@ class JobDocument(JobSummary):
 
     layout_digest: str = Field(description="Current layout; empty until one is agreed")
     control_address: str = Field(description='gRPC target "host:port" of the control plane')
-    peers: list[PeerDocument] = Field(description="Joined sidecars, ordered by rank")
+    peers: list[PeerAddress] = Field(description="Joined sidecars, ordered by rank")
     ticket: str = Field(description="Signed, with the token's rights; for gRPC metadata only")
     ticket_expires_s: float = Field(description="Seconds since the Unix epoch")
     tls: TlsDocument | None = Field(

@@ -25,11 +25,12 @@ from sqlalchemy import Connection, inspect, text
 
 from paramd.clock import now_s
 from paramd.errors import ConflictError, NotFoundError, UsageError
+from paramd.mesh.insight.reports import Alert
 from paramd_service.control.alerts.watcher import Watcher
 from paramd_service.control.api.choice import NormHistory
 from paramd_service.control.exports.schedules import Cadence, cadence_of
 from paramd_service.control.records.audit import Action, Audit
-from paramd_service.control.store.alerts import Alert, AlertStore, State
+from paramd_service.control.store.alerts import AlertStore, State
 from paramd_service.control.store.edits import EditRow, EditStore
 from paramd_service.control.store.engine import StoreAddress, StoreError, make_engine, parse_store
 from paramd_service.control.store.exports import ExportStore
@@ -252,7 +253,7 @@ async def test_alerts_and_the_rest_are_kept_when_silences_go(address: StoreAddre
         )  # fmt: skip
         assert old == expected
         # A later alert comes after those that were there.
-        await alerts.save([expected.model_copy(update={"id": "run-2-3-abe"})])
+        await alerts.save([replace(expected, id="run-2-3-abe")])
         assert [alert.id[6] for _, alert in await alerts.page("run", limit=9)] == ["3", "2", "1"]
         assert await TokenStore(store).get("ci") == token
         assert await store.read(_difference) == []
@@ -348,7 +349,7 @@ async def test_alerts_are_raised_resolved_and_paged(address: StoreAddress) -> No
         assert [alert for _, alert in page] == [raised[2], raised[1]]
         rest = await alerts.page("run", limit=9, before=page[1][0])
         assert [alert for _, alert in rest] == [raised[0]]
-        over = raised[1].model_copy(update={"state": "resolved", "resolved_s": 20.0})
+        over = replace(raised[1], state="resolved", resolved_s=20.0)
         await alerts.save([over])
         still = await alerts.page("run", limit=9, state=State.FIRING)
         assert [alert for _, alert in still] == [raised[2], raised[0]]

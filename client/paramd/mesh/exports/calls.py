@@ -11,13 +11,14 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlencode
 
 from xxhash import xxh3_128_hexdigest
 
+from paramd.documents import Document, read_document
 from paramd.errors import (
     ConflictError,
     DataLossError,
@@ -30,7 +31,7 @@ from paramd.errors import (
 from paramd.layout.exports.files import EXPORT_ENDS, ExportState
 from paramd.layout.exports.safetensors import MODEL_FILES, SAFETENSORS, SUFFIX
 from paramd.layout.types import Layout, TensorKind
-from paramd.mesh.peers.control import RestClient, read_document
+from paramd.mesh.peers.control import RestClient
 from paramd.mesh.peers.discovery import JobRest, segment
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ Moved = Callable[[int, int], object]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExportFile:
+class ExportFile(Document):
     """One file of an export."""
 
     name: str
@@ -58,7 +59,7 @@ class ExportFile:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExportInfo:
+class ExportInfo(Document):
     """An export, as of one response."""
 
     id: str
@@ -74,16 +75,24 @@ class ExportInfo:
     """"NAME/KEY"."""
     format: str
     actor: str
+    """Name of the token that requested it."""
     created_s: float
     """Seconds since the Unix epoch."""
     ended_s: float | None
+    """None while it runs."""
     files: tuple[ExportFile, ...]
+    """Empty in lists."""
     size_bytes: int
     written_bytes: int
     schedule: str
-    """Id of the schedule that started it; empty for a manual export."""
-    raw: Mapping[str, Any] = field(repr=False, compare=False)
-    """As the control plane sent it."""
+    """Id of the schedule that started it; empty: started by a request."""
+    removed: bool
+    """Removed by the schedule's retention."""
+
+    @property
+    def raw(self) -> Mapping[str, Any]:
+        """As the control plane sent it."""
+        return asdict(self)
 
     @property
     def ended(self) -> bool:
@@ -204,7 +213,7 @@ class ExportCalls:
         return await self._rest.again(method, path, body, time.monotonic() + within_s)
 
     def _info(self, found: Mapping[str, Any]) -> ExportInfo:
-        return self._rest.read(lambda: read_document(ExportInfo, found, raw=dict(found)))
+        return self._rest.read(lambda: read_document(ExportInfo, found))
 
 
 def export_body(

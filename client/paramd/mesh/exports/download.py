@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from xxhash import xxh3_128_hexdigest
 
+from paramd.documents import read_document
 from paramd.errors import (
     ConflictError,
     DeadlineError,
@@ -40,7 +41,6 @@ from paramd.errors import (
 )
 from paramd.layout.exports.safetensors import METADATA_KEY, TensorSpec, encode_header, file_order
 from paramd.layout.exports.settings import NameMap
-from paramd.mesh.peers.control import read_document
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.grpc import LeaseEndedError
 from paramd.mesh.peers.sidecars import Pinned, RankPin, Sidecars, pinned_at

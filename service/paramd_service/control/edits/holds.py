@@ -13,10 +13,11 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 
 from paramd.errors import ConflictError, ParamdError
+from paramd.mesh.edits.calls import Hold as HoldView
+from paramd.mesh.edits.calls import HoldState
 from paramd.v1 import common_pb2, sidecar_pb2
 from paramd_service.aio import stopped
 from paramd_service.control.access.authority import Principal
@@ -40,30 +41,6 @@ OWN_LEASE_S = 15.0
 """Lease of a hold that the control plane begins for a request."""
 
 log = logging.getLogger("paramd.control.holds")
-
-
-class HoldState(StrEnum):
-    """State of a hold."""
-
-    RUNNING = "running"
-    PAUSING = "pausing"
-    """Requested, not agreed yet."""
-    HELD = "held"
-    STEPPING = "stepping"
-    """A number of boundaries pass before training waits again."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HoldView:
-    """A hold as documents and events show it."""
-
-    state: HoldState
-    holder: str = ""
-    step: int = -1
-    steps_left: int = 0
-    lease_left_s: float = 0.0
-    since_s: float | None = None
-    """Seconds since the Unix epoch."""
 
 
 OnChange = Callable[[str, HoldView], None]

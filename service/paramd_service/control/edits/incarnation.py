@@ -14,10 +14,11 @@ from paramd.errors import ParamdError
 from paramd.layout.edits.ops import EditState
 from paramd.layout.edits.plan import PlannedOp, overlap
 from paramd.layout.select import NameIndex
+from paramd.mesh.edits.calls import Hold as HoldView
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.aio import kept, stopped
 from paramd_service.control.access.authority import Principal
-from paramd_service.control.edits.holds import Hold, HoldView
+from paramd_service.control.edits.holds import Hold
 from paramd_service.control.edits.machine import (
     CallOff,
     Commit,

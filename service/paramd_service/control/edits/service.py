@@ -17,11 +17,12 @@ from paramd.errors import ConflictError, DeniedError, ExistsError, NotFoundError
 from paramd.layout.edits.ops import EditState
 from paramd.layout.edits.plan import PlannedOp
 from paramd.layout.select import NameIndex
+from paramd.mesh.edits.calls import Hold as HoldView
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import MAX_LEASE_S
 from paramd_service.control.access.authority import Principal
 from paramd_service.control.access.roles import Action, UserRole
-from paramd_service.control.edits.holds import Hold, HoldView
+from paramd_service.control.edits.holds import Hold
 from paramd_service.control.edits.incarnation import IncarnationEdits, audit_detail
 from paramd_service.control.edits.machine import CallOff, no_data
 from paramd_service.control.edits.marks import KeptState, Marks
@@ -143,11 +144,11 @@ class EditService:
         self._check_share(1.0)
         state = await self.marks.find(to)
         target = pb.Rollback(
-            mark=state.mark, step=state.step, lineage=state.lineage, edits=state.edits
+            mark=state.name, step=state.step, lineage=state.lineage, edits=state.edits
         )
         manifest = self._manifest(edit_id, digest, rollback=target)
         planned = plan_whole(index, manifest, state.size_bytes)
-        detail = {"rollback": {"mark": state.mark, "step": state.step}}
+        detail = {"rollback": {"mark": state.name, "step": state.step}}
         return await self._begun(by, planned, index, note, detail)
 
     def _manifest(self, edit_id: str | None, digest: str, **content: Any) -> pb.EditManifest:

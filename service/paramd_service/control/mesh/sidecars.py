@@ -66,7 +66,7 @@ class OwnDirectory:
 
     async def job(self, job: str) -> JobDocument:
         """The job's document, with a fresh ticket. Raises NotFoundError for any other job."""
-        from paramd.mesh.peers.control import JobDocument, PeerAddress
+        from paramd.mesh.peers.control import JobDocument
 
         mine = self._mine
         if job != mine.job:
@@ -85,10 +85,7 @@ class OwnDirectory:
             world_size=mine.world_size,
             control_address=self._control_address(),
             layout_digest=self._registry.view().layout_digest,
-            peers={
-                peer.rank: PeerAddress(peer.rank, peer.address, peer.socket_path, peer.host_id)
-                for peer in self._registry.peers()
-            },
+            peers={peer.rank: peer for peer in self._registry.peers()},
             ticket=ticket,
             ticket_expires_s=now_s + TICKET_TTL_S,
             tls=mine.certificates.own() if _of_job(self._registry) else None,

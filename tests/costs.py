@@ -37,10 +37,10 @@ LINES = {
     "mutants/": 700,
     "packages/": 322,
     "scenes/": 3379,
-    "sequences/": 3056,
+    "sequences/": 3150,
     "soak/": 2350,
     "soak/inject/": 54,
-    "unit/": 2261,
+    "unit/": 2290,
     "unit/cli/": 722,
     "unit/control/": 4077,
     "unit/exports/": 280,
@@ -56,11 +56,11 @@ LINES = {
 """At most, by folder."""
 FILE_LINES = 700
 """At most, in any file."""
-FILE_S = 120.0
+FILE_S = 300.0
 """What a file may take, all its tests together, where `SECONDS` says nothing else."""
 SECONDS = {
     # Random sequences over every kind of model, for minutes by design.
-    "tests/sequences/test_sequences.py": 300.0
+    "tests/sequences/test_sequences.py": 900.0
 }
 
 

@@ -162,7 +162,8 @@ def ends_undisturbed(life: Life, folder: Path) -> None:
         assert started[1] == {"step": 6, "how": "live", "lost": 0}
         # Killed between an update and what goes with it: from the standing snapshot.
         assert started[2] is not None
-        assert (started[2]["how"], started[2]["step"] >= 20) == ("snapshot", True)
+        # Which one, the machine decides: a copy that is not done in time is left out.
+        assert (started[2]["how"], started[2]["step"] > 6) == ("snapshot", True)
     assert life.final() == undisturbed(folder, life.kind)
 
 

@@ -66,7 +66,8 @@ class Life:
     def struck(self, rank: int, point: str, step: int) -> None:
         """One start that ends when a rank kills itself there; the others are killed then."""
         (self.folder / f"die-{rank}").write_text(f"{point} {step}")
-        ranks = self.start("--pause-s", "0.005")
+        # Else a busy machine takes them more rarely.
+        ranks = self.start("--pause-s", "0.005", env={"PARAMD_STANDING_EVERY": "10"})
         wait_for(lambda: ranks[rank].process.poll() == -signal.SIGKILL, ranks)
         kill(ranks)
 
@@ -162,8 +163,7 @@ def ends_undisturbed(life: Life, folder: Path) -> None:
         assert started[1] == {"step": 6, "how": "live", "lost": 0}
         # Killed between an update and what goes with it: from the standing snapshot.
         assert started[2] is not None
-        # Which one, the machine decides: a copy that is not done in time is left out.
-        assert (started[2]["how"], started[2]["step"] > 6) == ("snapshot", True)
+        assert (started[2]["how"], started[2]["step"] >= 20) == ("snapshot", True)
     assert life.final() == undisturbed(folder, life.kind)
 
 

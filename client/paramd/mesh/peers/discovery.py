@@ -235,8 +235,9 @@ class SidecarFinder:
                 if time.monotonic() > give_up_s or not (moved or (denied and not was_denied)):
                     raise
             except (UnreachableError, LeaseEndedError) as error:
-                # Before the first sidecar has joined nothing is broken: the training attaches.
-                patience_s = RECOVERY_S if document.peers else JOINING_S
+                # Who has read no layout yet and finds no sidecar is early: the training attaches.
+                early = not document.peers and self._index is None
+                patience_s = JOINING_S if early else RECOVERY_S
                 give_up_s = min(give_up_s, time.monotonic() + patience_s)
                 if time.monotonic() >= give_up_s:
                     raise

@@ -128,7 +128,7 @@ def test_systemd_starts_a_killed_site_again_and_all_ranks_join_it(
             end_well(ranks, tmp_path)
 
 
-SERVE = "until paramd control serve --listen 127.0.0.1:8470; do sleep 2; done"
+SERVE = "until paramd control serve --listen 127.0.0.1:8470; do sleep 1; done"
 """As the manual has it, for one node."""
 TRAIN = [str(ROOT / "examples" / "train_gpt.py"), "--keep", "--job", "gpt"]
 LOOK = """

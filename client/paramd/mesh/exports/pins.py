@@ -305,10 +305,11 @@ async def _soon_or_now(pinner: Pinner, spans: Spans, deadline_s: float) -> Pinne
             missed = error
         if time.monotonic() > deadline_s:
             raise missed
-        until_s = min(deadline_s, time.monotonic() + FIRST_PATIENCE_S)
+        # While training moves, a copy of what is now may never succeed: back to a boundary then.
+        until_s = min(deadline_s, time.monotonic() + patience_s)
         while True:
             try:
-                found, _ = await pinner.try_now(spans, deadline_s - time.monotonic())
+                found, _ = await pinner.try_now(spans, until_s - time.monotonic())
                 if found is not None:
                     return found
                 break

@@ -251,22 +251,6 @@ def free_job_name(wanted: str) -> str:
     return name
 
 
-def _show_changes(mesh: Mesh, checkpoints: Path) -> None:
-    """Gradients, an edit and its undo, a write-back and an export of the running training.
-
-    Raises:
-        DataLossError: the training or the file does not hold what was written.
-    """
-    _heading("Gradients, as updates consume them", f"paramd grads '{GRADIENTS}'")
-    _gradients(mesh)
-    _heading("Edit four rows on all ranks at one step", f"paramd edit '{ROWS}' --mul 0.5")
-    _edit_and_undo(mesh)
-    _heading("Pause, change weights in place, resume", f"mesh.summon('{ROWS}', writeback=True)")
-    _write_back(mesh)
-    _heading("Take a checkpoint now", f"paramd export {DESTINATION}/now --wait")
-    _export(mesh, checkpoints)
-
-
 def _gradients(mesh: Mesh) -> None:
     print(
         f"{'UPDATE':>6}  {'NORM':>10}  {'SMALLEST':>10}  {'LARGEST':>10}  {'ZEROS':>6}  {'NAN':>4}"
@@ -368,7 +352,15 @@ def _tour(training: Training, folder: Path) -> None:
         path = folder / f"layer0-step-{summoned.step}.safetensors"
         _heading("Save it and read it back", f"paramd summon '{LAYER}' -o {path.name}")
         _save_and_compare(summoned, path)
-        _show_changes(mesh, training.checkpoints)
+        _heading("Gradients, as updates consume them", f"paramd grads '{GRADIENTS}'")
+        _gradients(mesh)
+        _heading("Edit four rows on all ranks at one step", f"paramd edit '{ROWS}' --mul 0.5")
+        _edit_and_undo(mesh)
+        command = f"mesh.summon('{ROWS}', writeback=True)"
+        _heading("Pause, change weights in place, resume", command)
+        _write_back(mesh)
+        _heading("Take a checkpoint now", f"paramd export {DESTINATION}/now --wait")
+        _export(mesh, training.checkpoints)
 
 
 def _wait_until_well(mesh: Mesh, training: Training) -> None:

@@ -259,7 +259,12 @@ def doctor(target: Target) -> None:
     """
     chosen = target.settings
     findings = [*machine(), *tls_files(chosen.tls_ca)]
-    for url in _urls(target):
+    if chosen.url is not None:
+        urls = {chosen.url}
+    else:
+        running = places.running_jobs()
+        urls = {found.url for found in running if chosen.job in (None, found.job)}
+    for url in sorted(urls):
         findings += control_plane(url, chosen.tls_ca)
     findings += jobs(target)
     rows = [{**asdict(finding), "verdict": finding.verdict.value} for finding in findings]
@@ -269,15 +274,6 @@ def doctor(target: Target) -> None:
     say(f"{len(findings)} checks, {failed} failed, {warned} warnings")
     if failed:
         raise typer.Exit(1)
-
-
-def _urls(target: Target) -> list[str]:
-    """The control planes to check: the one named, else those of the jobs running here."""
-    chosen = target.settings
-    if chosen.url is not None:
-        return [chosen.url]
-    running = places.running_jobs()
-    return sorted({found.url for found in running if chosen.job in (None, found.job)})
 
 
 def jobs(target: Target) -> Iterator[Finding]:

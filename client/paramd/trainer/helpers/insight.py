@@ -138,7 +138,9 @@ class Insight:
                 self._deliver(line)
             except Exception:
                 log.debug("paramd: the line to the sidecar failed", exc_info=True)
-                self._drop(line)
+                with self._lock:
+                    if self._line is line:
+                        self._line = None
         if open_line is not None:
             open_line.close()
 
@@ -166,17 +168,16 @@ class Insight:
         asked: dict[str, Any] = json.loads(data)
         return asked
 
-    def _drop(self, line: socket.socket | None) -> None:
-        with self._lock:
-            if self._line is line:
-                self._line = None
-
     def _answer(self, asked: Mapping[str, Any]) -> Message:
         answer: Message = {"op": "stacks", "id": asked.get("id"), "threads": self._stacks()}
         if asked.get("collectives"):
             answer |= collectives()
         answer |= device_memory()
-        return _fitting(answer)
+        # Cut so that it fits one message.
+        while len(json.dumps(answer)) > MAX_MESSAGE_BYTES // 2 and len(answer["threads"]) > 1:
+            answer["threads"] = answer["threads"][: len(answer["threads"]) // 2]
+            answer["cut"] = True
+        return answer
 
     def _stacks(self) -> list[dict[str, Any]]:
         names = {thread.ident: thread for thread in threading.enumerate()}
@@ -340,14 +341,6 @@ def _frames(frame: FrameType | None) -> list[tuple[str, int, str]]:
         found.append((code.co_filename, frame.f_lineno or 0, code.co_qualname))
         frame = frame.f_back
     return found
-
-
-def _fitting(answer: Message) -> Message:
-    """The answer, cut so that it fits one message: threads go first, then frames."""
-    while len(json.dumps(answer)) > MAX_MESSAGE_BYTES // 2 and len(answer["threads"]) > 1:
-        answer["threads"] = answer["threads"][: len(answer["threads"]) // 2]
-        answer["cut"] = True
-    return answer
 
 
 def _send(line: socket.socket | None, message: Message) -> None:

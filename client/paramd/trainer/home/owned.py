@@ -426,13 +426,6 @@ class ParameterStorage:
                 copies[old] = moving.bytes_of(tensor.untyped_storage()).clone()
         moving.repoint([(t, moving.moved(t, copies[moving.storage_range(t)])) for t in tensors])
 
-    def _close_watch(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-        if self.contents is not None:
-            self.contents.close()
-        self._watch, self.contents = None, None
-
     def _placed(self, kind: TensorKind) -> list[tuple[LocalShard, int]]:
         """Non-empty shards with their first arena bytes."""
         return [
@@ -440,6 +433,13 @@ class ParameterStorage:
             for shard, begin in zip(self._shards, self._plan.begins, strict=True)
             if shard.kind is kind and begin is not None
         ]
+
+    def _close_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+        if self.contents is not None:
+            self.contents.close()
+        self._watch, self.contents = None, None
 
     def _watched(self) -> list[Watched]:
         """Each slot once, with the address its tensor must have."""

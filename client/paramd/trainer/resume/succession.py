@@ -162,8 +162,9 @@ class Succession:
                 self._snapshots += _snapshots_in(
                     copies.mapped(descriptor, sum(copies.sizes_of(label))), label
                 )
+        states = [*([self._live] if self._live is not None else []), *self._snapshots]
         return RankOffer(
-            refusal=self._refusal(offer),
+            refusal=self._difference(states[0], offer) if states else "",
             step=max(int(offer["step"]), int(offer["reached"])),
             lineage=int(offer["lineage"]),
             live=self._live.mark if self._live is not None else None,
@@ -386,10 +387,6 @@ class Succession:
             digests=tuple(map(int, offer["digests"])),
         )
         return ""
-
-    def _refusal(self, offer: dict[str, Any]) -> str:
-        states = [*([self._live] if self._live is not None else []), *self._snapshots]
-        return self._difference(states[0], offer) if states else ""
 
     def _difference(self, state: _State, told: Mapping[str, Any]) -> str:
         """How this script differs from the one that a state is of; empty if it does not."""

@@ -112,7 +112,7 @@ class Opener:
         if entry.edit is not None:
             return
         if notes.has_note(entry.manifest):
-            entry.edit = notes.nothing_of(self._scope.rank)
+            entry.edit = RankEdit(rank=self._scope.rank, items=(), data_bytes=0)
             return
         serialized, manifest = self._scope.layout(), entry.manifest
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from paramd.errors import ConflictError, UsageError
-from paramd.layout.edits.plan import RankEdit
 from paramd.memory.control_page import NEVER_REWINDABLE, ControlPage, Word
 from paramd.memory.descriptors import pages
 from paramd.memory.edit_program import (
@@ -66,11 +65,6 @@ def has_note(manifest: pb.EditManifest) -> bool:
 def is_rollback(manifest: pb.EditManifest) -> bool:
     """Whether an edit puts back a state."""
     return bool(manifest.HasField("rollback"))
-
-
-def nothing_of(rank: int) -> RankEdit:
-    """The elements that such an edit changes by itself: none."""
-    return RankEdit(rank=rank, items=(), data_bytes=0)
 
 
 def check(manifest: pb.EditManifest, page: ControlPage) -> None:

@@ -98,7 +98,7 @@ class GradientPins:
         shared = self._join(
             (key, history, step, wanted),
             lambda: self._reduce(key, history, step, wanted),
-            _nothing,
+            lambda _: None,
         )
         async with self._waiting(shared, step, timeout_s) as found:
             answer: tuple[list[pb.Stats], Notes] = found
@@ -220,10 +220,6 @@ def _close_made(making: asyncio.Future[Any]) -> None:
     """Free a block whose request was cancelled."""
     if not making.cancelled() and making.exception() is None:
         making.result().close()
-
-
-def _nothing(_result: Any) -> None:
-    """Statistics need no release."""
 
 
 def _load_torch() -> None:

@@ -218,10 +218,6 @@ class Charges:
         """Most bytes of a source's snapshots that one token may hold."""
         return self._budget_bytes(source) // 3
 
-    def taken_bytes(self, source: int, who: Who) -> int:
-        """Bytes that `who` holds of a source."""
-        return self._taken_bytes[source, who]
-
     def check(self, who: Who, source: int, needed_bytes: int, *, is_new: bool = True) -> None:
         """Check that `who` may hold that much more; `is_new`: no token holds the snapshot yet.
 
@@ -230,7 +226,7 @@ class Charges:
         """
         if who is None:
             return
-        share_bytes, mine = self.share_bytes(source), self.taken_bytes(source, who)
+        share_bytes, mine = self.share_bytes(source), self._taken_bytes[source, who]
         if mine + needed_bytes > share_bytes:
             raise ExhaustedError(
                 f"a snapshot of {needed_bytes:,} bytes does not fit: your token holds {mine:,} of "

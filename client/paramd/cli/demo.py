@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -61,17 +62,15 @@ ROUND_S = 1.5
 OPEN_TIMEOUT_S = 120.0
 
 
+@dataclass(eq=False)
 class Training:
     """A training started by this process."""
 
-    def __init__(
-        self, job: str, process: subprocess.Popen[bytes], log_path: Path, checkpoints: Path
-    ) -> None:
-        self.job = job
-        self.checkpoints = checkpoints
-        """Directory of `DESTINATION`."""
-        self._process = process
-        self._log_path = log_path
+    job: str
+    _process: subprocess.Popen[bytes]
+    _log_path: Path
+    checkpoints: Path
+    """Directory of `DESTINATION`."""
 
     @property
     def running(self) -> bool:

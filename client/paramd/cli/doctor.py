@@ -11,7 +11,7 @@ import ssl
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from email.utils import parsedate_to_datetime
@@ -101,11 +101,12 @@ class Finding:
 
 def machine() -> Iterator[Finding]:
     """All checks of this machine, in order. A check that raises becomes a failed finding."""
-    for name, check in _CHECKS:
+    for check in (_python, _packages, _state_dir, _memory, _port, _clock):
         try:
             yield from check()
         except Exception as error:
             advice = "the check itself crashed; run with --debug and report it"
+            name = check.__name__.strip("_").replace("_", " ")
             yield _finding(name, False, f"{type(error).__name__}: {error}", advice)
 
 
@@ -236,16 +237,6 @@ def _finding(
 ) -> Finding:
     verdict = Verdict.OK if good else bad
     return Finding(check=check, verdict=verdict, detail=detail, advice="" if good else advice)
-
-
-_CHECKS: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
-    ("python", _python),
-    ("packages", _packages),
-    ("state dir", _state_dir),
-    ("memory", _memory),
-    ("port", _port),
-    ("clock", _clock),
-)
 
 
 @with_output

@@ -17,7 +17,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,11 +36,6 @@ _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 _RULE = re.compile(r"(?P<point>[a-z-]+):(?P<action>kill|stop)(?:@(?P<count>[1-9][0-9]{0,8}))?")
 
 
-def _signal_self(number: signal.Signals) -> None:
-    # To this thread: a signal to the process may be delivered some instructions later.
-    signal.pthread_kill(threading.get_ident(), number)
-
-
 @dataclass(slots=True)
 class _Rule:
     signal: signal.Signals
@@ -50,15 +45,8 @@ class _Rule:
 class Faults:
     """Fault rules, with a count of passes per point."""
 
-    def __init__(
-        self,
-        text: str = "",
-        *,
-        later: Path | None = None,
-        act: Callable[[signal.Signals], None] = _signal_self,
-    ) -> None:
+    def __init__(self, text: str = "", *, later: Path | None = None) -> None:
         """`later`: file where further rules may appear; None: nowhere."""
-        self._act = act
         self._later = later
         self._given = _parse(text)
         self._told: dict[str, _Rule] = {}
@@ -67,12 +55,16 @@ class Faults:
     def at(self, point: str) -> None:
         """Pass a named point, on any thread; act on a rule that is due."""
         with self._lock:
-            if self._later is not None and (told := _taken(self._later)) is not None:
-                self._told = _parse(told)
+            if self._later is not None:
+                with suppress(FileNotFoundError):
+                    told = self._later.read_text()
+                    self._later.unlink()
+                    self._told = _parse(told)
             due = [_passed(rules, point) for rules in (self._told, self._given)]
         for number in due:
             if number is not None:
-                self._act(number)
+                # To this thread: one to the process may be delivered some instructions later.
+                signal.pthread_kill(threading.get_ident(), number)
 
 
 def _passed(rules: dict[str, _Rule], point: str) -> signal.Signals | None:
@@ -106,12 +98,3 @@ def _parse(text: str) -> dict[str, _Rule]:
             )
         rules[found["point"]] = _Rule(_SIGNALS[found["action"]], int(found["count"] or "1"))
     return rules
-
-
-def _taken(path: Path) -> str | None:
-    try:
-        text = path.read_text()
-        path.unlink()
-    except FileNotFoundError:
-        return None
-    return text

@@ -151,7 +151,13 @@ class GradSteps:
     ) -> GradFrame[Any] | None:
         """The frame; None if its notes require a new plan."""
         began_s = time.monotonic()
-        notes = [note for one in held.steps() for note in _notes(held.plan, one)]
+        notes = [
+            GradNote(rank, asked, note.none, note.partial_group)
+            for one in held.steps()
+            for rank, answer in one.answers.items()
+            for note in answer.gradients.notes
+            for asked in held.plan.owners.get((rank, note.arena_begin), ())
+        ]
         if not self._learnt.update(held.plan, notes):
             self._asking = None
             return None
@@ -204,7 +210,13 @@ class GradSteps:
             sums = await self._summed(held)
         values: dict[str, Callable[[], Any]] = {}
         if self._wanted.kind == "full":
-            tensors = await self._tensors(held)
+            from paramd.mesh.frames.grad_tensors import read_tensors
+
+            tensors = await read_tensors(
+                held.steps()[0].reading(self._wanted.transport),
+                self._transfer, self.pool, plan.plan, plan.asked, plan.numbers,
+                dtype=self._wanted.dtype,
+            )  # fmt: skip
             for index, one in enumerate(plan.asked):
                 found = sums[index] if plan.layers[index] else tensors[index]
                 values[one.name] = partial(_same, None if one.name in none else found)
@@ -224,15 +236,6 @@ class GradSteps:
             said[one.name] = parts[index]
             values[one.name] = lazily_summed(parts[index])
         return values, said
-
-    async def _tensors(self, held: _Held) -> dict[int, torch.Tensor]:
-        from paramd.mesh.frames.grad_tensors import read_tensors
-
-        reading, plan = held.steps()[0].reading(self._wanted.transport), held.plan
-        return await read_tensors(
-            reading, self._transfer, self.pool, plan.plan, plan.asked, plan.numbers,
-            dtype=self._wanted.dtype,
-        )  # fmt: skip
 
     async def _summed(self, held: _Held) -> dict[int, torch.Tensor]:
         """Partial gradients, summed in rank order so that the result is deterministic.
@@ -283,15 +286,6 @@ async def open_stream(
 
     steps = await reach.attempts(attempt, time.monotonic() + READ_S)
     return StepStream(reach, steps, steps.read, every=wanted.every, keep_all=wanted.lossless)
-
-
-def _notes(plan: GradPlan, held: PinnedStep) -> list[GradNote]:
-    found = []
-    for rank, answer in held.answers.items():
-        for note in answer.gradients.notes:
-            for asked in plan.owners.get((rank, note.arena_begin), ()):
-                found.append(GradNote(rank, asked, note.none, note.partial_group))
-    return found
 
 
 def _same(value: Any) -> Any:

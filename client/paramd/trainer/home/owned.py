@@ -127,6 +127,8 @@ class ParameterStorage:
     device: TrainerDevice | None = None
     """Where the arena is; None: in host memory."""
 
+    _align_bytes = ALIGN_BYTES
+
     def __init__(self, model: nn.Module) -> None:
         """Inspect the model and plan an arena for it; change nothing.
 
@@ -149,7 +151,7 @@ class ParameterStorage:
     def _plan_for(self, shards: Sequence[LocalShard], alive: Sequence[torch.Tensor]) -> ArenaPlan:
         for shard in shards:
             self._check_movable(shard)
-        return plan_arena(shards, alive)
+        return plan_arena(shards, alive, self._align_bytes)
 
     def _check_movable(self, shard: LocalShard) -> None:
         """Refuse a tensor that is not in host memory, or that other processes use.
@@ -426,6 +428,13 @@ class ParameterStorage:
                 copies[old] = moving.bytes_of(tensor.untyped_storage()).clone()
         moving.repoint([(t, moving.moved(t, copies[moving.storage_range(t)])) for t in tensors])
 
+    def _close_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+        if self.contents is not None:
+            self.contents.close()
+        self._watch, self.contents = None, None
+
     def _placed(self, kind: TensorKind) -> list[tuple[LocalShard, int]]:
         """Non-empty shards with their first arena bytes."""
         return [
@@ -433,13 +442,6 @@ class ParameterStorage:
             for shard, begin in zip(self._shards, self._plan.begins, strict=True)
             if shard.kind is kind and begin is not None
         ]
-
-    def _close_watch(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-        if self.contents is not None:
-            self.contents.close()
-        self._watch, self.contents = None, None
 
     def _watched(self) -> list[Watched]:
         """Each slot once, with the address its tensor must have."""

@@ -57,7 +57,8 @@ async def abort_internal(
         id=error_id,
         error=repr(error),
         at=_where(error),
-        request_id=_request_id(context),
+        # Cut: it is untrusted.
+        request_id=metadata_of(context, METADATA_KEY)[:MAX_ID_CHARS],
     )
     if (told := exhausted_of(error)) is not None:
         await abort_with(context, told)
@@ -66,12 +67,10 @@ async def abort_internal(
     )
 
 
-def _request_id(context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """The caller's request id, truncated: it is untrusted."""
-    for key, value in context.invocation_metadata() or ():
-        if key == METADATA_KEY and isinstance(value, str):
-            return value[:MAX_ID_CHARS]
-    return ""
+def metadata_of(context: grpc.aio.ServicerContext[Any, Any], wanted: str) -> str:
+    """What a call's metadata has under this key; empty if nothing."""
+    pairs = context.invocation_metadata() or ()
+    return next((str(value) for key, value in pairs if key == wanted), "")
 
 
 def _where(error: Exception) -> str:

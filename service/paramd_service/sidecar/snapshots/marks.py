@@ -25,7 +25,7 @@ from paramd.errors import (
     NotFoundError,
     UsageError,
 )
-from paramd.memory.continuation import read_pair
+from paramd.memory.continuation import digest_of, read_pair
 from paramd.memory.control_page import Word
 from paramd.memory.descriptors import SparseMemory
 from paramd.memory.gate import LateError
@@ -33,7 +33,6 @@ from paramd_service.sidecar.owner import AttachedMemory, check_keeps_states
 from paramd_service.sidecar.snapshots.standing import (
     Standing,
     StandingLabel,
-    digest_of,
     label_of,
     spans_of,
 )

@@ -28,7 +28,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -192,7 +192,10 @@ class Insight:
                         "name": thread.name if thread is not None else "",
                         "id": native if native is not None else 0,
                         "training": ident == self._training,
-                        "frames": _frames(frame),
+                        "frames": [
+                            (one.f_code.co_filename, line or 0, one.f_code.co_qualname)
+                            for one, line in itertools.islice(walk_stack(frame), MAX_FRAMES)
+                        ],
                     }
                 )
         # The training's thread first: it must survive the cut.
@@ -331,16 +334,6 @@ def device_memory() -> dict[str, Any]:
         }
     except Exception:
         return {}
-
-
-def _frames(frame: FrameType | None) -> list[tuple[str, int, str]]:
-    """(file, line, function), innermost first."""
-    found: list[tuple[str, int, str]] = []
-    while frame is not None and len(found) < MAX_FRAMES:
-        code = frame.f_code
-        found.append((code.co_filename, frame.f_lineno or 0, code.co_qualname))
-        frame = frame.f_back
-    return found
 
 
 def _send(line: socket.socket | None, message: Message) -> None:

@@ -15,6 +15,7 @@ import xxhash
 
 from paramd.layout.dtypes import ITEM_BYTES, item_bytes
 from paramd.layout.types import Layout, Piece, Region, TensorKind, TensorLayout
+from paramd.layout.types import joined as joined_spans
 from paramd_service.control.alerts.book import Finding, Severity
 from paramd_service.control.alerts.config import Rule
 from paramd_service.control.mesh.registry import listed
@@ -241,16 +242,7 @@ def spans_of(groups: Sequence[ReplicaGroup]) -> Spans:
     for group in groups:
         for rank, begin in group.begins.items():
             pieces.setdefault(rank, []).append((begin, begin + group.size_bytes))
-    spans: dict[int, list[tuple[int, int]]] = {}
-    for rank, found in pieces.items():
-        merged: list[tuple[int, int]] = []
-        for begin, end in sorted(found):
-            if merged and begin <= merged[-1][1]:
-                merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-            else:
-                merged.append((begin, end))
-        spans[rank] = merged
-    return spans
+    return {rank: joined_spans(found, 0) for rank, found in pieces.items()}
 
 
 def place_of(spans: Sequence[tuple[int, int]]) -> Callable[[int], int]:

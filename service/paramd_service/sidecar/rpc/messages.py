@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -74,12 +75,8 @@ def metadata_of(context: grpc.aio.ServicerContext[Any, Any], wanted: str) -> str
 
 
 def _where(error: Exception) -> str:
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    if traceback is None:
-        return ""
-    return f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def _details(code: grpc.StatusCode, error: ParamdError, *, retry: bool) -> bytes:

@@ -110,23 +110,20 @@ class UnixServer:
 
     def _accept(self) -> None:
         for accepted in accepted_now(self._listener, self.rank, self._accept_again):
-            self._take_in(accepted)
-
-    def _take_in(self, accepted: socket.socket) -> None:
-        accepted.setblocking(False)
-        try:
-            peer_pid = handover.check_peer(accepted)
-        except DeniedError as error:
-            self.rank.log("connection-refused", reason=str(error))
-            self.rank.refusals.saw("socket", str(error))
-            accepted.close()
-            return
-        strangers = [one for one in self._connections if one.is_stranger]
-        for one in strangers[: max(len(strangers) - MAX_STRANGERS + 1, 0)]:
-            self.rank.start_task(one.close())
-        connection = _Connection(self, accepted, peer_pid)
-        self._connections[connection] = None
-        connection.start()
+            accepted.setblocking(False)
+            try:
+                peer_pid = handover.check_peer(accepted)
+            except DeniedError as error:
+                self.rank.log("connection-refused", reason=str(error))
+                self.rank.refusals.saw("socket", str(error))
+                accepted.close()
+                continue
+            strangers = [one for one in self._connections if one.is_stranger]
+            for one in strangers[: max(len(strangers) - MAX_STRANGERS + 1, 0)]:
+                self.rank.start_task(one.close())
+            connection = _Connection(self, accepted, peer_pid)
+            self._connections[connection] = None
+            connection.start()
 
 
 class _Connection:

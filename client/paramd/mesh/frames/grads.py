@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final
 
 from paramd.errors import ConflictError, UsageError
@@ -123,7 +123,6 @@ class GradSteps:
         self._learnt = PartialGroups()
         self._asking: _Asking | None = None
         """What is asked for next; None: to be planned anew."""
-        self._pool: TensorPool | None = None
         self.ranks: tuple[int, ...] = ()
 
     async def prepare(self, sidecars: Sidecars) -> None:
@@ -257,13 +256,11 @@ class GradSteps:
             await self._transfer.run(partial(found.add, tensors))
         return found.rounded(self._wanted.dtype)
 
-    @property
+    @cached_property
     def pool(self) -> TensorPool:
-        if self._pool is None:
-            from paramd.mesh.frames.grad_tensors import TensorPool
+        from paramd.mesh.frames.grad_tensors import TensorPool
 
-            self._pool = TensorPool()
-        return self._pool
+        return TensorPool()
 
 
 async def open_stream(

@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, TypeAlias
 
 import xxhash
@@ -248,9 +249,7 @@ def spans_of(groups: Sequence[ReplicaGroup]) -> Spans:
 def place_of(spans: Sequence[tuple[int, int]]) -> Callable[[int], int]:
     """Return a function mapping an arena byte to its offset in a snapshot of `spans`."""
     begins = [begin for begin, _ in spans]
-    offsets = [0]
-    for begin, end in spans:
-        offsets.append(offsets[-1] + end - begin)
+    offsets = list(accumulate((end - begin for begin, end in spans), initial=0))
 
     def offset_of(at: int) -> int:
         index = bisect_right(begins, at) - 1

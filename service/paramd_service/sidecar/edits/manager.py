@@ -163,7 +163,7 @@ class Opener:
         manifest = entry.manifest
         notes.check(manifest, self._scope.page)
         await self.plan(entry)
-        if notes.is_rollback(manifest):
+        if entry.is_rollback:
             await self._open_rollback(entry)
         else:
             body = notes.change_body()

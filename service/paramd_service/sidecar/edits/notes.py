@@ -59,12 +59,7 @@ Finder: TypeAlias = "Callable[[str, int, int, int], AbstractContextManager[Found
 
 def has_note(manifest: pb.EditManifest) -> bool:
     """Whether an edit is one of these."""
-    return is_rollback(manifest) or manifest.HasField("hyperparameters")
-
-
-def is_rollback(manifest: pb.EditManifest) -> bool:
-    """Whether an edit puts back a state."""
-    return bool(manifest.HasField("rollback"))
+    return bool(manifest.HasField("rollback") or manifest.HasField("hyperparameters"))
 
 
 def check(manifest: pb.EditManifest, page: ControlPage) -> None:

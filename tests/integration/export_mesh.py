@@ -71,7 +71,7 @@ class StillMesh:
             pins.append(export_pb2.ExportPin(rank=rank, snapshot_id=found.snapshot_id))
             self.pins.append((rank, found.snapshot_id))
         return plan, encode_plan(
-            PinnedExport(plan, Pinned.at(StateName(1, 0, STEP, 0), {}), pins), digest
+            PinnedExport(plan, Pinned(StateName(1, 0, STEP, 0), {}), pins), digest
         )
 
     def begin(self, target: export_pb2.ExportTarget, size_bytes: int = 0) -> None:

@@ -159,7 +159,10 @@ class Boundaries:
             raise UsageError("snapshot_ids: a snapshot is listed twice")
         snapshots = [self._store.get(snapshot_id).snapshot for snapshot_id in reach.snapshot_ids]
         for snapshot in snapshots:
-            _check_capturable(snapshot)
+            if not snapshot.at_boundary:
+                raise ConflictError("a snapshot was not pinned with at_boundary; pin it that way")
+            if snapshot.fill is Fill.PENDING or snapshot.map_count or snapshot.tainted:
+                raise ConflictError("a snapshot is in use by another request; pin another one")
         if self.moments is None and any(is_moments(snapshot.key) for snapshot in snapshots):
             raise ConflictError("this sidecar does not serve optimizer state")
         argument = self._argument(reach, snapshots)
@@ -249,10 +252,3 @@ class Boundaries:
             + (f"its parameters are not served: {why}" if why else "")
             + "training is paused, or a rank is not ready" * (not why)
         )
-
-
-def _check_capturable(snapshot: Snapshot) -> None:
-    if not snapshot.at_boundary:
-        raise ConflictError("a snapshot was not pinned with at_boundary; pin it that way")
-    if snapshot.fill is Fill.PENDING or snapshot.map_count or snapshot.tainted:
-        raise ConflictError("a snapshot is in use by another request; pin another one")

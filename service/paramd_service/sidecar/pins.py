@@ -218,13 +218,9 @@ class Pins:
         else:
             # With a live trainer, a resting state needs a look after the copy: copy anew.
             state = resting_state(page) if self.copier.capture.trainer_ended else None
-        if state is None or self._is_stray(state.proof):
+        if state is None or is_stray(page.words, state.proof):
             return None
         return self.store.find(key, proof=state.proof)
-
-    def _is_stray(self, proof: int) -> bool:
-        """Whether a stray change hit the state with that proof, as far as is known."""
-        return is_stray(self._attached.page.words, proof)
 
     def check_true(self, snapshot: Snapshot) -> None:
         """Check that the trainer has not since found the bytes to mix two states.
@@ -236,7 +232,7 @@ class Pins:
             return
         # Read first: what is found afterwards is final if the state was over by then.
         over = self._attached.page[Word.SEQ] != snapshot.proof
-        if not self._is_stray(snapshot.proof):
+        if not is_stray(self._attached.page.words, snapshot.proof):
             snapshot.is_true = over
         else:
             raise AbortedError(

@@ -102,7 +102,8 @@ class PartialGroups:
         right = not found.probed
         for asked, now in said.items():
             if asked in found.probed:
-                self._heard(asked, now)
+                self.probing.discard(asked)
+                self.groups[asked] = now
             elif asked in found.groups:
                 known = found.groups[asked]
                 if any(group != known.get(rank, 0) for rank, group in now.items()):
@@ -112,10 +113,6 @@ class PartialGroups:
                 self._outdated(asked, None)
                 right = False
         return right
-
-    def _heard(self, asked: int, now: Mapping[int, int]) -> None:
-        self.probing.discard(asked)
-        self.groups[asked] = now
 
     def _outdated(self, asked: int, known: Mapping[int, int] | None) -> None:
         """Look again, unless more is known by now than the plan took for granted."""

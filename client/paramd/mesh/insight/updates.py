@@ -279,7 +279,7 @@ def _effective_lr(used: Facts, param: Mapping[str, Any], mean: float) -> float:
     """Of Adam's rule: v / (1 - beta2 ** t) is the bias-corrected second moment."""
     group, count = used.group_of(param), param["scalars"].get("step")
     try:
-        if used.class_of(param) not in ADAMS or group["amsgrad"]:
+        if used.classes[param["optimizer"]] not in ADAMS or group["amsgrad"]:
             return math.nan
         corrected = mean / (1 - group["betas"][1] ** count)
         return float(group["lr"] / (math.sqrt(corrected) + group["eps"]))

@@ -310,12 +310,7 @@ def _thread(
     return pb.TrainerThread(name=name, native_id=native_id, training=training, frames=found)
 
 
-def _load_tgkill() -> Callable[[int, int, int], int]:
-    call: Any = getattr(ctypes.CDLL(None), "tgkill", None)
-    return call if call is not None else lambda pid, thread, number: -1
-
-
-_tgkill = _load_tgkill()
+_tgkill: Callable[[int, int, int], int] = getattr(ctypes.CDLL(None), "tgkill", lambda *_: -1)
 
 
 OVERDUE_LEAST_S = 5.0

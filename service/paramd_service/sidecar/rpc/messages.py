@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,7 +58,8 @@ async def abort_internal(
         id=error_id,
         error=repr(error),
         at=_where(error),
-        request_id=_request_id(context),
+        # Cut: it is untrusted.
+        request_id=metadata_of(context, METADATA_KEY)[:MAX_ID_CHARS],
     )
     if (told := exhausted_of(error)) is not None:
         await abort_with(context, told)
@@ -66,21 +68,15 @@ async def abort_internal(
     )
 
 
-def _request_id(context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """The caller's request id, truncated: it is untrusted."""
-    for key, value in context.invocation_metadata() or ():
-        if key == METADATA_KEY and isinstance(value, str):
-            return value[:MAX_ID_CHARS]
-    return ""
+def metadata_of(context: grpc.aio.ServicerContext[Any, Any], wanted: str) -> str:
+    """What a call's metadata has under this key; empty if nothing."""
+    pairs = context.invocation_metadata() or ()
+    return next((str(value) for key, value in pairs if key == wanted), "")
 
 
 def _where(error: Exception) -> str:
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    if traceback is None:
-        return ""
-    return f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def _details(code: grpc.StatusCode, error: ParamdError, *, retry: bool) -> bytes:

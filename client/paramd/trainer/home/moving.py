@@ -251,6 +251,7 @@ def _said(shard: LocalShard) -> str:
     return " ".join(parts)
 
 
+@torch.inference_mode(False)
 def bring_back(
     left: Sequence[Escaped], bases: Sequence[torch.Tensor], shards: Sequence[LocalShard]
 ) -> None:

@@ -153,6 +153,9 @@ class FakeTrainer:
         if last_ns:
             page[Word.STEP_TIME_NS] = now_ns - last_ns
         announce = self.settings.agrees and self._agree()
+        if not self.settings.agrees:
+            page[Word.ROUNDS_LAUNCHED] += 1
+            page[Word.ROUNDS_COLLECTED] += 1
         want = page[Word.WANT]
         if announce or want != self._want_seen:
             self._want_seen = want

@@ -287,6 +287,22 @@ async def test_a_hold_whose_sidecar_is_lost_meanwhile_is_an_outage(
             assert "CancelledError" not in control.log.read_text()
 
 
+async def test_a_committed_edit_says_on_whom_it_waits(
+    ranks: list[EditingSidecar], control: Control
+) -> None:
+    ranks[0].trainers.agree.clear()
+    async with both_joined(control, ranks):
+        body = {"ops": [HALVE], "id": ID}
+        asked = asyncio.create_task(call(control, "POST", "/edits", body))
+        found: Any = {}
+        while not found.get("reason"):
+            found = (await call(control, "GET", f"/edits/{ID}")).json()
+        assert found["state"] == "COMMITTED"
+        assert found["reason"].startswith("waits for rank 0 "), found["reason"]
+        ranks[0].trainers.agree.set()
+        assert ((await asked).json()["state"], (await asked).json()["reason"]) == ("APPLIED", "")
+
+
 async def test_a_hold_that_nobody_agrees_on_is_withdrawn(
     ranks: list[EditingSidecar], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -207,8 +207,9 @@ def check_applied(edit: Edit) -> Edit:
         raise ConflictError(f"edit {edit.id} was applied on no rank: {edit.reason}")
     if edit.state is EditState.LOST:
         raise ConflictError(f"edit {edit.id} was lost with its incarnation: {edit.reason}")
+    why = f" ({edit.reason})" if edit.reason else ""
     raise DeadlineError(
-        f"edit {edit.id} is still {edit.state}; it will be applied on all ranks or on none. See "
+        f"edit {edit.id} is still {edit.state}{why}; it will be applied on all ranks or none. See "
         f"mesh.get_edit({edit.id!r}), or allow more time (timeout=)"
     )
 

@@ -6,6 +6,7 @@ O(ranks). The functions above it are pure.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,11 @@ REPORT_STRETCH = 2.5
 
 MAX_TEXT_CHARS = 4096
 """Longest text field in a report."""
+
+PHASE_NAMES: dict[int, str] = {
+    int(number): name.removeprefix("PHASE_").lower() for name, number in common_pb2.Phase.items()
+}
+"""Phases as documents spell them, e.g. "forward_backward"."""
 
 MAX_ALERTS = 64
 MAX_ALERT_CHARS = 256
@@ -206,6 +212,31 @@ def why_end(
     if empty_since_s is not None and now_s - empty_since_s >= empty_end_s:
         return f"no sidecar has been joined for {empty_end_s:g} s"
     return None
+
+
+def waited_for(view: MeshView) -> str:
+    """On which rank a boundary of all ranks waits, and since when, in words.
+
+    The one whose last boundary is the longest ago: the others wait for it, or soon will.
+    """
+    rank = max(view.ranks, key=_waiting)
+    if rank.report is None or not rank.connected:
+        return f"rank {rank.rank}: {rank.reason}"
+    age_s, _ = _waiting(rank)
+    since = (
+        f"no boundary for {age_s:.0f} s" if age_s < math.inf else "no boundary since it attached"
+    )
+    phase = PHASE_NAMES.get(rank.report.state.phase, "unspecified")
+    told = f"; {rank.reason}" if rank.reason else ""
+    return f"rank {rank.rank} ({phase}, step {rank.report.step}): {since}{told}"
+
+
+def _waiting(rank: RankView) -> tuple[float, int]:
+    """Seconds since the last boundary of a rank; the lower of two ranks comes first."""
+    state = rank.report.state if rank.report is not None and rank.connected else None
+    if state is None or state.boundary_age_ns < 0:
+        return math.inf, -rank.rank
+    return state.boundary_age_ns / 1e9 + rank.age_s, -rank.rank
 
 
 def trains(view: MeshView) -> bool:

@@ -208,8 +208,9 @@ def apart_reason(words: Words) -> str:
     return (
         f"the ranks are not at the same step of training: this one is in iteration "
         f"{words[Word.ROUND_ITERATION]}, the ranks in {lowest} to {highest}. One rank skipped an "
-        "update alone (its optimizer raised, or its gradient scaler skipped); restart the "
-        "training from a checkpoint"
+        "update alone (its optimizer raised, or its gradient scaler skipped): restart the "
+        "training from a checkpoint. Or it had fewer inputs (DDP.join): detach and attach again "
+        "on all ranks"
     )
 
 

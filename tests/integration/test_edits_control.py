@@ -310,8 +310,10 @@ async def test_a_hold_that_nobody_agrees_on_is_withdrawn(
     ranks[0].trainers.agree.clear()
     with control_plane() as control:
         async with both_joined(control, ranks):
-            refused = await call(control, "POST", "/hold", {})
-            assert refused.status_code in (409, 504), refused.text
+            for body in ({}, {"timeout_s": 0.25}):
+                refused = await call(control, "POST", "/hold", body)
+                assert refused.status_code in (409, 504), refused.text
+                assert "waiting for rank 0 " in refused.text
             assert not ranks[0].trainers.ready
             assert (await call(control, "GET", "/hold")).json()["state"] == "running"
             share = await call(control, "POST", "/edits", {"ops": [HALVE]})

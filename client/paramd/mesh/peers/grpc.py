@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
@@ -178,6 +179,30 @@ class Background:
 
 LIVENESS_S: Final = 5.0
 """A dead or stopped sidecar is detected within this time."""
+
+MORE_TIME: Final = "allow more time (timeout=, --timeout; 60 s unless given)"
+"""What to do about a boundary that did not come in time."""
+
+TELL_S: Final = 5.0
+"""Between two lines of the log that say on whom a call waits."""
+
+PHASE_NAMES: Final[dict[int, str]] = {
+    int(number): name.removeprefix("PHASE_").lower() for name, number in common_pb2.Phase.items()
+}
+"""Phases as documents spell them, e.g. "forward_backward"."""
+
+
+def boundary_age_s(state: common_pb2.RankState) -> float:
+    """Seconds since the last boundary of a rank; infinity before its first."""
+    return state.boundary_age_ns / 1e9 if state.boundary_age_ns >= 0 else math.inf
+
+
+def slow_text(rank: int, phase: int, step: int, age_s: float) -> str:
+    """Why others wait for a rank whose last boundary was `age_s` seconds ago."""
+    since = f"for {age_s:.0f} s" if age_s < math.inf else "since it attached"
+    doing = PHASE_NAMES.get(phase, "unspecified")
+    return f"rank {rank} ({doing}, step {step}): no boundary {since}"
+
 
 MAX_CALL_S: Final = 500.0
 """Longest deadline of one call: sidecars refuse more than 600 s. Longer waits call again."""

@@ -10,8 +10,9 @@ import json
 from collections.abc import Iterator
 from operator import attrgetter
 
+from paramd.mesh.peers.grpc import PHASE_NAMES
 from paramd.v1 import common_pb2
-from paramd_service.control.mesh.registry import PHASE_NAMES, RankView, Registry
+from paramd_service.control.mesh.registry import RankView, Registry
 
 _NUMBERS = (
     *("trainer_pid", "sidecar_pid", "step_time_ns", "boundary_age_ns", "stall_count"),

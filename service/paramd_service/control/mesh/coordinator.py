@@ -234,7 +234,7 @@ class Coordinator:
         except TimeoutError:
             raise DeadlineError(
                 f"the trainers agreed on no boundary within {timeout_s:.1f} s, waiting for "
-                f"{waited_for(self._view())}; allow more time (timeout=)"
+                f"{waited_for(self._view())}"
             ) from None
         finally:
             self._withdraw(request)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from paramd.errors import ConflictError, UsageError
 from paramd.mesh.peers.control import PeerAddress
-from paramd.mesh.peers.grpc import RankUnreachableError, no_way
+from paramd.mesh.peers.grpc import RankUnreachableError, boundary_age_s, no_way, slow_text
 from paramd.security.tls import check_address
 from paramd.state_files import host_id
 from paramd.v1 import common_pb2, control_pb2
@@ -28,11 +28,6 @@ REPORT_STRETCH = 2.5
 
 MAX_TEXT_CHARS = 4096
 """Longest text field in a report."""
-
-PHASE_NAMES: dict[int, str] = {
-    int(number): name.removeprefix("PHASE_").lower() for name, number in common_pb2.Phase.items()
-}
-"""Phases as documents spell them, e.g. "forward_backward"."""
 
 MAX_ALERTS = 64
 MAX_ALERT_CHARS = 256
@@ -222,21 +217,17 @@ def waited_for(view: MeshView) -> str:
     rank = max(view.ranks, key=_waiting)
     if rank.report is None or not rank.connected:
         return f"rank {rank.rank}: {rank.reason}"
-    age_s, _ = _waiting(rank)
-    since = (
-        f"no boundary for {age_s:.0f} s" if age_s < math.inf else "no boundary since it attached"
-    )
-    phase = PHASE_NAMES.get(rank.report.state.phase, "unspecified")
     told = f"; {rank.reason}" if rank.reason else ""
-    return f"rank {rank.rank} ({phase}, step {rank.report.step}): {since}{told}"
+    said, age_s = rank.report.state, _waiting(rank)[0]
+    return slow_text(rank.rank, said.phase, rank.report.step, age_s) + told
 
 
 def _waiting(rank: RankView) -> tuple[float, int]:
     """Seconds since the last boundary of a rank; the lower of two ranks comes first."""
     state = rank.report.state if rank.report is not None and rank.connected else None
-    if state is None or state.boundary_age_ns < 0:
+    if state is None:
         return math.inf, -rank.rank
-    return state.boundary_age_ns / 1e9 + rank.age_s, -rank.rank
+    return boundary_age_s(state) + rank.age_s, -rank.rank
 
 
 def trains(view: MeshView) -> bool:

@@ -89,6 +89,10 @@ def label_of(page: Page) -> str:
     return label if label else "unnamed"
 
 
+BUFFERS_REFUSED = -2
+"""In BUFFERS_STEP: they can never be copied as this attachment knows them; the text says why."""
+
+
 def unserved_reason(page: Page) -> str:
     """Why the parameters are not served; empty when they are."""
     label = label_of(page)
@@ -142,7 +146,7 @@ class Word(IntEnum):
     ANNOUNCE = 11  # counts announced boundaries; each is followed by a wake
     AGREED = 12  # last boundary request agreed by all trainers
     AGREED_STEP = 13  # step of that boundary
-    BUFFERS_STEP = 14  # step at which buffers were last copied into the arena
+    BUFFERS_STEP = 14  # step at which buffers were last copied into the arena; BUFFERS_REFUSED
     BOUNDARY_NS = 15  # time of the last boundary
     STEP_TIME_NS = 16  # smoothed time between boundaries
     STALL_COUNT = 17

@@ -93,7 +93,8 @@ class Boundaries:
         Raises:
             NotFoundError: a snapshot's lease has ended, or the edit is unknown.
             ConflictError: no boundary follows, a later number was requested, the number belongs
-                to another request, or a snapshot or edit is not ready for it.
+                to another request, a snapshot or edit is not ready for it, or buffers have
+                changed their shape.
         """
         asked = self._asked.get(reach.number)
         if asked is None:
@@ -125,7 +126,10 @@ class Boundaries:
             elif rounds < apart_since + _ROUNDS_APART:
                 continue
             self._copier.withdraw(asked.reach.number, why)
-        return asked.done.result()
+        outcome = asked.done.result()
+        if outcome.refused:
+            raise ConflictError(outcome.reason)
+        return outcome
 
     async def withdraw(self, number: int) -> pb.BoundaryFate.ValueType:
         """Withdraw a request and return its fate. Idempotent.

@@ -13,17 +13,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
+from paramd.errors import ConflictError
 from paramd.memory.control_page import (
+    BUFFERS_REFUSED,
     ControlPage,
     Refusal,
     Word,
     Words,
     note_agreed,
     note_failed,
+    write_text,
 )
 from paramd.memory.gate import TrainerGate
 from paramd.trainer.boundary.agreement import (
@@ -159,7 +163,9 @@ class BoundaryHandler:
         `mirror` copies the parameters when they do not live in the arena. `after_edit` is called
         on every rank after an edit, applied there or not, and may be collective.
         """
+        self._page = page
         self._words = page.words
+        self._refused = ""
         self._agreement: Agreement | None = agreement
         self._gate = gate
         self._hold = hold
@@ -304,7 +310,7 @@ class BoundaryHandler:
         words, request = self._words, heard.agreed
         if request is not None:
             self._agreed = request.number
-            if self._mirror is None and self._wants(Word.BUFFERS_WANTED, request):
+            if self._mirror is not None or self._wants(Word.BUFFERS_WANTED, request):
                 # The last copy may be of the same step, and is not what this request gets.
                 words[Word.BUFFERS_STEP] = -1
             if request.action == EDIT:
@@ -349,8 +355,9 @@ class BoundaryHandler:
             finally:
                 self._after_edit()
         if self._mirror is None and self._wants(Word.BUFFERS_WANTED, request):
-            self._home.copy_buffers()
-            words[Word.BUFFERS_STEP] = words[Word.STEP]
+            with self._refusing_buffers():
+                self._home.copy_buffers()
+                words[Word.BUFFERS_STEP] = words[Word.STEP]
         if self._wants(Word.MOMENTS_WANTED, request):
             if self._mirror is not None:
                 # Before the first store: MIRRORED_FOR vouches for the state's copies, too.
@@ -359,4 +366,19 @@ class BoundaryHandler:
             self._gate.patience_ns = PATIENCE_NS
         if self._mirror is not None and request.action == CAPTURE and at_home:
             # Last: its final store (MIRRORED_FOR) lets the sidecar fill the request.
-            self._mirror.refresh_for(request, self._gate)
+            with self._refusing_buffers():
+                self._mirror.refresh_for(request, self._gate)
+
+    @contextmanager
+    def _refusing_buffers(self) -> Iterator[None]:
+        """Tell the sidecar, and once the log, of buffers that have changed their shape."""
+        try:
+            yield
+        except ConflictError as error:
+            why = str(error)
+            if why != self._refused:
+                log.warning("paramd: %s", why)
+            self._refused = why
+            write_text(self._page, why)
+            # Last: a reader of it must find the text.
+            self._words[Word.BUFFERS_STEP] = BUFFERS_REFUSED

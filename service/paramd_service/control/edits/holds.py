@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
-from paramd.errors import ConflictError, ParamdError
+from paramd.errors import ConflictError, DeadlineError, ParamdError
 from paramd.mesh.edits.calls import Hold as HoldView
 from paramd.mesh.edits.calls import HoldState
 from paramd.mesh.peers.grpc import MORE_TIME
@@ -305,16 +305,19 @@ class Hold:
                 verdict = await self._mesh.coordinator.round(
                     request, {}, turn.view, timeout_s=timeout_s
                 )
-            except ParamdError:
+            except ParamdError as error:
                 if await self._was_agreed(turn.number, turn.view):
                     return Verdict(True, -1, "")
-                raise
+                if not isinstance(error, DeadlineError):
+                    raise
+                raise DeadlineError(self._why_not_agreed(timeout_s)) from error
             if not verdict.captured and not await self._was_agreed(turn.number, turn.view):
-                raise ConflictError(
-                    f"the trainers did not agree, waiting for "
-                    f"{waited_for(self._mesh.registry.view())}: {verdict.reason}; {MORE_TIME}"
-                )
+                raise ConflictError(f"{self._why_not_agreed(timeout_s)}: {verdict.reason}")
             return verdict
+
+    def _why_not_agreed(self, timeout_s: float) -> str:
+        waited = waited_for(self._mesh.registry.view())
+        return f"the trainers did not agree in {timeout_s:.3g} s, waiting for {waited}; {MORE_TIME}"
 
     async def _was_agreed(self, number: int, view: MeshView) -> bool:
         """Withdraw a request from all ranks; True if it had already been agreed on."""

@@ -55,6 +55,8 @@ class Outcome:
     """How long an edit stopped the trainer."""
     missed: bool = False
     """It was agreed, but its bytes could not be had."""
+    refused: bool = False
+    """Asked again, it would fail again."""
     history: int = 0
     """Rollbacks before it was done."""
     proof: int = 0

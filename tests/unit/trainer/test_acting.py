@@ -19,6 +19,7 @@ from paramd.memory.control_page import (
     Refusal,
     Word,
     read_text,
+    stands_of,
 )
 from paramd.memory.gate import TrainerGate
 from paramd.trainer.boundary.agreement import CAPTURE, EDIT, RESUME, Request, Round
@@ -197,3 +198,5 @@ def test_buffers_of_another_shape_are_told_once_in_one_line(
         assert (page[Word.AGREED], page[Word.BUFFERS_STEP]) == (number, BUFFERS_REFUSED)
         assert read_text(page).startswith("buffer 'cache'")
     assert [one.message for one in caplog.records] == [f"paramd: {read_text(page)}"]
+    times, total_ns, longest_ns = stands_of(page)["state"]
+    assert (times, 0 < longest_ns <= total_ns) == (2, True)

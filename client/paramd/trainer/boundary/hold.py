@@ -23,10 +23,12 @@ from paramd.memory.control_page import (
     BUFFERS_REFUSED,
     ControlPage,
     Refusal,
+    Stand,
     Word,
     Words,
     note_agreed,
     note_failed,
+    note_stand,
     write_text,
 )
 from paramd.memory.gate import TrainerGate
@@ -222,7 +224,10 @@ class BoundaryHandler:
         words = self._words
         if words[_HELD]:
             self._hold.pass_boundary()
+        begin_ns = time.monotonic_ns()
         heard = agreement.collect()
+        if heard is not None:
+            note_stand(self._page, Stand.ROUND, time.monotonic_ns() - begin_ns)
         if agreement.alone:
             heard = self._exchange(agreement, at_home)
         announce = heard is not None and self._hear(heard, at_home)
@@ -245,7 +250,7 @@ class BoundaryHandler:
 
     def _wait(self, agreement: Agreement, at_home: bool) -> None:
         """Stay held: run rounds and act on them until one ends the hold."""
-        words = self._words
+        words, begin_ns = self._words, time.monotonic_ns()
         try:
             while words[Word.HELD] == HoldState.HELD:
                 time.sleep(ROUND_S)
@@ -255,6 +260,7 @@ class BoundaryHandler:
             raise
         # Time held must not count as step time.
         words[Word.BOUNDARY_NS] = time.monotonic_ns()
+        note_stand(self._page, Stand.HOLD, words[Word.BOUNDARY_NS] - begin_ns)
 
     def _exchange(self, agreement: Agreement, at_home: bool) -> Round:
         request = self._request(at_home, now=True)
@@ -330,11 +336,18 @@ class BoundaryHandler:
         self._hold.update(heard)
         if request is None:
             return False
+        begin_ns = time.monotonic_ns()
         try:
             self._do(request, at_home)
         except Exception:
             # Swallowed: the other ranks wait for this one in the next round.
             log.exception("paramd: boundary request %d failed on this rank", request.number)
+        copies = self._mirror is not None or any(
+            self._wants(word, request) for word in (Word.BUFFERS_WANTED, Word.MOMENTS_WANTED)
+        )
+        if request.action == EDIT or (request.action == CAPTURE and copies):
+            why = Stand.EDIT if request.action == EDIT else Stand.STATE
+            note_stand(self._page, why, time.monotonic_ns() - begin_ns)
         if words[Word.EDIT_FAILED] == request.number:
             note_failed(words, self._agreed_count, request.number)
         return True

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import select
+import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -261,3 +264,37 @@ def test_buffers_while_training_rests_are_refused_with_the_reason(mesh: Mesh) ->
     with pytest.raises(DeadlineError, match="boundary"):
         mesh.summon("running", buffers=True, timeout=1.5)
     assert mesh.summon("rows").step == 0
+
+
+def test_a_fork_is_refused_its_parents_mesh_and_may_open_its_own(
+    job: Job, mesh: Mesh, whole: dict[str, torch.Tensor], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert torch.equal(mesh.summon("rows")["rows"], whole["rows"])
+    ours, its = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(its, in_a_fork(job, mesh, whole).encode())
+        finally:
+            os._exit(0)
+    os.close(its)
+    try:
+        assert select.select([ours], [], [], 60)[0], "the child hangs"
+        told = os.read(ours, 4096).decode()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(ours)
+    assert told == f"opened by process {os.getpid()}, of which {child} is a fork; its own: True"
+    assert torch.equal(mesh.summon("rows")["rows"], whole["rows"])
+    assert capfd.readouterr().err == ""
+
+
+def in_a_fork(job: Job, mesh: Mesh, whole: dict[str, torch.Tensor]) -> str:
+    try:
+        mesh.summon("rows", timeout=5)
+    except UsageError as error:
+        told = str(error).partition("was ")[2].partition("; it")[0]
+    mesh.close()
+    with paramd.connect(job.url, job.token) as own:
+        return f"{told}; its own: {torch.equal(own.summon('rows')['rows'], whole['rows'])}"

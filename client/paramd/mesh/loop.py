@@ -175,6 +175,3 @@ class _Shared:
 
 shared: Final = _Shared()
 os.register_at_fork(after_in_child=shared.forget)
-# Read by gRPC when it is first used. It could not bring our connections over a fork in any case,
-# and says so on stderr at each, such as for every worker of a DataLoader.
-os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

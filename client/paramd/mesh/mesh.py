@@ -302,8 +302,8 @@ class Mesh:
             work.close()
             raise UsageError(
                 f"this mesh of job {self._mesh.job!r} was opened by process {self._thread.pid}, of "
-                f"which {os.getpid()} is a fork; it works there alone. Open another one here: "
-                "paramd.connect(...)"
+                f"which {os.getpid()} is a fork; it works there alone. Start this process by spawn "
+                "and open another one in it: paramd.connect(...)"
             )
         return self._thread.run(work)
 

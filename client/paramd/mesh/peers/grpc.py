@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import ssl
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from paramd.errors import (
     NotFoundError,
     ParamdError,
     UnreachableError,
+    UsageError,
     error_of_grpc,
 )
 from paramd.memory.handover import Message
@@ -263,6 +266,13 @@ class LeaseEndedError(NotFoundError):
 Result = TypeVar("Result")
 
 
+_open: weakref.WeakSet[Channels] = weakref.WeakSet()
+_parents: list[Channels] = []
+"""Those that were open when this process was forked: the threads of gRPC that calls of any other
+would wait for are the parent's."""
+os.register_at_fork(after_in_child=lambda: _parents.extend(_open))
+
+
 class Channels:
     """One channel per address, made on first use, all closed together.
 
@@ -283,7 +293,17 @@ class Channels:
             tls: For grpcs:// addresses; None reads it from the environment.
             job_tls: The job's certificates, for mtls:// addresses.
             relay: For addresses that cannot be reached from here.
+
+        Raises:
+            UsageError: this process is a fork of one with open channels.
         """
+        if _parents:
+            raise UsageError(
+                f"process {os.getpid()} is a fork of one that was connected to a job, and gRPC "
+                "does not work in such a one: start it by spawn (multiprocessing_context='spawn' "
+                "of a DataLoader), or fork before paramd.connect"
+            )
+        _open.add(self)
         self._job_tls = job_tls
         self._relay = relay
         self._ticket = ticket
@@ -345,6 +365,7 @@ class Channels:
 
     async def close(self) -> None:
         """Close every channel. Idempotent."""
+        _open.discard(self)
         await self.keep_only(frozenset())
         retired, self._retired = self._retired, []
         await asyncio.gather(*(channel.close() for channel in retired))
@@ -479,7 +500,7 @@ async def _stream(call: Any, asked: Asked) -> AsyncIterator[Chunk]:
 
 async def watched(
     call: Awaitable[Result],
-    probe: Callable[[], Awaitable[None]],
+    probe: Callable[[], Awaitable[object]],
     *,
     after_s: float = _PROBE_AFTER_S,
 ) -> Result:

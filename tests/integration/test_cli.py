@@ -230,7 +230,8 @@ def test_a_rank_without_its_sidecar_is_shown_and_makes_the_answer_partial(
 def test_a_job_of_which_no_rank_has_joined_is_starting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    monkeypatch.setenv("PARAMD_STATE_DIR", str(tmp_path / "state"))
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("PARAMD_STATE_DIR", str(tmp_path))
     with control_plane(job=JOB, world_size=2):
         _, err = answer(capsys, "status", code=6)
         assert "is starting: none of its 2 ranks has joined yet" in err

@@ -250,14 +250,10 @@ class Word(IntEnum):
 class Stand(IntEnum):
     """Why updates stand because of paramd, besides waits for copies (the STALL words)."""
 
-    EDIT = 0
-    """An edit, a rollback or new hyper-parameters are applied."""
-    STATE = 1
-    """Buffers, optimizer state or mirrored parameters are copied for a reader."""
-    ROUND = 2
-    """The last round is collected, which takes long when another rank is late."""
-    HOLD = 3
-    """Training is held on request."""
+    EDIT = 0  # an edit, a rollback or new hyper-parameters are applied
+    STATE = 1  # buffers, optimizer state or mirrored parameters are copied for a reader
+    ROUND = 2  # the last round is collected, which takes long when another rank is late
+    HOLD = 3  # training is held on request
 
 
 _FIRST_STAND_WORD = 449

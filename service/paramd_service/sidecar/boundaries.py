@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from paramd.errors import ConflictError, UsageError
 from paramd.memory.arena import is_mirror, pack_wanted
-from paramd.memory.control_page import Word, Words, unserved_reason
+from paramd.memory.control_page import Word, unserved_reason
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.aio import post
 from paramd_service.sidecar.copying.copier import Copier
@@ -275,15 +275,8 @@ class Boundaries:
             f"the trainers did not agree on boundary {number} within {timeout_s:.1f} s (this rank "
             f"is at step {page[Word.STEP]}); "
             + (f"its parameters are not served: {why}" if why else "")
-            + f"{last_boundary(page.words)}, and a rank is slow, hung or not training" * (not why)
+            + "a rank is slow, hung or not training" * (not why)
         )
-
-
-def last_boundary(words: Words) -> str:
-    """When this rank was at its last boundary, in words."""
-    at_ns = words[Word.BOUNDARY_NS]
-    ago_s = (time.monotonic_ns() - at_ns) / 1e9
-    return f"its last boundary was {ago_s:.1f} s ago" if at_ns else "it has had no boundary yet"
 
 
 def _check_capturable(snapshot: Snapshot) -> None:

@@ -138,16 +138,10 @@ class Hold:
         """
         # What holds training for a request of its own is over in a moment: its caller may go on.
         async with self._acting:
-            return await self._begin(by, lease_s, holder, for_all=for_all, timeout_s=timeout_s)
+            return await self._begin(by, lease_s, holder, for_all, timeout_s)
 
     async def _begin(
-        self,
-        by: Principal,
-        lease_s: float,
-        holder: str,
-        *,
-        for_all: bool = False,
-        timeout_s: float | None = None,
+        self, by: Principal, lease_s: float, holder: str, for_all: bool, timeout_s: float | None
     ) -> HoldView:
         self._mesh.check()
         present = await self.view()
@@ -250,7 +244,7 @@ class Hold:
             await self._check_holder(by, "")
             yield
             return
-        begun = await self._begin(by, OWN_LEASE_S, "")
+        begun = await self._begin(by, OWN_LEASE_S, "", False, None)
         renewing = asyncio.create_task(self._keep(), name="paramd-hold")
         try:
             yield

@@ -256,6 +256,8 @@ def last_incarnation(job: str, *, at_least: int = 0) -> int:
         if incarnation < at_least:
             incarnation = at_least
             replace(path, f"{incarnation}\n")
+            # Taken elsewhere: nothing is starting here.
+            os.utime(path, (0, 0))
     return incarnation
 
 

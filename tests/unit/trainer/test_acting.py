@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from paramd.errors import ConflictError
 from paramd.memory.control_page import (
     BUFFERS_REFUSED,
     PAGE_BYTES,
@@ -24,6 +23,7 @@ from paramd.memory.control_page import (
 from paramd.memory.gate import TrainerGate
 from paramd.trainer.boundary.agreement import CAPTURE, EDIT, RESUME, Request, Round
 from paramd.trainer.boundary.hold import BoundaryHandler, HoldState
+from paramd.trainer.home.moving import BufferChangedError
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def test_buffers_of_another_shape_are_told_once_in_one_line(
     page: ControlPage, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: object) -> None:
-        raise ConflictError("buffer 'cache' was float32 [4] and is float32 [5] now")
+        raise BufferChangedError("buffer 'cache' was float32 [4] and is float32 [5] now")
 
     copied: Any = SimpleNamespace(append=refuse)
     handler = acting(page, Asked(), alone=True, agreed=True, copied=copied)

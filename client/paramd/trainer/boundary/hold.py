@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
-from paramd.errors import ConflictError
 from paramd.memory.control_page import (
     BUFFERS_REFUSED,
     ControlPage,
@@ -46,6 +45,7 @@ from paramd.trainer.boundary.agreement import (
     promise,
     refuse,
 )
+from paramd.trainer.home.moving import BufferChangedError
 from paramd.wire import MAX_LEASE_S
 
 if TYPE_CHECKING:
@@ -387,7 +387,7 @@ class BoundaryHandler:
         """Tell the sidecar, and once the log, of buffers that have changed their shape."""
         try:
             yield
-        except ConflictError as error:
+        except BufferChangedError as error:
             why = str(error)
             if why != self._refused:
                 log.warning("paramd: %s", why)

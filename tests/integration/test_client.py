@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import select
+import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -261,3 +264,40 @@ def test_buffers_while_training_rests_are_refused_with_the_reason(mesh: Mesh) ->
     with pytest.raises(DeadlineError, match="boundary"):
         mesh.summon("running", buffers=True, timeout=1.5)
     assert mesh.summon("rows").step == 0
+
+
+def test_a_fork_is_refused_at_once_and_leaves_its_parents_mesh_alone(
+    job: Job, mesh: Mesh, whole: dict[str, torch.Tensor], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert torch.equal(mesh.summon("rows")["rows"], whole["rows"])
+    ours, its = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(its, " | ".join(refusals_in_a_fork(job, mesh)).encode())
+        finally:
+            os._exit(0)
+    os.close(its)
+    try:
+        assert select.select([ours], [], [], 60)[0], "the child hangs"
+        told = os.read(ours, 4096).decode().split(" | ")
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(ours)
+    assert f"opened by process {os.getpid()}, of which {child} is a fork" in told[0]
+    assert f"process {child} is a fork of one that was connected" in told[1]
+    assert torch.equal(mesh.summon("rows")["rows"], whole["rows"])
+    assert capfd.readouterr().err == ""
+
+
+def refusals_in_a_fork(job: Job, mesh: Mesh) -> Iterator[str]:
+    for attempt in (
+        lambda: mesh.summon("rows", timeout=5),
+        lambda: paramd.connect(job.url, job.token),
+    ):
+        try:
+            attempt()
+        except UsageError as error:
+            yield str(error)
+    mesh.close()

@@ -15,6 +15,7 @@ import pytest
 
 from paramd import places
 from paramd.errors import ConflictError, UnreachableError, UsageError
+from paramd.mesh.connect import resolve
 from paramd.places import Endpoint
 
 
@@ -114,6 +115,24 @@ def test_an_endpoint_whose_process_ended_is_skipped(ended_pid: int) -> None:
     places.write_endpoint(endpoint("new"))
     assert places.read_endpoint().job == "new"
     with pytest.raises(UnreachableError, match=r"'old' has ended; jobs that run here: new"):
+        places.read_endpoint("old")
+
+
+def test_a_job_is_starting_until_its_control_plane_has_begun(
+    ended_pid: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places.write_endpoint(endpoint("old", pid=ended_pid))
+    places.next_incarnation("old")
+    for named in ("old", None):
+        with pytest.raises(places.StartingError, match="starting"):
+            places.read_endpoint(named)
+    begins = threading.Timer(0.3, lambda: places.write_endpoint(endpoint("old")))
+    begins.start()
+    assert resolve(None, None, "old", wait_s=30.0)[2] == "old"
+    begins.join()
+    places.write_endpoint(endpoint("old", pid=ended_pid))
+    monkeypatch.setattr(places, "STARTING_S", 0.0)
+    with pytest.raises(UnreachableError, match="has ended"):
         places.read_endpoint("old")
 
 

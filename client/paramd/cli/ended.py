@@ -100,6 +100,8 @@ def find(target: Target) -> Past | None:
     try:
         places.read_endpoint(job)
         return None
+    except places.StartingError:
+        return None
     except UnreachableError:
         # Checks that the directory is ours and private.
         places.job_dir(job)

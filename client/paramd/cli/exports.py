@@ -122,6 +122,10 @@ def export(
     dtype: Dtype = None,
     include: Include = None,
     keep_tied: KeepTied = False,
+    only: Annotated[
+        list[str] | None,
+        Option("--names", metavar="PATTERN", help="Only tensors that match; may be repeated."),
+    ] = None,
     name_map: NameMapFile = None,
     assets: AssetsDir = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing export.")] = False,
@@ -159,7 +163,10 @@ def export(
             )
         check_destination(to_client, force=overwrite)
         with target.connect() as mesh:
-            fetch(mesh, to_client, "*", dtype=dtype, buffers=True, force=overwrite, name_map=names)
+            chosen = only if only is not None else ["*"]
+            fetch(
+                mesh, to_client, *chosen, dtype=dtype, buffers=True, force=overwrite, name_map=names
+            )
         return
     if destination is None:
         raise UsageError("give DEST/KEY; paramd exports --destinations lists destinations")
@@ -171,6 +178,7 @@ def export(
             dtype=dtype,
             include=included(include),
             tied="keep" if keep_tied else "drop",
+            names=only,
             overwrite=overwrite,
             name_map=names,
             assets=assets,

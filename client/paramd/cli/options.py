@@ -116,9 +116,10 @@ class Target:
         """
         from paramd.mesh.connect import resolve
         from paramd.mesh.peers.control import RestClient, client_tls
+        from paramd.places import STARTING_S
 
         chosen = self.settings
-        url, token, job = resolve(chosen.url, chosen.token, chosen.job)
+        url, token, job = resolve(chosen.url, chosen.token, chosen.job, wait_s=STARTING_S)
         client = RestClient(url, token, tls=client_tls(url, chosen.tls_ca))
         try:
             yield client, job

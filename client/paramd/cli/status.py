@@ -216,6 +216,11 @@ def status(
         ended.show_status(target, past)
         return
     emit(listing(found), target.format)
+    if all(row.phase == "unreachable" for row in found) and _is_starting(target, found.job):
+        raise PartialError(
+            f"job {found.job!r}, incarnation {found.incarnation}, is starting: none of its "
+            f"{found.world_size} ranks has joined yet; try again in a few seconds"
+        )
     say(f"job {found.job}, incarnation {found.incarnation}, step {found.step}")
     if target.format is Format.TABLE:
         say(f"dashboard: {url} (paramd dashboard opens it, signed in)")
@@ -250,6 +255,19 @@ def _just_ended(target: Target, job: str | None) -> Past | None:
     with suppress(ParamdError):
         return ended.find(target.named(named)) if named is not None else None
     return None
+
+
+def _is_starting(target: Target, job: str) -> bool:
+    """Whether the control plane says that the job is starting."""
+
+    async def ask() -> bool:
+        async with target.rest() as (client, _):
+            said = await client.send("GET", f"/jobs/{quote(job, safe='')}")
+            return bool(said["state"] == "starting")
+
+    with suppress(ParamdError):
+        return asyncio.run(ask())
+    return False
 
 
 def follow(

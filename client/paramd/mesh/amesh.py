@@ -992,6 +992,7 @@ class AsyncMesh:
         dtype: str | None = None,
         include: Sequence[str] = ("parameters", "buffers"),
         tied: str = "drop",
+        names: Sequence[str] | None = None,
         overwrite: bool = False,
         name_map: Mapping[str, str] | None = None,
         assets: str | Path | None = None,
@@ -1009,6 +1010,8 @@ class AsyncMesh:
             dtype: Cast floating tensors to it; None keeps each one's own.
             include: Any of "parameters", "buffers", "optimizer".
             tied: "drop" writes tied tensors once, "keep" under each name.
+            names: Names and patterns of the tensors to write, each whole, with their optimizer
+                state if that is included; None means all.
             overwrite: Replace an existing export at the key.
             name_map: Names in the model to names in the files; each may hold one "*".
             assets: Directory whose regular files are copied into the export, 64 MiB in total.
@@ -1024,7 +1027,7 @@ class AsyncMesh:
             ExhaustedError: too many exports are queued.
         """
         body = export_body(
-            destination, format, max_shard_size, dtype, include, tied, name_map, verify
+            destination, format, max_shard_size, dtype, include, tied, name_map, verify, names
         ) | {"overwrite": overwrite}
         if timeout_s is not None:
             body["timeout_s"] = timeout_s

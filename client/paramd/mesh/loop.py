@@ -7,6 +7,7 @@ thread may already run one, as in a notebook.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Coroutine
@@ -51,6 +52,7 @@ class LoopThread:
     """An event loop on a daemon thread, from construction to `stop`."""
 
     def __init__(self) -> None:
+        self.pid = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._main, name="paramd-mesh", daemon=True)
         self._thread.start()
@@ -65,6 +67,11 @@ class LoopThread:
             work.close()
             raise RuntimeError("a synchronous mesh was called from its own loop; use paramd.aio")
         return _Call(self._loop, work).result()
+
+    @property
+    def is_parents(self) -> bool:
+        """Whether this process is a fork of the one that has the thread."""
+        return self.pid != os.getpid()
 
     def is_current(self) -> bool:
         """Whether the caller runs on this thread."""
@@ -161,5 +168,10 @@ class _Shared:
                 self._thread.stop()
                 self._thread = None
 
+    def forget(self) -> None:
+        """In a forked child: the thread is the parent's, and whoever held the lock is not here."""
+        self.__init__()  # type: ignore[misc]
+
 
 shared: Final = _Shared()
+os.register_at_fork(after_in_child=shared.forget)

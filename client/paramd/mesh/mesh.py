@@ -7,6 +7,7 @@ result and docstring. Thread-safe.
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping
@@ -75,7 +76,8 @@ def _iterating(
         finally:
             # Leaving the loop ends the subscription; closing the mesh has already done so.
             # One that an interrupt could not end in time ends with the mesh.
-            if mesh._end.alive and isinstance(frames, AsyncGeneratorType) and not frames.ag_running:
+            ours = mesh._end.alive and not mesh._thread.is_parents
+            if ours and isinstance(frames, AsyncGeneratorType) and not frames.ag_running:
                 mesh._run(_ended(frames))
 
     return each
@@ -296,10 +298,20 @@ class Mesh:
         if not self._end.alive:
             work.close()
             raise UsageError(f"this mesh of job {self._mesh.job!r} is closed; connect again")
+        if self._thread.is_parents:
+            work.close()
+            raise UsageError(
+                f"this mesh of job {self._mesh.job!r} was opened by process {self._thread.pid}, of "
+                f"which {os.getpid()} is a fork; it works there alone. Start this process by spawn "
+                "and open another one in it: paramd.connect(...)"
+            )
         return self._thread.run(work)
 
 
 def _close(thread: loop.LoopThread, mesh: AsyncMesh) -> None:
+    if thread.is_parents:
+        # Connections and leases are the parent's, and go on.
+        return
     if thread.is_current():
         # The garbage collector runs finalizers on any thread; the loop's own cannot join itself.
         threading.Thread(target=_close, args=(thread, mesh), name="paramd-close").start()

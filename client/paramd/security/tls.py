@@ -15,6 +15,7 @@ import hashlib
 import ipaddress
 import os
 import re
+import socket
 import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -352,6 +353,23 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def bindable(listen: str) -> str:
+    """`listen`; on ::1 where it names 127.0.0.1, and this machine's loopback has ::1 alone."""
+    host, _, port = listen.rpartition(":")
+    if host != "127.0.0.1" or _binds(socket.AF_INET, host) or not _binds(socket.AF_INET6, "::1"):
+        return listen
+    return f"[::1]:{port}"
+
+
+def _binds(family: socket.AddressFamily, host: str) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((host, 0))
+    except OSError:
+        return False
+    return True
 
 
 def load_chain(context: ssl.SSLContext, cert: bytes, key: bytes) -> None:

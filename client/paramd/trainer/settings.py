@@ -34,7 +34,8 @@ class AttachSettings:
     """Settings of `attach`. Every field has a `PARAMD_*` variable."""
 
     stall_budget_ms: float = STALL_BUDGET_MS
-    """Longest wait of one update for a copy, in milliseconds; 0 never waits."""
+    """Longest wait of one update for a copy, in milliseconds; 0 never waits. It covers no edits,
+    copies of buffers and optimizer state, rounds or holds: paramd_rank_stand_* tells of each."""
     lossless_budget_ms: float = 0.0
     """Longest wait of one update for a reader that wants every gradient, in milliseconds; 0
     never waits, and such readers are told how many frames they missed."""

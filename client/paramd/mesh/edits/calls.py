@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import secrets
 import time
@@ -18,11 +19,17 @@ from paramd.layout.edits.kinds import BY_WORD, KINDS
 from paramd.layout.edits.ops import EDIT_ENDS, EditState, EditTerms, OpSpec
 from paramd.mesh.peers.control import REST_TIMEOUT_S
 from paramd.mesh.peers.discovery import AGAIN_S, JobRest, segment
+from paramd.mesh.peers.grpc import MORE_TIME, TELL_S
 from paramd.mesh.results import Table
 from paramd.wire import LEASE_S, MAX_LEASE_S
 
 _WAIT_S: Final = 3.0
 """Longest server-side wait of one request; below the request's timeout."""
+
+log = logging.getLogger("paramd")
+
+_ANSWER_S: Final = 5.0
+"""For an answer to arrive that was waited for as long as its caller allowed."""
 
 _RENEW_TIMEOUT_S: Final = 5.0
 _FIRST_LOOK_S: Final = 0.01
@@ -186,6 +193,8 @@ class Hold(Document):
     steps_left: int = 0
     """Boundaries it may still pass before it is held again."""
     lease_left_s: float = 0.0
+    waits_for: str = ""
+    """While pausing: the rank whose boundary is waited for, and since when."""
     since_s: float | None = None
     """Seconds since the Unix epoch; None when unknown."""
 
@@ -207,9 +216,10 @@ def check_applied(edit: Edit) -> Edit:
         raise ConflictError(f"edit {edit.id} was applied on no rank: {edit.reason}")
     if edit.state is EditState.LOST:
         raise ConflictError(f"edit {edit.id} was lost with its incarnation: {edit.reason}")
+    why = f" ({edit.reason})" if edit.reason else ""
     raise DeadlineError(
-        f"edit {edit.id} is still {edit.state}; it will be applied on all ranks or on none. See "
-        f"mesh.get_edit({edit.id!r}), or allow more time (timeout=)"
+        f"edit {edit.id} is still {edit.state}{why}; it will be applied on all ranks or none. See "
+        f"mesh.get_edit({edit.id!r}), or {MORE_TIME}"
     )
 
 
@@ -349,7 +359,7 @@ class EditCalls:
     ) -> Hold:
         """Send a hold request; `path` is appended to "/hold"."""
         # Not the usual timeout: agreement can take as long as a training step.
-        timeout_s = max(1.0, deadline_s - time.monotonic())
+        timeout_s = max(1.0, deadline_s - time.monotonic()) + _ANSWER_S
         found = await self.rest.send(method, f"/hold{path}", body, timeout_s=timeout_s)
         return self.rest.read(lambda: read_document(Hold, found))
 
@@ -379,7 +389,14 @@ class Holder:
         """Begin a hold; with `renew`, renew its lease until `resume` or `stop_renewing`."""
         if not 0 < lease_s <= MAX_LEASE_S:
             raise UsageError(f"lease_s: {lease_s}; expected above 0 and at most {MAX_LEASE_S:g}")
-        found = await self._calls.hold("POST", "", {"lease_s": lease_s}, deadline_s)
+        left_s = round(max(1.0, deadline_s - time.monotonic()), 3)
+        asked = {"lease_s": lease_s, "timeout_s": left_s}
+        telling = asyncio.create_task(self._tell(), name="paramd-hold-told")
+        try:
+            found = await self._calls.hold("POST", "", asked, deadline_s)
+        finally:
+            telling.cancel()
+            await asyncio.wait({telling})
         # After the request: if it fails, a hold we already have must keep its renewals.
         await self.stop_renewing()
         if renew:
@@ -421,6 +438,15 @@ class Holder:
         if task is not None:
             task.cancel()
             await asyncio.wait({task})
+
+    async def _tell(self) -> None:
+        """Say in the log, every few seconds, on whom a hold waits."""
+        while True:
+            await asyncio.sleep(TELL_S)
+            with suppress(ParamdError):
+                now = await self._calls.hold("GET", "", None, time.monotonic() + _ANSWER_S)
+                if now.waits_for:
+                    log.warning("paramd: a hold of all ranks is waited for, for %s", now.waits_for)
 
     async def _renew(self) -> None:
         while True:

@@ -225,6 +225,7 @@ def export_body(
     tied: str,
     name_map: Mapping[str, str] | None,
     verify: bool,
+    names: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """The body shared by requests for exports and schedules; see `AsyncMesh.export`."""
     body: dict[str, Any] = {
@@ -239,6 +240,8 @@ def export_body(
         body["max_shard_size"] = str(max_shard_size)
     if dtype is not None:
         body["dtype"] = dtype.removeprefix("torch.")
+    if names is not None:
+        body["patterns"] = [names] if isinstance(names, str) else list(names)
     if name_map:
         body["name_map"] = dict(name_map)
     return body

@@ -318,6 +318,7 @@ class Attachment:
             longest_s=page[Word.STALL_MAX_NS] / 1e9,
         )
 
+    @torch.inference_mode(False)
     def detach(self) -> None:
         """Move the parameters back to private memory and end the sidecar.
 

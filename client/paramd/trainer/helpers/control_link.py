@@ -29,7 +29,7 @@ from paramd.errors import (
 from paramd.helpers import end, spawn
 from paramd.memory import descriptors
 from paramd.security.tickets import key_from_hex
-from paramd.security.tls import ClientTls, Pems, https_context, is_loopback, not_accepted
+from paramd.security.tls import ClientTls, Pems, bindable, https_context, is_loopback, not_accepted
 from paramd.trainer.helpers.sidecar_link import Identity, Supervisor
 from paramd.trainer.settings import AttachSettings
 
@@ -275,7 +275,9 @@ class ControlLink:
         if self._listen:
             return self._listen
         own, (host, _, port) = self._identity.own_tls, self._settings.listen.rpartition(":")
-        return own.listen(port) if own is not None and is_loopback(host) else self._settings.listen
+        if own is not None and is_loopback(host):
+            return own.listen(port)
+        return bindable(self._settings.listen)
 
 
 def _first_line(output: IO[bytes], timeout_s: float) -> dict[str, Any] | None:

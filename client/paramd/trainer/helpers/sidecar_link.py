@@ -27,7 +27,7 @@ from paramd.memory import descriptors, handover
 from paramd.memory.descriptors import close_all
 from paramd.memory.device_arena import TrainerDevice, create
 from paramd.memory.handover import Allocation, Descriptors
-from paramd.security.tls import Pems, host_of, is_of_job
+from paramd.security.tls import Pems, bindable, host_of, is_of_job
 from paramd.state_files import HOST_SOCKET, sidecars_dir
 from paramd.trainer.helpers.insight import Insight
 from paramd.trainer.settings import AttachSettings
@@ -362,7 +362,7 @@ class SidecarLink:
 
     def _listen(self) -> str:
         """The address to listen on: a successor reuses its predecessor's port."""
-        own, wanted = self._identity.own_tls, self._settings.sidecar_listen
+        own, wanted = self._identity.own_tls, bindable(self._settings.sidecar_listen)
         if own is not None:
             wanted = own.listen("0")
         if not self.address:

@@ -1899,6 +1899,12 @@ export interface components {
              */
             overwrite: boolean;
             /**
+             * Patterns
+             * @description Names and patterns of whole tensors; [] all of them
+             * @default []
+             */
+            patterns: string[];
+            /**
              * Tied
              * @description Write tied tensors once, or under each of their names
              * @default drop
@@ -2135,6 +2141,12 @@ export interface components {
              * @default 0
              */
             steps_left: number;
+            /**
+             * Waits For
+             * @description While pausing: the rank whose boundary is waited for, and since when.
+             * @default
+             */
+            waits_for: string;
         };
         /**
          * HoldRequest
@@ -2153,6 +2165,11 @@ export interface components {
              * @default 30
              */
             lease_s: number;
+            /**
+             * Timeout S
+             * @description Seconds for all ranks to agree on a hold; None: 60 and four of their steps
+             */
+            timeout_s?: number | null;
         };
         /**
          * HoldState
@@ -3437,6 +3454,12 @@ export interface components {
             name_map: {
                 [key: string]: string;
             };
+            /**
+             * Patterns
+             * @description Names and patterns of whole tensors; [] all of them
+             * @default []
+             */
+            patterns: string[];
             /**
              * Tied
              * @description Write tied tensors once, or under each of their names

@@ -6,6 +6,7 @@ O(ranks). The functions above it are pure.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 from paramd.errors import ConflictError, UsageError
 from paramd.mesh.peers.control import PeerAddress
-from paramd.mesh.peers.grpc import RankUnreachableError, no_way
+from paramd.mesh.peers.grpc import RankUnreachableError, boundary_age_s, no_way, slow_text
 from paramd.security.tls import check_address
 from paramd.state_files import host_id
 from paramd.v1 import common_pb2, control_pb2
@@ -206,6 +207,27 @@ def why_end(
     if empty_since_s is not None and now_s - empty_since_s >= empty_end_s:
         return f"no sidecar has been joined for {empty_end_s:g} s"
     return None
+
+
+def waited_for(view: MeshView) -> str:
+    """On which rank a boundary of all ranks waits, and since when, in words.
+
+    The one whose last boundary is the longest ago: the others wait for it, or soon will.
+    """
+    rank = max(view.ranks, key=_waiting)
+    if rank.report is None or not rank.connected:
+        return f"rank {rank.rank}: {rank.reason}"
+    told = f"; {rank.reason}" if rank.reason else ""
+    said, age_s = rank.report.state, _waiting(rank)[0]
+    return slow_text(rank.rank, said.phase, rank.report.step, age_s) + told
+
+
+def _waiting(rank: RankView) -> tuple[float, int]:
+    """Seconds since the last boundary of a rank; the lower of two ranks comes first."""
+    state = rank.report.state if rank.report is not None and rank.connected else None
+    if state is None:
+        return math.inf, -rank.rank
+    return boundary_age_s(state) + rank.age_s, -rank.rank
 
 
 def trains(view: MeshView) -> bool:

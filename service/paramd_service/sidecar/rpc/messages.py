@@ -16,11 +16,11 @@ import grpc
 import grpc.aio
 
 from paramd.errors import MAX_ID_CHARS, METADATA_KEY, ParamdError, codes_of, exhausted_of, reason_of
-from paramd.memory.control_page import Word, unserved_reason
+from paramd.memory.control_page import Word, stands_of, unserved_reason
 from paramd.memory.descriptors import reserved_bytes
 from paramd.state_files import resident_bytes
 from paramd.v1 import common_pb2, layout_pb2, sidecar_pb2
-from paramd_service.sidecar.boundaries import GAVE_UP
+from paramd_service.sidecar.boundaries import GAVE_UP, GAVE_UP_REASON
 from paramd_service.sidecar.copying.page_requests import apart_reason
 from paramd_service.sidecar.log import Log
 from paramd_service.sidecar.owner import Ownership, process_state
@@ -175,10 +175,13 @@ def rank_state(rank: RankSidecar) -> common_pb2.RankState:
     state.stall_count = page[Word.STALL_COUNT]
     state.stall_total_ns = page[Word.STALL_TOTAL_NS]
     state.stall_max_ns = page[Word.STALL_MAX_NS]
+    state.stands.extend(
+        common_pb2.Stand(cause=cause, count=count, total_ns=total_ns, max_ns=max_ns)
+        for cause, (count, total_ns, max_ns) in stands_of(page).items()
+    )
     state.arena_bytes = attached.request.arena_bytes
     if page[Word.AGREEMENT_STATE] == GAVE_UP:
-        state.agreement_works = False
-        state.agreement_reason = "the trainers gave up agreeing in this incarnation; see their log"
+        state.agreement_works, state.agreement_reason = False, GAVE_UP_REASON
     elif apart := apart_reason(page.words):
         state.agreement_works, state.agreement_reason = False, apart
     state.unserved_reason = unserved_reason(page)

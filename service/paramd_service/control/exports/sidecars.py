@@ -71,6 +71,8 @@ class ExportCalls(SidecarCalls):
     All raise RankLostError when the rank does not answer, else the ParamdError of the status.
     """
 
+    reads = True
+
     async def write(
         self,
         rank: int,

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from paramd import clock
 from paramd.clock import now_s
-from paramd.errors import DeadlineError, NotFoundError, ParamdError, UnreachableError
+from paramd.errors import (
+    READS_KEY,
+    DeadlineError,
+    NotFoundError,
+    ParamdError,
+    UnreachableError,
+)
 from paramd.layout.codec import decode_layout
 from paramd.layout.merge import layout_digest
 from paramd.layout.select import NameIndex
@@ -125,37 +131,58 @@ class OwnFinder:
                 self._reach = None
 
 
-class ControlTicket:
-    """A ticket with role `control`, renewed at half its lifetime."""
+class OwnTickets:
+    """Our own tickets, each renewed at half its lifetime."""
 
     def __init__(self, bootstrap: Bootstrap, clock: Callable[[], float] = now_s) -> None:
         self._bootstrap = bootstrap
+        self._signer = bootstrap.signer
         self._clock = clock
-        self._ticket = ""
-        self._renew_s = 0.0
+        self._tickets: dict[tuple[Role, int | None], tuple[str, float]] = {}
 
-    def __call__(self) -> str:
+    def __call__(self, role: Role, rank: int | None = None) -> str:
+        """One of this role; of `control` for the sidecar of `rank`."""
         now_s = self._clock()
-        if now_s >= self._renew_s:
-            self._ticket = self._bootstrap.signer.mint(
+        ticket, renew_s = self._tickets.get((role, rank), ("", 0.0))
+        if now_s >= renew_s:
+            ticket = self._signer.mint(
                 job=self._bootstrap.job,
                 incarnation=self._bootstrap.incarnation,
-                role=Role.CONTROL,
+                role=role,
+                rank=rank,
                 ttl_s=TICKET_TTL_S,
                 now_s=now_s,
             )
-            self._renew_s = now_s + TICKET_TTL_S / 2
-        return self._ticket
+            self._tickets[role, rank] = ticket, now_s + TICKET_TTL_S / 2
+        return ticket
+
+
+class OwnChannels(Channels):
+    """Shows each sidecar a ticket that no other takes: what a rank is shown, it may keep."""
+
+    def __init__(self, bootstrap: Bootstrap, *, reads: bool = False) -> None:
+        """No I/O. With `reads` a sidecar is given a reader's ticket, too, for other ranks."""
+        super().__init__(str, job_tls=bootstrap.certificates.own)
+        self._tickets = OwnTickets(bootstrap)
+        self._reads = reads
+
+    def credentials(self, rank: int | None) -> tuple[tuple[str, str], ...]:
+        """As `Channels.credentials`."""
+        shown = ("authorization", f"Bearer {self._tickets(Role.CONTROL, rank)}")
+        return (shown, (READS_KEY, self._tickets(Role.READER))) if self._reads else (shown,)
 
 
 class SidecarCalls:
     """Calls to the sidecars of one mesh over cached channels."""
 
+    reads = False
+    """Whether the sidecars that are called read from others to answer."""
+
     def __init__(self, bootstrap: Bootstrap, *, generation: int = 0) -> None:
         """No I/O. `generation` is this control plane's; sidecars obey the highest."""
         self._bootstrap = bootstrap
         self._generation = generation
-        self._channels = Channels(ControlTicket(bootstrap), job_tls=bootstrap.certificates.own)
+        self._channels = OwnChannels(bootstrap, reads=self.reads)
 
     async def ask(
         self, rank: int, address: str, request: Any, *, timeout_s: float, method: str = ""

@@ -184,7 +184,8 @@ ROLES: dict[str, frozenset[Role]] = {
 }
 
 CALLER_TICKET: ContextVar[str] = ContextVar("paramd_caller_ticket")
-"""Ticket of the call being served by the current task, for forwarding."""
+"""What the call being served by the current task reads other ranks with: its own ticket or, as the
+control plane's is for this rank alone, the one that came beside it."""
 
 CALLER: ContextVar[Claims] = ContextVar("paramd_caller")
 """The claims of that ticket."""
@@ -231,7 +232,9 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         if found is not None:
             self._allowed(str(details.method))
             # The handler runs in this task, and so sees these variables.
-            CALLER_TICKET.set(found[0])
+            metadata = dict(details.invocation_metadata or ())
+            own = found[1].role is Role.CONTROL
+            CALLER_TICKET.set(str(metadata.get(errors.READS_KEY, "")) if own else found[0])
             CALLER.set(found[1])
             who = _who(found[1], details.invocation_metadata or ())
             admission.CALLER.set(who)

@@ -171,7 +171,7 @@ def test_half_open_handshakes_lock_nobody_out(
 
 async def test_a_tunnel_carries_bytes_until_its_token_is_revoked(control: Control) -> None:
     path = "/api/v1/jobs/run/tunnel"
-    token = new_token(control, "viewer", "tunnels")
+    token = new_token(control, "reader", "tunnels")
     reader, writer = await tunnels.opened(control.url, path, token, None)
     with contextlib.closing(writer):
         writer.write(HTTP2)

@@ -17,10 +17,7 @@ from paramd.v1 import common_pb2, control_pb2, control_pb2_grpc
 from tests.integration.control_process import (
     TOKEN,
     Control,
-    FakeSidecar,
     control_plane,
-    joined,
-    serving,
     site_plane,
     site_token,
     until,
@@ -71,7 +68,6 @@ def report(
     *,
     phase: common_pb2.Phase.ValueType = common_pb2.PHASE_FORWARD_BACKWARD,
     leaving: bool = False,
-    generation: int = 0,
 ) -> control_pb2.JoinRequest:
     return control_pb2.JoinRequest(
         header=common_pb2.Header(
@@ -81,7 +77,6 @@ def report(
         peer=common_pb2.Peer(rank=rank, address="127.0.0.1:1"),
         state=common_pb2.RankState(rank=rank, phase=phase, agreement_works=True),
         leaving=leaving,
-        control_generation=generation,
     )
 
 
@@ -180,7 +175,7 @@ async def test_a_restarted_site_knows_its_sidecars_again_and_hands_out_higher_in
             first.wait()
     with site_plane() as second:
         assert document(second, "")["jobs"] == []
-        async with join(second.grpc_address, incarnation, 0, generation=generation) as stream:
+        async with join(second.grpc_address, incarnation, 0) as stream:
             assert stream.welcome.generation > generation
             found = document(second, "/run")
             assert (found["incarnation"], found["world_size"], found["state"]) == (2, 1, "ok")
@@ -191,38 +186,27 @@ async def test_a_restarted_site_knows_its_sidecars_again_and_hands_out_higher_in
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
-async def test_of_two_control_planes_the_older_is_fenced_by_the_sidecars() -> None:
-    with site_plane() as older:
-        incarnation, other = register(older, "run", 1), register(older, "other", 1)
-        # The same state dir, as after a failover: the older one was thought dead.
-        with site_plane() as newer:
-            async with join(newer.grpc_address, incarnation, 0) as stream:
-                generation = stream.welcome.generation
-            async with join(older.grpc_address, other, 0):
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    async with join(older.grpc_address, incarnation, 0, generation=generation):
-                        pass
-                assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-                assert "a newer control plane" in (caught.value.details() or "")
-                # It lets nobody into that job any more, and says why; other jobs go on.
-                with pytest.raises(grpc.aio.AioRpcError, match="a newer control plane"):
-                    async with join(older.grpc_address, incarnation, 0):
-                        pass
-                assert "a newer control plane" in document(older, "/run")["reason"]
-                assert document(older, "/other")["state"] == "ok"
+@pytest.mark.parametrize("generation", [1, 2**62, 2**63 - 1])
+async def test_no_generation_that_a_rank_names_ends_a_control_plane(generation: int) -> None:
+    """Field 7 of a report, of older sidecars: the highest generation that they had met."""
+    with site_plane() as control:
+        incarnation = register(control, "run", 2)
+        lie = report(incarnation, 0)
+        lie.MergeFromString(b"\x38" + varint(generation))
+        async with grpc.aio.insecure_channel(control.grpc_address) as channel:
+            metadata = (("authorization", f"Bearer {incarnation.tickets[0]}"),)
+            stream = channel.stream_stream("/paramd.v1.ControlService/Join")(metadata=metadata)
+            for _ in range(2):
+                await stream.write(lie.SerializeToString())
+            assert await asyncio.wait_for(stream.read(), 10)
+            async with join(control.grpc_address, incarnation, 1):
+                assert document(control, "/run")["state"] == "ok"
+            stream.cancel()
 
 
-async def test_a_fenced_embedded_control_plane_ends() -> None:
-    with control_plane() as control:
-        sidecar = FakeSidecar(0)
-        async with serving(sidecar), joined(control, sidecar) as write:
-            assert sidecar.welcome is not None
-            later = sidecar.report()
-            later.control_generation = sidecar.welcome.generation + 1
-            await write(later)
-            await until(lambda: control.process.poll() is not None)
-    assert control.wait() == 0
-    assert "a newer control plane" in control.log.read_text()
+def varint(value: int) -> bytes:
+    low, rest = value & 127, value >> 7
+    return bytes([low | 128]) + varint(rest) if rest else bytes([low])
 
 
 def test_registering_is_refused_where_and_how_it_must_not_be() -> None:

@@ -18,6 +18,7 @@ from paramd.state_files import file_places
 from paramd_service.control.access.authority import Tokens, no_audit
 from paramd_service.control.access.doorway import Doorway
 from paramd_service.control.access.join import FailureLimit
+from paramd_service.control.access.origin import parse_networks
 from paramd_service.control.access.revocations import Revocations
 from paramd_service.control.alerts.service import Watchers, open_alerts
 from paramd_service.control.api.app import build_app
@@ -226,6 +227,7 @@ class ControlPlane:
             control_address=lambda: self._grpc_target,
             report_s=self._config.report_s,
             silent_after_s=self._config.silent_after_s,
+            sidecar_networks=parse_networks(self._config.sidecar_networks),
         )
         empty_end_s = self._config.empty_end_s if mine is not None else math.inf
         self._jobs = jobs = Jobs(

@@ -28,6 +28,7 @@ from paramd_service.control.access.join import (
     check_rank,
     errors_as_statuses,
 )
+from paramd_service.control.access.origin import origin_of
 from paramd_service.control.access.revocations import Revocations
 from paramd_service.control.base.endpoint import Address, bind_grpc
 from paramd_service.control.mesh.jobs import Incarnation, Jobs
@@ -116,10 +117,12 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         check_rank(header.rank)
         _check_certificate(context, header.rank)
         mesh = await self._jobs.admit(header.job, header.incarnation, first.world_size)
-        mesh.saw_generation(first.control_generation)
+        origin = await origin_of(
+            header.rank, first.peer.address, context.peer(), mesh.terms.sidecar_networks
+        )
         # Before it counts as joined: whoever waits for the rank calls it right away.
         await mesh.calls.is_back(first.peer.address)
-        member = mesh.registry.join(first)
+        member = mesh.registry.join(first, origin)
         _log_join(mesh, member, f"joined from {first.peer.address}")
         try:
             async with self._revocations.telling(
@@ -163,7 +166,6 @@ def _check_certificate(context: Any, rank: int) -> None:
 
 async def _read(mesh: Incarnation, member: Member, requests: Requests) -> None:
     async for request in requests:
-        mesh.saw_generation(request.control_generation)
         mesh.registry.update(member, request)
 
 

@@ -19,6 +19,7 @@ from paramd.errors import (
 from paramd.places import HISTORY_FILE, IncarnationRecord
 from paramd.security.tickets import Role, Signer
 from paramd.v1 import common_pb2
+from paramd_service.control.access.origin import Origin
 from paramd_service.control.api import rank_text
 from paramd_service.control.api.models import RankList
 from paramd_service.control.base.site import (
@@ -34,6 +35,8 @@ from tests.unit.control.reports import join_request
 
 TERMS = ControlIdentity(generation=5)
 SITE = Site(bytes(32), "t" * 32)
+
+HERE = Origin("127.0.0.1")
 
 
 async def test_a_sidecar_brings_its_incarnation_back_but_no_past_one() -> None:
@@ -134,9 +137,10 @@ async def test_the_ranks_document_is_what_the_model_says() -> None:
             phase=common_pb2.PHASE_STALLED,
             phase_reason=hostile,
             alerts=[hostile],
-        )
+        ),
+        HERE,
     )
-    mesh.registry.join(join_request(2, incarnation=1, world_size=3, phase=77))
+    mesh.registry.join(join_request(2, incarnation=1, world_size=3, phase=77), HERE)
     found = RankList.model_validate_json(
         "".join(rank_text.chunks(mesh.registry, world_size=3, incarnation=1, stall_budget_s=0.005)),
         strict=True,
@@ -165,7 +169,7 @@ async def test_the_ranks_document_is_what_the_model_says() -> None:
 async def test_the_mesh_is_as_well_as_its_ranks(phases: dict[int, int], expected: State) -> None:
     mesh = await Jobs(TERMS, site=SITE).register("run", world_size=2)
     for rank, phase in phases.items():
-        mesh.registry.join(join_request(rank, incarnation=1, phase=phase))
+        mesh.registry.join(join_request(rank, incarnation=1, phase=phase), HERE)
     view = mesh.registry.view()
     assert view.state is expected
     assert (view.reason == "") == (expected is State.OK)

@@ -33,6 +33,7 @@ from paramd.places import IncarnationRecord
 from paramd.security.tickets import Signer, Verifier
 from paramd.state_files import is_job_name
 from paramd_service.aio import kept
+from paramd_service.control.access.origin import Networks
 from paramd_service.control.base.config import MAX_WORLD_SIZE, Bootstrap
 from paramd_service.control.base.site import Site
 from paramd_service.control.mesh.coordinator import Coordinator
@@ -65,9 +66,11 @@ class ControlIdentity:
     """Settings shared by every job of a control plane."""
 
     generation: int
-    """Of two control planes, the one with the higher generation wins."""
+    """Of two control planes, sidecars obey the one with the higher generation."""
     control_address: Callable[[], str] = str
     """Our own gRPC target, once it is known."""
+    sidecar_networks: Networks = ()
+    """Where sidecars may be, besides where they join from."""
     report_s: float = 2.0
     """Seconds between two reports of a sidecar."""
     silent_after_s: float = 4.5
@@ -130,21 +133,6 @@ class Incarnation:
         """Raise the reason if this incarnation is over."""
         if self.over is not None:
             raise self.over
-
-    def saw_generation(self, generation: int) -> None:
-        """Yield the job if a sidecar has met a control plane of a higher generation than ours.
-
-        Raises:
-            ConflictError: it is higher.
-        """
-        if generation > self.terms.generation:
-            self.send_away(
-                ConflictError(
-                    f"a newer control plane (generation {generation}) serves job {self.job!r}; "
-                    f"this one is of generation {self.terms.generation}"
-                )
-            )
-            self.check()
 
     def end(self, reason: ParamdError) -> None:
         """End the incarnation and all streams with `reason`; the first reason wins. Idempotent."""

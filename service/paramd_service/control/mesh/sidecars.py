@@ -19,7 +19,7 @@ from paramd.errors import (
     ParamdError,
     UnreachableError,
 )
-from paramd.layout.codec import decode_layout
+from paramd.layout.codec import LayoutBound, decode_layout
 from paramd.layout.merge import layout_digest
 from paramd.layout.select import NameIndex
 from paramd.mesh.peers.grpc import Channels, told_errors, watched
@@ -258,10 +258,15 @@ class SidecarCalls:
         whole = layout_pb2.Layout()
         asked, request = self._bootstrap.asked(rank, address), sidecar_pb2.GetLayoutRequest()
         call = self._channels.open(asked, "GetLayout", request, timeout_s=LAYOUT_TIMEOUT_S)
-        with told_errors(asked.who):
-            async for batch in call:
-                asked.check(batch.header)
-                whole.MergeFrom(batch.layout)
+        bound = LayoutBound(asked.who)
+        try:
+            with told_errors(asked.who):
+                async for batch in call:
+                    asked.check(batch.header)
+                    bound.count(batch.layout)
+                    whole.MergeFrom(batch.layout)
+        finally:
+            call.cancel()
         return whole
 
     async def snapshots(self, rank: int, address: str) -> sidecar_pb2.ListSnapshotsResponse:

@@ -18,7 +18,6 @@ from paramd.state_files import file_places
 from paramd_service.control.access.authority import Tokens, no_audit
 from paramd_service.control.access.doorway import Doorway
 from paramd_service.control.access.join import FailureLimit
-from paramd_service.control.access.origin import parse_networks
 from paramd_service.control.access.revocations import Revocations
 from paramd_service.control.alerts.service import Watchers, open_alerts
 from paramd_service.control.api.app import build_app
@@ -40,6 +39,7 @@ from paramd_service.control.exports.service import ExportService
 from paramd_service.control.grpc_server import GrpcServer
 from paramd_service.control.http_server import HttpServer
 from paramd_service.control.mesh.jobs import ControlIdentity, Incarnation, Jobs
+from paramd_service.control.mesh.origin import parse_networks
 from paramd_service.control.metrics.metrics import LoopLag, Metrics
 from paramd_service.control.records.events import EventBus
 from paramd_service.control.records.records import Records, open_records

@@ -28,10 +28,10 @@ from paramd_service.control.access.join import (
     check_rank,
     errors_as_statuses,
 )
-from paramd_service.control.access.origin import origin_of
 from paramd_service.control.access.revocations import Revocations
 from paramd_service.control.base.endpoint import Address, bind_grpc
 from paramd_service.control.mesh.jobs import Incarnation, Jobs
+from paramd_service.control.mesh.origin import origin_of
 from paramd_service.control.mesh.registry import Member
 from paramd_service.tls import ServerTls
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paramd.errors import ConflictError, UnreachableError, UsageError
-from paramd_service.control.access.origin import Origin
 from paramd_service.control.base.config import Bootstrap
+from paramd_service.control.mesh.origin import Origin
 from paramd_service.control.mesh.registry import MAX_TEXT_CHARS, Membership, Registry, State
 from tests.unit.control.reports import join_request as request
 

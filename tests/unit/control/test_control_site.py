@@ -19,7 +19,6 @@ from paramd.errors import (
 from paramd.places import HISTORY_FILE, IncarnationRecord
 from paramd.security.tickets import Role, Signer
 from paramd.v1 import common_pb2
-from paramd_service.control.access.origin import Origin
 from paramd_service.control.api import rank_text
 from paramd_service.control.api.models import RankList
 from paramd_service.control.base.site import (
@@ -30,6 +29,7 @@ from paramd_service.control.base.site import (
 )
 from paramd_service.control.mesh import jobs as jobs_module
 from paramd_service.control.mesh.jobs import ControlIdentity, Jobs
+from paramd_service.control.mesh.origin import Origin
 from paramd_service.control.mesh.registry import Membership, State
 from tests.unit.control.reports import join_request
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paramd.errors import UsageError
-from paramd_service.control.access.origin import origin_of, parse_networks
+from paramd_service.control.mesh.origin import origin_of, parse_networks
 
 PEER = "ipv4:203.0.113.7:4711"
 """A host that is not this one."""

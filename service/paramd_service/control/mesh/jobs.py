@@ -33,10 +33,10 @@ from paramd.places import IncarnationRecord
 from paramd.security.tickets import Signer, Verifier
 from paramd.state_files import is_job_name
 from paramd_service.aio import kept
-from paramd_service.control.access.origin import Networks
 from paramd_service.control.base.config import MAX_WORLD_SIZE, Bootstrap
 from paramd_service.control.base.site import Site
 from paramd_service.control.mesh.coordinator import Coordinator
+from paramd_service.control.mesh.origin import Networks
 from paramd_service.control.mesh.registry import (
     MeshView,
     Registry,

@@ -18,8 +18,8 @@ from paramd.mesh.peers.grpc import RankUnreachableError, no_way
 from paramd.security.tls import check_address
 from paramd.state_files import host_id
 from paramd.v1 import common_pb2, control_pb2
-from paramd_service.control.access.origin import Origin
 from paramd_service.control.base.config import Bootstrap
+from paramd_service.control.mesh.origin import Origin
 
 REPORT_RANKS = 1024
 """Larger meshes report `REPORT_STRETCH` times less often."""

@@ -211,7 +211,9 @@ CONNECTION_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.max_connection_idle_ms", 300_000),
     # Bounds what a stranger can hold by resetting streams and opening new ones.
     ("grpc.max_concurrent_streams", 256),
-    ("grpc.max_metadata_size", 16 << 10),
+    # What a stranger sends before it is known: two tickets of 1 KiB, and what goes with a call.
+    ("grpc.max_metadata_size", 4 << 10),
+    ("grpc.absolute_max_metadata_size", 4 << 10),
 )
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from paramd.mesh.peers.discovery import KnownLayout, SidecarFinder
 
 TICKET_TTL_S = 600.0
+CONTROL_TTL_S = 86_400.0
+"""Of the ticket for one rank, which is good for nothing else: minted once a day, as a mesh of 4,096
+ranks takes half a second."""
 LAYOUT_TIMEOUT_S = 20.0
 PROBE_TIMEOUT_S = 3.0
 
@@ -145,15 +148,16 @@ class OwnTickets:
         now_s = self._clock()
         ticket, renew_s = self._tickets.get((role, rank), ("", 0.0))
         if now_s >= renew_s:
+            ttl_s = CONTROL_TTL_S if role is Role.CONTROL else TICKET_TTL_S
             ticket = self._signer.mint(
                 job=self._bootstrap.job,
                 incarnation=self._bootstrap.incarnation,
                 role=role,
                 rank=rank,
-                ttl_s=TICKET_TTL_S,
+                ttl_s=ttl_s,
                 now_s=now_s,
             )
-            self._tickets[role, rank] = ticket, now_s + TICKET_TTL_S / 2
+            self._tickets[role, rank] = ticket, now_s + ttl_s / 2
         return ticket
 
 
@@ -291,8 +295,10 @@ class SidecarCalls:
         found = await self.ask(rank, address, request, timeout_s=PROBE_TIMEOUT_S)
         return str(found.text)
 
-    async def is_back(self, address: str) -> None:
+    async def is_back(self, rank: int, address: str) -> None:
         """Have the next call to `address` connect at once: its sidecar is about to join."""
+        # Its ticket is minted now, one rank after the other, not with the first call to all.
+        self._channels.credentials(rank)
         await self._channels.is_back(address)
 
     async def keep_only(self, view: MeshView) -> None:

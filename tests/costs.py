@@ -1,8 +1,10 @@
-"""What each folder of tests costs: writes the table in README.md, with the seconds last measured.
+"""What each folder of tests costs, and may cost: writes the table in README.md, with the seconds
+last measured, and fails a run in which a file takes more seconds than it has.
 
     make test && python -m tests.costs
 
 The last column is written by hand and stays: a folder of which it says nothing is one to question.
+Whoever needs more than a budget raises it here, and says in the commit what for.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import longer
+
 FOLDER = Path(__file__).parent
 README = FOLDER / "README.md"
 BEGIN, END = "<!-- costs: python -m tests.costs -->", "<!-- end of costs -->"
@@ -21,25 +25,91 @@ HEAD = ("folder", "files", "lines", "seconds", "what would go unnoticed without 
 KEY = "paramd/durations"
 """Under which pytest's cache keeps the seconds of each file."""
 
+LINES = {
+    "./": 2358,
+    "contract/": 457,
+    "fuzz/": 1230,
+    "gpu/": 367,
+    "integration/": 12286,
+    "model/": 737,
+    "multiprocess/": 6293,
+    "multiprocess/workers/": 6423,
+    "mutants/": 700,
+    "packages/": 322,
+    "scenes/": 3379,
+    "sequences/": 3150,
+    "soak/": 2350,
+    "soak/inject/": 54,
+    "unit/": 2290,
+    "unit/cli/": 722,
+    "unit/control/": 4077,
+    "unit/exports/": 280,
+    "unit/layout/": 1642,
+    "unit/memory/": 926,
+    "unit/mesh/": 2762,
+    "unit/sidecar/": 3162,
+    "unit/trainer/": 4051,
+    "walks/": 144,
+    "walks/inject/": 52,
+    "web/": 870,
+}
+"""At most, by folder."""
+FILE_LINES = 700
+"""At most, in any file."""
+FILE_S = 300.0
+"""What a file may take, all its tests together, where `SECONDS` says nothing else."""
+SECONDS = {
+    # Random sequences over every kind of model, for minutes by design.
+    "tests/sequences/test_sequences.py": 900.0
+}
+
 
 class Durations:
-    """Plugin of pytest: sums set-up, call and teardown of each file's tests, over all workers."""
+    """Plugin of pytest: sums set-up, call and teardown of each file's tests, over all workers.
+
+    A run without pytest's cache, as planted bugs have it, is neither measured nor has a budget.
+    """
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._seconds: dict[str, float] = defaultdict(float)
+        self._quiet_s: dict[str, float] = defaultdict(float)
+        """What they would have taken had nothing else run."""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._seconds[report.nodeid.partition("::")[0]] += report.duration
+        file = report.nodeid.partition("::")[0]
+        self._seconds[file] += report.duration
+        self._quiet_s[file] += report.duration / longer.busy()
 
-    def pytest_sessionfinish(self, exitstatus: int) -> None:
-        cache = getattr(self._config, "cache", None)
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         # Workers report to the first process; a part of a file says nothing of all of it.
-        ran_all = exitstatus in (0, 1) and not is_partial(self._config)
-        if cache is None or hasattr(self._config, "workerinput") or not ran_all:
+        cache = getattr(self._config, "cache", None)
+        if cache is None or hasattr(self._config, "workerinput") or exitstatus not in (0, 1):
             return
-        rounded = {file: round(took_s, 2) for file, took_s in self._seconds.items()}
-        cache.set(KEY, {**cache.get(KEY, {}), **rounded})
+        if self._too_slow():
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if not is_partial(self._config):
+            rounded = {file: round(took_s, 2) for file, took_s in self._seconds.items()}
+            cache.set(KEY, {**cache.get(KEY, {}), **rounded})
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if getattr(self._config, "cache", None) is not None:
+            for line in self._too_slow():
+                terminalreporter.write_line(line, red=True)
+
+    def _too_slow(self) -> list[str]:
+        return [] if longer.takes_more() else too_slow(self._quiet_s)
+
+
+def too_slow(quiet_s: Mapping[str, float]) -> list[str]:
+    """A line for each file that took more seconds than it may, load taken out."""
+    return [
+        f"{file} took {took_s:.0f} s, load taken out, of {SECONDS.get(file, FILE_S):.0f} s: "
+        "share set-up, ask less, or raise its budget in tests/costs.py"
+        for file, took_s in sorted(quiet_s.items())
+        if took_s > SECONDS.get(file, FILE_S)
+    ]
 
 
 def is_partial(config: pytest.Config) -> bool:
@@ -64,6 +134,19 @@ def table(text: str, seconds: Mapping[str, float], root: Path = FOLDER) -> str:
     rows = [_row(folder, root, seconds, kept) for folder in _folders(root)]
     lines = [_line(HEAD), "|---|--:|--:|--:|---|", *map(_line, rows)]
     return before + "\n".join((BEGIN, *lines, END)) + after
+
+
+def lines_of(root: Path = FOLDER) -> dict[str, int]:
+    """How many lines each folder has, by its name in the table."""
+    return {
+        (row := _row(folder, root, {}, {}))[0].strip("`"): int(row[2]) for folder in _folders(root)
+    }
+
+
+def told_lines(text: str) -> dict[str, int]:
+    """The same, as the table in `text` tells it."""
+    rows = map(_cells, text.partition(BEGIN)[2].partition(END)[0].splitlines())
+    return {row[0].strip("`"): int(row[2]) for row in rows if len(row) > 2 and row[2].isdigit()}
 
 
 def _folders(root: Path) -> list[Path]:

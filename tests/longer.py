@@ -23,6 +23,17 @@ def times(usual: int, longer: int) -> int:
     return round(seconds(usual, longer))
 
 
+def busy() -> float:
+    """How many times as long everything that computes takes now: the runnable processes for each
+    core, 1.0 at least."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+def takes_more() -> bool:
+    """Whether this run watches longer, or has more cases, than `make test` does."""
+    return takes_all() or eighth() is not None or seconds(0, 1) > 0
+
+
 def takes_all() -> bool:
     """Whether tests over many cases have all of them."""
     return os.environ.get("PARAMD_TESTS_ALL") == "1"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from paramd.errors import ConflictError, NotFoundError
-from paramd_service.control.store.alerts import Alert, State
+from paramd.mesh.insight.reports import Alert
+from paramd_service.control.store.alerts import State
 from paramd_service.control.store.history import Sample
 from paramd_service.control.store.tokens import TokenRow
 

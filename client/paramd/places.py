@@ -25,6 +25,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from paramd.documents import Document
 from paramd.errors import ConflictError, NotFoundError, UnreachableError, UsageError
 from paramd.state_files import check_job_name as check_job_name
 from paramd.state_files import host_id as host_id
@@ -79,7 +80,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class IncarnationRecord:
+class IncarnationRecord(Document):
     """One incarnation of a job."""
 
     incarnation: int

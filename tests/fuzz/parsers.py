@@ -20,7 +20,6 @@ from paramd import streams
 from paramd.errors import DataLossError, DeniedError, ParamdError, UsageError
 from paramd.filters import Facts, parse_filter
 from paramd.layout import codec
-from paramd.layout.edits.ops import decode_ops
 from paramd.layout.edits.plan import check_ops, finder, rank_edits
 from paramd.layout.merge import LocalLayout, layout_digest, merge_layouts
 from paramd.layout.plan import plan_read
@@ -93,7 +92,7 @@ def manifest(data: bytes) -> None:
         if isinstance(message, Chunk):
             return
         manifest = message.manifest
-        ops = check_ops(FIND, decode_ops(manifest.ops), allow_nonfinite=manifest.allow_nonfinite)
+        ops = check_ops(FIND, manifest.ops, allow_nonfinite=manifest.allow_nonfinite)
         edits = rank_edits(ops, range(LAYOUT.world_size))
     if "edits" in locals():
         for edit in edits:

@@ -11,7 +11,6 @@ from paramd import streams
 from paramd.errors import DeniedError
 from paramd.layout import codec
 from paramd.layout.edits.kinds import EditKind
-from paramd.layout.edits.ops import EditOp, encode_op
 from paramd.layout.exports.safetensors import TensorSpec, encode_header
 from paramd.layout.merge import LocalLayout
 from paramd.layout.types import Box, Layout, TensorLayout
@@ -19,6 +18,7 @@ from paramd.memory.edit_program import NO_DATA, Record, program_bytes, write_pro
 from paramd.security.tickets import Role
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import data_chunk
+from tests.edit_ops import edit_op
 from tests.fuzz.parsers import LAYOUT, SECRET, SIGNER
 
 TERMS = (
@@ -41,21 +41,21 @@ PATTERNS = (
 
 def _manifest() -> list[bytes]:
     ops = (
-        EditOp(fqn="head.weight", kind=EditKind.MUL, value=0.5),
-        EditOp(fqn="head.weight", box=Box((1, 0), (6, 3)), kind=EditKind.SET, with_data=True),
-        EditOp(
+        edit_op(fqn="head.weight", kind=EditKind.MUL, value=0.5),
+        edit_op(fqn="head.weight", box=Box((1, 0), (6, 3)), kind=EditKind.SET, with_data=True),
+        edit_op(
             fqn="layers.0.up",
             box=Box((1, 2), (5, 7)),
             kind=EditKind.LERP,
             weight=0.1,
             with_data=True,
         ),
-        EditOp(fqn="layers.1.up", kind=EditKind.FILL, value=3.0),
-        EditOp(fqn="scale", kind=EditKind.CLAMP, min=-1.0, max=1.0),
-        EditOp(fqn="tied.weight", kind=EditKind.ADD, value=1.0, weight=-1.0),
+        edit_op(fqn="layers.1.up", kind=EditKind.FILL, value=3.0),
+        edit_op(fqn="scale", kind=EditKind.CLAMP, min=-1.0, max=1.0),
+        edit_op(fqn="tied.weight", kind=EditKind.ADD, value=1.0, weight=-1.0),
     )
-    found = [pb.EditManifest(edit_id="0" * 32, incarnation=1, ops=[encode_op(op)]) for op in ops]
-    found.append(pb.EditManifest(edit_id="1" * 32, ops=map(encode_op, ops[2:5]), undoable=True))
+    found = [pb.EditManifest(edit_id="0" * 32, incarnation=1, ops=[op]) for op in ops]
+    found.append(pb.EditManifest(edit_id="1" * 32, ops=ops[2:5], undoable=True))
     return [pb.StageEditRequest(manifest=one).SerializeToString() for one in found]
 
 

@@ -21,8 +21,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+import pytest
+
+from paramd.cli.demo import started
+from paramd.cli.main import main
 from paramd.layout.codec import encode_layout
 from paramd.layout.merge import layout_digest
 from paramd.layout.types import Layout
@@ -54,6 +58,36 @@ def _log(name: str) -> BinaryIO:
     """A log file in the job's directory, as `attach` would have it."""
     path = job_dir(JOB) / name
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
+
+
+@contextmanager
+def demo_training(folder: Path, job: str) -> Iterator[Path]:
+    """The demo's training of one rank; yields the state directory that it is found in."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PARAMD_STATE_DIR", str(folder / "state"))
+        patch.setenv("PARAMD_LISTEN", "127.0.0.1:0")
+        with started(job, folder, keep=True, ranks=1) as training:
+            training.wait_until_open()
+            wait_for(lambda: main(["status", "-o", "name"]) == 0, "all ranks well")
+            yield folder / "state"
+
+
+Capture = pytest.CaptureFixture[str]
+
+
+def answer(capsys: Capture, *arguments: str, code: int = 0) -> tuple[str, str]:
+    """What a command wrote to stdout and stderr, once its exit code is the expected one."""
+    found = main(arguments)
+    captured = capsys.readouterr()
+    assert found == code, captured.err
+    return captured.out, captured.err
+
+
+def document(capsys: Capture, *arguments: str, code: int = 0) -> dict[str, Any]:
+    """What it wrote as JSON."""
+    found = json.loads(answer(capsys, *arguments, "-o", "json", code=code)[0])
+    assert isinstance(found, dict)
+    return found
 
 
 @dataclass(frozen=True)

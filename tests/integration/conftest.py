@@ -1,4 +1,4 @@
-"""One sidecar with a trainer, and a client of each; modules that need others define them."""
+"""One sidecar with a trainer, a client of each, a store; modules that need others define them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from paramd.mesh.mesh import Mesh
+from paramd_service.control.store.engine import StoreAddress
 from tests.integration.export_job import ExportingJob
 from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach
 from tests.integration.sidecar_process import Client, SidecarProcess, client_of, sidecar
+from tests.integration.store_process import KINDS, fresh_address, server_of
+from tests.postgres import Postgres
 
 
 @pytest.fixture
@@ -39,3 +42,14 @@ def client(trainer: FakeTrainer) -> Iterator[Client]:
 def mesh(site: ExportingJob) -> Iterator[Mesh]:
     with site.connect() as found:
         yield found
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def server(request: pytest.FixtureRequest) -> Iterator[Postgres | None]:
+    with server_of(request.param) as found:
+        yield found
+
+
+@pytest.fixture
+def address(server: Postgres | None, tmp_path: Path) -> StoreAddress:
+    return fresh_address(server, tmp_path)

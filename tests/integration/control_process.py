@@ -23,13 +23,7 @@ from paramd.layout.codec import layout_batches
 from paramd.layout.merge import layout_digest
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.security.tickets import Role, Signer, Verifier
-from paramd.v1 import (
-    common_pb2,
-    control_pb2,
-    control_pb2_grpc,
-    sidecar_pb2,
-    sidecar_pb2_grpc,
-)
+from paramd.v1 import common_pb2, control_pb2, control_pb2_grpc, sidecar_pb2, sidecar_pb2_grpc
 
 PRIVATE_KEY = bytes(range(32))
 SIGNER = Signer(PRIVATE_KEY)
@@ -46,10 +40,7 @@ LAYOUT = Layout(
             dtype="float32",
             shape=(4, 2),
             kind=TensorKind.PARAMETER,
-            pieces=(
-                Piece(0, n * 64, Box((0, 0), (2, 2))),
-                Piece(1, n * 64, Box((2, 0), (4, 2))),
-            ),
+            pieces=(Piece(0, n * 64, Box((0, 0), (2, 2))), Piece(1, n * 64, Box((2, 0), (4, 2)))),
             placement="Shard(0) over 2",
         )
         for n in range(5)

@@ -12,7 +12,6 @@ import grpc
 import torch
 
 from paramd.layout.edits.kinds import EditKind
-from paramd.layout.edits.ops import EditOp, encode_op
 from paramd.layout.merge import layout_digest
 from paramd.layout.types import Layout, Piece, TensorKind, TensorLayout, full_box
 from paramd.memory.control_page import Word
@@ -26,6 +25,7 @@ from paramd.tensors.edit_ops import run as run_record
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.v1 import sidecar_pb2_grpc
 from paramd.wire import checksum_of
+from tests.edit_ops import edit_op
 from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach
 from tests.integration.sidecar_process import SidecarProcess, ticket, wait_until
 
@@ -33,8 +33,8 @@ ROWS, COLUMNS = 1500, 1000
 W_BYTES = 4 * ROWS * COLUMNS
 B_BEGIN = 6 << 20
 ARENA_BYTES = 7 << 20
-SET_W = [EditOp(fqn="w", kind=EditKind.SET, with_data=True)]
-FILL_B = [EditOp(fqn="b", kind=EditKind.FILL, value=0.5)]
+SET_W = [edit_op(fqn="w", kind=EditKind.SET, with_data=True)]
+FILL_B = [edit_op(fqn="b", kind=EditKind.FILL, value=0.5)]
 
 
 def layout() -> Layout:
@@ -94,14 +94,14 @@ class Editing:
                 )
 
     def manifest(
-        self, number: int, ops: Sequence[EditOp] = SET_W, **fields: Any
+        self, number: int, ops: Sequence[pb.EditOp] = SET_W, **fields: Any
     ) -> pb.EditManifest:
         fields = {"undoable": True, **fields}
         return pb.EditManifest(
             edit_id=f"{number:032x}",
             incarnation=1,
             layout_digest=self.digest,
-            ops=map(encode_op, ops),
+            ops=ops,
             **fields,
         )
 

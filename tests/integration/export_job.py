@@ -78,11 +78,6 @@ class ExportingJob:
         assert isinstance(found, dict)
         return found
 
-    def check_nothing(self, key: str) -> None:
-        """Nothing that a reader could take for an export is at `key`."""
-        assert not (self.folder / key / MANIFEST).exists()
-        assert not list((self.folder / key).glob("*.safetensors"))
-
     def release_snapshots(self, export_id: str, *, rank: int) -> None:
         """Ends the leases of an export's snapshots at one rank, as their time would."""
         store = self._log.parent / "control.sqlite"

@@ -22,6 +22,7 @@ from paramd.layout.exports.settings import ExportSettings
 from paramd.layout.merge import LocalLayout, layout_digest, merge_layouts
 from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, TensorLayout
 from paramd.mesh.exports.pins import PinnedExport, encode_plan
+from paramd.mesh.peers.sidecars import Pinned
 from paramd.places import host_id
 from paramd.security.tickets import Role
 from paramd.state import StateName
@@ -74,7 +75,9 @@ class StillMesh:
             assert found.header.step == STEP
             pins.append(export_pb2.ExportPin(rank=rank, snapshot_id=found.snapshot_id))
             self.pins.append((rank, found.snapshot_id))
-        return plan, encode_plan(PinnedExport(plan, StateName(1, 0, STEP, 0), tuple(pins)), digest)
+        return plan, encode_plan(
+            PinnedExport(plan, Pinned.at(StateName(1, 0, STEP, 0), {}), pins), digest
+        )
 
     def begin(self, target: export_pb2.ExportTarget, size_bytes: int = 0) -> None:
         self.call(0, "BeginExport", export_pb2.BeginExportRequest(target=target))

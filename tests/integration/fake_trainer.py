@@ -266,10 +266,7 @@ def attach_message(settings: TrainerSettings, **changes: object) -> handover.Mes
 
 
 def attach(
-    path: Path,
-    settings: TrainerSettings,
-    handed_back: list[int] | None = None,
-    **changes: object,
+    path: Path, settings: TrainerSettings, handed_back: list[int] | None = None, **changes: object
 ) -> FakeTrainer:
     """Attaches this process to the sidecar at `path`."""
     connection = handover.connect(path, timeout_s=10)

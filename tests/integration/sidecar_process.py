@@ -38,12 +38,7 @@ class SidecarProcess:
     """`python -m paramd_service.sidecar`, ended with the block."""
 
     def __init__(
-        self,
-        directory: Path,
-        *options: str,
-        faults: str = "",
-        rank: int = 0,
-        stdin: bytes = b"",
+        self, directory: Path, *options: str, faults: str = "", rank: int = 0, stdin: bytes = b""
     ) -> None:
         directory.mkdir(mode=0o700, exist_ok=True)
         self.socket_path = directory / f"rank-{rank}.sock"

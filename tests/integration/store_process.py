@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
+from sqlalchemy import text
+
 from paramd_service.control.store.engine import StoreAddress, parse_store
 from paramd_service.control.store.store import Store
 from tests.postgres import Postgres, postgres
@@ -40,3 +42,7 @@ async def started(address: StoreAddress) -> AsyncIterator[Store]:
         yield store
     finally:
         await store.stop()
+
+
+async def execute(store: Store, statement: str) -> None:
+    await store.write(lambda connection: connection.execute(text(statement)))

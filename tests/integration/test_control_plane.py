@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,6 @@ from paramd.v1 import control_pb2_grpc
 from tests.integration.control_process import (
     DIGEST,
     JOB,
-    PATIENCE_S,
     PRIVATE_KEY,
     TOKEN,
     Control,
@@ -155,29 +151,6 @@ def test_secrets_are_neither_in_argv_nor_environment_nor_log(shared: Control) ->
         assert TOKEN.encode() not in text
         assert PRIVATE_KEY.hex().encode() not in text
     assert b"'/api/v1/jobs' 400" in shared.log.read_bytes()
-
-
-def test_listening_to_other_hosts_is_refused_in_one_line() -> None:
-    line = json.dumps(
-        {
-            "job": JOB,
-            "incarnation": 1,
-            "world_size": 1,
-            "private_key": PRIVATE_KEY.hex(),
-            "token": TOKEN,
-        }
-    )
-    command = [sys.executable, "-m", "paramd_service.control", "--job", JOB]
-    ended = subprocess.run(
-        [*command, "--listen", "0.0.0.0:0"],
-        input=line.encode(),
-        capture_output=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert ended.returncode == 2
-    assert b"is no loopback address" in ended.stderr
-    assert b"Traceback" not in ended.stderr
 
 
 async def test_it_ends_when_all_sidecars_said_farewell() -> None:

@@ -12,14 +12,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.integration.control_process import (
-    JOB,
-    TOKEN,
-    Control,
-    control_plane,
-    joined,
-    until,
-)
+from tests.integration.control_process import JOB, TOKEN, Control, control_plane, joined, until
 from tests.integration.editing_mesh import EditingSidecar, both_joined, editing_ranks
 
 pytestmark = pytest.mark.usefixtures("grpc_is_up")
@@ -32,6 +25,13 @@ ID = "0123456789abcdef" * 2
 async def ranks() -> AsyncIterator[list[EditingSidecar]]:
     async with editing_ranks() as found:
         yield found
+
+
+@pytest.fixture
+async def control(ranks: list[EditingSidecar]) -> AsyncIterator[Control]:
+    with control_plane() as started:
+        async with both_joined(started, ranks):
+            yield started
 
 
 async def call(
@@ -48,69 +48,60 @@ async def make(control: Control, *ops: dict[str, Any], **fields: Any) -> Any:
     return answer.json()
 
 
-async def test_an_edit_is_applied_undone_listed_and_audited(ranks: list[EditingSidecar]) -> None:
-    with control_plane() as control:
-        async with both_joined(control, ranks):
-            found = await make(control, id=ID, note="too hot", reset_moments=True)
-            assert (found["state"], found["step"], found["stop_ms"]) == ("APPLIED", 11, 0.5)
-            assert found["ops"][0]["name_count"] == 5
-            assert found["size_bytes"] == 5 * 8 * 4
-            assert found["before"]["min"] == -2.0
-            assert found["undo"] == {"possible": True, "reason": ""}
-            # One element's range is its value, and so is what it was filled with: no viewer has it.
-            viewer = await token_of(control, "vera", "viewer")
-            listed = (await call(control, "GET", "/edits", token=viewer)).json()["edits"]
-            for seen in (
-                listed[0],
-                (await call(control, "GET", f"/edits/{ID}", token=viewer)).json(),
-            ):
-                untold = [{**found["ops"][0], "value": None}]
-                assert seen == {**found, "before": None, "after": None, "ops": untold}
-            assert await make(control, id=ID, note="too hot", reset_moments=True) == found
-            other = {"ops": [{**HALVE, "value": 2.0}], "id": ID}
-            assert (await call(control, "POST", "/edits", other)).status_code == 409
+async def test_an_edit_is_applied_undone_listed_and_audited(control: Control) -> None:
+    found = await make(control, id=ID, note="too hot", reset_moments=True)
+    assert (found["state"], found["step"], found["stop_ms"]) == ("APPLIED", 11, 0.5)
+    assert found["ops"][0]["name_count"] == 5
+    assert found["size_bytes"] == 5 * 8 * 4
+    assert found["before"]["min"] == -2.0
+    assert found["undo"] == {"possible": True, "reason": ""}
+    # One element's range is its value, and so is what it was filled with: no viewer has it.
+    viewer = await token_of(control, "vera", "viewer")
+    listed = (await call(control, "GET", "/edits", token=viewer)).json()["edits"]
+    for seen in (listed[0], (await call(control, "GET", f"/edits/{ID}", token=viewer)).json()):
+        untold = [{**found["ops"][0], "value": None}]
+        assert seen == {**found, "before": None, "after": None, "ops": untold}
+    assert await make(control, id=ID, note="too hot", reset_moments=True) == found
+    other = {"ops": [{**HALVE, "value": 2.0}], "id": ID}
+    assert (await call(control, "POST", "/edits", other)).status_code == 409
 
-            over = await make(control, {"pattern": "layers.1.weight", "op": "fill", "value": 0.0})
-            refused = await call(control, "POST", f"/edits/{ID}/undo", {})
-            assert refused.status_code == 409
-            assert over["id"] in refused.json()["detail"]
-            forced = await call(control, "POST", f"/edits/{ID}/undo", {"force": True})
-            assert (forced.status_code, forced.json()["undo_of"]) == (201, ID), forced.text
-            assert forced.json()["state"] == "APPLIED"
-            assert forced.json()["note"] == f"optimizer state that edit {ID[:8]} zeroed stays zero"
-            undone = (await call(control, "GET", f"/edits/{ID}")).json()
-            assert undone["undone_by"] == forced.json()["id"]
-            assert not undone["undo"]["possible"]
-            assert (await call(control, "POST", f"/edits/{ID}/undo", {})).status_code == 409
+    over = await make(control, {"pattern": "layers.1.weight", "op": "fill", "value": 0.0})
+    refused = await call(control, "POST", f"/edits/{ID}/undo", {})
+    assert refused.status_code == 409
+    assert over["id"] in refused.json()["detail"]
+    forced = await call(control, "POST", f"/edits/{ID}/undo", {"force": True})
+    assert (forced.status_code, forced.json()["undo_of"]) == (201, ID), forced.text
+    assert forced.json()["state"] == "APPLIED"
+    assert forced.json()["note"] == f"optimizer state that edit {ID[:8]} zeroed stays zero"
+    undone = (await call(control, "GET", f"/edits/{ID}")).json()
+    assert undone["undone_by"] == forced.json()["id"]
+    assert not undone["undo"]["possible"]
+    assert (await call(control, "POST", f"/edits/{ID}/undo", {})).status_code == 409
 
-            page = (await call(control, "GET", "/edits?limit=2")).json()
-            rest = await call(control, "GET", f"/edits?page_token={page['next_page_token']}")
-            ids = [one["id"] for one in [*page["edits"], *rest.json()["edits"]]]
-            assert ids == [forced.json()["id"], over["id"], ID]
-            assert (await call(control, "GET", "/edits?state=LOST")).json()["edits"] == []
-            audit = (await call(control, "GET", "/audit")).json()["records"]
-            text = str(audit)
-            assert "edit.commit" in text
-            assert "edit.undo" in text
-            assert "'too hot'" in text
-            metrics = control.get("/metrics").text
-            assert f'paramd_edits_total{{job="{JOB}",state="APPLIED"}} 3.0' in metrics
+    page = (await call(control, "GET", "/edits?limit=2")).json()
+    rest = await call(control, "GET", f"/edits?page_token={page['next_page_token']}")
+    ids = [one["id"] for one in [*page["edits"], *rest.json()["edits"]]]
+    assert ids == [forced.json()["id"], over["id"], ID]
+    assert (await call(control, "GET", "/edits?state=LOST")).json()["edits"] == []
+    audit = (await call(control, "GET", "/audit")).json()["records"]
+    text = str(audit)
+    assert "edit.commit" in text
+    assert "edit.undo" in text
+    assert "'too hot'" in text
+    metrics = control.get("/metrics").text
+    assert f'paramd_edits_total{{job="{JOB}",state="APPLIED"}} 3.0' in metrics
 
 
-async def test_data_waits_for_its_upload_or_is_called_off(
-    ranks: list[EditingSidecar],
-) -> None:
-    with control_plane() as control:
-        async with both_joined(control, ranks):
-            op = {"pattern": "layers.0.weight", "op": "set", "data": True}
-            found = await make(control, op, id=ID)
-            assert found["state"] == "STAGING"
-            ended = await call(control, "POST", f"/edits/{ID}/commit", {})
-            assert ended.json()["state"] == "APPLIED", ended.text
-            aborted = await make(control, op)
-            gone = await call(control, "DELETE", f"/edits/{aborted['id']}")
-            assert gone.json()["state"] == "ABORTED"
-            assert "aborted by owner" in gone.json()["reason"]
+async def test_data_waits_for_its_upload_or_is_called_off(control: Control) -> None:
+    op = {"pattern": "layers.0.weight", "op": "set", "data": True}
+    found = await make(control, op, id=ID)
+    assert found["state"] == "STAGING"
+    ended = await call(control, "POST", f"/edits/{ID}/commit", {})
+    assert ended.json()["state"] == "APPLIED", ended.text
+    aborted = await make(control, op)
+    gone = await call(control, "DELETE", f"/edits/{aborted['id']}")
+    assert gone.json()["state"] == "ABORTED"
+    assert "aborted by owner" in gone.json()["reason"]
 
 
 async def token_of(control: Control, name: str, role: str = "editor") -> str:
@@ -140,154 +131,142 @@ async def recorded(control: Control, edit_id: str = "") -> list[tuple[str, str, 
 
 
 async def test_an_edit_is_its_authors_or_an_admins_and_the_audit_names_both(
-    ranks: list[EditingSidecar],
+    control: Control,
 ) -> None:
     op = {"pattern": "layers.0.weight", "op": "set", "data": True}
-    with control_plane() as control:
-        async with both_joined(control, ranks):
-            ann, bob = await token_of(control, "ann"), await token_of(control, "bob")
-            theirs = await make(control, op, id=ID, allow_nonfinite=True, note="see #1")
-            mine = (await call(control, "POST", "/edits", {"ops": [op]}, ann)).json()
-            for edit_id in (ID, mine["id"]):
-                for method, path in (("POST", "/commit"), ("DELETE", "")):
-                    body = {} if path else None
-                    denied = await call(control, method, f"/edits/{edit_id}{path}", body, bob)
-                    assert denied.status_code == 403, denied.text
-                    assert "was created by" in denied.json()["detail"]
-                    state = (await call(control, "GET", f"/edits/{edit_id}")).json()["state"]
-                    assert state == theirs["state"] == "STAGING"
-            aborted = await call(control, "DELETE", f"/edits/{ID}", token=TOKEN)
-            assert aborted.json()["state"] == "ABORTED"
-            done = (await call(control, "POST", f"/edits/{mine['id']}/commit", {})).json()
-            assert (done["state"], done["actor"], done["committed_by"]) == (
-                "APPLIED",
-                "ann",
-                "owner",
-            )
-            undone = await call(control, "POST", f"/edits/{mine['id']}/undo", {}, bob)
-            assert (undone.json()["state"], undone.json()["actor"]) == ("APPLIED", "bob")
-            assert await recorded(control, ID) == [
-                ("intent", "edit.create", "owner", None),
-                ("outcome", "edit.create", "owner", "done"),
-                ("intent", "edit.abort", "owner", None),
-                ("outcome", "edit.abort", "owner", "aborted"),
-            ]
-            assert await recorded(control, mine["id"]) == [
-                ("intent", "edit.create", "ann", None),
-                ("outcome", "edit.create", "ann", "done"),
-                ("intent", "edit.commit", "owner", None),
-                ("outcome", "edit.commit", "owner", "applied"),
-            ]
-            assert await recorded(control, undone.json()["id"]) == [
-                ("intent", "edit.undo", "bob", None),
-                ("outcome", "edit.undo", "bob", "applied"),
-            ]
+    ann, bob = await token_of(control, "ann"), await token_of(control, "bob")
+    theirs = await make(control, op, id=ID, allow_nonfinite=True, note="see #1")
+    mine = (await call(control, "POST", "/edits", {"ops": [op]}, ann)).json()
+    for edit_id in (ID, mine["id"]):
+        for method, path in (("POST", "/commit"), ("DELETE", "")):
+            body = {} if path else None
+            denied = await call(control, method, f"/edits/{edit_id}{path}", body, bob)
+            assert denied.status_code == 403, denied.text
+            assert "was created by" in denied.json()["detail"]
+            state = (await call(control, "GET", f"/edits/{edit_id}")).json()["state"]
+            assert state == theirs["state"] == "STAGING"
+    aborted = await call(control, "DELETE", f"/edits/{ID}", token=TOKEN)
+    assert aborted.json()["state"] == "ABORTED"
+    done = (await call(control, "POST", f"/edits/{mine['id']}/commit", {})).json()
+    assert (done["state"], done["actor"], done["committed_by"]) == ("APPLIED", "ann", "owner")
+    undone = await call(control, "POST", f"/edits/{mine['id']}/undo", {}, bob)
+    assert (undone.json()["state"], undone.json()["actor"]) == ("APPLIED", "bob")
+    assert await recorded(control, ID) == [
+        ("intent", "edit.create", "owner", None),
+        ("outcome", "edit.create", "owner", "done"),
+        ("intent", "edit.abort", "owner", None),
+        ("outcome", "edit.abort", "owner", "aborted"),
+    ]
+    assert await recorded(control, mine["id"]) == [
+        ("intent", "edit.create", "ann", None),
+        ("outcome", "edit.create", "ann", "done"),
+        ("intent", "edit.commit", "owner", None),
+        ("outcome", "edit.commit", "owner", "applied"),
+    ]
+    assert await recorded(control, undone.json()["id"]) == [
+        ("intent", "edit.undo", "bob", None),
+        ("outcome", "edit.undo", "bob", "applied"),
+    ]
 
 
 async def test_data_of_another_token_than_its_authors_is_not_committed(
-    ranks: list[EditingSidecar],
+    control: Control, ranks: list[EditingSidecar]
 ) -> None:
     op = {"pattern": "layers.0.weight", "op": "set", "data": True}
-    with control_plane() as control:
-        async with both_joined(control, ranks):
-            ann = await token_of(control, "ann")
-            mine = (await call(control, "POST", "/edits", {"ops": [op]}, ann)).json()["id"]
-            found = await call(control, "POST", f"/edits/{mine}/preview", {})
-            assert found.status_code == 200, found.text
-            # Nobody's token staged it on rank 1, and the owner, who asks, may commit all edits.
-            ranks[1].staged[mine].size_bytes = 64
-            for ask in ("preview", "commit"):
-                refused = await call(control, "POST", f"/edits/{mine}/{ask}", {})
-                assert refused.status_code == 409, refused.text
-                assert "ranks 1 was uploaded with another token" in refused.json()["detail"]
-            assert (await call(control, "GET", f"/edits/{mine}")).json()["state"] == "STAGED"
-            job = (await call(control, "GET", "", token=ann)).json()
-            ranks[1].staged[mine].author = token_id_in(job["ticket"])
-            done = await call(control, "POST", f"/edits/{mine}/commit", {})
-            assert done.json()["state"] == "APPLIED", done.text
+    ann = await token_of(control, "ann")
+    mine = (await call(control, "POST", "/edits", {"ops": [op]}, ann)).json()["id"]
+    found = await call(control, "POST", f"/edits/{mine}/preview", {})
+    assert found.status_code == 200, found.text
+    # Nobody's token staged it on rank 1, and the owner, who asks, may commit all edits.
+    ranks[1].staged[mine].size_bytes = 64
+    for ask in ("preview", "commit"):
+        refused = await call(control, "POST", f"/edits/{mine}/{ask}", {})
+        assert refused.status_code == 409, refused.text
+        assert "ranks 1 was uploaded with another token" in refused.json()["detail"]
+    assert (await call(control, "GET", f"/edits/{mine}")).json()["state"] == "STAGED"
+    job = (await call(control, "GET", "", token=ann)).json()
+    ranks[1].staged[mine].author = token_id_in(job["ticket"])
+    done = await call(control, "POST", f"/edits/{mine}/commit", {})
+    assert done.json()["state"] == "APPLIED", done.text
 
 
 async def test_only_an_admin_brings_nonfinite_values_back_by_undoing_their_undo(
-    ranks: list[EditingSidecar],
+    control: Control,
 ) -> None:
-    with control_plane() as control:
-        async with both_joined(control, ranks):
-            ann = await token_of(control, "ann")
-            await make(control, id=ID, allow_nonfinite=True)
-            last = ID
-            # Taking it back is an editor's, doing it again is not, taking that back is.
-            for denied in (False, True, False):
-                answer = await call(control, "POST", f"/edits/{last}/undo", {}, ann)
-                assert answer.status_code == (403 if denied else 201), answer.text
-                if denied:
-                    assert "only an admin" in answer.json()["detail"]
-                    answer = await call(control, "POST", f"/edits/{last}/undo", {})
-                assert answer.json()["state"] == "APPLIED"
-                last = answer.json()["id"]
+    ann = await token_of(control, "ann")
+    await make(control, id=ID, allow_nonfinite=True)
+    last = ID
+    # Taking it back is an editor's, doing it again is not, taking that back is.
+    for denied in (False, True, False):
+        answer = await call(control, "POST", f"/edits/{last}/undo", {}, ann)
+        assert answer.status_code == (403 if denied else 201), answer.text
+        if denied:
+            assert "only an admin" in answer.json()["detail"]
+            answer = await call(control, "POST", f"/edits/{last}/undo", {})
+        assert answer.json()["state"] == "APPLIED"
+        last = answer.json()["id"]
 
 
 async def test_an_undo_that_waits_behind_an_overlapping_edit_does_not_overwrite_it(
-    ranks: list[EditingSidecar],
+    control: Control, ranks: list[EditingSidecar]
 ) -> None:
     trainers = ranks[0].trainers
-    with control_plane() as control:
-        async with both_joined(control, ranks):
-            await make(control, id=ID)
-            trainers.agree.clear()
-            later = await make(
-                control, {"pattern": "layers.2.weight", "op": "fill", "value": 1.0}, wait_s=0
-            )
-            await until(lambda: len(trainers.ready) == 2)
-            waiting, forced = [
-                (await call(control, "POST", f"/edits/{ID}/undo", body)).json()
-                for body in ({"wait_s": 0}, {"wait_s": 0, "force": True})
-            ]
-            trainers.agree.set()
-            answer = await call(control, "GET", f"/edits/{waiting['id']}?wait_s=10")
-            assert answer.json()["state"] == "ABORTED", answer.text
-            assert later["id"] in answer.json()["reason"]
-            assert "force" in answer.json()["reason"]
-            answer = await call(control, "GET", f"/edits/{forced['id']}?wait_s=10")
-            assert answer.json()["state"] == "APPLIED", answer.text
+    await make(control, id=ID)
+    trainers.agree.clear()
+    later = await make(
+        control, {"pattern": "layers.2.weight", "op": "fill", "value": 1.0}, wait_s=0
+    )
+    await until(lambda: len(trainers.ready) == 2)
+    waiting, forced = [
+        (await call(control, "POST", f"/edits/{ID}/undo", body)).json()
+        for body in ({"wait_s": 0}, {"wait_s": 0, "force": True})
+    ]
+    trainers.agree.set()
+    answer = await call(control, "GET", f"/edits/{waiting['id']}?wait_s=10")
+    assert answer.json()["state"] == "ABORTED", answer.text
+    assert later["id"] in answer.json()["reason"]
+    assert "force" in answer.json()["reason"]
+    answer = await call(control, "GET", f"/edits/{forced['id']}?wait_s=10")
+    assert answer.json()["state"] == "APPLIED", answer.text
 
 
-async def test_a_hold_has_one_holder_steps_renews_and_ends(ranks: list[EditingSidecar]) -> None:
-    with control_plane() as control:
-        async with both_joined(control, ranks):
-            assert (await call(control, "GET", "/hold")).json()["state"] == "running"
-            assert (await call(control, "POST", "/hold/renew", {})).status_code == 409
-            held = (await call(control, "POST", "/hold", {"lease_s": 20})).json()
-            assert held["state"] == "held"
-            assert held["holder"].startswith("owner/")
-            assert held["lease_left_s"] == 20.0
-            again = await call(control, "POST", "/hold", {"lease_s": 20})
-            assert again.status_code == 409
-            assert held["holder"] in again.json()["detail"]
-            same = await call(control, "POST", "/hold", {"holder": held["holder"]})
-            assert same.json()["state"] == "held", same.text
-            assert same.json()["lease_left_s"] == 30.0
-            edited = await make(control, if_step=11)
-            assert (edited["state"], edited["step"]) == ("APPLIED", 11)
-            stepped = await call(control, "POST", "/hold/step", {"steps": 3})
-            assert (stepped.json()["state"], stepped.json()["steps_left"]) == ("stepping", 3)
-            # Held again, or not begun: only the step tells.
-            ranks[0].trainers.steps_left = 0
-            assert (await call(control, "GET", "/hold")).json()["state"] == "stepping"
-            ranks[0].trainers.step = 14
-            again = (await call(control, "GET", "/hold")).json()
-            assert (again["state"], again["steps_left"], again["step"]) == ("held", 0, 14)
-            ended = await call(control, "DELETE", "/hold")
-            assert ended.json()["state"] == "running", ended.text
-            assert (await call(control, "DELETE", "/hold")).status_code == 200
-            assert not ranks[0].trainers.held
-            told = [one for one in await recorded(control) if one[1].startswith("hold.")]
-            assert told == [
-                ("intent", "hold.begin", "owner", None),
-                ("outcome", "hold.begin", "owner", "done"),
-                ("intent", "hold.step", "owner", None),
-                ("outcome", "hold.step", "owner", "done"),
-                ("event", "hold.end", "owner", None),
-            ]
+async def test_a_hold_has_one_holder_steps_renews_and_ends(
+    control: Control, ranks: list[EditingSidecar]
+) -> None:
+    assert (await call(control, "GET", "/hold")).json()["state"] == "running"
+    assert (await call(control, "POST", "/hold/renew", {})).status_code == 409
+    held = (await call(control, "POST", "/hold", {"lease_s": 20})).json()
+    assert held["state"] == "held"
+    assert held["holder"].startswith("owner/")
+    assert held["lease_left_s"] == 20.0
+    again = await call(control, "POST", "/hold", {"lease_s": 20})
+    assert again.status_code == 409
+    assert held["holder"] in again.json()["detail"]
+    same = await call(control, "POST", "/hold", {"holder": held["holder"]})
+    assert same.json()["state"] == "held", same.text
+    assert same.json()["lease_left_s"] == 30.0
+    edited = await make(control, if_step=11)
+    assert (edited["state"], edited["step"]) == ("APPLIED", 11)
+    stepped = await call(control, "POST", "/hold/step", {"steps": 3})
+    assert (stepped.json()["state"], stepped.json()["steps_left"]) == ("stepping", 3)
+    # Held again, or not begun: only the step tells.
+    ranks[0].trainers.steps_left = 0
+    assert (await call(control, "GET", "/hold")).json()["state"] == "stepping"
+    ranks[0].trainers.step = 14
+    again = (await call(control, "GET", "/hold")).json()
+    assert (again["state"], again["steps_left"], again["step"]) == ("held", 0, 14)
+    ended = await call(control, "DELETE", "/hold")
+    assert ended.json()["state"] == "running", ended.text
+    assert (await call(control, "DELETE", "/hold")).status_code == 200
+    assert not ranks[0].trainers.held
+    told = [one for one in await recorded(control) if one[1].startswith("hold.")]
+    assert told == [
+        ("intent", "hold.begin", "owner", None),
+        ("outcome", "hold.begin", "owner", "done"),
+        ("intent", "hold.step", "owner", None),
+        ("outcome", "hold.step", "owner", "done"),
+        ("event", "hold.end", "owner", None),
+    ]
 
 
 async def test_a_hold_whose_sidecar_is_lost_meanwhile_is_an_outage(

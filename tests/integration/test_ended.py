@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -10,17 +9,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from paramd import places
 from paramd.cli.main import main
 from paramd.memory import handover
-from tests.integration.client_job import JOB, Job, running_job, wait_for
+from tests.integration.client_job import JOB, Capture, Job, answer, document, running_job, wait_for
 from tests.integration.test_client import layout
-
-Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(autouse=True)
@@ -29,20 +25,6 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("PARAMD_OUTPUT", "PARAMD_JOB", "PARAMD_URL", "PARAMD_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
-
-
-def answer(capsys: Capture, *arguments: str, code: int = 0) -> tuple[str, str]:
-    """What a command wrote to stdout and stderr, once its exit code is the expected one."""
-    found = main(arguments)
-    captured = capsys.readouterr()
-    assert found == code, captured.err
-    return captured.out, captured.err
-
-
-def document(capsys: Capture, *arguments: str) -> dict[str, Any]:
-    found = json.loads(answer(capsys, *arguments, "-o", "json")[0])
-    assert isinstance(found, dict)
-    return found
 
 
 def detach(job: Job) -> None:
@@ -187,9 +169,7 @@ def test_end_frees_what_a_dead_training_left_and_never_a_living_one(
 
 
 def test_end_needs_no_control_plane_and_signals_a_sidecar_that_hangs(
-    dying: tuple[subprocess.Popen[str], list[int]],
-    capsys: Capture,
-    monkeypatch: pytest.MonkeyPatch,
+    dying: tuple[subprocess.Popen[str], list[int]], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, pids = dying
     trainer.kill()

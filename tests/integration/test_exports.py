@@ -92,15 +92,6 @@ def test_options_reach_the_files(site: ExportingJob, mesh: Mesh, tmp_path: Path)
     assert stored[1]["detail"]["name"] == "config.json"
 
 
-def test_what_stands_at_the_key_is_replaced_only_when_asked(site: ExportingJob, mesh: Mesh) -> None:
-    mesh.export("checkpoints/taken").wait(30)
-    before = site.left()
-    assert "allow overwriting" in failed(mesh, "checkpoints/taken")
-    assert site.left() == before
-    mesh.export("checkpoints/taken", overwrite=True, max_shard_size=200).wait(30)
-    site.check_whole("taken")
-
-
 @pytest.fixture
 def disks(site: ExportingJob) -> Iterator[Path]:
     """File systems: one too small, one that runs full in the middle, one for reading only."""

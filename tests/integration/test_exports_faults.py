@@ -11,13 +11,7 @@ from paramd.errors import ParamdError
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.mesh.exports.calls import ExportState
 from paramd.mesh.mesh import Mesh
-from tests.integration.export_job import (
-    MANIFEST,
-    ExportingJob,
-    exporting_job,
-    is_stopped,
-    until,
-)
+from tests.integration.export_job import MANIFEST, ExportingJob, exporting_job, is_stopped, until
 
 POINTS = {
     "export-begun": ExportState.FAILED,

@@ -25,8 +25,8 @@ from paramd.security.tickets import Role
 from paramd.v1 import export_pb2, sidecar_pb2, sidecar_pb2_grpc
 from paramd_service.control.access.join import METHOD_ROLES
 from paramd_service.control.base.config import Bootstrap
-from paramd_service.control.edits.runner import EditCalls
-from paramd_service.control.exports.sidecars import ExportCalls
+from paramd_service.control.edits.runner import stage, withdrawn
+from paramd_service.control.exports.sidecars import made, part_of, stored
 from paramd_service.control.mesh.coordinator import BoundaryRequest
 from paramd_service.control.mesh.sidecars import SidecarCalls
 from paramd_service.sidecar.rpc.auth import ROLES, SERVICE
@@ -142,37 +142,30 @@ def test_the_control_plane_takes_no_answer_of_another_rank(job: Job) -> None:
     target = export_pb2.ExportTarget()
 
     async def ask_all() -> None:
-        calls = SidecarCalls(bootstrap)
-        edits = EditCalls(calls, incarnation=1, generation=1)
-        exports = ExportCalls(bootstrap, generation=1)
+        calls = SidecarCalls(bootstrap, generation=1)
         request = BoundaryRequest(number=1, token=1)
         write, verify = export_pb2.WriteExportFileRequest(), export_pb2.VerifyExportFileRequest()
         there = job.ranks[1].address
         asked: list[Coroutine[Any, Any, Any]] = [
             calls.reach(0, there, request, (), 5.0),
             calls.layout(0, there),
-            calls.snapshots(0, there),
-            calls.metrics(0, there),
-            edits.stage(0, there, manifest),
-            edits.get(0, there, "e"),
-            edits.preview(0, there, "e", timeout_s=5.0),
-            edits.drop(0, there, "e"),
-            edits.withdraw(0, there, 1),
-            edits.state(0, there),
-            exports.unary(0, there, export_pb2.BeginExportRequest()),
-            exports.write(0, there, write, sources=(), moved=lambda _: None, timeout_s=5.0),
-            exports.verify(0, there, verify, timeout_s=5.0),
-            exports.store(0, there, target, "f", b""),
-            exports.read(0, there, target, "f", 0),
+            stage(calls, 0, there, manifest),
+            withdrawn(calls, 0, there, 1),
+            calls.ask(0, there, sidecar_pb2.GetStateRequest()),
+            calls.ask_long(0, there, export_pb2.BeginExportRequest(), timeout_s=5.0),
+            made(calls, 0, there, write, timeout_s=5.0),
+            made(calls, 0, there, verify, timeout_s=5.0),
+            stored(calls, 0, there, target, "f", b""),
+            part_of(calls, 0, there, target, "f", 0),
         ]
         try:
             for call in asked:
                 with pytest.raises(UnreachableError, match="rank 0"):
                     await call
             # And of the rank itself it does.
-            assert (await edits.state(1, there)).header.rank == 1
+            found = await calls.ask(1, there, sidecar_pb2.GetStateRequest())
+            assert found.header.rank == 1
         finally:
-            await exports.close()
             await calls.close()
 
     asyncio.run(ask_all())
@@ -242,9 +235,9 @@ def test_what_the_control_plane_shows_one_rank_is_good_for_nothing_elsewhere(job
         calls = SidecarCalls(bootstrap)
         try:
             with suppress(ParamdError):
-                await calls.metrics(1, there)
+                await calls.ask(1, there, sidecar_pb2.GetMetricsRequest())
             # Its own rank takes it, so what is refused below is refused for being elsewhere.
-            await calls.metrics(0, job.ranks[0].address)
+            await calls.ask(0, job.ranks[0].address, sidecar_pb2.GetMetricsRequest())
         finally:
             await calls.close()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -18,7 +17,7 @@ from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd_service.control.access.roles import ELEMENTS_OF_BIN, SMALL_NUMEL
 from paramd_service.control.api.routes.paging import KEPT
 from paramd_service.control.mesh.statistics import MAX_HELD
-from tests.integration.client_job import Job, running_job
+from tests.integration.client_job import Job, running_job, wait_for
 from tests.integration.test_client import layout, write_arenas
 
 WHOLE = ("rows", "columns", "flat", "both", "turned")
@@ -70,7 +69,7 @@ def rest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Rest, dict[
             whole = write_arenas(job)
             job.update(lambda rank, step: None)
             asked = Rest(job)
-            _wait_until_joined(asked)
+            wait_for(lambda: asked.joined_count() == 2, "both ranks join")
             asked.get("/params/values", name="both")
             yield asked, whole
 
@@ -80,13 +79,6 @@ def with_large(small: Layout) -> Layout:
     piece = Piece(0, 640, Box((0, 0), (16, 4)))
     large = TensorLayout("large", "float32", (16, 4), TensorKind.PARAMETER, (piece,))
     return replace(small, tensors=(*small.tensors, large))
-
-
-def _wait_until_joined(asked: Rest) -> None:
-    deadline_s = time.monotonic() + 20
-    while asked.joined_count() < 2:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
 
 
 Ready = tuple[Rest, dict[str, Any]]
@@ -215,10 +207,10 @@ def test_a_snapshot_is_held_renewed_seen_and_released(rest: Ready) -> None:
     assert renewed["lease_left_s"] > 100
     asked.ask("DELETE", path, 204)
     asked.ask("DELETE", path, 204)
-    deadline_s = time.monotonic() + 10
-    while any(rank["lease_count"] for rank in asked.get("/snapshots")["ranks"]):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
+    wait_for(
+        lambda: not any(rank["lease_count"] for rank in asked.get("/snapshots")["ranks"]),
+        "its leases end",
+    )
     asked.get(path, 404)
     refused = asked.ask("POST", "/snapshots", 422, json={"filter": "* norm>3"}).json()
     assert "about statistics" in refused["detail"]
@@ -290,10 +282,7 @@ def test_snapshots_that_one_token_holds_leave_room_for_others(rest: Ready) -> No
 
 def read_events(asked: Rest, count: int, ready: threading.Event, **headers: str) -> list[Any]:
     found: list[Any] = []
-    with (
-        asked.client() as client,
-        client.stream("GET", "/events", headers=headers) as answer,
-    ):
+    with asked.client() as client, client.stream("GET", "/events", headers=headers) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         event: dict[str, str] = {}
         for line in answer.iter_lines():
@@ -345,20 +334,15 @@ def test_a_request_id_is_kept_or_made(rest: Ready) -> None:
     assert len(made.headers["x-request-id"]) == 16
 
 
-def test_a_lost_rank_is_named_and_the_rest_is_answered(
-    private_state_dir: Any,
-) -> None:
+def test_a_lost_rank_is_named_and_the_rest_is_answered(private_state_dir: Any) -> None:
     with running_job(layout()) as job:
         whole = write_arenas(job)
         job.update(lambda rank, step: None)
         asked = Rest(job)
-        _wait_until_joined(asked)
+        wait_for(lambda: asked.joined_count() == 2, "both ranks join")
         asked.get("/params/stats", filter="rows")
         job.ranks[1].process.kill()
-        deadline_s = time.monotonic() + 10
-        while asked.joined_count() == 2:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.02)
+        wait_for(lambda: asked.joined_count() < 2, "it is missed")
         found = asked.get("/params/stats", filter="rows both flags")
         assert found["partial"]
         assert {one["name"] for one in found["stats"]} == {"both", "flags"}

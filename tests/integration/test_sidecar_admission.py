@@ -17,13 +17,7 @@ from paramd.memory import handover
 from paramd.memory.control_page import Word
 from paramd.v1 import sidecar_pb2 as pb
 from tests.integration.fake_trainer import FakeTrainer, expect
-from tests.integration.sidecar_process import (
-    Client,
-    SidecarProcess,
-    ticket,
-    values_of,
-    wait_until,
-)
+from tests.integration.sidecar_process import Client, SidecarProcess, ticket, values_of, wait_until
 
 ARENA_BYTES = 1 << 20
 SERVICE = "/paramd.v1.SidecarService/"

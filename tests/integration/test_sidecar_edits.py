@@ -21,7 +21,6 @@ import xxhash
 
 from paramd.errors import DataLossError, NotFoundError, UsageError
 from paramd.layout.edits.kinds import EditKind
-from paramd.layout.edits.ops import EditOp
 from paramd.layout.types import Box
 from paramd.memory import handover
 from paramd.memory.descriptors import LentMemory, SparseMemory, lent_memory
@@ -32,14 +31,8 @@ from paramd.security.tickets import Role
 from paramd.streams import DATA, Grant, Window
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import checksum_of
-from tests.integration.edit_trainer import (
-    FILL_B,
-    W_BYTES,
-    Editing,
-    bytes_of,
-    editing,
-    matrix,
-)
+from tests.edit_ops import edit_op
+from tests.integration.edit_trainer import FILL_B, W_BYTES, Editing, bytes_of, editing, matrix
 from tests.integration.sidecar_process import sidecar, ticket, wait_until
 
 
@@ -122,8 +115,8 @@ def test_what_is_wrong_with_an_edit_is_said_and_nothing_is_kept(shared: Editing)
     refused(invalid, "holds NaN.*element 700003", one.stage, one.manifest(0x30), bytes_of(bad))
     refused(grpc.StatusCode.NOT_FOUND, "is unknown on this rank", one.progress, 0x30)
     refused(grpc.StatusCode.NOT_FOUND, "no parameter", one.stage,
-            one.manifest(0x31, [EditOp(fqn="x", kind=EditKind.FILL)]))  # fmt: skip
-    out = [EditOp(fqn="b", box=Box((0,), (1001,)), kind=EditKind.FILL)]
+            one.manifest(0x31, [edit_op(fqn="x", kind=EditKind.FILL)]))  # fmt: skip
+    out = [edit_op(fqn="b", box=Box((0,), (1001,)), kind=EditKind.FILL)]
     refused(invalid, "out of range", one.stage, one.manifest(0x32, out))
     refused(invalid, "first message", one.call, "StageEdit", iter([pb.StageEditRequest(data=b"x")]))
     stale = one.manifest(0x33, FILL_B)
@@ -388,9 +381,7 @@ BAD_TAKES: list[dict[str, object]] = [
 ]
 
 
-def test_bytes_that_change_in_lent_memory_are_verified_as_they_were_taken(
-    shared: Editing,
-) -> None:
+def test_bytes_that_change_in_lent_memory_are_verified_as_they_were_taken(shared: Editing) -> None:
     one, size = shared, 2 << 20
     one.stage(one.manifest(0x70))
     memory = LentMemory(size)

@@ -22,10 +22,7 @@ PIECE_BYTES = ROWS * COLUMNS // 2 * 4
 def columns_layout() -> Layout:
     """Two tensors over two ranks: "w" split by columns, "b" whole on both."""
     half = COLUMNS // 2
-    w = (
-        Piece(0, 0, Box((0, 0), (ROWS, half))),
-        Piece(1, 0, Box((0, half), (ROWS, COLUMNS))),
-    )
+    w = (Piece(0, 0, Box((0, 0), (ROWS, half))), Piece(1, 0, Box((0, half), (ROWS, COLUMNS))))
     b = tuple(Piece(rank, PIECE_BYTES, Box((0,), (2,))) for rank in range(2))
     arena_bytes = PIECE_BYTES + 16
     return Layout(

@@ -11,11 +11,7 @@ from paramd.memory.control_page import STRAYS_KEPT, Word, note_stray
 from paramd.security.tickets import Role
 from paramd.v1 import sidecar_pb2 as pb
 from tests.integration.fake_trainer import FakeTrainer
-from tests.integration.sidecar_process import (
-    Client,
-    client_of,
-    values_of,
-)
+from tests.integration.sidecar_process import Client, client_of, values_of
 
 ARENA_BYTES = 1 << 20
 

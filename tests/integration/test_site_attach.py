@@ -143,9 +143,7 @@ def test_a_site_that_refuses_is_an_error_and_one_that_is_away_is_not() -> None:
     assert alone.private_key is not None
 
 
-def test_a_site_that_is_being_restarted_is_waited_for(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_site_that_is_being_restarted_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
     with site_plane() as control:
         listen, token = control.url.removeprefix("http://"), site_token()
     with ThreadPoolExecutor(1) as pool:

@@ -33,12 +33,7 @@ class Training:
 
     control: Control
     sidecar: SidecarProcess
-    trainer: subprocess.Popen[bytes] | None = None
-    """None when it is a thread of the test."""
-
-    def signal_trainer(self, number: signal.Signals) -> None:
-        assert self.trainer is not None
-        self.trainer.send_signal(number)
+    trainer: subprocess.Popen[bytes]
 
     def rank(self) -> Any:
         return self.control.get("/api/v1/jobs/job/ranks").json()["ranks"][0]
@@ -100,7 +95,6 @@ def test_a_sidecar_obeys_no_lower_generation_than_it_has_met() -> None:
 
 def test_training_and_its_sidecar_go_on_while_the_control_plane_stands_still() -> None:
     with training("--report-s", "0.2", "--silent-after-s", "1.0") as found:
-        assert found.trainer is not None
         step = found.rank()["step"]
         found.control.process.send_signal(signal.SIGSTOP)
         # Long enough for several attempts in vain of the sidecar.

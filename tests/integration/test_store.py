@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,11 +25,12 @@ from sqlalchemy import Connection, inspect, text
 
 from paramd.clock import now_s
 from paramd.errors import ConflictError, NotFoundError, UsageError
+from paramd.mesh.insight.reports import Alert
 from paramd_service.control.alerts.watcher import Watcher
 from paramd_service.control.api.choice import NormHistory
 from paramd_service.control.exports.schedules import Cadence, cadence_of
 from paramd_service.control.records.audit import Action, Audit
-from paramd_service.control.store.alerts import Alert, AlertStore, State
+from paramd_service.control.store.alerts import AlertStore, State
 from paramd_service.control.store.edits import EditRow, EditStore
 from paramd_service.control.store.engine import StoreAddress, StoreError, make_engine, parse_store
 from paramd_service.control.store.exports import ExportStore
@@ -45,26 +45,11 @@ from paramd_service.control.store.migrate import MIGRATIONS
 from paramd_service.control.store.schema import REVISION, metadata
 from paramd_service.control.store.store import Store
 from paramd_service.control.store.tokens import TokenRow, TokenStore
-from tests.integration.store_process import KINDS, fresh_address, server_of, started
+from tests.integration.store_process import execute, fresh_address, started
 from tests.postgres import PASSWORD, Postgres
 
 FILES = ["control.sqlite" + end for end in ("", "-wal", "-shm", ".lock")]
 LOSS = SeriesKey(job="run", incarnation=1, name="loss")
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def server(request: pytest.FixtureRequest) -> Iterator[Postgres | None]:
-    with server_of(request.param) as found:
-        yield found
-
-
-@pytest.fixture
-def address(server: Postgres | None, tmp_path: Path) -> StoreAddress:
-    return fresh_address(server, tmp_path)
-
-
-async def execute(store: Store, statement: str) -> None:
-    await store.write(lambda connection: connection.execute(text(statement)))
 
 
 def _difference(connection: Connection) -> object:
@@ -268,7 +253,7 @@ async def test_alerts_and_the_rest_are_kept_when_silences_go(address: StoreAddre
         )  # fmt: skip
         assert old == expected
         # A later alert comes after those that were there.
-        await alerts.save([expected.model_copy(update={"id": "run-2-3-abe"})])
+        await alerts.save([replace(expected, id="run-2-3-abe")])
         assert [alert.id[6] for _, alert in await alerts.page("run", limit=9)] == ["3", "2", "1"]
         assert await TokenStore(store).get("ci") == token
         assert await store.read(_difference) == []
@@ -364,7 +349,7 @@ async def test_alerts_are_raised_resolved_and_paged(address: StoreAddress) -> No
         assert [alert for _, alert in page] == [raised[2], raised[1]]
         rest = await alerts.page("run", limit=9, before=page[1][0])
         assert [alert for _, alert in rest] == [raised[0]]
-        over = raised[1].model_copy(update={"state": "resolved", "resolved_s": 20.0})
+        over = replace(raised[1], state="resolved", resolved_s=20.0)
         await alerts.save([over])
         still = await alerts.page("run", limit=9, state=State.FIRING)
         assert [alert for _, alert in still] == [raised[2], raised[0]]

@@ -32,13 +32,7 @@ from paramd.v1 import common_pb2, control_pb2_grpc, sidecar_pb2, sidecar_pb2_grp
 from paramd_service.control.base.endpoint import Address, bind_grpc
 from paramd_service.tls import ServerTls, TlsFiles
 from tests.integration.client_job import JOB, Job, running_job
-from tests.integration.control_process import (
-    TOKEN,
-    Control,
-    FakeSidecar,
-    control_plane,
-    ticket,
-)
+from tests.integration.control_process import TOKEN, Control, FakeSidecar, control_plane, ticket
 from tests.integration.fake_trainer import TrainerSettings, attach
 from tests.integration.sidecar_process import Client, sidecar, wait_until
 
@@ -206,14 +200,9 @@ def test_a_whole_job_works_over_tls_and_its_clients_trust_the_ca(
 ) -> None:
     assert job.url.startswith("https://")
     assert all(rank.address.startswith("grpcs://") for rank in job.ranks)
-    deadline_s = time.monotonic() + 20.0
-    while True:
-        try:
-            assert summoned(job, None) == [float(n) for n in range(16)]
-            break
-        except UnreachableError:
-            assert time.monotonic() < deadline_s, "the sidecars have not joined over TLS"
-            time.sleep(0.05)
+    with paramd.connect(job.url, job.token) as mesh:
+        wait_until(lambda: _summons(mesh), "the sidecars have joined over TLS", 20.0)
+    assert summoned(job, None) == [float(n) for n in range(16)]
     for rank in job.ranks:
         # It was 64 MiB before PyJWT, which loads an HTTP client (docs/decisions.md).
         assert own_memory_bytes(rank.process.pid) <= 68 << 20
@@ -287,10 +276,7 @@ def test_many_windows_cross_tls_whole(
             arena[:NUMEL] = expected[rank.rank * NUMEL : (rank.rank + 1) * NUMEL]
             del arena
         with paramd.connect(job.url, job.token) as mesh:
-            deadline_s = time.monotonic() + 20.0
-            while not _summons(mesh):
-                assert time.monotonic() < deadline_s
-                time.sleep(0.05)
+            wait_until(lambda: _summons(mesh), "the sidecars have joined over TLS", 20.0)
             whole = mesh.summon("*", transport="stream")["weight"]
             assert torch.equal(whole, expected)
             part = mesh.summon(f"weight[{NUMEL - 5}:{NUMEL + 7}]", transport="stream")
@@ -301,10 +287,7 @@ def test_bulk_streams_are_tls_and_strangers_of_another_ca_are_refused(
     job: Job, certs: Path, tmp_path: Path
 ) -> None:
     with paramd.connect(job.url, job.token) as mesh:
-        deadline_s = time.monotonic() + 20.0
-        while not _summons(mesh):
-            assert time.monotonic() < deadline_s
-            time.sleep(0.05)
+        wait_until(lambda: _summons(mesh), "the sidecars have joined over TLS", 20.0)
     assert summoned(job, None, "stream") == [float(n) for n in range(16)]
     authority.write(tmp_path / "other", names=NAMES, days=30)
     other = tls(tmp_path / "other").ssl_context(ssl.TLSVersion.TLSv1_3)
@@ -380,10 +363,7 @@ def stream_port(job: Job) -> int:
 def test_a_sidecars_certificate_is_replaced_while_a_client_reads_on(job: Job, certs: Path) -> None:
     address = job.ranks[0].address
     with paramd.connect(job.url, job.token) as mesh:
-        deadline_s = time.monotonic() + 20.0
-        while not _summons(mesh):
-            assert time.monotonic() < deadline_s
-            time.sleep(0.05)
+        wait_until(lambda: _summons(mesh), "the sidecars have joined over TLS", 20.0)
         authority.write(certs, names=NAMES, days=30)
         shown = peer_certificate(address, certs / "ca.pem")
         assert shown.split() == (certs / "server.pem").read_bytes().split()

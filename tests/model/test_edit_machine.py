@@ -302,11 +302,7 @@ class ComparedWhenApplied(NotCompared):
 
 
 def search(
-    machine: type[EditMachine],
-    *,
-    examples: int,
-    phases: list[Phase],
-    trainers: type[Mesh] = Mesh,
+    machine: type[EditMachine], *, examples: int, phases: list[Phase], trainers: type[Mesh] = Mesh
 ) -> None:
     kind = type("History", (Histories,), {"machine": machine, "trainers": trainers})
     run_state_machine_as_test(

@@ -421,9 +421,5 @@ KINDS = (
     Kind(name="tp", make=_tp),
     Kind(name="tp-fsdp2", make=_tp_fsdp2),
     Kind(name="tp-ddp-of-torch", make=_tp_ddp_of_torch, world_sizes=(1, 2, 4)),
-    Kind(
-        name="tp-ddp",
-        make=lambda: _tp_ddp(pre_dp_module_transform),
-        world_sizes=(1, 2, 4),
-    ),
+    Kind(name="tp-ddp", make=lambda: _tp_ddp(pre_dp_module_transform), world_sizes=(1, 2, 4)),
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import torch
 
 from paramd.errors import ParamdError
 from paramd.mesh.mesh import Mesh
+from tests import longer
 from tests.launch import Ranks, start_ranks
 
 WORKER = "tests.multiprocess.workers.stamp"
@@ -28,8 +28,7 @@ def allowed_s(seconds: float = LIMIT_S) -> float:
     With n runnable processes for each core everything that computes takes n times as long;
     one second more covers the start of a Python process, which the limit holds several of.
     """
-    per_core = os.getloadavg()[0] / (os.cpu_count() or 1)
-    return seconds * max(1.0, per_core) + 1.0
+    return seconds * longer.busy() + 1.0
 
 
 def helper(ranks: Ranks, program: str, rank: int | None = None) -> psutil.Process:

@@ -1,4 +1,5 @@
-"""One flipped bit, in a parameter or in optimizer state, is found within n steps and named."""
+"""One flipped bit, in a parameter or in optimizer state, is found within n steps and named; so
+is NaN, until it is mended."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from paramd.errors import NotFoundError
 from paramd.mesh.insight.reports import Alert
 from paramd.mesh.mesh import Mesh
 from tests.launch import Ranks, start_ranks
+from tests.multiprocess.frozen import edit_to, frozen
 from tests.multiprocess.truth import connect_to, wait_until
 
 WORKER = "tests.multiprocess.workers.insight"
@@ -27,9 +29,7 @@ three ahead, and further where one was missed."""
 def training(folder: Path, world_size: int, *options: str) -> Iterator[tuple[Mesh, Ranks]]:
     """Ranks that train, all of whose replicas are compared; they end when the block does."""
     state_dir = folder / "state"
-    env = {
-        "PARAMD_ALERTS": json.dumps({"compare_steps": EVERY, "sample_bytes": 2000}),
-    }
+    env = {"PARAMD_ALERTS": json.dumps({"compare_steps": EVERY, "sample_bytes": 2000})}
     args = [str(folder), *options]
     with start_ranks(WORKER, world_size, args=args, env=env, state_dir=state_dir) as ranks:
         try:
@@ -91,6 +91,41 @@ def test_a_flipped_bit_is_found_within_n_steps_wherever_it_is(tmp_path: Path) ->
         found = drifts(mesh)["head.bias"]
         assert 1 in found.ranks
         assert step <= step_at(tmp_path, found.first_seen_s) <= step + EVERY + SLACK
+
+
+@pytest.mark.timeout(180)
+def test_in_hybrid_sharding_both_replicas_of_the_shard_are_named(tmp_path: Path) -> None:
+    with training(tmp_path, 4, "--kind", "hsdp", "--pause-s", "0.03") as (mesh, _):
+        after(mesh, 2 * EVERY)
+        assert drifts(mesh) == {}
+        flip(tmp_path, 3, "up.weight", "", 2, 30)
+        wait_until(lambda: "up.weight" in drifts(mesh), "the parameter is named")
+        found = drifts(mesh)["up.weight"]
+        assert found.ranks == (1, 3)
+        assert "two cannot show which is wrong" in found.reason
+        assert "of element 2 of its piece" in found.reason
+
+
+@pytest.mark.timeout(180)
+def test_nan_is_told_with_its_tensor_until_it_is_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PARAMD_ALERTS", json.dumps({"watch": True, "stats_every_s": 0.5}))
+    with frozen(tmp_path, "ddp", 2) as ranks, connect_to(ranks.state_dir, "frozen") as mesh:
+
+        def told(state: str) -> dict[str, str]:
+            found = mesh.alerts(state=state)
+            return {one.subject: one.reason for one in found if one.rule == "non-finite"}
+
+        edit_to(mesh, 1)
+        assert told("all") == {}
+        mesh.edit("module.bias[0:1]", fill=float("nan"), allow_nonfinite=True)
+        wait_until(lambda: "module.bias" in told("firing"), "it is named")
+        assert "1 NaN and 0 infinite of 7 elements" in told("firing")["module.bias"]
+        assert told("firing").keys() == {"module.bias"}
+        edit_to(mesh, 3)
+        wait_until(lambda: "module.bias" in told("resolved"), "it is over")
+        assert told("firing") == {}
 
 
 @pytest.mark.timeout(180)

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,7 @@ def held(text: str) -> str:
     return text.rpartition("holds ")[2].split()[0]
 
 
+@cache
 def trained_bare(*options: str) -> str:
     """What a training without paramd ends with."""
     arguments = ["--mode", "train", "--steps", str(STEPS), "--bare", *options]

@@ -29,7 +29,14 @@ from tests.multiprocess.test_optimizer_state import (
     training,
     truth,
 )
-from tests.multiprocess.test_resume import Life, kill, offered, undisturbed, wait_for
+from tests.multiprocess.test_resume import (
+    Life,
+    ends_undisturbed,
+    kill,
+    offered,
+    undisturbed,
+    wait_for,
+)
 from tests.multiprocess.workers.optimizer_state import digest
 
 LATE_US = 100
@@ -82,15 +89,7 @@ def test_killed_trainings_go_on_in_device_memory_with_the_bits_of_one_that_was_n
     life.struck(life.world_size - 1, "update", 21)
     # Each tried one: everything else was mapped where it lay.
     assert allocations(tmp_path) == 4 * life.world_size
-    life.ended()
-    for started in life.starts():
-        assert started[0] is None
-        # Killed in the forward after a settled step: nothing is lost.
-        assert started[1] == {"step": 6, "how": "live", "lost": 0}
-        # Killed between an update and what goes with it: from the standing snapshot.
-        assert started[2] is not None
-        assert (started[2]["how"], started[2]["step"] >= 20) == ("snapshot", True)
-    assert life.final() == undisturbed(tmp_path, kind)
+    ends_undisturbed(life, tmp_path)
 
 
 @pytest.mark.timeout(400)

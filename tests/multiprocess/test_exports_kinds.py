@@ -14,13 +14,7 @@ from safetensors.torch import load_file
 from paramd.mesh.mesh import Mesh
 from tests.launch import Ranks, run_ranks, start_ranks
 from tests.longer import sample
-from tests.multiprocess.truth import (
-    Tensors,
-    assert_same_bytes,
-    connect_to,
-    read_truth,
-    wait_until,
-)
+from tests.multiprocess.truth import Tensors, assert_same_bytes, connect_to, read_truth, wait_until
 
 RESUME = "tests.multiprocess.workers.export_resume"
 

@@ -1,4 +1,4 @@
-"""The same frames through the command line, REST's events and the history."""
+"""The same frames through the command line, REST's events, the history, and a bare stub."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx2
 
 from paramd import places
+from paramd.v1 import sidecar_pb2 as pb
+from paramd.v1 import sidecar_pb2_grpc
 from tests.launch import Ranks, start_ranks
-from tests.multiprocess.truth import wait_until
+from tests.multiprocess.truth import connect_to, wait_until
 from tests.multiprocess.workers.gradients import JOB, MODULUS
 
 WORKER = "tests.multiprocess.workers.gradients"
@@ -29,6 +32,7 @@ def test_every_door_shows_the_same_gradients(tmp_path: Path) -> None:
         assert endpoint is not None
         the_command_line(ranks)
         events_and_history(endpoint.url, endpoint.token)
+        a_bare_stub(ranks)
         (tmp_path / "stop").touch()
         for result in ranks.wait(timeout_s=30):
             assert result.returncode == 0, ranks.outputs()
@@ -85,3 +89,34 @@ def events_and_history(url: str, token: str) -> None:
             return bool(points) and points[0]["step"] in steps
 
         wait_until(noted, "the norm is in the history", timeout_s=20)
+
+
+def a_bare_stub(ranks: Ranks) -> None:
+    """As a client in another language would."""
+    with connect_to(ranks.state_dir, JOB) as mesh:
+        document = mesh._mesh._reach.document
+    metadata = (("authorization", f"Bearer {document.ticket}"),)
+    request = pb.StreamGradientsRequest(pattern=FILTER)
+    with grpc.insecure_channel(document.peers[1].address) as channel:
+        stub = sidecar_pb2_grpc.SidecarServiceStub(channel)
+        call = stub.StreamGradients(request, timeout=30, metadata=metadata)
+        steps: list[int] = []
+        data, left, names = b"", 0, []
+        for message in call:
+            if message.HasField("frame"):
+                if len(steps) == 3:
+                    call.cancel()
+                    break
+                steps.append(message.frame.step)
+                names = []
+            elif message.HasField("tensor"):
+                names.append(message.tensor.fqn)
+                data, left = b"", message.tensor.size_bytes
+                assert message.tensor.dtype == "float32"
+            else:
+                data += message.data
+                left -= len(message.data)
+            if names and left == 0 and data:
+                assert set(memoryview(data).cast("f")) == {float(steps[-1] % MODULUS)}
+        assert set(names) == NAMES
+        assert steps == sorted(set(steps))

@@ -4,34 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from paramd.mesh.mesh import Mesh
-from tests.launch import start_ranks
-from tests.multiprocess.truth import connect_to, wait_until
-
-WORKER = "tests.multiprocess.workers.insight"
-JOB = "insight"
-
-
-@contextmanager
-def training(folder: Path, *options: str) -> Iterator[Mesh]:
-    """Two ranks that train; they end when the block does."""
-    state_dir = folder / "state"
-    with start_ranks(WORKER, 2, args=[str(folder), *options], state_dir=state_dir) as ranks:
-        try:
-            wait_until(lambda: len(lines(folder, 0)) > 3, "it trains")
-            with connect_to(state_dir, JOB) as mesh:
-                yield mesh
-            (folder / "end").touch()
-            assert [one.returncode for one in ranks.wait(timeout_s=60.0)] == [0, 0]
-        except BaseException:
-            print(ranks.outputs())
-            raise
+from tests.multiprocess.test_bits import after, training
+from tests.multiprocess.truth import wait_until
 
 
 def lines(folder: Path, rank: int) -> list[dict[str, object]]:
@@ -48,7 +26,8 @@ def lines(folder: Path, rank: int) -> list[dict[str, object]]:
 def test_moments_and_effective_rates_are_those_of_the_trainer(
     kind: str, resume: str, tmp_path: Path
 ) -> None:
-    with training(tmp_path, "--kind", kind, "--resume", resume) as mesh:
+    with training(tmp_path, 2, "--kind", kind, "--resume", resume) as (mesh, _):
+        after(mesh, 3)
         found = mesh.updates()
         assert found.moments_missing == ""
         assert len(found) == 6

@@ -317,5 +317,5 @@ def test_a_training_that_cannot_be_put_back_says_why_up_front(
     with pytest.raises(NotFoundError, match="step 3 is not kept; nothing is"):
         mesh.rollback(3)
     changed = mesh.set_hyperparameters(lr=0.25)
-    assert changed.hyperparameters == {"optimizer": 0, "group": 0, "values": {"lr": 0.25}}
+    assert dict(changed.hyperparameters) == {"optimizer": 0, "group": 0, "values": {"lr": 0.25}}
     ended(tmp_path, ranks, 10)

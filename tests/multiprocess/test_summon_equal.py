@@ -109,10 +109,7 @@ def assert_views_equal(mesh: Mesh, truth: Tensors) -> None:
 def assert_tied(mesh: Mesh, truth: Tensors) -> None:
     """A tied tensor has one entry with all its names; each name summons it."""
     tied = [info for info in mesh.params("*") if len(info.names) > 1]
-    assert {name for info in tied for name in info.names} >= {
-        "ddp.embed.weight",
-        "ddp.head.weight",
-    }
+    assert {name for info in tied for name in info.names} >= {"ddp.embed.weight", "ddp.head.weight"}
     for info in tied:
         found = mesh.summon(*info.names)
         assert sorted(found) == sorted(info.names)

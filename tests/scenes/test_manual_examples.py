@@ -21,7 +21,7 @@ EXAMPLES = [path for path in PAGES if path.stem not in ("index", "ray")]
 BEFORE = {
     # It allocates on CUDA devices alone.
     "megatron": f"import sys\nsys.path.append({str(ROOT)!r})\n"
-    "from tests import cuda_on_host\ncuda_on_host.enter()\n",
+    "from tests import cuda_on_host\ncuda_on_host.enter()\n"
 }
 """By page, what its script needs on a machine without a GPU."""
 
@@ -62,21 +62,16 @@ def run(kind: str, text: str, folder: Path) -> str:
 
 
 def wait_until_trained(ranks: Ranks) -> None:
-    """Wait until the job has made updates."""
-    wait_for_job = "the training did not attach"
+    """Wait until the job has made updates and every rank's sidecar says so."""
 
-    def attached() -> bool:
+    def trains() -> bool:
         assert all(rank.process.poll() is None for rank in ranks), ranks.outputs()
-        return bool(running_jobs())
+        if not running_jobs():
+            return False
+        status = [sys.executable, "-m", "paramd.cli", "status"]
+        return subprocess.run(status, capture_output=True, check=False).returncode == 0
 
-    for _ in range(4):
-        try:
-            wait_for(attached, wait_for_job)
-            return
-        except AssertionError as error:
-            if wait_for_job not in str(error):
-                raise
-    raise AssertionError(ranks.outputs())
+    wait_for(trains, "a healthy training")
 
 
 @pytest.mark.timeout(240)

@@ -17,12 +17,10 @@ from typing import Any
 import httpx2
 import pytest
 
-from paramd.cli.demo import started
-from paramd.cli.main import main
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.mesh.connect import async_connect
 from paramd.places import read_endpoint
-from tests.integration.client_job import Job, running_job, wait_for
+from tests.integration.client_job import Job, demo_training, running_job
 from tests.launch import ROOT, free_port
 
 pytest.importorskip("mcp")
@@ -37,15 +35,8 @@ JOB = "agents"
 
 @pytest.fixture(scope="module")
 def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A real training of one rank, and its state dir."""
-    folder = tmp_path_factory.mktemp("agents")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PARAMD_STATE_DIR", str(folder / "state"))
-        patch.setenv("PARAMD_LISTEN", "127.0.0.1:0")
-        with started(JOB, folder, keep=True, ranks=1) as process:
-            process.wait_until_open()
-            wait_for(lambda: main(["status", "-o", "name"]) == 0, "all ranks well")
-            yield folder / "state"
+    with demo_training(tmp_path_factory.mktemp("agents"), JOB) as found:
+        yield found
 
 
 @pytest.fixture

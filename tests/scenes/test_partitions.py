@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.launch import run_ranks
-from tests.longer import sample
+from tests.longer import sample, takes_all
+from tests.sequences.chosen import LONGEST_S, check
+from tests.sequences.model import PARTITIONED
 
 WORKER = "tests.multiprocess.workers.shardings"
 MEGATRON = "tests.multiprocess.workers.megatron"
@@ -40,3 +42,9 @@ def test_what_cannot_be_served_is_refused_by_name_and_leaves_the_training_alone(
 ) -> None:
     results = run_ranks(worker, 2, args=["refused", "--folder", str(tmp_path)], timeout_s=100)
     assert all("all refused" in result.stdout for result in results)
+
+
+@pytest.mark.timeout(LONGEST_S)
+@pytest.mark.parametrize("kind", PARTITIONED)
+def test_every_answer_of_a_random_sequence_is_what_it_says(kind: str) -> None:
+    check(kind, 10 if takes_all() else 1)

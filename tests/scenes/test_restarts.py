@@ -187,6 +187,12 @@ def test_slurm_starts_a_killed_site_again_and_all_ranks_join_it(tmp_path: Path) 
                 "it waits", lambda: slurm.state(site) == "PENDING", timeout_s=100,
                 told=lambda: logs(tmp_path),
             )  # fmt: skip
+            wait_until(
+                "it has ended", lambda: not any("control serve" in p for p in slurm.processes()),
+                timeout_s=100, told=lambda: logs(tmp_path),
+            )  # fmt: skip
+            # What Slurm revoked at the requeue must be older, by its clock of whole seconds.
+            time.sleep(2.0)
             # Else Slurm waits two minutes before it starts what was requeued.
             slurm.run("scontrol", "update", f"JobId={site}", "StartTime=now")
 

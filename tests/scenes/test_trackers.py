@@ -15,12 +15,10 @@ from typing import Any
 import pytest
 
 import paramd
-from paramd.cli.demo import started
-from paramd.cli.main import main
 from paramd.errors import UsageError
 from paramd.integrations.trackers import Following, open_tracker
 from paramd.trainer.settings import AttachSettings
-from tests.integration.client_job import wait_for
+from tests.integration.client_job import demo_training, wait_for
 from tests.launch import ROOT
 
 # Each tracker's package takes seconds to import, in a process of its own.
@@ -32,14 +30,8 @@ NAME = "head.weight"
 
 @pytest.fixture(scope="module", autouse=True)
 def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("tracked")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PARAMD_STATE_DIR", str(folder / "state"))
-        patch.setenv("PARAMD_LISTEN", "127.0.0.1:0")
-        with started(JOB, folder, keep=True, ranks=1) as process:
-            process.wait_until_open()
-            wait_for(lambda: main(["status", "-o", "name"]) == 0, "all ranks well")
-            yield folder / "state"
+    with demo_training(tmp_path_factory.mktemp("tracked"), JOB) as found:
+        yield found
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from tests import leaks
 from tests.launch import end_warm_start, warm_services, warm_start
 from tests.sequences import reading
 from tests.sequences.generate import BY_NAME, Failure, Item, drawn, run, shrunk
-from tests.sequences.model import KINDS
+from tests.sequences.model import KINDS, WORLD_SIZES
 from tests.sequences.session import SHORT, Counts
 
 STEPS = 400
@@ -55,7 +55,7 @@ def main() -> int:
 
 def _parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.sequences")
-    parser.add_argument("--kind", default="", help="one of, or several: " + ", ".join(KINDS))
+    parser.add_argument("--kind", default="", help="one of, or several: " + ", ".join(WORLD_SIZES))
     parser.add_argument("--seed", type=int)
     parser.add_argument("--minutes", type=float, default=3.0)
     parser.add_argument("--steps", type=int, default=STEPS, help="operations of one training")

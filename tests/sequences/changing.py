@@ -14,23 +14,8 @@ from paramd.errors import ConflictError, ExhaustedError, NotFoundError
 from paramd.mesh.edits.calls import Edit
 from tests.sequences.model import COUNT, SHAPES, TIED, TRACE
 from tests.sequences.reading import sliced
-from tests.sequences.reference import (
-    Event,
-    Incarnation,
-    Index,
-    Op,
-    same,
-    touches,
-    undone,
-    value,
-)
-from tests.sequences.session import (
-    CALL_S,
-    DefectError,
-    NotNowError,
-    Session,
-    wait_for,
-)
+from tests.sequences.reference import Event, Incarnation, Index, Op, same, touches, undone, value
+from tests.sequences.session import CALL_S, DefectError, NotNowError, Session, wait_for
 
 MOST_MARKS = 3
 OLDEST_MARK = 150

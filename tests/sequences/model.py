@@ -45,21 +45,25 @@ RARELY = 4
 
 WORLD_SIZES = {
     "plain": 1, "ddp": 2, "fsdp1": 2, "fsdp1-flat": 2, "fsdp2": 2, "hsdp": 4, "tp-fsdp2": 4,
-    "partial": 4, "mirror": 2, "device": 2, "pipeline": 2,
+    "partial": 4, "mirror": 2, "device": 2, "pipeline": 2, "deepspeed": 2, "megatron": 2,
 }  # fmt: skip
-KINDS = tuple(WORLD_SIZES)
-UNSHARDED = frozenset({"plain", "ddp", "mirror", "device", "partial", "pipeline"})
+PARTITIONED = ("deepspeed", "megatron")
+"""Kinds of packages, of the group `integrations`, that not everybody has."""
+KINDS = tuple(kind for kind in WORLD_SIZES if kind not in PARTITIONED)
+UNSHARDED = frozenset({"plain", "ddp", "mirror", "device", "partial", "pipeline", *PARTITIONED})
 
 
 def names_of(kind: str) -> list[str]:
     """The parameters that a training of this kind has, without tied names."""
     left = set()
-    if kind not in UNSHARDED:
-        left.add("dot.weight")  # FSDP shards nothing without a dim
+    if kind not in UNSHARDED or kind == "deepspeed":
+        left.add("dot.weight")  # FSDP and DeepSpeed take nothing without a dim
     if kind not in ("plain", "partial", "pipeline"):
         left.add("rare.weight")  # DDP and FSDP reduce what all ranks have
     if kind == "fsdp1-flat":
         left |= FROZEN  # a flat parameter is frozen as a whole
+    if kind in PARTITIONED:
+        left |= set(DTYPES)  # partitions have one dtype
     return [name for name in SHAPES if name not in left]
 
 

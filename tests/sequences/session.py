@@ -42,7 +42,7 @@ from tests.gpu.driver import environment
 from tests.launch import Ranks, start_ranks
 from tests.multiprocess.striking import allowed_s
 from tests.sequences import model
-from tests.sequences.model import TIED, WORLD_SIZES, State, names_of
+from tests.sequences.model import PARTITIONED, TIED, WORLD_SIZES, State, names_of
 from tests.sequences.reference import Event, Incarnation, Reference, differing, same, value
 
 TRAINING = "tests.sequences.training"
@@ -115,8 +115,11 @@ class Session:
         self.names = names_of(self.kind)
         self.shown = [*self.names, *TIED]
         self.world_size = WORLD_SIZES[self.kind]
-        self.resume = "never" if self.kind == "mirror" else "auto"
-        self.mirrored = self.kind == "mirror"
+        self.resume = "never" if self.kind in ("mirror", *PARTITIONED) else "auto"
+        self.mirrored = self.kind in ("mirror", "megatron")
+        self.stands_in = self.stands_in and self.kind not in PARTITIONED
+        self.has_gradients = self.kind != "deepspeed"
+        """DeepSpeed frees them partition by partition; frames say so."""
         self.reference = Reference(model.beginning(self.kind))
         self.mesh: Mesh = None  # type: ignore[assignment]
         self.streams: dict[str, Stream] = {}
@@ -405,7 +408,8 @@ class Session:
         possible = [e for e in edits if 0 <= e <= history.edits and history.made(e, update)]
         where = f"{what}, update {update}, edits {list(edits)[:3]}"
         for name in got:
-            if model.takes_part(TIED.get(name, name), update) != (got[name] is not None):
+            given = self.has_gradients and model.takes_part(TIED.get(name, name), update)
+            if given != (got[name] is not None):
                 raise DefectError(f"{where}: {name} {frame.none.get(name, 'has a gradient')!r}")
         self._matching(
             where, ((e, history.state(e, update - 1)) for e in reversed(possible)),

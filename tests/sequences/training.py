@@ -35,6 +35,7 @@ from tests.sequences.model import (
     takes_part,
     weight,
 )
+from tests.sequences.packages import PACKAGES, Package
 
 LOOK_EVERY = 4
 """Updates between two looks at the folder; a collective."""
@@ -236,10 +237,14 @@ class Training:
     """The loop, as a user writes it."""
 
     def __init__(self, given: argparse.Namespace) -> None:
-        self.given = given
-        self.model, mesh = distributed(given.kind)
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.SGD(trained, lr=RATE, momentum=MOMENTUM)
+        self.given, mesh = given, None
+        self.package: Package | None = None
+        if given.kind in PACKAGES:
+            self.package = PACKAGES[given.kind](Net(given.kind))
+        else:
+            self.model, mesh = distributed(given.kind)
+            trained = [p for p in self.model.parameters() if p.requires_grad]
+            self.optimizer = torch.optim.SGD(trained, lr=RATE, momentum=MOMENTUM)
         self.attached = 0
         self.attach(None)
         self.partial = PartialGradients(self.model, mesh) if mesh is not None else None
@@ -247,19 +252,26 @@ class Training:
             self.optimizer.register_step_pre_hook(self.partial.sum)
 
     def attach(self, step: int | None) -> None:
-        apart = isinstance(self.model, Stage)
-        model = dict(self.model.named_children()) if apart else self.model
-        self.attachment = paramd.attach(
-            model, self.optimizer, job="main", resume=self.given.resume, step=step
-        )
+        self.attachment = self._attached(step)
         self.attached += 1
         one = self.attachment
         how = f"{one.resumed.how} {one.resumed.reason}" if one.resumed is not None else "fresh "
         if dist.get_rank() == 0:
             print(f"attached incarnation {one.incarnation} step {one.step} {how}", flush=True)
 
+    def _attached(self, step: int | None) -> paramd.Attachment:
+        if self.package is not None:
+            return self.package.attach("main", step)
+        apart = isinstance(self.model, Stage)
+        model = dict(self.model.named_children()) if apart else self.model
+        return paramd.attach(model, self.optimizer, job="main", resume=self.given.resume, step=step)
+
     def update(self) -> None:
         step = self.attachment.step + 1
+        if self.package is not None:
+            self.package.update(step)
+            time.sleep(self.given.rest_s)
+            return
         loss = self.model(step)
         if self.partial is not None:
             self.partial.set(step)

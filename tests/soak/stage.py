@@ -225,11 +225,7 @@ class Stage:
 
     def environment(self, faults: Path) -> dict[str, str]:
         """What the processes of a job, or a site, find in their environment."""
-        path = [
-            str(INJECT),
-            str(ROOT),
-            os.environ.get("PYTHONPATH", ""),
-        ]
+        path = [str(INJECT), str(ROOT), os.environ.get("PYTHONPATH", "")]
         found = {
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
             "PARAMD_SOAK_INJECT": str(self.folder / "inject"),

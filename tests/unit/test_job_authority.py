@@ -12,14 +12,7 @@ import pytest
 
 from paramd.errors import DeniedError, UsageError
 from paramd.security.authority import CLIENT_S, JobAuthority
-from paramd.security.tls import (
-    ClientTls,
-    Pems,
-    host_of,
-    open_channel,
-    pin_of,
-    tls_for,
-)
+from paramd.security.tls import ClientTls, Pems, host_of, open_channel, pin_of, tls_for
 from paramd_service.control.base.certificates import JobCertificates
 from paramd_service.tls import JobPems, ServerTls
 

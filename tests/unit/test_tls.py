@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import grpc
 import pytest
 
 from paramd.cli import settings
@@ -64,6 +66,28 @@ async def test_no_token_goes_to_another_host_in_the_clear() -> None:
 def test_other_targets_of_grpc_are_no_addresses(address: str) -> None:
     with pytest.raises(UsageError, match="expected host:port"):
         check_address(address)
+
+
+def test_replaced_files_are_taken_up_when_they_fit(files: TlsFiles, tmp_path: Path) -> None:
+    tls = ServerTls(files)
+    assert tls.names == {"localhost", "127.0.0.1"}
+    assert tls.expires_s == pytest.approx(time.time() + 30 * 86_400, abs=600)
+    assert not tls.refresh()
+    authority.write(tmp_path, names=["other.example"], days=60)
+    assert tls.refresh()
+    assert tls.names == {"other.example"}
+    before_s = tls.expires_s
+    files.cert.write_bytes(b"-----BEGIN CERTIFICATE-----\nsecret\n")
+    assert not tls.refresh()
+    assert tls.expires_s == before_s
+    assert "no PEM" in tls.failure
+    assert "secret" not in tls.failure
+    files.cert.unlink()
+    assert not tls.refresh()
+    authority.write(tmp_path, names=["third.example"], days=60)
+    assert tls.refresh()
+    assert tls.failure == ""
+    assert isinstance(tls.grpc_credentials(), grpc.ServerCredentials)
 
 
 def test_a_key_of_another_certificate_is_refused_at_the_start(

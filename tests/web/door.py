@@ -138,8 +138,7 @@ class Tab:
         debugger = self._context.new_cdp_session(self.page)
         debugger.send("Runtime.evaluate", {"expression": AXE.read_text()})
         found = debugger.send(
-            "Runtime.evaluate",
-            {"expression": LOOK, "awaitPromise": True, "returnByValue": True},
+            "Runtime.evaluate", {"expression": LOOK, "awaitPromise": True, "returnByValue": True}
         )
         debugger.detach()
         return list(found["result"]["value"])

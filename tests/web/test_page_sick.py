@@ -42,8 +42,7 @@ def poisoned(door: Door) -> None:
     """A model that is not finite, and is known not to be."""
     plant_nan(door)
     wait_for(
-        "the alert",
-        lambda: any(a["rule"] == "non-finite" for a in door.get("alerts")["alerts"]),
+        "the alert", lambda: any(a["rule"] == "non-finite" for a in door.get("alerts")["alerts"])
     )
 
 

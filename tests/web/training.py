@@ -17,12 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 import paramd
 
-HOSTILE = (
-    "<img src=x onerror=alert(1)>",
-    "\u202egnihtemos",
-    "x" * 300,
-    "a b&c=d#e?f%00",
-)
+HOSTILE = ("<img src=x onerror=alert(1)>", "\u202egnihtemos", "x" * 300, "a b&c=d#e?f%00")
 """Names of parameters, which may be any text without a dot."""
 
 JOB = "web"

@@ -83,10 +83,14 @@ def edits(
 def _show_past(
     target: Target, past: Past, edit_id: str | None, state: str | None, limit: int
 ) -> None:
-    from paramd.mesh.edits.calls import parse_edit
+    from paramd.documents import read_document
+    from paramd.mesh.edits.calls import Edit
 
     wanted = state.upper() if state is not None else None
-    found = [parse_edit(one) for one in past.edits(id=edit_id, state=wanted, limit=max(limit, 2))]
+    found = [
+        read_document(Edit, one)
+        for one in past.edits(id=edit_id, state=wanted, limit=max(limit, 2))
+    ]
     past.say()
     if edit_id is None:
         _show(target, found[:limit], job=past.job, incarnation=past.last.incarnation)
@@ -134,11 +138,8 @@ def show_edit(target: Target, edit: Edit) -> None:
     """Print one edit to stdout; with a table, also before and after to stderr."""
     row = _row(edit)
     if target.format in (Format.JSON, Format.JSONL):
-        row["ops"] = [dict(op) for op in edit.ops]
-        row["before"], row["after"] = (
-            asdict(found) if found is not None else None for found in (edit.before, edit.after)
-        )
-        row |= {name: getattr(edit, name) for name in _TOLD_OF_ONE}
+        told = asdict(edit) | {"undoable": edit.undoable, "undo_refusal": edit.undo_refusal}
+        row |= {name: told[name] for name in _TOLD_OF_ONE}
     target.show("edits", [row], COLUMNS, id_key="id", job=edit.job)
     if target.format.is_table and edit.before is not None and edit.after is not None:
         for moment, found in (("before", edit.before), ("after", edit.after)):
@@ -150,8 +151,8 @@ def show_edit(target: Target, edit: Edit) -> None:
 
 _TOLD = ("id", "incarnation", "step", "size_bytes", "stop_ms", "created_s", "actor", "note")
 _TOLD_OF_ONE = (
-    "reason", "committed_by", "undo_of", "undone_by", "undoable", "undo_refusal", "rollback",
-    "hyperparameters", "warning",
+    "ops", "before", "after", "reason", "committed_by", "undo_of", "undone_by", "undoable",
+    "undo_refusal", "rollback", "hyperparameters", "warning",
 )  # fmt: skip
 
 

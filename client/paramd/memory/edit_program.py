@@ -44,7 +44,7 @@ from enum import IntEnum
 
 from paramd.errors import ExhaustedError, UsageError
 from paramd.layout.dtypes import item_bytes
-from paramd.layout.edits.kinds import KINDS, EditKind, Kind
+from paramd.layout.edits.kinds import KINDS, NUMBERS, EditKind, Kind, Numbers, numbers_of
 
 MAGIC = 0x7061_7261_6D64_6564
 MAX_DIMS = 8
@@ -82,7 +82,7 @@ DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class Record(Numbers):
     """One strided view of the arena and its operation; see the module docstring."""
 
     op: EditKind
@@ -92,10 +92,6 @@ class Record:
     strides: tuple[int, ...]
     data_begin: int = NO_DATA
     preimage_begin: int = NO_DATA
-    value: float = 0.0
-    weight: float = 1.0
-    min: float = -math.inf
-    max: float = math.inf
     reset_moments: bool = False
 
     @property
@@ -167,10 +163,7 @@ def _write_record(memory: memoryview, begin: int, record: Record) -> None:
         record.arena_begin,
         record.data_begin,
         record.preimage_begin,
-        record.value,
-        record.weight,
-        record.min,
-        record.max,
+        *numbers_of(record).values(),
         *record.sizes,
         *unused,
         *record.strides,
@@ -239,11 +232,8 @@ def _checked(fields: tuple[float, ...], arena_bytes: int, memory_bytes: int) -> 
         strides=strides,
         data_begin=data_begin,
         preimage_begin=preimage_begin,
-        value=fields[7],
-        weight=fields[8],
-        min=fields[9],
-        max=fields[10],
         reset_moments=bool(flags & Flag.RESET_MOMENTS),
+        **dict(zip(NUMBERS, fields[7:11], strict=True)),
     )
     if any(n < 1 for n in sizes) or any(n < 0 for n in strides):
         raise UsageError(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from paramd import gone
 from paramd.errors import ConflictError, UsageError
-from paramd.layout.edits.ops import ops_of
+from paramd.layout.edits.ops import EditTerms, ops_of
 from paramd.layout.exports.settings import NameMap
 from paramd.layout.select import select
 from paramd.layout.types import Layout
@@ -22,7 +22,6 @@ from paramd.mesh.edits.calls import (
     Edit,
     EditCalls,
     Edits,
-    EditTerms,
     Hold,
     Holder,
     Mark,

@@ -1,11 +1,11 @@
 import { describe, expect, it } from "vitest";
 
-import type { SpectrumDocument, UpdateDocument } from "../src/api/schema";
+import type { Spectrum, UpdateRow } from "../src/api/schema";
 import { inOrder, shading } from "../src/views/measures";
 import { MEASURES } from "../src/views/param_changes";
 import { factsOf } from "../src/views/param_spectrum";
 
-const row = (name: string, ratio: number | null): UpdateDocument => ({
+const row = (name: string, ratio: number | null): UpdateRow => ({
   name, step: 7, norm: 1, rms: 1, max_abs: 1, weight_norm: 1, ratio, changed: 1, numel: 2, nonfinite: 0,
   moment_rms: null, effective_lr: null,
 });
@@ -28,7 +28,7 @@ describe("changes", () => {
 
 describe("spectrum", () => {
   it("tells a bound from an exact condition number, and lists what is dead", () => {
-    const found: SpectrumDocument = {
+    const found: Spectrum = {
       name: "w", job: "j", incarnation: 1, step: 3, shape: [9, 5], dtype: "float32", singular_values: [2, 1],
       error: 0, norm: 3, stable_rank: 2.25, condition: 40, condition_exact: false, dead_rows: [4], dead_row_count: 1,
       dead_columns: [], dead_column_count: 0, duplicate_rows: [[1, 7]], duplicate_row_count: 1, saturated: 0,

@@ -1,10 +1,10 @@
 import { describe, expect, it } from "vitest";
 
-import type { RankWhy } from "../src/api/schema";
+import type { RankActivity } from "../src/api/schema";
 import { loggedOf } from "../src/views/logged";
 import { detailsOf } from "../src/views/mesh_why";
 
-const RANK: RankWhy = {
+const RANK: RankActivity = {
   rank: 2, error: "", step: 7, phase: "STALLED", phase_reason: "", boundary_age_s: 42, overdue: true,
   activity: "dataloader", doing: "in DataLoader.next", where: "data.py:3 in read", seen_for_s: 40,
   source: "trainer", missing: "",

@@ -1,6 +1,6 @@
 import { describe, expect, it } from "vitest";
 
-import type { Alert, EditDocument, IncarnationDocument, JobSummary, MarkDocument } from "../src/api/schema";
+import type { Alert, Edit, IncarnationRecord, JobSummary, Mark } from "../src/api/schema";
 import { causesOf, WINDOW_S } from "../src/lib/causes";
 import { csvOf, withGaps, zoomed } from "../src/lib/chart";
 import { count } from "../src/lib/format";
@@ -85,13 +85,13 @@ describe("causes", () => {
 });
 
 const OP = { pattern: "w*", op: "mul", value: 2, weight: null, min: null, max: null, data: false, name_count: 3, numel: 30, names: ["w1"] };
-const edit = (id: string, at: number, more: object = {}): EditDocument =>
-  ({ id, incarnation: 1, state: "APPLIED", actor: "ann", note: "", dry_run: false, created_s: at, step: 7, ops: [OP], undo_of: null, undone_by: null, ...more }) as unknown as EditDocument;
-const run = (incarnation: number, began_s: number, ended_s: number | null): IncarnationDocument => ({ incarnation, world_size: 2, began_s, ended_s, reason: "", step: -1 });
+const edit = (id: string, at: number, more: object = {}): Edit =>
+  ({ id, incarnation: 1, state: "APPLIED", actor: "ann", note: "", dry_run: false, created_s: at, step: 7, ops: [OP], undo_of: null, undone_by: null, ...more }) as unknown as Edit;
+const run = (incarnation: number, began_s: number, ended_s: number | null): IncarnationRecord => ({ incarnation, world_size: 2, began_s, ended_s, reason: "", step: -1 });
 
 describe("the timeline of marks and rollbacks", () => {
   const none = { exports: [], incarnations: [], causes: [], recent: [] };
-  const mark = (name: string, made_s: number | null): MarkDocument => ({ name, step: 5, size_bytes: 10, made_s, by: "ann", whole: true, reason: "" });
+  const mark = (name: string, made_s: number | null): Mark => ({ name, step: 5, size_bytes: 10, made_s, by: "ann", whole: true, reason: "" });
 
   it("has the marks that there are, and no standing snapshots", () => {
     const found = timelineOf({ ...none, edits: [], marks: [mark("safe", 12), mark("", null)] });

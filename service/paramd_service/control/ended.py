@@ -15,10 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
 from sqlalchemy import Connection, func, select
 
 from paramd import places
 from paramd.errors import ConflictError, NotFoundError, ParamdError, codes_of
+from paramd.mesh.edits.calls import Edit
 from paramd_service.control.api.routes.audit import record_of
 from paramd_service.control.api.routes.edits import document_of
 from paramd_service.control.base.site import SITE_DIRECTORY
@@ -107,7 +109,7 @@ def _step(connection: Connection, given: argparse.Namespace) -> dict[str, Any]:
 def _edits(connection: Connection, given: argparse.Namespace) -> dict[str, Any]:
     chosen = chosen_edits(given.job, state=given.state, id_prefix=given.id).limit(given.limit)
     rows = [edit_of(row) for row in connection.execute(chosen)]
-    return {"edits": [document_of(row, NO_UNDO).model_dump(mode="json") for row in rows]}
+    return {"edits": [_EDIT.dump_python(document_of(row, NO_UNDO), mode="json") for row in rows]}
 
 
 def _audit(connection: Connection, given: argparse.Namespace) -> dict[str, Any]:
@@ -120,6 +122,7 @@ def _audit(connection: Connection, given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+_EDIT = TypeAdapter(Edit)
 _READ = {"step": _step, "edits": _edits, "audit": _audit}
 
 

@@ -37,7 +37,7 @@ from paramd_service.sidecar.config import SidecarConfig
 from paramd_service.sidecar.copying.capture import Capture
 from paramd_service.sidecar.copying.copier import Copier
 from paramd_service.sidecar.edits.entry import EditLimits
-from paramd_service.sidecar.edits.manager import Edits, States
+from paramd_service.sidecar.edits.manager import Edits, Scope
 from paramd_service.sidecar.edits.memory import EditMemory
 from paramd_service.sidecar.faults import Faults
 from paramd_service.sidecar.gradients.slots import EndedError
@@ -130,9 +130,8 @@ def make_edits(rank: RankSidecar, attached: AttachedMemory) -> Edits:
         executor=rank.executor,
     )
     budget = config.edit_budget_bytes
-    return Edits(
-        memory,
-        attached.page,
+    scope = Scope(
+        page=attached.page,
         rank=config.rank,
         arena_bytes=arena_bytes,
         limits=EditLimits(
@@ -141,9 +140,10 @@ def make_edits(rank: RankSidecar, attached: AttachedMemory) -> Edits:
             expiry_s=config.edit_expiry_s,
         ),
         layout=lambda: rank.ready_mesh().layout,
-        states=States(attached.page, rank.marks.found, lambda: beside_bytes(attached)),
-        faults=rank.faults,
+        found=rank.marks.found,
+        beside_bytes=lambda: beside_bytes(attached),
     )
+    return Edits(memory, scope, rank.faults)
 
 
 class RankSidecar:

@@ -367,10 +367,7 @@ def summon_and_compare(made: kinds.Built, job: str, step: int) -> None:
 def refused_inside_an_update(job: str) -> None:
     if dist.get_rank() == 0:
         # Nobody asked for this before, so no snapshot of the step before is left of it.
-        with (
-            paramd.connect(job=job) as mesh,
-            pytest.raises(ParamdError, match="inside an update"),
-        ):
+        with paramd.connect(job=job) as mesh, pytest.raises(ParamdError, match="inside an update"):
             mesh.summon("*bias[1:]", timeout=1)
     dist.barrier()
 

@@ -98,56 +98,32 @@ def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
 
 
-@combination
-def fused() -> Made:
-    model = sharded(Net())
-    return Made(model, adamw(model, fused=True), max_norm=0.5)
+def made(model: nn.Module, *, micro_batches: int = 1, max_norm: float = 0.0, **how: Any) -> Made:
+    """With AdamW, made `how` it says."""
+    return Made(model, adamw(model, **how), micro_batches, max_norm)
 
 
-@combination
-def fused_replicated() -> Made:
-    model = DistributedDataParallel(Net())
-    return Made(model, adamw(model, fused=True), micro_batches=2)
+def whole(net: nn.Module) -> nn.Module:
+    return DistributedDataParallel(net)
 
 
-@combination
-def foreach() -> Made:
-    model = sharded(Net())
-    return Made(model, adamw(model, foreach=True), micro_batches=2)
-
-
-@combination
-def checkpointed() -> Made:
-    model = sharded(Net(), checkpointed=True)
-    return Made(model, adamw(model))
-
-
-@combination
-def compiled() -> Made:
-    model = sharded(Net(), compiled=True)
-    return Made(model, adamw(model))
-
-
-@combination
-def compiled_checkpointed_fused() -> Made:
-    model = sharded(Net(), compiled=True, checkpointed=True)
-    return Made(model, adamw(model, fused=True), micro_batches=2, max_norm=0.5)
-
-
-@combination
-def compiled_replicated() -> Made:
-    model = DistributedDataParallel(torch.compile(Net(), backend="aot_eager"))
-    return Made(model, adamw(model, foreach=True))
-
-
-@combination
-def in_backward() -> Made:
-    return _stepping_in_backward(sharded(Net()))
-
-
-@combination
-def in_backward_checkpointed_compiled() -> Made:
-    return _stepping_in_backward(sharded(Net(), compiled=True, checkpointed=True))
+COMBINATIONS |= {
+    "fused": lambda: made(sharded(Net()), fused=True, max_norm=0.5),
+    "fused-replicated": lambda: made(whole(Net()), fused=True, micro_batches=2),
+    "foreach": lambda: made(sharded(Net()), foreach=True, micro_batches=2),
+    "checkpointed": lambda: made(sharded(Net(), checkpointed=True)),
+    "compiled": lambda: made(sharded(Net(), compiled=True)),
+    "compiled-checkpointed-fused": lambda: made(
+        sharded(Net(), compiled=True, checkpointed=True), fused=True, micro_batches=2, max_norm=0.5
+    ),
+    "compiled-replicated": lambda: made(
+        whole(torch.compile(Net(), backend="aot_eager")), foreach=True
+    ),
+    "in-backward": lambda: _stepping_in_backward(sharded(Net())),
+    "in-backward-checkpointed-compiled": lambda: _stepping_in_backward(
+        sharded(Net(), compiled=True, checkpointed=True)
+    ),
+}
 
 
 def _stepping_in_backward(model: nn.Module) -> Made:

@@ -90,10 +90,7 @@ def check_resumed(kind: kinds.Kind, checkpoint: Path, digests: dict[int, str]) -
     state = {"model": model_state, "optim": optimizer_state}
     dcp.load(state, checkpoint_id=str(checkpoint))
     set_state_dict(
-        built.model,
-        optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optim"],
+        built.model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
     )
     step = json.loads((checkpoint / "paramd-export.json").read_text())["step"]
     assert digest(built.model) == digests[step], f"loaded another state than step {step} had"

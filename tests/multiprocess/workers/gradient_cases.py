@@ -107,11 +107,7 @@ class Cases:
         self.mesh: Mesh | None = paramd.connect(job=JOB) if dist.get_rank() == 0 else None
 
     def read(
-        self,
-        update: Callable[[int], None],
-        *patterns: str,
-        count: int = 4,
-        **options: Any,
+        self, update: Callable[[int], None], *patterns: str, count: int = 4, **options: Any
     ) -> Frames:
         """Makes updates until rank 0 has read `count` frames; returns them there."""
         frames: Frames = []

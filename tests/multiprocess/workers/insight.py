@@ -46,14 +46,17 @@ class Net(nn.Module):
 
 
 def built(kind: str, width: int, layers: int) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
     net = Net(width, layers)
-    if kind == "fsdp2":
-        fully_shard(net.up)
-        fully_shard(net)
-        return net
+    if kind in ("fsdp2", "hsdp"):
+        shape = (2, 2) if kind == "hsdp" else (dist.get_world_size(),)
+        names = ("replica", "shard")[-len(shape) :]
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        fully_shard(net.up, mesh=mesh)
+        return fully_shard(net, mesh=mesh)
     return nn.parallel.DistributedDataParallel(net) if kind == "ddp" else net
 
 

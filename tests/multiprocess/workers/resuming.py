@@ -207,6 +207,17 @@ def digests(
     return found
 
 
+def await_standing(folder: str, attachment: paramd.Attachment, step: int) -> None:
+    """Before the update in which a rank will die: until this rank's standing snapshot is whole."""
+    orders = [path.read_text() for path in Path(folder).glob("die-*")]
+    until_s = time.monotonic() + 30.0
+    while f"update {step}" in orders and time.monotonic() < until_s:
+        cost = attachment.keeping()
+        if cost is None or cost.standing_step >= step // 10 * 10:
+            return
+        time.sleep(0.01)
+
+
 def strike(folder: str, rank: int, point: str, step: int) -> None:
     """Dies here if told to: `<folder>/die-<rank>` holds "point step"."""
     order = Path(folder, f"die-{rank}")
@@ -265,13 +276,7 @@ def main() -> int:
     )
     if args.other_keep:
         keep["scheduler"] = Other()
-    attachment = paramd.attach(
-        model,
-        optimizer,
-        job="resuming",
-        resume=args.resume,
-        keep=keep,
-    )
+    attachment = paramd.attach(model, optimizer, job="resuming", resume=args.resume, keep=keep)
     optimizer.register_step_pre_hook(
         lambda *_: strike(args.folder, rank, "inside-begin", attachment.step)
     )
@@ -317,6 +322,7 @@ def train(
             strike(args.folder, rank, "forward", step)
             scaler.scale(loss).backward()
             strike(args.folder, rank, "backward", step)
+            await_standing(args.folder, attachment, step)
             scaler.step(optimizer)
             scaler.update()
             strike(args.folder, rank, "update", step)

@@ -14,6 +14,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,34 +165,18 @@ def hf(
     return trainer.model_wrapped, seen
 
 
-@case
-def hf_plain(attached: bool, folder: Path) -> tuple[nn.Module, list[int]]:
-    return hf(attached, folder)
-
-
-@case
-def hf_accumulated(attached: bool, folder: Path) -> tuple[nn.Module, list[int]]:
-    return hf(attached, folder, gradient_accumulation_steps=3)
-
-
-@case
-def hf_compiled(attached: bool, folder: Path) -> tuple[nn.Module, list[int]]:
-    return hf(attached, folder, torch_compile=True, torch_compile_backend="aot_eager")
-
-
-@case
-def hf_fsdp2(attached: bool, folder: Path) -> tuple[nn.Module, list[int]]:
-    config = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
-    return hf(attached, folder, fsdp=True, fsdp_config=config, pretended=True)
-
-
-@case
-def hf_fsdp2_accumulated(attached: bool, folder: Path) -> tuple[nn.Module, list[int]]:
-    config = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
-    return hf(
-        attached, folder, fsdp=True, fsdp_config=config, pretended=True,
-        gradient_accumulation_steps=2,
-    )  # fmt: skip
+SHARDED = {
+    "fsdp": True, "pretended": True,
+    "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+}  # fmt: skip
+OPTIONS: dict[str, dict[str, Any]] = {
+    "hf-plain": {},
+    "hf-accumulated": {"gradient_accumulation_steps": 3},
+    "hf-compiled": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+    "hf-fsdp2": SHARDED,
+    "hf-fsdp2-accumulated": SHARDED | {"gradient_accumulation_steps": 2},
+}
+CASES |= {name: partial(hf, **options) for name, options in OPTIONS.items()}
 
 
 @case

@@ -69,10 +69,7 @@ def test_another_order_of_elements_is_no_replica_and_neither_are_buffers() -> No
         dtype="float32",
         shape=(2, 3),
         kind=TensorKind.PARAMETER,
-        pieces=(
-            Piece(0, 0, Box((0, 0), (2, 3))),
-            Piece(1, 0, Box((0, 0), (2, 3)), strides=(1, 2)),
-        ),
+        pieces=(Piece(0, 0, Box((0, 0), (2, 3))), Piece(1, 0, Box((0, 0), (2, 3)), strides=(1, 2))),
     )
     assert replica_groups(mixed) == []
     assert replica_groups(tensor("w", 4, (0, 1), TensorKind.BUFFER)) == []
@@ -155,10 +152,7 @@ async def test_after_a_rollback_replicas_are_compared_at_steps_that_come_again()
     sidecars: Any = SimpleNamespace(state=lambda *_: same(SimpleNamespace(header=header)))
     nothing: Any = None
     rounds = BitRounds(
-        AlertConfig(compare_steps=5_000),
-        reaching=nothing,
-        joined=lambda: {0, 1},
-        observe=nothing,
+        AlertConfig(compare_steps=5_000), reaching=nothing, joined=lambda: {0, 1}, observe=nothing
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rounds, "_compared", compared)

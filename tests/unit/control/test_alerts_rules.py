@@ -72,11 +72,7 @@ OTHER_LAYOUT = well(2, layout_digest="other")
             [WAITED],
             [("stall-budget", (0,))],
         ),
-        (
-            [replace(WAITED, stall_count=7, stall_total_s=1.02)],
-            [WAITED],
-            [("stall-budget", (0,))],
-        ),
+        ([replace(WAITED, stall_count=7, stall_total_s=1.02)], [WAITED], [("stall-budget", (0,))]),
         ([replace(WAITED, stall_count=15, stall_total_s=1.02)], [WAITED], []),
         ([well(0, stall_count=1, stall_total_s=0.001, stall_max_s=0.9)], [WAITED], []),
         # The minority is named, and of a tie all.

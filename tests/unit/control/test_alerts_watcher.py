@@ -13,6 +13,7 @@ import pytest
 
 from paramd.errors import UnreachableError
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
+from paramd.mesh.insight.reports import Alert
 from paramd_service.control.alerts import watcher as watcher_module
 from paramd_service.control.alerts import webhook
 from paramd_service.control.alerts.config import AlertConfig
@@ -21,7 +22,7 @@ from paramd_service.control.alerts.sampling import DigestRound, MeshSampler, Sta
 from paramd_service.control.alerts.watcher import Watcher
 from paramd_service.control.alerts.webhook import Webhooks
 from paramd_service.control.mesh.registry import MeshView
-from paramd_service.control.store.alerts import Alert, AlertStore
+from paramd_service.control.store.alerts import AlertStore
 from tests.memory_stores import MemoryStore
 from tests.unit.control.reports import report, view
 

@@ -10,13 +10,7 @@ import pytest
 
 from paramd.errors import NotFoundError, UnreachableError, UsageError
 from paramd.security.tickets import new_token
-from paramd_service.control.access.authority import (
-    KEPT_S,
-    MAX_TTL_S,
-    OWNER,
-    Principal,
-    Tokens,
-)
+from paramd_service.control.access.authority import KEPT_S, MAX_TTL_S, OWNER, Principal, Tokens
 from paramd_service.control.access.roles import UserRole
 from paramd_service.control.store.tokens import TokenRow
 from tests.memory_stores import MemoryTokens

@@ -10,23 +10,13 @@ from pathlib import Path
 import pytest
 
 from paramd import places
-from paramd.errors import (
-    ConflictError,
-    NotFoundError,
-    UnreachableError,
-    UsageError,
-)
+from paramd.errors import ConflictError, NotFoundError, UnreachableError, UsageError
 from paramd.places import HISTORY_FILE, IncarnationRecord
 from paramd.security.tickets import Role, Signer
 from paramd.v1 import common_pb2
 from paramd_service.control.api import rank_text
 from paramd_service.control.api.models import RankList
-from paramd_service.control.base.site import (
-    IncarnationNotes,
-    Site,
-    next_generation,
-    open_site,
-)
+from paramd_service.control.base.site import IncarnationNotes, Site, next_generation, open_site
 from paramd_service.control.mesh import jobs as jobs_module
 from paramd_service.control.mesh.jobs import ControlIdentity, Jobs
 from paramd_service.control.mesh.origin import Origin

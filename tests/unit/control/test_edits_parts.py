@@ -15,8 +15,9 @@ from paramd.layout.edits.ops import OpSpec
 from paramd.layout.select import NameIndex
 from paramd.layout.stats import Stats
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
+from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.control.edits.incarnation import in_effect
-from paramd_service.control.edits.machine import Commit, EditMachine, Outcome, Staged
+from paramd_service.control.edits.machine import Commit, EditMachine, Staged
 from paramd_service.control.edits.runner import EditRun
 from paramd_service.control.edits.spec import (
     EditConfig,
@@ -128,8 +129,7 @@ def test_an_edit_is_in_effect_after_an_even_number_of_undos_of_undos(depth: int)
 def test_replicas_must_have_the_same_data_and_shards_need_not() -> None:
     index = NameIndex(layout())
     done = plan(
-        OpSpec(pattern="bias", op="set", data=True),
-        OpSpec(pattern="weight", op="set", data=True),
+        OpSpec(pattern="bias", op="set", data=True), OpSpec(pattern="weight", op="set", data=True)
     )
     check = same_data(index, ops_of(index, done.manifest))
     assert check({0: (b"a", b"x"), 1: (b"a", b"y")}) == ""
@@ -171,12 +171,9 @@ class Calls:
     async def reach(self, *_: object) -> Any:
         self.asked.append("reach")
 
-    async def withdraw(self, *_: object) -> Outcome:
-        self.asked.append("withdraw")
-        return Outcome.WITHDRAWN
-
-    async def drop(self, *_: object) -> None:
-        self.asked.append("drop")
+    async def ask(self, rank: int, address: str, request: object) -> Any:
+        self.asked.append(type(request).__name__)
+        return pb.WithdrawBoundaryResponse(fate=pb.BOUNDARY_FATE_WITHDRAWN)
 
 
 async def committed(
@@ -228,4 +225,4 @@ async def test_a_fault_of_ours_on_the_way_to_a_rank_calls_the_edit_off() -> None
     ended = await committed(calls, save, [])
     assert ended.state == "ABORTED"
     assert "a fault of paramd" in ended.reason
-    assert "withdraw" in calls.asked
+    assert "WithdrawBoundaryRequest" in calls.asked

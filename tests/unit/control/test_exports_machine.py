@@ -99,7 +99,7 @@ def test_files_without_a_writer_go_where_fewest_bytes_wait() -> None:
     export = machine.moved(machine.given(export, "a", 0), "a", 90)
     # Rank 0 has 60 bytes before it, rank 1 160: it gets x, y and z, until that is no longer less.
     assert machine.next_files(export, [0, 1], per_rank=9) == [
-        *(("b", 0), ("c", 1), ("d", 1), ("x", 0), ("y", 0), ("z", 0)),
+        *(("b", 0), ("c", 1), ("d", 1), ("x", 0), ("y", 0), ("z", 0))
     ]
     assert machine.next_files(export, [0, 1], per_rank=2) == [("b", 0), ("c", 1), ("d", 1)]
     small = running(file("a", 0, 30), file("x", 9, 40), file("y", 9, 5), file("z", 9, 5))

@@ -9,10 +9,7 @@ import pytest
 
 from paramd.errors import ConflictError, ExhaustedError, NotFoundError, UsageError
 from paramd_service.control.exports import documents as assets_module
-from paramd_service.control.exports.documents import (
-    Assets,
-    load_destinations,
-)
+from paramd_service.control.exports.documents import Assets, load_destinations
 
 OWNER = "ab" * 16
 

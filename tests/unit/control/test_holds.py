@@ -15,7 +15,6 @@ from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.control.access.authority import Principal
 from paramd_service.control.access.roles import Role
 from paramd_service.control.edits.holds import Hold
-from paramd_service.control.edits.machine import Outcome
 from paramd_service.control.mesh.coordinator import Turn, Verdict
 from tests.unit.control.reports import mesh
 
@@ -30,14 +29,13 @@ class Ranks:
         self.silent: set[int] = set()
         self.told_step = told_step
 
-    async def state(self, rank: int, _: str) -> pb.GetStateResponse:
+    async def ask(self, rank: int, _: str, request: object) -> Any:
+        if isinstance(request, pb.WithdrawBoundaryRequest):
+            return pb.WithdrawBoundaryResponse(fate=pb.BOUNDARY_FATE_AGREED)
         if rank in self.silent:
             raise UnreachableError(f"rank {rank} does not answer")
         state = common_pb2.RankState(rank=rank, phase=common_pb2.PHASE_HELD, hold_left_ms=9_000)
         return pb.GetStateResponse(header=common_pb2.Header(step=self.steps[rank]), state=state)
-
-    async def withdraw(self, *_: object) -> Outcome:
-        return Outcome.AGREED
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[Turn]:
@@ -59,11 +57,11 @@ def hold(ranks: Ranks) -> Hold:
         check=lambda: None,
         registry=SimpleNamespace(view=lambda: mesh(0, 1)),
         coordinator=ranks,
+        calls=ranks,
         terms=SimpleNamespace(generation=1),
     )
-    calls: Any = ranks
     records: Any = SimpleNamespace(recorded=recorded)
-    return Hold(served, calls, records, agree_s=lambda _: 5.0, on_change=lambda *_: None)
+    return Hold(served, records, agree_s=lambda _: 5.0, on_change=lambda *_: None)
 
 
 @pytest.mark.parametrize("told_step", [40, -1], ids=["answered", "answer lost"])

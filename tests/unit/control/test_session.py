@@ -15,6 +15,7 @@ from paramd_service.control.access.authority import (
     IDLE_S,
     MAX_CODES,
     MAX_OF_TOKEN,
+    MAX_SESSIONS,
     OWNER,
     Sessions,
     Tokens,
@@ -124,6 +125,18 @@ def test_an_idle_session_ends_and_the_oldest_makes_place() -> None:
     opened = [sessions.open("one") for _ in range(MAX_OF_TOKEN + 1)]
     assert sessions.token_digest(opened[0].cookie, opened[0].key) == ""
     assert sessions.token_digest(opened[1].cookie, opened[1].key) == "one"
+
+
+def test_whoever_has_most_sessions_loses_one_when_there_are_too_many() -> None:
+    sessions = Sessions(clock=lambda: 0.0)
+    admin = sessions.open("admin")
+    crowd = [
+        [sessions.open(f"{n}") for _ in range(MAX_OF_TOKEN)]
+        for n in range(MAX_SESSIONS // MAX_OF_TOKEN)
+    ]
+    assert sessions.token_digest(admin.cookie, admin.key) == "admin"
+    assert sessions.token_digest(crowd[0][0].cookie, crowd[0][0].key) == ""
+    assert sessions.token_digest(crowd[0][1].cookie, crowd[0][1].key) == "0"
 
 
 @pytest.mark.parametrize("header", ["", "a", "=", "paramd-1", "x" * 5000, 'paramd-1="', "\x00"])

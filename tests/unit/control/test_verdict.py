@@ -6,11 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from paramd_service.control.insight.verdict import (
-    Evidence,
-    OpenCollective,
-    verdict_of,
-)
+from paramd_service.control.insight.verdict import Evidence, OpenCollective, verdict_of
 
 
 def running(rank: int, **changes: object) -> Evidence:

@@ -13,11 +13,7 @@ from hypothesis import strategies as st
 from paramd.errors import NotFoundError, UsageError
 from paramd.layout.dtypes import item_bytes
 from paramd.layout.edits.kinds import EditKind
-from paramd.layout.edits.ops import (
-    EditOp,
-    OpSpec,
-    edit_ops,
-)
+from paramd.layout.edits.ops import WHOLE_BOX, OpSpec, edit_ops
 from paramd.layout.edits.plan import (
     DATA_ALIGNMENT_BYTES,
     EditPlan,
@@ -28,6 +24,8 @@ from paramd.layout.edits.plan import (
 )
 from paramd.layout.select import NameIndex
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout, full_box
+from paramd.v1 import sidecar_pb2 as pb
+from tests.edit_ops import edit_op
 from tests.unit.layout.simulate import BOXES, Spec, World, build, flat_indexes, fsdp1
 from tests.unit.layout.test_plan import KINDS, SHAPES, SPECS, slices_of, world_of
 
@@ -80,14 +78,14 @@ def test_each_region_is_changed_on_every_holder_and_nothing_else(
         for spec in (spec for spec in SPECS if spec.dtype != "complex128"):
             boxes = slices_of(spec.shape)
             box = boxes[number % len(boxes)]
-            ops.append(EditOp(fqn=spec.fqn, box=box, kind=EditKind.SET, with_data=True))
+            ops.append(edit_op(fqn=spec.fqn, box=box, kind=EditKind.SET, with_data=True))
         plan = plan_edit(world.layout, ops)
         assert [edit.rank for edit in plan.ranks] == list(range(world_size))
         check_plan(plan, world)
 
 
 @st.composite
-def edits_of_worlds(draw: st.DrawFn) -> tuple[World, list[EditOp]]:
+def edits_of_worlds(draw: st.DrawFn) -> tuple[World, list[pb.EditOp]]:
     shapes = st.lists(st.integers(0, 5), max_size=4)
     specs = [
         Spec(f"w{n}", draw(st.sampled_from(["float32", "bfloat16", "int64"])), tuple(draw(shapes)))
@@ -104,14 +102,14 @@ def edits_of_worlds(draw: st.DrawFn) -> tuple[World, list[EditOp]]:
         if draw(st.booleans()) and spec.shape:
             # The rest of the first dim too: several regions of one parameter.
             boxes.append(Box((box.end[0], *box.begin[1:]), (spec.shape[0], *box.end[1:])))
-        ops += [EditOp(fqn=spec.fqn, box=b, kind=EditKind.SET, with_data=True) for b in boxes]
+        ops += [edit_op(fqn=spec.fqn, box=b, kind=EditKind.SET, with_data=True) for b in boxes]
     return build(specs, held), draw(st.permutations(ops))
 
 
 @settings(max_examples=120, deadline=None)
 @given(edits_of_worlds())
 def test_any_edit_of_any_layout_is_what_slicing_the_full_tensors_would_do(
-    drawn: tuple[World, list[EditOp]],
+    drawn: tuple[World, list[pb.EditOp]],
 ) -> None:
     world, ops = drawn
     check_plan(plan_edit(world.layout, ops), world)
@@ -176,12 +174,12 @@ def test_what_cannot_be_done_is_refused_with_the_reason(
     fields: dict[str, object], words: str
 ) -> None:
     with pytest.raises((UsageError, NotFoundError), match=words):
-        plan_edit(PLAIN, [EditOp(**fields)])  # type: ignore[arg-type]
+        plan_edit(PLAIN, [edit_op(**fields)])  # type: ignore[arg-type]
 
 
 def test_overlapping_regions_and_names_of_one_tensor_are_refused() -> None:
-    def fill(fqn: str, *box: tuple[int, ...]) -> EditOp:
-        return EditOp(fqn=fqn, box=Box(*box) if box else None, kind=EditKind.FILL)
+    def fill(fqn: str, *box: tuple[int, ...]) -> pb.EditOp:
+        return edit_op(fqn=fqn, box=Box(*box) if box else WHOLE_BOX, kind=EditKind.FILL)
 
     top, low = fill("f", (0, 0), (2, 4)), fill("f", (2, 0), (4, 4))
     assert plan_edit(PLAIN, [low, top]).numel == 16
@@ -200,7 +198,7 @@ def test_limits_of_operations_and_regions_hold() -> None:
     with pytest.raises(UsageError, match="expected 1 to"):
         plan_edit(PLAIN, [])
     wide = layout(("w", "float32", (2000,)))
-    rows = [EditOp(fqn="w", box=Box((n,), (n + 1,)), kind=EditKind.FILL) for n in range(1001)]
+    rows = [edit_op(fqn="w", box=Box((n,), (n + 1,)), kind=EditKind.FILL) for n in range(1001)]
     assert plan_edit(wide, rows[:1000]).numel == 1000
     with pytest.raises(UsageError, match="at most 1,000 regions"):
         plan_edit(wide, rows)
@@ -213,7 +211,7 @@ def test_tensors_that_share_memory_under_two_names_are_not_edited_together() -> 
         TensorLayout(fqn, "float32", (n,), TensorKind.PARAMETER, held)
         for fqn, n, held in (("whole", 8, pieces), ("half", 4, half))
     )
-    ops = [EditOp(fqn=fqn, kind=EditKind.FILL) for fqn in ("whole", "half")]
+    ops = [edit_op(fqn=fqn, kind=EditKind.FILL) for fqn in ("whole", "half")]
     with pytest.raises(UsageError, match="share memory"):
         plan_edit(Layout(1, (64,), tensors), ops)
 

@@ -14,10 +14,7 @@ from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, Tensor
 def tensor(name: str, rows: int) -> TensorLayout:
     """`rows` rows of 4, cut evenly over two ranks."""
     begin, half = 4096 * ord(name[0]), rows // 2
-    pieces = (
-        Piece(0, begin, Box((0, 0), (half, 4))),
-        Piece(1, begin, Box((half, 0), (rows, 4))),
-    )
+    pieces = (Piece(0, begin, Box((0, 0), (half, 4))), Piece(1, begin, Box((half, 0), (rows, 4))))
     return TensorLayout(name, "float32", (rows, 4), TensorKind.PARAMETER, pieces)
 
 

@@ -25,15 +25,7 @@ from paramd.layout.merge import (
     merge_layouts,
     whole_parameters,
 )
-from paramd.layout.types import (
-    Box,
-    Interval,
-    Layout,
-    Piece,
-    Region,
-    TensorKind,
-    TensorLayout,
-)
+from paramd.layout.types import Box, Interval, Layout, Piece, Region, TensorKind, TensorLayout
 from paramd.v1 import layout_pb2
 from tests.unit.layout.simulate import BOXES, Spec, build, fsdp1
 
@@ -103,9 +95,7 @@ def test_holes_overlaps_and_foreign_regions_are_refused(regions: list[Region], r
 
 
 @given(
-    cuts=st.lists(st.integers(0, 12), max_size=4),
-    drop=st.integers(0, 3),
-    shift=st.integers(0, 1),
+    cuts=st.lists(st.integers(0, 12), max_size=4), drop=st.integers(0, 3), shift=st.integers(0, 1)
 )
 def test_coverage_agrees_with_counting_elements(cuts: list[int], drop: int, shift: int) -> None:
     edges = sorted({0, 12, *cuts})

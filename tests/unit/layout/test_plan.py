@@ -14,26 +14,8 @@ from paramd.errors import UnreachableError
 from paramd.layout.plan import ReadPlan, plan_read
 from paramd.layout.select import NameIndex, SelectedTensor, select
 from paramd.layout.stats import stats_items
-from paramd.layout.types import (
-    Box,
-    Layout,
-    Piece,
-    TensorKind,
-    TensorLayout,
-    full_box,
-    row_major,
-)
-from tests.unit.layout.simulate import (
-    BOXES,
-    Held,
-    Spec,
-    World,
-    build,
-    cut,
-    element,
-    fsdp1,
-    gather,
-)
+from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout, full_box, row_major
+from tests.unit.layout.simulate import BOXES, Held, Spec, World, build, cut, element, fsdp1, gather
 
 DTYPES = ["float32", "bfloat16", "float8_e4m3fn", "bool", "int64", "complex128"]
 SHAPES = [(), (1,), (3,), (7,), (0,), (2, 0), (5, 3), (1, 4), (4, 6), (3, 2, 5), (2, 3, 2, 3)]
@@ -147,10 +129,7 @@ def test_any_intervals_and_slices_are_gathered_byte_exact(
 
 
 def test_tensors_that_share_memory_share_a_span() -> None:
-    pieces = [
-        Piece(0, 0, Box((0,), (64,))),
-        Piece(0, 16, Box((0,), (8,))),
-    ]
+    pieces = [Piece(0, 0, Box((0,), (64,))), Piece(0, 16, Box((0,), (8,)))]
     layout = Layout(
         world_size=1,
         arena_bytes=(384,),

@@ -58,8 +58,7 @@ def test_data_is_every_item_of_the_plan_in_its_place(operands: Operands, rank: i
         tensor = operands.tensors[item.op]
         view = tensor.reshape(-1).as_strided(item.sizes, item.source_strides, item.source_begin)
         found = torch.frombuffer(
-            bytearray(data[item.data_begin : item.data_begin + item.size_bytes]),
-            dtype=tensor.dtype,
+            bytearray(data[item.data_begin : item.data_begin + item.size_bytes]), dtype=tensor.dtype
         )
         assert torch.equal(found, view.reshape(-1))
 

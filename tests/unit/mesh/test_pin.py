@@ -7,13 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from paramd.errors import (
-    AbortedError,
-    ConflictError,
-    DeadlineError,
-    ParamdError,
-    UnreachableError,
-)
+from paramd.errors import AbortedError, ConflictError, DeadlineError, ParamdError, UnreachableError
 from paramd.mesh.peers.sidecars import Captured, PinKind, RankPin
 from paramd.mesh.reading.pin import Pinner
 from paramd.state import StateName
@@ -92,10 +86,7 @@ def pinner(ranks: Ranks, clock: Clock | None = None, **options: object) -> Pinne
 
 async def test_different_steps_go_to_the_boundary_and_release_the_first_try() -> None:
     ranks = Ranks(lambda rank, count: 7 + rank)
-    ranks.captures = [
-        captured(-1, reason="overtaken"),
-        captured(9),
-    ]
+    ranks.captures = [captured(-1, reason="overtaken"), captured(9)]
     async with pinner(ranks).pinned(SPANS, deadline_s=110) as pinned:
         assert pinned.step == 9
         assert len(ranks.held) == 2

@@ -11,12 +11,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from paramd.errors import (
-    AbortedError,
-    ConflictError,
-    DataLossError,
-    UnreachableError,
-)
+from paramd.errors import AbortedError, ConflictError, DataLossError, UnreachableError
 from paramd.mesh.reading import stream as reading
 from paramd.mesh.reading.places import Place, PlaceSink
 from paramd.mesh.reading.stream import Expected, Reader

@@ -9,11 +9,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from paramd.errors import (
-    ConflictError,
-    DeniedError,
-    UnreachableError,
-)
+from paramd.errors import ConflictError, DeniedError, UnreachableError
 from paramd.mesh.peers.control import RestClient
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.security.tickets import Role, Signer

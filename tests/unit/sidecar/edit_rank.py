@@ -11,7 +11,6 @@ import torch
 
 from paramd.errors import NotFoundError
 from paramd.layout.codec import encode_layout
-from paramd.layout.edits.ops import EditOp, encode_op
 from paramd.layout.edits.plan import plan_edit
 from paramd.layout.types import Layout
 from paramd.memory.control_page import ControlPage, Word
@@ -22,7 +21,7 @@ from paramd.tensors.edit_ops import Views, run
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import Chunk, checksum_of
 from paramd_service.sidecar.edits.entry import EditLimits, Entry
-from paramd_service.sidecar.edits.manager import Edits, States
+from paramd_service.sidecar.edits.manager import Edits, Scope
 from paramd_service.sidecar.edits.memory import EditMemory
 from paramd_service.sidecar.edits.receive import Fill, copy_of
 from paramd_service.sidecar.faults import Faults
@@ -61,9 +60,8 @@ class Rank:
             memory = EditMemory(
                 self.descriptor, pool_bytes=1 << 20, idle_s=idle_s, executor=executor
             )
-            edits = Edits(
-                memory,
-                self.page,
+            scope = Scope(
+                page=self.page,
                 rank=self.rank,
                 arena_bytes=len(self.arena),
                 limits=EditLimits(
@@ -72,9 +70,10 @@ class Rank:
                     expiry_s=expiry_s,
                 ),
                 layout=encode_layout(self.layout).SerializeToString,
-                states=States(self.page, no_states, lambda: 0),
-                faults=Faults(),
+                found=no_states,
+                beside_bytes=lambda: 0,
             )
+            edits = Edits(memory, scope, Faults())
             try:
                 await edits.start()
                 yield edits
@@ -123,19 +122,19 @@ class Rank:
         page[Word.EDIT_APPLIED] = page[Word.AGREED]
 
     def manifest(
-        self, number: int, ops: Sequence[EditOp] = (), **fields: object
+        self, number: int, ops: Sequence[pb.EditOp] = (), **fields: object
     ) -> pb.EditManifest:
         return pb.EditManifest(
             **{
                 "edit_id": f"{number:032x}",
                 "incarnation": 1,
-                "ops": map(encode_op, ops),
+                "ops": ops,
                 "undoable": True,
                 **fields,
             }  # type: ignore[arg-type]
         )
 
-    def data_of(self, ops: Sequence[EditOp], operands: Sequence[torch.Tensor | None]) -> bytes:
+    def data_of(self, ops: Sequence[pb.EditOp], operands: Sequence[torch.Tensor | None]) -> bytes:
         """This rank's data, cut out of whole operands."""
         (edit,) = plan_edit(self.layout, ops, ranks=[self.rank]).ranks
         data = bytearray(edit.data_bytes)

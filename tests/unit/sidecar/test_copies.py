@@ -83,6 +83,19 @@ def whole(copies: Copies) -> list[tuple[int, int]]:
     return sorted(found)
 
 
+def test_a_sender_that_dies_in_the_middle_leaves_the_copy_before(
+    made: Callable[..., Copies],
+) -> None:
+    copies = made()
+    sender = Sender(copies)
+    sender.put(1)
+    sender.put(2, parts=1)
+    assert whole(copies) == [(0, 1)]
+    # Its successor does not have that snapshot any more, and sends another one.
+    assert sender.put(3) == SIZE
+    assert whole(copies) == [(0, 1), (0, 3)]
+
+
 def test_bytes_that_do_not_have_their_digest_are_dropped(made: Callable[..., Copies]) -> None:
     copies = made()
     sender = Sender(copies)

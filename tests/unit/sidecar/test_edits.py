@@ -6,9 +6,8 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,15 +15,9 @@ import pytest
 import torch
 import xxhash
 
-from paramd.errors import (
-    ConflictError,
-    DataLossError,
-    ExhaustedError,
-    NotFoundError,
-    UsageError,
-)
+from paramd.errors import ConflictError, DataLossError, ExhaustedError, NotFoundError, UsageError
 from paramd.layout.edits.kinds import EditKind
-from paramd.layout.edits.ops import EditOp
+from paramd.layout.edits.ops import WHOLE_BOX
 from paramd.layout.types import Box
 from paramd.memory.control_page import Word
 from paramd.memory.descriptors import reserved_bytes
@@ -34,6 +27,7 @@ from paramd_service.sidecar.edits.entry import WITHDRAWN_NS, Entry, Outcome, Pha
 from paramd_service.sidecar.edits.memory import HEAD_BYTES, Ranges
 from paramd_service.sidecar.edits.receive import is_finite
 from paramd_service.sidecar.owner import Ownership
+from tests.edit_ops import edit_op
 from tests.unit.layout.simulate import BOXES, Spec, World, build, fsdp1
 from tests.unit.layout.test_plan import KINDS
 from tests.unit.sidecar.edit_rank import Rank, bytes_of, fill_of, stage
@@ -46,11 +40,11 @@ SPECS = [
     Spec("s", "float32", ()),
 ]
 WHOLE = [
-    EditOp(fqn="w", kind=EditKind.LERP, weight=0.25, with_data=True),
-    EditOp(fqn="h", kind=EditKind.ADD, weight=0.5, with_data=True),
-    EditOp(fqn="d", box=Box((1, 0, 1), (3, 2, 4)), kind=EditKind.MUL, value=-2.0),
-    EditOp(fqn="i", box=Box((1,), (4,)), kind=EditKind.SET, with_data=True),
-    EditOp(fqn="s", kind=EditKind.FILL, value=0.5),
+    edit_op(fqn="w", kind=EditKind.LERP, weight=0.25, with_data=True),
+    edit_op(fqn="h", kind=EditKind.ADD, weight=0.5, with_data=True),
+    edit_op(fqn="d", box=Box((1, 0, 1), (3, 2, 4)), kind=EditKind.MUL, value=-2.0),
+    edit_op(fqn="i", box=Box((1,), (4,)), kind=EditKind.SET, with_data=True),
+    edit_op(fqn="s", kind=EditKind.FILL, value=0.5),
 ]
 
 
@@ -81,17 +75,14 @@ def rank_of(
         rank.close()
 
 
-def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(test())
-
-
 def operands() -> list[torch.Tensor | None]:
     torch.manual_seed(1)
     found: list[torch.Tensor | None] = []
     dtypes = {spec.fqn: getattr(torch, spec.dtype) for spec in SPECS}
     shapes = {spec.fqn: spec.shape for spec in SPECS}
     for op in WHOLE:
-        sizes = op.box.sizes if op.box is not None else shapes[op.fqn]
+        box = Box(tuple(op.begin), tuple(op.end))
+        sizes = box.sizes if box != WHOLE_BOX else shapes[op.fqn]
         value = (torch.randn(sizes) * 8).to(dtypes[op.fqn])
         found.append(value if op.with_data else None)
     return found
@@ -104,16 +95,14 @@ def expected(world: World) -> dict[str, bytes]:
         data = bytearray(world.full[spec.fqn])
         full[spec.fqn] = torch.frombuffer(data, dtype=getattr(torch, spec.dtype)).view(spec.shape)
     for op, operand in zip(WHOLE, operands(), strict=True):
-        part = full[op.fqn]
-        if op.box is not None:
-            part = part[tuple(map(slice, op.box.begin, op.box.end))]
-        if op.kind is EditKind.MUL:
+        part = full[op.fqn][tuple(map(slice, op.begin, op.end))]
+        if op.kind == EditKind.MUL:
             part.mul_(op.value)
         elif operand is None:
             part.fill_(op.value)
-        elif op.kind is EditKind.LERP:
+        elif op.kind == EditKind.LERP:
             part.lerp_(operand, op.weight)
-        elif op.kind is EditKind.ADD:
+        elif op.kind == EditKind.ADD:
             part.add_(operand, alpha=op.weight)
         else:
             part.copy_(operand)
@@ -121,61 +110,59 @@ def expected(world: World) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_edit_changes_what_its_operations_say_and_undo_puts_back_all_but_sums(kind: str) -> None:
-    async def test() -> None:
-        world, size = world_of(kind, 2), 2
-        for number in range(size):
-            with rank_of(kind, size, number) as rank:
-                before = bytes(rank.arena)
-                async with rank.edits() as edits:
-                    data = rank.data_of(WHOLE, operands())
-                    entry = await stage(edits, rank.manifest(1, WHOLE), data)
-                    assert entry.progress().phase == pb.EDIT_PHASE_STAGED
-                    assert bytes(rank.arena) == before
-                    rank.boundary(edits, entry)
-                    assert entry.progress().phase == pb.EDIT_PHASE_APPLIED
-                    assert (entry.edits, entry.stop_ns, entry.undo_refusal) == (1, 7, "")
-                    edited = bytes(rank.arena)
-                    assert edited == world.laid(expected(world), number)
-                    undo = await edits.begin(rank.manifest(2, WHOLE, undo_of=entry.edit_id))
-                    assert entry.undo_refusal.endswith("already staged")
-                    rank.boundary(edits, undo)
-                    assert_as_before(rank, before)
-                    assert entry.undo_refusal == "it is already undone"
-                    redo = await edits.begin(rank.manifest(3, WHOLE, undo_of=undo.edit_id))
-                    rank.boundary(edits, redo)
-                    assert_as_before(rank, edited)
-
-    run(test)
+async def test_an_edit_changes_what_its_operations_say_and_undo_puts_back_all_but_sums(
+    kind: str,
+) -> None:
+    world, size = world_of(kind, 2), 2
+    for number in range(size):
+        with rank_of(kind, size, number) as rank:
+            before = bytes(rank.arena)
+            async with rank.edits() as edits:
+                data = rank.data_of(WHOLE, operands())
+                entry = await stage(edits, rank.manifest(1, WHOLE), data)
+                assert entry.progress().phase == pb.EDIT_PHASE_STAGED
+                assert bytes(rank.arena) == before
+                rank.boundary(edits, entry)
+                assert entry.progress().phase == pb.EDIT_PHASE_APPLIED
+                assert (entry.edits, entry.stop_ns, entry.undo_refusal) == (1, 7, "")
+                edited = bytes(rank.arena)
+                assert edited == world.laid(expected(world), number)
+                undo = await edits.begin(rank.manifest(2, WHOLE, undo_of=entry.edit_id))
+                assert entry.undo_refusal.endswith("already staged")
+                rank.boundary(edits, undo)
+                assert_as_before(rank, before)
+                assert entry.undo_refusal == "it is already undone"
+                redo = await edits.begin(rank.manifest(3, WHOLE, undo_of=undo.edit_id))
+                rank.boundary(edits, redo)
+                assert_as_before(rank, edited)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(2))
-def test_undo_puts_ranges_of_equal_shape_back_each_in_its_own_place(kind: str, seed: int) -> None:
+async def test_undo_puts_ranges_of_equal_shape_back_each_in_its_own_place(
+    kind: str, seed: int
+) -> None:
     """Whatever would take one of them for another leaves bytes that are right somewhere else."""
     ops, data = alike(random.Random(seed))
     halves = [(ops[:4], data[:4]), (ops[4:], data[4:])]
 
-    async def test() -> None:
-        for number in range(2):
-            with rank_of(kind, 2, number, ALIKE) as rank:
-                async with rank.edits() as edits:
-                    done, states = [], [bytes(rank.arena)]
-                    for turn, (some, operands) in enumerate(halves):
-                        staged = rank.data_of(some, operands)
-                        entry = await stage(edits, rank.manifest(turn, some), staged, chunk=512)
-                        rank.boundary(edits, entry)
-                        done.append(entry)
-                        states.append(bytes(rank.arena))
-                    # Either may be undone first: they have no element in common.
-                    for turn, (which, left) in enumerate([(0, [1]), (1, []), (0, [0])], start=2):
-                        some = halves[which][0]
-                        manifest = rank.manifest(turn, some, undo_of=done[which].edit_id)
-                        done[which] = await edits.begin(manifest)
-                        rank.boundary(edits, done[which])
-                        assert bytes(rank.arena) == mixed(rank, states, left), f"turn {turn}"
-
-    run(test)
+    for number in range(2):
+        with rank_of(kind, 2, number, ALIKE) as rank:
+            async with rank.edits() as edits:
+                done, states = [], [bytes(rank.arena)]
+                for turn, (some, operands) in enumerate(halves):
+                    staged = rank.data_of(some, operands)
+                    entry = await stage(edits, rank.manifest(turn, some), staged, chunk=512)
+                    rank.boundary(edits, entry)
+                    done.append(entry)
+                    states.append(bytes(rank.arena))
+                # Either may be undone first: they have no element in common.
+                for turn, (which, left) in enumerate([(0, [1]), (1, []), (0, [0])], start=2):
+                    some = halves[which][0]
+                    manifest = rank.manifest(turn, some, undo_of=done[which].edit_id)
+                    done[which] = await edits.begin(manifest)
+                    rank.boundary(edits, done[which])
+                    assert bytes(rank.arena) == mixed(rank, states, left), f"turn {turn}"
 
 
 def mixed(rank: Rank, states: Sequence[bytes], halves: Sequence[int]) -> bytes:
@@ -188,7 +175,7 @@ def mixed(rank: Rank, states: Sequence[bytes], halves: Sequence[int]) -> bytes:
     return bytes(found)
 
 
-def alike(chance: random.Random) -> tuple[list[EditOp], list[torch.Tensor | None]]:
+def alike(chance: random.Random) -> tuple[list[pb.EditOp], list[torch.Tensor | None]]:
     """Operations on regions of equal shape, each with operands of its own, in any order."""
     boxes = {spec.fqn: [Box((0, 0), (4, 6))] for spec in ALIKE}
     boxes["t"] = [Box((0, 0), (4, 6)), Box((4, 0), (8, 6))]
@@ -196,10 +183,10 @@ def alike(chance: random.Random) -> tuple[list[EditOp], list[torch.Tensor | None
     chance.shuffle(regions)
     ops = []
     for number, (fqn, box) in enumerate(regions):
-        op = EditOp(fqn=fqn, box=box, kind=chance.choice(EXACT), value=-1.5 - number)
-        with_data = op.kind in (EditKind.SET, EditKind.LERP)
-        op = replace(op, with_data=with_data, weight=0.25, min=-1.0 - number, max=1.0)
-        ops.append(op)
+        kind = chance.choice(EXACT)
+        with_data = kind in (EditKind.SET, EditKind.LERP)
+        numbers = {"value": -1.5 - number, "weight": 0.25, "min": -1.0 - number, "max": 1.0}
+        ops.append(edit_op(fqn, kind, box, with_data, **numbers))
     generator = torch.Generator().manual_seed(chance.randrange(1 << 30))
     return ops, [torch.randn(4, 6, generator=generator) if op.with_data else None for op in ops]
 
@@ -220,49 +207,46 @@ def assert_as_before(rank: Rank, before: bytes) -> None:
     assert now == sums
 
 
-def test_data_comes_in_order_whole_and_finite_or_not_at_all() -> None:
-    async def test() -> None:
-        with rank_of() as rank:
-            async with rank.edits() as edits:
-                ops = [EditOp(fqn="h", kind=EditKind.SET, with_data=True), *WHOLE[:1]]
-                values: list[torch.Tensor | None] = [torch.ones(7).bfloat16(), torch.ones(6, 5)]
-                data = rank.data_of(ops, values)
-                entry = await edits.begin(rank.manifest(1, ops))
-                assert rank.page[Word.EXPECTED_NS] > time.monotonic_ns()
-                part = data[:50]
-                with pytest.raises(DataLossError, match="checksum"):
-                    await edits.take(entry, [(0, 50, fill_of(part, 0, checked_at=50))])
-                fill = fill_of(part, 0)
-                with pytest.raises(UsageError, match="0 of 192 are staged"):
-                    await edits.take(entry, [(50, 50, fill)])
-                await edits.take(entry, [(0, 50, fill)])
-                await edits.take(entry, [(0, 50, fill)])
-                with pytest.raises(UsageError, match="50 of 192 are staged"):
-                    await edits.take(entry, [(40, 50, fill)])
-                with pytest.raises(UsageError, match="50 of 192"):
-                    await edits.take(entry, [(50, 1000, fill)])
-                with pytest.raises(ConflictError, match="50 of 192 bytes"):
-                    edits.make_ready(entry.edit_id, boundary=1, token=1)
-                rest = data[50:]
-                await edits.take(entry, [(50, len(rest), fill_of(rest, 50))])
-                assert entry.phase is Phase.STAGED
-                assert [d.hex() for d in entry.data_digests] == [
-                    xxhash.xxh3_128(bytes_of(value)).hexdigest()
-                    for value in values
-                    if value is not None
-                ]
-                for number, bad in enumerate((float("nan"), float("inf"), float("-inf"))):
-                    one = torch.ones(7).bfloat16()
-                    one[6] = bad
-                    data = rank.data_of(ops, [one, values[1]])
-                    with pytest.raises(UsageError, match=r"'h' holds NaN.*element 6 "):
-                        await stage(edits, rank.manifest(9, ops), data)
-                    with pytest.raises(NotFoundError):
-                        edits.get(f"{9:032x}")
-                    wanted = rank.manifest(10 + number, ops, allow_nonfinite=True)
-                    assert (await stage(edits, wanted, data)).phase is Phase.STAGED
-
-    run(test)
+async def test_data_comes_in_order_whole_and_finite_or_not_at_all() -> None:
+    with rank_of() as rank:
+        async with rank.edits() as edits:
+            ops = [edit_op(fqn="h", kind=EditKind.SET, with_data=True), *WHOLE[:1]]
+            values: list[torch.Tensor | None] = [torch.ones(7).bfloat16(), torch.ones(6, 5)]
+            data = rank.data_of(ops, values)
+            entry = await edits.begin(rank.manifest(1, ops))
+            assert rank.page[Word.EXPECTED_NS] > time.monotonic_ns()
+            part = data[:50]
+            with pytest.raises(DataLossError, match="checksum"):
+                await edits.take(entry, [(0, 50, fill_of(part, 0, checked_at=50))])
+            fill = fill_of(part, 0)
+            with pytest.raises(UsageError, match="0 of 192 are staged"):
+                await edits.take(entry, [(50, 50, fill)])
+            await edits.take(entry, [(0, 50, fill)])
+            await edits.take(entry, [(0, 50, fill)])
+            with pytest.raises(UsageError, match="50 of 192 are staged"):
+                await edits.take(entry, [(40, 50, fill)])
+            with pytest.raises(UsageError, match="50 of 192"):
+                await edits.take(entry, [(50, 1000, fill)])
+            with pytest.raises(ConflictError, match="50 of 192 bytes"):
+                edits.make_ready(entry.edit_id, boundary=1, token=1)
+            rest = data[50:]
+            await edits.take(entry, [(50, len(rest), fill_of(rest, 50))])
+            assert entry.phase is Phase.STAGED
+            assert [d.hex() for d in entry.data_digests] == [
+                xxhash.xxh3_128(bytes_of(value)).hexdigest()
+                for value in values
+                if value is not None
+            ]
+            for number, bad in enumerate((float("nan"), float("inf"), float("-inf"))):
+                one = torch.ones(7).bfloat16()
+                one[6] = bad
+                data = rank.data_of(ops, [one, values[1]])
+                with pytest.raises(UsageError, match=r"'h' holds NaN.*element 6 "):
+                    await stage(edits, rank.manifest(9, ops), data)
+                with pytest.raises(NotFoundError):
+                    edits.get(f"{9:032x}")
+                wanted = rank.manifest(10 + number, ops, allow_nonfinite=True)
+                assert (await stage(edits, wanted, data)).phase is Phase.STAGED
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
@@ -298,231 +282,207 @@ async def test_an_edit_that_is_agreed_while_its_fate_is_read_is_never_called_off
     assert fate(entry, words, ended=None, now_ns=2 * WITHDRAWN_NS) is Outcome.OPEN
 
 
-def test_a_ready_edit_is_let_go_of_only_when_nobody_can_apply_it() -> None:
-    async def test() -> None:
-        with rank_of() as rank:
-            page = rank.page
-            async with rank.edits() as edits:
-                entry = await edits.begin(
-                    rank.manifest(1, [EditOp(fqn="w", kind=EditKind.FILL, value=1.0)])
-                )
-                rank.ready(edits, entry)
-                for words in ({}, {Word.READY: 0, Word.PROMISED: 1}):
-                    for word, value in words.items():
-                        page[word] = value
-                    await asyncio.sleep(1.5 * WITHDRAWN_NS / 1e9)
-                    with pytest.raises(ConflictError, match="may have agreed"):
-                        await edits.drop(entry.edit_id)
-                with pytest.raises(ConflictError, match="in doubt for boundary 1"):
-                    edits.make_ready(entry.edit_id, boundary=2, token=5)
-                page[Word.PROMISED] = 0
-                edits.request_ended(1)
-                await asyncio.sleep(1.5 * WITHDRAWN_NS / 1e9)
-                edits.settle()
-                assert entry.phase is Phase.STAGED
-                rank.ready(edits, entry)
-                assert entry.boundary == 2
-                # Agreed by all, and not applied yet: the trainer may be reading it right now.
-                rank.agree()
-                page[Word.READY] = 0
+async def test_a_ready_edit_is_let_go_of_only_when_nobody_can_apply_it() -> None:
+    with rank_of() as rank:
+        page = rank.page
+        async with rank.edits() as edits:
+            entry = await edits.begin(
+                rank.manifest(1, [edit_op(fqn="w", kind=EditKind.FILL, value=1.0)])
+            )
+            rank.ready(edits, entry)
+            for words in ({}, {Word.READY: 0, Word.PROMISED: 1}):
+                for word, value in words.items():
+                    page[word] = value
                 await asyncio.sleep(1.5 * WITHDRAWN_NS / 1e9)
                 with pytest.raises(ConflictError, match="may have agreed"):
                     await edits.drop(entry.edit_id)
-                rank.apply()
-                assert edits.get(entry.edit_id).phase is Phase.APPLIED
-                with pytest.raises(ConflictError, match="already applied, at boundary 2"):
-                    edits.make_ready(entry.edit_id, boundary=3, token=9)
+            with pytest.raises(ConflictError, match="in doubt for boundary 1"):
+                edits.make_ready(entry.edit_id, boundary=2, token=5)
+            page[Word.PROMISED] = 0
+            edits.request_ended(1)
+            await asyncio.sleep(1.5 * WITHDRAWN_NS / 1e9)
+            edits.settle()
+            assert entry.phase is Phase.STAGED
+            rank.ready(edits, entry)
+            assert entry.boundary == 2
+            # Agreed by all, and not applied yet: the trainer may be reading it right now.
+            rank.agree()
+            page[Word.READY] = 0
+            await asyncio.sleep(1.5 * WITHDRAWN_NS / 1e9)
+            with pytest.raises(ConflictError, match="may have agreed"):
+                await edits.drop(entry.edit_id)
+            rank.apply()
+            assert edits.get(entry.edit_id).phase is Phase.APPLIED
+            with pytest.raises(ConflictError, match="already applied, at boundary 2"):
+                edits.make_ready(entry.edit_id, boundary=3, token=9)
 
-    run(test)
 
-
-def test_a_request_that_is_not_in_the_page_yet_is_not_one_that_was_withdrawn() -> None:
+async def test_a_request_that_is_not_in_the_page_yet_is_not_one_that_was_withdrawn() -> None:
     """The copying thread writes it, and on a busy machine that may take a while."""
 
-    async def test() -> None:
-        with rank_of() as rank:
-            async with rank.edits() as edits:
-                entry = await edits.begin(
-                    rank.manifest(1, [EditOp(fqn="w", kind=EditKind.FILL, value=1.0)])
-                )
-                argument = edits.make_ready(entry.edit_id, boundary=1, token=5)
-                for _ in range(2):
-                    await asyncio.sleep(1.5 * WITHDRAWN_NS / 1e9)
-                    edits.settle()
-                assert entry.phase is Phase.READY
-                rank.page[Word.TOKEN], rank.page[Word.ARGUMENT] = 5, argument
-                rank.page[Word.READY] = 1
-                rank.agree()
-                rank.apply()
-                assert edits.get(entry.edit_id).phase is Phase.APPLIED
-
-    run(test)
-
-
-def test_what_a_withdrawn_request_leaves_is_free_at_once() -> None:
-    async def test() -> None:
-        with rank_of() as rank:
-            async with rank.edits() as edits:
-                entry = await edits.begin(
-                    rank.manifest(1, [EditOp(fqn="w", kind=EditKind.FILL, value=1.0)])
-                )
-                rank.ready(edits, entry)
-                rank.page[Word.READY] = 0
-                edits.withdrawn(1)
-                assert entry.phase is Phase.STAGED
-                rank.ready(edits, entry)
-                # Another control plane's request of the same number was agreed instead.
-                rank.page[Word.TOKEN] = 77
-                rank.agree()
+    with rank_of() as rank:
+        async with rank.edits() as edits:
+            entry = await edits.begin(
+                rank.manifest(1, [edit_op(fqn="w", kind=EditKind.FILL, value=1.0)])
+            )
+            argument = edits.make_ready(entry.edit_id, boundary=1, token=5)
+            for _ in range(2):
+                await asyncio.sleep(1.5 * WITHDRAWN_NS / 1e9)
                 edits.settle()
-                assert entry.phase is Phase.STAGED
-                await edits.drop(entry.edit_id)
-                await edits.drop(entry.edit_id)
-                assert edits.staged_bytes == 0
+            assert entry.phase is Phase.READY
+            rank.page[Word.TOKEN], rank.page[Word.ARGUMENT] = 5, argument
+            rank.page[Word.READY] = 1
+            rank.agree()
+            rank.apply()
+            assert edits.get(entry.edit_id).phase is Phase.APPLIED
 
-    run(test)
+
+async def test_what_a_withdrawn_request_leaves_is_free_at_once() -> None:
+    with rank_of() as rank:
+        async with rank.edits() as edits:
+            entry = await edits.begin(
+                rank.manifest(1, [edit_op(fqn="w", kind=EditKind.FILL, value=1.0)])
+            )
+            rank.ready(edits, entry)
+            rank.page[Word.READY] = 0
+            edits.withdrawn(1)
+            assert entry.phase is Phase.STAGED
+            rank.ready(edits, entry)
+            # Another control plane's request of the same number was agreed instead.
+            rank.page[Word.TOKEN] = 77
+            rank.agree()
+            edits.settle()
+            assert entry.phase is Phase.STAGED
+            await edits.drop(entry.edit_id)
+            await edits.drop(entry.edit_id)
+            assert edits.staged_bytes == 0
 
 
-def test_the_trainers_end_decides_what_became_of_a_ready_edit() -> None:
-    async def test() -> None:
-        for steps, phase in ((1, Phase.STAGED), (2, Phase.STAGED), (3, Phase.APPLIED)):
-            with rank_of() as rank:
-                async with rank.edits() as edits:
-                    entry = await edits.begin(
-                        rank.manifest(1, [EditOp(fqn="w", kind=EditKind.FILL, value=1.0)])
-                    )
-                    rank.ready(edits, entry)
-                    for step in (rank.agree, rank.apply)[: steps - 1]:
-                        step()
-                    edits.trainer_ended(Ownership.ORPHANED)
-                    assert entry.phase is phase
-                    with pytest.raises(ConflictError, match="no further edits"):
-                        await edits.begin(rank.manifest(2, WHOLE))
+async def test_the_trainers_end_decides_what_became_of_a_ready_edit() -> None:
+    for steps, phase in ((1, Phase.STAGED), (2, Phase.STAGED), (3, Phase.APPLIED)):
         with rank_of() as rank:
             async with rank.edits() as edits:
                 entry = await edits.begin(
-                    rank.manifest(1, [EditOp(fqn="w", kind=EditKind.FILL, value=1.0)])
+                    rank.manifest(1, [edit_op(fqn="w", kind=EditKind.FILL, value=1.0)])
                 )
                 rank.ready(edits, entry)
-                rank.agree()
-                rank.page[Word.EDIT_AGREED] = 1
-                edits.trainer_ended(Ownership.TORN)
-                assert entry.phase is Phase.READY
+                for step in (rank.agree, rank.apply)[: steps - 1]:
+                    step()
+                edits.trainer_ended(Ownership.ORPHANED)
+                assert entry.phase is phase
+                with pytest.raises(ConflictError, match="no further edits"):
+                    await edits.begin(rank.manifest(2, WHOLE))
+    with rank_of() as rank:
+        async with rank.edits() as edits:
+            entry = await edits.begin(
+                rank.manifest(1, [edit_op(fqn="w", kind=EditKind.FILL, value=1.0)])
+            )
+            rank.ready(edits, entry)
+            rank.agree()
+            rank.page[Word.EDIT_AGREED] = 1
+            edits.trainer_ended(Ownership.TORN)
+            assert entry.phase is Phase.READY
 
-    run(test)
 
-
-def test_budgets_bound_what_is_staged_and_what_is_kept() -> None:
-    async def test() -> None:
-        with rank_of() as rank:
-            small = [EditOp(fqn="s", kind=EditKind.FILL, value=1.0)]
-            async with rank.edits(undo_budget_bytes=2 * 4096, budget_bytes=3 * 4096) as edits:
-                applied = []
-                for number in range(4):
-                    entry = await edits.begin(rank.manifest(number, small))
-                    rank.boundary(edits, entry)
-                    applied.append(entry)
-                assert [bool(one.undo_refusal) for one in applied] == [True, True, False, False]
-                assert "later edits" in applied[0].undo_refusal
-                assert edits.undo_bytes == 2 * 4096
-                with pytest.raises(ConflictError, match="later edits"):
-                    await edits.begin(rank.manifest(10, small, undo_of=applied[0].edit_id))
-                # What a staged undo needs is not dropped for anybody.
-                undo = await edits.begin(rank.manifest(11, small, undo_of=applied[2].edit_id))
-                for number in range(20, 23):
-                    entry = await edits.begin(rank.manifest(number, small))
-                    rank.boundary(edits, entry)
-                assert applied[2].body is undo.body is not None
-                with pytest.raises(ConflictError, match="drop that one first"):
-                    await edits.drop(applied[2].edit_id)
-                for number in range(30, 33):
-                    await edits.begin(rank.manifest(number, small))
-                with pytest.raises(ExhaustedError, match="bytes of staged edits are taken"):
-                    await edits.begin(rank.manifest(33, small))
-            async with rank.edits(undo_budget_bytes=100) as edits:
-                entry = await edits.begin(rank.manifest(40, small))
+async def test_budgets_bound_what_is_staged_and_what_is_kept() -> None:
+    with rank_of() as rank:
+        small = [edit_op(fqn="s", kind=EditKind.FILL, value=1.0)]
+        async with rank.edits(undo_budget_bytes=2 * 4096, budget_bytes=3 * 4096) as edits:
+            applied = []
+            for number in range(4):
+                entry = await edits.begin(rank.manifest(number, small))
                 rank.boundary(edits, entry)
-                assert "whole undo budget" in entry.undo_refusal
-                bare = await edits.begin(rank.manifest(41, small, undoable=False))
-                rank.boundary(edits, bare)
-                assert "without undo data" in bare.undo_refusal
+                applied.append(entry)
+            assert [bool(one.undo_refusal) for one in applied] == [True, True, False, False]
+            assert "later edits" in applied[0].undo_refusal
+            assert edits.undo_bytes == 2 * 4096
+            with pytest.raises(ConflictError, match="later edits"):
+                await edits.begin(rank.manifest(10, small, undo_of=applied[0].edit_id))
+            # What a staged undo needs is not dropped for anybody.
+            undo = await edits.begin(rank.manifest(11, small, undo_of=applied[2].edit_id))
+            for number in range(20, 23):
+                entry = await edits.begin(rank.manifest(number, small))
+                rank.boundary(edits, entry)
+            assert applied[2].body is undo.body is not None
+            with pytest.raises(ConflictError, match="drop that one first"):
+                await edits.drop(applied[2].edit_id)
+            for number in range(30, 33):
+                await edits.begin(rank.manifest(number, small))
+            with pytest.raises(ExhaustedError, match="bytes of staged edits are taken"):
+                await edits.begin(rank.manifest(33, small))
+        async with rank.edits(undo_budget_bytes=100) as edits:
+            entry = await edits.begin(rank.manifest(40, small))
+            rank.boundary(edits, entry)
+            assert "whole undo budget" in entry.undo_refusal
+            bare = await edits.begin(rank.manifest(41, small, undoable=False))
+            rank.boundary(edits, bare)
+            assert "without undo data" in bare.undo_refusal
 
-    run(test)
 
-
-def test_what_is_told_of_applied_edits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_told_of_applied_edits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "MAX_META_BYTES", 2 * 4096)
 
-    async def test() -> None:
-        with rank_of() as rank:
-            async with rank.edits() as edits:
-                whole = edits.memory.free_bytes
-                for number in range(4):
-                    entry = await edits.begin(
-                        rank.manifest(number, [EditOp(fqn="s", kind=EditKind.FILL)])
-                    )
-                    rank.boundary(edits, entry)
-                for number in (0, 1):
-                    with pytest.raises(NotFoundError):
-                        edits.get(f"{number:032x}")
-                for number in (2, 3):
-                    assert edits.get(f"{number:032x}").phase is Phase.APPLIED
-                    await edits.drop(f"{number:032x}")
-                assert whole - edits.memory.free_bytes == 2 * 4096
-
-    run(test)
+    with rank_of() as rank:
+        async with rank.edits() as edits:
+            whole = edits.memory.free_bytes
+            for number in range(4):
+                entry = await edits.begin(
+                    rank.manifest(number, [edit_op(fqn="s", kind=EditKind.FILL)])
+                )
+                rank.boundary(edits, entry)
+            for number in (0, 1):
+                with pytest.raises(NotFoundError):
+                    edits.get(f"{number:032x}")
+            for number in (2, 3):
+                assert edits.get(f"{number:032x}").phase is Phase.APPLIED
+                await edits.drop(f"{number:032x}")
+            assert whole - edits.memory.free_bytes == 2 * 4096
 
 
-def test_an_undo_persisted_before_its_original_leaves_no_claim_to_its_memory() -> None:
+async def test_an_undo_persisted_before_its_original_leaves_no_claim_to_its_memory() -> None:
     """The sidecar dies between the two; what a successor then frees, the next one must not find."""
 
-    async def test() -> None:
-        with rank_of("fsdp1", 2, 1) as rank:
-            data = rank.data_of(WHOLE, operands())
-            async with rank.edits() as edits:
-                first = await stage(edits, rank.manifest(1, WHOLE), data)
-                rank.boundary(edits, first)
-                undo = await edits.begin(rank.manifest(2, WHOLE, undo_of=first.edit_id))
-                rank.ready(edits, undo)
-                rank.agree()
-                rank.apply()
-                with patch.object(edits._book.undo, "_persist", lambda one: None):
-                    edits.settle()
-                assert undo.phase is Phase.APPLIED
-            async with rank.edits() as edits:
-                await edits.drop(undo.edit_id)
-                third = await stage(edits, rank.manifest(3, WHOLE), data)
-                taken = edits.staged_bytes
-            async with rank.edits() as edits:
-                assert edits.get(first.edit_id).undo_refusal == "it is already undone"
-                assert edits.undo_bytes == 0
-                assert edits.staged_bytes == taken
-                rank.boundary(edits, edits.get(third.edit_id))
-
-    run(test)
+    with rank_of("fsdp1", 2, 1) as rank:
+        data = rank.data_of(WHOLE, operands())
+        async with rank.edits() as edits:
+            first = await stage(edits, rank.manifest(1, WHOLE), data)
+            rank.boundary(edits, first)
+            undo = await edits.begin(rank.manifest(2, WHOLE, undo_of=first.edit_id))
+            rank.ready(edits, undo)
+            rank.agree()
+            rank.apply()
+            with patch.object(edits._book.undo, "_persist", lambda one: None):
+                edits.settle()
+            assert undo.phase is Phase.APPLIED
+        async with rank.edits() as edits:
+            await edits.drop(undo.edit_id)
+            third = await stage(edits, rank.manifest(3, WHOLE), data)
+            taken = edits.staged_bytes
+        async with rank.edits() as edits:
+            assert edits.get(first.edit_id).undo_refusal == "it is already undone"
+            assert edits.undo_bytes == 0
+            assert edits.staged_bytes == taken
+            rank.boundary(edits, edits.get(third.edit_id))
 
 
-def test_all_memory_comes_back() -> None:
-    async def test() -> None:
-        with rank_of() as rank:
-            async with rank.edits(idle_s=0.0) as edits:
-                whole = edits.memory.free_bytes
-                assert whole == edits.memory.sparse.size_bytes - HEAD_BYTES
-                begin, end = await edits.memory.reserve(8 << 20)
-                assert reserved_bytes(edits.memory.sparse.descriptor) >= 8 << 20
-                holes = rank.page[Word.EDIT_HOLES]
-                edits.memory.free(begin, end)
-                entries = [await edits.begin(rank.manifest(n, WHOLE)) for n in range(5)]
-                for entry in entries:
-                    await edits.drop(entry.edit_id)
-                async with asyncio.timeout(5):
-                    while edits.memory.free_bytes < whole or edits.memory.idle_bytes:
-                        await asyncio.sleep(0.001)
-                assert reserved_bytes(edits.memory.sparse.descriptor) <= HEAD_BYTES + (1 << 20)
-                # The trainer's page tables of them are gone, and it is told.
-                assert rank.page[Word.EDIT_HOLES] > holes
-
-    run(test)
+async def test_all_memory_comes_back() -> None:
+    with rank_of() as rank:
+        async with rank.edits(idle_s=0.0) as edits:
+            whole = edits.memory.free_bytes
+            assert whole == edits.memory.sparse.size_bytes - HEAD_BYTES
+            begin, end = await edits.memory.reserve(8 << 20)
+            assert reserved_bytes(edits.memory.sparse.descriptor) >= 8 << 20
+            holes = rank.page[Word.EDIT_HOLES]
+            edits.memory.free(begin, end)
+            entries = [await edits.begin(rank.manifest(n, WHOLE)) for n in range(5)]
+            for entry in entries:
+                await edits.drop(entry.edit_id)
+            async with asyncio.timeout(5):
+                while edits.memory.free_bytes < whole or edits.memory.idle_bytes:
+                    await asyncio.sleep(0.001)
+            assert reserved_bytes(edits.memory.sparse.descriptor) <= HEAD_BYTES + (1 << 20)
+            # The trainer's page tables of them are gone, and it is told.
+            assert rank.page[Word.EDIT_HOLES] > holes
 
 
 def test_ranges_add_remove_and_find_as_sets_do() -> None:

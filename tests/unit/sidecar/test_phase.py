@@ -8,11 +8,7 @@ from paramd.memory.control_page import Word
 from paramd.v1 import common_pb2
 from paramd_service.sidecar.owner import Ownership
 from paramd_service.sidecar.phase import STALL_LEAST_S, doing, stall_after_ns
-from paramd_service.sidecar.rpc.control_link import (
-    FIRST_BACKOFF_S,
-    JOINS_PER_S,
-    backoff_s,
-)
+from paramd_service.sidecar.rpc.control_link import FIRST_BACKOFF_S, JOINS_PER_S, backoff_s
 
 S = 1_000_000_000
 NOW_NS = 1000 * S

@@ -12,12 +12,7 @@ import pytest
 from paramd.memory import descriptors
 from paramd.memory.control_page import PAGE_BYTES, ControlPage, Word
 from paramd.memory.gate import CopyEnd, CopySpan, State, state_of
-from paramd_service.sidecar.copying.capture import (
-    REST_NS,
-    RETRY_NS,
-    Capture,
-    CopyJob,
-)
+from paramd_service.sidecar.copying.capture import REST_NS, RETRY_NS, Capture, CopyJob
 from paramd_service.sidecar.copying.copier import Copier
 from paramd_service.sidecar.copying.page_requests import Boundary, Outcome
 from paramd_service.sidecar.log import Log

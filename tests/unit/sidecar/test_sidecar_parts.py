@@ -5,22 +5,20 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paramd.errors import (
-    ConflictError,
-    DeniedError,
-    UsageError,
-)
+from paramd.errors import ConflictError, DeniedError, UsageError
 from paramd.memory.control_page import Word
 from paramd.memory.descriptors import is_pidfd_of_elsewhere, pidfd, same_object
 from paramd.security.tickets import Claims, Role
 from paramd.state_files import socket_path
 from paramd.trainer.settings import LIMITS, AttachSettings
+from paramd.v1 import sidecar_pb2 as pb
 from paramd.version import __version__
 from paramd_service.sidecar.config import SidecarConfig
 from paramd_service.sidecar.host import asked_for
@@ -234,3 +232,34 @@ def test_one_good_ticket_and_nothing_else_lets_a_call_in(values: list[str]) -> N
 
 def bearer(ticket: str) -> tuple[str, str]:
     return "authorization", f"Bearer {ticket}"
+
+
+def spans_of(pairs: list[tuple[int, int]]) -> list[pb.Span]:
+    return [pb.Span(begin=begin, end=end) for begin, end in pairs]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "begin", "end", "after"),
+    [
+        ([(0, 11)], 0, 11, 0),
+        ([(0, 5), (10, 11)], 10, 11, 5),
+        ([(-1, 1)], -1, 1, 0),
+        ([(3, 3)], 3, 3, 0),
+        ([(4, 2)], 4, 2, 0),
+        ([(0, 5), (4, 6)], 4, 6, 5),
+        ([(5, 6), (0, 1)], 0, 1, 6),
+    ],
+)
+def test_other_spans_are_refused_and_named(
+    pairs: list[tuple[int, int]], begin: int, end: int, after: int
+) -> None:
+    text = f"spans: [{begin}, {end}) after byte {after}; expected non-empty, sorted"
+    with pytest.raises(UsageError, match=re.escape(text) + r".* within \[0, 10\)"):
+        auth.check_spans(spans_of(pairs), 10)
+
+
+def test_spans_are_counted_before_they_are_looked_at() -> None:
+    pairs = [(begin, begin + 1) for begin in range(auth.MAX_SPANS)]
+    assert auth.check_spans(spans_of(pairs), auth.MAX_SPANS) == tuple(pairs)
+    with pytest.raises(UsageError, match="spans: 100,001; expected at most 100,000"):
+        auth.check_spans([pb.Span()] * (auth.MAX_SPANS + 1), auth.MAX_SPANS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paramd.errors import NotFoundError
+from paramd.errors import ExhaustedError, NotFoundError
 from paramd_service.sidecar.snapshots.store import (
     Block,
     Fill,
@@ -157,3 +157,10 @@ def test_idle_memory_is_freed_but_not_after_the_trainer_ended(bench: Bench) -> N
     bench.now_ns = 10**15
     bench.store.expire()
     assert bench.store.find(key(4), step=None) is not None
+
+
+def test_the_budget_is_checked_before_anything_is_made(bench: Bench) -> None:
+    bench.filled(7, 1)
+    with pytest.raises(ExhaustedError, match=r"16,384 bytes does not fit: 12,288 of the .*40,960"):
+        bench.store.reserve(key(4), at_boundary=False)
+    assert bench.store.used_bytes == 7 * PAGE

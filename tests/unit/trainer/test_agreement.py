@@ -154,9 +154,7 @@ def test_a_request_that_was_agreed_is_not_agreed_again(make: Callable[..., Ranks
     assert told(ranks.boundary(NOTHING, NOTHING)) == [None] * 2
 
 
-def test_without_clients_rounds_are_rare_until_one_rank_has_one(
-    make: Callable[..., Ranks],
-) -> None:
+def test_without_clients_rounds_are_rare_until_one_rank_has_one(make: Callable[..., Ranks]) -> None:
     ranks = make(2)
     step_ns = 20 * MS
     quiet = quiet_interval(step_ns)

@@ -287,27 +287,6 @@ def test_an_optimizer_that_gets_a_parameter_of_the_model_later_is_followed(make:
     assert bench.boundary.step == 1
 
 
-def test_optimizers_within_one_backward_make_one_update(make: Make) -> None:
-    bench = make()
-    optimizers = []
-
-    def stepping(optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], None]:
-        def hook(_: torch.Tensor) -> None:
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return hook
-
-    for parameter in bench.model.parameters():
-        optimizers.append(torch.optim.SGD([parameter], lr=0.1))
-        parameter.register_post_accumulate_grad_hook(stepping(optimizers[-1]))
-
-    for round_ in range(1, 4):
-        bench.forward_backward()
-        assert bench.boundary.step == round_
-        assert bench.rests
-
-
 class Container(torch.optim.Optimizer):
     """Like torchtitan's for optimizers in backward: its own step does nothing."""
 
@@ -452,6 +431,24 @@ def test_backwards_are_counted_once_each(make: Make) -> None:
         (found["loss"] + found["more"][1][0].sum()).backward()
     bench.model(torch.ones(2, WIDTH))["more"][0].sum().backward()
     assert bench.boundary.iteration() == 4
+
+
+@pytest.mark.parametrize("again", [None, False, True])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_backward_through_several_attached_modules_is_counted_once(
+    make: Make, count: int, again: bool | None
+) -> None:
+    """As of ranks with stages of their own; also computed again in it, reentrantly or not."""
+    bench = make(nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count)))
+    optimizer = _sgd(bench)
+    for _ in range(3):
+        for _ in range(2):  # Batches whose gradients are accumulated.
+            x = torch.ones(2, WIDTH, requires_grad=True)
+            for module in bench.model:
+                x = module(x) if again is None else checkpoint(module, x, use_reentrant=again)
+            x.sum().backward()
+        optimizer.step()
+    assert bench.boundary.iteration() == 6
 
 
 def test_the_end_of_the_process_settles_what_was_not_changed_since(make: Make) -> None:

@@ -15,9 +15,7 @@ from paramd.memory.control_page import ControlPage, Word
 from paramd.memory.descriptors import SparseMemory, create_memory, create_sparse
 from paramd.memory.handover import optimizer_bytes
 from paramd.trainer.resume.codec import decode, encode
-from paramd.trainer.resume.optimizer_home import (
-    OptimizerHome,
-)
+from paramd.trainer.resume.optimizer_home import OptimizerHome
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": lambda ps: torch.optim.AdamW(ps, amsgrad=True),

@@ -204,29 +204,6 @@ def test_all_of_many_parameters_are_looked_at_at_once(move_in: MoveIn) -> None:
     assert home.check(full=True) == ["249", "2499"]
 
 
-def test_a_replaced_module_is_noticed_and_taken_back(move_in: MoveIn) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    home, arena = move_in(model)
-
-    model[1] = nn.Linear(3, 3)
-
-    assert home.check() == ["1.weight", "1.bias"]
-    assert home.take_back() == ["1.weight", "1.bias"]
-    assert home.check() == []
-    assert torch.equal(read(home, arena)["1.weight"], model[1].weight)
-
-
-def test_a_parameter_added_to_the_tree_is_noticed(move_in: MoveIn) -> None:
-    model = nn.Sequential(nn.Linear(3, 3))
-    home, _ = move_in(model)
-
-    model[0].adapter = nn.Parameter(torch.zeros(3))
-
-    assert home.check() == ["0.adapter"]
-    with pytest.raises(ConflictError, match=r"'0\.adapter' was absent"):
-        home.take_back()
-
-
 def test_memory_put_aside_keeps_its_values(move_in: MoveIn) -> None:
     """Averaged weights swapped in by address: what was put aside is the training's."""
     model = nn.Linear(3, 3)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from paramd.layout.dtypes import ITEM_BYTES
 
@@ -30,8 +30,28 @@ BITS: Final = frozenset(d for d in ITEM_BYTES if "8_" in d) | {
 }
 """Dtypes that can only be set, bit by bit."""
 
-NUMBERS: Final = {"value": 0.0, "weight": 1.0, "min": -math.inf, "max": math.inf}
-"""The numeric operands of all kinds, with their defaults."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Numbers:
+    """The numeric operands of all kinds, with what stands for one that is not given."""
+
+    value: float = 0.0
+    """Operand of FILL, and of ADD and MUL without data."""
+    weight: float = 1.0
+    """Factor of ADD and LERP; never 0."""
+    min: float = -math.inf
+    """Lower bound of CLAMP."""
+    max: float = math.inf
+    """Upper bound of CLAMP."""
+
+
+NUMBERS: Final[dict[str, float]] = asdict(Numbers())
+"""Their names and defaults, in order."""
+
+
+def numbers_of(of: Any) -> dict[str, Any]:
+    """The operands of an operation, in whatever form it is, by name."""
+    return {name: getattr(of, name) for name in NUMBERS}
 
 
 class EditKind(IntEnum):

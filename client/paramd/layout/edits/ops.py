@@ -12,7 +12,17 @@ import xxhash
 
 from paramd.errors import NotFoundError, UsageError
 from paramd.layout.dtypes import ITEM_BYTES
-from paramd.layout.edits.kinds import BITS, BY_WORD, KINDS, NUMBERS, WHOLE, EditKind, words
+from paramd.layout.edits.kinds import (
+    BITS,
+    BY_WORD,
+    KINDS,
+    NUMBERS,
+    WHOLE,
+    EditKind,
+    Kind,
+    numbers_of,
+    words,
+)
 from paramd.layout.select import NameIndex, Selection, select, split_slices
 from paramd.layout.types import Box, full_box
 from paramd.v1 import sidecar_pb2 as pb
@@ -27,6 +37,10 @@ FLOAT_MAX: dict[str, float] = {
     "bfloat16": 3.3895313892515355e38,
 }
 """Largest finite number of each dtype that edits can compute in."""
+
+
+WHOLE_BOX = Box((), ())
+"""Of an operation on a whole parameter."""
 
 
 class EditState(StrEnum):
@@ -65,7 +79,7 @@ class OpSpec:
 
     def numbers(self) -> dict[str, float]:
         """The numbers that were given, by name."""
-        given = {name: getattr(self, name) for name in NUMBERS}
+        given = numbers_of(self)
         return {name: float(number) for name, number in given.items() if number is not None}
 
     def document(self) -> dict[str, Any]:
@@ -76,6 +90,17 @@ class OpSpec:
         if self.data:
             found["data"] = True
         return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EditTerms:
+    """Options of an edit; see `AsyncMesh.edit`."""
+
+    if_step: int | None = None
+    reset_moments: bool = False
+    allow_nonfinite: bool = False
+    dry_run: bool = False
+    note: str = ""
 
 
 def ops_of(patterns: Sequence[str], *, weight: float | None = None, **forms: Any) -> list[OpSpec]:
@@ -135,35 +160,19 @@ def _bounds(word: str, given: Any) -> tuple[float | None, float | None]:
     return low, high
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EditOp:
-    """Changes one region of one parameter; as `paramd.v1.EditOp`."""
-
-    fqn: str
-    """Name of the parameter."""
-    box: Box | None = None
-    """The region; None is the whole parameter."""
-    kind: EditKind
-    value: float = 0.0
-    """Operand of FILL, and of ADD and MUL without data."""
-    weight: float = 1.0
-    """Factor of ADD and LERP; never 0."""
-    min: float = -math.inf
-    """Lower bound of CLAMP."""
-    max: float = math.inf
-    """Upper bound of CLAMP."""
-    with_data: bool = False
-    """The operand comes as data of the region's shape, in the parameter's dtype."""
-
-
-def check_op(op: EditOp, dtype: str, *, allow_nonfinite: bool = False) -> None:
+def check_op(op: pb.EditOp, dtype: str, *, allow_nonfinite: bool = False) -> None:
     """Check an operation on a parameter of `dtype`.
 
     Raises:
-        UsageError: the dtype does not support it, or an operand is missing or out of range.
+        UsageError: the dtype does not support it, or an operand is missing or out of range; or
+            its kind is unknown to this version.
     """
-    where = f"{op.kind.word} of {op.fqn!r}"
-    kind = KINDS[op.kind]
+    if int(op.kind) not in KINDS:
+        raise UsageError(
+            f"ops: kind {op.kind} of {op.fqn[:200]!r}; expected one of {', '.join(BY_WORD)}"
+        )
+    kind = KINDS[EditKind(op.kind)]
+    where = f"{EditKind(op.kind).word} of {op.fqn!r}"
     if not (kind.with_data if op.with_data else kind.without_data):
         takers = words(lambda kind: kind.with_data)
         raise UsageError(
@@ -171,7 +180,7 @@ def check_op(op: EditOp, dtype: str, *, allow_nonfinite: bool = False) -> None:
             if op.with_data
             else f"{where}: needs data of the region's shape; set with_data and send it"
         )
-    _check_dtype(op, dtype, where)
+    _check_dtype(kind, dtype, where)
     if "min" in kind.numbers:
         _check_bounds(op, where)
     for name in kind.taken(with_data=op.with_data):
@@ -181,8 +190,8 @@ def check_op(op: EditOp, dtype: str, *, allow_nonfinite: bool = False) -> None:
             _check_number(name, number, dtype, where, allow_nonfinite=allow_nonfinite)
 
 
-def _check_dtype(op: EditOp, dtype: str, where: str) -> None:
-    if dtype in FLOAT_MAX or dtype in KINDS[op.kind].others:
+def _check_dtype(kind: Kind, dtype: str, where: str) -> None:
+    if dtype in FLOAT_MAX or dtype in kind.others:
         return
     if dtype not in WHOLE | BITS:
         raise UsageError(f"{where}: dtype {dtype} cannot be edited")
@@ -190,7 +199,7 @@ def _check_dtype(op: EditOp, dtype: str, where: str) -> None:
     raise UsageError(f"{where}: dtype {dtype} does not support arithmetic; use {instead}")
 
 
-def _check_bounds(op: EditOp, where: str) -> None:
+def _check_bounds(op: pb.EditOp, where: str) -> None:
     if not op.min <= op.max or (op.min, op.max) == (-math.inf, math.inf):
         raise UsageError(
             f"{where}: min {op.min} and max {op.max}; expected at least one bound, and min not "
@@ -227,28 +236,25 @@ def _integer_range(dtype: str) -> tuple[int, int]:
     return (0, 2**bits - 1) if dtype.startswith("u") else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
 
 
-def encode_op(op: EditOp) -> pb.EditOp:
-    """An operation as a message."""
-    return pb.EditOp(
-        fqn=op.fqn,
-        begin=op.box.begin if op.box is not None else (),
-        end=op.box.end if op.box is not None else (),
-        kind=pb.EditKind.ValueType(op.kind),
-        value=op.value,
-        weight=op.weight,
-        min=op.min,
-        max=op.max,
-        with_data=op.with_data,
+def manifest_of(
+    edit_id: str,
+    ops: Iterable[pb.EditOp],
+    terms: EditTerms,
+    *,
+    incarnation: int,
+    layout_digest: str,
+) -> pb.EditManifest:
+    """The manifest of an edit of elements, the same wherever it is made."""
+    return pb.EditManifest(
+        edit_id=edit_id,
+        incarnation=incarnation,
+        layout_digest=layout_digest,
+        ops=ops,
+        undoable=True,
+        if_step=terms.if_step,
+        reset_moments=terms.reset_moments,
+        allow_nonfinite=terms.allow_nonfinite,
     )
-
-
-def decode_ops(messages: Iterable[pb.EditOp]) -> list[EditOp]:
-    """The operations of a manifest.
-
-    Raises:
-        UsageError: an operation's kind is unknown to this version.
-    """
-    return [_decode_op(message) for message in messages]
 
 
 def manifest_digest(manifest: pb.EditManifest) -> bytes:
@@ -256,26 +262,7 @@ def manifest_digest(manifest: pb.EditManifest) -> bytes:
     return xxhash.xxh3_128_digest(manifest.SerializeToString(deterministic=True))
 
 
-def _decode_op(message: pb.EditOp) -> EditOp:
-    if int(message.kind) not in KINDS:
-        raise UsageError(
-            f"ops: kind {message.kind} of {message.fqn[:200]!r}; expected one of "
-            f"{', '.join(BY_WORD)}"
-        )
-    begin, end = tuple(message.begin), tuple(message.end)
-    return EditOp(
-        fqn=message.fqn,
-        box=Box(begin, end) if begin or end else None,
-        kind=EditKind(message.kind),
-        value=message.value,
-        weight=message.weight,
-        min=message.min,
-        max=message.max,
-        with_data=message.with_data,
-    )
-
-
-def edit_ops(index: NameIndex, specs: Iterable[OpSpec]) -> list[EditOp]:
+def edit_ops(index: NameIndex, specs: Iterable[OpSpec]) -> list[pb.EditOp]:
     """One operation per parameter that a pattern matches, in the order of `specs`.
 
     Raises:
@@ -285,16 +272,18 @@ def edit_ops(index: NameIndex, specs: Iterable[OpSpec]) -> list[EditOp]:
     return [op for one in specs for op in _ops(index, one)]
 
 
-def _ops(index: NameIndex, spec: OpSpec) -> Iterator[EditOp]:
+def _ops(index: NameIndex, spec: OpSpec) -> Iterator[pb.EditOp]:
     kind = BY_WORD.get(spec.op)
     if kind is None:
         raise UsageError(f"op: {spec.op!r}; expected one of {', '.join(BY_WORD)}")
-    numbers = _checked_numbers(spec, kind)
+    numbers = NUMBERS | _checked_numbers(spec, kind)
     for item in _selected(index, spec.pattern):
-        yield EditOp(
+        part = item.box if item.box != full_box(item.tensor.shape) else WHOLE_BOX
+        yield pb.EditOp(
             fqn=item.tensor.fqn,
-            box=item.box if item.box != full_box(item.tensor.shape) else None,
-            kind=kind,
+            begin=part.begin,
+            end=part.end,
+            kind=pb.EditKind.ValueType(kind),
             with_data=spec.data,
             **numbers,
         )

@@ -14,7 +14,7 @@ from math import prod
 
 from paramd.errors import NotFoundError, UsageError
 from paramd.layout.dtypes import item_bytes
-from paramd.layout.edits.ops import EditOp, check_op
+from paramd.layout.edits.ops import WHOLE_BOX, check_op
 from paramd.layout.merge import outside, overlaps
 from paramd.layout.plan import Landing, views_of
 from paramd.layout.types import (
@@ -29,6 +29,7 @@ from paramd.layout.types import (
     intersection,
     row_major,
 )
+from paramd.v1 import sidecar_pb2 as pb
 
 MAX_OPS = 100_000
 """Most operations in one edit."""
@@ -89,7 +90,7 @@ class RankEdit:
 class PlannedOp:
     """An operation, and the parameter it changes."""
 
-    op: EditOp
+    op: pb.EditOp
     tensor: TensorLayout
     box: Box
     """The region, in coordinates of the whole parameter."""
@@ -111,7 +112,7 @@ class EditPlan:
 
 def plan_edit(
     layout: Layout,
-    ops: Sequence[EditOp],
+    ops: Sequence[pb.EditOp],
     *,
     ranks: Iterable[int] | None = None,
     allow_nonfinite: bool = False,
@@ -135,7 +136,7 @@ def finder(layout: Layout) -> Find:
 
 
 def check_ops(
-    find: Find, ops: Sequence[EditOp], *, allow_nonfinite: bool = False
+    find: Find, ops: Sequence[pb.EditOp], *, allow_nonfinite: bool = False
 ) -> tuple[PlannedOp, ...]:
     """Check operations, and find the tensor and region of each. Raises as `plan_edit`."""
     if not 0 < len(ops) <= MAX_OPS:
@@ -173,7 +174,7 @@ def overlap(ops: Iterable[PlannedOp], others: Iterable[PlannedOp]) -> str | None
     return None
 
 
-def _planned(find: Find, op: EditOp, allow_nonfinite: bool) -> PlannedOp:
+def _planned(find: Find, op: pb.EditOp, allow_nonfinite: bool) -> PlannedOp:
     tensor = find(op.fqn)
     if tensor is None:
         raise NotFoundError(
@@ -184,7 +185,8 @@ def _planned(find: Find, op: EditOp, allow_nonfinite: bool) -> PlannedOp:
             f"{op.fqn!r} is a buffer, which is in the trainer's own memory; only parameters can "
             "be edited"
         )
-    box = full_box(tensor.shape) if op.box is None else op.box
+    box = Box(tuple(op.begin), tuple(op.end))
+    box = full_box(tensor.shape) if box == WHOLE_BOX else box
     if reason := outside(box, tensor.shape):
         raise UsageError(
             f"a region of {op.fqn!r} is out of range: {reason}; expected bounds in order within "

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
 from typing import Any, Final
-from urllib.parse import quote
 
+from paramd.documents import Document, Finite, Record, Text, read_document
 from paramd.errors import ConflictError, DeadlineError, ParamdError, UnreachableError, UsageError
 from paramd.layout.edits.kinds import BY_WORD, KINDS
-from paramd.layout.edits.ops import EDIT_ENDS, EditState, OpSpec
-from paramd.mesh.peers.control import REST_TIMEOUT_S, read_document
-from paramd.mesh.peers.discovery import AGAIN_S, JobRest
+from paramd.layout.edits.ops import EDIT_ENDS, EditState, EditTerms, OpSpec
+from paramd.mesh.peers.control import REST_TIMEOUT_S
+from paramd.mesh.peers.discovery import AGAIN_S, JobRest, segment
 from paramd.mesh.results import Table
 from paramd.wire import LEASE_S, MAX_LEASE_S
 
@@ -34,57 +34,118 @@ _GROUP = re.compile(r"(?:optimizer\s+(?P<optimizer>\d+)\s+)?group\s+(?P<group>\d
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ValueRange:
-    """Statistics of all elements that an edit selects."""
+class EditOp(Record):
+    """One operation and the parameters it matched. Operands are None when absent, or when the
+    token's role may not see them."""
 
-    min: float
-    max: float
-    mean: float
-    norm: float
+    pattern: str
+    op: str
+    value: float | None
+    weight: float | None
+    min: float | None
+    max: float | None
+    data: bool
+    names: tuple[str, ...]
+    """The first 100 matched parameters."""
+    name_count: int
+    numel: int
+    """Elements, replicas counted once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hyperparameters(Record):
+    """Hyper-parameters that an edit sets."""
+
+    optimizer: int
+    group: int
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rollback(Record):
+    """The state that an edit puts back."""
+
+    mark: str
+    """Empty: a standing snapshot."""
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValueRange(Document):
+    """Statistics of all elements that an edit names. NaN: no finite element."""
+
+    min: Finite
+    max: Finite
+    mean: Finite
+    norm: Finite
     nan_count: int
     inf_count: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Edit:
-    """One edit, as of the last response."""
+class Undo(Document):
+    """Whether an edit can be undone."""
+
+    possible: bool
+    reason: str
+    """Why not; empty if possible."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Edit(Document):
+    """An edit and its state, as of the last response."""
 
     id: str
     job: str
     incarnation: int
     state: EditState
+    """APPLIED, ABORTED and LOST are final."""
     reason: str
-    """Why it was not applied; empty otherwise."""
+    """Why it is ABORTED or LOST; else empty."""
     step: int
     """Step at whose boundary it was applied; -1 if it was not."""
+    boundary: int
+    """Number of its boundary request; 0: none yet."""
     actor: str
     """Name of the token that created it."""
-    committed_by: str
+    committed_by: Text
     """Name of the token that committed it; empty before that."""
     note: str
     dry_run: bool
-    """It only computed `before` and `after`: it changes nothing and ends as ABORTED."""
+    """It only computes `before` and `after`: it changes nothing and ends as ABORTED."""
     created_s: float
     """Seconds since the Unix epoch."""
-    ops: tuple[Mapping[str, Any], ...]
+    ended_s: float | None
+    """None until it ends."""
+    ops: tuple[EditOp, ...]
     """The operations, with the names that matched."""
     size_bytes: int
-    """Bytes of the changed elements; replicas count once."""
+    """Size of the elements it names; replicas count once."""
     stop_ms: float | None
-    """Longest pause it caused on any rank."""
+    """Longest time it stopped a trainer."""
     before: ValueRange | None
+    """None: unknown, or the token's role may not see it."""
     after: ValueRange | None
-    undoable: bool
-    undo_refusal: str
-    """Why it cannot be undone; empty when it can."""
-    undo_of: str
-    undone_by: str
-    rollback: Mapping[str, Any] | None
-    """The state it puts back, `{"mark", "step"}`; of an undo, the one it leaves. Else None."""
-    hyperparameters: Mapping[str, Any] | None
-    """What it sets instead of parameters, `{"optimizer", "group", "values"}`; else None."""
+    undo: Undo
+    undo_of: Text
+    """Edit that this one undoes; else empty."""
+    undone_by: Text
+    """Edit that undid this one; else empty."""
+    rollback: Rollback | None
+    """The state it puts back; of an undo, the one it leaves. Else None."""
+    hyperparameters: Hyperparameters | None
+    """What it sets instead of parameters; else None."""
     warning: str
     """What a trainer had to say about it; else empty."""
+
+    @property
+    def undoable(self) -> bool:
+        return self.undo.possible
+
+    @property
+    def undo_refusal(self) -> str:
+        """Why it cannot be undone; empty when it can."""
+        return self.undo.reason
 
     @property
     def ended(self) -> bool:
@@ -94,7 +155,7 @@ class Edit:
     @property
     def names(self) -> tuple[str, ...]:
         """Names changed; the control plane lists up to 100 per operation."""
-        return tuple(name for op in self.ops for name in op.get("names", ()))
+        return tuple(name for op in self.ops for name in op.names)
 
     def __repr__(self) -> str:
         where = f" at step {self.step}" if self.state is EditState.APPLIED else ""
@@ -102,35 +163,35 @@ class Edit:
         return f"<paramd.Edit {self.id[:8]} {self.state}{where}, {len(self.names)} names{why}>"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hold:
-    """State of a job's hold."""
+class HoldState(StrEnum):
+    """State of a hold."""
 
-    state: str
-    """running, pausing, held or stepping."""
-    step: int
-    """Finished updates."""
-    holder: str
-    """Name of the holder's token; empty without a hold."""
-    steps_left: int
-    lease_left_s: float
+    RUNNING = "running"
+    PAUSING = "pausing"
+    """Requested, not agreed yet."""
+    HELD = "held"
+    STEPPING = "stepping"
+    """A number of boundaries pass before training waits again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hold(Document):
+    """Whether training is held at a boundary."""
+
+    state: HoldState
+    step: int = -1
+    """Finished updates; -1 when no rank reports it."""
+    holder: str = ""
+    """Who holds it: the token's name and a unique suffix; empty without a hold."""
+    steps_left: int = 0
+    """Boundaries it may still pass before it is held again."""
+    lease_left_s: float = 0.0
+    since_s: float | None = None
+    """Seconds since the Unix epoch; None when unknown."""
 
     @property
     def held(self) -> bool:
         return self.state in ("held", "stepping")
-
-
-def parse_edit(found: Mapping[str, Any]) -> Edit:
-    """Parse an EditDocument. Raises KeyError, TypeError or ValueError."""
-    undo = found["undo"]
-    return read_document(
-        Edit,
-        found,
-        before=_range(found["before"]),
-        after=_range(found["after"]),
-        undoable=bool(undo["possible"]),
-        undo_refusal=str(undo["reason"] or ""),
-    )
 
 
 def check_applied(edit: Edit) -> Edit:
@@ -157,17 +218,17 @@ def what_text(edit: Edit) -> str:
     if edit.undo_of:
         return f"undo {edit.undo_of[:8]}"
     if edit.rollback is not None:
-        mark, step = edit.rollback["mark"], edit.rollback["step"]
+        mark, step = edit.rollback.mark, edit.rollback.step
         return f"rollback to {mark} (step {step})" if mark else f"rollback to step {step}"
     if edit.hyperparameters is not None:
         change = edit.hyperparameters
-        values = ", ".join(f"{name}={value}" for name, value in change["values"].items())
-        return f"optimizer {change['optimizer']} group {change['group']}: {values}"
+        values = ", ".join(f"{name}={value}" for name, value in change.values.items())
+        return f"optimizer {change.optimizer} group {change.group}: {values}"
     texts = [op_text(op) for op in edit.ops[:3]]
     return ", ".join(texts) + (" ..." if len(edit.ops) > 3 else "")
 
 
-def op_text(op: Mapping[str, Any]) -> str:
+def op_text(op: EditOp | Mapping[str, Any]) -> str:
     """One operation, such as "mul 0.5 layers.*"."""
     word = str(op.get("op"))
     # A newer control plane may know more kinds.
@@ -194,48 +255,32 @@ class Edits(Table[Edit]):
     @classmethod
     def _names(cls) -> Sequence[str]:
         """As `Table._names`, with the numbers of `before` and `after` as "before_min" and so on."""
-        names = [name for name in super()._names() if name not in _RANGES]
-        return [*names, *(f"{side}_{one.name}" for side in _RANGES for one in fields(ValueRange))]
+        names = [name for name in super()._names() if name not in (*_RANGES, "undo")]
+        return [
+            *names,
+            "undoable",
+            "undo_refusal",
+            *(f"{side}_{one.name}" for side in _RANGES for one in fields(ValueRange)),
+        ]
 
     @classmethod
     def _record(cls, row: Any) -> dict[str, Any]:
         """As `Table._record`; None where an edit has no range."""
-        record = {one.name: getattr(row, one.name) for one in fields(Edit)}
-        ranges = {side: record.pop(side) for side in _RANGES}
         numbers = {
-            f"{side}_{one.name}": getattr(found, one.name, None)
-            for side, found in ranges.items()
+            f"{side}_{one.name}": getattr(getattr(row, side), one.name, None)
+            for side in _RANGES
             for one in fields(ValueRange)
         }
-        return {**record, "state": str(row.state), **numbers}
+        plain = {name: getattr(row, name) for name in cls._names() if name not in numbers}
+        return {**plain, "state": str(row.state), **numbers}
 
     def summary(self) -> str:
         return f"{len(self)} edits"
 
 
-def _range(found: Mapping[str, Any] | None) -> ValueRange | None:
-    if found is None:
-        return None
-    # JSON has neither infinity nor NaN; both are sent as null.
-    floats = ("min", "max", "mean", "norm")
-    nans = {name: math.nan for name in floats if found[name] is None}
-    return read_document(ValueRange, found, **nans)
-
-
 def new_edit_id() -> str:
     """An id chosen by the client, so that resending a request is idempotent."""
     return secrets.token_hex(16)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EditTerms:
-    """Options of an edit; see `AsyncMesh.edit`."""
-
-    if_step: int | None = None
-    reset_moments: bool = False
-    allow_nonfinite: bool = False
-    dry_run: bool = False
-    note: str = ""
 
 
 class EditCalls:
@@ -255,16 +300,16 @@ class EditCalls:
 
     async def commit(self, edit_id: str, deadline_s: float) -> Edit:
         """Commit a staged edit."""
-        return await self.begin(f"/edits/{_q(edit_id)}/commit", {}, deadline_s)
+        return await self.begin(f"/edits/{segment(edit_id)}/commit", {}, deadline_s)
 
     async def preview(self, edit_id: str, deadline_s: float) -> Edit:
         """Compute statistics before and after a staged edit."""
-        return await self._again(f"/edits/{_q(edit_id)}/preview", {}, deadline_s)
+        return await self._again(f"/edits/{segment(edit_id)}/preview", {}, deadline_s)
 
     async def undo(self, edit_id: str, *, force: bool, deadline_s: float) -> Edit:
         """Create the edit that undoes another."""
         body = {"id": new_edit_id(), "force": force}
-        return await self.begin(f"/edits/{_q(edit_id)}/undo", body, deadline_s)
+        return await self.begin(f"/edits/{segment(edit_id)}/undo", body, deadline_s)
 
     async def begin(self, path: str, body: Mapping[str, Any], deadline_s: float) -> Edit:
         """Create, or commit, an edit and wait a little for its end; `body` has a new one's id."""
@@ -272,11 +317,13 @@ class EditCalls:
 
     async def abort(self, edit_id: str) -> Edit:
         """Abort an edit, unless the trainers may have agreed to it."""
-        return self._edit(await self.rest.send("DELETE", f"/edits/{_q(edit_id)}"))
+        return self._edit(await self.rest.send("DELETE", f"/edits/{segment(edit_id)}"))
 
     async def get(self, edit_id: str, wait_s: float = 0.0) -> Edit:
         """One edit; waits up to `wait_s` seconds for its end."""
-        return self._edit(await self.rest.send("GET", f"/edits/{_q(edit_id)}?wait_s={wait_s:g}"))
+        return self._edit(
+            await self.rest.send("GET", f"/edits/{segment(edit_id)}?wait_s={wait_s:g}")
+        )
 
     async def ended(self, edit: Edit, deadline_s: float) -> Edit:
         """Poll an edit until it has ended or the deadline has passed."""
@@ -295,12 +342,7 @@ class EditCalls:
             raise UsageError(f"state: {state!r}; expected one of {', '.join(EditState)}")
         if limit < 1:
             raise UsageError(f"limit: {limit}; expected at least 1")
-        rows: list[Edit] = []
-        async for page in self.rest.pages("/edits", limit, state=state):
-            rows += map(self._edit, page["edits"])
-            if len(rows) >= limit:
-                break
-        return Edits(rows[:limit])
+        return Edits(map(self._edit, await self.rest.rows("edits", limit, state=state)))
 
     async def hold(
         self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float
@@ -318,12 +360,7 @@ class EditCalls:
         )
 
     def _edit(self, found: Mapping[str, Any]) -> Edit:
-        return self.rest.read(lambda: parse_edit(found))
-
-
-def _q(edit_id: str) -> str:
-    # Whatever a caller gives as an id stays one segment of the path.
-    return quote(edit_id, safe="")
+        return self.rest.read(lambda: read_document(Edit, found))
 
 
 def _wait_s(deadline_s: float) -> float:
@@ -399,7 +436,7 @@ class Holder:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mark:
+class Mark(Document):
     """A complete state that the sidecars keep in memory."""
 
     name: str
@@ -450,7 +487,7 @@ class MarkCalls:
 
     async def drop(self, name: str, deadline_s: float) -> None:
         """Forget a mark."""
-        await self._send("DELETE", f"/{quote(name, safe='')}", None, deadline_s)
+        await self._send("DELETE", f"/{segment(name)}", None, deadline_s)
 
     async def roll_back(self, to: str | int, note: str, deadline_s: float) -> Edit:
         """Create the edit that puts training back."""

@@ -31,11 +31,11 @@ from paramd.errors import (
     UnreachableError,
     UsageError,
 )
-from paramd.layout.edits.ops import OpSpec, encode_op
+from paramd.layout.edits.ops import EditTerms, OpSpec, manifest_of
 from paramd.layout.edits.plan import RankEdit
 from paramd.layout.select import Selection, select
 from paramd.layout.types import Box, full_box
-from paramd.mesh.edits.calls import Edit, EditCalls, EditTerms, check_applied, new_edit_id
+from paramd.mesh.edits.calls import Edit, EditCalls, check_applied, new_edit_id
 from paramd.mesh.edits.lending import Lender, Sender
 from paramd.mesh.peers.bulk import BulkStream, NoStreamError, on_thread
 from paramd.mesh.peers.discovery import SidecarFinder
@@ -55,9 +55,7 @@ from paramd.wire import LEASE_S, checksum_of, data_chunk
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from paramd.mesh.edits.calls import EditTerms
     from paramd.mesh.edits.operands import Operands
-    from paramd.mesh.peers.sidecars import Sidecars
     from paramd.mesh.reading.stream import Transport
 
 Progress = Callable[[int, int], None]
@@ -242,22 +240,6 @@ class Uploads:
         self._sent_bytes += size_bytes
         if self._how.progress is not None and self._total_bytes:
             self._how.progress(min(self._sent_bytes, self._total_bytes), self._total_bytes)
-
-
-def manifest_of(
-    edit_id: str, sidecars: Sidecars, operands: Operands, terms: EditTerms
-) -> sidecar_pb2.EditManifest:
-    """The manifest for all ranks; it must equal the control plane's own."""
-    return sidecar_pb2.EditManifest(
-        edit_id=edit_id,
-        incarnation=sidecars.document.incarnation,
-        layout_digest=sidecars.document.layout_digest,
-        ops=map(encode_op, operands.ops),
-        undoable=True,
-        if_step=terms.if_step,
-        reset_moments=terms.reset_moments,
-        allow_nonfinite=terms.allow_nonfinite,
-    )
 
 
 def check_mode(mode: str | None, *, hold: bool) -> Mode:
@@ -458,7 +440,14 @@ async def _upload(
     async def attempt(sidecars: Sidecars) -> None:
         index = await reach.index(sidecars)
         operands = prepare(index, ops, allow_nonfinite=terms.allow_nonfinite)
-        manifest = manifest_of(edit_id, sidecars, operands, terms)
+        mesh = sidecars.document
+        manifest = manifest_of(
+            edit_id,
+            operands.ops,
+            terms,
+            incarnation=mesh.incarnation,
+            layout_digest=mesh.layout_digest,
+        )
         await Uploads(sidecars, transfer, manifest, operands, sending).run()
 
     await reach.attempts(attempt, sending.deadline_s)

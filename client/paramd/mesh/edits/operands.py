@@ -11,12 +11,13 @@ import torch
 
 from paramd.errors import ExhaustedError, UsageError
 from paramd.layout.dtypes import item_bytes
-from paramd.layout.edits.ops import EditOp, OpSpec, edit_ops
+from paramd.layout.edits.ops import OpSpec, edit_ops
 from paramd.layout.edits.plan import EditItem, EditPlan, RankEdit, plan_edit
 from paramd.layout.select import NameIndex, SelectedTensor, Selection
 from paramd.memory.descriptors import LentMemory, lent_memory
 from paramd.mesh.edits.lending import Lender
 from paramd.mesh.reading.assemble import torch_dtype
+from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import CHUNK_BYTES
 
 _ALIGNMENT = 64
@@ -26,7 +27,7 @@ _ALIGNMENT = 64
 class Operands:
     """A planned edit and its tensor operands, by index of the operation."""
 
-    ops: Sequence[EditOp]
+    ops: Sequence[pb.EditOp]
     plan: EditPlan
     tensors: dict[int, torch.Tensor]
     """On the CPU, row-major, in the parameter's dtype."""
@@ -39,7 +40,7 @@ def prepare(index: NameIndex, ops: Sequence[OpSpec], *, allow_nonfinite: bool) -
         UsageError: an operand's shape differs from its region's, or several regions match.
         NotFoundError: a pattern matches nothing.
     """
-    planned: list[EditOp] = []
+    planned: list[pb.EditOp] = []
     given: dict[int, torch.Tensor] = {}
     for op in ops:
         found = edit_ops(index, [op])

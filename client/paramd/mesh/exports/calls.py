@@ -11,13 +11,14 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import quote, urlencode
+from urllib.parse import urlencode
 
 from xxhash import xxh3_128_hexdigest
 
+from paramd.documents import Document, read_document
 from paramd.errors import (
     ConflictError,
     DataLossError,
@@ -30,8 +31,8 @@ from paramd.errors import (
 from paramd.layout.exports.files import EXPORT_ENDS, ExportState
 from paramd.layout.exports.safetensors import MODEL_FILES, SAFETENSORS, SUFFIX
 from paramd.layout.types import Layout, TensorKind
-from paramd.mesh.peers.control import RestClient, read_document
-from paramd.mesh.peers.discovery import JobRest
+from paramd.mesh.peers.control import RestClient
+from paramd.mesh.peers.discovery import JobRest, segment
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +44,7 @@ Moved = Callable[[int, int], object]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExportFile:
+class ExportFile(Document):
     """One file of an export."""
 
     name: str
@@ -58,7 +59,7 @@ class ExportFile:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExportInfo:
+class ExportInfo(Document):
     """An export, as of one response."""
 
     id: str
@@ -74,16 +75,24 @@ class ExportInfo:
     """"NAME/KEY"."""
     format: str
     actor: str
+    """Name of the token that requested it."""
     created_s: float
     """Seconds since the Unix epoch."""
     ended_s: float | None
+    """None while it runs."""
     files: tuple[ExportFile, ...]
+    """Empty in lists."""
     size_bytes: int
     written_bytes: int
     schedule: str
-    """Id of the schedule that started it; empty for a manual export."""
-    raw: Mapping[str, Any] = field(repr=False, compare=False)
-    """As the control plane sent it."""
+    """Id of the schedule that started it; empty: started by a request."""
+    removed: bool
+    """Removed by the schedule's retention."""
+
+    @property
+    def raw(self) -> Mapping[str, Any]:
+        """As the control plane sent it."""
+        return asdict(self)
 
     @property
     def ended(self) -> bool:
@@ -126,11 +135,11 @@ class ExportCalls:
 
     async def get(self, export_id: str) -> ExportInfo:
         """One export."""
-        return self._info(await self._rest.send("GET", f"/exports/{_q(export_id)}"))
+        return self._info(await self._rest.send("GET", f"/exports/{segment(export_id)}"))
 
     async def cancel(self, export_id: str) -> ExportInfo:
         """Cancel an export."""
-        return self._info(await self._again("DELETE", f"/exports/{_q(export_id)}", None))
+        return self._info(await self._again("DELETE", f"/exports/{segment(export_id)}", None))
 
     async def ended(
         self, info: ExportInfo, timeout_s: float | None = None, progress: Progress | None = None
@@ -161,12 +170,7 @@ class ExportCalls:
 
     async def all(self, *, state: str | None, limit: int) -> list[ExportInfo]:
         """The newest exports, newest first; without their files."""
-        found: list[ExportInfo] = []
-        async for page in self._rest.pages("/exports", limit, state=state):
-            found += map(self._info, page["exports"])
-            if len(found) >= limit:
-                break
-        return found[:limit]
+        return [self._info(one) for one in await self._rest.rows("exports", limit, state=state)]
 
     async def create_schedule(
         self, body: Mapping[str, Any], assets: str | Path | None
@@ -182,7 +186,7 @@ class ExportCalls:
 
     async def delete_schedule(self, schedule_id: str) -> dict[str, Any]:
         """Delete a schedule; its exports stay."""
-        return dict(await self._rest.send("DELETE", f"/export-schedules/{_q(schedule_id)}"))
+        return dict(await self._rest.send("DELETE", f"/export-schedules/{segment(schedule_id)}"))
 
     async def _upload_assets(self, owner_id: str, folder: str | Path | None) -> list[str]:
         """Upload an export's assets to the control plane; return their names."""
@@ -209,7 +213,7 @@ class ExportCalls:
         return await self._rest.again(method, path, body, time.monotonic() + within_s)
 
     def _info(self, found: Mapping[str, Any]) -> ExportInfo:
-        return self._rest.read(lambda: read_document(ExportInfo, found, raw=dict(found)))
+        return self._rest.read(lambda: read_document(ExportInfo, found))
 
 
 def export_body(
@@ -256,10 +260,6 @@ def read_assets(folder: Path) -> list[tuple[str, bytes]]:
             f"{MAX_ASSETS} of {MAX_ASSETS_BYTES:,} in total can be copied into an export"
         )
     return [(path.name, path.read_bytes()) for path in paths]
-
-
-def _q(name: str) -> str:
-    return quote(name, safe="")
 
 
 # `timeout=` as in other clients; it bounds the whole wait, not one await.
@@ -356,7 +356,7 @@ class ExportFiles:
 
     def __init__(self, rest: RestClient, job: str, destination: str) -> None:
         self._rest = rest
-        self._path = f"/jobs/{quote(job, safe='')}/export-file"
+        self._path = f"/jobs/{segment(job)}/export-file"
         self._destination = destination
 
     async def manifest(self) -> Mapping[str, Any]:

@@ -29,17 +29,18 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from xxhash import xxh3_128_hexdigest
 
+from paramd.documents import read_document
 from paramd.errors import (
     ConflictError,
     DeadlineError,
     ExhaustedError,
     NotFoundError,
+    ParamdError,
     UnreachableError,
     UsageError,
 )
 from paramd.layout.exports.safetensors import METADATA_KEY, TensorSpec, encode_header, file_order
 from paramd.layout.exports.settings import NameMap
-from paramd.mesh.peers.control import read_document
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.grpc import LeaseEndedError
 from paramd.mesh.peers.sidecars import Pinned, RankPin, Sidecars, pinned_at
@@ -86,7 +87,10 @@ class PartialFile:
         if not self.path.parent.is_dir():
             raise UsageError(f"{self.path}: there is no directory {self.path.parent}; create it")
         if not replace and os.path.lexists(self.path):
-            raise ConflictError(f"{self.path} exists; give another name, or --force to replace it")
+            raise self._taken()
+
+    def _taken(self) -> ConflictError:
+        return ConflictError(f"{self.path} exists; give another name, or --force to replace it")
 
     def header(self) -> bytes:
         """The header of an earlier attempt; empty without a whole one."""
@@ -173,13 +177,11 @@ class PartialFile:
                 # link, unlike rename, fails if the name was taken since `check`.
                 os.link(self._part, self.path)
             except FileExistsError:
-                raise ConflictError(
-                    f"{self.path} exists; give another name, or --force to replace it"
-                ) from None
+                raise self._taken() from None
             except OSError:
                 # A file system without hard links.
                 if os.path.lexists(self.path):
-                    raise ConflictError(f"{self.path} exists; give another name") from None
+                    raise self._taken() from None
                 os.rename(self._part, self.path)
         with suppress(FileNotFoundError):
             self._part.unlink()
@@ -510,12 +512,9 @@ class Download:
     async def _keep(self, pinned: Pinned) -> None:
         while True:
             await asyncio.sleep(DOWNLOAD_LEASE_S / 5)
-            with suppress(UnreachableError):
-                sidecars = await self.reach.sidecars()
-                await asyncio.gather(
-                    *(sidecars.renew(pin, DOWNLOAD_LEASE_S) for pin in pinned.pins.values()),
-                    return_exceptions=True,
-                )
+            # Whatever fails: a snapshot is gone only once its lease has run out.
+            with suppress(ParamdError):
+                await _renewed(await self.reach.sidecars(), pinned)
 
     async def _read(
         self, wanted: Wanted, pinned: Pinned, layout: FileLayout, deadline_s: float

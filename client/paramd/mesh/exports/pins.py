@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,6 @@ from paramd.mesh.reading.pin import Pinner
 from paramd.mesh.reading.stream import Reading, Transport, read_bytes
 from paramd.mesh.reading.transfer import Chosen, Transfer
 from paramd.mesh.results import OptimizerState
-from paramd.state import StateName
 from paramd.v1 import export_pb2
 from paramd.v1 import sidecar_pb2 as pb
 
@@ -44,13 +43,13 @@ _AGAIN_S = 0.1
 
 def encode_plan(pinned: PinnedExport, layout_digest: str) -> export_pb2.ExportPlan:
     """The message for a plan whose sources are pinned."""
-    plan, settings = pinned.plan, pinned.plan.settings
+    plan, settings, state = pinned.plan, pinned.plan.settings, pinned.pinned.state
     return export_pb2.ExportPlan(
-        incarnation=pinned.state.incarnation,
-        history=pinned.state.history,
+        incarnation=state.incarnation,
+        history=state.history,
         layout_digest=layout_digest,
-        step=pinned.state.step,
-        edits=pinned.state.edits,
+        step=state.step,
+        edits=state.edits,
         format=export_pb2.ExportFormat.ValueType(FORMATS[settings.format].number),
         max_shard_bytes=settings.max_shard_bytes,
         dtype=settings.dtype if settings.dtype is not None else "",
@@ -64,7 +63,7 @@ def encode_plan(pinned: PinnedExport, layout_digest: str) -> export_pb2.ExportPl
         ],
         digest=plan.digest,
         pins=pinned.pins,
-        unsettled=pinned.unsettled,
+        unsettled=pinned.pinned.unsettled,
     )
 
 
@@ -111,10 +110,10 @@ class PinnedExport:
     """A plan and its snapshots, all at one state. The caller releases them."""
 
     plan: ExportPlan
-    state: StateName
-    pins: tuple[export_pb2.ExportPin, ...]
-    unsettled: bool = False
-    """Training has not continued since update `step`."""
+    pinned: Pinned
+    """The parameters."""
+    pins: Sequence[export_pb2.ExportPin]
+    """All of them."""
 
 
 class _Beside:
@@ -193,7 +192,7 @@ async def pin_with_optimizer(
         raise
     named = [_named(pin, "") for pin in held.pinned.pins.values()]
     named += [_named(pin, key) for key, pins in held.states.items() for pin in pins.values()]
-    return _exported(whole, held.pinned, named)
+    return PinnedExport(whole, held.pinned, named)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +283,7 @@ async def _pinned(
         (states[key] if key else tables)[rank] = pin
     held = HeldState(sidecars, replace(pinned, pins=params), states, OptimizerTable({}, {}, ()))
     try:
-        found = await _tables(sidecars, tables.values(), deadline_s)
+        found = await _tables(sidecars, replace(pinned, pins=tables), deadline_s)
         table = await asyncio.to_thread(optimizer_table, layout, found)
     except BaseException:
         held.release()
@@ -335,25 +334,20 @@ async def pin_parameters(pinner: Pinner, plan: ExportPlan, *, deadline_s: float)
     pinned = await pinner.pin(
         spans if spans else {0: ()}, deadline_s=deadline_s, with_buffers=plan.at_boundary
     )
-    return _exported(plan, pinned, [_named(pin, "") for pin in pinned.pins.values()])
-
-
-def _exported(
-    plan: ExportPlan, pinned: Pinned, pins: Sequence[export_pb2.ExportPin]
-) -> PinnedExport:
-    return PinnedExport(plan, pinned.state, tuple(pins), pinned.unsettled)
+    return PinnedExport(plan, pinned, [_named(pin, "") for pin in pinned.pins.values()])
 
 
 async def _tables(
-    sidecars: Sidecars, pins: Collection[RankPin], deadline_s: float
+    sidecars: Sidecars, pinned: Pinned, deadline_s: float
 ) -> dict[int, dict[str, Any]]:
+    # Of the state of all pins: one that a boundary has filled was pinned before there was any.
+    reading = Reading(sidecars, pinned, deadline_s, "grpc")
+
     async def one(pin: RankPin) -> dict[str, Any]:
-        pinned = Pinned.at(pin.state, {pin.rank: pin})
-        reading = Reading(sidecars, pinned, deadline_s, "grpc")
         return parse_table(bytes(await read_bytes(reading, pin.rank, 0, pin.size_bytes)))
 
-    found = await asyncio.gather(*map(one, pins))
-    return {pin.rank: table for pin, table in zip(pins, found, strict=True)}
+    found = await asyncio.gather(*map(one, pinned.pins.values()))
+    return dict(zip(pinned.pins, found, strict=True))
 
 
 def _named(pin: RankPin, state_key: str) -> export_pb2.ExportPin:

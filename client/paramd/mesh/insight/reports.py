@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Literal, get_args
 from urllib.parse import urlencode
 
+from paramd.documents import Document, read_document
 from paramd.errors import UsageError
-from paramd.mesh.peers.control import read_document
 from paramd.mesh.peers.discovery import JobRest
 from paramd.mesh.results import Table, ranks_text
 from paramd.state_files import MAX_LOG_LINES
@@ -23,16 +23,19 @@ TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Alert:
+class Alert(Document):
     """One problem, from when it was first found until it was last found.
 
-    Times are in seconds since the Unix epoch, by the control plane's clock.
+    REST, the events, webhooks and the store all have it in this form. Times are in seconds since
+    the Unix epoch, by the control plane's clock.
     """
 
     id: str
+    job: str
     incarnation: int
     rule: str
-    """For example "non-finite" or "stale-rank"; docs/alerts.md lists them."""
+    """non-finite, norm-jump, replica-drift, stale-rank, stalled-rank, straggler, stall-budget,
+    layout-mismatch, certificate or logged-number; docs/alerts.md says more."""
     subject: str
     """What it concerns: a rank, a tensor, the mesh."""
     severity: str
@@ -40,7 +43,9 @@ class Alert:
     state: str
     """firing or resolved."""
     reason: str
+    """In words; names ranks and tensors, never values."""
     ranks: tuple[int, ...]
+    """Ranks it concerns."""
     name: str
     """Tensor it concerns; empty for none."""
     step: int
@@ -111,7 +116,7 @@ def _time_text(time_s: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class StackFrame:
+class StackFrame(Document):
     """One frame of a stack."""
 
     file: str
@@ -123,10 +128,12 @@ class StackFrame:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ThreadStack:
+class ThreadStack(Document):
     """One thread of a trainer."""
 
     name: str
+    native_id: int
+    """Its number in the kernel; 0 when unknown."""
     training: bool
     """Whether it is the thread that attached."""
     frames: tuple[StackFrame, ...]
@@ -134,7 +141,7 @@ class ThreadStack:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Collective:
+class Collective(Document):
     """A collective in a trainer's flight recorder."""
 
     name: str
@@ -146,7 +153,7 @@ class Collective:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankActivity:
+class RankActivity(Document):
     """What one rank is doing. None where a number is unknown."""
 
     rank: int
@@ -154,10 +161,14 @@ class RankActivity:
     """Why its sidecar tells nothing; empty when it does."""
     step: int
     phase: str
+    phase_reason: str
     boundary_age_s: float | None
     """Seconds since its last boundary."""
     overdue: bool
     """Whether the next boundary should have come long ago."""
+    activity: str
+    """collective, dataloader, checkpoint, debugger, paramd, lock, optimizer, backward, forward,
+    code; empty when unknown."""
     doing: str
     """In words that follow "is", such as "in DataLoader.next"."""
     where: str
@@ -172,15 +183,22 @@ class RankActivity:
     collectives: tuple[Collective, ...]
     """The latest, those that are not over first; only of ranks that are overdue."""
     collectives_missing: str
+    process_state: str
     rss_bytes: int | None
+    peak_rss_bytes: int | None
     device_bytes: int | None
+    thread_count: int | None
     open_file_count: int | None
     open_file_limit: int | None
+    host_available_bytes: int | None
     log_lines: tuple[str, ...]
     """Last lines of the trainer's output."""
     log_missing: str
-    document: Mapping[str, Any]
-    """All of it, as REST has it."""
+
+    @property
+    def document(self) -> Mapping[str, Any]:
+        """All of it, as REST has it."""
+        return asdict(self)
 
 
 class Why(Table[RankActivity]):
@@ -216,7 +234,7 @@ async def ask_why(rest: JobRest, ranks: Sequence[int], log_lines: int) -> Why:
     found = await rest.send("GET", f"/why?{query}", timeout_s=TIMEOUT_S)
     return rest.read(
         lambda: Why(
-            [read_document(RankActivity, one, document=one) for one in found["ranks"]],
+            [read_document(RankActivity, one) for one in found["ranks"]],
             job=rest.job,
             incarnation=int(found["incarnation"]),
             verdict=str(found["verdict"]),
@@ -229,19 +247,19 @@ def _age(age_s: float | None) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LogTail:
+class LogTail(Document):
     """The end of one log."""
 
     source: str
-    """"sidecar", "stderr" or "stdout"; "trainer" where its output goes to no file."""
+    """sidecar, stderr or stdout; trainer where its output goes to no file."""
     lines: tuple[str, ...]
-    """The newest last."""
+    """The newest last, each at most 2,000 characters."""
     missing: str
     """Why there are none; empty when there are some."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankLog:
+class RankLog(Document):
     """The end of one rank's logs, as they were when asked. Prints as their lines."""
 
     job: str

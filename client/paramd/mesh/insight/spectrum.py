@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from paramd.documents import Document, Finite
 from paramd.errors import ConflictError, UsageError
 from paramd.extras import need
 from paramd.layout.dtypes import DTYPES
@@ -56,7 +57,7 @@ _SEED = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Spectrum:
+class Spectrum(Document):
     """Singular values of one weight at one step, and its rows and columns."""
 
     name: str
@@ -68,13 +69,13 @@ class Spectrum:
     dtype: str
     singular_values: tuple[float, ...]
     """The largest ones, falling; empty when elements are NaN or infinite."""
-    error: float
+    error: Finite
     """Largest relative change of these in the last round; 0 when they are exact."""
-    norm: float
+    norm: Finite
     """Frobenius norm, of the finite elements."""
-    stable_rank: float
+    stable_rank: Finite
     """norm squared / largest singular value squared; NaN for a weight of zeros."""
-    condition: float
+    condition: Finite
     """Largest / smallest singular value; infinite when the latter is 0."""
     condition_exact: bool
     """Whether it is exact; else it is at least this."""

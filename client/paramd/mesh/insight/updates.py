@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+from paramd.documents import Document, Finite
 from paramd.errors import (
     AbortedError,
     ConflictError,
@@ -53,29 +54,29 @@ Moments: TypeAlias = tuple[HeldMoments, Mapping[int, Facts]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class UpdateRow:
+class UpdateRow(Document):
     """What one update did to one parameter."""
 
     name: str
     step: int
     """The last update: together they led from step - `steps` to step."""
-    norm: float
+    norm: Finite
     """Of the update."""
-    rms: float
+    rms: Finite
     """The same divided by the root of the number of elements."""
-    max_abs: float
-    weight_norm: float
+    max_abs: Finite
+    weight_norm: Finite
     """Before it."""
-    ratio: float
+    ratio: Finite
     """norm / weight_norm; NaN for a weight of zeros."""
     changed: int
     """Elements that the update changed, as far as their dtype shows it."""
     numel: int
     nonfinite: int
     """Elements whose change is NaN or infinite."""
-    moment_rms: float = math.nan
+    moment_rms: Finite
     """Root mean square of Adam's second moment after the update; NaN where it is not known."""
-    effective_lr: float = math.nan
+    effective_lr: Finite
     """lr / (sqrt(v) + eps) of an element whose bias-corrected second moment v is the parameter's
     mean, with the update's own lr. Of Adam and AdamW; NaN for others, and where it is not known."""
 
@@ -305,6 +306,8 @@ async def _rows(before: Reading, plan: ReadPlan, after: Pinned) -> list[UpdateRo
                 changed=one.count - one.zero_count,
                 numel=one.count,
                 nonfinite=one.nan_count + one.inf_count,
+                moment_rms=math.nan,
+                effective_lr=math.nan,
             )
         )
     return rows

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import os
 import ssl
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 import httpx2
 
+from paramd.documents import Document, read_document
 from paramd.errors import (
     CODES,
     ConflictError,
@@ -36,7 +36,7 @@ REST_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class PeerAddress:
+class PeerAddress(Document):
     """Addresses of one rank's sidecar."""
 
     rank: int
@@ -98,41 +98,6 @@ class JobDocument:
             address=self.peer(rank).address,
             layout_digest=self.layout_digest,
         )
-
-
-Document = TypeVar("Document")
-
-_hints = functools.cache(get_type_hints)
-
-
-def read_document(
-    kind: Callable[..., Document], found: Mapping[str, Any], **given: Any
-) -> Document:
-    """A dataclass from the fields of a JSON object that are called like its own, nested ones too.
-
-    Null is no text. Fields that the object has otherwise, or not at all, have to be `given`.
-
-    Raises:
-        KeyError, TypeError, ValueError: a field is missing, or of another type.
-    """
-    for one in fields(kind):  # type: ignore[arg-type]
-        if one.name not in given:
-            given[one.name] = _read(_hints(kind)[one.name], found[one.name])
-    return kind(**given)
-
-
-def _read(kind: Any, value: Any) -> Any:
-    whole, parts = get_origin(kind), get_args(kind)
-    if type(None) in parts:
-        return None if value is None else _read(parts[0], value)
-    if whole is tuple:
-        return tuple(_read(parts[0], one) for one in value)
-    if whole is Mapping:
-        return dict(value)
-    if kind is str and value is None:
-        return ""
-    make: Callable[..., Any] = kind
-    return read_document(make, value) if is_dataclass(kind) else make(value)
 
 
 @contextmanager

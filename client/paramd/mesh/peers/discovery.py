@@ -34,6 +34,9 @@ from paramd.security.tls import ClientTls
 RECOVERY_S = 4.0
 """How long to wait for a killed sidecar: respawned by then, or not soon."""
 
+JOINING_S = 30.0
+"""How long to wait for the first sidecar of a job that has just begun."""
+
 TICKET_MARGIN_S = 60.0
 """A ticket is renewed this long before it expires, or a third of its lifetime if shorter."""
 
@@ -210,7 +213,7 @@ class SidecarFinder:
         """Run `attempt`; retry it when the document, ticket or pins it used proved stale.
 
         Covers a restarted sidecar, a new incarnation, an expired ticket and an ended lease. An
-        error that persists is raised within `RECOVERY_S`.
+        error that persists is raised within `RECOVERY_S`; before a sidecar has joined, `JOINING_S`.
         """
         give_up_s = deadline_s
         stopped: dict[int, RankUnreachableError] = {}
@@ -232,7 +235,10 @@ class SidecarFinder:
                 if time.monotonic() > give_up_s or not (moved or (denied and not was_denied)):
                     raise
             except (UnreachableError, LeaseEndedError) as error:
-                give_up_s = min(give_up_s, time.monotonic() + RECOVERY_S)
+                # Who has read no layout yet and finds no sidecar is early: the training attaches.
+                early = not document.peers and self._index is None
+                patience_s = JOINING_S if early else RECOVERY_S
+                give_up_s = min(give_up_s, time.monotonic() + patience_s)
                 if time.monotonic() >= give_up_s:
                     raise
                 await self._after_outage(error, document, stopped, begun_s + LIVENESS_S)
@@ -318,6 +324,11 @@ def _identity(document: JobDocument) -> tuple[int, str]:
     return document.incarnation, document.layout_digest
 
 
+def segment(name: str) -> str:
+    """Whatever a caller gives as a name or an id, as one segment of a path."""
+    return quote(name, safe="")
+
+
 class JobRest:
     """REST requests about one job; paths are below its own. Raises as `RestClient.send`."""
 
@@ -332,7 +343,7 @@ class JobRest:
 
     def path(self, path: str) -> str:
         """The path below /api/v1."""
-        return f"/jobs/{quote(self.job, safe='')}{path}"
+        return f"/jobs/{segment(self.job)}{path}"
 
     async def send(
         self,
@@ -380,6 +391,15 @@ class JobRest:
             token = str(page.get("next_page_token") or "")
             if not token:
                 return
+
+    async def rows(self, name: str, limit: int, **query: object) -> list[Any]:
+        """Up to `limit` entries of the list `name`, over as many pages as it takes."""
+        found: list[Any] = []
+        async for page in self.pages(f"/{name}", limit, **query):
+            found += page[name]
+            if len(found) >= limit:
+                break
+        return found[:limit]
 
     def read(self, parse: Callable[[], Result]) -> Result:
         """What `parse` makes of a response.

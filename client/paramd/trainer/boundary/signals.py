@@ -4,7 +4,8 @@
                       inside another class's step
     forward           of the attached module, in a call that will be differentiated; of a
                       stage of a pipeline, the beginning of the schedule's step
-    backward          of that forward's output; counted, and the same on all ranks
+    backward          of that forward's output; counted once a pass, however many modules a rank
+                      attached were in it, so that the count is the same on all ranks
 
 The computation is unaffected: the hooks return None, draw no random numbers, and stay out of
 torch.compile's traces. Copies and pickles of the model do not carry them.
@@ -28,6 +29,7 @@ import contextlib
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -51,6 +53,9 @@ SILENT_UPDATES = 3
 
 MAX_OUTPUTS = 8
 """Most output tensors hooked to see the backward begin."""
+
+LATEST_PASSES = 16
+"""Backward passes that are remembered as counted: those of all threads that run at once."""
 
 STAGES = "torch.distributed.pipelining.stage"
 
@@ -123,6 +128,7 @@ class Signals:
         """Optimizers that have stepped within a backward."""
         self._staged: set[int] = set()
         """Roots that stages of a pipeline run, by id: the schedule's steps tell for them."""
+        self._counted: deque[int] = deque(maxlen=LATEST_PASSES)
 
     def open(self) -> None:
         """Install the hooks."""
@@ -147,10 +153,21 @@ class Signals:
             self._remove.append(follow_stage(stage, self._listener))
         self._listener.forward(trains=module.training)
 
-    def backward(self, module: nn.Module) -> None:
-        """The backward of one of its forwards has begun."""
+    def backward(self, module: nn.Module, within: int) -> None:
+        """The backward of one of its forwards has begun.
+
+        Args:
+            within: the backward in which that forward ran, or -1: reentrant checkpointing computes
+                it again there, and runs a backward of its own for it.
+        """
         self._silent = 0
         if id(module) not in self._staged:
+            self._count(within if within != -1 else backward_id())
+
+    def _count(self, number: int) -> None:
+        # Compiled autograd may have no number.
+        if number == -1 or number not in self._counted:
+            self._counted.append(number)
             self._listener.backward()
 
     def close(self) -> None:
@@ -172,7 +189,7 @@ class Signals:
             if plain and parameter.requires_grad and parameter.is_leaf:
                 # A parameter does not keep its own node alive, so we do.
                 self._leaf = torch.autograd.graph.get_gradient_edge(parameter).node
-                handle = self._leaf.register_prehook(lambda _: self._listener.backward())
+                handle = self._leaf.register_prehook(lambda _: self._count(backward_id()))
                 self._remove.append(handle.remove)
                 return
         self._leaf = False
@@ -262,14 +279,14 @@ class _Output(_Hook):
             return
         if not torch.is_grad_enabled() or _in_transform() or module is not self._module():
             return
-        told = False
+        told, within = False, backward_id()
 
         def tell(_gradient: torch.Tensor) -> None:
             # Once for a forward, whichever of its outputs the backward reaches first.
             nonlocal told
             if not told:
                 told = True
-                self._listener.backward(module)
+                self._listener.backward(module, within)
 
         for tensor in _tensors(output):
             tensor.register_hook(tell)

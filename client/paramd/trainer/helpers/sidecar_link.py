@@ -242,7 +242,7 @@ class SidecarLink:
         """Send the sidecar its mesh and layout; from now on one is always kept alive."""
         self._mesh = (mesh, layout)
         try:
-            pidfd = self._send_mesh()
+            pidfd = self._served()
         except (ParamdError, OSError, EOFError):
             pidfd = None
         self._supervisor.start(pidfd)
@@ -287,7 +287,7 @@ class SidecarLink:
             self._disconnect()
             self._reap(grace_s=0.0)
             self._attach(self._reach())
-            return self._send_mesh()
+            return self._served()
 
     def _reach(self) -> socket.socket:
         with contextlib.suppress(UnreachableError):
@@ -436,8 +436,14 @@ class SidecarLink:
             close_all(fds)
             raise ConflictError(f"the sidecar handed over unusable descriptors: {error}") from error
 
-    def _send_mesh(self) -> int:
-        """Send mesh and layout, and open the line; return a pidfd of the sidecar."""
+    def _served(self) -> int:
+        """Send the mesh; return a pidfd of the sidecar."""
+        self._send_mesh()
+        assert self._connection is not None
+        return _pidfd_of_peer(self._connection)
+
+    def _send_mesh(self) -> None:
+        """Send mesh and layout, and open the line."""
         assert self._mesh is not None
         if self._connection is None:
             raise UnreachableError("no sidecar is connected")
@@ -455,7 +461,6 @@ class SidecarLink:
         finally:
             close_all(handed)
         _answer(self._connection, "insight")
-        return _pidfd_of_peer(self._connection)
 
     def _reap(self, *, grace_s: float) -> None:
         if self._process is not None:

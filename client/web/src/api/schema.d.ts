@@ -1188,13 +1188,11 @@ export interface components {
          * Alert
          * @description One problem, from when it was first found until it was last found.
          *
-         *     REST, the events, webhooks and the store all have it in this form.
+         *     REST, the events, webhooks and the store all have it in this form. Times are in seconds since
+         *     the Unix epoch, by the control plane's clock.
          */
         Alert: {
-            /**
-             * First Seen S
-             * @description Seconds since the Unix epoch, as the next two
-             */
+            /** First Seen S */
             first_seen_s: number;
             /** Id */
             id: string;
@@ -1206,47 +1204,48 @@ export interface components {
             last_seen_s: number;
             /**
              * Name
-             * @description Tensor it concerns; empty for none
+             * @description Tensor it concerns; empty for none.
              */
             name: string;
             /**
              * Ranks
-             * @description Ranks it concerns
+             * @description Ranks it concerns.
              */
             ranks: number[];
             /**
              * Reason
-             * @description In words; names ranks and tensors, never values
+             * @description In words; names ranks and tensors, never values.
              */
             reason: string;
             /**
              * Resolved S
-             * @description null while it fires
+             * @description None while it fires.
              */
             resolved_s: number | null;
             /**
              * Rule
-             * @description non-finite, norm-jump, replica-drift, stale-rank, stalled-rank, straggler, stall-budget, layout-mismatch, certificate or logged-number
+             * @description non-finite, norm-jump, replica-drift, stale-rank, stalled-rank, straggler, stall-budget,
+             *     layout-mismatch, certificate or logged-number; docs/alerts.md says more.
              */
             rule: string;
             /**
              * Severity
-             * @description warning or critical
+             * @description warning or critical.
              */
             severity: string;
             /**
              * State
-             * @description firing or resolved
+             * @description firing or resolved.
              */
             state: string;
             /**
              * Step
-             * @description Step it was last found at; -1 for none
+             * @description Step it was last found at; -1 for none.
              */
             step: number;
             /**
              * Subject
-             * @description What it concerns: a rank, a tensor, the mesh
+             * @description What it concerns: a rank, a tensor, the mesh.
              */
             subject: string;
         };
@@ -1420,13 +1419,13 @@ export interface components {
             time_ms: number;
         };
         /**
-         * CollectiveDocument
+         * Collective
          * @description A collective in a trainer's flight recorder.
          */
-        CollectiveDocument: {
+        Collective: {
             /**
              * Age S
-             * @description Since it was called
+             * @description Seconds since it was called.
              */
             age_s: number;
             /** Done */
@@ -1539,45 +1538,45 @@ export interface components {
             dropped: boolean;
         };
         /**
-         * EditDocument
-         * @description An edit and its state.
+         * Edit
+         * @description An edit and its state, as of the last response.
          */
-        EditDocument: {
+        Edit: {
             /**
              * Actor
-             * @description Name of the token that created it
+             * @description Name of the token that created it.
              */
             actor: string;
-            after: components["schemas"]["RangeDocument"] | null;
-            /** @description null: unknown, or the token's role may not see it */
-            before: components["schemas"]["RangeDocument"] | null;
+            after: components["schemas"]["ValueRange"] | null;
+            /** @description None: unknown, or the token's role may not see it. */
+            before: components["schemas"]["ValueRange"] | null;
             /**
              * Boundary
-             * @description Number of its boundary request; 0: none yet
+             * @description Number of its boundary request; 0: none yet.
              */
             boundary: number;
             /**
              * Committed By
-             * @description Name of the token that committed it; or null
+             * @description Name of the token that committed it; empty before that.
              */
             committed_by: string | null;
             /**
              * Created S
-             * @description Seconds since the Unix epoch
+             * @description Seconds since the Unix epoch.
              */
             created_s: number;
             /**
              * Dry Run
-             * @description Only computes the statistics before and after; ends as ABORTED
+             * @description It only computes `before` and `after`: it changes nothing and ends as ABORTED.
              */
             dry_run: boolean;
             /**
              * Ended S
-             * @description null until it ends
+             * @description None until it ends.
              */
             ended_s: number | null;
-            /** @description What it sets instead of parameters; else null */
-            hyperparameters: components["schemas"]["HyperparametersDocument"] | null;
+            /** @description What it sets instead of parameters; else None. */
+            hyperparameters: components["schemas"]["Hyperparameters"] | null;
             /** Id */
             id: string;
             /** Incarnation */
@@ -1586,50 +1585,49 @@ export interface components {
             job: string;
             /** Note */
             note: string;
-            /** Ops */
-            ops: components["schemas"]["OpDocument"][];
+            /**
+             * Ops
+             * @description The operations, with the names that matched.
+             */
+            ops: components["schemas"]["EditOp"][];
             /**
              * Reason
-             * @description Why it is ABORTED or LOST; else empty
+             * @description Why it is ABORTED or LOST; else empty.
              */
             reason: string;
-            /** @description The state it puts back, or as an undo leaves again; else null */
-            rollback: components["schemas"]["RollbackDocument"] | null;
+            /** @description The state it puts back; of an undo, the one it leaves. Else None. */
+            rollback: components["schemas"]["Rollback"] | null;
             /**
              * Size Bytes
-             * @description Size of the elements it names, replicas counted once
+             * @description Size of the elements it names; replicas count once.
              */
             size_bytes: number;
-            /**
-             * State
-             * @description APPLIED, ABORTED and LOST are final
-             * @enum {string}
-             */
-            state: "STAGING" | "STAGED" | "COMMITTED" | "APPLIED" | "ABORTED" | "LOST";
+            /** @description APPLIED, ABORTED and LOST are final. */
+            state: components["schemas"]["EditState"];
             /**
              * Step
-             * @description Step at whose boundary it was applied; -1: not applied
+             * @description Step at whose boundary it was applied; -1 if it was not.
              */
             step: number;
             /**
              * Stop Ms
-             * @description Longest time it stopped a trainer
+             * @description Longest time it stopped a trainer.
              */
             stop_ms: number | null;
-            undo: components["schemas"]["UndoDocument"];
+            undo: components["schemas"]["Undo"];
             /**
              * Undo Of
-             * @description Edit that this one undoes
+             * @description Edit that this one undoes; else empty.
              */
             undo_of: string | null;
             /**
              * Undone By
-             * @description Edit that undid this one
+             * @description Edit that undid this one; else empty.
              */
             undone_by: string | null;
             /**
              * Warning
-             * @description What a trainer had to say about it; else empty
+             * @description What a trainer had to say about it; else empty.
              */
             warning: string;
         };
@@ -1639,12 +1637,45 @@ export interface components {
          */
         EditList: {
             /** Edits */
-            edits: components["schemas"]["EditDocument"][];
+            edits: components["schemas"]["Edit"][];
             /**
              * Next Page Token
              * @description Pass it to get older ones; empty at the end
              */
             next_page_token: string;
+        };
+        /**
+         * EditOp
+         * @description One operation and the parameters it matched. Operands are None when absent, or when the
+         *     token's role may not see them.
+         */
+        EditOp: {
+            /** Data */
+            data: boolean;
+            /** Max */
+            max: number | null;
+            /** Min */
+            min: number | null;
+            /** Name Count */
+            name_count: number;
+            /**
+             * Names
+             * @description The first 100 matched parameters.
+             */
+            names: string[];
+            /**
+             * Numel
+             * @description Elements, replicas counted once.
+             */
+            numel: number;
+            /** Op */
+            op: string;
+            /** Pattern */
+            pattern: string;
+            /** Value */
+            value: number | null;
+            /** Weight */
+            weight: number | null;
         };
         /**
          * EditRequest
@@ -1695,97 +1726,102 @@ export interface components {
             wait_s: number;
         };
         /**
-         * ExportDocument
-         * @description One export.
+         * EditState
+         * @description State of an edit. The last three are terminal.
+         * @enum {string}
          */
-        ExportDocument: {
-            /**
-             * Actor
-             * @description Name of the token that requested it
-             */
-            actor: string;
-            /**
-             * Created S
-             * @description Seconds since the Unix epoch
-             */
-            created_s: number;
-            /** Destination */
-            destination: string;
-            /**
-             * Ended S
-             * @description Seconds since the Unix epoch; null while it runs
-             */
-            ended_s: number | null;
-            /**
-             * Files
-             * @description Empty in lists
-             */
-            files: components["schemas"]["ExportFileDocument"][];
-            /** Format */
-            format: string;
-            /** Id */
-            id: string;
-            /**
-             * Incarnation
-             * @description 0 until a step is pinned
-             */
-            incarnation: number;
-            /** Job */
-            job: string;
-            /**
-             * Reason
-             * @description Why it failed or was cancelled
-             */
-            reason: string;
-            /**
-             * Removed
-             * @description Removed by the schedule's retention
-             */
-            removed: boolean;
-            /**
-             * Schedule
-             * @description Id of the schedule that started it; empty: started by a request
-             */
-            schedule: string;
-            /** Size Bytes */
-            size_bytes: number;
-            /**
-             * State
-             * @description PLANNED, RUNNING, VERIFYING, DONE, FAILED or CANCELLED
-             */
-            state: string;
-            /**
-             * Step
-             * @description -1 until a step is pinned
-             */
-            step: number;
-            /** Written Bytes */
-            written_bytes: number;
-        };
+        EditState: "STAGING" | "STAGED" | "COMMITTED" | "APPLIED" | "ABORTED" | "LOST";
         /**
-         * ExportFileDocument
+         * ExportFile
          * @description One file of an export.
          */
-        ExportFileDocument: {
+        ExportFile: {
             /**
              * Checksum
-             * @description XXH3-128 in hexadecimal; empty until the file is written
+             * @description XXH3 (128 bit) in hexadecimal; empty until the file is complete.
              */
             checksum: string;
             /** Name */
             name: string;
             /**
              * Rank
-             * @description Rank whose sidecar writes it; -1: not assigned yet
+             * @description Rank whose sidecar writes it; -1 before one is assigned.
              */
             rank: number;
             /** Size Bytes */
             size_bytes: number;
             /**
              * State
-             * @description WAITING, WRITING, WRITTEN or VERIFIED
+             * @description WAITING, WRITING, WRITTEN or VERIFIED.
              */
             state: string;
+            /** Written Bytes */
+            written_bytes: number;
+        };
+        /**
+         * ExportInfo
+         * @description An export, as of one response.
+         */
+        ExportInfo: {
+            /**
+             * Actor
+             * @description Name of the token that requested it.
+             */
+            actor: string;
+            /**
+             * Created S
+             * @description Seconds since the Unix epoch.
+             */
+            created_s: number;
+            /**
+             * Destination
+             * @description "NAME/KEY".
+             */
+            destination: string;
+            /**
+             * Ended S
+             * @description None while it runs.
+             */
+            ended_s: number | null;
+            /**
+             * Files
+             * @description Empty in lists.
+             */
+            files: components["schemas"]["ExportFile"][];
+            /** Format */
+            format: string;
+            /** Id */
+            id: string;
+            /**
+             * Incarnation
+             * @description 0 until a step is pinned.
+             */
+            incarnation: number;
+            /** Job */
+            job: string;
+            /**
+             * Reason
+             * @description Why it failed or was cancelled.
+             */
+            reason: string;
+            /**
+             * Removed
+             * @description Removed by the schedule's retention.
+             */
+            removed: boolean;
+            /**
+             * Schedule
+             * @description Id of the schedule that started it; empty: started by a request.
+             */
+            schedule: string;
+            /** Size Bytes */
+            size_bytes: number;
+            state: components["schemas"]["ExportState"];
+            /**
+             * Step
+             * @description -1 until a step is pinned.
+             */
+            step: number;
             /** Written Bytes */
             written_bytes: number;
         };
@@ -1795,7 +1831,7 @@ export interface components {
          */
         ExportList: {
             /** Exports */
-            exports: components["schemas"]["ExportDocument"][];
+            exports: components["schemas"]["ExportInfo"][];
             /**
              * Next Page Token
              * @description Ask with it for the next page; empty at the end
@@ -1883,17 +1919,11 @@ export interface components {
             verify: boolean;
         };
         /**
-         * FrameDocument
-         * @description One frame of a stack.
+         * ExportState
+         * @description State of an export; the last three are terminal.
+         * @enum {string}
          */
-        FrameDocument: {
-            /** File */
-            file: string;
-            /** Function */
-            function: string;
-            /** Line */
-            line: number;
-        };
+        ExportState: "PLANNED" | "RUNNING" | "VERIFYING" | "DONE" | "FAILED" | "CANCELLED";
         /**
          * GradKind
          * @description What a frame has of each gradient.
@@ -2072,35 +2102,37 @@ export interface components {
             watch: boolean;
         };
         /**
-         * HoldDocument
+         * Hold
          * @description Whether training is held at a boundary.
          */
-        HoldDocument: {
+        Hold: {
             /**
              * Holder
-             * @description Who holds it: the token's name and a unique suffix
+             * @description Who holds it: the token's name and a unique suffix; empty without a hold.
+             * @default
              */
             holder: string;
-            /** Lease Left S */
+            /**
+             * Lease Left S
+             * @default 0
+             */
             lease_left_s: number;
             /**
              * Since S
-             * @description Seconds since the Unix epoch; null when unknown
+             * @description Seconds since the Unix epoch; None when unknown.
              */
             since_s: number | null;
-            /**
-             * State
-             * @enum {string}
-             */
-            state: "running" | "pausing" | "held" | "stepping";
+            state: components["schemas"]["HoldState"];
             /**
              * Step
-             * @description Finished updates; -1 when no rank reports it
+             * @description Finished updates; -1 when no rank reports it.
+             * @default -1
              */
             step: number;
             /**
              * Steps Left
-             * @description Boundaries it may still pass before it is held again
+             * @description Boundaries it may still pass before it is held again.
+             * @default 0
              */
             steps_left: number;
         };
@@ -2123,10 +2155,16 @@ export interface components {
             lease_s: number;
         };
         /**
-         * HyperparametersDocument
+         * HoldState
+         * @description State of a hold.
+         * @enum {string}
+         */
+        HoldState: "running" | "pausing" | "held" | "stepping";
+        /**
+         * Hyperparameters
          * @description Hyper-parameters that an edit sets.
          */
-        HyperparametersDocument: {
+        Hyperparameters: {
             /** Group */
             group: number;
             /** Optimizer */
@@ -2179,42 +2217,44 @@ export interface components {
             wait_s?: number;
         };
         /**
-         * IncarnationDocument
+         * IncarnationList
+         * @description Incarnations of a job, oldest first.
+         */
+        IncarnationList: {
+            /** Incarnations */
+            incarnations: components["schemas"]["IncarnationRecord"][];
+        };
+        /**
+         * IncarnationRecord
          * @description One incarnation of a job.
          */
-        IncarnationDocument: {
+        IncarnationRecord: {
             /**
              * Began S
-             * @description Seconds since the Unix epoch
+             * @description Seconds since the Unix epoch.
              */
             began_s: number;
             /**
              * Ended S
-             * @description null until it ends
+             * @description Seconds since the Unix epoch; None while it is open.
              */
             ended_s: number | null;
             /** Incarnation */
             incarnation: number;
             /**
              * Reason
-             * @description Why it ended; empty until it ends
+             * @description Why it ended.
+             * @default
              */
             reason: string;
             /**
              * Step
-             * @description Last known step when it ended; -1 when unknown
+             * @description Last known step when it ended; -1 when unknown.
+             * @default -1
              */
             step: number;
             /** World Size */
             world_size: number;
-        };
-        /**
-         * IncarnationList
-         * @description Incarnations of a job, oldest first.
-         */
-        IncarnationList: {
-            /** Incarnations */
-            incarnations: components["schemas"]["IncarnationDocument"][];
         };
         /**
          * JobDocument
@@ -2260,7 +2300,7 @@ export interface components {
              * Peers
              * @description Joined sidecars, ordered by rank
              */
-            peers: components["schemas"]["PeerDocument"][];
+            peers: components["schemas"]["PeerAddress"][];
             /**
              * Reason
              * @description Why the state is not ok; empty when it is
@@ -2435,61 +2475,61 @@ export interface components {
             lease_s: number;
         };
         /**
-         * LogTailDocument
+         * LogTail
          * @description The end of one log.
          */
-        LogTailDocument: {
+        LogTail: {
             /**
              * Lines
-             * @description The newest last, each at most 2,000 characters
+             * @description The newest last, each at most 2,000 characters.
              */
             lines: string[];
             /**
              * Missing
-             * @description Why there are none; empty when there are some
+             * @description Why there are none; empty when there are some.
              */
             missing: string;
             /**
              * Source
-             * @description sidecar, stderr or stdout; trainer where its output goes to no file
+             * @description sidecar, stderr or stdout; trainer where its output goes to no file.
              */
             source: string;
         };
         /**
-         * MarkDocument
+         * Mark
          * @description A complete state that the sidecars keep in memory.
          */
-        MarkDocument: {
+        Mark: {
             /**
              * By
-             * @description Name of the token that made it; empty of a standing snapshot
+             * @description Name of the token that made it; empty of a standing snapshot.
              */
             by: string;
             /**
              * Made S
-             * @description Seconds since the Unix epoch; null when unknown
+             * @description Seconds since the Unix epoch; None when unknown.
              */
             made_s: number | null;
             /**
              * Name
-             * @description Empty: a standing snapshot, which the next ones replace
+             * @description Empty: a standing snapshot, which the next ones replace.
              */
             name: string;
             /**
              * Reason
-             * @description Why not; empty if whole
+             * @description Why not; empty if whole.
              */
             reason: string;
             /**
              * Size Bytes
-             * @description Of all ranks
+             * @description Of all ranks.
              */
             size_bytes: number;
             /** Step */
             step: number;
             /**
              * Whole
-             * @description Whether all ranks have it
+             * @description Whether all ranks have it.
              */
             whole: boolean;
         };
@@ -2499,7 +2539,7 @@ export interface components {
          */
         MarkList: {
             /** Marks */
-            marks: components["schemas"]["MarkDocument"][];
+            marks: components["schemas"]["Mark"][];
         };
         /**
          * MarkRequest
@@ -2605,39 +2645,6 @@ export interface components {
              * @description Send it as 'Authorization: Bearer <token>'
              */
             token: string;
-        };
-        /**
-         * OpDocument
-         * @description One operation and the parameters it matched. Operands are null when absent, or when the
-         *     token's role may not see them.
-         */
-        OpDocument: {
-            /** Data */
-            data: boolean;
-            /** Max */
-            max: number | null;
-            /** Min */
-            min: number | null;
-            /** Name Count */
-            name_count: number;
-            /**
-             * Names
-             * @description The first 100 matched parameters
-             */
-            names: string[];
-            /**
-             * Numel
-             * @description Elements, replicas counted once
-             */
-            numel: number;
-            /** Op */
-            op: string;
-            /** Pattern */
-            pattern: string;
-            /** Value */
-            value: number | null;
-            /** Weight */
-            weight: number | null;
         };
         /**
          * OpRequest
@@ -2842,25 +2849,25 @@ export interface components {
             total_count: number;
         };
         /**
-         * PeerDocument
+         * PeerAddress
          * @description Addresses of one rank's sidecar.
          */
-        PeerDocument: {
+        PeerAddress: {
             /**
              * Address
-             * @description gRPC target "host:port"
+             * @description gRPC target, "host:port".
              */
             address: string;
             /**
              * Host Id
-             * @description Identifies the host's running kernel
+             * @description As `state_files.host_id` on its host.
              */
             host_id: string;
             /** Rank */
             rank: number;
             /**
              * Socket Path
-             * @description Unix socket, for programs on the same host
+             * @description Its Unix socket, for clients on its host.
              */
             socket_path: string;
         };
@@ -2955,22 +2962,96 @@ export interface components {
             type: string;
         };
         /**
-         * RangeDocument
-         * @description Statistics of all elements that an edit names. null: no finite element.
+         * RankActivity
+         * @description What one rank is doing. None where a number is unknown.
          */
-        RangeDocument: {
-            /** Inf Count */
-            inf_count: number;
-            /** Max */
-            max: number | null;
-            /** Mean */
-            mean: number | null;
-            /** Min */
-            min: number | null;
-            /** Nan Count */
-            nan_count: number;
-            /** Norm */
-            norm: number | null;
+        RankActivity: {
+            /**
+             * Activity
+             * @description collective, dataloader, checkpoint, debugger, paramd, lock, optimizer, backward, forward,
+             *     code; empty when unknown.
+             */
+            activity: string;
+            /**
+             * Boundary Age S
+             * @description Seconds since its last boundary.
+             */
+            boundary_age_s: number | null;
+            /**
+             * Collectives
+             * @description The latest, those that are not over first; only of ranks that are overdue.
+             */
+            collectives: components["schemas"]["Collective"][];
+            /** Collectives Missing */
+            collectives_missing: string;
+            /** Device Bytes */
+            device_bytes: number | null;
+            /**
+             * Doing
+             * @description In words that follow "is", such as "in DataLoader.next".
+             */
+            doing: string;
+            /**
+             * Error
+             * @description Why its sidecar tells nothing; empty when it does.
+             */
+            error: string;
+            /** Host Available Bytes */
+            host_available_bytes: number | null;
+            /**
+             * Log Lines
+             * @description Last lines of the trainer's output.
+             */
+            log_lines: string[];
+            /** Log Missing */
+            log_missing: string;
+            /**
+             * Missing
+             * @description Why there are no stacks.
+             */
+            missing: string;
+            /** Open File Count */
+            open_file_count: number | null;
+            /** Open File Limit */
+            open_file_limit: number | null;
+            /**
+             * Overdue
+             * @description Whether the next boundary should have come long ago.
+             */
+            overdue: boolean;
+            /** Peak Rss Bytes */
+            peak_rss_bytes: number | null;
+            /** Phase */
+            phase: string;
+            /** Phase Reason */
+            phase_reason: string;
+            /** Process State */
+            process_state: string;
+            /** Rank */
+            rank: number;
+            /** Rss Bytes */
+            rss_bytes: number | null;
+            /**
+             * Seen For S
+             * @description Seconds that its thread has been seen there, at least.
+             */
+            seen_for_s: number | null;
+            /**
+             * Source
+             * @description How the stacks were had: "trainer" or "faulthandler"; empty: there are none.
+             */
+            source: string;
+            /** Step */
+            step: number;
+            /** Thread Count */
+            thread_count: number | null;
+            /** Threads */
+            threads: components["schemas"]["ThreadStack"][];
+            /**
+             * Where
+             * @description Innermost frame of the user's own code.
+             */
+            where: string;
         };
         /**
          * RankDocument
@@ -3101,13 +3182,14 @@ export interface components {
             stall_budget_s: number;
         };
         /**
-         * RankLogDocument
-         * @description The end of one rank's logs, as they are now.
+         * RankLog
+         * @description The end of one rank's logs, as they were when asked. Prints as their lines.
          */
-        RankLogDocument: {
+        RankLog: {
             /**
              * Error
-             * @description Why its sidecar does not tell them; what lies on the control plane's host is told instead. Empty when it does
+             * @description Why its sidecar told nothing, so that only what lies on the control plane's host is here;
+             *     empty when it did.
              */
             error: string;
             /** Incarnation */
@@ -3116,9 +3198,9 @@ export interface components {
             job: string;
             /**
              * Logs
-             * @description The sidecar's first
+             * @description The sidecar's first.
              */
-            logs: components["schemas"]["LogTailDocument"][];
+            logs: components["schemas"]["LogTail"][];
             /** Rank */
             rank: number;
         };
@@ -3159,91 +3241,6 @@ export interface components {
             used_bytes: number;
         };
         /**
-         * RankWhy
-         * @description What one rank is doing. Counts and bytes are null where they are unknown.
-         */
-        RankWhy: {
-            /**
-             * Activity
-             * @description collective, dataloader, checkpoint, debugger, paramd, lock, optimizer, backward, forward, code; empty when unknown
-             */
-            activity: string;
-            /**
-             * Boundary Age S
-             * @description Since its last boundary
-             */
-            boundary_age_s: number | null;
-            /** Collectives */
-            collectives: components["schemas"]["CollectiveDocument"][];
-            /** Collectives Missing */
-            collectives_missing: string;
-            /** Device Bytes */
-            device_bytes: number | null;
-            /**
-             * Doing
-             * @description The same in words that follow 'is'
-             */
-            doing: string;
-            /**
-             * Error
-             * @description Why its sidecar tells nothing; empty when it does
-             */
-            error: string;
-            /** Host Available Bytes */
-            host_available_bytes: number | null;
-            /** Log Lines */
-            log_lines: string[];
-            /** Log Missing */
-            log_missing: string;
-            /**
-             * Missing
-             * @description Why there are no stacks
-             */
-            missing: string;
-            /** Open File Count */
-            open_file_count: number | null;
-            /** Open File Limit */
-            open_file_limit: number | null;
-            /**
-             * Overdue
-             * @description Whether the next boundary should have come long ago
-             */
-            overdue: boolean;
-            /** Peak Rss Bytes */
-            peak_rss_bytes: number | null;
-            /** Phase */
-            phase: string;
-            /** Phase Reason */
-            phase_reason: string;
-            /** Process State */
-            process_state: string;
-            /** Rank */
-            rank: number;
-            /** Rss Bytes */
-            rss_bytes: number | null;
-            /**
-             * Seen For S
-             * @description How long its thread has been seen there
-             */
-            seen_for_s: number | null;
-            /**
-             * Source
-             * @description trainer or faulthandler; empty: there are no stacks
-             */
-            source: string;
-            /** Step */
-            step: number;
-            /** Thread Count */
-            thread_count: number | null;
-            /** Threads */
-            threads: components["schemas"]["ThreadDocument"][];
-            /**
-             * Where
-             * @description Innermost frame of the user's own code
-             */
-            where: string;
-        };
-        /**
          * RegisteredJob
          * @description What the ranks of a new incarnation need. Contains tickets: never log it.
          */
@@ -3282,13 +3279,13 @@ export interface components {
             rank_tls?: components["schemas"]["TlsDocument"][];
         };
         /**
-         * RollbackDocument
+         * Rollback
          * @description The state that an edit puts back.
          */
-        RollbackDocument: {
+        Rollback: {
             /**
              * Mark
-             * @description Empty: a standing snapshot
+             * @description Empty: a standing snapshot.
              */
             mark: string;
             /** Step */
@@ -3592,18 +3589,18 @@ export interface components {
             lease_s: number;
         };
         /**
-         * SpectrumDocument
-         * @description Singular values of one weight; null where a number is not finite.
+         * Spectrum
+         * @description Singular values of one weight at one step, and its rows and columns.
          */
-        SpectrumDocument: {
+        Spectrum: {
             /**
              * Condition
-             * @description Largest / smallest singular value; null when that is 0
+             * @description Largest / smallest singular value; infinite when the latter is 0.
              */
             condition: number | null;
             /**
              * Condition Exact
-             * @description Whether it is exact; else it is at least this
+             * @description Whether it is exact; else it is at least this.
              */
             condition_exact: boolean;
             /** Dead Column Count */
@@ -3614,29 +3611,29 @@ export interface components {
             dead_row_count: number;
             /**
              * Dead Rows
-             * @description The first 100 without a normal number above 0
+             * @description Rows without an element above the smallest normal number of the dtype; the first 100.
              */
             dead_rows: number[];
             /**
              * Denormal
-             * @description Share of elements that are subnormal
+             * @description Share of elements that are subnormal.
              */
             denormal: number;
             /** Dtype */
             dtype: string;
             /**
              * Duplicate Row Count
-             * @description Rows that equal an earlier one
+             * @description Rows that equal an earlier one.
              */
             duplicate_row_count: number;
             /**
              * Duplicate Rows
-             * @description Groups of equal rows; the first 100
+             * @description Groups of rows that are equal bit for bit and not dead; the first 100.
              */
             duplicate_rows: number[][];
             /**
              * Error
-             * @description Largest relative change of these in the last round; 0 when they are exact
+             * @description Largest relative change of these in the last round; 0 when they are exact.
              */
             error: number | null;
             /** Incarnation */
@@ -3647,38 +3644,53 @@ export interface components {
             name: string;
             /**
              * Nonfinite
-             * @description Elements that are NaN or infinite
+             * @description Elements that are NaN or infinite.
              */
             nonfinite: number;
             /**
              * Norm
-             * @description Frobenius norm of the finite elements
+             * @description Frobenius norm, of the finite elements.
              */
             norm: number | null;
             /**
              * Saturated
-             * @description Share of elements at the dtype's largest value, or above
+             * @description Share of elements at the largest finite value of the dtype, or infinite.
              */
             saturated: number;
             /**
              * Shape
-             * @description Dims beyond the second count as columns
+             * @description Dims beyond the second count as columns.
              */
             shape: number[];
             /**
              * Singular Values
-             * @description The largest, falling; empty when elements are NaN or infinite
+             * @description The largest ones, falling; empty when elements are NaN or infinite.
              */
             singular_values: number[];
-            /** Stable Rank */
+            /**
+             * Stable Rank
+             * @description norm squared / largest singular value squared; NaN for a weight of zeros.
+             */
             stable_rank: number | null;
             /** Step */
             step: number;
             /**
              * Zero
-             * @description Share of elements that are zero
+             * @description Share of elements that are zero.
              */
             zero: number;
+        };
+        /**
+         * StackFrame
+         * @description One frame of a stack.
+         */
+        StackFrame: {
+            /** File */
+            file: string;
+            /** Function */
+            function: string;
+            /** Line */
+            line: number;
         };
         /**
          * StatsDocument
@@ -3770,25 +3782,25 @@ export interface components {
             steps: number;
         };
         /**
-         * ThreadDocument
+         * ThreadStack
          * @description One thread of a trainer.
          */
-        ThreadDocument: {
+        ThreadStack: {
             /**
              * Frames
-             * @description Innermost first
+             * @description Innermost first.
              */
-            frames: components["schemas"]["FrameDocument"][];
+            frames: components["schemas"]["StackFrame"][];
             /** Name */
             name: string;
             /**
              * Native Id
-             * @description Its number in the kernel; 0 when unknown
+             * @description Its number in the kernel; 0 when unknown.
              */
             native_id: number;
             /**
              * Training
-             * @description Whether it is the thread that attached
+             * @description Whether it is the thread that attached.
              */
             training: boolean;
         };
@@ -3868,15 +3880,15 @@ export interface components {
             ttl_s: number;
         };
         /**
-         * UndoDocument
+         * Undo
          * @description Whether an edit can be undone.
          */
-        UndoDocument: {
+        Undo: {
             /** Possible */
             possible: boolean;
             /**
              * Reason
-             * @description Why not; empty if possible
+             * @description Why not; empty if possible.
              */
             reason: string;
         };
@@ -3904,57 +3916,6 @@ export interface components {
             wait_s: number;
         };
         /**
-         * UpdateDocument
-         * @description What updates did to one parameter; null where a number is not finite.
-         */
-        UpdateDocument: {
-            /**
-             * Changed
-             * @description Elements that the update changed
-             */
-            changed: number;
-            /**
-             * Effective Lr
-             * @description lr / (sqrt(v) + eps) at the parameter's mean second moment v, bias-corrected
-             */
-            effective_lr: number | null;
-            /** Max Abs */
-            max_abs: number | null;
-            /**
-             * Moment Rms
-             * @description Root mean square of Adam's second moment
-             */
-            moment_rms: number | null;
-            /** Name */
-            name: string;
-            /**
-             * Nonfinite
-             * @description Elements whose change is NaN or infinite
-             */
-            nonfinite: number;
-            /** Norm */
-            norm: number | null;
-            /** Numel */
-            numel: number;
-            /**
-             * Ratio
-             * @description norm / weight_norm; null for a weight of zeros
-             */
-            ratio: number | null;
-            /** Rms */
-            rms: number | null;
-            /**
-             * Step
-             * @description The last of these updates led to it
-             */
-            step: number;
-            /**
-             * Weight Norm
-             * @description Before the update
-             */
-            weight_norm: number | null;
-        };
-        /**
          * UpdateList
          * @description One update of each parameter.
          */
@@ -3972,7 +3933,65 @@ export interface components {
              * Updates
              * @description The largest ratio first
              */
-            updates: components["schemas"]["UpdateDocument"][];
+            updates: components["schemas"]["UpdateRow"][];
+        };
+        /**
+         * UpdateRow
+         * @description What one update did to one parameter.
+         */
+        UpdateRow: {
+            /**
+             * Changed
+             * @description Elements that the update changed, as far as their dtype shows it.
+             */
+            changed: number;
+            /**
+             * Effective Lr
+             * @description lr / (sqrt(v) + eps) of an element whose bias-corrected second moment v is the parameter's
+             *     mean, with the update's own lr. Of Adam and AdamW; NaN for others, and where it is not known.
+             */
+            effective_lr: number | null;
+            /** Max Abs */
+            max_abs: number | null;
+            /**
+             * Moment Rms
+             * @description Root mean square of Adam's second moment after the update; NaN where it is not known.
+             */
+            moment_rms: number | null;
+            /** Name */
+            name: string;
+            /**
+             * Nonfinite
+             * @description Elements whose change is NaN or infinite.
+             */
+            nonfinite: number;
+            /**
+             * Norm
+             * @description Of the update.
+             */
+            norm: number | null;
+            /** Numel */
+            numel: number;
+            /**
+             * Ratio
+             * @description norm / weight_norm; NaN for a weight of zeros.
+             */
+            ratio: number | null;
+            /**
+             * Rms
+             * @description The same divided by the root of the number of elements.
+             */
+            rms: number | null;
+            /**
+             * Step
+             * @description The last update: together they led from step - `steps` to step.
+             */
+            step: number;
+            /**
+             * Weight Norm
+             * @description Before it.
+             */
+            weight_norm: number | null;
         };
         /**
          * UserRole
@@ -3980,6 +3999,24 @@ export interface components {
          * @enum {string}
          */
         UserRole: "viewer" | "reader" | "editor" | "exporter" | "trainer" | "admin";
+        /**
+         * ValueRange
+         * @description Statistics of all elements that an edit names. NaN: no finite element.
+         */
+        ValueRange: {
+            /** Inf Count */
+            inf_count: number;
+            /** Max */
+            max: number | null;
+            /** Mean */
+            mean: number | null;
+            /** Min */
+            min: number | null;
+            /** Nan Count */
+            nan_count: number;
+            /** Norm */
+            norm: number | null;
+        };
         /**
          * ValuesDocument
          * @description Elements of one tensor or a slice of it, at one step.
@@ -4047,7 +4084,7 @@ export interface components {
              * Ranks
              * @description Those that were asked, by rank
              */
-            ranks: components["schemas"]["RankWhy"][];
+            ranks: components["schemas"]["RankActivity"][];
             /** Verdict */
             verdict: string;
             /** World Size */
@@ -4066,31 +4103,34 @@ export type AssetDocument = components['schemas']['AssetDocument'];
 export type AssetRequest = components['schemas']['AssetRequest'];
 export type AuditPage = components['schemas']['AuditPage'];
 export type AuditRecord = components['schemas']['AuditRecord'];
-export type CollectiveDocument = components['schemas']['CollectiveDocument'];
+export type Collective = components['schemas']['Collective'];
 export type DestinationDocument = components['schemas']['DestinationDocument'];
 export type DestinationList = components['schemas']['DestinationList'];
 export type DiffDocument = components['schemas']['DiffDocument'];
 export type DiffList = components['schemas']['DiffList'];
 export type DroppedMark = components['schemas']['DroppedMark'];
-export type EditDocument = components['schemas']['EditDocument'];
+export type Edit = components['schemas']['Edit'];
 export type EditList = components['schemas']['EditList'];
+export type EditOp = components['schemas']['EditOp'];
 export type EditRequest = components['schemas']['EditRequest'];
-export type ExportDocument = components['schemas']['ExportDocument'];
-export type ExportFileDocument = components['schemas']['ExportFileDocument'];
+export type EditState = components['schemas']['EditState'];
+export type ExportFile = components['schemas']['ExportFile'];
+export type ExportInfo = components['schemas']['ExportInfo'];
 export type ExportList = components['schemas']['ExportList'];
 export type ExportRequest = components['schemas']['ExportRequest'];
-export type FrameDocument = components['schemas']['FrameDocument'];
+export type ExportState = components['schemas']['ExportState'];
 export type GradKind = components['schemas']['GradKind'];
 export type HeatmapDocument = components['schemas']['HeatmapDocument'];
 export type HeldDocument = components['schemas']['HeldDocument'];
 export type HistogramDocument = components['schemas']['HistogramDocument'];
 export type HistoryDocument = components['schemas']['HistoryDocument'];
-export type HoldDocument = components['schemas']['HoldDocument'];
+export type Hold = components['schemas']['Hold'];
 export type HoldRequest = components['schemas']['HoldRequest'];
-export type HyperparametersDocument = components['schemas']['HyperparametersDocument'];
+export type HoldState = components['schemas']['HoldState'];
+export type Hyperparameters = components['schemas']['Hyperparameters'];
 export type HyperparametersRequest = components['schemas']['HyperparametersRequest'];
-export type IncarnationDocument = components['schemas']['IncarnationDocument'];
 export type IncarnationList = components['schemas']['IncarnationList'];
+export type IncarnationRecord = components['schemas']['IncarnationRecord'];
 export type JobDocument = components['schemas']['JobDocument'];
 export type JobList = components['schemas']['JobList'];
 export type JobRegistration = components['schemas']['JobRegistration'];
@@ -4098,32 +4138,30 @@ export type JobSummary = components['schemas']['JobSummary'];
 export type LargestRow = components['schemas']['LargestRow'];
 export type LeaseDocument = components['schemas']['LeaseDocument'];
 export type LeaseRequest = components['schemas']['LeaseRequest'];
-export type LogTailDocument = components['schemas']['LogTailDocument'];
-export type MarkDocument = components['schemas']['MarkDocument'];
+export type LogTail = components['schemas']['LogTail'];
+export type Mark = components['schemas']['Mark'];
 export type MarkList = components['schemas']['MarkList'];
 export type MarkRequest = components['schemas']['MarkRequest'];
 export type MissingDocument = components['schemas']['MissingDocument'];
 export type Mode = components['schemas']['Mode'];
 export type NewSession = components['schemas']['NewSession'];
 export type NewToken = components['schemas']['NewToken'];
-export type OpDocument = components['schemas']['OpDocument'];
 export type OpRequest = components['schemas']['OpRequest'];
 export type ParamDetail = components['schemas']['ParamDetail'];
 export type ParamDocument = components['schemas']['ParamDocument'];
 export type ParamPage = components['schemas']['ParamPage'];
-export type PeerDocument = components['schemas']['PeerDocument'];
+export type PeerAddress = components['schemas']['PeerAddress'];
 export type PieceDocument = components['schemas']['PieceDocument'];
 export type PointDocument = components['schemas']['PointDocument'];
 export type Problem = components['schemas']['Problem'];
-export type RangeDocument = components['schemas']['RangeDocument'];
+export type RankActivity = components['schemas']['RankActivity'];
 export type RankDocument = components['schemas']['RankDocument'];
 export type RankList = components['schemas']['RankList'];
-export type RankLogDocument = components['schemas']['RankLogDocument'];
+export type RankLog = components['schemas']['RankLog'];
 export type RankPinDocument = components['schemas']['RankPinDocument'];
 export type RankSnapshots = components['schemas']['RankSnapshots'];
-export type RankWhy = components['schemas']['RankWhy'];
 export type RegisteredJob = components['schemas']['RegisteredJob'];
-export type RollbackDocument = components['schemas']['RollbackDocument'];
+export type Rollback = components['schemas']['Rollback'];
 export type RollbackRequest = components['schemas']['RollbackRequest'];
 export type ScheduleDocument = components['schemas']['ScheduleDocument'];
 export type ScheduleList = components['schemas']['ScheduleList'];
@@ -4134,20 +4172,22 @@ export type SessionDocument = components['schemas']['SessionDocument'];
 export type SignInCode = components['schemas']['SignInCode'];
 export type SnapshotList = components['schemas']['SnapshotList'];
 export type SnapshotRequest = components['schemas']['SnapshotRequest'];
-export type SpectrumDocument = components['schemas']['SpectrumDocument'];
+export type Spectrum = components['schemas']['Spectrum'];
+export type StackFrame = components['schemas']['StackFrame'];
 export type StatsDocument = components['schemas']['StatsDocument'];
 export type StatsList = components['schemas']['StatsList'];
 export type StepRequest = components['schemas']['StepRequest'];
-export type ThreadDocument = components['schemas']['ThreadDocument'];
+export type ThreadStack = components['schemas']['ThreadStack'];
 export type TlsDocument = components['schemas']['TlsDocument'];
 export type TokenDocument = components['schemas']['TokenDocument'];
 export type TokenList = components['schemas']['TokenList'];
 export type TokenRequest = components['schemas']['TokenRequest'];
-export type UndoDocument = components['schemas']['UndoDocument'];
+export type Undo = components['schemas']['Undo'];
 export type UndoRequest = components['schemas']['UndoRequest'];
-export type UpdateDocument = components['schemas']['UpdateDocument'];
 export type UpdateList = components['schemas']['UpdateList'];
+export type UpdateRow = components['schemas']['UpdateRow'];
 export type UserRole = components['schemas']['UserRole'];
+export type ValueRange = components['schemas']['ValueRange'];
 export type ValuesDocument = components['schemas']['ValuesDocument'];
 export type WaitRequest = components['schemas']['WaitRequest'];
 export type WhyDocument = components['schemas']['WhyDocument'];
@@ -4413,7 +4453,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["EditDocument"];
+                    "application/json": components["schemas"]["Edit"];
                 };
             };
         };
@@ -4441,7 +4481,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["EditDocument"];
+                    "application/json": components["schemas"]["Edit"];
                 };
             };
         };
@@ -4466,7 +4506,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["EditDocument"];
+                    "application/json": components["schemas"]["Edit"];
                 };
             };
         };
@@ -4495,7 +4535,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["EditDocument"];
+                    "application/json": components["schemas"]["Edit"];
                 };
             };
         };
@@ -4520,7 +4560,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["EditDocument"];
+                    "application/json": components["schemas"]["Edit"];
                 };
             };
         };
@@ -4549,7 +4589,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["EditDocument"];
+                    "application/json": components["schemas"]["Edit"];
                 };
             };
         };
@@ -4787,7 +4827,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["ExportDocument"];
+                    "application/json": components["schemas"]["ExportInfo"];
                 };
             };
         };
@@ -4812,7 +4852,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["ExportDocument"];
+                    "application/json": components["schemas"]["ExportInfo"];
                 };
             };
         };
@@ -4837,7 +4877,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["ExportDocument"];
+                    "application/json": components["schemas"]["ExportInfo"];
                 };
             };
         };
@@ -4956,7 +4996,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["HoldDocument"];
+                    "application/json": components["schemas"]["Hold"];
                 };
             };
         };
@@ -4983,7 +5023,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["HoldDocument"];
+                    "application/json": components["schemas"]["Hold"];
                 };
             };
         };
@@ -5009,7 +5049,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["HoldDocument"];
+                    "application/json": components["schemas"]["Hold"];
                 };
             };
         };
@@ -5036,7 +5076,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["HoldDocument"];
+                    "application/json": components["schemas"]["Hold"];
                 };
             };
         };
@@ -5063,7 +5103,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["HoldDocument"];
+                    "application/json": components["schemas"]["Hold"];
                 };
             };
         };
@@ -5090,7 +5130,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["EditDocument"];
+                    "application/json": components["schemas"]["Edit"];
                 };
             };
         };
@@ -5163,7 +5203,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["MarkDocument"];
+                    "application/json": components["schemas"]["Mark"];
                 };
             };
         };
@@ -5343,7 +5383,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["SpectrumDocument"];
+                    "application/json": components["schemas"]["Spectrum"];
                 };
             };
         };
@@ -5449,7 +5489,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["RankLogDocument"];
+                    "application/json": components["schemas"]["RankLog"];
                 };
             };
         };
@@ -5514,7 +5554,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["EditDocument"];
+                    "application/json": components["schemas"]["Edit"];
                 };
             };
         };

@@ -1,6 +1,6 @@
 /** One list of what happened to a job: edits, marks, exports, restarts, alerts, holds. Pure. */
 
-import type { EditDocument, ExportDocument, IncarnationDocument, MarkDocument } from "../api/schema";
+import type { Edit, ExportInfo, IncarnationRecord, Mark } from "../api/schema";
 import { type Cause } from "./causes";
 import { opText } from "./edits";
 import { count } from "./format";
@@ -26,10 +26,10 @@ export interface Happening {
 }
 
 export interface Sources {
-  edits: readonly EditDocument[];
-  marks: readonly MarkDocument[];
-  exports: readonly ExportDocument[];
-  incarnations: readonly IncarnationDocument[];
+  edits: readonly Edit[];
+  marks: readonly Mark[];
+  exports: readonly ExportInfo[];
+  incarnations: readonly IncarnationRecord[];
   causes: readonly Cause[];
   recent: Live["recent"];
 }
@@ -46,7 +46,7 @@ export function timelineOf(sources: Sources): Happening[] {
   ].sort((a, b) => b.time_s - a.time_s);
 }
 
-function ofEdit(edit: EditDocument): Happening {
+function ofEdit(edit: Edit): Happening {
   return {
     key: `edit ${edit.id}`,
     kind: "edit",
@@ -62,7 +62,7 @@ function ofEdit(edit: EditDocument): Happening {
 }
 
 /** An edit on one line: its operations with the patterns as they were asked for. */
-export function editText(edit: EditDocument): string {
+export function editText(edit: Edit): string {
   if (edit.rollback) {
     return `rolls back to ${edit.rollback.mark ? `mark ${edit.rollback.mark}, ` : ""}step ${count(edit.rollback.step)}`;
   }
@@ -85,20 +85,20 @@ export function editText(edit: EditDocument): string {
 }
 
 /** Tensors and elements that an edit changes. */
-export function sizeOf(edit: EditDocument): { tensors: number; elements: number } {
+export function sizeOf(edit: Edit): { tensors: number; elements: number } {
   return {
     tensors: edit.ops.reduce((sum, op) => sum + op.name_count, 0),
     elements: edit.ops.reduce((sum, op) => sum + op.numel, 0),
   };
 }
 
-function ofMark(mark: MarkDocument): Happening[] {
+function ofMark(mark: Mark): Happening[] {
   if (!mark.name || mark.made_s === null) return [];
   const place = { incarnation: -1, view: "edits" as const, query: {} };
   return [{ ...place, key: `mark ${mark.name}`, kind: "mark", time_s: mark.made_s, step: mark.step, who: mark.by, what: mark.name, state: mark.whole ? "kept" : "not whole" }];
 }
 
-function ofExport(one: ExportDocument): Happening {
+function ofExport(one: ExportInfo): Happening {
   return {
     key: `export ${one.id}`,
     kind: "export",
@@ -113,7 +113,7 @@ function ofExport(one: ExportDocument): Happening {
   };
 }
 
-function ofIncarnation(one: IncarnationDocument): Happening[] {
+function ofIncarnation(one: IncarnationRecord): Happening[] {
   const shared = { kind: "restart" as const, incarnation: one.incarnation, who: "", view: "runs" as const, query: {} };
   const began: Happening = {
     ...shared,

@@ -3,7 +3,7 @@
 import { type FormEvent, type ReactNode, useState } from "react";
 
 import { post } from "../api/client";
-import type { EditDocument, RangeDocument } from "../api/schema";
+import type { Edit, ValueRange } from "../api/schema";
 import { bodyOf, type Draft, EMPTY, FIELDS, MEANING, newId, type Op, OPS } from "../lib/edits";
 import { count, number } from "../lib/format";
 import { Badge, Dialog, Panel, Source, Trouble } from "../ui/bits";
@@ -13,7 +13,7 @@ import { Names } from "./edits";
 
 interface Tried {
   draft: Draft;
-  edit: EditDocument;
+  edit: Edit;
   at: number;
 }
 
@@ -26,13 +26,13 @@ export function EditForm(): ReactNode {
   const [asking, setAsking] = useState(false);
   const [busy, setBusy] = useState(false);
   const [problem, setProblem] = useState("");
-  const [done, setDone] = useState<EditDocument | null>(null);
+  const [done, setDone] = useState<Edit | null>(null);
   const whole: Draft = { ...draft, pattern };
   const set = (patch: Partial<Draft>): void => {
     setDraft({ ...draft, ...patch });
     setTried(null);
   };
-  const send = async (dryRun: boolean): Promise<EditDocument | null> => {
+  const send = async (dryRun: boolean): Promise<Edit | null> => {
     const made = bodyOf(whole, newId(), dryRun);
     if ("problem" in made) {
       setProblem(made.problem);
@@ -148,7 +148,7 @@ export function EditForm(): ReactNode {
   );
 }
 
-export function BeforeAfter(props: { before: RangeDocument | null; after: RangeDocument | null }): ReactNode {
+export function BeforeAfter(props: { before: ValueRange | null; after: ValueRange | null }): ReactNode {
   const { before, after } = props;
   if (!before && !after) return null;
   return (

@@ -3,7 +3,7 @@
 import { type ReactNode, useState } from "react";
 
 import { get, post } from "../api/client";
-import type { EditDocument } from "../api/schema";
+import type { Edit } from "../api/schema";
 import { newId, opText } from "../lib/edits";
 import { clock, count, duration } from "../lib/format";
 import { editText, sizeOf } from "../lib/timeline";
@@ -129,13 +129,13 @@ function Log(props: { mayEdit: boolean }): ReactNode {
 }
 
 /** A successful dry run ends as ABORTED; show it as what it is. */
-function State(props: { edit: EditDocument }): ReactNode {
+function State(props: { edit: Edit }): ReactNode {
   const { edit } = props;
   const succeeded = edit.dry_run && edit.after !== null;
   return succeeded ? <Badge state="DRY RUN" tone="mute" /> : <Badge state={edit.state} />;
 }
 
-function One(props: { edit: EditDocument; mayEdit: boolean; onClose: () => void; onUndo: () => void }): ReactNode {
+function One(props: { edit: Edit; mayEdit: boolean; onClose: () => void; onUndo: () => void }): ReactNode {
   const { edit, mayEdit, onClose, onUndo } = props;
   return (
     <Dialog title={`Edit ${edit.id.slice(0, 8)}`} onClose={onClose}>
@@ -172,7 +172,7 @@ function One(props: { edit: EditDocument; mayEdit: boolean; onClose: () => void;
 }
 
 /** Applied edits since this one that touch a tensor of it: the server refuses or overwrites them. */
-function laterThan(edit: EditDocument, all: readonly EditDocument[]): EditDocument[] {
+function laterThan(edit: Edit, all: readonly Edit[]): Edit[] {
   const names = new Set(edit.ops.flatMap((op) => op.names));
   return all.filter(
     (other) =>
@@ -185,7 +185,7 @@ function laterThan(edit: EditDocument, all: readonly EditDocument[]): EditDocume
 }
 
 /** The question before an undo: what is restored, and what is lost by it. */
-function Undo(props: { edit: EditDocument; later: readonly EditDocument[]; onClose: () => void; onChanged: () => void }): ReactNode {
+function Undo(props: { edit: Edit; later: readonly Edit[]; onClose: () => void; onChanged: () => void }): ReactNode {
   const { edit, later, onClose, onChanged } = props;
   const { job, live } = useShared();
   const [problem, setProblem] = useState("");
@@ -239,13 +239,13 @@ function Undo(props: { edit: EditDocument; later: readonly EditDocument[]; onClo
   );
 }
 
-function sizeText(edit: EditDocument): string {
+function sizeText(edit: Edit): string {
   const { tensors, elements } = sizeOf(edit);
   return `${count(elements)} element${elements === 1 ? "" : "s"} of ${count(tensors)} tensor${tensors === 1 ? "" : "s"}`;
 }
 
 /** The tensors that an edit changes. */
-export function Names(props: { edit: EditDocument }): ReactNode {
+export function Names(props: { edit: Edit }): ReactNode {
   return (
     <ul className="bare list-small" tabIndex={0} aria-label="What changes">
       {props.edit.ops.map((op, i) => (

@@ -3,7 +3,7 @@
 import { type ReactNode, useState } from "react";
 
 import { del, get } from "../api/client";
-import type { ExportDocument } from "../api/schema";
+import type { ExportInfo } from "../api/schema";
 import { bytes, clock, count, duration } from "../lib/format";
 import { Badge, Bar, Empty, Name, Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
@@ -53,7 +53,7 @@ export default function Exports(): ReactNode {
 }
 
 function List(props: {
-  exports: readonly ExportDocument[];
+  exports: readonly ExportInfo[];
   mayExport: boolean;
   onChanged: () => void;
   source: ReactNode;
@@ -83,7 +83,7 @@ function List(props: {
   );
 }
 
-function One(props: { one: ExportDocument; mayExport: boolean; onChanged: () => void }): ReactNode {
+function One(props: { one: ExportInfo; mayExport: boolean; onChanged: () => void }): ReactNode {
   const { one, mayExport, onChanged } = props;
   const { job } = useShared();
   const now = useNow();

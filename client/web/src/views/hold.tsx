@@ -3,7 +3,7 @@
 import { type ReactNode, useState } from "react";
 
 import { del, get, post } from "../api/client";
-import type { HoldDocument } from "../api/schema";
+import type { Hold as Held } from "../api/schema";
 import { leaseLeft } from "../lib/edits";
 import { clock, count } from "../lib/format";
 import { Badge, Panel, Source, Trouble } from "../ui/bits";
@@ -29,7 +29,7 @@ export function Hold(props: { mayEdit: boolean }): ReactNode {
   );
   const path = { job };
   const body = { lease_s: Number(lease), holder: MINE };
-  const act = (sent: Promise<HoldDocument>): void => {
+  const act = (sent: Promise<Held>): void => {
     setBusy(true);
     setProblem("");
     sent

@@ -3,7 +3,7 @@
 import { type ReactNode, useState } from "react";
 
 import { del, get, post } from "../api/client";
-import type { MarkDocument } from "../api/schema";
+import type { Mark } from "../api/schema";
 import { newId } from "../lib/edits";
 import { bytes, clock, count } from "../lib/format";
 import { Dialog, Empty, Name, Panel, Source, Trouble } from "../ui/bits";
@@ -12,7 +12,7 @@ import { usePoll } from "../ui/hooks";
 import { textOf } from "../ui/problems";
 
 /** A mark's own key; standing snapshots have no name. */
-const keyOf = (mark: MarkDocument): string => `${mark.name} ${mark.step}`;
+const keyOf = (mark: Mark): string => `${mark.name} ${mark.step}`;
 
 export function Marks(props: { mayEdit: boolean }): ReactNode {
   const { job, live } = useShared();
@@ -140,7 +140,7 @@ export function Marks(props: { mayEdit: boolean }): ReactNode {
 }
 
 /** The question before a rollback: what is lost by it. */
-function RollBack(props: { mark: MarkDocument; onClose: () => void; onDone: () => void }): ReactNode {
+function RollBack(props: { mark: Mark; onClose: () => void; onDone: () => void }): ReactNode {
   const { mark, onClose, onDone } = props;
   const { job, live } = useShared();
   const [problem, setProblem] = useState("");

@@ -3,7 +3,7 @@
 import { type ReactNode, useState } from "react";
 
 import { get } from "../api/client";
-import type { LogTailDocument } from "../api/schema";
+import type { LogTail } from "../api/schema";
 import { Empty, Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
 import { usePoll } from "../ui/hooks";
@@ -45,7 +45,7 @@ export function LogPanel(props: { rank: number }): ReactNode {
 }
 
 /** As text: what the script printed must not be read as markup. */
-function Tail(props: { rank: number; tail: LogTailDocument }): ReactNode {
+function Tail(props: { rank: number; tail: LogTail }): ReactNode {
   const { rank, tail } = props;
   return (
     <>

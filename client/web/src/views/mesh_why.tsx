@@ -3,7 +3,7 @@
 import { type ReactNode, useState } from "react";
 
 import { get } from "../api/client";
-import type { RankWhy } from "../api/schema";
+import type { RankActivity } from "../api/schema";
 import { bytes, count, duration } from "../lib/format";
 import { Empty, Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
@@ -39,7 +39,7 @@ export function WhyPanel(): ReactNode {
   );
 }
 
-function Ranks(props: { ranks: readonly RankWhy[] }): ReactNode {
+function Ranks(props: { ranks: readonly RankActivity[] }): ReactNode {
   return (
     <div className="scroll">
       <table className="plain">
@@ -84,7 +84,7 @@ function age(seconds: number | null): string {
 }
 
 /** As text: stacks and output are the job's own and must not be read as markup. */
-export function detailsOf(rank: RankWhy): string {
+export function detailsOf(rank: RankActivity): string {
   const lines: string[] = rank.missing ? [`no stacks: ${rank.missing}`] : [];
   for (const thread of rank.threads.filter((one) => one.training)) {
     lines.push(`thread ${thread.name} (${rank.source})`);

@@ -3,7 +3,7 @@
 import { type ReactNode, useState } from "react";
 
 import { get } from "../api/client";
-import type { UpdateDocument } from "../api/schema";
+import type { UpdateRow } from "../api/schema";
 import { percent } from "../lib/format";
 import { Choice, Empty, Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
@@ -12,7 +12,7 @@ import { type Measure, MeasureTable } from "./measures";
 
 const STEPS = [["1", "1 step"], ["10", "10 steps"], ["100", "100 steps"]] as const;
 
-export const MEASURES: readonly Measure<UpdateDocument>[] = [
+export const MEASURES: readonly Measure<UpdateRow>[] = [
   { key: "norm", title: "norm", of: (row) => row.norm },
   { key: "ratio", title: "ratio", of: (row) => row.ratio },
   { key: "max", title: "max", of: (row) => row.max_abs },

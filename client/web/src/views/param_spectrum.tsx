@@ -3,7 +3,7 @@
 import { type ReactNode, useState } from "react";
 
 import { get } from "../api/client";
-import type { SpectrumDocument } from "../api/schema";
+import type { Spectrum } from "../api/schema";
 import { count, number, percent } from "../lib/format";
 import { Empty, Facts, Panel, Source, Trouble } from "../ui/bits";
 import { axis, Chart } from "../ui/chart";
@@ -55,7 +55,7 @@ export function SpectrumPanel(props: { name: string; shape: readonly number[] })
 }
 
 /** Title and text of each fact. */
-export function factsOf(found: SpectrumDocument): [string, string][] {
+export function factsOf(found: Spectrum): [string, string][] {
   const share = (part: number): string => percent(part, 1);
   const condition = found.condition === null ? (found.singular_values.length ? "infinite" : "–") : number(found.condition, 5);
   return [

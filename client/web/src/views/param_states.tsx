@@ -3,7 +3,7 @@
 import { type ReactNode, useMemo, useState } from "react";
 
 import { get } from "../api/client";
-import type { DiffDocument, ExportDocument, JobSummary, MarkDocument } from "../api/schema";
+import type { DiffDocument, ExportInfo, JobSummary, Mark } from "../api/schema";
 import { count, number, percent } from "../lib/format";
 import { Empty, Name, Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
@@ -25,8 +25,8 @@ export const MEASURES: readonly Measure<DiffDocument>[] = [
 
 /** What can be compared, as the API names it, with a text for people. */
 export function statesOf(
-  marks: readonly MarkDocument[],
-  exports: readonly ExportDocument[],
+  marks: readonly Mark[],
+  exports: readonly ExportInfo[],
   jobs: readonly JobSummary[],
   job: string,
 ): [string, string][] {

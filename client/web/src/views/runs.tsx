@@ -3,7 +3,7 @@
 import { type ReactNode, useMemo } from "react";
 
 import { get } from "../api/client";
-import type { HistoryDocument, IncarnationDocument, JobSummary } from "../api/schema";
+import type { HistoryDocument, IncarnationRecord, JobSummary } from "../api/schema";
 import { clock, count, duration, number } from "../lib/format";
 import { placeHash } from "../lib/route";
 import { alongSteps, meanOf, parseRun, type Run, runText } from "../lib/runs";
@@ -158,7 +158,7 @@ function RunsOf(props: { job: string }): ReactNode {
   );
 }
 
-function lasted(run: IncarnationDocument): string {
+function lasted(run: IncarnationRecord): string {
   return duration((run.ended_s ?? Date.now() / 1000) - run.began_s);
 }
 

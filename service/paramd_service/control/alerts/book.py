@@ -9,13 +9,14 @@ after its alert was resolved starts a new one. Book does no I/O and has no clock
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import xxhash
 
+from paramd.mesh.insight.reports import Alert
 from paramd_service.control.alerts.config import Rule
-from paramd_service.control.store.alerts import MAX_FIRING, Alert, State
+from paramd_service.control.store.alerts import MAX_FIRING, State
 from paramd_service.control.store.history import SeriesKey
 
 CLEAR_AFTER_S = 5.0
@@ -130,8 +131,7 @@ class Book:
         return self._firing[key] if known is None else None
 
     def _end(self, key: tuple[str, str], now_s: float) -> Alert:
-        ended = {"state": State.RESOLVED.value, "resolved_s": now_s}
-        return self._firing.pop(key).model_copy(update=ended)
+        return replace(self._firing.pop(key), state=State.RESOLVED.value, resolved_s=now_s)
 
 
 def series_of(job: str, incarnation: int, name: str, subject: str) -> SeriesKey:

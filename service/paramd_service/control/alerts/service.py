@@ -6,10 +6,12 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from paramd.errors import ParamdError, UsageError
+from paramd.mesh.insight.reports import Alert
 from paramd.state_files import file_places
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.aio import kept
@@ -22,7 +24,7 @@ from paramd_service.control.base.config import settings_of, table_of_file, table
 from paramd_service.control.mesh.jobs import Incarnation, Jobs
 from paramd_service.control.mesh.registry import MeshView, Report
 from paramd_service.control.mesh.watch import Publish
-from paramd_service.control.store.alerts import Alert, AlertStore, State
+from paramd_service.control.store.alerts import AlertStore, State
 
 MakeSampler = Callable[[Incarnation], MeshSampler]
 Hold = Callable[[str, str], Awaitable[None]]
@@ -121,7 +123,7 @@ class Watchers:
             watcher.tick(view)
 
     def _tell(self, alert: Alert) -> None:
-        self._publish("alert", alert.model_dump(mode="json"), job=alert.job)
+        self._publish("alert", asdict(alert), job=alert.job)
         if self.hold and alert.state == State.FIRING and alert.rule in self.config.hold:
             # Once: who resumes it has seen the alert, which may go on firing.
             kept(self._ending, self._paused(alert, self.hold), "paramd-alert-hold")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from paramd.clock import now_s
 from paramd.errors import ParamdError
 from paramd.layout.types import Layout
+from paramd.mesh.insight.reports import Alert
 from paramd_service.aio import stopped
 from paramd_service.control.alerts.bits import BitRounds
 from paramd_service.control.alerts.book import Book, Covered, Finding, series_of
@@ -38,7 +39,7 @@ from paramd_service.control.alerts.sampling import (
 )
 from paramd_service.control.alerts.webhook import Webhooks
 from paramd_service.control.mesh.registry import MeshView
-from paramd_service.control.store.alerts import Alert, AlertStore, State
+from paramd_service.control.store.alerts import AlertStore, State
 from paramd_service.control.store.history import Sample as Measured
 from paramd_service.control.store.history import SeriesKey
 

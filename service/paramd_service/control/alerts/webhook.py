@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import asdict
 from urllib.parse import urlsplit
 
 import httpx2
 
+from paramd.mesh.insight.reports import Alert
 from paramd_service.aio import kept, stopped
-from paramd_service.control.store.alerts import Alert
 
 TIMEOUT_S = 5.0
 
@@ -60,9 +61,8 @@ class Webhooks:
         await self._client.aclose()
 
     async def _post(self, url: str, alert: Alert) -> None:
-        headers = {"content-type": "application/json"}
         try:
-            answer = await self._client.post(url, content=alert.model_dump_json(), headers=headers)
+            answer = await self._client.post(url, json=asdict(alert))
         except httpx2.HTTPError as error:
             # The error text may contain the URL.
             self._failed(url, alert, type(error).__name__)

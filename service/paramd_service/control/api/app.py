@@ -17,6 +17,7 @@ from starlette.routing import BaseRoute, Route
 
 from paramd.errors import NotFoundError
 from paramd.security.tls import CA_PATH
+from paramd.v1 import sidecar_pb2 as pb
 from paramd.version import __version__
 from paramd_service.control.access.doorway import TokenGate, permitted
 from paramd_service.control.api.guard import Gone, Guard, Page, RequestIdMiddleware
@@ -180,8 +181,8 @@ def metrics_router(services: Services) -> APIRouter:
         mesh = services.jobs.get(job)
         for report in mesh.registry.view().joined:
             if report.rank == rank:
-                text = await mesh.calls.metrics(rank, report.address)
-                return Response(text, media_type=services.metrics.content_type)
+                found = await mesh.calls.ask(rank, report.address, pb.GetMetricsRequest())
+                return Response(found.text, media_type=services.metrics.content_type)
         raise NotFoundError(f"rank {rank} of job {job[:64]!r} has no sidecar now")
 
     return router

@@ -13,6 +13,9 @@ from pydantic_core import PydanticCustomError
 
 from paramd.layout.edits.kinds import BY_WORD
 from paramd.layout.stats import STATISTICS
+from paramd.mesh.edits.calls import Edit, Mark
+from paramd.mesh.peers.control import PeerAddress
+from paramd.places import IncarnationRecord
 from paramd.wire import LEASE_S, MAX_LEASE_S
 from paramd_service.control.edits.holds import MAX_STEPS
 
@@ -151,18 +154,6 @@ class MarkRequest(Request):
     )
 
 
-class MarkDocument(BaseModel):
-    """A complete state that the sidecars keep in memory."""
-
-    name: str = Field(description="Empty: a standing snapshot, which the next ones replace")
-    step: int
-    size_bytes: int = Field(description="Of all ranks")
-    made_s: float | None = Field(description="Seconds since the Unix epoch; null when unknown")
-    by: str = Field(description="Name of the token that made it; empty of a standing snapshot")
-    whole: bool = Field(description="Whether all ranks have it")
-    reason: str = Field(description="Why not; empty if whole")
-
-
 class DroppedMark(BaseModel):
     """Whether there was a mark to forget."""
 
@@ -172,111 +163,14 @@ class DroppedMark(BaseModel):
 class MarkList(BaseModel):
     """States that training can be put back to, lowest step first."""
 
-    marks: list[MarkDocument]
-
-
-class HyperparametersDocument(BaseModel):
-    """Hyper-parameters that an edit sets."""
-
-    optimizer: int
-    group: int
-    values: dict[str, Any]
-
-
-class RollbackDocument(BaseModel):
-    """The state that an edit puts back."""
-
-    mark: str = Field(description="Empty: a standing snapshot")
-    step: int
-
-
-class OpDocument(BaseModel):
-    """One operation and the parameters it matched. Operands are null when absent, or when the
-    token's role may not see them."""
-
-    pattern: str
-    op: str
-    value: float | None
-    weight: float | None
-    min: float | None
-    max: float | None
-    data: bool
-    names: list[str] = Field(description="The first 100 matched parameters")
-    name_count: int
-    numel: int = Field(description="Elements, replicas counted once")
-
-
-class RangeDocument(BaseModel):
-    """Statistics of all elements that an edit names. null: no finite element."""
-
-    min: float | None
-    max: float | None
-    mean: float | None
-    norm: float | None
-    nan_count: int
-    inf_count: int
-
-
-class UndoDocument(BaseModel):
-    """Whether an edit can be undone."""
-
-    possible: bool
-    reason: str = Field(description="Why not; empty if possible")
-
-
-class EditDocument(BaseModel):
-    """An edit and its state."""
-
-    id: str
-    job: str
-    incarnation: int
-    state: EditStateName = Field(description="APPLIED, ABORTED and LOST are final")
-    reason: str = Field(description="Why it is ABORTED or LOST; else empty")
-    actor: str = Field(description="Name of the token that created it")
-    committed_by: str | None = Field(description="Name of the token that committed it; or null")
-    note: str
-    dry_run: bool = Field(
-        description="Only computes the statistics before and after; ends as ABORTED"
-    )
-    created_s: float = Field(description="Seconds since the Unix epoch")
-    ended_s: float | None = Field(description="null until it ends")
-    step: int = Field(description="Step at whose boundary it was applied; -1: not applied")
-    boundary: int = Field(description="Number of its boundary request; 0: none yet")
-    ops: list[OpDocument]
-    size_bytes: int = Field(description="Size of the elements it names, replicas counted once")
-    stop_ms: float | None = Field(description="Longest time it stopped a trainer")
-    before: RangeDocument | None = Field(
-        description="null: unknown, or the token's role may not see it"
-    )
-    after: RangeDocument | None
-    undo: UndoDocument
-    undo_of: str | None = Field(description="Edit that this one undoes")
-    undone_by: str | None = Field(description="Edit that undid this one")
-    hyperparameters: HyperparametersDocument | None = Field(
-        description="What it sets instead of parameters; else null"
-    )
-    rollback: RollbackDocument | None = Field(
-        description="The state it puts back, or as an undo leaves again; else null"
-    )
-    warning: str = Field(description="What a trainer had to say about it; else empty")
+    marks: list[Mark]
 
 
 class EditList(BaseModel):
     """Edits, newest first."""
 
-    edits: list[EditDocument]
+    edits: list[Edit]
     next_page_token: str = Field(description="Pass it to get older ones; empty at the end")
-
-
-class HoldDocument(BaseModel):
-    """Whether training is held at a boundary."""
-
-    state: Literal["running", "pausing", "held", "stepping"]
-    holder: str = Field(description="Who holds it: the token's name and a unique suffix")
-    step: int = Field(description="Finished updates; -1 when no rank reports it")
-    steps_left: int = Field(description="Boundaries it may still pass before it is held again")
-    lease_left_s: float
-    since_s: float | None = Field(description="Seconds since the Unix epoch; null when unknown")
 
 
 class HolderRequest(Request):
@@ -651,30 +545,10 @@ class RegisteredJob(BaseModel):
     )
 
 
-class IncarnationDocument(BaseModel):
-    """One incarnation of a job."""
-
-    incarnation: int
-    world_size: int
-    began_s: float = Field(description="Seconds since the Unix epoch")
-    ended_s: float | None = Field(description="null until it ends")
-    reason: str = Field(description="Why it ended; empty until it ends")
-    step: int = Field(description="Last known step when it ended; -1 when unknown")
-
-
 class IncarnationList(BaseModel):
     """Incarnations of a job, oldest first."""
 
-    incarnations: list[IncarnationDocument]
-
-
-class PeerDocument(BaseModel):
-    """Addresses of one rank's sidecar."""
-
-    rank: int
-    address: str = Field(description='gRPC target "host:port"')
-    socket_path: str = Field(description="Unix socket, for programs on the same host")
-    host_id: str = Field(description="Identifies the host's running kernel")
+    incarnations: list[IncarnationRecord]
 
 
 class JobDocument(JobSummary):
@@ -682,7 +556,7 @@ class JobDocument(JobSummary):
 
     layout_digest: str = Field(description="Current layout; empty until one is agreed")
     control_address: str = Field(description='gRPC target "host:port" of the control plane')
-    peers: list[PeerDocument] = Field(description="Joined sidecars, ordered by rank")
+    peers: list[PeerAddress] = Field(description="Joined sidecars, ordered by rank")
     ticket: str = Field(description="Signed, with the token's rights; for gRPC metadata only")
     ticket_expires_s: float = Field(description="Seconds since the Unix epoch")
     tls: TlsDocument | None = Field(

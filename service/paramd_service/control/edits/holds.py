@@ -13,16 +13,17 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 
 from paramd.errors import ConflictError, ParamdError
+from paramd.mesh.edits.calls import Hold as HoldView
+from paramd.mesh.edits.calls import HoldState
 from paramd.v1 import common_pb2, sidecar_pb2
 from paramd_service.aio import stopped
 from paramd_service.control.access.authority import Principal
 from paramd_service.control.access.roles import Action
 from paramd_service.control.edits.machine import Outcome
-from paramd_service.control.edits.runner import ASK_S, EditCalls, on_all
+from paramd_service.control.edits.runner import withdrawn
 from paramd_service.control.mesh.coordinator import (
     BoundaryAction,
     BoundaryRequest,
@@ -31,6 +32,7 @@ from paramd_service.control.mesh.coordinator import (
 )
 from paramd_service.control.mesh.jobs import Incarnation
 from paramd_service.control.mesh.registry import MeshView
+from paramd_service.control.mesh.sidecars import on_all
 from paramd_service.control.records.records import Records
 
 MAX_STEPS = 1_000_000
@@ -39,30 +41,6 @@ OWN_LEASE_S = 15.0
 """Lease of a hold that the control plane begins for a request."""
 
 log = logging.getLogger("paramd.control.holds")
-
-
-class HoldState(StrEnum):
-    """State of a hold."""
-
-    RUNNING = "running"
-    PAUSING = "pausing"
-    """Requested, not agreed yet."""
-    HELD = "held"
-    STEPPING = "stepping"
-    """A number of boundaries pass before training waits again."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HoldView:
-    """A hold as documents and events show it."""
-
-    state: HoldState
-    holder: str = ""
-    step: int = -1
-    steps_left: int = 0
-    lease_left_s: float = 0.0
-    since_s: float | None = None
-    """Seconds since the Unix epoch."""
 
 
 OnChange = Callable[[str, HoldView], None]
@@ -74,14 +52,13 @@ class Hold:
     def __init__(
         self,
         mesh: Incarnation,
-        calls: EditCalls,
         records: Records,
         *,
         agree_s: Callable[[MeshView], float],
         on_change: OnChange,
     ) -> None:
         self._mesh = mesh
-        self._calls = calls
+        self._calls = mesh.calls
         self._records = records
         self._agree_s = agree_s
         self._on_change = on_change
@@ -101,7 +78,8 @@ class Hold:
         for report in view.joined[:1]:
             state, step = report.state, report.step
             try:
-                fresh = await self._calls.state(report.rank, report.address)
+                request = sidecar_pb2.GetStateRequest()
+                fresh = await self._calls.ask(report.rank, report.address, request)
                 state, step = fresh.state, fresh.header.step
             except ParamdError as error:
                 log.debug("rank %d did not report its hold: %s", report.rank, error)
@@ -118,7 +96,8 @@ class Hold:
     async def _last_to_step(self, view: MeshView, first: HoldView) -> HoldView:
         """STEPPING until every rank has passed the granted steps; then `first`."""
         try:
-            found = await on_all(view, self._calls.state)
+            request = sidecar_pb2.GetStateRequest()
+            found = await on_all(view, lambda rank, at: self._calls.ask(rank, at, request))
         except ParamdError as error:
             # Until every rank answers, at least one step is assumed to be left.
             log.debug("not every rank reported its step: %s", error)
@@ -311,7 +290,7 @@ class Hold:
 
         async def withdraw(rank: int, address: str) -> Outcome:
             try:
-                return await self._calls.withdraw(rank, address, number)
+                return await withdrawn(self._calls, rank, address, number)
             except ParamdError:
                 return Outcome.IN_DOUBT
 
@@ -320,13 +299,8 @@ class Hold:
 
     async def _renew(self, lease_ms: int) -> None:
         view = self._mesh.registry.view()
-        request = sidecar_pb2.RenewHoldRequest(
-            incarnation=self._mesh.number,
-            generation=self._mesh.terms.generation,
-            lease_ms=lease_ms,
-        )
-        ask = self._mesh.calls.ask
-        await on_all(view, lambda rank, at: ask(rank, at, request, timeout_s=ASK_S))
+        request = sidecar_pb2.RenewHoldRequest(lease_ms=lease_ms)
+        await on_all(view, lambda rank, at: self._calls.ask(rank, at, request))
 
     async def _told_now(self) -> HoldView:
         now = await self.view()

@@ -6,17 +6,19 @@ import asyncio
 import json
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
-from paramd.errors import ConflictError, ParamdError
+from paramd.errors import ParamdError
 from paramd.layout.edits.ops import EditState
 from paramd.layout.edits.plan import PlannedOp, overlap
 from paramd.layout.select import NameIndex
+from paramd.mesh.edits.calls import Hold as HoldView
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.aio import stopped
+from paramd_service.aio import kept, stopped
 from paramd_service.control.access.authority import Principal
+from paramd_service.control.edits.holds import Hold
 from paramd_service.control.edits.machine import (
     CallOff,
     Commit,
@@ -26,11 +28,12 @@ from paramd_service.control.edits.machine import (
     SameData,
     no_data,
 )
-from paramd_service.control.edits.runner import EditCalls, EditRun, feed_staged, on_all, preview_all
+from paramd_service.control.edits.runner import EditRun, feed_staged, preview_all, stage
 from paramd_service.control.edits.spec import EditConfig, Planned, ops_of
 from paramd_service.control.mesh.coordinator import BoundaryAction, token_of
 from paramd_service.control.mesh.jobs import Incarnation
 from paramd_service.control.mesh.registry import MeshView
+from paramd_service.control.mesh.sidecars import on_all
 from paramd_service.control.records.audit import Action
 from paramd_service.control.records.records import SELF, Records
 from paramd_service.control.store.edits import EditRow
@@ -55,9 +58,8 @@ class IncarnationEdits:
         config: EditConfig,
         *,
         on_change: Callable[[EditRow], None],
+        on_hold: Callable[[str, HoldView], None],
     ) -> None:
-        self.held: Callable[[Principal], AbstractAsyncContextManager[None]] = _not_held
-        """Holds training while its block runs (holds.py)."""
         self._mesh = mesh
         self._records = records
         self._config = config
@@ -67,9 +69,7 @@ class IncarnationEdits:
         self._ending: set[asyncio.Task[None]] = set()
         self.open: dict[str, EditRun] = {}
         """Drivers of edits that have not ended, by id."""
-        self.calls = EditCalls(
-            mesh.calls, incarnation=mesh.number, generation=mesh.terms.generation
-        )
+        self.hold = Hold(mesh, records, agree_s=self.agree_s, on_change=on_hold)
 
     def begin(self) -> None:
         """Resolve what an earlier control plane left open; no turns are given until then."""
@@ -89,7 +89,7 @@ class IncarnationEdits:
         driver = self.open[row.id] = EditRun(
             machine,
             row,
-            calls=self.calls,
+            calls=self._mesh.calls,
             view=self._mesh.registry.view,
             save=self._records.edits.save,
             on_change=self._changed,
@@ -110,10 +110,12 @@ class IncarnationEdits:
                 await asyncio.wait(self._ending, timeout=FORGOTTEN_S)
             view = self._mesh.coordinator.joined()
             manifest = planned.manifest
-            staged = await on_all(view, lambda rank, at: self.calls.stage(rank, at, manifest))
+            staged = await on_all(
+                view, lambda rank, at: stage(self._mesh.calls, rank, at, manifest)
+            )
             feed_staged(driver, staged)
             if driver.row.detail.get("dry_run"):
-                found = await preview_all(self.calls, view, driver.row.id, index, planned.ops)
+                found = await preview_all(self._mesh.calls, view, driver.row.id, index, planned.ops)
                 driver.describe(**found)
                 driver.feed(CallOff("dry run: nothing was changed"))
                 return
@@ -131,7 +133,7 @@ class IncarnationEdits:
     async def _commit_held(self, driver: EditRun, by: Principal, index: NameIndex) -> None:
         """Commit a rollback, which trainers promise only while they are held."""
         try:
-            async with self.held(by):
+            async with self.hold.during(by):
                 await self.commit(driver, by, index, ())
         except ParamdError as error:
             driver.feed(CallOff(str(error)))
@@ -233,7 +235,8 @@ class IncarnationEdits:
         )
 
     async def _moved(self, view: MeshView, wanted: int) -> str:
-        found = await on_all(view, self.calls.state)
+        request = pb.GetStateRequest()
+        found = await on_all(view, lambda rank, at: self._mesh.calls.ask(rank, at, request))
         moved = {rank: one.header.step for rank, one in found.items() if one.header.step > wanted}
         if not moved:
             return ""
@@ -251,7 +254,7 @@ class IncarnationEdits:
         ):
             return
         view = self._mesh.registry.view()
-        asking = preview_all(self.calls, view, row.id, index, ops, timeout_s=config.range_s)
+        asking = preview_all(self._mesh.calls, view, row.id, index, ops, timeout_s=config.range_s)
         with suppress(ParamdError):
             driver.describe(**await asking)
 
@@ -284,9 +287,7 @@ class IncarnationEdits:
     def _changed(self, row: EditRow) -> None:
         if row.ended_s is not None and (driver := self.open.pop(row.id, None)) is not None:
             # Its background calls (Forget on the ranks) still run to their end.
-            task = asyncio.create_task(driver.finish(), name="paramd-edit-end")
-            self._ending.add(task)
-            task.add_done_callback(self._ending.discard)
+            kept(self._ending, driver.finish(), "paramd-edit-end")
         self._on_change(row)
 
     def _resolved(self, row: EditRow) -> Action:
@@ -333,12 +334,6 @@ def touches(
         same = (mine.optimizer, mine.group) == (its.optimizer, its.group)
         return same and bool(json.loads(mine.values_json).keys() & json.loads(its.values_json))
     return bool(overlap(ops, ops_of(index, other)))
-
-
-@asynccontextmanager
-async def _not_held(_by: Principal) -> AsyncIterator[None]:
-    raise ConflictError("training cannot be held here")
-    yield
 
 
 def audit_detail(row: EditRow) -> dict[str, Any]:

@@ -14,31 +14,23 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from paramd.errors import ConflictError, ExistsError, NotFoundError, ParamdError, UnreachableError
+from paramd.mesh.edits.calls import Mark
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.control.access.authority import Principal
 from paramd_service.control.edits.holds import Hold
-from paramd_service.control.edits.runner import ASK_S, STAGE_S, on_all
+from paramd_service.control.edits.runner import STAGE_S
 from paramd_service.control.mesh.jobs import Incarnation
 from paramd_service.control.mesh.registry import MeshView, listed
+from paramd_service.control.mesh.sidecars import on_all
 from paramd_service.control.records.records import Records
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KeptState:
-    """A state that the sidecars keep."""
+class KeptState(Mark):
+    """A state that the sidecars keep, and which of the histories it is of."""
 
-    mark: str
-    """Name; empty: a standing snapshot."""
-    step: int
     lineage: int
     edits: int
-    size_bytes: int
-    """Of all ranks."""
-    made_s: float
-    """Seconds since the Unix epoch; 0 of standing snapshots."""
-    by: str
-    why_not_whole: str
-    """Why training cannot go back to it; empty if it can."""
 
 
 class Marks:
@@ -69,7 +61,7 @@ class Marks:
             nonlocal failure
             try:
                 request = pb.ListKeptStatesRequest()
-                answer = await self._mesh.calls.ask(rank, address, request, timeout_s=ASK_S)
+                answer = await self._mesh.calls.ask(rank, address, request)
                 found[rank] = list(answer.states)
             except ParamdError as error:
                 failure = error
@@ -87,15 +79,15 @@ class Marks:
         """
         states = await self.all()
         named = [
-            one for one in states if (one.mark == to if isinstance(to, str) else one.step == to)
+            one for one in states if (one.name == to if isinstance(to, str) else one.step == to)
         ]
-        whole = [one for one in named if not one.why_not_whole]
+        whole = [one for one in named if one.whole]
         if whole:
             # A mark rather than a standing snapshot, which the next one may replace.
-            return max(whole, key=lambda one: (bool(one.mark), one.edits))
+            return max(whole, key=lambda one: (bool(one.name), one.edits))
         if named:
-            raise ConflictError(f"{_called(to)}: {named[0].why_not_whole}")
-        there = [_named(one) for one in states if not one.why_not_whole]
+            raise ConflictError(f"{_called(to)}: {named[0].reason}")
+        there = [_named(one) for one in states if one.whole]
         raise NotFoundError(
             f"{_called(to)} is not kept; "
             + (f"there is {', '.join(there)}" if there else "nothing is")
@@ -111,7 +103,7 @@ class Marks:
         """
         self._mesh.check()
         async with self._making:
-            if any(one.mark == name for one in await self.all()):
+            if any(one.name == name for one in await self.all()):
                 raise ExistsError(
                     f"mark {name!r} exists already; choose another name, or drop it (paramd unmark)"
                 )
@@ -133,9 +125,8 @@ class Marks:
         return dropped
 
     async def _forget(self, view: MeshView, name: str) -> bool:
-        request = pb.DropMarkRequest(mark=name, generation=self._mesh.terms.generation)
-        ask = self._mesh.calls.ask
-        found = await on_all(view, lambda rank, at: ask(rank, at, request, timeout_s=ASK_S))
+        request = pb.DropMarkRequest(mark=name)
+        found = await on_all(view, lambda rank, at: self._mesh.calls.ask(rank, at, request))
         return any(one.dropped for one in found.values())
 
     async def _made(self, by: Principal, name: str) -> KeptState:
@@ -143,9 +134,7 @@ class Marks:
 
         async def make(rank: int, address: str, *, fill: bool) -> pb.KeptState:
             """Have memory made for it, or with `fill` have the state copied."""
-            request = pb.MakeMarkRequest(
-                mark=name, by=by.name, fill=fill, generation=self._mesh.terms.generation
-            )
+            request = pb.MakeMarkRequest(mark=name, by=by.name, fill=fill)
             answer = await self._mesh.calls.ask(rank, address, request, timeout_s=STAGE_S)
             state: pb.KeptState = answer.state
             return state
@@ -156,10 +145,8 @@ class Marks:
             async with self._hold.during(by):
                 found = await on_all(view, lambda rank, at: make(rank, at, fill=True))
             (made,) = merged({rank: [one] for rank, one in found.items()}, len(view.ranks))[:1]
-            if made.why_not_whole:
-                raise ConflictError(
-                    f"the ranks' copies do not belong together: {made.why_not_whole}"
-                )
+            if made.reason:
+                raise ConflictError(f"the ranks' copies do not belong together: {made.reason}")
         except BaseException:
             with suppress(Exception):
                 await asyncio.shield(self._forget(view, name))
@@ -172,7 +159,7 @@ def _called(to: str | int) -> str:
 
 
 def _named(one: KeptState) -> str:
-    return f"{one.mark!r} (step {one.step})" if one.mark else f"step {one.step}"
+    return f"{one.name!r} (step {one.step})" if one.name else f"step {one.step}"
 
 
 def merged(found: Mapping[int, Sequence[pb.KeptState]], world_size: int) -> list[KeptState]:
@@ -187,19 +174,22 @@ def merged(found: Mapping[int, Sequence[pb.KeptState]], world_size: int) -> list
         if not mark and len(parts) < world_size:
             continue
         kept = list(parts.values())
+        made_s = max(one.made_s for one in kept)
+        reason = _why_not_whole(parts, world_size)
         merged.append(
             KeptState(
-                mark=mark,
+                name=mark,
                 step=step,
                 lineage=lineage,
                 edits=edits,
                 size_bytes=sum(one.size_bytes for one in kept),
-                made_s=max(one.made_s for one in kept),
+                made_s=made_s if made_s else None,
                 by=kept[0].by,
-                why_not_whole=_why_not_whole(parts, world_size),
+                whole=not reason,
+                reason=reason,
             )
         )
-    return sorted(merged, key=lambda one: (one.step, one.made_s))
+    return sorted(merged, key=lambda one: (one.step, one.made_s if one.made_s is not None else 0.0))
 
 
 def _why_not_whole(parts: dict[int, pb.KeptState], world_size: int) -> str:

@@ -7,17 +7,15 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
-from google.protobuf.message import Message
-
-from paramd.errors import ConflictError, NotFoundError, ParamdError, UnreachableError, asked_by
+from paramd.errors import ConflictError, NotFoundError, ParamdError, asked_by
 from paramd.layout.edits.ops import EditState
 from paramd.layout.edits.plan import PlannedOp
 from paramd.layout.select import NameIndex
 from paramd.layout.stats import stats_of
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.aio import stopped
+from paramd_service.aio import kept, stopped
 from paramd_service.control.edits.machine import (
     Action,
     Applied,
@@ -38,14 +36,12 @@ from paramd_service.control.edits.machine import (
     Withdraw,
 )
 from paramd_service.control.edits.spec import merged
-from paramd_service.control.mesh.coordinator import BoundaryAction, BoundaryRequest, worst
+from paramd_service.control.mesh.coordinator import BoundaryAction, BoundaryRequest
 from paramd_service.control.mesh.registry import MeshView, listed
-from paramd_service.control.mesh.sidecars import SidecarCalls
+from paramd_service.control.mesh.sidecars import SidecarCalls, address_of, on_all
 from paramd_service.control.store.edits import EditRow
 from paramd_service.control.store.engine import StoreError
 
-ASK_S = 5.0
-"""Timeout of short calls."""
 STAGE_S = 60.0
 PREVIEW_S = 60.0
 AGAIN_S = 0.1
@@ -55,89 +51,32 @@ STORE_AGAIN_S = 1.0
 FORGET_S = 600.0
 """How long a rank is asked to forget what it has staged: after that it does so by itself."""
 
-_FATES = {
-    pb.BOUNDARY_FATE_WITHDRAWN: Outcome.WITHDRAWN,
-    pb.BOUNDARY_FATE_AGREED: Outcome.AGREED,
-    pb.BOUNDARY_FATE_DONE: Outcome.DONE,
-    pb.BOUNDARY_FATE_TORN: Outcome.TORN,
-}
+_FATES = frozenset(one.value for one in Outcome)
+
+_AS_IN_MACHINE = ("boundary", "token", "step", "edits", "stop_ns")
 
 log = logging.getLogger("paramd.control.edits")
 
-Result = TypeVar("Result")
+
+async def stage(
+    calls: SidecarCalls, rank: int, address: str, manifest: pb.EditManifest
+) -> pb.EditProgress:
+    """Stage the manifest without data; clients upload data to the sidecars themselves."""
+
+    async def messages() -> AsyncIterator[pb.StageEditRequest]:
+        yield pb.StageEditRequest(manifest=manifest)
+
+    answer: pb.StageEditResponse = await calls.ask(
+        rank, address, messages(), timeout_s=STAGE_S, method="StageEdit"
+    )
+    return answer.progress
 
 
-class EditCalls:
-    """Calls for edits and holds to the sidecars of one incarnation.
-
-    Every call raises the ParamdError that matches the gRPC status.
-    """
-
-    def __init__(self, sidecars: SidecarCalls, *, incarnation: int, generation: int) -> None:
-        self._sidecars = sidecars
-        self.reach = sidecars.reach
-        self._incarnation = incarnation
-        self._generation = generation
-
-    async def stage(self, rank: int, address: str, manifest: pb.EditManifest) -> pb.EditProgress:
-        """Stage the manifest without data; clients upload data to the sidecars themselves."""
-
-        async def messages() -> AsyncIterator[pb.StageEditRequest]:
-            yield pb.StageEditRequest(manifest=manifest)
-
-        answer: pb.StageEditResponse = await self._sidecars.ask(
-            rank, address, messages(), timeout_s=STAGE_S, method="StageEdit"
-        )
-        return answer.progress
-
-    async def get(self, rank: int, address: str, edit_id: str) -> pb.GetEditResponse:
-        """Progress of an edit. Raises NotFoundError when the sidecar does not know it."""
-        request = pb.GetEditRequest(edit_id=edit_id)
-        return await self._ask(rank, address, request, pb.GetEditResponse)
-
-    async def preview(
-        self, rank: int, address: str, edit_id: str, *, timeout_s: float
-    ) -> pb.PreviewEditResponse:
-        """Statistics before and after."""
-        request = pb.PreviewEditRequest(edit_id=edit_id)
-        return await self._ask(rank, address, request, pb.PreviewEditResponse, timeout_s)
-
-    async def drop(self, rank: int, address: str, edit_id: str) -> None:
-        """Drop what is staged."""
-        request = pb.DropEditRequest(edit_id=edit_id, generation=self._generation)
-        await self._ask(rank, address, request, pb.DropEditResponse)
-
-    async def withdraw(self, rank: int, address: str, boundary: int) -> Outcome:
-        """Withdraw a boundary request; return its outcome."""
-        request = pb.WithdrawBoundaryRequest(
-            incarnation=self._incarnation, boundary=boundary, generation=self._generation
-        )
-        answer = await self._ask(rank, address, request, pb.WithdrawBoundaryResponse)
-        # A fate added by a newer sidecar version proves nothing: ask again.
-        return _FATES.get(answer.fate, Outcome.IN_DOUBT)
-
-    async def state(self, rank: int, address: str) -> pb.GetStateResponse:
-        """The rank's current state and step."""
-        return await self._ask(rank, address, pb.GetStateRequest(), pb.GetStateResponse)
-
-    async def _ask(
-        self,
-        rank: int,
-        address: str,
-        request: Message,
-        _answer: type[Result],
-        timeout_s: float = ASK_S,
-    ) -> Result:
-        found: Result = await self._sidecars.ask(rank, address, request, timeout_s=timeout_s)
-        return found
-
-
-def address_of(view: MeshView, rank: int) -> str:
-    """Address of a rank's sidecar. Raises UnreachableError when it is not connected."""
-    found = view.ranks[rank]
-    if found.report is None or not found.connected:
-        raise UnreachableError(f"rank {rank}: {found.reason}")
-    return found.report.address
+async def withdrawn(calls: SidecarCalls, rank: int, address: str, boundary: int) -> Outcome:
+    """Withdraw a boundary request; return its outcome."""
+    answer = await calls.ask(rank, address, pb.WithdrawBoundaryRequest(boundary=boundary))
+    # A fate added by a newer sidecar version proves nothing: ask again.
+    return Outcome(answer.fate) if answer.fate in _FATES else Outcome.IN_DOUBT
 
 
 def applied_of(answer: pb.GetEditResponse) -> Applied | None:
@@ -164,7 +103,7 @@ class EditRun:
         machine: EditMachine,
         row: EditRow,
         *,
-        calls: EditCalls,
+        calls: SidecarCalls,
         view: Callable[[], MeshView],
         save: Callable[[EditRow], Awaitable[None]],
         on_change: Callable[[EditRow], None],
@@ -204,9 +143,7 @@ class EditRun:
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` in the background; `close` cancels it."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        kept(self._tasks, work).add_done_callback(self._ended)
 
     def describe(self, **detail: Any) -> None:
         """Add to the row's detail; saved with the next state."""
@@ -251,12 +188,8 @@ class EditRun:
             self.row,
             state=machine.state.value,
             reason=machine.reason if machine.ended else "",
-            boundary=machine.boundary,
-            token=machine.token,
-            step=machine.step,
-            edits=machine.edits,
-            stop_ns=machine.stop_ns,
             ended_s=time.time() if machine.ended else None,
+            **{name: getattr(machine, name) for name in _AS_IN_MACHINE},
         )
         # STAGED is not saved: after a restart the ranks are asked again anyway.
         while machine.state is not EditState.STAGED:
@@ -321,13 +254,15 @@ class EditRun:
             await asyncio.sleep(pause_s)
         try:
             address = address_of(self._view(), rank)
-            return Reported(rank, await self._calls.withdraw(rank, address, self.machine.boundary))
+            fate = await withdrawn(self._calls, rank, address, self.machine.boundary)
+            return Reported(rank, fate)
         except ParamdError:
             return Unreported(rank)
 
     async def _show(self, rank: int) -> Event:
         try:
-            answer = await self._calls.get(rank, address_of(self._view(), rank), self.row.id)
+            address = address_of(self._view(), rank)
+            answer = await self._calls.ask(rank, address, pb.GetEditRequest(edit_id=self.row.id))
         except NotFoundError:
             return Shown(rank, None)
         except ParamdError:
@@ -345,8 +280,8 @@ class EditRun:
             try:
                 address = address_of(self._view(), rank)
                 if self.machine.boundary:
-                    await self._calls.withdraw(rank, address, self.machine.boundary)
-                await self._calls.drop(rank, address, self.row.id)
+                    await withdrawn(self._calls, rank, address, self.machine.boundary)
+                await self._calls.ask(rank, address, pb.DropEditRequest(edit_id=self.row.id))
                 return
             except ParamdError as error:
                 log.debug("edit %s at rank %d: %s", self.row.id, rank, error)
@@ -354,38 +289,12 @@ class EditRun:
                 pause_s = min(2 * pause_s, MAX_AGAIN_S)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("edit %s: %r", self.row.id, error, exc_info=error)
 
 
-async def on_all(
-    view: MeshView, call: Callable[[int, str], Awaitable[Result]]
-) -> dict[int, Result]:
-    """Call all joined ranks concurrently; return their answers by rank.
-
-    Raises the worst of the ranks' errors.
-    """
-    ranks = [(report.rank, report.address) for report in view.joined]
-    found = await asyncio.gather(
-        *(call(rank, address) for rank, address in ranks), return_exceptions=True
-    )
-    answers: dict[int, Result] = {}
-    failures: dict[int, ParamdError] = {}
-    for (rank, _), one in zip(ranks, found, strict=True):
-        if isinstance(one, ParamdError):
-            failures[rank] = one
-        elif isinstance(one, BaseException):
-            raise one
-        else:
-            answers[rank] = one
-    if failures:
-        raise worst(failures)
-    return answers
-
-
 async def verify_staged(
-    driver: EditRun, calls: EditCalls, view: MeshView, manifest: pb.EditManifest
+    driver: EditRun, calls: SidecarCalls, view: MeshView, manifest: pb.EditManifest
 ) -> None:
     """Verify that all ranks have the whole edit; stage it on ranks that need no data.
 
@@ -396,11 +305,13 @@ async def verify_staged(
 
     async def progress(rank: int, address: str) -> pb.EditProgress:
         try:
-            return (await calls.get(rank, address, manifest.edit_id)).progress
+            request = pb.GetEditRequest(edit_id=manifest.edit_id)
+            answer: pb.GetEditResponse = await calls.ask(rank, address, request)
+            return answer.progress
         except NotFoundError:
             # Uploaders contact only the ranks that take data; the others are staged here.
             asked_by.set(author)
-            return await calls.stage(rank, address, manifest)
+            return await stage(calls, rank, address, manifest)
 
     found = await on_all(view, progress)
     lacking = [rank for rank, one in found.items() if one.phase == pb.EDIT_PHASE_STAGING]
@@ -420,7 +331,7 @@ async def verify_staged(
 
 
 async def preview_all(
-    calls: EditCalls,
+    calls: SidecarCalls,
     view: MeshView,
     edit_id: str,
     index: NameIndex,
@@ -429,8 +340,9 @@ async def preview_all(
     timeout_s: float = PREVIEW_S,
 ) -> dict[str, Any]:
     """Statistics {"before", "after"} of a staged edit over all ranks. Raises as `on_all`."""
+    request = pb.PreviewEditRequest(edit_id=edit_id)
     found = await on_all(
-        view, lambda rank, address: calls.preview(rank, address, edit_id, timeout_s=timeout_s)
+        view, lambda rank, address: calls.ask(rank, address, request, timeout_s=timeout_s)
     )
     before = {rank: [stats_of(one) for one in answer.before] for rank, answer in found.items()}
     after = {rank: [stats_of(one) for one in answer.after] for rank, answer in found.items()}

@@ -15,12 +15,14 @@ from typing import Any
 
 from paramd.errors import ConflictError, DeniedError, ExistsError, NotFoundError, ParamdError
 from paramd.layout.edits.ops import EditState
+from paramd.layout.edits.plan import PlannedOp
 from paramd.layout.select import NameIndex
+from paramd.mesh.edits.calls import Hold as HoldView
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import MAX_LEASE_S
 from paramd_service.control.access.authority import Principal
 from paramd_service.control.access.roles import Action, UserRole
-from paramd_service.control.edits.holds import Hold, HoldView
+from paramd_service.control.edits.holds import Hold
 from paramd_service.control.edits.incarnation import IncarnationEdits, audit_detail
 from paramd_service.control.edits.machine import CallOff, no_data
 from paramd_service.control.edits.marks import KeptState, Marks
@@ -96,15 +98,7 @@ class EditService:
             "reset_moments": spec.reset_moments,
             "allow_nonfinite": spec.allow_nonfinite,
         }
-        row, driver = await self._opened(by, planned, index, spec.note, detail)
-        if driver is None:
-            # The previous control plane may have stored the row and died before staging it.
-            waiting = self.work.open.get(name)
-            driver = waiting if waiting is not None and waiting.is_idle else None
-        if driver is not None and not spec.with_data:
-            _check_own(by, row)
-            driver.start(self.work.stage_and_commit(driver, by, planned, index))
-        return row
+        return await self._begun(by, planned, index, spec.note, detail)
 
     def _check_share(self, share: float) -> None:
         if share > self._config.max_share:
@@ -150,11 +144,11 @@ class EditService:
         self._check_share(1.0)
         state = await self.marks.find(to)
         target = pb.Rollback(
-            mark=state.mark, step=state.step, lineage=state.lineage, edits=state.edits
+            mark=state.name, step=state.step, lineage=state.lineage, edits=state.edits
         )
         manifest = self._manifest(edit_id, digest, rollback=target)
         planned = plan_whole(index, manifest, state.size_bytes)
-        detail = {"rollback": {"mark": state.mark, "step": state.step}}
+        detail = {"rollback": {"mark": state.name, "step": state.step}}
         return await self._begun(by, planned, index, note, detail)
 
     def _manifest(self, edit_id: str | None, digest: str, **content: Any) -> pb.EditManifest:
@@ -176,8 +170,14 @@ class EditService:
         *,
         undo_of: str = "",
     ) -> EditRow:
+        """Open an edit, and unless it waits for data have it staged and committed."""
         row, driver = await self._opened(by, planned, index, note, detail, undo_of=undo_of)
-        if driver is not None:
+        if driver is None:
+            # The previous control plane may have stored the row and died before staging it.
+            waiting = self.work.open.get(row.id)
+            driver = waiting if waiting is not None and waiting.is_idle else None
+        if driver is not None and not detail.get("with_data"):
+            _check_own(by, row)
             driver.start(self.work.stage_and_commit(driver, by, planned, index))
         return row
 
@@ -228,23 +228,25 @@ class EditService:
             return
         if driver.machine.state is EditState.COMMITTED:
             return
-        index, _ = await self._layout()
-        manifest = pb.EditManifest.FromString(row.manifest)
-        view = self.mesh.coordinator.joined()
-        await verify_staged(driver, self.work.calls, view, manifest)
+        index, ops = await self._verified(driver)
         await driver.until(EditState.STAGED, EditState.COMMITTED)
-        driver.start(self.work.commit(driver, by, index, ops_of(index, manifest)))
+        driver.start(self.work.commit(driver, by, index, ops))
 
     async def preview(self, row: EditRow) -> EditRow:
         """Compute statistics before and after a staged edit without applying it."""
         driver = self._driver_of(row)
-        index, _ = await self._layout()
+        index, ops = await self._verified(driver)
         view = self.mesh.coordinator.joined()
-        manifest = pb.EditManifest.FromString(row.manifest)
-        await verify_staged(driver, self.work.calls, view, manifest)
-        ops = ops_of(index, manifest)
-        driver.describe(**await preview_all(self.work.calls, view, row.id, index, ops))
+        driver.describe(**await preview_all(self.mesh.calls, view, row.id, index, ops))
         return driver.row
+
+    async def _verified(self, driver: EditRun) -> tuple[NameIndex, tuple[PlannedOp, ...]]:
+        """The layout and the ops of an edit that all ranks have. Raises as `verify_staged`."""
+        index, _ = await self._layout()
+        manifest = pb.EditManifest.FromString(driver.row.manifest)
+        view = self.mesh.coordinator.joined()
+        await verify_staged(driver, self.mesh.calls, view, manifest)
+        return index, ops_of(index, manifest)
 
     async def abort(self, by: Principal, row: EditRow) -> EditRow:
         """Abort the edit unless the trainers have agreed on it; the returned row has its state.
@@ -270,8 +272,9 @@ class EditService:
             return reason
         for report in self.mesh.registry.view().joined[:1]:
             with suppress(ParamdError):
-                found = await self.work.calls.get(report.rank, report.address, row.id)
-                return found.progress.undo_refusal
+                request = pb.GetEditRequest(edit_id=row.id)
+                found = await self.mesh.calls.ask(report.rank, report.address, request)
+                return str(found.progress.undo_refusal)
         return str(row.detail.get("undo_refusal", ""))
 
     def why_no_undo(self, row: EditRow) -> str:
@@ -366,7 +369,6 @@ class EditRegistry:
         self._records = records
         self._publish = publish
         self._services: dict[str, EditService] = {}
-        self._holds: dict[str, Hold] = {}
         self._paces: dict[str, Pace] = {}
         self._older: list[EditService] = []
         self.ended: Counter[tuple[str, str]] = Counter()
@@ -377,13 +379,15 @@ class EditRegistry:
     def began(self, mesh: Incarnation) -> None:
         """Start the edits and the hold of a new incarnation."""
         job = mesh.job
-        work = IncarnationEdits(mesh, self._records, self.config, on_change=self._edit_changed)
-        pace = self._paces.setdefault(job, Pace(self.config.max_per_minute))
-        hold = self._holds[job] = Hold(
-            mesh, work.calls, self._records, agree_s=work.agree_s, on_change=self._hold_changed
+        work = IncarnationEdits(
+            mesh,
+            self._records,
+            self.config,
+            on_change=self._edit_changed,
+            on_hold=self._hold_changed,
         )
-        work.held = hold.during
-        marks = Marks(mesh, hold, self._records, on_change=self._mark_changed)
+        pace = self._paces.setdefault(job, Pace(self.config.max_per_minute))
+        marks = Marks(mesh, work.hold, self._records, on_change=self._mark_changed)
         service = EditService(mesh, work, self._records, self.config, pace, marks)
         if job in self._services:
             self._older.append(self._services[job])
@@ -412,8 +416,7 @@ class EditRegistry:
 
     def hold(self, job: str) -> Hold:
         """The hold of the job's last incarnation. Raises NotFoundError."""
-        self.service(job)
-        return self._holds[job]
+        return self.service(job).work.hold
 
     async def pause_for(self, job: str, name: str) -> None:
         """Hold training on nobody's request; who may hold may end it. Raises as `Hold.begin`."""
@@ -422,7 +425,7 @@ class EditRegistry:
 
     def hold_counts(self) -> dict[str, int]:
         """Holds begun in the job's last incarnation, by job."""
-        return {job: hold.begun_count for job, hold in self._holds.items()}
+        return {job: one.work.hold.begun_count for job, one in self._services.items()}
 
     def open_counts(self) -> Counter[tuple[str, str]]:
         """Open edits by (job, state)."""

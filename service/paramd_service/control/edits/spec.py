@@ -10,13 +10,20 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from paramd.errors import ExhaustedError, UsageError
 from paramd.layout.dtypes import item_bytes
-from paramd.layout.edits.kinds import NUMBERS
-from paramd.layout.edits.ops import OpSpec, decode_ops, edit_ops, encode_op, manifest_digest
+from paramd.layout.edits.kinds import numbers_of
+from paramd.layout.edits.ops import (
+    EditTerms,
+    OpSpec,
+    edit_ops,
+    manifest_digest,
+    manifest_of,
+)
 from paramd.layout.edits.plan import PlannedOp, RankEdit, check_ops, finder, rank_edits
 from paramd.layout.select import NameIndex
 from paramd.layout.stats import Stats, merge_all, summarize
@@ -70,17 +77,15 @@ class Pace:
     """Rate limit over a sliding minute. The caller supplies the clock."""
 
     def __init__(self, max_per_minute: int) -> None:
-        self._max = max_per_minute
-        self._begun: deque[float] = deque()
+        self._begun: deque[float] = deque(maxlen=max_per_minute)
 
     def take(self, now_s: float) -> None:
         """Count one edit. Raises ExhaustedError when the last minute's limit is reached."""
-        while self._begun and self._begun[0] <= now_s - _MINUTE_S:
-            self._begun.popleft()
-        if len(self._begun) >= self._max:
+        most = self._begun.maxlen
+        if len(self._begun) == most and self._begun[0] > now_s - _MINUTE_S:
             wait_s = self._begun[0] + _MINUTE_S - now_s
             raise ExhaustedError(
-                f"this control plane accepts at most {self._max:,} edits per minute "
+                f"this control plane accepts at most {most:,} edits per minute "
                 f"([edits] max_per_minute); wait {wait_s:.0f} s, or combine several edits"
             )
         self._begun.append(now_s)
@@ -116,15 +121,10 @@ def load_edits(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EditSpec:
+class EditSpec(EditTerms):
     """An edit request."""
 
     ops: tuple[OpSpec, ...]
-    if_step: int | None = None
-    allow_nonfinite: bool = False
-    reset_moments: bool = False
-    note: str = ""
-    dry_run: bool = False
 
     @property
     def with_data(self) -> bool:
@@ -157,20 +157,9 @@ def plan_edit(
     parts = [(one, edit_ops(index, [one])) for one in spec.ops]
     ops = [op for _, found in parts for op in found]
     planned = check_ops(finder(index.layout), ops, allow_nonfinite=spec.allow_nonfinite)
-    documents, begin = [], 0
-    for word, found in parts:
-        documents.append(_document(word, planned[begin : begin + len(found)]))
-        begin += len(found)
-    manifest = sidecar_pb2.EditManifest(
-        edit_id=edit_id,
-        incarnation=incarnation,
-        layout_digest=layout_digest,
-        ops=map(encode_op, ops),
-        allow_nonfinite=spec.allow_nonfinite,
-        reset_moments=spec.reset_moments,
-        undoable=True,
-        if_step=spec.if_step,
-    )
+    left = iter(planned)
+    documents = [_document(word, list(islice(left, len(found)))) for word, found in parts]
+    manifest = manifest_of(edit_id, ops, spec, incarnation=incarnation, layout_digest=layout_digest)
     return _planned(index, manifest, planned, documents)
 
 
@@ -182,20 +171,12 @@ def plan_undo(
     edit_id: str,
 ) -> Planned:
     """Plan the undo of an edit applied in the same incarnation and layout."""
-    manifest = sidecar_pb2.EditManifest(
-        edit_id=edit_id,
-        incarnation=done.incarnation,
-        layout_digest=done.layout_digest,
-        ops=done.ops,
-        # It restores the previous values, which may have been NaN or infinite.
-        allow_nonfinite=True,
-        undoable=True,
-        undo_of=done.edit_id,
-    )
-    if done.HasField("rollback"):
-        manifest.rollback.CopyFrom(done.rollback)
-    if done.HasField("hyperparameters"):
-        manifest.hyperparameters.CopyFrom(done.hyperparameters)
+    manifest = sidecar_pb2.EditManifest.FromString(done.SerializeToString())
+    manifest.edit_id, manifest.undo_of, manifest.undoable = edit_id, done.edit_id, True
+    # It restores the previous values, which may have been NaN or infinite.
+    manifest.allow_nonfinite = True
+    manifest.ClearField("if_step")
+    manifest.ClearField("reset_moments")
     return _planned(index, manifest, ops_of(index, done), [dict(one) for one in documents])
 
 
@@ -210,7 +191,7 @@ def ops_of(index: NameIndex, manifest: sidecar_pb2.EditManifest) -> tuple[Planne
     """The ops of a manifest that was planned on this layout."""
     if not manifest.ops:
         return ()
-    return check_ops(finder(index.layout), decode_ops(manifest.ops), allow_nonfinite=True)
+    return check_ops(finder(index.layout), manifest.ops, allow_nonfinite=True)
 
 
 def same_data(index: NameIndex, ops: Sequence[PlannedOp]) -> SameData:
@@ -287,7 +268,7 @@ def _document(spec: OpSpec, ops: Sequence[PlannedOp]) -> dict[str, Any]:
     return {
         "pattern": spec.pattern,
         "op": spec.op,
-        **{name: getattr(spec, name) for name in NUMBERS},
+        **numbers_of(spec),
         "data": spec.data,
         "names": [one.tensor.fqn for one in ops[:NAMES_TOLD]],
         "name_count": len(ops),

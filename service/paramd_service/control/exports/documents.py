@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from paramd import clock
+from paramd.documents import read_document
 from paramd.errors import ConflictError, ExhaustedError, NotFoundError, UnreachableError, UsageError
 from paramd.layout.exports.settings import CAST_DTYPES, FORMATS, ExportSettings, NameMap, parse_size
+from paramd.mesh.exports.calls import ExportFile, ExportInfo
 from paramd.state_files import file_places
 from paramd_service.admission import CALLER, Shares, Who
 from paramd_service.control.base.config import table_of_file
@@ -334,44 +336,10 @@ class AssetDocument(BaseModel):
     size_bytes: int
 
 
-class ExportFileDocument(BaseModel):
-    """One file of an export."""
-
-    name: str
-    size_bytes: int
-    written_bytes: int
-    rank: int = Field(description="Rank whose sidecar writes it; -1: not assigned yet")
-    checksum: str = Field(description="XXH3-128 in hexadecimal; empty until the file is written")
-    state: str = Field(description="WAITING, WRITING, WRITTEN or VERIFIED")
-
-
-class ExportDocument(BaseModel):
-    """One export."""
-
-    id: str
-    job: str
-    incarnation: int = Field(description="0 until a step is pinned")
-    step: int = Field(description="-1 until a step is pinned")
-    state: str = Field(description="PLANNED, RUNNING, VERIFYING, DONE, FAILED or CANCELLED")
-    reason: str = Field(description="Why it failed or was cancelled")
-    destination: str
-    format: str
-    actor: str = Field(description="Name of the token that requested it")
-    created_s: float = Field(description="Seconds since the Unix epoch")
-    ended_s: float | None = Field(description="Seconds since the Unix epoch; null while it runs")
-    files: list[ExportFileDocument] = Field(description="Empty in lists")
-    size_bytes: int
-    written_bytes: int
-    schedule: str = Field(
-        description="Id of the schedule that started it; empty: started by a request"
-    )
-    removed: bool = Field(description="Removed by the schedule's retention")
-
-
 class ExportList(BaseModel):
     """Exports of a job, newest first."""
 
-    exports: list[ExportDocument]
+    exports: list[ExportInfo]
     next_page_token: str = Field(description="Ask with it for the next page; empty at the end")
 
 
@@ -413,7 +381,7 @@ class DestinationList(BaseModel):
 
 def export_document(
     row: ExportRow, files: list[File], *, size: tuple[int, int] | None = None
-) -> ExportDocument:
+) -> ExportInfo:
     """The document of a stored export.
 
     Args:
@@ -421,8 +389,10 @@ def export_document(
     """
     if size is None:
         size = sum(one.size_bytes for one in files), sum(one.written_bytes for one in files)
-    return ExportDocument(
-        **(asdict(row) | {"files": [asdict(file) for file in files]}),
+    return read_document(
+        ExportInfo,
+        asdict(row),
+        files=tuple(read_document(ExportFile, asdict(file)) for file in files),
         size_bytes=size[0],
         written_bytes=size[1],
     )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from paramd.errors import ExhaustedError, ParamdError
+from paramd_service.aio import kept
 from paramd_service.control.exports.runner import ExportJob, ExportRun, OnChange, Place, drop
 from paramd_service.control.exports.sidecars import SidecarGroup
 from paramd_service.control.mesh.jobs import Incarnation
@@ -64,12 +65,11 @@ class IncarnationExports:
 
     def get(self, export_id: str) -> ExportJob | None:
         """A running or queued export."""
-        run = self._runs.get(export_id)
-        return run.job if run is not None else None
+        return self._runs.get(export_id)
 
     def all(self) -> list[ExportJob]:
         """All running and queued exports."""
-        return [run.job for run in self._runs.values()]
+        return list(self._runs.values())
 
     def check_room(self) -> None:
         """Raises ExhaustedError when the queue is full."""
@@ -81,13 +81,12 @@ class IncarnationExports:
     def add(self, row: ExportRow, files: list[File]) -> ExportJob:
         """Queue an export, new or resumed. Idempotent by id."""
         if row.id in self._runs:
-            return self._runs[row.id].job
-        job = self.job_of(row, files)
-        run = self._runs[row.id] = ExportRun(job)
+            return self._runs[row.id]
+        run = self._runs[row.id] = ExportRun(row, files, self)
         if self._over:
             run.fail(self._over)
         self._task(self._run(run), f"paramd-export-slot-{row.id[:8]}")
-        return job
+        return run
 
     async def cancel(self, export_id: str, reason: str) -> None:
         """Cancel an export and wait for its end; nothing to do if it is not here.
@@ -121,18 +120,17 @@ class IncarnationExports:
         return ExportJob(row, files, self)
 
     async def _run(self, run: ExportRun) -> None:
-        job = run.job
         try:
             async with self._turn(run):
                 try:
-                    job.assets = await self._assets(job.row)
+                    run.assets = await self._assets(run.row)
                 except ParamdError as error:
                     run.fail(str(error))
                 await run.run()
         finally:
-            self._runs.pop(job.row.id, None)
+            self._runs.pop(run.row.id, None)
             run.over.set()
-        await self._ended(job)
+        await self._ended(run)
 
     @asynccontextmanager
     async def _turn(self, run: ExportRun) -> AsyncIterator[None]:
@@ -153,43 +151,36 @@ class IncarnationExports:
             try:
                 for row in await self.store.unfinished(self.mesh.job):
                     if row.id not in self._runs:
-                        await self._take_if_possible(row)
+                        await self._take(row)
                 return
             except StoreError as error:
                 log.warning("unfinished exports cannot be loaded yet: %s", error)
                 await asyncio.sleep(_AGAIN_S)
 
-    async def _take_if_possible(self, row: ExportRow) -> None:
-        try:
-            await self._take(row)
-        except StoreError:
-            raise
-        except ParamdError as error:
-            log.warning("export %s cannot be resumed: %s", row.id, error)
-
     async def _take(self, row: ExportRow) -> None:
         files = await self.store.files(row.id)
         # Fences the control plane that had it before: its saves and sidecar calls are refused.
         row = replace(row, generation=self.mesh.terms.generation)
-        await self.store.save(row)
-        if row.ended_s is None:
-            self.add(row, files)
-        else:
-            self._task(self._drop_owed(row, files), "paramd-export-drop")
+        try:
+            await self.store.save(row)
+            if row.ended_s is None:
+                self.add(row, files)
+            else:
+                self._task(self._drop_owed(row, files), "paramd-export-drop")
+        except StoreError:
+            raise
+        except ParamdError as error:
+            log.warning("export %s cannot be resumed: %s", row.id, error)
 
     async def _drop_owed(self, row: ExportRow, files: list[File]) -> None:
         await self.group.wait_for([0])
         if await drop(self.job_of(row, files)):
             await self.store.save(replace(row, drop_owed=False))
 
-    def _task(self, work: Awaitable[None], name: str) -> None:
-        task = asyncio.ensure_future(work)
-        task.set_name(name)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
+    def _task(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        kept(self._tasks, work, name).add_done_callback(self._done)
 
     def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             level = logging.WARNING if isinstance(error, ParamdError) else logging.ERROR
             log.log(level, "%s ended with %r", task.get_name(), error)

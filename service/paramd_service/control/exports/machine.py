@@ -90,10 +90,7 @@ def written(export: Export, name: str, checksum: str) -> Export:
 
 def returned(export: Export, name: str) -> Export:
     """A file's writer failed; the file waits for another attempt."""
-    file = export.files[name]
-    if file.state is not FileState.WRITING:
-        return export
-    return _with(export, replace(file, state=FileState.WAITING, written_bytes=0))
+    return _with(export, _waiting(export.files[name]))
 
 
 def lost(export: Export, rank: int, *, why: str) -> Export:
@@ -104,10 +101,7 @@ def lost(export: Export, rank: int, *, why: str) -> Export:
     if export.is_over:
         return export
     files = {
-        name: replace(file, state=FileState.WAITING, written_bytes=0)
-        if file.rank == rank and file.state is FileState.WRITING
-        else file
-        for name, file in export.files.items()
+        name: _waiting(file) if file.rank == rank else file for name, file in export.files.items()
     }
     needed = [
         file.name
@@ -198,13 +192,15 @@ def after_restart(export: Export, *, incarnation: int, snapshot_lives: bool) -> 
     if not snapshot_lives:
         why = "the control plane was down for longer than the snapshot's lease"
         return failed(export, f"{why}; export again"), why
-    files = {
-        name: replace(file, state=FileState.WAITING, written_bytes=0)
-        if file.state is FileState.WRITING
-        else file
-        for name, file in export.files.items()
-    }
+    files = {name: _waiting(file) for name, file in export.files.items()}
     return replace(export, files=files), "the snapshot is still leased"
+
+
+def _waiting(file: File) -> File:
+    """It waits for another attempt if it was being written."""
+    if file.state is not FileState.WRITING:
+        return file
+    return replace(file, state=FileState.WAITING, written_bytes=0)
 
 
 def _with(export: Export, file: File) -> Export:

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -25,12 +26,13 @@ from paramd.errors import (
     codes_of,
 )
 from paramd.layout.exports.files import ExportState
+from paramd.mesh.peers.grpc import RankUnreachableError
 from paramd.v1 import export_pb2
 from paramd_service.aio import all_of
 from paramd_service.control.exports import machine
 from paramd_service.control.exports.documents import ExportSpec, named_anew, read_spec
 from paramd_service.control.exports.machine import Export
-from paramd_service.control.exports.sidecars import Leases, RankLostError
+from paramd_service.control.exports.sidecars import Leases, made, stored
 from paramd_service.control.store.engine import StoreError
 from paramd_service.control.store.exports import ExportRow, File, FileState, TakenOverError
 
@@ -201,9 +203,8 @@ class Writing:
         request = export_pb2.BeginExportRequest(
             target=job.target,
             size_bytes=job.export.size_bytes,
-            generation=job.group.mesh.terms.generation,
         )
-        await job.group.any(partial(job.group.calls.unary, request=request), lost=job.rank_lost)
+        await job.group.any(job.group.asking(request), lost=job.rank_lost)
 
     def _give(self) -> None:
         job, ranks = self._job, self._healthy()
@@ -228,7 +229,8 @@ class Writing:
             for source in sorted(job.export.files[name].sources - {rank})
             if source in joined
         ]
-        return await job.group.calls.write(
+        return await made(
+            job.group.calls,
             rank,
             address,
             request,
@@ -260,7 +262,7 @@ class Writing:
         job = self._job
         try:
             found = task.result()
-        except RankLostError as error:
+        except RankUnreachableError as error:
             self._gone.add(job.group.ranks().get(error.rank, ""))
             job.rank_lost(error.rank, str(error))
             job.change(machine.returned(job.export, name))
@@ -313,7 +315,7 @@ async def begin(job: ExportJob) -> None:
     if clash:
         raise UsageError(f"assets: {min(clash)!r} is also the name of a file of the export")
     pinned = await _pinned(job, plan)
-    plan, pins = pinned.plan, pinned.pins
+    plan, pins, state = pinned.plan, pinned.pins, pinned.pinned.state
     leases = job.hold(pins)
     await leases.renew()
     leases.keep()
@@ -322,13 +324,13 @@ async def begin(job: ExportJob) -> None:
     job.row = replace(
         job.row,
         plan=job.message.SerializeToString(),
-        destination=await job.named(pinned.state.incarnation, pinned.state.step),
+        destination=await job.named(state.incarnation, state.step),
     )
     job.change(
         machine.planned(
             job.export,
-            incarnation=pinned.state.incarnation,
-            step=pinned.state.step,
+            incarnation=state.incarnation,
+            step=state.step,
             files=[_file(plan, index) for index in range(len(plan.files))],
         )
     )
@@ -413,9 +415,8 @@ async def finish(job: ExportJob, *, committing: Callable[[], None]) -> None:
     """
     files = [_exported(file) for file in job.export.files.values()]
     for name, data in job.assets.items():
-        store = partial(job.group.calls.store, target=job.target, name=name, data=data)
-        _, stored = await job.group.any(store)
-        files.append(stored)
+        store = partial(stored, job.group.calls, target=job.target, name=name, data=data)
+        files.append((await job.group.any(store))[1])
     if job.spec.verify:
         await _verify(job, files)
     committing()
@@ -423,10 +424,9 @@ async def finish(job: ExportJob, *, committing: Callable[[], None]) -> None:
         target=job.target,
         plan=job.message,
         files=files,
-        generation=job.group.mesh.terms.generation,
         created_s=job.row.created_s,
     )
-    rank, answer = await job.group.any(partial(job.group.calls.unary, request=request))
+    rank, answer = await job.group.any(job.group.asking(request))
     beside = [_beside(one, rank) for one in answer.files if one.name not in job.export.files]
     job.change(machine.committed(job.export, beside))
 
@@ -444,7 +444,7 @@ async def _verify_share(
 ) -> None:
     for file in files:
         request = export_pb2.VerifyExportFileRequest(target=job.target, name=file.name)
-        verify = partial(job.group.calls.verify, request=request, timeout_s=job.spec.timeout_s)
+        verify = partial(made, job.group.calls, request=request, timeout_s=job.spec.timeout_s)
         _, found = await job.group.any(verify, first=rank)
         if (found.size_bytes, found.xxh3) != (file.size_bytes, file.xxh3):
             raise DataLossError(
@@ -485,14 +485,13 @@ async def drop(job: ExportJob, *, finished: bool = False) -> bool:
             target=job.target,
             names=list(job.export.files),
             finished=finished,
-            generation=job.group.mesh.terms.generation,
         )
         waiting = export_pb2.DropExportRequest(wait_only=True)
         waiting.MergeFrom(request)
         async with asyncio.timeout(DROP_S):
             # First wait for all writers, or one could write a file after it was removed.
-            await job.group.all(partial(job.group.calls.unary, request=waiting))
-            await job.group.any(partial(job.group.calls.unary, request=request), wait=False)
+            await job.group.all(job.group.asking(waiting))
+            await job.group.any(job.group.asking(request), wait=False)
     except (ParamdError, TimeoutError) as error:
         log.warning("export %s: its files could not be removed: %s", job.row.id, error)
         return False
@@ -505,11 +504,12 @@ def _reason(error: BaseException) -> str:
     return f"internal error ({type(error).__name__}); see the control plane's log"
 
 
-class ExportRun:
-    """The task of one export: `run` once; `cancel` and `fail` at any time."""
+class ExportRun(ExportJob):
+    """An export and its task: `run` once; `cancel` and `fail` at any time."""
 
-    def __init__(self, job: ExportJob) -> None:
-        self.job = job
+    def __init__(self, row: ExportRow, files: Sequence[File], queue: IncarnationExports) -> None:
+        """No I/O. Args: as `ExportJob`."""
+        super().__init__(row, files, queue)
         self.asked_to_end = asyncio.Event()
         """Set by `cancel` and `fail`."""
         self.over = asyncio.Event()
@@ -529,10 +529,9 @@ class ExportRun:
         Raises:
             ConflictError: it has ended or is being committed.
         """
-        if self.job.export.is_over or self._committing:
+        if self.export.is_over or self._committing:
             raise ConflictError(
-                f"export {self.job.row.id} is {self.job.export.state}; it can no longer be "
-                "cancelled"
+                f"export {self.row.id} is {self.export.state}; it can no longer be cancelled"
             )
         self._end(ExportState.CANCELLED, reason)
 
@@ -549,7 +548,7 @@ class ExportRun:
         are kept, and the next control plane resumes it.
         """
         work = self._work = asyncio.create_task(
-            self._timed(), name=f"paramd-export-{self.job.row.id[:8]}"
+            self._timed(), name=f"paramd-export-{self.row.id[:8]}"
         )
         if self._ending is not None:
             work.cancel()
@@ -558,20 +557,20 @@ class ExportRun:
         except asyncio.CancelledError:
             work.cancel()
             await asyncio.wait({work})
-            if self.job.leases is not None:
-                await self.job.leases.close(release=False)
+            if self.leases is not None:
+                await self.leases.close(release=False)
             raise
         error = work.exception() if not work.cancelled() else None
         if isinstance(error, TakenOverError):
-            log.warning("export %s: %s", self.job.row.id, error)
+            log.warning("export %s: %s", self.row.id, error)
             return
         self._ended(error)
         await self._clean_up()
         await self._keep_end()
 
     async def _timed(self) -> None:
-        limit_s = self.job.spec.timeout_s
-        left_s = limit_s - (now_s() - self.job.row.created_s)
+        limit_s = self.spec.timeout_s
+        left_s = limit_s - (now_s() - self.row.created_s)
         timer = asyncio.timeout(max(left_s, 0.0))
         try:
             async with timer:
@@ -584,60 +583,55 @@ class ExportRun:
             ) from None
 
     async def _stages(self) -> None:
-        job = self.job
-        await (adopt(job) if job.has_begun else begin(job))
-        if job.export.state is ExportState.RUNNING:
-            await Writing(job).run()
-        if job.export.is_over:
+        await (adopt(self) if self.has_begun else begin(self))
+        if self.export.state is ExportState.RUNNING:
+            await Writing(self).run()
+        if self.export.is_over:
             return
-        await job.save()
-        assert job.leases is not None
+        await self.save()
+        assert self.leases is not None
         # All bytes are written: the snapshots are no longer needed.
-        await job.leases.close(release=True)
-        await finish(job, committing=self._commits)
+        await self.leases.close(release=True)
+        await finish(self, committing=self._commits)
 
     def _commits(self) -> None:
         self._committing = True
 
     def _ended(self, error: BaseException | None) -> None:
-        job = self.job
         if error is not None:
             if not isinstance(error, ParamdError):
-                log.error("export %s failed with an internal error", job.row.id, exc_info=error)
-            job.change(machine.failed(job.export, _reason(error)))
+                log.error("export %s failed with an internal error", self.row.id, exc_info=error)
+            self.change(machine.failed(self.export, _reason(error)))
         elif self._ending is not None:
             state, reason = self._ending
             end = machine.cancelled if state is ExportState.CANCELLED else machine.failed
-            job.change(end(job.export, reason))
-        job.row = replace(job.row, ended_s=time.time())
+            self.change(end(self.export, reason))
+        self.row = replace(self.row, ended_s=time.time())
         log.info(
             "export %s to %s, step %d: %s %s",
-            job.row.id,
-            job.row.destination,
-            job.export.step,
-            job.export.state,
-            job.export.reason,
+            self.row.id,
+            self.row.destination,
+            self.export.step,
+            self.export.state,
+            self.export.reason,
         )
 
     async def _clean_up(self) -> None:
-        job = self.job
-        if job.leases is not None:
-            await job.leases.close(release=True)
-        if job.export.state is not ExportState.DONE and job.has_begun:
-            gone = await drop(job)
+        if self.leases is not None:
+            await self.leases.close(release=True)
+        if self.export.state is not ExportState.DONE and self.has_begun:
+            gone = await drop(self)
             if self._committing:
                 # The commit got no answer, so the export may be visible: remove that as well.
-                gone = await drop(job, finished=True) and gone
-            job.row = replace(job.row, drop_owed=not gone)
+                gone = await drop(self, finished=True) and gone
+            self.row = replace(self.row, drop_owed=not gone)
 
     async def _keep_end(self) -> None:
         while True:
             try:
-                await self.job.save()
+                with suppress(TakenOverError):
+                    await self.save()
+                return
             except StoreError as error:
-                log.warning("the end of export %s is not saved yet: %s", self.job.row.id, error)
+                log.warning("the end of export %s is not saved yet: %s", self.row.id, error)
                 await asyncio.sleep(_SAVE_AGAIN_S)
-            except TakenOverError:
-                return
-            else:
-                return

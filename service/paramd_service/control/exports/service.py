@@ -14,11 +14,11 @@ from typing import Any, Final
 from paramd import clock
 from paramd.errors import ConflictError, ExhaustedError, ParamdError
 from paramd.layout.edits.ops import EditState
+from paramd.mesh.exports.calls import ExportInfo
 from paramd.v1 import export_pb2
 from paramd_service.aio import kept
 from paramd_service.control.exports.documents import (
     Assets,
-    ExportDocument,
     export_document,
     named_at,
     read_spec,
@@ -100,7 +100,7 @@ class ExportService:
         actor: str,
         export_id: str | None = None,
         schedule: str = "",
-    ) -> ExportDocument:
+    ) -> ExportInfo:
         """Queue an export. Idempotent by id.
 
         Raises:
@@ -132,7 +132,7 @@ class ExportService:
         self._tell(job, True)
         return export_document(job.row, job.files)
 
-    async def get(self, job: str, export_id: str) -> ExportDocument:
+    async def get(self, job: str, export_id: str) -> ExportInfo:
         """One export, by its whole id. Raises NotFoundError, StoreError."""
         live = self._live(job, export_id)
         if live is not None:
@@ -140,7 +140,7 @@ class ExportService:
         row = await self.store.get(job, export_id)
         return export_document(row, await self.store.files(row.id))
 
-    async def page(self, job: str, *, limit: int, offset: int, state: str) -> list[ExportDocument]:
+    async def page(self, job: str, *, limit: int, offset: int, state: str) -> list[ExportInfo]:
         """Exports of a job, newest first, without their files. Raises StoreError."""
         rows = await self.store.page(job, limit=limit, offset=offset, state=state)
         sizes = await self.store.sizes([row.id for row in rows])
@@ -202,7 +202,7 @@ class ExportService:
             return {"directory": "", "why_not": "it is not in a directory; load it before attach"}
         return {"directory": f"{destination.root.rstrip('/')}/{key}", "why_not": ""}
 
-    async def cancel(self, job: str, export_id: str, *, actor: str) -> ExportDocument:
+    async def cancel(self, job: str, export_id: str, *, actor: str) -> ExportInfo:
         """Cancel an export and wait for its end. Raises NotFoundError, ConflictError."""
         queue = self._queues.get(job)
         if queue is not None and queue.get(export_id) is not None:
@@ -264,7 +264,7 @@ class ExportService:
 
     async def _same(
         self, job: str, export_id: str, request: Mapping[str, Any]
-    ) -> ExportDocument | None:
+    ) -> ExportInfo | None:
         live = self._live(job, export_id)
         rows = [live.row] if live is not None else await self.store.find(export_id)
         for row in rows:

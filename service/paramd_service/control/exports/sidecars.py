@@ -1,37 +1,30 @@
-"""Calls of exports to the sidecars of one incarnation, and leases of their snapshots.
-
-Long calls probe the ranks involved, so that a stopped rank is noticed within seconds.
-"""
+"""Calls of exports to the sidecars of one incarnation, and leases of their snapshots."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Iterable,
-    Mapping,
-    Sequence,
-)
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-import grpc.aio
+from google.protobuf.message import Message
 
-from paramd.errors import DataLossError, DeadlineError, NotFoundError, ParamdError, UnreachableError
+from paramd.errors import DataLossError, NotFoundError, ParamdError, UnreachableError
 from paramd.layout.types import Layout
-from paramd.mesh.peers.grpc import Asked, cancelled, error_of, watched
+from paramd.mesh.peers.grpc import RankUnreachableError
 from paramd.mesh.reading.pin import Pinner
 from paramd.v1 import export_pb2, sidecar_pb2
 from paramd.wire import checksum_of
 from paramd_service.aio import stopped
 from paramd_service.control.mesh.jobs import Incarnation
-from paramd_service.control.mesh.sidecars import SidecarCalls
+from paramd_service.control.mesh.sidecars import (
+    SidecarCalls,
+    address_of,
+    on_all,
+)
 from paramd_service.destinations.destinations import MANIFEST, Destination, locate
 
 if TYPE_CHECKING:
@@ -40,8 +33,6 @@ if TYPE_CHECKING:
     from paramd.mesh.peers.sidecars import Sidecars
 
 UNARY_TIMEOUT_S: Final = 60.0
-QUIET_S: Final = 1.5
-"""Probe the ranks of a call after this long without a message."""
 READ_BYTES: Final = 8 << 20
 STORE_PART_BYTES: Final = 512 << 10
 EXPORT_LEASE_S: Final = 60.0
@@ -57,189 +48,90 @@ _AGAIN_S: Final = 0.5
 Answer = TypeVar("Answer")
 
 
-class RankLostError(UnreachableError):
-    """A rank does not answer: it was killed, stopped or disconnected."""
+async def made(
+    calls: SidecarCalls,
+    rank: int,
+    address: str,
+    request: export_pb2.WriteExportFileRequest | export_pb2.VerifyExportFileRequest,
+    *,
+    timeout_s: float,
+    sources: Sequence[tuple[int, str]] = (),
+    moved: Callable[[int], None] = lambda size_bytes: None,
+) -> export_pb2.ExportedFile:
+    """Have a rank write one file, or read one back; return its actual size and checksum.
 
-    def __init__(self, rank: int, text: str) -> None:
-        super().__init__(text)
-        self.rank = rank
+    Args:
+        sources: (rank, address) pairs that it reads from.
+        moved: Called with the bytes written so far.
 
-
-class ExportCalls(SidecarCalls):
-    """Calls for exports, over channels of their own.
-
-    All raise RankLostError when the rank does not answer, else the ParamdError of the status.
+    Raises:
+        RankUnreachableError: the rank or one of its sources does not answer.
+        UnreachableError: the call broke although all of them answer.
     """
-
-    reads = True
-
-    async def write(
-        self,
-        rank: int,
-        address: str,
-        request: export_pb2.WriteExportFileRequest,
-        *,
-        sources: Sequence[tuple[int, str]],
-        moved: Callable[[int], None],
-        timeout_s: float,
-    ) -> export_pb2.ExportedFile:
-        """Have a rank write one file.
-
-        Args:
-            sources: (rank, address) pairs that it reads from.
-            moved: Called with the bytes written so far.
-
-        Raises:
-            RankLostError: the rank or one of its sources does not answer.
-            UnreachableError: the call broke although all of them answer.
-        """
-        asking = self._stream((rank, address), "WriteExportFile", request, timeout_s, sources)
-        async with asking as messages:
-            async for message in messages:
+    writes = isinstance(request, export_pb2.WriteExportFileRequest)
+    last = "done" if writes else "found"
+    asking = calls.stream(rank, address, request, timeout_s=timeout_s, sources=sources)
+    async with asking as messages:
+        async for message in messages:
+            if writes:
                 moved(message.written_bytes)
-                if message.HasField("done"):
-                    file: export_pb2.ExportedFile = message.done
-                    return file
-        raise UnreachableError(f"rank {rank}: its answer ended before the file did")
-
-    async def verify(
-        self,
-        rank: int,
-        address: str,
-        request: export_pb2.VerifyExportFileRequest,
-        *,
-        timeout_s: float,
-    ) -> export_pb2.ExportedFile:
-        """Have a rank read a file back; return its actual size and checksum."""
-        asking = self._stream((rank, address), "VerifyExportFile", request, timeout_s)
-        async with asking as messages:
-            async for message in messages:
-                if message.HasField("found"):
-                    file: export_pb2.ExportedFile = message.found
-                    return file
-        raise UnreachableError(f"rank {rank}: its answer ended before the file did")
-
-    async def store(
-        self, rank: int, address: str, target: export_pb2.ExportTarget, name: str, data: bytes
-    ) -> export_pb2.ExportedFile:
-        """Store a small file next to the others."""
-
-        async def parts() -> AsyncIterator[export_pb2.StoreExportFileRequest]:
-            yield export_pb2.StoreExportFileRequest(target=target, name=name)
-            for begin in range(0, len(data), STORE_PART_BYTES):
-                yield export_pb2.StoreExportFileRequest(data=data[begin : begin + STORE_PART_BYTES])
-
-        answer = await self.unary(rank, address, parts(), method="StoreExportFile")
-        file: export_pb2.ExportedFile = answer.done
-        return file
-
-    async def read(
-        self, rank: int, address: str, target: export_pb2.ExportTarget, name: str, offset_bytes: int
-    ) -> tuple[int, bytes]:
-        """Read a finished export's file: (its size, up to READ_BYTES from the offset).
-
-        Raises:
-            DataLossError: bytes do not match their checksum.
-        """
-        request = export_pb2.ReadExportFileRequest(
-            target=target, name=name, finished=True, offset_bytes=offset_bytes
-        )
-        whole_bytes, data = 0, bytearray()
-        asking = self._stream((rank, address), "ReadExportFile", request, UNARY_TIMEOUT_S)
-        async with asking as messages:
-            async for message in messages:
-                if message.HasField("header"):
-                    whole_bytes = message.size_bytes
-                if message.data and checksum_of(message.data, message.offset_bytes) != message.xxh3:
-                    raise DataLossError(
-                        f"rank {rank}: {name} was corrupted in transfer (checksum mismatch); retry"
-                    )
-                data += message.data
-                if len(data) >= READ_BYTES:
-                    break
-        return whole_bytes, bytes(data)
-
-    async def unary(
-        self,
-        rank: int,
-        address: str,
-        request: Any,
-        *,
-        method: str = "",
-        timeout_s: float = UNARY_TIMEOUT_S,
-    ) -> Any:
-        """Call `method`, else the one that the request is named after; return the answer."""
-        call = self.ask(rank, address, request, timeout_s=timeout_s, method=method)
-        try:
-            return await watched(call, lambda: self._probe(rank, address))
-        except RankLostError:
-            raise
-        except (UnreachableError, DeadlineError):
-            await self._probe(rank, address)
-            raise
-
-    @asynccontextmanager
-    async def _stream(
-        self,
-        of: tuple[int, str],
-        name: str,
-        request: object,
-        timeout_s: float,
-        sources: Sequence[tuple[int, str]] = (),
-    ) -> AsyncIterator[AsyncIterator[Any]]:
-        """Messages of a streaming call, which ends with the block. While it is quiet, the rank and
-        its sources are probed."""
-
-        async def probe() -> None:
-            probes = [self._probe(rank, address) for rank, address in {of, *sources}]
-            for found in await asyncio.gather(*probes, return_exceptions=True):
-                if isinstance(found, BaseException):
-                    raise found
-
-        asked = self._bootstrap.asked(*of)
-        call = self._channels.open(asked, name, request, timeout_s=timeout_s)
-        async with aclosing(_messages(call, asked, probe)) as messages:
-            try:
-                yield messages
-            finally:
-                call.cancel()
-
-    async def _probe(self, rank: int, address: str) -> None:
-        try:
-            await super()._probe(rank, address)
-        except UnreachableError as error:
-            raise RankLostError(
-                rank, f"rank {rank} does not answer: its sidecar is stopped, dead or disconnected"
-            ) from error
+            if message.HasField(last):
+                file: export_pb2.ExportedFile = getattr(message, last)
+                return file
+    raise UnreachableError(f"rank {rank}: its answer ended before the file did")
 
 
-async def _messages(
-    call: Any, asked: Asked, probe: Callable[[], Awaitable[None]]
-) -> AsyncGenerator[Any, None]:
-    first = True
-    try:
-        while (message := await _next(call, probe)) is not grpc.aio.EOF:
-            if first or message.HasField("header"):
-                asked.check(message.header)
-            first = False
-            yield message
-        if await call.code() is not grpc.StatusCode.OK:
-            await call
-    except grpc.aio.AioRpcError as error:
-        found = error_of(error, asked.who)
-        if isinstance(found, UnreachableError | DeadlineError):
-            await probe()
-        raise found from error
+async def stored(
+    calls: SidecarCalls,
+    rank: int,
+    address: str,
+    target: export_pb2.ExportTarget,
+    name: str,
+    data: bytes,
+) -> export_pb2.ExportedFile:
+    """Have a rank store a small file next to the others. Raises as `SidecarCalls.ask_long`."""
+
+    async def parts() -> AsyncIterator[export_pb2.StoreExportFileRequest]:
+        yield export_pb2.StoreExportFileRequest(target=target, name=name)
+        for begin in range(0, len(data), STORE_PART_BYTES):
+            yield export_pb2.StoreExportFileRequest(data=data[begin : begin + STORE_PART_BYTES])
+
+    answer = await calls.ask_long(
+        rank, address, parts(), timeout_s=UNARY_TIMEOUT_S, method="StoreExportFile"
+    )
+    file: export_pb2.ExportedFile = answer.done
+    return file
 
 
-async def _next(call: Any, probe: Callable[[], Awaitable[None]]) -> Any:
-    reading = asyncio.ensure_future(call.read())
-    try:
-        while not (await asyncio.wait({reading}, timeout=QUIET_S))[0]:
-            await probe()
-        return reading.result()
-    finally:
-        await cancelled(reading)
+async def part_of(
+    calls: SidecarCalls,
+    rank: int,
+    address: str,
+    target: export_pb2.ExportTarget,
+    name: str,
+    offset_bytes: int,
+) -> tuple[int, bytes]:
+    """Part of a finished export's file: (its size, up to READ_BYTES from the offset).
+
+    Raises:
+        DataLossError: bytes do not match their checksum.
+    """
+    request = export_pb2.ReadExportFileRequest(
+        target=target, name=name, finished=True, offset_bytes=offset_bytes
+    )
+    whole_bytes, data = 0, bytearray()
+    async with calls.stream(rank, address, request, timeout_s=UNARY_TIMEOUT_S) as messages:
+        async for message in messages:
+            if message.HasField("header"):
+                whole_bytes = message.size_bytes
+            if message.data and checksum_of(message.data, message.offset_bytes) != message.xxh3:
+                raise DataLossError(
+                    f"rank {rank}: {name} was corrupted in transfer (checksum mismatch); retry"
+                )
+            data += message.data
+            if len(data) >= READ_BYTES:
+                break
+    return whole_bytes, bytes(data)
 
 
 class SidecarGroup:
@@ -248,7 +140,12 @@ class SidecarGroup:
     def __init__(self, mesh: Incarnation) -> None:
         """No I/O."""
         self.mesh = mesh
-        self.calls = ExportCalls(mesh.bootstrap, generation=mesh.terms.generation)
+        # Channels of their own, which outlive the incarnation until its exports have ended.
+        self.calls = SidecarCalls(mesh.bootstrap, generation=mesh.terms.generation, reads=True)
+
+    def asking(self, request: Message) -> Callable[[int, str], Awaitable[Any]]:
+        """The work of `any` or `all` that sends one request."""
+        return partial(self.calls.ask_long, request=request, timeout_s=UNARY_TIMEOUT_S)
 
     def ranks(self) -> dict[int, str]:
         """Addresses of the joined sidecars, by rank."""
@@ -332,7 +229,7 @@ class SidecarGroup:
             for rank in sorted(found, key=lambda rank: (rank != first, rank)):
                 try:
                     return rank, await work(rank, found[rank])
-                except RankLostError as found_lost:
+                except RankUnreachableError as found_lost:
                     error = found_lost
                     lost(rank, str(found_lost))
             if not wait or time.monotonic() > deadline_s:
@@ -343,18 +240,14 @@ class SidecarGroup:
     async def all(self, work: Callable[[int, str], Awaitable[object]]) -> None:
         """Run `work` on every joined rank concurrently, ignoring ranks that are lost.
 
-        Raises:
-            ParamdError: the error of the lowest rank that failed.
+        Raises the worst of the other ranks' errors.
         """
 
         async def asked(rank: int, address: str) -> None:
-            with suppress(RankLostError):
+            with suppress(RankUnreachableError):
                 await work(rank, address)
 
-        asking = [asked(rank, address) for rank, address in self.ranks().items()]
-        said = await asyncio.gather(*asking, return_exceptions=True)
-        for error in filter(None, said):
-            raise error
+        await on_all(self.mesh.registry.view(), asked)
 
     async def close(self) -> None:
         """Close the channels."""
@@ -417,18 +310,16 @@ class Leases:
         request = sidecar_pb2.RenewSnapshotRequest(
             snapshot_id=pin.snapshot_id, lease_ms=int(1000 * EXPORT_LEASE_S)
         )
-        await self._group.calls.unary(pin.rank, self._address(pin.rank), request, timeout_s=5.0)
+        await self._ask(pin.rank, request, timeout_s=5.0)
         self._heard_s[pin.rank] = time.monotonic()
 
     async def _release(self, pin: export_pb2.ExportPin) -> None:
         request = sidecar_pb2.ReleaseSnapshotRequest(snapshot_id=pin.snapshot_id)
-        await self._group.calls.unary(pin.rank, self._address(pin.rank), request, timeout_s=2.0)
+        await self._ask(pin.rank, request, timeout_s=2.0)
 
-    def _address(self, rank: int) -> str:
-        ranks = self._group.ranks()
-        if rank not in ranks:
-            raise UnreachableError(f"rank {rank} has no joined sidecar")
-        return ranks[rank]
+    async def _ask(self, rank: int, request: Message, *, timeout_s: float) -> None:
+        address = address_of(self._group.mesh.registry.view(), rank)
+        await self._group.calls.ask_long(rank, address, request, timeout_s=timeout_s)
 
 
 def target_of(
@@ -458,7 +349,7 @@ async def read_file(
     Raises:
         NotFoundError: there is no export, or it has no such file.
     """
-    read = partial(group.calls.read, target=target)
+    read = partial(part_of, group.calls, target=target)
     if name != MANIFEST:
         _, (_, text) = await group.any(partial(read, name=MANIFEST, offset_bytes=0))
         # Only files listed in the manifest: the directory may hold others.

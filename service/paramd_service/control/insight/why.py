@@ -8,10 +8,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Iterable, Sequence
 
-from pydantic import BaseModel, Field
-
 from paramd import places, state_files
 from paramd.errors import NotFoundError, ParamdError
+from paramd.mesh.insight.reports import LogTail
 from paramd.v1 import common_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.control.insight.verdict import Evidence, OpenCollective
@@ -112,19 +111,9 @@ def evidence_of(found: Found) -> Evidence:
     )
 
 
-class LogTailDocument(BaseModel):
-    """The end of one log."""
-
-    source: str = Field(
-        description="sidecar, stderr or stdout; trainer where its output goes to no file"
-    )
-    lines: list[str] = Field(description="The newest last, each at most 2,000 characters")
-    missing: str = Field(description="Why there are none; empty when there are some")
-
-
 async def tails_of(
     calls: SidecarCalls, job: str, rank: RankView, *, count: int
-) -> tuple[list[LogTailDocument], str]:
+) -> tuple[list[LogTail], str]:
     """(the ends of the rank's logs, why its sidecar does not tell them).
 
     A sidecar that is gone has left its log, which lies in the state dir of its host: here, if it
@@ -148,11 +137,11 @@ async def tails_of(
     return [await asyncio.to_thread(_left, job, rank.rank, count)], why
 
 
-def _tail(source: str, lines: Iterable[str], missing: str) -> LogTailDocument:
-    return LogTailDocument(source=source, lines=list(map(without_secrets, lines)), missing=missing)
+def _tail(source: str, lines: Iterable[str], missing: str) -> LogTail:
+    return LogTail(source=source, lines=tuple(map(without_secrets, lines)), missing=missing)
 
 
-def _left(job: str, rank: int, count: int) -> LogTailDocument:
+def _left(job: str, rank: int, count: int) -> LogTail:
     try:
         # Checks that the directory is ours and private.
         places.job_dir(job)

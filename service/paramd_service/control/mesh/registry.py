@@ -14,6 +14,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from paramd.errors import ConflictError, UsageError
+from paramd.mesh.peers.control import PeerAddress
 from paramd.mesh.peers.grpc import RankUnreachableError, no_way
 from paramd.security.tls import check_address
 from paramd.state_files import host_id
@@ -336,10 +337,11 @@ class Registry:
             self._reports, ranks, now_s=self._clock(), silent_after_s=self._silent_after_s
         )
 
-    def peers(self) -> list[common_pb2.Peer]:
+    def peers(self) -> list[PeerAddress]:
         """Peers of the joined sidecars, ordered by rank."""
         reports = (self._reports[rank] for rank in sorted(self._reports))
-        return [report.peer for report in reports if _present(report) and report.host]
+        peers = (one.peer for one in reports if _present(one) and one.host)
+        return [PeerAddress(one.rank, one.address, one.socket_path, one.host_id) for one in peers]
 
     def join(self, request: control_pb2.JoinRequest, origin: Origin) -> Member:
         """Store a stream's first report. The newest stream of a rank takes it over.

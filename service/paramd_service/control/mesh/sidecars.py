@@ -6,9 +6,13 @@ OwnDirectory and OwnFinder give the control plane the client library's reads wit
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from contextlib import aclosing, asynccontextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import grpc.aio
+from google.protobuf.message import Message
 
 from paramd import clock
 from paramd.clock import now_s
@@ -22,12 +26,12 @@ from paramd.errors import (
 from paramd.layout.codec import LayoutBound, decode_layout
 from paramd.layout.merge import layout_digest
 from paramd.layout.select import NameIndex
-from paramd.mesh.peers.grpc import Channels, told_errors, watched
+from paramd.mesh.peers.grpc import Asked, Channels, RankUnreachableError, told_errors, watched
 from paramd.security.tickets import Role
 from paramd.security.tls import is_of_job
 from paramd.v1 import layout_pb2, sidecar_pb2
 from paramd_service.control.base.config import Bootstrap
-from paramd_service.control.mesh.coordinator import BoundaryRequest, RankAnswer
+from paramd_service.control.mesh.coordinator import BoundaryRequest, RankAnswer, worst
 from paramd_service.control.mesh.registry import MeshView, Registry
 
 if TYPE_CHECKING:
@@ -40,6 +44,10 @@ CONTROL_TTL_S = 86_400.0
 ranks takes half a second."""
 LAYOUT_TIMEOUT_S = 20.0
 PROBE_TIMEOUT_S = 3.0
+ASK_S = 5.0
+"""Timeout of short calls."""
+
+Result = TypeVar("Result")
 
 
 class OwnDirectory:
@@ -67,7 +75,7 @@ class OwnDirectory:
 
     async def job(self, job: str) -> JobDocument:
         """The job's document, with a fresh ticket. Raises NotFoundError for any other job."""
-        from paramd.mesh.peers.control import JobDocument, PeerAddress
+        from paramd.mesh.peers.control import JobDocument
 
         mine = self._mine
         if job != mine.job:
@@ -86,10 +94,7 @@ class OwnDirectory:
             world_size=mine.world_size,
             control_address=self._control_address(),
             layout_digest=self._registry.view().layout_digest,
-            peers={
-                peer.rank: PeerAddress(peer.rank, peer.address, peer.socket_path, peer.host_id)
-                for peer in self._registry.peers()
-            },
+            peers={peer.rank: peer for peer in self._registry.peers()},
             ticket=ticket,
             ticket_expires_s=now_s + TICKET_TTL_S,
             tls=mine.certificates.own() if _of_job(self._registry) else None,
@@ -179,29 +184,80 @@ class OwnChannels(Channels):
 class SidecarCalls:
     """Calls to the sidecars of one mesh over cached channels."""
 
-    reads = False
-    """Whether the sidecars that are called read from others to answer."""
+    def __init__(self, bootstrap: Bootstrap, *, generation: int = 0, reads: bool = False) -> None:
+        """No I/O.
 
-    def __init__(self, bootstrap: Bootstrap, *, generation: int = 0) -> None:
-        """No I/O. `generation` is this control plane's; sidecars obey the highest."""
+        Args:
+            generation: this control plane's; sidecars obey the highest.
+            reads: whether the sidecars read from others to answer.
+        """
         self._bootstrap = bootstrap
         self._generation = generation
-        self._channels = OwnChannels(bootstrap, reads=self.reads)
+        self._channels = OwnChannels(bootstrap, reads=reads)
 
     async def ask(
-        self, rank: int, address: str, request: Any, *, timeout_s: float, method: str = ""
+        self, rank: int, address: str, request: Any, *, timeout_s: float = ASK_S, method: str = ""
     ) -> Any:
         """Call one rank's sidecar; an answer from any other rank or incarnation is refused.
 
         Args:
+            request: a message, whose incarnation and generation are set here, or several.
             method: empty: the one that the request, a message, is named after.
 
         Raises:
             ParamdError: the class that the status stands for, naming the rank.
         """
         asked = self._bootstrap.asked(rank, address)
-        method = method or request.DESCRIPTOR.name.removesuffix("Request")
+        if isinstance(request, Message):
+            ours = {"incarnation": self._bootstrap.incarnation, "generation": self._generation}
+            for name in ours.keys() & request.DESCRIPTOR.fields_by_name.keys():
+                setattr(request, name, ours[name])
+        method = method or _method_of(request)
         return await self._channels.ask(asked, method, request, timeout_s=timeout_s)
+
+    async def ask_long(
+        self, rank: int, address: str, request: Any, *, timeout_s: float, method: str = ""
+    ) -> Any:
+        """As `ask`, of a call that may take long: a stopped sidecar is noticed within seconds.
+
+        Raises:
+            RankUnreachableError: the rank does not answer.
+        """
+        call = self.ask(rank, address, request, timeout_s=timeout_s, method=method)
+        try:
+            return await watched(call, lambda: self._probe(rank, address))
+        except RankUnreachableError:
+            raise
+        except (UnreachableError, DeadlineError):
+            await self._probe(rank, address)
+            raise
+
+    @asynccontextmanager
+    async def stream(
+        self,
+        rank: int,
+        address: str,
+        request: Message,
+        *,
+        timeout_s: float,
+        sources: Sequence[tuple[int, str]] = (),
+    ) -> AsyncIterator[AsyncIterator[Any]]:
+        """Messages of a streaming call, which ends with the block. While it is quiet, the rank and
+        the `sources` it reads from are probed. Raises as `ask_long`."""
+
+        async def probe() -> None:
+            probes = [self._probe(*one) for one in {(rank, address), *sources}]
+            for found in await asyncio.gather(*probes, return_exceptions=True):
+                if isinstance(found, BaseException):
+                    raise found
+
+        asked = self._bootstrap.asked(rank, address)
+        call = self._channels.open(asked, _method_of(request), request, timeout_s=timeout_s)
+        async with aclosing(_messages(call, asked, probe)) as messages:
+            try:
+                yield messages
+            finally:
+                call.cancel()
 
     async def reach(
         self,
@@ -217,10 +273,8 @@ class SidecarCalls:
             ParamdError: the class that the status stands for, naming the rank.
         """
         message = sidecar_pb2.ReachBoundaryRequest(
-            incarnation=self._bootstrap.incarnation,
             boundary=request.number,
             snapshot_ids=snapshot_ids,
-            generation=self._generation,
             action=sidecar_pb2.BoundaryAction.ValueType(request.action),
             token=request.token,
             edit_id=request.edit_id,
@@ -246,9 +300,10 @@ class SidecarCalls:
         try:
             await self.ask(rank, address, request, timeout_s=PROBE_TIMEOUT_S)
         except (DeadlineError, UnreachableError) as error:
-            raise UnreachableError(
+            raise RankUnreachableError(
+                rank,
                 f"rank {rank} does not answer: its sidecar is stopped, dead or disconnected; "
-                "training continues, try again in a few seconds"
+                "training continues, try again in a few seconds",
             ) from error
         except ParamdError:
             pass  # any answer, even an error, proves the sidecar alive
@@ -259,41 +314,13 @@ class SidecarCalls:
         Raises:
             ParamdError: as `reach`.
         """
-        whole = layout_pb2.Layout()
-        asked, request = self._bootstrap.asked(rank, address), sidecar_pb2.GetLayoutRequest()
-        call = self._channels.open(asked, "GetLayout", request, timeout_s=LAYOUT_TIMEOUT_S)
-        bound = LayoutBound(asked.who)
-        try:
-            with told_errors(asked.who):
-                async for batch in call:
-                    asked.check(batch.header)
-                    bound.count(batch.layout)
-                    whole.MergeFrom(batch.layout)
-        finally:
-            call.cancel()
+        whole, request = layout_pb2.Layout(), sidecar_pb2.GetLayoutRequest()
+        bound = LayoutBound(f"rank {rank} ({address})")
+        async with self.stream(rank, address, request, timeout_s=LAYOUT_TIMEOUT_S) as batches:
+            async for batch in batches:
+                bound.count(batch.layout)
+                whole.MergeFrom(batch.layout)
         return whole
-
-    async def snapshots(self, rank: int, address: str) -> sidecar_pb2.ListSnapshotsResponse:
-        """The leases of one rank.
-
-        Raises:
-            ParamdError: as `reach`.
-        """
-        request = sidecar_pb2.ListSnapshotsRequest()
-        found: sidecar_pb2.ListSnapshotsResponse = await self.ask(
-            rank, address, request, timeout_s=PROBE_TIMEOUT_S
-        )
-        return found
-
-    async def metrics(self, rank: int, address: str) -> str:
-        """The sidecar's own metrics as Prometheus text.
-
-        Raises:
-            ParamdError: as `reach`.
-        """
-        request = sidecar_pb2.GetMetricsRequest()
-        found = await self.ask(rank, address, request, timeout_s=PROBE_TIMEOUT_S)
-        return str(found.text)
 
     async def is_back(self, rank: int, address: str) -> None:
         """Have the next call to `address` connect at once: its sidecar is about to join."""
@@ -308,6 +335,63 @@ class SidecarCalls:
     async def close(self) -> None:
         """Close all channels."""
         await self._channels.close()
+
+
+def _method_of(request: Message) -> str:
+    return str(request.DESCRIPTOR.name).removesuffix("Request")
+
+
+async def _messages(
+    call: Any, asked: Asked, probe: Callable[[], Awaitable[None]]
+) -> AsyncGenerator[Any, None]:
+    first = True
+    try:
+        with told_errors(asked.who):
+            while (message := await watched(call.read(), probe)) is not grpc.aio.EOF:
+                if first or message.HasField("header"):
+                    asked.check(message.header)
+                first = False
+                yield message
+            if await call.code() is not grpc.StatusCode.OK:
+                await call
+    except RankUnreachableError:
+        raise
+    except (UnreachableError, DeadlineError):
+        await probe()
+        raise
+
+
+def address_of(view: MeshView, rank: int) -> str:
+    """Address of a rank's sidecar. Raises UnreachableError when it is not connected."""
+    found = view.ranks[rank]
+    if found.report is None or not found.connected:
+        raise UnreachableError(f"rank {rank}: {found.reason}")
+    return found.report.address
+
+
+async def on_all(
+    view: MeshView, call: Callable[[int, str], Awaitable[Result]]
+) -> dict[int, Result]:
+    """Call all joined ranks concurrently; return their answers by rank.
+
+    Raises the worst of the ranks' errors.
+    """
+    ranks = [(report.rank, report.address) for report in view.joined]
+    found = await asyncio.gather(
+        *(call(rank, address) for rank, address in ranks), return_exceptions=True
+    )
+    answers: dict[int, Result] = {}
+    failures: dict[int, ParamdError] = {}
+    for (rank, _), one in zip(ranks, found, strict=True):
+        if isinstance(one, ParamdError):
+            failures[rank] = one
+        elif isinstance(one, BaseException):
+            raise one
+        else:
+            answers[rank] = one
+    if failures:
+        raise worst(failures)
+    return answers
 
 
 class LayoutSource:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from enum import StrEnum
 
-from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import Connection, insert, select, update
 
+from paramd.documents import read_document
+from paramd.mesh.insight.reports import Alert
 from paramd_service.control.store.schema import alerts
 from paramd_service.control.store.store import Store
 
@@ -20,33 +23,6 @@ class State(StrEnum):
 
     FIRING = "firing"
     RESOLVED = "resolved"
-
-
-class Alert(BaseModel):
-    """One problem, from when it was first found until it was last found.
-
-    REST, the events, webhooks and the store all have it in this form.
-    """
-
-    model_config = ConfigDict(frozen=True)
-
-    id: str
-    job: str
-    incarnation: int
-    rule: str = Field(
-        description="non-finite, norm-jump, replica-drift, stale-rank, stalled-rank, straggler, "
-        "stall-budget, layout-mismatch, certificate or logged-number"
-    )
-    subject: str = Field(description="What it concerns: a rank, a tensor, the mesh")
-    severity: str = Field(description="warning or critical")
-    state: str = Field(description="firing or resolved")
-    reason: str = Field(description="In words; names ranks and tensors, never values")
-    ranks: tuple[int, ...] = Field(description="Ranks it concerns")
-    name: str = Field(description="Tensor it concerns; empty for none")
-    step: int = Field(description="Step it was last found at; -1 for none")
-    first_seen_s: float = Field(description="Seconds since the Unix epoch, as the next two")
-    last_seen_s: float
-    resolved_s: float | None = Field(description="null while it fires")
 
 
 class AlertStore:
@@ -65,7 +41,7 @@ class AlertStore:
                     "job": alert.job,
                     "incarnation": alert.incarnation,
                     "resolved_s": alert.resolved_s,
-                    "body": alert.model_dump_json(),
+                    "body": json.dumps(asdict(alert)),
                 }
                 known = update(alerts).where(alerts.c.id == alert.id).values(values)
                 if not connection.execute(known).rowcount:
@@ -109,4 +85,4 @@ class AlertStore:
             firing = row.resolved_s.is_(None)
             chosen = chosen.where(firing if state is State.FIRING else ~firing)
         found = await self._store.all(chosen)
-        return [(number, Alert.model_validate_json(body)) for number, body in found]
+        return [(number, read_document(Alert, json.loads(body))) for number, body in found]

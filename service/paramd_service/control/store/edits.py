@@ -12,10 +12,20 @@ from sqlalchemy import Connection, Row, Select, insert, select, update
 
 from paramd.errors import ExistsError
 from paramd_service.control.store.schema import edits
-from paramd_service.control.store.store import Store, columns_of, whole_id
+from paramd_service.control.store.store import Store, columns_of, json_of, whole_id
 
-_CHANGING = ("state", "reason", "ended_s", "boundary", "token", "step", "edits", "stop_ns")
-"""Columns that follow an edit's state, besides `detail`."""
+_CHANGING = (
+    "state",
+    "reason",
+    "ended_s",
+    "boundary",
+    "token",
+    "step",
+    "edits",
+    "stop_ns",
+    "detail",
+)
+"""Columns that follow an edit's state."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,8 +88,7 @@ class EditStore:
 
     async def save(self, row: EditRow) -> None:
         """Write the mutable fields; an applied undo also marks the edit it undid."""
-        changed = {name: getattr(row, name) for name in _CHANGING}
-        changed["detail"] = json.dumps(dict(row.detail), sort_keys=True)
+        changed = {name: json_of(getattr(row, name)) for name in _CHANGING}
 
         def work(connection: Connection) -> None:
             connection.execute(update(edits).where(edits.c.id == row.id).values(changed))
@@ -134,8 +143,7 @@ def chosen_edits(
 
 
 def _values(row: EditRow) -> dict[str, object]:
-    manifest, detail = zlib.compress(row.manifest, 1), json.dumps(dict(row.detail), sort_keys=True)
-    values = columns_of(row, manifest=manifest, detail=detail)
+    values = columns_of(row, manifest=zlib.compress(row.manifest, 1))
     del values["number"]  # the store's
     return values
 

@@ -114,7 +114,7 @@ class ExportStore:
             taken = select(exports.c.id).where(exports.c.id == row.id)
             if connection.execute(taken).first() is not None:
                 raise ConflictError(f"export {row.id} exists already")
-            connection.execute(insert(exports).values(_stored(row)))
+            connection.execute(insert(exports).values(columns_of(row)))
 
         await self._store.write(work)
 
@@ -129,7 +129,7 @@ class ExportStore:
         def work(connection: Connection) -> None:
             # The fence: with a newer generation in the row, nothing is written, files included.
             mine = exports.c.id == row.id, exports.c.generation <= row.generation
-            changed = connection.execute(update(exports).where(*mine).values(_stored(row)))
+            changed = connection.execute(update(exports).where(*mine).values(columns_of(row)))
             if not changed.rowcount:
                 raise TakenOverError(f"export {row.id}: a newer control plane has taken it over")
             for number, file in enumerate(listed):
@@ -199,7 +199,7 @@ class ExportStore:
 
     async def add_schedule(self, row: ScheduleRow) -> None:
         """Add a schedule."""
-        statement = insert(export_schedules).values(_schedule_stored(row))
+        statement = insert(export_schedules).values(columns_of(row))
         await self._store.write(lambda connection: connection.execute(statement))
 
     async def save_schedule(self, row: ScheduleRow) -> None:
@@ -208,7 +208,7 @@ class ExportStore:
         key = export_schedules.c.id == row.id
         if row.deleted_s is None:
             key &= export_schedules.c.deleted_s.is_(None)
-        statement = update(export_schedules).where(key).values(_schedule_stored(row))
+        statement = update(export_schedules).where(key).values(columns_of(row))
         await self._store.write(lambda connection: connection.execute(statement))
 
     async def schedules(self, job: str) -> list[ScheduleRow]:
@@ -239,10 +239,6 @@ class ExportStore:
         return [_export(row) for row in await self._store.all(chosen)]
 
 
-def _stored(row: ExportRow) -> dict[str, object]:
-    return columns_of(row, request=json.dumps(dict(row.request), sort_keys=True))
-
-
 def _export(row: Row[Any]) -> ExportRow:
     found = dict(row._mapping)
     return ExportRow(**{**found, "request": json.loads(row.request), "plan": bytes(row.plan)})
@@ -252,11 +248,6 @@ def _file(row: Row[Any]) -> File:
     found = dict(row._mapping)
     del found["export_id"], found["number"]
     return File(**{**found, "state": FileState(row.state)})
-
-
-def _schedule_stored(row: ScheduleRow) -> dict[str, object]:
-    request, cadence = (json.dumps(dict(one), sort_keys=True) for one in (row.request, row.cadence))
-    return columns_of(row, request=request, cadence=cadence)
 
 
 def _schedule(row: Row[Any]) -> ScheduleRow:

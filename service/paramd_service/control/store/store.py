@@ -6,11 +6,12 @@ Below it: ids by their first characters, as lists and messages print them.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import queue
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
@@ -42,8 +43,14 @@ _NAMED = 4
 
 
 def columns_of(row: Any, **stored: object) -> dict[str, object]:
-    """A row's fields by column; `stored`: those that the table has in another form."""
-    return {one.name: getattr(row, one.name) for one in fields(row)} | stored
+    """A row's fields by column, mappings as JSON; `stored`: others that are in another form."""
+    found = {one.name: getattr(row, one.name) for one in fields(row)}
+    return {name: json_of(one) for name, one in found.items()} | stored
+
+
+def json_of(value: Any) -> Any:
+    """A mapping as JSON, as it is stored; anything else as it is."""
+    return json.dumps(dict(value), sort_keys=True) if isinstance(value, Mapping) else value
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from enum import Enum, IntEnum
 
 from paramd.errors import DeniedError
 from paramd.layout.dtypes import item_bytes
-from paramd.layout.edits.kinds import EditKind
+from paramd.layout.edits.kinds import EditKind, numbers_of
 from paramd.layout.edits.ops import manifest_digest
 from paramd.layout.edits.plan import EditItem, PlannedOp, RankEdit
 from paramd.memory.control_page import Word
@@ -98,26 +98,24 @@ def records_of(
     preimage = body.preimage_begin
     for item in edit.items:
         op = ops[item.op].op
+        kind = EditKind(op.kind)
         data_begin = body.data_begin + item.data_begin if item.data_begin >= 0 else NO_DATA
         keep = NO_DATA
-        if undoable and op.kind is EditKind.SET:
+        if undoable and kind is EditKind.SET:
             keep = data_begin
         elif undoable and _keeps(item, ops):
             keep, preimage = preimage, preimage + _aligned(item.size_bytes)
         sizes, strides = _merged(item.sizes, item.strides)
         yield Record(
-            op=op.kind,
+            op=kind,
             dtype=_program_dtype(item.dtype),
             arena_begin=item.arena_begin,
             sizes=sizes,
             strides=strides,
             data_begin=data_begin,
             preimage_begin=keep,
-            value=op.value,
-            weight=op.weight,
-            min=op.min,
-            max=op.max,
             reset_moments=reset_moments,
+            **numbers_of(op),
         )
 
 
@@ -148,7 +146,7 @@ def _undoing(record: Record, reset_moments: bool) -> Record:
 
 def _keeps(item: EditItem, ops: Sequence[PlannedOp]) -> bool:
     """Whether undoing an item needs a pre-image besides its data."""
-    return ops[item.op].op.kind not in (EditKind.SET, EditKind.ADD)
+    return EditKind(ops[item.op].op.kind) not in (EditKind.SET, EditKind.ADD)
 
 
 def _program_dtype(dtype: str) -> str:
@@ -175,6 +173,9 @@ def _aligned(size_bytes: int) -> int:
 
 
 _LENGTHS = struct.Struct("<2Q")
+
+_IN_BOTH = ("program_begin", "boundary", "token", "step", "edits", "stop_ns", "order")
+"""What an entry and its slot in the index have alike."""
 
 WITHDRAWN_NS = 20_000_000
 """How long a request must be gone from the page before PROMISED = 0 is final: twice the wait of a
@@ -331,14 +332,8 @@ class Entry:
             meta_end=self.meta[1],
             body_begin=body.begin if body is not None else 0,
             body_end=body.end if body is not None else 0,
-            program_begin=self.program_begin,
-            boundary=self.boundary,
-            token=self.token,
-            step=self.step,
-            edits=self.edits,
-            stop_ns=self.stop_ns,
-            order=self.order,
             refusal=self.refusal,
+            **{name: getattr(self, name) for name in _IN_BOTH},
         )
 
     def meta_bytes(self) -> bytes:
@@ -365,17 +360,11 @@ def entry_of(slot: Slot, memory: memoryview, number: int, loop: asyncio.Abstract
         phase=Phase(slot.phase),
         op_count=len(manifest.ops),
         size_bytes=progress.size_bytes,
-        program_begin=slot.program_begin,
         meta=(slot.meta_begin, slot.meta_end),
         slot=number,
         data_digests=list(progress.data_digests),
-        boundary=slot.boundary,
-        token=slot.token,
-        step=slot.step,
-        edits=slot.edits,
-        stop_ns=slot.stop_ns,
-        order=slot.order,
         refusal=UndoRefusal(slot.refusal),
+        **{name: getattr(slot, name) for name in _IN_BOTH},
     )
 
 

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from paramd.errors import ConflictError, ExhaustedError, ExistsError, NotFoundError, UsageError
 from paramd.layout.codec import decode_layout
-from paramd.layout.edits.ops import decode_ops, manifest_digest
+from paramd.layout.edits.ops import manifest_digest
 from paramd.layout.edits.plan import PlannedOp, RankEdit, check_ops, rank_edits
 from paramd.layout.types import TensorLayout
 from paramd.memory.control_page import ControlPage, Word, Words
@@ -26,7 +26,7 @@ from paramd.memory.edit_program import ANY_STEP, note_of, read_answer, write_pro
 from paramd.v1 import layout_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.admission import CALLER
-from paramd_service.aio import in_executor, kept
+from paramd_service.aio import in_executor, kept, stopped
 from paramd_service.sidecar.edits import notes
 from paramd_service.sidecar.edits.entry import (
     WITHDRAWN_NS,
@@ -49,12 +49,18 @@ from paramd_service.sidecar.owner import Ownership
 Answer = TypeVar("Answer")
 
 
-@dataclass(frozen=True, slots=True)
-class States:
-    """The states that a rollback can put back."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scope:
+    """What the edits of one attachment are of."""
 
     page: ControlPage
+    rank: int
+    arena_bytes: int
+    limits: EditLimits
+    layout: Callable[[], bytes]
+    """Returns the serialized layout; raises UnreachableError while there is none."""
     found: notes.Finder
+    """Finds the states that a rollback can put back."""
     beside_bytes: Callable[[], int]
     """Size of the present record and its table."""
 
@@ -85,24 +91,10 @@ class RankLayout:
 class Opener:
     """Opens the edits of one attachment."""
 
-    def __init__(
-        self,
-        memory: EditMemory,
-        undo: UndoBook,
-        *,
-        rank: int,
-        arena_bytes: int,
-        limits: EditLimits,
-        layout: Callable[[], bytes],
-        states: States,
-    ) -> None:
+    def __init__(self, memory: EditMemory, undo: UndoBook, scope: Scope) -> None:
         self._memory = memory
-        self._states = states
         self._undo = undo
-        self._rank = rank
-        self._arena_bytes = arena_bytes
-        self._limits = limits
-        self._layout_bytes = layout
+        self._scope = scope
         self._layout: RankLayout | None = None
         self._loop = asyncio.get_running_loop()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="paramd-edits")
@@ -120,18 +112,18 @@ class Opener:
         if entry.edit is not None:
             return
         if notes.has_note(entry.manifest):
-            entry.edit = notes.nothing_of(self._rank)
+            entry.edit = notes.nothing_of(self._scope.rank)
             return
-        serialized, manifest = self._layout_bytes(), entry.manifest
+        serialized, manifest = self._scope.layout(), entry.manifest
 
         def plan() -> tuple[PlannedOp, ...]:
             if self._layout is None:
-                self._layout = RankLayout(serialized, self._rank)
-            ops = decode_ops(manifest.ops)
-            return check_ops(self._layout.find, ops, allow_nonfinite=manifest.allow_nonfinite)
+                self._layout = RankLayout(serialized, self._scope.rank)
+            find, allow_nonfinite = self._layout.find, manifest.allow_nonfinite
+            return check_ops(find, manifest.ops, allow_nonfinite=allow_nonfinite)
 
         entry.ops = await self.on_thread(plan)
-        (entry.edit,) = rank_edits(entry.ops, [self._rank])
+        (entry.edit,) = rank_edits(entry.ops, [self._scope.rank])
 
     async def open_new(self, entry: Entry, check_bytes: Callable[[Entry, int], None]) -> None:
         """Reserve memory for an edit and write its program; `check_bytes` enforces the budget."""
@@ -143,10 +135,9 @@ class Opener:
         edit, ops = entry.edit, entry.ops
         assert edit is not None
         entry.op_count = len(ops)
-        undoable = manifest.undoable
-        if not undoable:
-            entry.refusal = UndoRefusal.NOT_ASKED
-        elif body_at(0, edit, ops=ops, undoable=True).size_bytes > self._limits.undo_budget_bytes:
+        undoable, undo_budget_bytes = manifest.undoable, self._scope.limits.undo_budget_bytes
+        whole_bytes = body_at(0, edit, ops=ops, undoable=True).size_bytes
+        if undoable and whole_bytes > undo_budget_bytes:
             undoable, entry.refusal = False, UndoRefusal.TOO_LARGE
         size_bytes = body_at(0, edit, ops=ops, undoable=undoable).size_bytes
         check_bytes(entry, size_bytes)
@@ -170,7 +161,7 @@ class Opener:
     async def open_note(self, entry: Entry) -> None:
         """Open an edit that changes no elements by itself; see notes.py."""
         manifest = entry.manifest
-        notes.check(manifest, self._states.page)
+        notes.check(manifest, self._scope.page)
         await self.plan(entry)
         if notes.is_rollback(manifest):
             await self._open_rollback(entry)
@@ -179,14 +170,12 @@ class Opener:
             entry.body = body = notes.placed(body, *await self.reserve(body.size_bytes))
             notes.write_change(self._memory.buffer, body, manifest)
         entry.program_begin = entry.body.programs[0] if entry.body is not None else 0
-        if not manifest.undoable:
-            entry.refusal = UndoRefusal.NOT_ASKED
         entry.intake = Intake(memoryview(b""), 0, [], op_count=0, allow_nonfinite=True)
 
     async def _open_rollback(self, entry: Entry) -> None:
-        wanted, states = entry.manifest.rollback, self._states
-        with states.found(wanted.mark, wanted.step, wanted.lineage, wanted.edits) as found:
-            sizes = notes.StateSizes.of(found.label, states.page, states.beside_bytes())
+        wanted, scope = entry.manifest.rollback, self._scope
+        with scope.found(wanted.mark, wanted.step, wanted.lineage, wanted.edits) as found:
+            sizes = notes.StateSizes.of(found.label, scope.page, scope.beside_bytes())
             body = notes.rollback_body(sizes)
             entry.body = body = notes.placed(body, *await self.reserve(body.size_bytes))
             await self.on_thread(
@@ -197,7 +186,7 @@ class Opener:
         """Write the program that undoes `original` next to the one that was applied."""
         manifest = entry.manifest
         if notes.has_note(manifest):
-            notes.check(manifest, self._states.page)
+            notes.check(manifest, self._scope.page)
         body = self._undo.claim(original, entry)
         if what_of(manifest) != what_of(original.manifest):
             raise UsageError(
@@ -206,8 +195,6 @@ class Opener:
         entry.op_count, entry.body = len(manifest.ops), body
         first, second = body.programs
         entry.program_begin = second if original.program_begin == first else first
-        if not manifest.undoable:
-            entry.refusal = UndoRefusal.NOT_ASKED
         entry.intake = Intake(
             memoryview(b""), 0, [], op_count=entry.op_count, allow_nonfinite=False
         )
@@ -217,7 +204,7 @@ class Opener:
                 self._memory.buffer,
                 original.program_begin,
                 entry.program_begin,
-                arena_bytes=self._arena_bytes,
+                arena_bytes=self._scope.arena_bytes,
                 reset_moments=manifest.reset_moments,
             )
 
@@ -272,41 +259,22 @@ def count_hole(words: Words) -> None:
 class Edits:
     """The edits of one rank in one incarnation."""
 
-    def __init__(
-        self,
-        memory: EditMemory,
-        page: ControlPage,
-        *,
-        rank: int,
-        arena_bytes: int,
-        limits: EditLimits,
-        layout: Callable[[], bytes],
-        states: States,
-        faults: Faults,
-    ) -> None:
-        """`layout` returns the serialized layout; raises UnreachableError while there is none."""
+    def __init__(self, memory: EditMemory, scope: Scope, faults: Faults) -> None:
+        """No I/O."""
         self.memory = memory
         self.applied_count = 0
         """Edits that this process saw applied."""
-        self._page = page
-        self._limits = limits
-        self._sweep_s = min(_SWEEP_S, limits.expiry_s)
+        self._page = scope.page
+        self._limits = scope.limits
+        self._sweep_s = min(_SWEEP_S, scope.limits.expiry_s)
         self._faults = faults
         self._loop = asyncio.get_running_loop()
-        self._book = EditBook(memory, limits)
-        self._opener = Opener(
-            memory,
-            self._book.undo,
-            rank=rank,
-            arena_bytes=arena_bytes,
-            limits=limits,
-            layout=layout,
-            states=states,
-        )
+        self._book = EditBook(memory, scope.limits)
+        self._opener = Opener(memory, self._book.undo, scope)
         self._ended: Ownership | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        memory.on_hole = partial(count_hole, page.words)
+        memory.on_hole = partial(count_hole, scope.page.words)
 
     async def start(self) -> None:
         """Recover what a predecessor left. Raises ExhaustedError."""
@@ -337,6 +305,7 @@ class Edits:
                 manifest=manifest,
                 digest=digest,
                 opened=self._loop.create_future(),
+                refusal=UndoRefusal.NONE if manifest.undoable else UndoRefusal.NOT_ASKED,
                 touched_ns=time.monotonic_ns(),
                 who=CALLER.get(),
             )
@@ -497,10 +466,7 @@ class Edits:
         """Release everything held here; the memory remains the trainer's."""
         if self._timer is not None:
             self._timer.cancel()
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await stopped(*self._tasks)
         await self._opener.close()
         self._book.close()
         await self.memory.close()

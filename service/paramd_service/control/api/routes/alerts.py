@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 
+from paramd.mesh.insight.reports import Alert
 from paramd_service.control.api.routes.paging import (
     IncarnationNumber,
     PageToken,
@@ -14,7 +15,7 @@ from paramd_service.control.api.routes.paging import (
     make_token,
 )
 from paramd_service.control.api.services import Services
-from paramd_service.control.store.alerts import Alert, State
+from paramd_service.control.store.alerts import State
 
 DEFAULT_LIMIT = 100
 MAX_LIMIT = 1000

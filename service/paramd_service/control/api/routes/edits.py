@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from dataclasses import replace
+from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Request
 
+from paramd.documents import read_document
 from paramd.layout.edits.ops import EditState, OpSpec
+from paramd.mesh.edits.calls import Edit, EditOp, Undo
 from paramd_service.control.access.doorway import may_read, principal_of
 from paramd_service.control.api.models import (
-    EditDocument,
     EditList,
     EditRequest,
     EditStateName,
-    UndoDocument,
     UndoRequest,
     WaitRequest,
 )
@@ -53,26 +54,18 @@ def _add_making(routes: APIRouter, services: Services) -> None:
         return await edits.get(job, edit)
 
     @routes.post("/jobs/{job}/edits", status_code=201)
-    async def create_edit(job: str, wanted: EditRequest, request: Request) -> EditDocument:
+    async def create_edit(job: str, wanted: EditRequest, request: Request) -> Edit:
         """Create an edit. Without data it is applied at once; with data it waits for the upload
         and for commit_edit. Idempotent by id."""
         services.jobs.get(job)
-        spec = EditSpec(
-            ops=tuple(OpSpec(**op.model_dump()) for op in wanted.ops),
-            if_step=wanted.if_step,
-            allow_nonfinite=wanted.allow_nonfinite,
-            reset_moments=wanted.reset_moments,
-            note=wanted.note,
-            dry_run=wanted.dry_run,
-        )
+        terms = wanted.model_dump(exclude={"ops", "id", "wait_s"})
+        spec = EditSpec(ops=tuple(OpSpec(**op.model_dump()) for op in wanted.ops), **terms)
         row = await edits.service(job).create(principal_of(request), spec, wanted.id)
         wait_s = wanted.wait_s if not spec.with_data else 0.0
         return stored_document(edits, await edits.wait(row, wait_s))
 
     @routes.post("/jobs/{job}/edits/{edit}/commit")
-    async def commit_edit(
-        job: str, edit: EditId, wanted: WaitRequest, request: Request
-    ) -> EditDocument:
+    async def commit_edit(job: str, edit: EditId, wanted: WaitRequest, request: Request) -> Edit:
         """Apply an edit whose data has been uploaded. Needs its author's token, or an admin's.
         Idempotent."""
         row = await row_of(job, edit)
@@ -80,15 +73,13 @@ def _add_making(routes: APIRouter, services: Services) -> None:
         return stored_document(edits, await edits.wait(row, wanted.wait_s))
 
     @routes.post("/jobs/{job}/edits/{edit}/preview")
-    async def preview_edit(job: str, edit: EditId) -> EditDocument:
+    async def preview_edit(job: str, edit: EditId) -> Edit:
         """Compute the statistics before and after a staged edit, without applying it."""
         row = await row_of(job, edit)
         return stored_document(edits, await edits.service(job).preview(row))
 
     @routes.post("/jobs/{job}/edits/{edit}/undo", status_code=201)
-    async def undo_edit(
-        job: str, edit: EditId, wanted: UndoRequest, request: Request
-    ) -> EditDocument:
+    async def undo_edit(job: str, edit: EditId, wanted: UndoRequest, request: Request) -> Edit:
         """Create an edit that undoes an applied one. Optimizer state that was zeroed stays zero;
         the note says so. Idempotent by id."""
         row, service = await row_of(job, edit), edits.service(job)
@@ -96,7 +87,7 @@ def _add_making(routes: APIRouter, services: Services) -> None:
         return stored_document(edits, await edits.wait(made, wanted.wait_s))
 
     @routes.delete("/jobs/{job}/edits/{edit}")
-    async def abort_edit(job: str, edit: EditId, request: Request) -> EditDocument:
+    async def abort_edit(job: str, edit: EditId, request: Request) -> Edit:
         """Abort an edit, unless the trainers may have agreed on it: check the state returned.
         Needs its author's token, or an admin's. Idempotent."""
         row = await row_of(job, edit)
@@ -124,9 +115,7 @@ def _add_reading(routes: APIRouter, services: Services) -> None:
         )
 
     @routes.get("/jobs/{job}/edits/{edit}")
-    async def get_edit(
-        job: str, edit: EditId, request: Request, wait_s: Wait = 0.0
-    ) -> EditDocument:
+    async def get_edit(job: str, edit: EditId, request: Request, wait_s: Wait = 0.0) -> Edit:
         """An edit, once it has ended or after `wait_s`. If applied, the sidecars are asked
         whether it can still be undone."""
         services.jobs.get(job)
@@ -136,17 +125,16 @@ def _add_reading(routes: APIRouter, services: Services) -> None:
         return _visible(document_of(row, await edits.service(job).undo_refusal(row)), request)
 
 
-def _visible(document: EditDocument, request: Request) -> EditDocument:
+def _visible(document: Edit, request: Request) -> Edit:
     """Hide statistics and operands from callers who may not read values: an edit may name a
     single element."""
     if may_read(request):
         return document
-    hidden = dict.fromkeys(("value", "weight", "min", "max"))
-    ops = [op.model_copy(update=hidden) for op in document.ops]
-    return document.model_copy(update={"before": None, "after": None, "ops": ops})
+    ops = (replace(op, value=None, weight=None, min=None, max=None) for op in document.ops)
+    return replace(document, before=None, after=None, ops=tuple(ops))
 
 
-def stored_document(edits: EditRegistry, row: EditRow) -> EditDocument:
+def stored_document(edits: EditRegistry, row: EditRow) -> Edit:
     """The edit's document from the store alone, without asking the sidecars about undo."""
     refusal = f"it is {row.state}"
     if row.state == EditState.APPLIED:
@@ -155,27 +143,24 @@ def stored_document(edits: EditRegistry, row: EditRow) -> EditDocument:
 
 
 _AS_STORED = (
-    "id", "job", "incarnation", "state", "reason", "actor", "note", "created_s", "ended_s", "step",
-    "boundary", "size_bytes",
+    "id", "job", "incarnation", "reason", "actor", "note", "created_s", "ended_s", "step",
+    "boundary", "size_bytes", "undo_of", "undone_by",
 )  # fmt: skip
-_IN_DETAIL = ("committed_by", "hyperparameters", "rollback")
+_IN_DETAIL = ("committed_by", "hyperparameters", "rollback", "before", "after")
 """Members of the document that are as the row, and its detail, have them."""
 
 
-def document_of(row: EditRow, undo_refusal: str) -> EditDocument:
+def document_of(row: EditRow, undo_refusal: str) -> Edit:
     """The document of a stored edit."""
     applied = row.state == EditState.APPLIED
-    stored: dict[str, Any] = {name: getattr(row, name) for name in _AS_STORED}
-    stored |= {name: row.detail.get(name) for name in _IN_DETAIL}
-    return EditDocument(
-        **stored,
+    return read_document(
+        Edit,
+        {name: row.detail.get(name) or None for name in _IN_DETAIL},
+        **{name: getattr(row, name) for name in _AS_STORED},
+        state=EditState(row.state),
         dry_run=bool(row.detail.get("dry_run", False)),
-        ops=row.detail.get("ops", []),
+        ops=tuple(read_document(EditOp, op) for op in row.detail.get("ops", [])),
         stop_ms=row.stop_ns / _NS_A_MS if applied else None,
-        before=row.detail.get("before") or None,
-        after=row.detail.get("after") or None,
-        undo=UndoDocument(possible=not undo_refusal, reason=undo_refusal),
-        undo_of=row.undo_of or None,
-        undone_by=row.undone_by or None,
+        undo=Undo(possible=not undo_refusal, reason=undo_refusal),
         warning=str(row.detail.get("warning", "")),
     )

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Query, Request, Response
 
+from paramd.mesh.exports.calls import ExportInfo
 from paramd_service.control.access.doorway import principal_of
 from paramd_service.control.api.routes.paging import PageToken, begin_of, make_token
 from paramd_service.control.api.services import Services
@@ -15,7 +16,6 @@ from paramd_service.control.exports.documents import (
     AssetRequest,
     DestinationDocument,
     DestinationList,
-    ExportDocument,
     ExportList,
     ExportRequest,
     ScheduleDocument,
@@ -80,7 +80,7 @@ def router(services: Services) -> APIRouter:
 
 def _exports(services: Services, routes: APIRouter) -> None:
     @routes.post("/jobs/{job}/exports", status_code=202)
-    async def create_export(job: str, wanted: ExportRequest, request: Request) -> ExportDocument:
+    async def create_export(job: str, wanted: ExportRequest, request: Request) -> ExportInfo:
         """Start an export of one step; poll get_export for progress. Idempotent with an id."""
         mesh = services.jobs.get(job)
         asked = wanted.model_dump(exclude={"id"})
@@ -105,14 +105,14 @@ def _exports(services: Services, routes: APIRouter) -> None:
         )
 
     @routes.get("/jobs/{job}/exports/{export}")
-    async def get_export(job: str, export: ShortId) -> ExportDocument:
+    async def get_export(job: str, export: ShortId) -> ExportInfo:
         """One export and its files."""
         services.jobs.get(job)
         export = await services.exports.store.whole_id(job, export)
         return await services.exports.get(job, export)
 
     @routes.delete("/jobs/{job}/exports/{export}")
-    async def cancel_export(job: str, export: ShortId, request: Request) -> ExportDocument:
+    async def cancel_export(job: str, export: ShortId, request: Request) -> ExportInfo:
         """Cancel an export and remove what it wrote. Idempotent; refused once it has finished."""
         mesh = services.jobs.get(job)
         export = await services.exports.store.whole_id(job, export)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from math import isfinite
 from typing import Annotated, Any
 
@@ -10,6 +9,15 @@ from fastapi import APIRouter, Path, Query, Request
 from pydantic import BaseModel, Field
 
 from paramd.errors import ParamdError
+from paramd.mesh.insight.reports import (
+    Collective,
+    RankActivity,
+    RankLog,
+    StackFrame,
+    ThreadStack,
+)
+from paramd.mesh.insight.spectrum import Spectrum
+from paramd.mesh.insight.updates import UpdateRow
 from paramd.v1 import common_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.control.access.doorway import may_see_logs, principal_of
@@ -21,7 +29,6 @@ from paramd_service.control.insight.diff import Comparisons, state_of
 from paramd_service.control.insight.verdict import verdict_of
 from paramd_service.control.insight.why import (
     Found,
-    LogTailDocument,
     chosen,
     evidence_of,
     inspect,
@@ -66,92 +73,12 @@ Patterns = Annotated[
 ]
 
 
-class FrameDocument(BaseModel):
-    """One frame of a stack."""
-
-    file: str
-    line: int
-    function: str
-
-
-class ThreadDocument(BaseModel):
-    """One thread of a trainer."""
-
-    name: str
-    native_id: int = Field(description="Its number in the kernel; 0 when unknown")
-    training: bool = Field(description="Whether it is the thread that attached")
-    frames: list[FrameDocument] = Field(description="Innermost first")
-
-
-class CollectiveDocument(BaseModel):
-    """A collective in a trainer's flight recorder."""
-
-    name: str
-    group: str
-    sequence: int
-    done: bool
-    age_s: float = Field(description="Since it was called")
-
-
-class RankWhy(BaseModel):
-    """What one rank is doing. Counts and bytes are null where they are unknown."""
-
-    rank: int
-    error: str = Field(description="Why its sidecar tells nothing; empty when it does")
-    step: int
-    phase: str
-    phase_reason: str
-    boundary_age_s: float | None = Field(description="Since its last boundary")
-    overdue: bool = Field(description="Whether the next boundary should have come long ago")
-    activity: str = Field(
-        description="collective, dataloader, checkpoint, debugger, paramd, lock, optimizer, "
-        "backward, forward, code; empty when unknown"
-    )
-    doing: str = Field(description="The same in words that follow 'is'")
-    where: str = Field(description="Innermost frame of the user's own code")
-    seen_for_s: float | None = Field(description="How long its thread has been seen there")
-    source: str = Field(description="trainer or faulthandler; empty: there are no stacks")
-    missing: str = Field(description="Why there are no stacks")
-    threads: list[ThreadDocument]
-    collectives: list[CollectiveDocument]
-    collectives_missing: str
-    process_state: str
-    rss_bytes: int | None
-    peak_rss_bytes: int | None
-    device_bytes: int | None
-    thread_count: int | None
-    open_file_count: int | None
-    open_file_limit: int | None
-    host_available_bytes: int | None
-    log_lines: list[str]
-    log_missing: str
-
-
-class UpdateDocument(BaseModel):
-    """What updates did to one parameter; null where a number is not finite."""
-
-    name: str
-    step: int = Field(description="The last of these updates led to it")
-    norm: float | None
-    rms: float | None
-    max_abs: float | None
-    weight_norm: float | None = Field(description="Before the update")
-    ratio: float | None = Field(description="norm / weight_norm; null for a weight of zeros")
-    changed: int = Field(description="Elements that the update changed")
-    numel: int
-    nonfinite: int = Field(description="Elements whose change is NaN or infinite")
-    moment_rms: float | None = Field(description="Root mean square of Adam's second moment")
-    effective_lr: float | None = Field(
-        description="lr / (sqrt(v) + eps) at the parameter's mean second moment v, bias-corrected"
-    )
-
-
 class UpdateList(BaseModel):
     """One update of each parameter."""
 
     job: str
     incarnation: int
-    updates: list[UpdateDocument] = Field(description="The largest ratio first")
+    updates: list[UpdateRow] = Field(description="The largest ratio first")
     moments_missing: str = Field(description="Why there are no second moments, if there are none")
 
 
@@ -193,52 +120,6 @@ class DiffList(BaseModel):
     tensors: list[DiffDocument] = Field(description="The largest relative difference first")
 
 
-class SpectrumDocument(BaseModel):
-    """Singular values of one weight; null where a number is not finite."""
-
-    name: str
-    job: str
-    incarnation: int
-    step: int
-    shape: list[int] = Field(description="Dims beyond the second count as columns")
-    dtype: str
-    singular_values: list[float] = Field(
-        description="The largest, falling; empty when elements are NaN or infinite"
-    )
-    error: float | None = Field(
-        description="Largest relative change of these in the last round; 0 when they are exact"
-    )
-    norm: float | None = Field(description="Frobenius norm of the finite elements")
-    stable_rank: float | None
-    condition: float | None = Field(
-        description="Largest / smallest singular value; null when that is 0"
-    )
-    condition_exact: bool = Field(description="Whether it is exact; else it is at least this")
-    dead_rows: list[int] = Field(description="The first 100 without a normal number above 0")
-    dead_row_count: int
-    dead_columns: list[int]
-    dead_column_count: int
-    duplicate_rows: list[list[int]] = Field(description="Groups of equal rows; the first 100")
-    duplicate_row_count: int = Field(description="Rows that equal an earlier one")
-    saturated: float = Field(description="Share of elements at the dtype's largest value, or above")
-    denormal: float = Field(description="Share of elements that are subnormal")
-    zero: float = Field(description="Share of elements that are zero")
-    nonfinite: int = Field(description="Elements that are NaN or infinite")
-
-
-class RankLogDocument(BaseModel):
-    """The end of one rank's logs, as they are now."""
-
-    job: str
-    incarnation: int
-    rank: int
-    error: str = Field(
-        description="Why its sidecar does not tell them; what lies on the control plane's host is "
-        "told instead. Empty when it does"
-    )
-    logs: list[LogTailDocument] = Field(description="The sidecar's first")
-
-
 class WhyDocument(BaseModel):
     """What is wrong with a run."""
 
@@ -246,7 +127,7 @@ class WhyDocument(BaseModel):
     incarnation: int
     verdict: str
     world_size: int
-    ranks: list[RankWhy] = Field(description="Those that were asked, by rank")
+    ranks: list[RankActivity] = Field(description="Those that were asked, by rank")
 
 
 def router(services: Services) -> APIRouter:
@@ -279,7 +160,7 @@ def router(services: Services) -> APIRouter:
     @routes.get("/jobs/{job}/ranks/{rank}/log")
     async def get_rank_log(
         job: str, rank: Annotated[int, Path(ge=0, lt=2**31)], lines: Lines = 100
-    ) -> RankLogDocument:
+    ) -> RankLog:
         """The last lines of a rank's sidecar, and of its trainer where that writes to a file.
 
         Also after the trainer has died, while its sidecar lingers; then the sidecar's alone, from
@@ -289,12 +170,8 @@ def router(services: Services) -> APIRouter:
         mesh = services.jobs.get(job)
         (asked,) = chosen(mesh.registry.view().ranks, [rank])
         logs, error = await tails_of(mesh.calls, mesh.job, asked, count=lines)
-        return RankLogDocument(
-            job=mesh.job,
-            incarnation=mesh.number,
-            rank=rank,
-            error=error,
-            logs=logs,
+        return RankLog(
+            job=mesh.job, incarnation=mesh.number, rank=rank, error=error, logs=tuple(logs)
         )
 
     @routes.get("/jobs/{job}/updates")
@@ -308,7 +185,7 @@ def router(services: Services) -> APIRouter:
         return UpdateList(
             job=found.job,
             incarnation=found.incarnation,
-            updates=[UpdateDocument(**_finite(asdict(row))) for row in found],
+            updates=list(found),
             moments_missing=found.moments_missing,
         )
 
@@ -352,15 +229,14 @@ def router(services: Services) -> APIRouter:
         )
 
     @routes.get("/jobs/{job}/params/spectrum")
-    async def get_spectrum(job: str, name: Name, k: Values = 8) -> SpectrumDocument:
+    async def get_spectrum(job: str, name: Name, k: Values = 8) -> Spectrum:
         """The largest singular values of one weight or a slice of it, its condition number, and
         its dead and equal rows. The sidecars multiply their shards with narrow matrices.
         """
         mesh = services.jobs.get(job)
         _, index = await mesh.layouts.get(mesh.registry.view())
         item = choose_one(index, name)
-        found = await mesh.statistics.spectrum(pattern_of(item), k)
-        return SpectrumDocument(**_finite(asdict(found)))
+        return await mesh.statistics.spectrum(pattern_of(item), k)
 
     return routes
 
@@ -390,7 +266,7 @@ _COUNTS = (
 """Of an answer and of its document; -1 in the one, null in the other, where it is not known."""
 
 
-def _row(found: Found, *, no_log: str) -> RankWhy:
+def _row(found: Found, *, no_log: str) -> RankActivity:
     rank, answer = found
     error = ""
     if answer is None or isinstance(answer, ParamdError):
@@ -401,7 +277,7 @@ def _row(found: Found, *, no_log: str) -> RankWhy:
     state = answer.state
     same: dict[str, Any] = {name: getattr(answer, name) for name in _AS_TOLD}
     same |= {name: _count(getattr(answer, name)) for name in _COUNTS}
-    return RankWhy(
+    return RankActivity(
         rank=rank.rank,
         error=error,
         step=state.step,
@@ -412,11 +288,9 @@ def _row(found: Found, *, no_log: str) -> RankWhy:
         doing=answer.activity,
         where=answer.activity_where,
         seen_for_s=_known(answer.age_ms, 1e3),
-        threads=[
-            ThreadDocument.model_validate(one, from_attributes=True) for one in answer.threads
-        ],
-        collectives=[
-            CollectiveDocument(
+        threads=tuple(map(_thread, answer.threads)),
+        collectives=tuple(
+            Collective(
                 name=one.name,
                 group=one.group,
                 sequence=one.sequence,
@@ -424,10 +298,19 @@ def _row(found: Found, *, no_log: str) -> RankWhy:
                 age_s=one.age_ms / 1e3,
             )
             for one in answer.collectives
-        ],
+        ),
         **same,
-        log_lines=[without_secrets(line) for line in answer.log_lines],
+        log_lines=tuple(map(without_secrets, answer.log_lines)),
         log_missing=no_log or answer.log_missing,
+    )
+
+
+def _thread(told: pb.TrainerThread) -> ThreadStack:
+    return ThreadStack(
+        name=told.name,
+        native_id=told.native_id,
+        training=told.training,
+        frames=tuple(StackFrame(one.file, one.line, one.function) for one in told.frames),
     )
 
 

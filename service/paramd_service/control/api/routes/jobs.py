@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import asdict
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
 
 from paramd import clock
 from paramd.errors import UsageError
+from paramd.mesh.edits.calls import HoldState
 from paramd.security.tickets import Role, Signer, mint_of_ranks
 from paramd.security.tls import is_of_job
 from paramd_service.control.access.authority import Principal
@@ -19,20 +19,18 @@ from paramd_service.control.access.roles import ticket_role
 from paramd_service.control.alerts.book import Severity
 from paramd_service.control.api import rank_text
 from paramd_service.control.api.models import (
-    IncarnationDocument,
     IncarnationList,
     JobDocument,
     JobList,
     JobRegistration,
     JobSummary,
-    PeerDocument,
     RankList,
     RegisteredJob,
     TlsDocument,
 )
 from paramd_service.control.api.services import Services
 from paramd_service.control.base.config import Bootstrap
-from paramd_service.control.edits.holds import HoldState, hold_of, is_held
+from paramd_service.control.edits.holds import hold_of, is_held
 from paramd_service.control.mesh.jobs import Incarnation
 from paramd_service.control.mesh.registry import MeshView, Report
 
@@ -99,10 +97,7 @@ def router(services: Services) -> APIRouter:
     @routes.get("/jobs/{job}/incarnations")
     async def list_incarnations(job: str) -> IncarnationList:
         """Incarnations of the job, the current one last."""
-        records = await services.jobs.incarnations(job)
-        return IncarnationList(
-            incarnations=[IncarnationDocument(**asdict(record)) for record in records]
-        )
+        return IncarnationList(incarnations=await services.jobs.incarnations(job))
 
     return routes
 
@@ -179,9 +174,7 @@ def job_document(services: Services, mesh: Incarnation, principal: Principal) ->
         token_id=principal.token_id,
         now_s=now_s,
     )
-    peers = [
-        PeerDocument.model_validate(peer, from_attributes=True) for peer in mesh.registry.peers()
-    ]
+    peers = mesh.registry.peers()
     pems = None
     if any(is_of_job(address) for address in (services.grpc_address, *(p.address for p in peers))):
         pems = mine.certificates.client(principal.token_id)

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Path, Query, Request, Response
 
 from paramd.errors import ParamdError, UsageError
 from paramd.filters import parse_filter
+from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.control.access.doorway import principal_of
 from paramd_service.control.access.roles import Action
 from paramd_service.control.api.choice import choose, pattern_of
@@ -132,11 +133,10 @@ async def _rank(mesh: Incarnation, rank: RankView) -> RankSnapshots:
     if rank.report is None or not rank.connected:
         return _silent(rank.rank, rank.reason)
     try:
-        found = await mesh.calls.snapshots(rank.rank, rank.report.address)
+        request = pb.ListSnapshotsRequest()
+        found = await mesh.calls.ask(rank.rank, rank.report.address, request)
     except ParamdError as error:
         return _silent(rank.rank, str(error))
-    if (found.header.rank, found.header.incarnation) != (rank.rank, mesh.number):
-        return _silent(rank.rank, "a different sidecar answers at its address")
     return RankSnapshots(
         rank=rank.rank,
         reason="",

@@ -6,14 +6,13 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Request
 
+from paramd.mesh.edits.calls import Edit, Mark
+from paramd.mesh.edits.calls import Hold as HoldView
 from paramd_service.control.access.doorway import principal_of
 from paramd_service.control.api.models import (
     DroppedMark,
-    EditDocument,
-    HoldDocument,
     HoldRequest,
     HyperparametersRequest,
-    MarkDocument,
     MarkList,
     MarkRequest,
     RollbackRequest,
@@ -21,8 +20,7 @@ from paramd_service.control.api.models import (
 )
 from paramd_service.control.api.routes.edits import stored_document
 from paramd_service.control.api.services import Services
-from paramd_service.control.edits.holds import Hold, HoldView
-from paramd_service.control.edits.marks import KeptState
+from paramd_service.control.edits.holds import Hold
 from paramd_service.control.edits.service import EditService
 
 MarkName = Annotated[str, Path(alias="mark", min_length=1, max_length=64, description="Its name")]
@@ -37,27 +35,27 @@ def holds_router(services: Services) -> APIRouter:
         return services.edits.hold(job)
 
     @routes.get("/jobs/{job}/hold")
-    async def get_hold(job: str) -> HoldDocument:
+    async def get_hold(job: str) -> HoldView:
         """Whether training is held at a boundary, and by whom."""
-        return _hold_document(await hold_of(job).view())
+        return await hold_of(job).view()
 
     @routes.post("/jobs/{job}/hold")
-    async def begin_hold(job: str, wanted: HoldRequest, request: Request) -> HoldDocument:
+    async def begin_hold(job: str, wanted: HoldRequest, request: Request) -> HoldView:
         """Hold all ranks at one boundary; returns once they wait. Ends with its lease."""
         by = principal_of(request)
-        return _hold_document(await hold_of(job).begin(by, wanted.lease_s, wanted.holder))
+        return await hold_of(job).begin(by, wanted.lease_s, wanted.holder)
 
     @routes.post("/jobs/{job}/hold/renew")
-    async def renew_hold(job: str, wanted: HoldRequest, request: Request) -> HoldDocument:
+    async def renew_hold(job: str, wanted: HoldRequest, request: Request) -> HoldView:
         """Extend the lease, counted from now; trainers cap a hold at 300 s. Idempotent."""
         by = principal_of(request)
-        return _hold_document(await hold_of(job).renew(by, wanted.lease_s, wanted.holder))
+        return await hold_of(job).renew(by, wanted.lease_s, wanted.holder)
 
     @routes.post("/jobs/{job}/hold/step")
-    async def step_hold(job: str, wanted: StepRequest, request: Request) -> HoldDocument:
+    async def step_hold(job: str, wanted: StepRequest, request: Request) -> HoldView:
         """Let held training finish some updates and hold again, under the same lease."""
         by = principal_of(request)
-        return _hold_document(await hold_of(job).step(by, wanted.steps, wanted.holder))
+        return await hold_of(job).step(by, wanted.steps, wanted.holder)
 
     @routes.delete("/jobs/{job}/hold")
     async def end_hold(
@@ -66,22 +64,11 @@ def holds_router(services: Services) -> APIRouter:
         holder: Annotated[
             str, Query(max_length=128, description="Holder returned by begin_hold")
         ] = "",
-    ) -> HoldDocument:
+    ) -> HoldView:
         """Resume training. Idempotent."""
-        return _hold_document(await hold_of(job).end(principal_of(request), holder))
+        return await hold_of(job).end(principal_of(request), holder)
 
     return routes
-
-
-def _hold_document(view: HoldView) -> HoldDocument:
-    return HoldDocument(
-        state=view.state.value,
-        holder=view.holder,
-        step=view.step,
-        steps_left=view.steps_left,
-        lease_left_s=round(view.lease_left_s, 3),
-        since_s=view.since_s,
-    )
 
 
 def marks_router(services: Services) -> APIRouter:
@@ -97,13 +84,13 @@ def marks_router(services: Services) -> APIRouter:
     async def list_marks(job: str) -> MarkList:
         """States that training can be put back to: marks, and the standing snapshots that all
         ranks have."""
-        return MarkList(marks=[_mark_document(one) for one in await edits_of(job).marks.all()])
+        return MarkList(marks=[*await edits_of(job).marks.all()])
 
     @routes.post("/jobs/{job}/marks", status_code=201)
-    async def create_mark(job: str, wanted: MarkRequest, request: Request) -> MarkDocument:
+    async def create_mark(job: str, wanted: MarkRequest, request: Request) -> Mark:
         """Keep the complete state of the next common boundary under a name, in the sidecars'
         memory. Training is held while it is copied."""
-        return _mark_document(await edits_of(job).marks.make(principal_of(request), wanted.name))
+        return await edits_of(job).marks.make(principal_of(request), wanted.name)
 
     @routes.delete("/jobs/{job}/marks/{mark}")
     async def delete_mark(job: str, mark: MarkName, request: Request) -> DroppedMark:
@@ -111,7 +98,7 @@ def marks_router(services: Services) -> APIRouter:
         return DroppedMark(dropped=await edits_of(job).marks.drop(principal_of(request), mark))
 
     @routes.post("/jobs/{job}/rollback", status_code=201)
-    async def create_rollback(job: str, wanted: RollbackRequest, request: Request) -> EditDocument:
+    async def create_rollback(job: str, wanted: RollbackRequest, request: Request) -> Edit:
         """Put training back to a mark, or to a step that is kept: parameters, optimizer state and
         everything in keep, on all ranks or on none. An edit: undo_edit goes forward again.
         Idempotent by id."""
@@ -124,7 +111,7 @@ def marks_router(services: Services) -> APIRouter:
     @routes.post("/jobs/{job}/hyperparameters", status_code=201)
     async def set_hyperparameters(
         job: str, wanted: HyperparametersRequest, request: Request
-    ) -> EditDocument:
+    ) -> Edit:
         """Set hyper-parameters of a parameter group, on all ranks at one step or on none. An edit,
         which undo_edit undoes. Idempotent by id."""
         asked = wanted.model_dump(include={"optimizer", "group", "values", "note"})
@@ -132,15 +119,3 @@ def marks_router(services: Services) -> APIRouter:
         return stored_document(edits, await edits.wait(row, wanted.wait_s))
 
     return routes
-
-
-def _mark_document(state: KeptState) -> MarkDocument:
-    return MarkDocument(
-        name=state.mark,
-        step=state.step,
-        size_bytes=state.size_bytes,
-        made_s=state.made_s if state.made_s else None,
-        by=state.by,
-        whole=not state.why_not_whole,
-        reason=state.why_not_whole,
-    )

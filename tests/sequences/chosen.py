@@ -1,0 +1,39 @@
+"""The sequences that a test takes, each in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zlib
+from functools import cache
+
+from tests.launch import ROOT
+from tests.longer import takes_all
+
+LONGEST_S = 1800
+
+
+@cache
+def seed() -> int:
+    """Another one for each commit, the same wherever that is tested."""
+    said = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return zlib.crc32(said.stdout.encode()) % 100_000
+
+
+def told(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """What a program of this package says."""
+    return subprocess.run(
+        [sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True,
+        timeout=LONGEST_S, check=False,
+    )  # fmt: skip
+
+
+def check(kind: str, minutes: float) -> None:
+    """Sequences of a kind, as long as that; shrunk where all cases are taken."""
+    how = [] if takes_all() else ["--whole"]
+    said = told(
+        "tests.sequences", "--kind", kind, "--seed", str(seed()), "--minutes", str(minutes), *how
+    )
+    assert said.returncode == 0, said.stdout[-8000:] + said.stderr[-2000:]

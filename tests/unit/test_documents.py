@@ -1,0 +1,63 @@
+"""Shapes of REST: what pydantic writes of them, `read_document` reads again."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+
+import pytest
+from pydantic import TypeAdapter
+
+from paramd.documents import Document, Finite, Record, Text, read_document
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inner(Record):
+    """A part."""
+
+    name: Text
+    size: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outer(Document):
+    """A whole."""
+
+    norm: Finite
+    """Its norm."""
+    parts: tuple[Inner, ...]
+    step: int = -1
+
+
+@pytest.mark.parametrize("norm", [1.5, math.nan, math.inf])
+def test_what_is_written_is_read_again_with_nan_for_what_json_cannot_say(norm: float) -> None:
+    outer = Outer(norm=norm, parts=(Inner(name="", size=None), Inner(name="a", size=3)))
+    told = json.loads(TypeAdapter(Outer).dump_json(outer))
+    shown = norm if math.isfinite(norm) else None
+    parts = [{"name": None, "size": None}, {"name": "a", "size": 3}]
+    assert told == {"norm": shown, "parts": parts, "step": -1}
+    found = read_document(Outer, told)
+    assert found.parts == outer.parts
+    assert found.norm == norm or (math.isnan(found.norm) and shown is None)
+
+
+def test_the_schema_has_docstrings_of_fields_and_requires_them_all() -> None:
+    schema = TypeAdapter(Outer).json_schema(mode="serialization")
+    assert schema["properties"]["norm"]["description"] == "Its norm."
+    assert schema["required"] == ["norm", "parts", "step"]
+    kinds = [one["type"] for one in schema["$defs"]["Inner"]["properties"]["name"]["anyOf"]]
+    assert kinds == ["string", "null"]
+
+
+def test_a_record_reads_as_its_json_object() -> None:
+    inner = Inner(name="a", size=3)
+    assert dict(inner) == {"name": "a", "size": 3}
+    assert (inner["size"], inner.get("size"), inner.get("keys"), inner.get("x", 7)) == (
+        3,
+        3,
+        None,
+        7,
+    )
+    with pytest.raises(KeyError):
+        inner["keys"]

@@ -28,7 +28,7 @@ from google.protobuf.message import DecodeError
 
 from paramd.clock import now_s
 from paramd.errors import DeniedError, ExhaustedError, ParamdError, UsageError, codes_of
-from paramd.security.tickets import Claims
+from paramd.security.tickets import OF_RANKS, Claims
 
 Who: TypeAlias = str | None
 """A token id; None: the control plane or the owner."""
@@ -188,7 +188,9 @@ class RevokedTokens:
         """Whether the ticket's token was revoked."""
         if claims.token_id is None:
             return False
-        return claims.token_id in self or claims.issued_s < self.refused_before_s
+        # Nobody can renew a rank's: its token is looked up when it joins.
+        early = claims.issued_s < self.refused_before_s and claims.role not in OF_RANKS
+        return claims.token_id in self or early
 
     def check(self, claims: Claims) -> None:
         """Raise TokenRevokedError if `refuses` says so."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +15,7 @@ import grpc.aio
 import httpx2
 import pytest
 
+from paramd.trainer.helpers.control_link import TIMEOUT_S as WAITS_S
 from paramd.v1 import common_pb2, control_pb2, control_pb2_grpc
 from tests.integration.control_process import (
     TOKEN,
@@ -37,23 +40,36 @@ class Incarnation:
     control_address: str
 
 
-def post(control: Control, **body: object) -> httpx2.Response:
-    token = site_token() if control.job_name == "" else TOKEN
+def post(control: Control, token: str = "", **body: object) -> httpx2.Response:
+    token = token or (site_token() if control.job_name == "" else TOKEN)
     return httpx2.post(
         f"{control.url}/api/v1/jobs",
         json=body,
         headers={"authorization": f"Bearer {token}"},
         trust_env=False,
+        timeout=60.0,
     )
 
 
 def register(control: Control, job: str, world_size: int, **more: int) -> Incarnation:
-    answer = post(control, job=job, world_size=world_size, **more)
+    return of_answer(post(control, job=job, world_size=world_size, **more))
+
+
+def of_answer(answer: httpx2.Response) -> Incarnation:
     assert answer.status_code == 201, answer.text
     found = answer.json()
+    tickets = found["rank_tickets"]
     return Incarnation(
-        job, found["incarnation"], world_size, found["rank_tickets"], found["control_address"]
+        found["job"], found["incarnation"], len(tickets), tickets, found["control_address"]
     )
+
+
+def new_token(control: Control, name: str, **more: object) -> str:
+    """A trainer's."""
+    body = {"role": "trainer", "name": name, **more}
+    headers = {"authorization": f"Bearer {site_token()}"}
+    made = httpx2.post(f"{control.url}/api/v1/tokens", json=body, headers=headers, trust_env=False)
+    return str(made.json()["token"])
 
 
 def document(control: Control, path: str) -> Any:
@@ -184,6 +200,58 @@ async def test_a_restarted_site_knows_its_sidecars_again_and_hands_out_higher_in
             async with join(second.grpc_address, incarnation, 0):
                 pass
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_ranks_end_with_the_token_that_registered_them() -> None:
+    with site_plane() as control:
+        mine, other = new_token(control, "mine"), new_token(control, "other")
+        incarnation = of_answer(post(control, mine, job="run", world_size=2))
+        taken = post(control, other, job="run", world_size=1)
+        assert (taken.status_code, "another token" in taken.json()["detail"]) == (403, True)
+        async with join(control.grpc_address, incarnation, 0) as stream:
+            gone = httpx2.delete(
+                f"{control.url}/api/v1/tokens/mine",
+                headers={"authorization": f"Bearer {site_token()}"},
+                trust_env=False,
+            )
+            assert gone.status_code == 200
+            # It is told of the revocation, too, before its own stream ends.
+            with suppress(grpc.aio.AioRpcError):
+                while await asyncio.wait_for(stream.read(), 10) is not grpc.aio.EOF:
+                    pass
+            assert "revoked or has expired" in (await stream.details() or "")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async with join(control.grpc_address, incarnation, 1):
+                pass
+        assert "revoked or has expired" in (caught.value.details() or "")
+        assert of_answer(post(control, other, job="run", world_size=1)).incarnation == 2
+
+
+async def test_registrations_of_thousands_keep_nobody_waiting_and_end_with_their_callers() -> None:
+    with site_plane() as control:
+        crowd, other = new_token(control, "crowd"), new_token(control, "other")
+        host, port = control.url.removeprefix("http://").split(":")
+        writers = []
+        for number in range(6):
+            _, writer = await asyncio.open_connection(host, int(port))
+            body = json.dumps({"job": f"big{number}", "world_size": 65_536})
+            head = f"POST /api/v1/jobs HTTP/1.1\r\nhost: {host}:{port}\r\n"
+            head += f"authorization: Bearer {crowd}\r\ncontent-type: application/json\r\n"
+            writer.write(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
+            writers.append(writer)
+        began_s = time.monotonic()
+        small = await asyncio.to_thread(post, control, other, job="small", world_size=8)
+        assert small.status_code == 201
+        assert time.monotonic() - began_s < WAITS_S, "as long as a training waits"
+        for writer in writers:
+            writer.close()
+            await writer.wait_closed()
+        again = await asyncio.to_thread(post, control, crowd, job="small", world_size=8)
+        assert again.status_code == 403, "a job is its token's"
+        known = [job["job"] for job in document(control, "")["jobs"]]
+        assert len(known) == 2, "its six would be more ranks than one token may have"
+        again = await asyncio.to_thread(post, control, crowd, job="mine", world_size=8)
+        assert again.status_code == 201, "the six have ended with their callers"
 
 
 @pytest.mark.parametrize("generation", [1, 2**62, 2**63 - 1])

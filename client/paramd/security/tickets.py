@@ -109,7 +109,7 @@ class Claims:
     rank: int | None = None
     """The holder's rank; of role `control` the rank whose sidecar takes it; else None."""
     token_id: str | None = None
-    """Id of the user's token it was issued for; None when there is none."""
+    """Id of the user's token it was issued for, of a rank's: which registered its job; or None."""
 
 
 def new_private_key() -> bytes:
@@ -245,13 +245,18 @@ class Verifier:
 
 
 def mint_of_ranks(
-    signer: Signer, role: Role, *, job: str, incarnation: int, world_size: int
+    signer: Signer,
+    role: Role,
+    *,
+    job: str,
+    incarnation: int,
+    ranks: range,
+    token_id: str | None = None,
+    ttl_s: float = RANK_TICKET_TTL_S,
 ) -> list[str]:
-    """A ticket for each rank's sidecar, as long as the incarnation."""
-    return [
-        signer.mint(job=job, incarnation=incarnation, role=role, rank=rank, ttl_s=RANK_TICKET_TTL_S)
-        for rank in range(world_size)
-    ]
+    """A ticket for the sidecar of each of the ranks; `token_id` and `ttl_s` as in `mint`."""
+    shared = {"job": job, "incarnation": incarnation, "token_id": token_id, "ttl_s": ttl_s}
+    return [signer.mint(role=role, rank=rank, **shared) for rank in ranks]  # type: ignore[arg-type]
 
 
 def life_s(ticket: str) -> float:

@@ -231,7 +231,11 @@ class ControlPlane:
         )
         empty_end_s = self._config.empty_end_s if mine is not None else math.inf
         self._jobs = jobs = Jobs(
-            terms, site=site, empty_end_s=empty_end_s, publish=self._events.publish
+            terms,
+            site=site,
+            empty_end_s=empty_end_s,
+            publish=self._events.publish,
+            has_ended=self._revocations.has_ended,
         )
         for noted in (jobs.on_begin, jobs.on_end):
             noted.append(lambda mesh: self._incarnations.note(mesh.job, mesh.record()))

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from paramd import places
-from paramd.errors import ConflictError, NotFoundError, UnreachableError, UsageError
+from paramd.errors import (
+    ConflictError,
+    DeniedError,
+    ExhaustedError,
+    NotFoundError,
+    UnreachableError,
+    UsageError,
+)
 from paramd.places import HISTORY_FILE, IncarnationRecord
 from paramd.security.tickets import Role, Signer
 from paramd.v1 import common_pb2
@@ -40,6 +47,39 @@ async def test_a_sidecar_brings_its_incarnation_back_but_no_past_one() -> None:
     await asyncio.to_thread(places.last_incarnation, "late", at_least=9)
     with pytest.raises(ConflictError, match="past incarnation 8"):
         await jobs.admit("late", 8, 1)
+    await jobs.close()
+
+
+async def test_a_job_is_its_tokens_and_a_token_has_a_share_of_all_jobs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended: set[str | None] = set()
+
+    async def has_ended(token_id: str | None) -> bool:
+        return token_id in ended
+
+    jobs = Jobs(TERMS, site=SITE, has_ended=has_ended)
+    # As its ranks' tickets name it, too: they bring its incarnation back after our restart.
+    await jobs.admit("run", 4, 2, owner="a")
+    for owner in ("b", "c"):
+        with pytest.raises(DeniedError, match="registered with another token"):
+            await jobs.register("run", world_size=1, owner=owner)
+    assert (await jobs.register("run", world_size=1, owner="a")).number == 5
+    ended.add("a")
+    assert (await jobs.register("run", world_size=1, owner="b")).owner == "b"
+    assert (await jobs.register("run", world_size=1)).owner is None
+    monkeypatch.setattr(jobs_module, "JOBS_OF_TOKEN", 2)
+    monkeypatch.setattr(jobs_module, "MAX_JOBS", 4)
+    for number in range(5):
+        await jobs.register(f"b{number}", world_size=1, owner="b")
+    assert [mesh.job for mesh in jobs.all()] == ["b3", "b4", "run"], "it evicts only its own"
+    for number in (3, 4):
+        request = join_request(0, incarnation=1, world_size=1)
+        request.header.job = f"b{number}"
+        jobs.get(f"b{number}").registry.join(request, HERE)
+    with pytest.raises(ExhaustedError, match="of one token 2 "):
+        await jobs.register("b5", world_size=1, owner="b")
+    await jobs.register("c", world_size=1, owner="c")
     await jobs.close()
 
 

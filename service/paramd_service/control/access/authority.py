@@ -41,7 +41,7 @@ CODE_S = 60.0
 """How long a sign-in code can be used, once."""
 
 MAX_CODES = 64
-"""Unused codes; past the cap the oldest is dropped."""
+"""Unused codes; past the cap the token with the most loses its oldest."""
 
 DEFAULT_TTL_S = 30 * 86_400.0
 MAX_TTL_S = 366 * 86_400.0
@@ -116,7 +116,9 @@ class Sessions:
         """
         self._forget_codes()
         if len(self._codes) >= MAX_CODES:
-            self._codes.popitem(last=False)
+            # The oldest of the token with the most: nobody's codes displace another's.
+            ((most, _),) = Counter(of for of, _ in self._codes.values()).most_common(1)
+            del self._codes[next(key for key, (of, _) in self._codes.items() if of == most)]
         code = secrets.token_urlsafe(32)
         self._codes[_secret_digest(code)] = (token_digest, self._clock() + CODE_S)
         return code

@@ -171,7 +171,7 @@ class TokenGate:
         if principal.token_id is None or scope["method"] != "GET":
             await self._app(scope, receive, send)
             return
-        with self._revocations.following(principal) as ended:
+        with self._revocations.following(principal.token_id) as ended:
             await run_until(ended, self._app, scope, receive, send)
 
     async def _principal(self, scope: Scope) -> Principal | None:

@@ -13,8 +13,8 @@ import asyncio
 import logging
 import math
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Coroutine
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -51,6 +51,13 @@ from paramd_service.control.mesh.watch import Publish, RefusalBook, StateWatch
 
 MAX_JOBS = 512
 """Jobs kept in memory; past the cap, the oldest idle one is evicted."""
+
+JOBS_OF_TOKEN = 192
+"""Most of them of one token, which may have MAX_WORLD_SIZE ranks together; past that, its own
+oldest idle one is evicted."""
+
+LOOKED_PER_S = 16_384
+"""Ranks of one mesh that are looked at each second: a look at one takes 8 us of the event loop."""
 
 RETURN_S = 20.0
 """Grace period after our start in which a job with an open incarnation is reported as starting
@@ -89,9 +96,12 @@ class Incarnation:
         terms: ControlIdentity,
         *,
         publish: Publish = lambda kind, data, *, job: None,
+        owner: str | None = None,
     ) -> None:
         self.bootstrap = bootstrap
         self.terms = terms
+        self.owner = owner
+        """Id of the token that registered it; None: the owner's of the control plane."""
         self.report_interval = report_interval(
             bootstrap.world_size, report_s=terms.report_s, silent_after_s=terms.silent_after_s
         )
@@ -113,6 +123,8 @@ class Incarnation:
         self.watch = StateWatch(
             job=bootstrap.job, incarnation=bootstrap.incarnation, publish=publish
         )
+        self.look_due_s = 0.0
+        """When to look at the ranks again; on the monotonic clock."""
         self.began_s = time.time()
         self.ended_s: float | None = None
         self.last_step = -1
@@ -150,8 +162,10 @@ class Incarnation:
         for stream in self._streams:
             stream.cancel()
 
-    async def follow(self, stream: Coroutine[Any, Any, None]) -> None:
-        """Run the reader of one Join stream until it ends or this incarnation does.
+    async def follow(
+        self, stream: Coroutine[Any, Any, None], token_ended: asyncio.Future[None]
+    ) -> None:
+        """Run the reader of one Join stream until it, its token or this incarnation ends.
 
         Raises:
             ParamdError: what the stream raised, or why this incarnation is over.
@@ -164,7 +178,8 @@ class Incarnation:
         try:
             # `wait`, not `await task`: `end` cancels the reader, and the caller must see the
             # reason, not a cancellation of its own.
-            await asyncio.wait({task})
+            either: set[asyncio.Future[None]] = {task, token_ended}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._streams.discard(task)
             if not task.done():
@@ -195,6 +210,10 @@ class Incarnation:
         self.layouts.close()
 
 
+async def _never_ends(_token_id: str | None) -> bool:
+    return False
+
+
 OnChange = Callable[[Incarnation], None]
 
 
@@ -208,10 +227,12 @@ class Jobs:
         site: Site | None,
         empty_end_s: float = math.inf,
         publish: Publish = lambda kind, data, *, job: None,
+        has_ended: Callable[[str | None], Awaitable[bool]] = _never_ends,
     ) -> None:
         """No I/O.
 
         Args:
+            has_ended: Whether the token of this id has ended; may raise UnreachableError.
             site: With None, only jobs opened here are served and none may register.
             empty_end_s: An incarnation ends after this long without a joined sidecar. Infinite for
                 a site: the network may be partitioned.
@@ -222,6 +243,7 @@ class Jobs:
         self._site = site
         self._empty_end_s = empty_end_s
         self._publish = publish
+        self._has_ended = has_ended
         self._current: OrderedDict[str, Incarnation] = OrderedDict()
         self._verifier = lru_cache(MAX_VERIFIERS)(lambda key: Verifier(Signer(key).public_key))
         self._registering = asyncio.Lock()
@@ -274,8 +296,8 @@ class Jobs:
             raise NotFoundError(f"job {job[:64]!r} is not served here; {known}")
         return found
 
-    def open(self, bootstrap: Bootstrap) -> Incarnation:
-        """Begin an incarnation and end the job's older one.
+    def open(self, bootstrap: Bootstrap, owner: str | None = None) -> Incarnation:
+        """Begin an incarnation, of this token, and end the job's older one.
 
         Raises:
             ConflictError: the job is already in this incarnation or a later one.
@@ -287,9 +309,8 @@ class Jobs:
                 f"job {bootstrap.job!r} is in incarnation {older.number}; "
                 f"{bootstrap.incarnation} is over"
             )
-        if older is None:
-            self._make_room()
-        mesh = Incarnation(bootstrap, self.terms, publish=self._publish)
+        self._make_room(owner, bootstrap)
+        mesh = Incarnation(bootstrap, self.terms, publish=self._publish, owner=owner)
         if older is not None:
             self._end(
                 older, ConflictError(f"incarnation {bootstrap.incarnation} has begun; attach again")
@@ -316,14 +337,21 @@ class Jobs:
         return mesh
 
     async def register(
-        self, job: str, *, world_size: int, incarnation_floor: int = 0
+        self,
+        job: str,
+        *,
+        world_size: int,
+        incarnation_floor: int = 0,
+        owner: str | None = None,
     ) -> Incarnation:
         """Begin an attaching job's new incarnation, above `incarnation_floor` and all earlier ones.
 
         Raises:
             UsageError: the name or the world size is out of range.
             ConflictError: the job is already training, or this control plane serves no site.
+            DeniedError: the job is another token's, which has not ended.
             ExhaustedError: too many jobs.
+            UnreachableError: the store of tokens cannot be read.
         """
         site = self._site_of_all()
         places.check_job_name(job)
@@ -331,11 +359,12 @@ class Jobs:
             raise UsageError(f"world_size: {world_size}; expected 1 to {MAX_WORLD_SIZE}")
         # The lock spans check, file and open: two attaches of one name must not both pass.
         async with self._registering:
+            await self._check_owner(job, owner)
             self._check_free(job)
             incarnation = await asyncio.to_thread(
                 places.next_incarnation, job, above=incarnation_floor
             )
-            return self.open(self._bootstrap(site, job, incarnation, world_size))
+            return self.open(self._bootstrap(site, job, incarnation, world_size), owner)
 
     def end(self, job: str, by: str) -> Incarnation:
         """End the job's incarnation, whose training must be over. Idempotent.
@@ -350,7 +379,9 @@ class Jobs:
             self._end(mesh, ConflictError(f"{by} ended it; attach again"))
         return mesh
 
-    async def admit(self, job: str, incarnation: int, world_size: int) -> Incarnation:
+    async def admit(
+        self, job: str, incarnation: int, world_size: int, *, owner: str | None = None
+    ) -> Incarnation:
         """The incarnation that a sidecar may join: the current one or, after our restart, the
         one named by its ticket, already verified as ours.
 
@@ -374,7 +405,9 @@ class Jobs:
                         raise ConflictError(
                             f"job {job!r} is past incarnation {incarnation}; attach again"
                         )
-                    return self.open(self._bootstrap(self._site, job, incarnation, world_size))
+                    return self.open(
+                        self._bootstrap(self._site, job, incarnation, world_size), owner
+                    )
         return self.at(job, incarnation)
 
     def at(self, job: str, incarnation: int) -> Incarnation:
@@ -416,12 +449,14 @@ class Jobs:
         ]
 
     def tick(self, now_s: float) -> None:
-        """Check every open incarnation: publish changes, end the finished ones.
+        """Check every open incarnation, large ones less often: publish changes, end finished ones.
 
         Args:
             now_s: On the monotonic clock.
         """
-        for mesh in [i for i in self._current.values() if i.ended_s is None]:
+        meshes = self._current.values()
+        for mesh in [i for i in meshes if i.ended_s is None and now_s >= i.look_due_s]:
+            mesh.look_due_s = now_s + mesh.bootstrap.world_size // LOOKED_PER_S
             view = mesh.registry.view()
             mesh.watch.tick(view)
             for callback in self.on_view:
@@ -462,6 +497,16 @@ class Jobs:
             )
         return self._site
 
+    async def _check_owner(self, job: str, who: str | None) -> None:
+        present = self._current.get(job)
+        if present is None or present.ended_s is not None or who in (None, present.owner):
+            return
+        if not await self._has_ended(present.owner):
+            raise DeniedError(
+                f"job {job!r} was registered with another token, and is not over; use that one, or "
+                "have an admin end the job (paramd end) or revoke the token"
+            )
+
     def _check_free(self, job: str) -> None:
         present = self._current.get(job)
         if present is None or present.ended_s is not None:
@@ -483,18 +528,33 @@ class Jobs:
             token=site.token,
         )
 
-    def _make_room(self) -> None:
-        if len(self._current) < MAX_JOBS:
-            return
-        # Oldest first; incarnations that are over are evicted before those that are merely empty.
-        known = list(self._current.values())
+    def _make_room(self, owner: str | None, new: Bootstrap) -> None:
+        while (crowd := self._crowd(owner, new)) is not None:
+            self._evict_one(crowd)
+
+    def _crowd(self, owner: str | None, new: Bootstrap) -> list[Incarnation] | None:
+        """Of which jobs one must go for a new one of this token; None: of none."""
+        known = [mesh for job, mesh in self._current.items() if job != new.job]
+        mine = [mesh for mesh in known if mesh.owner == owner and owner is not None]
+        ranks = sum(mesh.bootstrap.world_size for mesh in mine) + new.world_size
+        if len(mine) >= JOBS_OF_TOKEN or (mine and ranks > MAX_WORLD_SIZE):
+            return mine
+        return known if len(known) >= MAX_JOBS else None
+
+    def _evict_one(self, known: list[Incarnation]) -> None:
+        of = Counter(mesh.owner for mesh in known)
+        # Oldest first, of who has most; those that are over before those that are merely empty.
+        known.sort(key=lambda mesh: -of[mesh.owner])
         idle = [i for i in known if i.ended_s is not None]
         idle += [i for i in known if i.registry.empty_since_s is not None]
         if idle:
             self._end(idle[0], ConflictError("evicted for newer jobs; attach again"))
             del self._current[idle[0].job]
             return
-        raise ExhaustedError(f"{MAX_JOBS} jobs are served already; try again later")
+        raise ExhaustedError(
+            f"{len(known)} jobs are served already, of at most {MAX_JOBS}, of one token "
+            f"{JOBS_OF_TOKEN} with {MAX_WORLD_SIZE:,} ranks; try again when some have ended"
+        )
 
     def _end(self, mesh: Incarnation, reason: ParamdError) -> None:
         if mesh.ended_s is not None:

@@ -64,6 +64,11 @@ class TokenStore:
         row = await self._store.first(chosen)
         return _token(row) if row is not None else None
 
+    async def of_id(self, token_id: str) -> TokenRow | None:
+        """The token that tickets name so, even if it has ended; None when there is none."""
+        row = await self._store.first(select(tokens).where(tokens.c.digest.startswith(token_id)))
+        return _token(row) if row is not None else None
+
     async def get(self, name: str) -> TokenRow:
         """The token with this name. Raises NotFoundError."""
         chosen = select(tokens).where(tokens.c.name == name)

@@ -26,7 +26,7 @@ from google.protobuf.message import Message
 
 from paramd import errors
 from paramd.errors import DeniedError, ParamdError, UnreachableError, UsageError
-from paramd.security.tickets import Claims, Role
+from paramd.security.tickets import OF_RANKS, Claims, Role
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service import admission
 from paramd_service.admission import OPEN_METHODS, Who
@@ -192,8 +192,9 @@ CALLER: ContextVar[Claims] = ContextVar("paramd_caller")
 
 
 def _who(claims: Claims, metadata: Iterable[Any]) -> Who:
-    """The token a call acts for; the control plane names it in metadata."""
-    return claims.token_id or errors.asked_by_of(metadata) or None
+    """The token a call acts for; the control plane names it in metadata, and ranks act for none."""
+    own = claims.token_id if claims.role not in OF_RANKS else ""
+    return own or errors.asked_by_of(metadata) or None
 
 
 Verify = Callable[[str], Claims]

@@ -227,6 +227,36 @@ async def test_ranks_end_with_the_token_that_registered_them() -> None:
         assert of_answer(post(control, other, job="run", world_size=1)).incarnation == 2
 
 
+def test_a_token_for_some_jobs_sees_and_registers_no_other() -> None:
+    with site_plane() as control:
+        register(control, "b-one", 1)
+        tokens = {
+            role: new_token(control, f"a-{role}", role=role, jobs="a-*,shared")
+            for role in ("trainer", "viewer", "editor", "reader", "exporter")
+        }
+        assert post(control, tokens["trainer"], job="a-one", world_size=1).status_code == 201
+        for job in ("b-one", "b-two", "A-one", "shared2"):
+            assert post(control, tokens["trainer"], job=job, world_size=1).status_code == 404
+        described = control.get("/api/v1/openapi.json", site_token()).json()["paths"]
+        for role, token in tokens.items():
+            found = control.get("/api/v1/jobs", token).json()["jobs"]
+            assert [job["job"] for job in found] == ["a-one"]
+            assert "b-one" not in control.get("/api/v1/jobs/a-two", token).text
+            assert control.get("/metrics", token).status_code == 403
+            for path, operations in described.items():
+                for method in operations:
+                    if "{job}" not in path:
+                        continue
+                    url = control.url + path.replace("{job}", "b-one")
+                    headers = {"authorization": f"Bearer {token}"}
+                    answer = httpx2.request(method, url, headers=headers, trust_env=False)
+                    # Whatever the role, and before anything of the request is looked at.
+                    assert answer.status_code in (404, 422), (role, method, path)
+                    assert "your token is for (a-*,shared)" in answer.text, (role, method, path)
+        diff = "/api/v1/jobs/a-one/diff?a=now&b=job:b-one"
+        assert control.get(diff, tokens["reader"]).status_code == 404
+
+
 async def test_registrations_of_thousands_keep_nobody_waiting_and_end_with_their_callers() -> None:
     with site_plane() as control:
         crowd, other = new_token(control, "crowd"), new_token(control, "other")

@@ -53,7 +53,7 @@ export interface paths {
         };
         /**
          * List Jobs
-         * @description Jobs of this control plane, each in its last incarnation.
+         * @description Jobs of this control plane that the token is for, each in its last incarnation.
          */
         get: operations["list_jobs"];
         put?: never;
@@ -2631,6 +2631,11 @@ export interface components {
              * @description Seconds since the Unix epoch; null: never
              */
             expires_s: number | null;
+            /**
+             * Jobs
+             * @description Patterns of the jobs that it is for; null: all
+             */
+            jobs: string | null;
             /** Name */
             name: string;
             /**
@@ -3837,6 +3842,11 @@ export interface components {
              * @description Seconds since the Unix epoch; null: never
              */
             expires_s: number | null;
+            /**
+             * Jobs
+             * @description Patterns of the jobs that it is for; null: all
+             */
+            jobs: string | null;
             /** Name */
             name: string;
             /**
@@ -3865,6 +3875,11 @@ export interface components {
          *     }
          */
         TokenRequest: {
+            /**
+             * Jobs
+             * @description Patterns of the jobs that it is for, such as team-a-*, separated by commas; all when absent
+             */
+            jobs?: string | null;
             /**
              * Name
              * @description Its owner or purpose; appears in the audit. Never reusable; generated when absent

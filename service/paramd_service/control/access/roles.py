@@ -136,6 +136,10 @@ OPERATIONS: Final[dict[str, Action]] = {
 }
 """Action of each REST operation, by its operationId."""
 
+OF_NO_JOB: Final = frozenset(
+    ("list_jobs", "register_job", "list_destinations", "get_openapi", "get_session")
+) | {"create_session", "create_sign_in_code", "delete_session"}
+"""Operations without a job in their path that tokens for some jobs may call."""
 
 SMALL_NUMEL: Final = 64
 """Statistics of fewer elements count as values, and need a reader."""

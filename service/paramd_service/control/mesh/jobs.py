@@ -32,6 +32,7 @@ from paramd.errors import (
 from paramd.places import IncarnationRecord
 from paramd.security.tickets import Signer, Verifier
 from paramd.state_files import is_job_name
+from paramd_service import admission
 from paramd_service.aio import kept
 from paramd_service.control.base.config import MAX_WORLD_SIZE, Bootstrap
 from paramd_service.control.base.site import Site
@@ -293,6 +294,8 @@ class Jobs:
                 )
             names = sorted(self._current)
             known = f"jobs here: {', '.join(names[:8])}" if names else "no job is here yet"
+            if admission.CALLER.get() is not None:
+                known = "GET /api/v1/jobs lists those that your token is for"
             raise NotFoundError(f"job {job[:64]!r} is not served here; {known}")
         return found
 

@@ -29,6 +29,8 @@ class TokenRow:
     """None: never."""
     revoked_s: float | None = None
     """None: not revoked."""
+    jobs: str | None = None
+    """Patterns of the jobs that it is for, separated by commas; None: all."""
 
     @property
     def ended_s(self) -> float:

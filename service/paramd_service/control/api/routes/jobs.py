@@ -15,7 +15,7 @@ from paramd.mesh.edits.calls import HoldState
 from paramd.security.tickets import RANK_TICKET_TTL_S, Role, mint_of_ranks
 from paramd.security.tls import is_of_job
 from paramd_service.control.access.authority import Principal
-from paramd_service.control.access.doorway import principal_of
+from paramd_service.control.access.doorway import check_job, principal_of
 from paramd_service.control.access.roles import ticket_role
 from paramd_service.control.alerts.book import Severity
 from paramd_service.control.api import rank_text
@@ -44,14 +44,16 @@ def router(services: Services) -> APIRouter:
     signing: defaultdict[str | None, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     @routes.get("/jobs")
-    async def list_jobs() -> JobList:
-        """Jobs of this control plane, each in its last incarnation."""
-        return JobList(jobs=[_summary(services, i, i.registry.view()) for i in services.jobs.all()])
+    async def list_jobs(request: Request) -> JobList:
+        """Jobs of this control plane that the token is for, each in its last incarnation."""
+        mine = [one for one in services.jobs.all() if principal_of(request).sees(one.job)]
+        return JobList(jobs=[_summary(services, one, one.registry.view()) for one in mine])
 
     @routes.post("/jobs", status_code=201)
     async def register_job(registration: JobRegistration, request: Request) -> RegisteredJob:
         """Begin a new incarnation of a job; the previous one ends."""
         hosts = registration.rank_hosts
+        check_job(principal_of(request), registration.job)
         if hosts and len(hosts) != registration.world_size:
             raise UsageError(
                 f"rank_hosts: {len(hosts)} for {registration.world_size} ranks; give one for each"
@@ -179,7 +181,8 @@ def _hold(joined: Sequence[Report]) -> str:
 
 
 def job_document(services: Services, mesh: Incarnation, principal: Principal) -> JobDocument:
-    """A job for one caller, with a ticket of the caller's rights."""
+    """A job for one caller, with a ticket of the caller's rights. Raises as `check_job`."""
+    check_job(principal, mesh.job)
     mine, view, now_s = mesh.bootstrap, mesh.registry.view(), clock.now_s()
     ttl_s = _ticket_ttl_s(services.config.ticket_ttl_s, principal, now_s)
     ticket = mine.signer.mint(

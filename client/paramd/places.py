@@ -76,6 +76,8 @@ class Endpoint:
     """The job's own CA certificate (PEM), which signed the URL's; empty: none."""
     ca_pin: str = ""
     """Fingerprint of that CA's public key, "sha256:..."; empty: none."""
+    via: str = ""
+    """Host that `paramd connect` reaches it through; empty: it lives in this state dir."""
 
 
 STARTING_S = 60.0
@@ -107,13 +109,21 @@ def write_endpoint(endpoint: Endpoint) -> Path:
 
     Raises:
         UsageError, ConflictError: as `job_dir`.
-        ConflictError: a newer incarnation of the job is running.
+        ConflictError: a newer incarnation of the job is running; a job of another host may not
+            take the place of one that lives here.
     """
     path = job_dir(endpoint.job) / ENDPOINT_FILE
     # Locked from check to replace: a control plane that starts late must not hide a newer one.
     with state_dir_errors(), locked(path.parent):
         found = _load(path)
-        if found is not None and found.incarnation > endpoint.incarnation and _alive(found):
+        if endpoint.via and path.exists() and (found is None or not found.via or _alive(found)):
+            raise ConflictError(
+                f"a job {endpoint.job!r} is here already ({path}), so the one on {endpoint.via} is "
+                "not shown under that name; remove that file if nothing of it runs here any more"
+            )
+        # What another host calls its job is no reason for a control plane of this one to yield.
+        lives = found is not None and not found.via and _alive(found)
+        if found is not None and lives and found.incarnation > endpoint.incarnation:
             raise ConflictError(
                 f"incarnation {found.incarnation} of job {found.job!r} is already running (pid "
                 f"{found.pid}); this is incarnation {endpoint.incarnation}"
@@ -336,7 +346,7 @@ def _parse(text: bytes, job: str) -> Endpoint | None:
         return None
     texts = (
         endpoint.url, endpoint.token, endpoint.grpc_address,
-        endpoint.host_id, endpoint.ca, endpoint.ca_pin,
+        endpoint.host_id, endpoint.ca, endpoint.ca_pin, endpoint.via,
     )  # fmt: skip
     numbers = (endpoint.pid, endpoint.incarnation, endpoint.pid_start)
     typed = all(isinstance(t, str) for t in texts) and all(type(n) is int for n in numbers)

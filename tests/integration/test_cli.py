@@ -149,6 +149,7 @@ def test_url_and_token_are_enough(
     monkeypatch.setenv("PARAMD_STATE_DIR", str(tmp_path / "elsewhere"))
     file = tmp_path / "token"
     file.write_text(job.token + "\n")
+    file.chmod(0o600)
     answer(capsys, "status", "--url", job.url, "--token", f"@{file}")
     answer(capsys, "--url", job.url, "--token", f"@{file}", "params", "--job", JOB)
     monkeypatch.setenv("PARAMD_URL", job.url)

@@ -167,6 +167,29 @@ def test_only_its_own_endpoint_is_removed() -> None:
     assert not places.remove_endpoint(endpoint(token="new"))
 
 
+def test_a_connection_never_takes_the_place_of_a_job_that_lives_here(ended_pid: int) -> None:
+    theirs = replace(endpoint(token="theirs"), via="other.example", incarnation=2**62)
+    for alive in (True, False):
+        mine = endpoint() if alive else replace(endpoint(), pid=ended_pid, pid_start=0)
+        path = places.write_endpoint(mine)
+        before = path.read_bytes()
+        with pytest.raises(ConflictError, match="is here already"):
+            places.write_endpoint(theirs)
+        assert not places.remove_endpoint(theirs)
+        assert path.read_bytes() == before
+    path.write_text("damaged")
+    with pytest.raises(ConflictError, match="remove that file"):
+        places.write_endpoint(theirs)
+    path.unlink()
+    places.write_endpoint(theirs)
+    with pytest.raises(ConflictError, match="is here already"):
+        places.write_endpoint(replace(theirs, token="another connection's"))
+    # And a job that begins here is not kept from its own name, whatever incarnation theirs claims.
+    places.write_endpoint(endpoint())
+    assert places.read_endpoint("run") == endpoint()
+    assert not places.remove_endpoint(theirs)
+
+
 def test_an_older_incarnation_does_not_replace_a_running_newer_one(ended_pid: int) -> None:
     newer = replace(endpoint(token="newer"), incarnation=2)
     places.write_endpoint(newer)

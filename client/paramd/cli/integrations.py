@@ -213,8 +213,25 @@ async def _serve_http(server: Any, target: Target, port: int) -> None:
     chosen = target.settings
     _, token, _ = resolve(chosen.url, chosen.token, chosen.job)
     app = guarded(server.streamable_http_app(host="127.0.0.1"), token)
-    config = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", lifespan="on")
+    config = uvicorn.Config(
+        app, host="127.0.0.1", port=port, log_level="warning", lifespan="on", http=_impatient()
+    )
     await uvicorn.Server(config).serve()
+
+
+HEAD_S = 10.0
+"""How long a connection may take for its first request: half ones are not kept for ever."""
+
+
+def _impatient() -> Any:
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Impatient(H11Protocol):
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self.loop.call_later(HEAD_S, lambda: transport.close() if self.cycle is None else None)
+
+    return Impatient
 
 
 def guarded(app: App, token: str) -> App:
@@ -229,6 +246,7 @@ def guarded(app: App, token: str) -> App:
         if scope["type"] != "http":
             return
         headers = [(b"www-authenticate", b"Bearer"), (b"content-type", b"text/plain")]
+        headers.append((b"connection", b"close"))
         await send({"type": "http.response.start", "status": 401, "headers": headers})
         await send({"type": "http.response.body", "body": b"the job's token is needed\n"})
 

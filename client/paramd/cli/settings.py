@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 
 from paramd import gone
 from paramd.errors import UsageError
-from paramd.state_files import file_places
+from paramd.state_files import check_private, file_places
 
 TABLE = "contexts"
 KEYS = ("url", "token_file", "job", "tls_ca")
@@ -295,6 +295,7 @@ def read_token(source: str, *, stdin: TextIO) -> str:
         token, place = stdin.readline(MAX_TOKEN_BYTES).strip(), "stdin"
     elif source.startswith("@") and len(source) > 1:
         path = Path(source[1:]).expanduser()
+        check_private(path)
         try:
             with path.open(encoding="utf-8") as file:
                 token, place = file.readline(MAX_TOKEN_BYTES).strip(), str(path)

@@ -37,6 +37,7 @@ def parse_ttl(text: str) -> float:
     epilog=examples(
         "paramd token create --role reader --ttl 12h --name notebook",
         "paramd token create --role viewer --ttl 4w > viewer.token",
+        "paramd token create --role trainer --jobs 'team-a-*'",
     ),
 )
 @with_target
@@ -55,12 +56,18 @@ def create(
     name: Annotated[
         str | None, Option("--name", metavar="NAME", help="Name in lists and the audit.")
     ] = None,
+    jobs: Annotated[
+        str | None,
+        Option("--jobs", metavar="PATTERNS", help="Only these jobs, such as 'team-a-*,eval'."),
+    ] = None,
     output: Output = None,
 ) -> None:  # fmt: skip
     """Create a token and print it. It is shown only once."""
     body: dict[str, Any] = {"role": role, "ttl_s": parse_ttl(ttl)}
     if name is not None:
         body["name"] = name
+    if jobs is not None:
+        body["jobs"] = jobs
     made = _ask(target, "POST", "/tokens", body)
     if output is None:
         say(f"token {made['name']}, role {made['role']}; save it, it is not shown again")

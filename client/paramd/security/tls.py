@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from paramd.errors import DeniedError, UnreachableError, UsageError
+from paramd.state_files import check_private
 
 if TYPE_CHECKING:
     # Trainers have certificates and open no channels: gRPC stays out of their processes.
@@ -142,6 +143,8 @@ class ClientTls:
         """For gRPC channels. Raises UsageError when a file cannot be read."""
         import grpc
 
+        if self.key is not None:
+            check_private(self.key)
         if self.pems is not None:
             pems = self.pems
             return grpc.ssl_channel_credentials(pems.ca, pems.key or None, pems.cert or None)
@@ -161,6 +164,8 @@ class ClientTls:
             else:
                 context = ssl.create_default_context(cafile=self.ca)
             context.minimum_version = least
+            if self.key is not None:
+                check_private(self.key)
             if self.pems is None and self.cert is not None:
                 context.load_cert_chain(self.cert, self.key)
         except (OSError, ssl.SSLError) as error:

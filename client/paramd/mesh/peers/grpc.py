@@ -379,7 +379,7 @@ class Channels:
             ParamdError: the class for the gRPC status.
         """
         call: Any = control_pb2_grpc.ControlServiceStub(self.channel(address)).ScheduleBoundary
-        metadata = (self._authorization(), *errors.metadata())
+        metadata = (*self.credentials(None), *errors.metadata())
         with told_errors("control plane"):
             found: control_pb2.ScheduleBoundaryResponse = await call(
                 request, timeout=call_timeout_s(timeout_s), metadata=metadata
@@ -446,11 +446,12 @@ class Channels:
         return _stream(call, asked)
 
     def _terms(self, asked: Asked, timeout_s: float) -> dict[str, Any]:
-        metadata = (self._authorization(), *asked.metadata())
+        metadata = (*self.credentials(asked.rank), *asked.metadata())
         return {"timeout": call_timeout_s(timeout_s), "metadata": metadata}
 
-    def _authorization(self) -> tuple[str, str]:
-        return ("authorization", f"Bearer {self._ticket()}")
+    def credentials(self, _rank: int | None) -> tuple[tuple[str, str], ...]:
+        """What a rank's sidecar is shown; None for the control plane."""
+        return (("authorization", f"Bearer {self._ticket()}"),)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from paramd.errors import (
     ParamdError,
     UnreachableError,
 )
+from paramd.layout.codec import LayoutBound
 from paramd.mesh.peers.control import JobDocument
 from paramd.mesh.peers.grpc import (
     TELL_S,
@@ -465,11 +466,16 @@ class Sidecars:
 
         async def collect() -> list[layout_pb2.Layout]:
             request, batches = sidecar_pb2.GetLayoutRequest(), []
+            bound = LayoutBound(asked.who)
             call = self._channels.open(asked, "GetLayout", request, timeout_s=LAYOUT_TIMEOUT_S)
-            with told_errors(asked.who):
-                async for batch in call:
-                    asked.check(batch.header)
-                    batches.append(batch.layout)
+            try:
+                with told_errors(asked.who):
+                    async for batch in call:
+                        asked.check(batch.header)
+                        bound.count(batch.layout)
+                        batches.append(batch.layout)
+            finally:
+                call.cancel()
             return batches
 
         batches = await watched(self._told(rank, collect()), lambda: self.probe(rank))

@@ -116,7 +116,8 @@ def _own_incarnation(
         pems = authority.issue_ranks(hosts)
 
     def minted(role: Role) -> list[str]:
-        return mint_of_ranks(signer, role, job=job, incarnation=incarnation, world_size=world_size)
+        ranks = range(world_size)
+        return mint_of_ranks(signer, role, job=job, incarnation=incarnation, ranks=ranks)
 
     return TakenIncarnation(
         incarnation=incarnation,

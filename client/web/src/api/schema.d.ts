@@ -53,7 +53,7 @@ export interface paths {
         };
         /**
          * List Jobs
-         * @description Jobs of this control plane, each in its last incarnation.
+         * @description Jobs of this control plane that the token is for, each in its last incarnation.
          */
         get: operations["list_jobs"];
         put?: never;
@@ -2648,6 +2648,11 @@ export interface components {
              * @description Seconds since the Unix epoch; null: never
              */
             expires_s: number | null;
+            /**
+             * Jobs
+             * @description Patterns of the jobs that it is for; null: all
+             */
+            jobs: string | null;
             /** Name */
             name: string;
             /**
@@ -3860,6 +3865,11 @@ export interface components {
              * @description Seconds since the Unix epoch; null: never
              */
             expires_s: number | null;
+            /**
+             * Jobs
+             * @description Patterns of the jobs that it is for; null: all
+             */
+            jobs: string | null;
             /** Name */
             name: string;
             /**
@@ -3888,6 +3898,11 @@ export interface components {
          *     }
          */
         TokenRequest: {
+            /**
+             * Jobs
+             * @description Patterns of the jobs that it is for, such as team-a-*, separated by commas; all when absent
+             */
+            jobs?: string | null;
             /**
              * Name
              * @description Its owner or purpose; appears in the audit. Never reusable; generated when absent

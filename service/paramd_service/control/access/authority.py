@@ -18,6 +18,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from http.cookies import CookieError, SimpleCookie
 
 from paramd.clock import now_s
@@ -41,7 +42,7 @@ CODE_S = 60.0
 """How long a sign-in code can be used, once."""
 
 MAX_CODES = 64
-"""Unused codes; past the cap the oldest is dropped."""
+"""Unused codes; past the cap the token with the most loses its oldest."""
 
 DEFAULT_TTL_S = 30 * 86_400.0
 MAX_TTL_S = 366 * 86_400.0
@@ -52,6 +53,8 @@ KEPT_S = 2.0
 
 _KEPT = 1024
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+_JOBS = re.compile(r"[A-Za-z0-9._*?-]+(,[A-Za-z0-9._*?-]+)*")
+MAX_JOBS_CHARS = 256
 _MAX_CHARS = 4096
 
 
@@ -116,7 +119,9 @@ class Sessions:
         """
         self._forget_codes()
         if len(self._codes) >= MAX_CODES:
-            self._codes.popitem(last=False)
+            # The oldest of the token with the most: nobody's codes displace another's.
+            ((most, _),) = Counter(of for of, _ in self._codes.values()).most_common(1)
+            del self._codes[next(key for key, (of, _) in self._codes.items() if of == most)]
         code = secrets.token_urlsafe(32)
         self._codes[_secret_digest(code)] = (token_digest, self._clock() + CODE_S)
         return code
@@ -187,9 +192,16 @@ class Principal:
     expires_s: float | None = field(default=None, compare=False)
     """When the token expires, in seconds since the Unix epoch; None: never."""
 
+    jobs: str | None = field(default=None, compare=False)
+    """As in `TokenRow`."""
+
     def may(self, action: Action) -> bool:
         """Whether the role permits the action."""
         return may(self.role, action)
+
+    def sees(self, job: str) -> bool:
+        """Whether its token is for this job."""
+        return self.jobs is None or any(fnmatchcase(job, one) for one in self.jobs.split(","))
 
 
 OWNER = Principal("owner", UserRole.ADMIN)
@@ -269,12 +281,18 @@ class Tokens:
         return _principal(row, self._clock()) if row is not None else None
 
     async def create(
-        self, by: Principal, *, role: str, ttl_s: float = DEFAULT_TTL_S, name: str | None = None
+        self,
+        by: Principal,
+        *,
+        role: str,
+        ttl_s: float = DEFAULT_TTL_S,
+        name: str | None = None,
+        jobs: str | None = None,
     ) -> tuple[TokenRow, str]:
         """Create a token; return its row and the token, which is not kept and never shown again.
 
         Raises:
-            UsageError: role, validity or name is invalid.
+            UsageError: role, validity, name or patterns of jobs are invalid.
             ConflictError: the name has been used.
             UnreachableError: the store or the audit cannot be written.
         """
@@ -287,6 +305,13 @@ class Tokens:
                 f"name: {name[:64]!r}; expected 1 to {MAX_NAME_CHARS} of A-Z a-z 0-9 . _ @ - "
                 "beginning with a letter or digit, and not 'owner'"
             )
+        if jobs is not None and (
+            found is UserRole.ADMIN or len(jobs) > MAX_JOBS_CHARS or not _JOBS.fullmatch(jobs)
+        ):
+            raise UsageError(
+                f"jobs: {jobs[:64]!r}, role {found.value}; expected patterns such as team-a-*, "
+                "separated by commas, and another role than admin, whose tokens are for all jobs"
+            )
         store, token, now_s = self._the_store(), new_token(), self._clock()
         row = TokenRow(
             name=name,
@@ -294,8 +319,11 @@ class Tokens:
             role=found.value,
             created_s=now_s,
             expires_s=now_s + ttl_s,
+            jobs=jobs,
         )
         detail: dict[str, object] = {"name": name, "role": found.value, "ttl_s": ttl_s}
+        if jobs is not None:
+            detail["jobs"] = jobs
         async with self._recorded(by, "token.create", detail):
             await store.create(row)
         return row, token
@@ -353,7 +381,7 @@ def _principal(row: TokenRow, now_s: float) -> Principal | None:
     if expired or row.revoked_s is not None:
         return None
     try:
-        return Principal(row.name, UserRole(row.role), token_id(row), row.expires_s)
+        return Principal(row.name, UserRole(row.role), token_id(row), row.expires_s, row.jobs)
     except ValueError:
         return None  # a role of a newer version: its permissions are unknown here
 

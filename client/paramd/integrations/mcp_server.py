@@ -1,7 +1,7 @@
 """A job's parameters for agents: tools over the Model Context Protocol.
 
     look     status, parameters, statistics, gradients, diff, alerts, edits, exports: always there
-    change   edit, undo, pause, resume, step, export: only with `changes`, and only what the
+    change   edit, undo, hold (pause, resume, step), export: only with `changes`, and only what the
              token's role may. Each is called twice: first it tells what it would do, with a code;
              called again with the same arguments and that code, it does it
 

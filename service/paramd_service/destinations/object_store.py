@@ -198,7 +198,7 @@ class ObjectPlace:
             if not self.target.overwrite:
                 self._unreserve()
                 raise ConflictError(
-                    f"{self._where} exists; choose another key, or allow overwriting"
+                    f"{self._where} exists; choose another key, or overwrite=True (--overwrite)"
                 )
             if manifest is None:
                 self._unreserve()
@@ -307,7 +307,7 @@ class ObjectPlace:
             if not self.target.overwrite:
                 raise ConflictError(
                     f"another export to {self._where} is in progress, or was abandoned; "
-                    "choose another key, or allow overwriting"
+                    "choose another key, or overwrite=True (--overwrite)"
                 ) from None
             content = self.target.export_id.encode()
             obstore.put(self.store, self._path(RESERVATION), content, use_multipart=False)

@@ -322,7 +322,8 @@ class Pins:
         if self.ownership is Ownership.TORN:
             raise TornError(
                 f"{self.ownership.value}, and no equal snapshot of an earlier step is "
-                "left. Restart the training from its last checkpoint"
+                "left. Start the training again: with resume=\"auto\" it continues from what "
+                "all ranks still have in memory, otherwise from its last checkpoint"
             )
         history = self._attached.page[Word.REWOUND]
         filling = self._fillings.get((key, history, at_step, unsettled))

@@ -153,6 +153,11 @@ class Edit(Document):
         return self.state in EDIT_ENDS
 
     @property
+    def shown_state(self) -> str:
+        """The state in tables: a dry run ends as ABORTED, but nothing went wrong with it."""
+        return "DRY RUN" if self.dry_run and not self.reason else str(self.state)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Names changed; the control plane lists up to 100 per operation."""
         return tuple(name for op in self.ops for name in op.names)
@@ -244,7 +249,7 @@ class Edits(Table[Edit]):
     columns = (
         ("id", lambda row: row.id[:8]),
         ("incarnation", lambda row: str(row.incarnation)),
-        ("state", lambda row: str(row.state)),
+        ("state", lambda row: row.shown_state),
         ("step", lambda row: str(row.step) if row.step >= 0 else ""),
         ("what", what_text),
         ("who", lambda row: row.actor),

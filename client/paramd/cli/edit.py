@@ -14,7 +14,7 @@ from typer import Argument, Option
 from paramd import extras
 from paramd.cli import completion, ended
 from paramd.cli.ended import Past
-from paramd.cli.options import Globs, Target, completed, with_output
+from paramd.cli.options import Globs, Target, completed, duration, with_output
 from paramd.cli.output import Column, Format, count, number, seconds, size, when
 from paramd.cli.shell import say
 from paramd.cli.summon import bar
@@ -30,10 +30,15 @@ LOOK_S = 1.0
 SENDING = "sending"
 
 Wait = Annotated[bool, Option("--wait/--no-wait", help="Wait until it is applied or refused.")]
-Timeout = Annotated[float, Option("--timeout", metavar="S", help="Seconds to wait.")]
+Timeout = Annotated[
+    float, Option("--timeout", metavar="S", parser=duration, help="Seconds to wait.")
+]
 Note = Annotated[str, Option("--note", metavar="TEXT", help="Reason, kept with the edit.")]
 AgreeTimeout = Annotated[
-    float, Option("--timeout", metavar="S", help="Seconds to wait for all ranks to agree.")
+    float,
+    Option(
+        "--timeout", metavar="S", parser=duration, help="Seconds to wait for all ranks to agree."
+    ),
 ]
 
 
@@ -293,7 +298,13 @@ HOLD_COLUMNS = (
 def pause(
     target: Target,
     lease_s: Annotated[
-        float, Option("--lease", metavar="S", help="Seconds until training resumes by itself.")
+        float,
+        Option(
+            "--lease",
+            metavar="S",
+            parser=duration,
+            help="Seconds until training resumes by itself.",
+        ),
     ] = 30.0,
     keep: Annotated[
         bool, Option("--keep", help="Renew the lease until Ctrl-C, for at most 5 minutes.")
@@ -328,7 +339,7 @@ def step(
         bool, Option("--wait/--no-wait", help="Wait until the updates are finished.")
     ] = True,
     timeout: Annotated[
-        float, Option("--timeout", metavar="S", help="Seconds to wait for them.")
+        float, Option("--timeout", metavar="S", parser=duration, help="Seconds to wait for them.")
     ] = 60.0,
 ) -> None:
     """Run a few updates of a paused training, then pause it again."""

@@ -12,7 +12,15 @@ from typer import Option
 
 from paramd.cli import completion
 from paramd.cli.edit import show_edit
-from paramd.cli.options import Dtype, Target, completed, examples, with_output, with_target
+from paramd.cli.options import (
+    Dtype,
+    Target,
+    completed,
+    duration,
+    examples,
+    with_output,
+    with_target,
+)
 from paramd.cli.output import Column, Format, count, seconds, size, when
 from paramd.cli.shell import say
 from paramd.cli.summon import bar, check_destination, fetch
@@ -127,7 +135,7 @@ def export(
     overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing export.")] = False,
     no_verify: NoVerify = False,
     timeout_s: Annotated[
-        float | None, Option("--timeout", metavar="S", help="Fail after S seconds.")
+        float | None, Option("--timeout", metavar="S", parser=duration, help="Give up after S.")
     ] = None,
     wait: Annotated[bool, Option("--wait", help="Wait until it is done or failed.")] = False,
     to_client: Annotated[

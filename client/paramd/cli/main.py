@@ -31,7 +31,7 @@ from paramd.cli.marks import mark, marks, rollback, set_hyperparameters, unmark
 from paramd.cli.options import ContextName, Debug, Job, Token, Url, examples
 from paramd.cli.serve import certs, control, sidecar
 from paramd.cli.settings import Flags
-from paramd.cli.status import alerts, status
+from paramd.cli.status import alerts, jobs, status
 from paramd.cli.summon import summon
 from paramd.cli.tensors import grads, params, stats
 from paramd.cli.token import token as token_group
@@ -58,6 +58,7 @@ def _add(panel: str, command: Callable[..., None], *lines: str) -> None:
     )
 
 
+_add(LOOK, jobs, "jobs", "jobs --all")
 _add(LOOK, status, "status", "status --job my-run -o json", "status -w")
 _add(LOOK, dashboard, "dashboard", "dashboard --job my-run --no-browser")
 _add(LOOK, top, "top", "top --every 5")

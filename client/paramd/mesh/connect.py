@@ -10,6 +10,7 @@ from paramd.mesh.mesh import Mesh
 from paramd.mesh.peers.control import Find, client_tls
 from paramd.places import read_endpoint, running_jobs
 from paramd.security.tls import ClientTls
+from paramd.state_files import is_job_name
 
 
 def connect(
@@ -23,8 +24,8 @@ def connect(
     """A mesh on a running job. Close it, or use it as a context manager.
 
     Args:
-        url: The control plane's. Defaults to PARAMD_URL, then to the endpoint in this user's
-            state dir, which is read again when the job starts a new incarnation.
+        url: The control plane's, or just the name of a job. Defaults to PARAMD_URL, then to the
+            endpoint in this user's state dir, which is read again when the job starts anew.
         token: Its token. Defaults to PARAMD_TOKEN, then to the endpoint's.
         job: Name of the job. Defaults to PARAMD_JOB, then to the only running job.
         timeout_s: Default timeout of a call, in seconds; None means 60.
@@ -38,6 +39,7 @@ def connect(
         DeniedError: the token is missing or wrong.
         UsageError: several jobs run and none was named.
     """
+    url, job = _named(url, job)
     at, secret, name = resolve(url, token, job)
     tls, find = _trust(at, tls_ca), _finder(url, token, name)
     return Mesh(at, secret, job=name, timeout_s=timeout_s, tls=tls, find=find)
@@ -52,6 +54,7 @@ def async_connect(
     tls_ca: str | os.PathLike[str] | None = None,
 ) -> AsyncMesh:
     """A mesh for asyncio; use it as `async with`. Args, Raises: as `connect`."""
+    url, job = _named(url, job)
     at, secret, name = resolve(url, token, job)
     tls, find = _trust(at, tls_ca), _finder(url, token, name)
     return AsyncMesh(at, secret, job=name, timeout_s=timeout_s, tls=tls, find=find)
@@ -73,6 +76,13 @@ def resolve(url: str | None, token: str | None, job: str | None) -> tuple[str, s
     if token is None:
         token = _known_token(url, job)
     return url, token, job
+
+
+def _named(url: str | None, job: str | None) -> tuple[str | None, str | None]:
+    """(url, job), where the first argument may be a job's name: `connect("my-run")`."""
+    if url is None or job is not None or not is_job_name(url):
+        return url, job
+    return None, url
 
 
 def _trust(url: str, tls_ca: str | os.PathLike[str] | None) -> ClientTls | None:

@@ -322,7 +322,7 @@ class Pins:
         if self.ownership is Ownership.TORN:
             raise TornError(
                 f"{self.ownership.value}, and no equal snapshot of an earlier step is "
-                "left. Start the training again: with resume=\"auto\" it continues from what "
+                'left. Start the training again: with resume="auto" it continues from what '
                 "all ranks still have in memory, otherwise from its last checkpoint"
             )
         history = self._attached.page[Word.REWOUND]

@@ -90,7 +90,9 @@ class PartialFile:
             raise self._taken()
 
     def _taken(self) -> ConflictError:
-        return ConflictError(f"{self.path} exists; give another name, or replace it (replace=True, --force)")
+        return ConflictError(
+            f"{self.path} exists; give another name, or replace it (replace=True, --force)"
+        )
 
     def header(self) -> bytes:
         """The header of an earlier attempt; empty without a whole one."""

@@ -292,7 +292,7 @@ SCHEDULE_COLUMNS = (
     Column("format", "FORMAT", drop=4),
     Column("every_steps", "STEPS", count, right=True),
     Column("keep_last", "KEEP", count, right=True),
-    Column("keep_every", "AND EACH", count, right=True),
+    Column("keep_every", "KEEP EVERY", count, right=True),
     Column("last_step", "SINCE STEP", count, right=True, drop=1),
     Column("skipped_count", "SKIPPED", count, right=True, drop=3),
     Column("actor", "WHO", drop=5),

@@ -306,5 +306,5 @@ def read_token(source: str, *, stdin: TextIO) -> str:
             "set PARAMD_TOKEN, or use --token @FILE, or --token - with the token on stdin"
         )
     if not token:
-        raise UsageError(f"--token: the first line of {place} holds no token")
+        raise UsageError(f"--token: no token on the first line of {place}")
     return token

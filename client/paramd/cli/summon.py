@@ -82,7 +82,7 @@ def summon(
     transport: Annotated[
         str,
         Option("--transport", metavar="auto|same-host|stream|grpc",
-               help="How the bytes come here."),
+               help="Transport to use."),
     ] = "auto",
 ) -> None:  # fmt: skip
     """Write full parameters, all of one step, to a safetensors file.

@@ -466,9 +466,9 @@ class Pins:
             )
         if job.unseen is not None:
             return (
-                "the rank rests after an update, and its trainer has not confirmed the copy: other "
-                "tensors stand in for the parameters, or its Python threads do not run. Try again "
-                "later"
+                "the rank is idle after an update and did not confirm the copy: other tensors "
+                "stand in for the parameters, or its Python interpreter is blocked (a debugger, a "
+                "long C call). Try again later"
             )
         if job.attempts:
             why = self.copier.capture.explain(job.size_bytes, job.longest_ns)

@@ -156,7 +156,7 @@ def test_what_is_damaged_or_gone_is_named(tmp_path: Path, why: str) -> None:
         ({"weight": WEIGHT, "mean": MEAN}, "it has no 'bias'"),
         ({"weight": WEIGHT.half(), "bias": BIAS}, "'weight' is float16 [4, 3] there and float32"),
         ({"weight": WEIGHT, "bias": BIAS[:4].clone()}, "'bias' is float32 [4] there and"),
-        ({"weight": WEIGHT, "bias": BIAS, "other": MEAN}, "it has 'other', unlike this model"),
+        ({"weight": WEIGHT, "bias": BIAS, "other": MEAN}, "it has 'other', which this model lacks"),
     ],
 )
 def test_another_model_is_refused(tmp_path: Path, tensors: Files, why: str) -> None:

@@ -449,7 +449,7 @@ class Download:
                     seconds=time.monotonic() - began_s,
                     unsettled=pinned.unsettled,
                 )
-        raise AssertionError("the last beginning returns or raises")
+        raise AssertionError("the last attempt returns or raises")
 
     async def _whole(
         self, content: Content, deadline_s: float

@@ -289,7 +289,7 @@ HOLD_COLUMNS = (
     Column("state", "STATE"),
     Column("step", "STEP", count, right=True),
     Column("steps_left", "STEPS LEFT", count, right=True),
-    Column("lease_left_s", "LEASE LEFT", seconds, right=True),
+    Column("lease_left_s", "LEASE LEFT", lambda s: seconds(s) if s else "-", right=True),
     Column("holder", "HOLDER"),
 )
 

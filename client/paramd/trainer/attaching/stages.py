@@ -101,14 +101,13 @@ class Stages(Discovering):
         told = answers[0]
         self._url = told["url"]
         self._exports = [Offered(**one) for one in told["exports"]]
-        if self._meeting is not None and identity.rank == 0:
-            hosts = summary(self._meeting.addresses, self._meeting.views)
-            print(
-                f"paramd: job {self._job!r} is at {self._url or 'no control plane yet'}, over TLS "
-                f"of its own; hosts: {hosts}",
-                file=sys.stderr,
-                flush=True,
-            )
+        if identity.rank == 0:
+            meeting, where = self._meeting, self._url or "no control plane yet"
+            if meeting is not None:
+                where += (
+                    f", over TLS of its own; hosts: {summary(meeting.addresses, meeting.views)}"
+                )
+            print(f"paramd: job {self._job!r} is at {where}", file=sys.stderr, flush=True)
         return {
             "op": "mesh",
             "peers": [answer["peer"] for answer in answers],

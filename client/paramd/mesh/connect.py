@@ -39,10 +39,7 @@ def connect(
         DeniedError: the token is missing or wrong.
         UsageError: several jobs run and none was named.
     """
-    url, job = _named(url, job)
-    at, secret, name = resolve(url, token, job)
-    tls, find = _trust(at, tls_ca), _finder(url, token, name)
-    return Mesh(at, secret, job=name, timeout_s=timeout_s, tls=tls, find=find)
+    return Mesh(async_connect(url, token, job=job, timeout_s=timeout_s, tls_ca=tls_ca))
 
 
 def async_connect(

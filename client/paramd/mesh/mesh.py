@@ -32,10 +32,8 @@ from paramd.mesh.amesh import AsyncMesh
 from paramd.mesh.edits.calls import Edit, Pause
 from paramd.mesh.exports.calls import Export
 from paramd.mesh.loop import UNSET, Timeout
-from paramd.mesh.peers.control import Find
 from paramd.mesh.reading.stream import Transport
 from paramd.mesh.results import ParamInfo, Summoned, TensorStats
-from paramd.security.tls import ClientTls
 
 if TYPE_CHECKING:
     import torch
@@ -156,22 +154,12 @@ class Mesh:
     Every result is of one (incarnation, step).
     """
 
-    def __init__(
-        self,
-        url: str,
-        token: str,
-        *,
-        job: str | None = None,
-        timeout_s: float | None = None,
-        tls: ClientTls | None = None,
-        find: Find | None = None,
-    ) -> None:
-        """Connects. Arguments and errors as those of `paramd.connect`."""
+    def __init__(self, mesh: AsyncMesh) -> None:
+        """Connects. Raises as `paramd.connect`."""
+        self._mesh = mesh
         thread = loop.shared.acquire()
         try:
-            self._mesh = thread.run(
-                AsyncMesh(url, token, job=job, timeout_s=timeout_s, tls=tls, find=find).__aenter__()
-            )
+            thread.run(mesh.__aenter__())
         except BaseException:
             loop.shared.release()
             raise

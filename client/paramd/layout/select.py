@@ -501,7 +501,7 @@ def each_pattern(patterns: Iterable[Pattern]) -> list[str]:
 
 
 def select(
-    index: NameIndex, patterns: str | Sequence[str], with_buffers: bool = False
+    index: NameIndex, patterns: str | Iterable[Pattern], with_buffers: bool = False
 ) -> Selection:
     """Select the union of what the patterns match.
 

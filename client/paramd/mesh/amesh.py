@@ -17,7 +17,7 @@ from paramd.clock import seconds_of
 from paramd.errors import ConflictError, UsageError
 from paramd.layout.edits.ops import EditTerms, ops_of
 from paramd.layout.exports.settings import NameMap
-from paramd.layout.select import Pattern, each_pattern, select
+from paramd.layout.select import Pattern, select
 from paramd.layout.types import Layout
 from paramd.mesh.edits.calls import (
     Edit,
@@ -290,7 +290,7 @@ class AsyncMesh:
 
         async def attempt(sidecars: Sidecars) -> Params:
             index = await self._reach.index(sidecars)
-            chosen = select(index, each_pattern(patterns) or ("*",), with_buffers=buffers)
+            chosen = select(index, patterns or ("*",), with_buffers=buffers)
             rows = (ParamInfo.of(item.tensor) for item in chosen)
             return Params(row for row in rows if trainable is None or row.trainable is trainable)
 
@@ -318,7 +318,7 @@ class AsyncMesh:
 
         return await while_pinned(
             self._reach,
-            each_pattern(patterns) or ("*",),
+            patterns or ("*",),
             partial(compute_stats, with_exponents=histogram),
             self._deadline(timeout),
             buffers=buffers,
@@ -369,7 +369,7 @@ class AsyncMesh:
             self._transfer,
             f"{MARK}{a.name}" if isinstance(a, Mark) else a,
             f"{MARK}{b.name}" if isinstance(b, Mark) else b,
-            each_pattern(patterns) or ("*",),
+            patterns or ("*",),
             self._deadline(timeout),
             lambda source: source._reach if isinstance(source, AsyncMesh) else None,
             cells=cells,
@@ -395,7 +395,7 @@ class AsyncMesh:
             ParamdError: as `summon`.
         """
         return await compute_updates(
-            self._reach, each_pattern(patterns) or ("*",), self._deadline(timeout), steps
+            self._reach, patterns or ("*",), self._deadline(timeout), steps
         )
 
     async def spectrum(self, name: str, k: int = 8, *, timeout: Timeout = UNSET) -> Spectrum:
@@ -440,9 +440,7 @@ class AsyncMesh:
             DeadlineError: training is too quick or has stopped, so no update was captured.
             ParamdError: as `summon`.
         """
-        return await compute_replay(
-            self._reach, rank, each_pattern(patterns) or ("*",), self._deadline(timeout)
-        )
+        return await compute_replay(self._reach, rank, patterns or ("*",), self._deadline(timeout))
 
     async def lanes(self) -> list[Lane]:
         """How this process would read each rank with `transport="auto"`, and why not faster.
@@ -512,15 +510,14 @@ class AsyncMesh:
             raise UsageError("no pattern was given; expected at least one, '*' summons all")
         deadline_s = self._deadline(timeout)
         await self._transfer.load_torch()
-        cast = await self._transfer.dtype(dtype)
         began_s = time.monotonic()
 
         if optimizer and unsettled:
             raise UsageError("optimizer: not with unsettled; it is read with settled states alone")
 
         async def attempt(sidecars: Sidecars) -> Summoned:
-            chosen = await choose(self._reach, sidecars, each_pattern(patterns), buffers=buffers)
-            targets = self._transfer.targets(chosen, dtype=cast, device=device, into=into)
+            chosen = await choose(self._reach, sidecars, patterns, buffers=buffers)
+            targets = self._transfer.targets(chosen, dtype=dtype, device=device, into=into)
             state: StateName | Pinned | None = None
             moments: OptimizerState | None = None
             if optimizer:
@@ -582,9 +579,7 @@ class AsyncMesh:
         await self._transfer.load_torch()
 
         async def attempt(sidecars: Sidecars) -> OptimizerState:
-            chosen = await choose(
-                self._reach, sidecars, each_pattern(patterns) or ("*",), buffers=False
-            )
+            chosen = await choose(self._reach, sidecars, patterns or ("*",), buffers=False)
             read = OptimizerRead(self._reach, sidecars, chosen, device, transport, deadline_s)
             return (await read_states(read, self._transfer, None))[1]
 
@@ -607,9 +602,7 @@ class AsyncMesh:
 
         async def attempt(sidecars: Sidecars) -> tuple[SnapshotView, AsyncExitStack]:
             async with AsyncExitStack() as stack:
-                chosen = await choose(
-                    self._reach, sidecars, each_pattern(patterns), buffers=buffers
-                )
+                chosen = await choose(self._reach, sidecars, patterns, buffers=buffers)
                 pins = await stack.enter_async_context(
                     pinned(self._reach, sidecars, chosen, deadline_s)
                 )
@@ -928,7 +921,7 @@ class AsyncMesh:
             await self.pause(timeout=timeout)
         try:
             await self._transfer.load_torch()
-            selection = await selected(self._reach, each_pattern(patterns))
+            selection = await selected(self._reach, patterns)
             run = self._transfer.run
             # Sidecars of this host take what is written from where it lies.
             room = await run(lambda: lent_room(self._lender, self._reach, selection))
@@ -989,7 +982,7 @@ class AsyncMesh:
         """
         check_transport(transport)
         wanted = GradRequest(
-            patterns=tuple(each_pattern(patterns)),
+            patterns=patterns,
             every=every,
             kind=kind,
             dtype=await self._transfer.dtype(dtype),
@@ -1023,7 +1016,7 @@ class AsyncMesh:
         check_transport(transport)
         cast = await self._transfer.dtype(dtype)
         wanted = FollowRequest(
-            patterns=tuple(each_pattern(patterns)),
+            patterns=patterns,
             every=every,
             dtype=cast,
             transport=transport,
@@ -1146,7 +1139,7 @@ class AsyncMesh:
         check_transport(transport)
         await self._transfer.load_torch()
         content = Content(
-            patterns=each_pattern(patterns) or ("*",),
+            patterns=patterns or ("*",),
             dtype=await self._transfer.dtype(dtype),
             buffers=buffers,
             name_map=NameMap.of(name_map) if name_map else NameMap(),

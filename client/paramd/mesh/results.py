@@ -28,6 +28,8 @@ Item = TypeVar("Item")
 UNSETTLED_TEXT = "; not settled: training has not continued since"
 """Printed after the step of unsettled values."""
 
+_TENSOR_COLUMNS = ["name", "shape", "dtype", "device"]
+
 STATE_TIMEOUT_S = 2.0
 """A sidecar that takes longer to report its state is shown as unreachable."""
 
@@ -329,29 +331,7 @@ class MeshStatus(Table[RankStatus]):
         )
 
 
-class _Read(dict[str, Item]):
-    """What was read, by name, which prints as a table."""
-
-    _columns: Sequence[str]
-
-    def __repr__(self) -> str:
-        return text_table(self._columns, self._cells(), self._below() + self._hidden())
-
-    def _repr_html_(self) -> str:
-        return html_table(self._columns, self._cells(), self._below() + self._hidden())
-
-    def _cells(self) -> list[list[str]]:
-        raise NotImplementedError
-
-    def _below(self) -> str:
-        raise NotImplementedError
-
-    def _hidden(self) -> str:
-        hidden = len(self) - SHOWN_ROWS
-        return f" ({hidden} not shown)" if hidden > 0 else ""
-
-
-class OptimizerState(_Read["dict[str, torch.Tensor | float]"]):
+class OptimizerState(dict[str, "dict[str, torch.Tensor | float]"]):
     """An optimizer's state by parameter name and kind ("exp_avg"), all of one step.
 
     Tensors have the parameter's full shape, or that of the slice; state of one number, such as
@@ -387,7 +367,11 @@ class OptimizerState(_Read["dict[str, torch.Tensor | float]"]):
         self.bytes = bytes
         """Bytes of state read from the sidecars."""
 
-    _columns = ("name", "state")
+    def __repr__(self) -> str:
+        return text_table(("name", "state"), self._cells(), self._below())
+
+    def _repr_html_(self) -> str:
+        return html_table(("name", "state"), self._cells(), self._below())
 
     def _cells(self) -> list[list[str]]:
         return [
@@ -396,9 +380,11 @@ class OptimizerState(_Read["dict[str, torch.Tensor | float]"]):
         ]
 
     def _below(self) -> str:
+        hidden = len(self) - SHOWN_ROWS
         return (
             f"optimizer state of {len(self)} parameters of {self.job!r} at step {self.step} "
             f"(incarnation {self.incarnation}), {bytes_text(self.bytes)} in {self.seconds:.3f} s"
+            + (f" ({hidden} not shown)" if hidden > 0 else "")
         )
 
 
@@ -406,7 +392,7 @@ def _told(value: torch.Tensor | float) -> str:
     return f"{value:g}" if isinstance(value, int | float) else shape_text(value.shape)
 
 
-class Summoned(_Read["torch.Tensor"]):
+class Summoned(dict[str, "torch.Tensor"]):
     """Full tensors by name, all at one step.
 
     Tied names are keys of the same tensor object.
@@ -485,7 +471,11 @@ class Summoned(_Read["torch.Tensor"]):
 
     def __exit__(self, *_: object) -> None: ...
 
-    _columns = ("name", "shape", "dtype", "device")
+    def __repr__(self) -> str:
+        return text_table(_TENSOR_COLUMNS, self._cells(), self._below())
+
+    def _repr_html_(self) -> str:
+        return html_table(_TENSOR_COLUMNS, self._cells(), self._below())
 
     def _cells(self) -> list[list[str]]:
         return [
@@ -494,11 +484,13 @@ class Summoned(_Read["torch.Tensor"]):
         ]
 
     def _below(self) -> str:
+        hidden = len(self) - SHOWN_ROWS
         return (
             f"{len(self)} tensors of {self.job!r} at step {self.step} (incarnation "
             f"{self.incarnation}"
             f"{unsettled_text(unsettled=self.unsettled, label=self.label)}), "
             f"{bytes_text(self.bytes)} in {self.seconds:.3f} s"
+            + (f" ({hidden} not shown)" if hidden > 0 else "")
         )
 
 

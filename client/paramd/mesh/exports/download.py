@@ -41,6 +41,7 @@ from paramd.errors import (
 )
 from paramd.layout.exports.safetensors import METADATA_KEY, TensorSpec, encode_header, file_order
 from paramd.layout.exports.settings import NameMap
+from paramd.layout.select import Pattern
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.grpc import LeaseEndedError
 from paramd.mesh.peers.sidecars import Pinned, RankPin, Sidecars, pinned_at
@@ -377,7 +378,7 @@ class Downloaded:
 class Content:
     """The requested contents; see `AsyncMesh.download`."""
 
-    patterns: Sequence[str]
+    patterns: Sequence[Pattern]
     dtype: torch.dtype | None
     buffers: bool
     name_map: NameMap

@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from paramd.errors import AbortedError, DeadlineError, NotFoundError, UsageError
-from paramd.layout.select import SelectedTensor, select
+from paramd.layout.select import Pattern, SelectedTensor, select
 from paramd.layout.types import joined
 from paramd.mesh.frames.stepping import PinnedStep
 from paramd.mesh.insight.steps import Facts, hold, present
@@ -106,7 +106,7 @@ class Replay(Table[ReplayRow]):
 
 
 async def compute_replay(
-    reach: SidecarFinder, rank: int, patterns: Sequence[str], deadline_s: float
+    reach: SidecarFinder, rank: int, patterns: Sequence[Pattern], deadline_s: float
 ) -> Replay:
     """Args, Returns, Raises: as `AsyncMesh.replay`."""
 

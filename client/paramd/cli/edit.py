@@ -71,7 +71,7 @@ def edits(
 ) -> None:
     """List the edits of a job, newest first; with an ID, show one.
 
-    Of a job that has ended too, from what is stored on this host.
+    Shows the stored edits of an ended job, too, on its host.
     """
     past = ended.find(target)
     if past is not None:
@@ -313,7 +313,7 @@ def pause(
 ) -> None:
     """Pause training on all ranks, at the same boundary.
 
-    The hold ends with `paramd resume` or when its lease expires; with --keep,
+    Training resumes with `paramd resume` or when the lease expires; with --keep,
     when this command exits.
     """
     with target.connect() as mesh:
@@ -325,7 +325,7 @@ def pause(
         try:
             while mesh.hold_state().state != "running":
                 time.sleep(LOOK_S)
-            say("the hold has ended")
+            say("training has resumed")
         except KeyboardInterrupt:
             mesh.resume(timeout=timeout)
             say("training resumed")

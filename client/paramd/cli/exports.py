@@ -205,7 +205,7 @@ def _follow(mesh: Mesh, info: ExportInfo) -> ExportInfo:
     except KeyboardInterrupt:
         short = info.id[:_SHORT_CHARS]
         say(
-            f"interrupted; export {short} goes on. To see it: paramd exports {short}; to cancel "
+            f"interrupted; export {short} continues. To see it: paramd exports {short}; to cancel "
             f"it: paramd exports {short} --cancel"
         )
         raise

@@ -117,7 +117,7 @@ def follow(
     """Keep an inference engine at the weights of a running training.
 
     Each frame of parameters, all of one step, is written to a safetensors file
-    in --dir, and the engine is told to load it. Its version is
+    in --dir, and the engine loads it. Its version is
     JOB-INCARNATION-STEP. If the engine rejects the weights or crashes, the last
     good version is restored, and the newest is tried again. PARAMD_ENGINE_TOKEN is
     the engine's key, if it has one. vLLM has the routes with

@@ -109,7 +109,7 @@ _add(
     edit,
     "edit 'layers.0.up.bias' --fill 0",
     "edit 'layers.*.norm.weight' --mul 0.5 --dry-run",
-    "edit 'head.weight[0:4]' --from mended.safetensors --note 'dead rows'",
+    "edit 'head.weight[0:4]' --from fixed.safetensors --note 'dead rows'",
 )
 _add(CHANGE, edits, "edits", "edits --state APPLIED -o json", "edits 3f2a9c01")
 _add(CHANGE, undo, "undo 3f2a9c01")

@@ -34,7 +34,7 @@ Name = Annotated[str, Argument(metavar="NAME", help="The mark's name.")]
 
 @with_output
 def mark(target: Target, name: Name, timeout: Timeout = 60.0) -> None:
-    """Keep the complete present state of a training under a name, to roll back to.
+    """Save the complete current state of a training in memory, to roll back to.
 
     A mark is kept in the sidecars' memory and lost when they end; it is not a
     checkpoint. Training pauses while the state is copied. Needs
@@ -90,7 +90,7 @@ def _confirm(to: str | int, step: int) -> None:
         raise UsageError("rollback: stdin is not a terminal; confirm with --yes")
     what = f"step {to}" if isinstance(to, int) else f"mark {to!r}"
     typer.confirm(
-        f"Training is at step {step}. Put it back to {what}? The steps since are made again",
+        f"Training is at step {step}. Put it back to {what}? The steps since then are repeated",
         abort=True,
         err=True,
     )

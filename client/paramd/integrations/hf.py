@@ -99,7 +99,7 @@ class ParamdCallback(Callback, TrainerCallback):
             loader.skip_batches = done
         else:
             log.warning(
-                "paramd: the Trainer goes on at step %d with the first batch of its data: a "
+                "paramd: the Trainer continues at step %d with the first batch of its data: a "
                 "callback can only skip batches of the first epoch",
                 step,
             )

@@ -122,7 +122,7 @@ class Stages(Discovering):
             return found
         if self._control is not None and not self._url:
             log.warning(
-                "paramd: job %r: whether it has exports to go on from is not known, because its "
+                "paramd: job %r: whether it has exports to continue from is not known, because its "
                 "control plane did not start; start the training again to have them looked at",
                 self._job,
             )
@@ -242,7 +242,7 @@ class Stages(Discovering):
             without.append(f"{missing} buffers")
         without += ["random states", "hyper-parameters", *(f"keep[{n!r}]" for n in self._keep)]
         return (
-            f"goes on from its export of {self._exported.offered}, since nothing is left in "
+            f"continues from its export of {self._exported.offered}, since nothing is left in "
             f"memory: {' and '.join(parts)} are loaded; not in it, and as this script made them, "
             f"are {', '.join(without)}"
         )

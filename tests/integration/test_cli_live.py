@@ -211,6 +211,7 @@ def test_what_people_type_first_runs_or_names_what_does() -> None:
         (("ls",), "paramd jobs"),
         (("stop",), "paramd pause"),
         (("status", "--json"), "-o json"),
+        (("status", JOB), f"--job {JOB}"),
         (("edit", "x", "--scale", "2"), "--mul 2"),
     ):
         assert meant in ran(*typed, code=2)[1]

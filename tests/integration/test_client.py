@@ -260,6 +260,9 @@ def test_a_mesh_works_inside_a_running_loop_and_on_many_threads(
 async def test_the_async_mesh_answers_the_same(job: Job, whole: dict[str, torch.Tensor]) -> None:
     async with paramd.aio.connect(job.url, job.token) as mesh:
         one, other = await asyncio.gather(mesh.summon("rows"), mesh.summon("flat"))
+    mesh = await paramd.aio.connect(job.url, job.token)
+    assert await mesh.edits(state="applied") == ()
+    await mesh.close()
     assert torch.equal(one["rows"], whole["rows"])
     assert torch.equal(other["flat"], whole["flat"])
 

@@ -12,6 +12,7 @@ from typing import TextIO
 
 from paramd import extras, gone
 from paramd.errors import ParamdError, codes_of
+from paramd.places import known_jobs
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
@@ -101,6 +102,9 @@ def _usage(error: Exception, message: str) -> str:
     found = re.match(r"(No such (?:command|option):?) '?([\w-]+)", message)
     if found and found[2] in _MEANT:
         return f"{found[1]} {found[2]}; use: {_MEANT[found[2]]}"
+    job = re.match(r"Got unexpected extra argument\S* \(([\w.-]+)\)", message)
+    if job and job[1] in known_jobs():
+        return f"{message}; write --job {job[1]}"
     context = getattr(error, "ctx", None)
     path = getattr(context, "command_path", "paramd")
     return f"{message} (see: {path} --help)"

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -141,6 +141,10 @@ class AsyncMesh:
         self._exports = ExportCalls(self._job_rest)
         self._views: set[AsyncExitStack] = set()
         self._streams: set[StepStream[Any, Any]] = set()
+
+    def __await__(self) -> Generator[Any, None, AsyncMesh]:
+        """`mesh = await paramd.aio.connect()`: as `async with`, for who calls `close`."""
+        return self.__aenter__().__await__()
 
     async def __aenter__(self) -> AsyncMesh:
         # Before gRPC starts threads: the limit on malloc arenas applies to new ones only.

@@ -374,6 +374,7 @@ class EditCalls:
 
     async def all(self, *, state: str | None, limit: int) -> Edits:
         """Edits of the job, newest first. Raises UsageError for a bad state or limit."""
+        state = state.upper() if state is not None else None
         if state is not None and state not in EditState.__members__:
             raise UsageError(f"state: {state!r}; expected one of {', '.join(EditState)}")
         if limit < 1:

@@ -169,4 +169,4 @@ def _wait_for(process: subprocess.Popen[bytes], port: int, host: str) -> None:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 return
         select.select([], [], [], POLL_S)
-    raise UnreachableError(f"SSH to {host} forwards no port; see its message above")
+    raise UnreachableError(f"SSH to {host} could not forward a port; see ssh's message above")

@@ -44,14 +44,12 @@ def log(
         Option("--also", help="Log histograms, gradients or updates, too; repeatable."),
     ] = None,
     every: Annotated[
-        float, Option("--every", min=0.2, max=3600.0, help="Seconds between two looks.")
+        float, Option("--every", min=0.2, max=3600.0, help="Seconds between two samples.")
     ] = 10.0,
     looks: Annotated[
-        int, Option("-n", "--looks", min=0, help="Exit after N looks; 0: with the job.")
+        int, Option("-n", "--looks", min=0, help="Stop after N samples; 0: when the job ends.")
     ] = 0,
-    project: Annotated[
-        str, Option("--project", help="What the tracker sorts runs under.")
-    ] = "paramd",
+    project: Annotated[str, Option("--project", help="Project name in the tracker.")] = "paramd",
     directory: Annotated[
         Path, Option("--dir", help="Where TensorBoard's and Prometheus' files are written.")
     ] = Path("runs"),
@@ -101,27 +99,27 @@ def follow(
         Path, Option("--dir", help="Directory that the engine reads under the same path.")
     ],
     glob: Followed = None,
-    every: Annotated[int, Option("--every", min=1, help="Updates between two.")] = 1,
+    every: Annotated[int, Option("--every", min=1, help="Publish every N updates.")] = 1,
     updates: Annotated[
-        int, Option("-n", "--updates", min=0, help="Exit after N; 0: with the job.")
+        int, Option("-n", "--updates", min=0, help="Stop after N versions; 0: when the job ends.")
     ] = 0,
     pause: Annotated[
         str,
-        Option("--pause", metavar="wait|abort|keep", help="Running requests end first, are "
-               "aborted, or go on with the new weights."),
+        Option("--pause", metavar="wait|abort|keep", help="Running requests finish first, are "
+               "aborted, or continue with the new weights."),
     ] = "wait",
     dtype: Dtype = None,
     deltas: Annotated[
-        bool, Option("--deltas", help="Have only changed elements sent by the training.")
+        bool, Option("--deltas", help="Transfer only the elements that changed.")
     ] = False,
     name_map: NameMapFile = None,
 ) -> None:  # fmt: skip
     """Keep an inference engine at the weights of a running training.
 
     Each frame of parameters, all of one step, is written to a safetensors file
-    in --dir, and the engine is told to load it. Its version is
-    JOB-INCARNATION-STEP. An engine that refuses or dies has the last good
-    weights put back, and is tried again with the newest. PARAMD_ENGINE_TOKEN is
+    in --dir, and the engine loads it. Its version is
+    JOB-INCARNATION-STEP. If the engine rejects the weights or crashes, the last
+    good version is restored, and the newest is tried again. PARAMD_ENGINE_TOKEN is
     the engine's key, if it has one. vLLM has the routes with
     VLLM_SERVER_DEV_MODE=1.
     """

@@ -300,12 +300,12 @@ def read_token(source: str, *, stdin: TextIO) -> str:
             with path.open(encoding="utf-8") as file:
                 token, place = file.readline(MAX_TOKEN_BYTES).strip(), str(path)
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--token: {path} cannot be read: {error}") from error
+            raise UsageError(f"token: its file {path} cannot be read: {error}") from error
     else:
         raise UsageError(
             "--token: a token on the command line is visible to other users of this machine; "
             "set PARAMD_TOKEN, or use --token @FILE, or --token - with the token on stdin"
         )
     if not token:
-        raise UsageError(f"--token: the first line of {place} holds no token")
+        raise UsageError(f"token: no token on the first line of {place}")
     return token

@@ -232,7 +232,7 @@ def grads(
     glob: Globs,
     every: Annotated[int, Option("--every", min=1, help="Updates between frames.")] = 1,
     frames: Annotated[
-        int, Option("-n", "--frames", min=0, help="Exit after N frames; 0: with the job.")
+        int, Option("-n", "--frames", min=0, help="Stop after N frames; 0: when the job ends.")
     ] = 0,
     with_histogram: Annotated[
         bool, Option("--histogram", help="Also count elements by power of 2.")

@@ -318,7 +318,7 @@ class Following:
         """Log until the job begins anew, or has not answered for `PATIENCE_S`; why it ended.
 
         Args:
-            every_s: Seconds between two looks.
+            every_s: Seconds between two samples.
             looks: End after so many; 0 means never.
         """
         answered_s, done = clock(), 0
@@ -346,7 +346,7 @@ class Following:
             self._incarnation = found.incarnation
         if found.incarnation != self._incarnation:
             raise _BegunAnewError(
-                f"{found.job!r} has begun anew, as incarnation {found.incarnation}"
+                f"{found.job!r} was restarted, as incarnation {found.incarnation}"
             )
         now = At(found.history, found.step)
         if now > self._looked:

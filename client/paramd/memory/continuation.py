@@ -103,7 +103,7 @@ class KeptSlots:
         """
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise ExhaustedError(
-                f"{len(payload):,} bytes are to be kept for a successor; at most "
+                f"{len(payload):,} bytes are to be kept for a restarted trainer; at most "
                 f"{MAX_PAYLOAD_BYTES:,} fit, keep less"
             )
         number = self.number + 1

@@ -284,7 +284,7 @@ def check_peer(connection: socket.socket) -> int:
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _gid = struct.unpack("3i", packed)
     if uid not in (os.geteuid(), 0):
-        raise DeniedError(f"process {pid} of user {uid} may not speak to this user's sidecar")
+        raise DeniedError(f"process {pid} (uid {uid}) is not allowed to connect to this sidecar")
     return int(pid)
 
 

@@ -13,6 +13,7 @@ from paramd.mesh.mesh import Mesh
 from paramd.mesh.peers.control import Find, client_tls
 from paramd.places import Endpoint, StartingError, read_endpoint, running_jobs
 from paramd.security.tls import ClientTls
+from paramd.state_files import is_job_name
 
 log = logging.getLogger("paramd")
 
@@ -31,8 +32,8 @@ def connect(
     """A mesh on a running job. Close it, or use it as a context manager.
 
     Args:
-        url: The control plane's. Defaults to PARAMD_URL, then to the endpoint in this user's
-            state dir, which is read again when the job starts a new incarnation.
+        url: The control plane's, or just the name of a job. Defaults to PARAMD_URL, then to the
+            endpoint in this user's state dir, which is read again when the job starts anew.
         token: Its token. Defaults to PARAMD_TOKEN, then to the endpoint's.
         job: Name of the job. Defaults to PARAMD_JOB, then to the only running job.
         timeout_s: Default timeout of a call, in seconds; None means 60.
@@ -47,10 +48,11 @@ def connect(
         DeniedError: the token is missing or wrong.
         UsageError: several jobs run and none was named.
     """
+    url, job = _named(url, job)
     wait_s = timeout_s if timeout_s is not None else DEFAULT_TIMEOUT_S
     at, secret, name = resolve(url, token, job, wait_s=wait_s)
     tls, find = _trust(at, tls_ca), _finder(url, token, name)
-    return Mesh(at, secret, job=name, timeout_s=timeout_s, tls=tls, find=find)
+    return Mesh(AsyncMesh(at, secret, job=name, timeout_s=timeout_s, tls=tls, find=find))
 
 
 def async_connect(
@@ -65,6 +67,7 @@ def async_connect(
 
     A job that is starting is not waited for: UnreachableError says so.
     """
+    url, job = _named(url, job)
     at, secret, name = resolve(url, token, job)
     tls, find = _trust(at, tls_ca), _finder(url, token, name)
     return AsyncMesh(at, secret, job=name, timeout_s=timeout_s, tls=tls, find=find)
@@ -91,6 +94,13 @@ def resolve(
     if token is None:
         token = _known_token(url, job)
     return url, token, job
+
+
+def _named(url: str | None, job: str | None) -> tuple[str | None, str | None]:
+    """(url, job), where the first argument may be a job's name: `connect("my-run")`."""
+    if url is None or job is not None or not is_job_name(url):
+        return url, job
+    return None, url
 
 
 def _trust(url: str, tls_ca: str | os.PathLike[str] | None) -> ClientTls | None:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from enum import Enum
 from typing import Any, Final, Generic, Literal, TypeVar
 
+from paramd.clock import seconds_of
 from paramd.errors import UsageError
 
 DEFAULT_TIMEOUT_S: Final = 60.0
@@ -32,8 +33,8 @@ class Unset(Enum):
 
 
 UNSET: Final = Unset.UNSET
-Timeout = float | None | Literal[Unset.UNSET]
-"""Seconds; None means no limit, UNSET the mesh's default."""
+Timeout = float | str | None | Literal[Unset.UNSET]
+"""Seconds, or a text such as "5s"; None means no limit, UNSET the mesh's default (60 s)."""
 
 
 def deadline(timeout: Timeout, default_s: float) -> float:
@@ -42,7 +43,8 @@ def deadline(timeout: Timeout, default_s: float) -> float:
     Raises:
         UsageError: the timeout is not above 0.
     """
-    seconds = default_s if timeout is UNSET else timeout
+    given = default_s if timeout is UNSET else timeout
+    seconds = seconds_of(given, "timeout") if given is not None else None
     if seconds is not None and seconds <= 0:
         raise UsageError(f"timeout: {seconds}; expected more than 0, or None for no limit")
     return time.monotonic() + (seconds if seconds is not None else _FOREVER_S)

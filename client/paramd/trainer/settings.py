@@ -94,7 +94,7 @@ class AttachSettings:
     free one. Each rank of a host needs another one."""
     budget_bytes: float | None = None
     """Most bytes of snapshots on a rank, above 0. None, here and below: the sidecar's default,
-    see `paramd sidecar serve --help`."""
+    see `paramd sidecar serve -- --help`."""
     default_lease_s: float | None = None
     """Lease of a snapshot when the request names none, in seconds, above 0."""
     max_lease_s: float | None = None

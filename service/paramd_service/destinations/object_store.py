@@ -195,9 +195,7 @@ class ObjectPlace:
                 return
             if not self.target.overwrite:
                 self._unreserve()
-                raise ConflictError(
-                    f"{self._where} exists; choose another key, or allow overwriting"
-                )
+                raise ConflictError(f"{self._where} exists; choose another key, or overwrite=True")
             if manifest is None:
                 self._unreserve()
                 raise ConflictError(
@@ -305,7 +303,7 @@ class ObjectPlace:
             if not self.target.overwrite:
                 raise ConflictError(
                     f"another export to {self._where} is in progress, or was abandoned; "
-                    "choose another key, or allow overwriting"
+                    "choose another key, or overwrite=True"
                 ) from None
             content = self.target.export_id.encode()
             obstore.put(self.store, self._path(RESERVATION), content, use_multipart=False)

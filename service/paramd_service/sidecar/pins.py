@@ -318,7 +318,8 @@ class Pins:
         if self.ownership is Ownership.TORN:
             raise TornError(
                 f"{self.ownership.value}, and no equal snapshot of an earlier step is "
-                "left. Restart the training from its last checkpoint"
+                'left. Start the training again: with resume="auto" it continues from what '
+                "all ranks still have in memory, otherwise from its last checkpoint"
             )
         history = self._attached.page[Word.REWOUND]
         filling = self._fillings.get((key, history, at_step, unsettled))
@@ -461,9 +462,9 @@ class Pins:
             )
         if job.unseen is not None:
             return (
-                "the rank rests after an update, and its trainer has not confirmed the copy: other "
-                "tensors stand in for the parameters, or its Python threads do not run. Try again "
-                "later"
+                "the rank is idle after an update and did not confirm the copy: other tensors "
+                "stand in for the parameters, or its Python interpreter is blocked (a debugger, a "
+                "long C call). Try again later"
             )
         if job.attempts:
             why = self.copier.capture.explain(job.size_bytes, job.longest_ns)

@@ -7,11 +7,11 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from paramd.documents import Document, Finite, Record, Text, read_document
 from paramd.errors import ConflictError, DeadlineError, ParamdError, UnreachableError, UsageError
@@ -36,8 +36,9 @@ _FIRST_LOOK_S: Final = 0.01
 _LAST_LOOK_S: Final = 0.5
 
 _RANGES = ("before", "after")
+_SHOWN = ("norm", "min", "max")
 
-_GROUP = re.compile(r"(?:optimizer\s+(?P<optimizer>\d+)\s+)?group\s+(?P<group>\d+)")
+_GROUP = re.compile(r"(?:(?:optimizer\s+(?P<optimizer>\d+)\s+)?group\s+)?(?P<group>\d+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +97,10 @@ class Undo(Document):
     possible: bool
     reason: str
     """Why not; empty if possible."""
+
+    def __call__(self) -> NoReturn:
+        """Raises UsageError: an answer has no connection to undo anything with."""
+        raise UsageError("edit.undo says whether it can be undone; write mesh.undo(edit)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,6 +165,11 @@ class Edit(Document):
         return self.state in EDIT_ENDS
 
     @property
+    def shown_state(self) -> str:
+        """The state in tables: a dry run ends as ABORTED, but nothing went wrong with it."""
+        return "DRY RUN" if self.dry_run and self.before is not None else str(self.state)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Names changed; the control plane lists up to 100 per operation."""
         return tuple(name for op in self.ops for name in op.names)
@@ -167,7 +177,10 @@ class Edit(Document):
     def __repr__(self) -> str:
         where = f" at step {self.step}" if self.state is EditState.APPLIED else ""
         why = f": {self.reason}" if self.reason else ""
-        return f"<paramd.Edit {self.id[:8]} {self.state}{where}, {len(self.names)} names{why}>"
+        if self.before is not None and self.after is not None:
+            pairs = ((one, getattr(self.before, one), getattr(self.after, one)) for one in _SHOWN)
+            why += "; " + ", ".join(f"{name} {a:.4g} -> {b:.4g}" for name, a, b in pairs)
+        return f"<paramd.Edit {self.id[:8]} {self.shown_state}{where}, {what_text(self)}{why}>"
 
 
 class HoldState(StrEnum):
@@ -201,6 +214,28 @@ class Hold(Document):
     @property
     def held(self) -> bool:
         return self.state in ("held", "stepping")
+
+
+class Pause(Hold):
+    """What `pause` returns: a `Hold`, and a block at whose end training resumes."""
+
+    __slots__ = ("_resume",)
+    _resume: Callable[[], object]
+
+    @classmethod
+    def of(cls, hold: Hold, resume: Callable[[], object]) -> Pause:
+        """`resume` ends the hold."""
+        self = cls(**{one.name: getattr(hold, one.name) for one in fields(Hold)})
+        object.__setattr__(self, "_resume", resume)
+        return self
+
+    def __enter__(self) -> Pause:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Not an error if the lease has run out: then training continues already.
+        with suppress(ConflictError):
+            self._resume()
 
 
 def check_applied(edit: Edit) -> Edit:
@@ -254,13 +289,14 @@ class Edits(Table[Edit]):
     columns = (
         ("id", lambda row: row.id[:8]),
         ("incarnation", lambda row: str(row.incarnation)),
-        ("state", lambda row: str(row.state)),
+        ("state", lambda row: row.shown_state),
         ("step", lambda row: str(row.step) if row.step >= 0 else ""),
         ("what", what_text),
         ("who", lambda row: row.actor),
         ("note", lambda row: row.note),
     )
     row_type = Edit
+    key = "id"
 
     @classmethod
     def _names(cls) -> Sequence[str]:
@@ -348,6 +384,7 @@ class EditCalls:
 
     async def all(self, *, state: str | None, limit: int) -> Edits:
         """Edits of the job, newest first. Raises UsageError for a bad state or limit."""
+        state = state.upper() if state is not None else None
         if state is not None and state not in EditState.__members__:
             raise UsageError(f"state: {state!r}; expected one of {', '.join(EditState)}")
         if limit < 1:
@@ -479,6 +516,11 @@ class Mark(Document):
     reason: str
     """Why not; empty if whole."""
 
+    @property
+    def state(self) -> str | int:
+        """What `rollback` calls it: its name, or the step of a standing snapshot."""
+        return self.name or self.step
+
 
 class Marks(Table[Mark]):
     """States that training can be put back to, lowest step first."""
@@ -517,11 +559,13 @@ class MarkCalls:
 
     async def roll_back(self, to: str | int, note: str, deadline_s: float) -> Edit:
         """Create the edit that puts training back."""
+        if isinstance(to, int) and (isinstance(to, bool) or to < 0):
+            raise UsageError(f"to: {to}; expected a mark, its name, or a step of mesh.marks()")
         body = {"id": new_edit_id(), "mark" if isinstance(to, str) else "step": to, "note": note}
         return await self._edits.begin("/rollback", body, deadline_s)
 
     async def change(
-        self, group: str, values: Mapping[str, Any], note: str, deadline_s: float
+        self, group: str | int, values: Mapping[str, Any], note: str, deadline_s: float
     ) -> Edit:
         """Create the edit that sets hyper-parameters."""
         optimizer, number = parse_group(group)
@@ -544,11 +588,11 @@ class MarkCalls:
         return self._edits.rest.read(lambda: read_document(Mark, found))
 
 
-def parse_group(text: str) -> tuple[int, int]:
-    """Optimizer and group of "group 1" or "optimizer 0 group 1". Raises UsageError."""
-    found = _GROUP.fullmatch(text.strip())
+def parse_group(text: str | int) -> tuple[int, int]:
+    """Optimizer and group of "group 1", 1 or "optimizer 0 group 1". Raises UsageError."""
+    found = _GROUP.fullmatch(str(text).strip())
     if found is None:
-        raise UsageError(f"group: {text[:64]!r}; expected 'group N' or 'optimizer M group N'")
+        raise UsageError(f"group: {str(text)[:64]!r}; expected 'group N' or 'optimizer M group N'")
     return int(found["optimizer"] or 0), int(found["group"])
 
 

@@ -286,7 +286,8 @@ class AsyncExport:
         reason = f", {info.reason}" if info.reason else ""
         return (
             f"<paramd export {info.id[:8]} to {info.destination!r}: {info.state}{reason}, "
-            f"step {info.step}, {info.written_bytes:,} of {info.size_bytes:,} bytes>"
+            f"step {info.step if info.step >= 0 else 'not chosen yet'}, {info.written_bytes:,} of "
+            f"{info.size_bytes:,} bytes>"
         )
 
     async def refresh(self) -> ExportInfo:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from paramd.errors import UsageError
 from paramd.layout.plan import Preference, ReadPlan, plan_read
-from paramd.layout.select import NameIndex, SelectedTensor, select
+from paramd.layout.select import NameIndex, Pattern, SelectedTensor, select
 from paramd.layout.stats import Part, Stats, Summary, merge_all, summarize
 from paramd.layout.types import Box, Layout, Piece, Region, TensorLayout
 
@@ -122,7 +122,7 @@ class PartialGroups:
 
 
 def ask_for(
-    index: NameIndex, patterns: Sequence[str], rows: int | None
+    index: NameIndex, patterns: Sequence[Pattern], rows: int | None
 ) -> tuple[GradSelection, ...]:
     """The gradients that match.
 

@@ -171,5 +171,5 @@ async def _why_not_pinned(
         )
     return DeadlineError(
         f"step {step} did not come within {waited_s:.1f} s: the ranks are at step {at}; allow more "
-        f"time, or see whether the training goes on (paramd why) ({error})"
+        f"time, or see whether the training is running (paramd why) ({error})"
     )

@@ -25,7 +25,7 @@ from paramd.errors import (
 )
 from paramd.layout.dtypes import item_bytes
 from paramd.layout.plan import ReadPlan, plan_read
-from paramd.layout.select import SelectedTensor, select
+from paramd.layout.select import Pattern, SelectedTensor, select
 from paramd.mesh.exports.download import batches
 from paramd.mesh.frames.stepping import PinnedStep
 from paramd.mesh.insight.steps import Facts, facts_of, hold, pin_step, present
@@ -115,7 +115,7 @@ def _order(row: UpdateRow) -> tuple[bool, float, str]:
 
 
 async def compute_updates(
-    reach: SidecarFinder, patterns: Sequence[str], deadline_s: float, steps: int = 1
+    reach: SidecarFinder, patterns: Sequence[Pattern], deadline_s: float, steps: int = 1
 ) -> Updates:
     """Raises as `AsyncMesh.updates`."""
     if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= MAX_STEPS:

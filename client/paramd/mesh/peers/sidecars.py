@@ -545,7 +545,7 @@ class Sidecars:
             raise RankUnreachableError(
                 rank,
                 f"{self.who(rank)} does not answer: its sidecar is stopped, dead or cut off; "
-                "training continues, try again in a few seconds",
+                "try again in a few seconds (this does not stop the training, if it still runs)",
                 stopped=True,
             ) from error
         except ParamdError:

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from paramd.errors import AbortedError, ConflictError, DeadlineError, ExhaustedError
 from paramd.layout.plan import ReadPlan, plan_read
-from paramd.layout.select import select
+from paramd.layout.select import Pattern, select
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.grpc import MORE_TIME, all_ended, cancelled
 from paramd.mesh.peers.sidecars import (
@@ -273,7 +273,7 @@ Work = Callable[[Reading, ReadPlan], Awaitable[Result]]
 
 
 async def choose(
-    reach: SidecarFinder, sidecars: Sidecars, patterns: Sequence[str], *, buffers: bool
+    reach: SidecarFinder, sidecars: Sidecars, patterns: Sequence[Pattern], *, buffers: bool
 ) -> Chosen:
     """The matching names and a read plan that avoids recently unreachable ranks.
 
@@ -322,7 +322,7 @@ async def pinned(
 
 async def while_pinned(
     reach: SidecarFinder,
-    patterns: Sequence[str],
+    patterns: Sequence[Pattern],
     work: Work[Result],
     deadline_s: float,
     *,

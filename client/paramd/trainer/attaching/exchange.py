@@ -68,7 +68,7 @@ def take_incarnation(
             found = _registered(settings, job=job, world_size=world_size, hosts=hosts)
         except UnreachableError as error:
             log.warning(
-                "paramd: %s; training goes on without a control plane until it attaches again",
+                "paramd: %s; training continues without a control plane until it attaches again",
                 error,
             )
         else:

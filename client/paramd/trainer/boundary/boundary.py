@@ -477,7 +477,7 @@ class Boundary:
             if proven:
                 self._trust()
         except Exception:
-            log.exception("paramd: a boundary failed; the service degrades, training goes on")
+            log.exception("paramd: a boundary failed; the service degrades, training continues")
 
     def _act(self, proven: bool, *, at_forward: bool) -> None:
         rewinder = self.rewinder

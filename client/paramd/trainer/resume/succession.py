@@ -289,7 +289,7 @@ class Succession:
         if choice.how == "snapshot":
             return (
                 f"resumes at step {choice.mark.step} from a standing snapshot; "
-                f"{choice.lost_steps} steps are made again, because {choice.reason}"
+                f"{choice.lost_steps} steps are repeated, because {choice.reason}"
                 f"{self._from_copies()}"
             )
         if not choice.lost_steps:

@@ -303,7 +303,7 @@ class SidecarCalls:
             raise RankUnreachableError(
                 rank,
                 f"rank {rank} does not answer: its sidecar is stopped, dead or disconnected; "
-                "training continues, try again in a few seconds",
+                "try again in a few seconds (this does not stop the training, if it still runs)",
             ) from error
         except ParamdError:
             pass  # any answer, even an error, proves the sidecar alive

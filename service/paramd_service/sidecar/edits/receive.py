@@ -257,7 +257,7 @@ class Lent:
         if len(descriptors) != 1:
             raise UsageError(f"lend: {len(descriptors)} descriptors; expected one memory")
         if len(self._maps) == MAX_MEMORIES:
-            raise ExhaustedError(f"lend: {MAX_MEMORIES} memories are lent; connect anew")
+            raise ExhaustedError(f"lend: {MAX_MEMORIES} memories are lent; connect again")
         self._maps.append(_mapped(descriptors[0]))
         return {"op": "lent", "memory": len(self._maps) - 1}
 

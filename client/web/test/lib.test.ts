@@ -4,7 +4,7 @@ import { EventParser } from "../src/api/sse";
 import { between, colorer, tint } from "../src/lib/color";
 import { bodyOf, EMPTY, leaseLeft, newId, opText } from "../src/lib/edits";
 import { exactly, filtersFor, MAX_FILTER_BYTES, parseSlice, sliced } from "../src/lib/filters";
-import { bytes, duration, number, percent, shape, short, shortest } from "../src/lib/format";
+import { bytes, count, plural, duration, number, percent, shape, short, shortest } from "../src/lib/format";
 import { parseMetrics } from "../src/lib/prometheus";
 import { parsePlace, parseSignIn, placeHash } from "../src/lib/route";
 
@@ -102,6 +102,8 @@ describe("text of numbers", () => {
     expect([number(null), number(0), number(0.00012345), number(1234567), number(1.23456)]).toEqual(["–", "0", "1.23e-4", "1.23e+6", "1.235"]);
     expect([bytes(0), bytes(1536), bytes(3 * 2 ** 30)]).toEqual(["0 B", "1.5 KiB", "3.0 GiB"]);
     expect([duration(0), duration(2e-6), duration(0.25), duration(61), duration(90_000)]).toEqual(["0 s", "2 µs", "250 ms", "1 min 1 s", "1 d 1 h"]);
+    expect([count(Number.NaN), count(null), bytes(Number.NaN), bytes(2 ** 62), number(-0), number(1e308)]).toEqual(["–", "–", "–", "4.0 EiB", "0", "1.00e+308"]);
+    expect([plural(1, "step"), plural(2, "step"), plural(0, "copy", "copies")]).toEqual(["1 step", "2 steps", "0 copies"]);
     expect([percent(0, 5), percent(1, 3), percent(1, 1e9), percent(0, 0)]).toEqual(["0 %", "33.3 %", "< 0.01 %", "–"]);
     expect([short(999), short(65_536), short(7e9), shape([]), shape([2, 3])]).toEqual(["999", "65.5 k", "7 G", "scalar", "2 × 3"]);
   });
@@ -135,14 +137,21 @@ describe("edits", () => {
     { value: "abc" },
     { value: "NaN" },
     { value: "Infinity" },
+    { value: "NaN (all)", allowNonfinite: true },
     { op: "clamp" as const },
     { ifStep: "1.5" },
   ])("that are not whole say what is missing: %j", (patch) => {
     expect(bodyOf({ ...draft, ...patch }, "i", false)).toHaveProperty("problem");
   });
 
+  it.each([["NaN", "nan"], ["+Inf", "inf"], ["-infinity", "-inf"]])("write %s where that is allowed", (value, told) => {
+    const made = bodyOf({ ...draft, op: "fill", value, allowNonfinite: true }, "i", false);
+    expect(made).toMatchObject({ body: { ops: [{ value: told }] } });
+  });
+
   it("have ids of 32 digits and words", () => {
     expect(newId()).toMatch(/^[0-9a-f]{32}$/);
+    expect(opText({ op: "fill", value: "nan" })).toBe("fill nan");
     expect(opText({ op: "lerp", value: 0, weight: 0.1, min: null })).toBe("lerp 0 weight 0.1");
   });
 

@@ -1672,8 +1672,11 @@ export interface components {
             op: string;
             /** Pattern */
             pattern: string;
-            /** Value */
-            value: number | null;
+            /**
+             * Value
+             * @description In JSON, which has no NaN and no infinities, these are text: "nan", "inf", "-inf".
+             */
+            value: number | string | null;
             /** Weight */
             weight: number | null;
         };

@@ -45,6 +45,12 @@ export const EMPTY: Draft = {
   resetMoments: false,
 };
 
+const NONFINITE = new Map([
+  ["nan", "nan"],
+  ...["inf", "+inf", "infinity"].map((text) => [text, "inf"] as const),
+  ...["-inf", "-infinity"].map((text) => [text, "-inf"] as const),
+]);
+
 /** How long the server may wait for the edit to end. */
 const WAIT_S = 30;
 
@@ -55,7 +61,14 @@ export function bodyOf(draft: Draft, id: string, dryRun: boolean): { body: EditR
   for (const field of FIELDS[draft.op]) {
     const text = draft[field].trim();
     if (text === "" && draft.op === "clamp") continue;
+    const special = NONFINITE.get(text.toLowerCase());
     const value = Number(text);
+    if (special && field === "value") {
+      if (!draft.allowNonfinite) return { problem: `value: ${text}; tick "allow NaN and Inf" to write it` };
+      // JSON has neither: the server takes them as text.
+      op.value = special as unknown as number;
+      continue;
+    }
     if (text === "" || !Number.isFinite(value)) return { problem: `${field}: expected a number` };
     op[field] = value;
   }

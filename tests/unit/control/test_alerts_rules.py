@@ -53,6 +53,12 @@ OTHER_LAYOUT = well(2, layout_digest="other")
         ([well(0, membership="gone", age_s=0.5)], [], [("stale-rank", (0,))]),
         ([well(0, membership="left")], [], []),
         ([well(0, trainer_lives=False)], [], [("stale-rank", (0,))]),
+        # The first to end is named first.
+        (
+            [well(0, trainer_lives=False, ended_s=2.0), well(1, trainer_lives=False, ended_s=2.5)],
+            [],
+            [("stale-rank", (1,)), ("stale-rank", (0,))],
+        ),
         ([well(0, membership="missing", step=-1, age_s=9.9)], [], []),
         ([well(0, membership="missing", step=-1, age_s=10.0)], [], [("stale-rank", (0,))]),
         # Without updates; one with long steps gets twenty of them.

@@ -69,6 +69,10 @@ def loading(rank: int) -> Evidence:
             "Rank 0 waits in all_gather #4711 for rank 1: its trainer has ended.",
         ),
         (
+            [running(0, gone="exited", ended_s=3.0), running(1, gone="killed", ended_s=3.4)],
+            "Rank 1: killed; rank 0: exited.",
+        ),
+        (
             [waiting(0), running(1, stopped=True)],
             "Rank 0 waits in all_gather #4711 for rank 1, which is stopped by a signal "
             "(kill -CONT continues).",

@@ -30,6 +30,8 @@ class Evidence:
     step: int = -1
     gone: str = ""
     """Why nothing more is known: its sidecar does not answer, its trainer has ended."""
+    ended_s: float = 0.0
+    """Seconds since its trainer's process ended; 0 while it lives or when that is not known."""
     stopped: bool = False
     """Its process is stopped by a signal."""
     held: bool = False
@@ -171,7 +173,7 @@ def _alike(
 ) -> list[str]:
     ordered = sorted(found, key=lambda one: (key(one), one.rank))
     groups = [(what, list(some)) for what, some in groupby(ordered, key)]
-    groups.sort(key=lambda pair: pair[1][0].rank)
+    groups.sort(key=lambda pair: (-max(one.ended_s for one in pair[1]), pair[1][0].rank))
     return [text(ranks_text(one.rank for one in some), what, some) for what, some in groups]
 
 

@@ -89,7 +89,8 @@ def evidence_of(found: Found) -> Evidence:
         return Evidence(rank=rank.rank, gone=f"its sidecar does not answer ({answer})")
     state = answer.state
     if state.phase in (common_pb2.PHASE_ORPHANED, common_pb2.PHASE_TORN, common_pb2.PHASE_WAITING):
-        return Evidence(rank=rank.rank, step=state.step, gone=state.phase_reason)
+        ended_s = state.trainer_ended_ms / 1e3
+        return Evidence(rank=rank.rank, step=state.step, gone=state.phase_reason, ended_s=ended_s)
     return Evidence(
         rank=rank.rank,
         step=state.step,

@@ -2,8 +2,9 @@ import { describe, expect, it } from "vitest";
 
 import { EventParser } from "../src/api/sse";
 import { between, colorer, tint } from "../src/lib/color";
-import { bodyOf, EMPTY, leaseLeft, newId, opText } from "../src/lib/edits";
-import { exactly, filtersFor, MAX_FILTER_BYTES, parseSlice, sliced } from "../src/lib/filters";
+import { bodyOf, discardedOf, EMPTY, leaseLeft, newId, opText } from "../src/lib/edits";
+import { exactly, filtersFor, MAX_FILTER_BYTES, parseSlice, sliced, substrings } from "../src/lib/filters";
+import { nextSort, sortedBy } from "../src/lib/sort";
 import { bytes, count, plural, duration, number, percent, shape, short, shortest } from "../src/lib/format";
 import { parseMetrics } from "../src/lib/prometheus";
 import { parsePlace, parseSignIn, placeHash } from "../src/lib/route";
@@ -97,6 +98,29 @@ describe("filters", () => {
   });
 });
 
+describe("what is typed", () => {
+  it.each([
+    ["", "*"],
+    [" up ", "name~up"],
+    ["layers.3 norm>8", "name~layers.3 norm>8"],
+    ["layers.*.weight numel>1M", "layers.*.weight numel>1M"],
+    ['"a b"', '"a b"'],
+    ["w[0:4, 8:16]", "w[0:4, 8:16]"],
+  ])("%j is the filter %j", (typed, filter) => {
+    expect(substrings(typed)).toBe(filter);
+  });
+});
+
+describe("orders", () => {
+  it("begin with the largest number and the first name, and have what is not known last", () => {
+    expect([nextSort("", "norm"), nextSort("-norm", "norm"), nextSort("norm", "norm")]).toEqual(["-norm", "norm", ""]);
+    expect([nextSort("", "name"), nextSort("norm", "name")]).toEqual(["name", "name"]);
+    const rows = [null, 2, Number.NaN, 30];
+    expect(sortedBy(rows, "-n", (row) => row)).toEqual([30, 2, null, Number.NaN]);
+    expect(sortedBy(rows, "n", (row) => row)).toEqual([2, 30, null, Number.NaN]);
+  });
+});
+
 describe("text of numbers", () => {
   it("is short and says its unit", () => {
     expect([number(null), number(0), number(0.00012345), number(1234567), number(1.23456)]).toEqual(["–", "0", "1.23e-4", "1.23e+6", "1.235"]);
@@ -153,6 +177,15 @@ describe("edits", () => {
     expect(newId()).toMatch(/^[0-9a-f]{32}$/);
     expect(opText({ op: "fill", value: "nan" })).toBe("fill nan");
     expect(opText({ op: "lerp", value: 0, weight: 0.1, min: null })).toBe("lerp 0 weight 0.1");
+  });
+
+  it("are discarded by a rollback to before them, until that is undone", () => {
+    const past = (id: string, step: number, more: object = {}) =>
+      ({ id, incarnation: 1, state: "APPLIED" as const, step, created_s: step, undone_by: null, rollback: null, ...more });
+    const back = { id: "back", created_s: 500, rollback: { mark: "", step: 190 } };
+    const all = [past("early", 150), past("late", 354), past("after", 200, { created_s: 600 }), past("other", 354, { incarnation: 2 })];
+    expect([...discardedOf([...all, past("back", 400, back)])]).toEqual(["late"]);
+    expect([...discardedOf([...all, past("back", 400, { ...back, undone_by: "x" })])]).toEqual([]);
   });
 
   it("hold for what is left of the lease", () => {

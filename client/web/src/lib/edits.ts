@@ -1,6 +1,6 @@
 /** Turns the edit form into requests; texts of edits and leases. Pure. */
 
-import type { EditRequest, OpRequest } from "../api/schema";
+import type { Edit, EditRequest, OpRequest } from "../api/schema";
 
 /** Operations without tensor data; the others need `paramd edit --from`. */
 export const OPS = ["mul", "add", "fill", "clamp"] as const;
@@ -111,6 +111,19 @@ export function opText(op: {
     .filter((key) => op[key] !== null && op[key] !== undefined)
     .map((key) => (key === "value" ? String(op[key]) : `${key} ${String(op[key])}`));
   return [op.op, ...parts, op.data ? "data" : ""].filter(Boolean).join(" ");
+}
+
+type Past = Pick<Edit, "id" | "incarnation" | "state" | "step" | "created_s" | "undone_by" | "rollback">;
+
+/** Applied edits that a later rollback went back before: training goes on without them. */
+export function discardedOf(all: readonly Past[]): ReadonlySet<string> {
+  const backs = all.filter((edit) => edit.state === "APPLIED" && edit.rollback && !edit.undone_by);
+  const gone = all.filter(
+    (edit) =>
+      edit.state === "APPLIED" &&
+      backs.some((back) => back.incarnation === edit.incarnation && back.created_s > edit.created_s && back.rollback!.step < edit.step),
+  );
+  return new Set(gone.map((edit) => edit.id));
 }
 
 /** Seconds left of a lease now. */

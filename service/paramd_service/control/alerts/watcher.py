@@ -18,10 +18,12 @@ from paramd.errors import ParamdError
 from paramd.layout.types import Layout
 from paramd.mesh.insight.reports import Alert
 from paramd_service.aio import stopped
+from paramd_service.control.alerts import looks
 from paramd_service.control.alerts.bits import BitRounds
 from paramd_service.control.alerts.book import Book, Covered, Finding, series_of
 from paramd_service.control.alerts.config import AlertConfig, Rule
 from paramd_service.control.alerts.drift import Sample, drift_findings, groups_of, next_sample
+from paramd_service.control.alerts.looks import Look
 from paramd_service.control.alerts.numbers import Ask, LoggedRounds
 from paramd_service.control.alerts.rules import (
     MESH_RULES,
@@ -188,6 +190,7 @@ class Watcher:
         store: AlertStore,
         offer: Offer,
         ask_logged: Ask | None = None,
+        look: Look | None = None,
         reaching: Callable[[], Awaitable[SidecarFinder]] | None = None,
         tell: Tell = lambda alert: None,
         expires_s: Callable[[], float | None] = lambda: None,
@@ -202,6 +205,7 @@ class Watcher:
             offer: Adds to the history. Never blocks, never fails; drops what it cannot keep.
             reaching: Opens the connections to the sidecars; None compares samples alone.
             ask_logged: Calls GetLogged of a sidecar; None takes no logged numbers.
+            look: Asks the ranks what they do; None never does.
             tell: Called with every alert that starts firing or is resolved, for the event bus.
             expires_s: When the control plane's certificate expires; None without TLS.
             clock: Seconds since the Unix epoch.
@@ -229,6 +233,7 @@ class Watcher:
         self._logged = None
         if ask_logged is not None:
             self._logged = LoggedRounds(self, view, ask_logged)
+        self._look_rounds = looks.LookRounds(self, look) if look is not None else None
         self._bits = None
         if reaching is not None and config.compare and config.compare_steps:
             self._bits = BitRounds(
@@ -262,6 +267,9 @@ class Watcher:
             for name, is_on, every_s, look in rounds
             if is_on
         ]
+        if self._look_rounds is not None and self.config.watch:
+            looked = self._run("looks", looks.EVERY_S, self._look_rounds.round)
+            self._tasks.append(asyncio.create_task(looked, name="paramd-watch-looks"))
         if self._logged is not None:
             logged = self._run("logged numbers", LOGGED_EVERY_S, self._logged.round)
             self._tasks.append(asyncio.create_task(logged, name="paramd-watch-logged"))

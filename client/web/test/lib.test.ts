@@ -4,6 +4,7 @@ import { EventParser } from "../src/api/sse";
 import { between, colorer, tint } from "../src/lib/color";
 import { bodyOf, discardedOf, EMPTY, leaseLeft, newId, opText } from "../src/lib/edits";
 import { exactly, filtersFor, MAX_FILTER_BYTES, parseSlice, sliced, substrings } from "../src/lib/filters";
+import { facts } from "../src/lib/stats";
 import { nextSort, sortedBy } from "../src/lib/sort";
 import { bytes, count, plural, duration, number, percent, shape, short, shortest } from "../src/lib/format";
 import { parseMetrics } from "../src/lib/prometheus";
@@ -95,6 +96,14 @@ describe("filters", () => {
     expect(parseSlice("w[0:4, 8:16]")).toEqual({ name: "w", ranges: [{ begin: 0, end: 4 }, { begin: 8, end: 16 }] });
     expect(parseSlice("w[a:b]")).toEqual({ name: "w[a:b]", ranges: [] });
     expect(sliced("w", [{ begin: 1, end: 2 }])).toBe("w[1:2]");
+  });
+});
+
+describe("facts of a tensor", () => {
+  it("say which elements their numbers leave out", () => {
+    const stats = { count: 4000, nan_count: 2912, inf_count: 0, zero_count: 0, norm: 1 };
+    expect(facts(stats).at(-1)).toEqual(["left out above", "2,912 NaN or Inf of 4,000"]);
+    expect(facts({ ...stats, nan_count: 0 }).map(([title]) => title)).not.toContain("left out above");
   });
 });
 

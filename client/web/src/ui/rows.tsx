@@ -21,6 +21,8 @@ interface Props<T> {
   keyOf: (item: T) => string;
   selected?: string;
   onPick?: ((item: T) => void) | undefined;
+  /** Called instead for a row that arrow keys pass: no step of Back for each. */
+  onMove?: (item: T) => void;
   /** Called for Esc while a row is chosen. */
   onClose?: () => void;
   sort?: { key: string; down: boolean };
@@ -87,7 +89,7 @@ function RowsInner<T>(props: Props<T>): ReactNode {
     if (!onPick || items.length === 0) return;
     const next = Math.min(items.length - 1, Math.max(0, at + by));
     virtual.scrollToIndex(next);
-    onPick(items[next]!);
+    (props.onMove ?? onPick)(items[next]!);
   };
   return (
     <div

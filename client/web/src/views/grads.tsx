@@ -102,7 +102,7 @@ export default function Gradients(): ReactNode {
       </Panel>
       {rows.length === 0 && grads.rows.size > 0 && filter && marked === "all" && <Empty>No gradient matches the filter.</Empty>}
       {rows.length === 0 && grads.rows.size > 0 && marked !== "all" && <Empty>None is marked: no gradient vanishes, explodes or is non-finite.</Empty>}
-      {rows.length > 0 && <Rows label="Gradients" columns={COLUMNS} items={rows} keyOf={(row) => row.name} selected={name} sort={order} sortable={SORTABLE} onSort={(key) => setSort(nextSort(sort, key))} onPick={(row) => setName(row.name)} toneOf={(row) => TONES[row.mark]} height="28rem" />}
+      {rows.length > 0 && <Rows label="Gradients" columns={COLUMNS} items={rows} keyOf={(row) => row.name} selected={name} sort={order} sortable={SORTABLE} onSort={(key) => setSort(nextSort(sort, key))} onPick={(row) => setName(row.name)} onClose={() => setName("")} toneOf={(row) => TONES[row.mark]} height="28rem" />}
       {chosen && <One row={chosen} />}
     </>
   );

@@ -135,6 +135,8 @@ export default function Params(): ReactNode {
           keyOf={keyOf}
           selected={name}
           onPick={onPick}
+          onMove={onMove}
+          onClose={close}
           sort={order}
           onSort={as === "tree" ? noSort : onSort}
           sortable={as === "tree" ? NONE : sortable}
@@ -152,6 +154,10 @@ const NONE: ReadonlySet<string> = new Set();
 const noSort = (): void => undefined;
 const SORTABLE = new Set(["name", "dtype", "numel", "nan", ...COLUMNS.map((one) => one.title)]);
 const FACTS: ReadonlySet<string> = new Set(["name", "dtype", "numel"]);
+const close = (): void => patchQuery({ name: "", part: "" });
+const onMove = (row: Item): void => {
+  if (row.kind === "leaf") patchQuery({ name: row.item.name, part: "" }, { replace: true });
+};
 const keyOf = (row: Item): string => (row.kind === "branch" ? `${row.path}/` : row.item.name);
 
 function bad(stats: StatsDocument | undefined): boolean {

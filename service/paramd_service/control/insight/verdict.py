@@ -91,7 +91,8 @@ def _running(here: Sequence[Evidence], before: Sequence[Sequence[Evidence]]) -> 
     at = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     age = seconds(slowest.boundary_age_s)
     text = f"Nothing is stuck: {at}; the last boundary of rank {slowest.rank} was {age} ago."
-    found = slowing([*before, here], least=(len(before) + 1) * _HABIT)
+    # One look alone may be chance.
+    found = slowing([*before, here], least=max(2, (len(before) + 1) * _HABIT))
     return f"{text} {found.text}" if found is not None else text
 
 

@@ -291,6 +291,8 @@ def test_health_names_the_likely_cause_first() -> None:
     assert health(old, jump) == ("warning", "certificate it is (and 1 more alert)")
     bad = alert("non-finite", 160.0, "critical")
     assert health(old, bad, jump) == ("critical", "gradient-jump it is (and 2 more alerts)")
+    loss = alert("logged-number", 150.0, "critical")
+    assert health(bad, loss)[1].startswith("non-finite")
     late = alert("norm-jump", 159.0)
     assert health(late, bad) == ("critical", "non-finite it is (and 1 more alert)")
     dead = [alert("stale-rank", 9.0, "critical"), alert("stuck", 8.0)]

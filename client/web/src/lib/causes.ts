@@ -22,7 +22,6 @@ const FAMILIES: Record<string, string> = {
   "non-finite": "values",
   "norm-jump": "values",
   "gradient-jump": "values",
-  "logged-number": "values",
   "stale-rank": "ranks",
   "stalled-rank": "ranks",
   stuck: "ranks",

@@ -16,7 +16,7 @@ WORDS = ("ok", "starting", "held", "warning", "degraded", "critical", "down", "e
 TOGETHER_S = 5.0
 """Of alerts that begin within this time, a critical one explains the others."""
 
-_VALUES = (Rule.GRADIENT_JUMP, Rule.NORM_JUMP, Rule.NON_FINITE, Rule.LOGGED_NUMBER)
+_VALUES = (Rule.GRADIENT_JUMP, Rule.NORM_JUMP, Rule.NON_FINITE)
 _RANKS = (Rule.STALE_RANK, Rule.STUCK, Rule.STALLED_RANK, Rule.SLOW_RANK, Rule.STRAGGLER)
 _FAMILY = {str(rule): family for family in (_VALUES, _RANKS) for rule in family}
 WINDOW_S = 120.0
@@ -27,7 +27,13 @@ def cause_of(firing: Sequence[Alert]) -> Alert | None:
     """The alert to look at first, the likely cause of the most serious one; None: none fires."""
     if not firing:
         return None
-    worst = min(firing, key=lambda one: (one.severity != Severity.CRITICAL, one.first_seen_s))
+    # A loss that is NaN is a symptom of values that are.
+    worst = min(
+        firing,
+        key=lambda one: (
+            one.severity != Severity.CRITICAL, one.rule == Rule.LOGGED_NUMBER, one.first_seen_s
+        ),
+    )  # fmt: skip
     family = _FAMILY.get(worst.rule, (worst.rule,))
     kin = [
         one

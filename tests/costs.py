@@ -42,7 +42,7 @@ LINES = {
     "soak/inject/": 54,
     "unit/": 2290,
     "unit/cli/": 722,
-    "unit/control/": 4077,
+    "unit/control/": 4150,
     "unit/exports/": 280,
     "unit/layout/": 1642,
     "unit/memory/": 926,
@@ -51,7 +51,7 @@ LINES = {
     "unit/trainer/": 4051,
     "walks/": 144,
     "walks/inject/": 52,
-    "web/": 870,
+    "web/": 905,
 }
 """At most, by folder."""
 FILE_LINES = 700

@@ -133,6 +133,7 @@ class ControlPlane:
         if self._bootstrap is not None and self._bootstrap.resumes:
             await self._all_joined(jobs.get(self._bootstrap.job))
         services = self._services(jobs, self._records, where.grpc_address)
+        services.sessions.keep(self._records.directory / "sessions.json")
         await self._http.start(build_app(services), self._claim.listener, tls=self._tls)
         # 5. Start watching; resume exports.
         self._watchers.hold = self._edits.pause_for if self._edits is not None else None

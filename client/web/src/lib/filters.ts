@@ -36,6 +36,17 @@ export function filtersFor(names: readonly string[]): string[][] {
   return groups;
 }
 
+const TERM = /^[a-z]+(?:!=|<=|>=|=|<|>|~)/;
+
+/** The filter for what was typed: a plain word is a piece of a name, `*`, `?` and brackets make a glob, quotes a whole name. */
+export function substrings(typed: string): string {
+  if (typed.includes('"')) return typed.trim();
+  const words = typed.trim().split(/\s+/).filter(Boolean);
+  const one = (word: string): string => (/[*?[]/.test(word) || TERM.test(word) ? word : `name~${word}`);
+  // A slice in brackets may hold spaces.
+  return (typed.includes("[") ? typed.trim() : words.map(one).join(" ")) || "*";
+}
+
 export interface Range {
   begin: number;
   end: number;

@@ -16,11 +16,14 @@ from paramd.state_files import file_places
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.aio import kept
 from paramd_service.control.alerts.config import AlertConfig
+from paramd_service.control.alerts.looks import Look
 from paramd_service.control.alerts.numbers import ASK_TIMEOUT_S, Ask
 from paramd_service.control.alerts.sampling import MeshSampler
 from paramd_service.control.alerts.watcher import Offer, Watcher
 from paramd_service.control.alerts.webhook import Webhooks
 from paramd_service.control.base.config import settings_of, table_of_file, table_of_text
+from paramd_service.control.insight.verdict import Evidence
+from paramd_service.control.insight.why import chosen, evidence_of, inspect
 from paramd_service.control.mesh.jobs import Incarnation, Jobs
 from paramd_service.control.mesh.registry import MeshView, Report
 from paramd_service.control.mesh.watch import Publish
@@ -45,6 +48,14 @@ def _ask_logged(mesh: Incarnation) -> Ask:
         return found
 
     return ask
+
+
+def _look_at(mesh: Incarnation) -> Look:
+    async def look() -> Sequence[Evidence]:
+        ranks = chosen(mesh.registry.view().ranks, ())
+        return [evidence_of(one) for one in await inspect(mesh.calls, ranks, log_lines=0)]
+
+    return look
 
 
 class Watchers:
@@ -101,6 +112,7 @@ class Watchers:
             view=mesh.registry.view,
             sampler=self._make_sampler(mesh),
             ask_logged=_ask_logged(mesh),
+            look=_look_at(mesh),
             reaching=mesh.reaching,
             webhooks=self.webhooks,
             store=self._store,

@@ -11,11 +11,12 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from paramd.errors import NotFoundError, UsageError
+from paramd.layout.select import Names
 from paramd.mesh.exports.calls import MANIFEST
 from paramd.mesh.insight.steps import next_step, pin_step, present
 from paramd.mesh.peers.discovery import SidecarFinder
@@ -148,7 +149,10 @@ def stored_state(path: Path, patterns: Sequence[str]) -> State:
 
 def matching(found: Mapping[str, Value], patterns: Sequence[str]) -> dict[str, Value]:
     """What matches, in order."""
-    return {n: v for n, v in found.items() if any(fnmatchcase(n, p) for p in patterns)}
+    names, mask = Names(list(found)), 0
+    for pattern in patterns:
+        mask |= names.resolve(pattern)[0]
+    return dict(compress(found.items(), names.columns.flags(mask)))
 
 
 def _label(path: Path) -> str:

@@ -570,8 +570,8 @@ def select(
         with_buffers: whether buffers may match.
 
     Raises:
-        UsageError: a malformed or ambiguous pattern, a slice out of range, or two patterns that select
-            different parts of one tensor.
+        UsageError: a malformed or ambiguous pattern, a slice out of range, or two patterns that
+            select different parts of one tensor.
         NotFoundError: a pattern matches nothing.
     """
     wanted = [patterns] if isinstance(patterns, str) else list(patterns)

@@ -362,6 +362,7 @@ class Summoned(dict[str, "torch.Tensor"]):
         history: int = 0,
         unsettled: bool = False,
         label: str = "",
+        replica: int = 0,
         optimizer: OptimizerState | None = None,
     ) -> None:
         super().__init__(tensors)
@@ -382,6 +383,9 @@ class Summoned(dict[str, "torch.Tensor"]):
         self.label = label
         """With `unsettled=True`: what the training said these weights are instead of its own
         (`attachment.not_training_weights`), such as "ema"; empty: its own, as far as it said."""
+        self.replica = replica
+        """A rank of the replica that every value here is of. Where ranks hold the same tensors
+        their values may differ all the same: buffers, local SGD, parameters left out of DDP."""
         self.optimizer = optimizer
         """With `optimizer=True`: the optimizer's state of the same step."""
         self.seconds = seconds

@@ -49,6 +49,7 @@ def manifest(
         "created_s": created_s,
         "version": __version__,
         "tied": plan.tied,
+        "replica": plan.settings.replica,
         "renamed": {old: new for old, new in plan.names.items() if old != new},
         "tensor_bytes": sum(entry.data_bytes for file in plan.files for entry in file.entries),
         "files": [

@@ -30,14 +30,13 @@ from paramd.layout.exports.files import (
     Entry,
     ExportFile,
     Format,
-    HolderChoice,
     Planned,
     TorchFiles,
     scalar_bytes,
     state_positions,
 )
 from paramd.layout.exports.optimizer import OptimizerTable
-from paramd.layout.plan import Landing, blocks
+from paramd.layout.plan import Landing, Replica, blocks
 from paramd.layout.types import Box, Piece, TensorLayout, boxes_of_interval, full_box, row_major
 
 if TYPE_CHECKING:
@@ -223,15 +222,14 @@ def rank_files(
     tensors: Sequence[TensorLayout],
     names: Mapping[str, str],
     settings: ExportSettings,
-    _world_size: int,
+    replica: Replica,
     optimizer: OptimizerTable | None,
 ) -> Planned:
     """One file for each rank that writes something."""
     writing = _Writing()
     pieces: dict[str, Sequence[Piece]] = {}
-    choice = HolderChoice()
     for number, tensor in enumerate(tensors):
-        chosen = pieces[tensor.fqn] = choice.pieces(tensor, None)
+        chosen = pieces[tensor.fqn] = replica.pieces(tensor)
         name = f"{MODEL_KEY}.{names[tensor.fqn]}"
         dtype = settings.dtype_of(tensor.dtype)
         _append(writing, tensor, name, chosen, ("", number), dtype)

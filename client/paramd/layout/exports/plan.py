@@ -19,6 +19,7 @@ from paramd.errors import NotFoundError
 from paramd.layout.exports.files import ExportFile, Source, TorchFiles, make_source
 from paramd.layout.exports.optimizer import OptimizerTable
 from paramd.layout.exports.settings import FORMATS, ExportSettings
+from paramd.layout.plan import Replica
 from paramd.layout.types import Layout, Piece, TensorKind, TensorLayout
 
 
@@ -107,7 +108,9 @@ def plan_export(
     if not tensors:
         raise NotFoundError("the export would be empty: the job has no tensor of these kinds")
     names = settings.names.apply(_written_names(tensors, settings))
-    files, pieces = laid_out.plan(tensors, names, settings, layout.world_size, optimizer)
+    files, pieces = laid_out.plan(
+        tensors, names, settings, Replica(layout, settings.replica), optimizer
+    )
     return ExportPlan(
         settings=settings,
         layout=layout,

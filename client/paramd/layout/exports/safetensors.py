@@ -18,7 +18,6 @@ from paramd.layout.exports.files import (
     Entry,
     ExportFile,
     Format,
-    HolderChoice,
     Planned,
     TorchFiles,
     json_bytes,
@@ -27,6 +26,7 @@ from paramd.layout.exports.files import (
     state_positions,
 )
 from paramd.layout.exports.optimizer import OptimizerTable
+from paramd.layout.plan import Replica
 from paramd.layout.types import Piece, TensorKind, TensorLayout, full_box
 
 if TYPE_CHECKING:
@@ -123,25 +123,20 @@ def shard_files(
     tensors: Sequence[TensorLayout],
     names: Mapping[str, str],
     settings: ExportSettings,
-    world_size: int,
+    replica: Replica,
     optimizer: OptimizerTable | None,
 ) -> Planned:
     """Shards as Hugging Face cuts them, distributed evenly over the ranks."""
-    loads = dict.fromkeys(range(world_size), 0)
+    loads = dict.fromkeys(range(replica.world_size), 0)
+    pieces: dict[str, Sequence[Piece]] = {one.fqn: replica.pieces(one) for one in tensors}
     model = _cut(_model_items(tensors, names, settings), settings)
-    ranks = _assign(model, loads)
+    ranks = _assign(model, loads, pieces)
     shards = [(MODEL_FILES, cut) for cut in model]
     if optimizer is not None:
         # After the model, whose pins must not depend on the optimizer.
         states = _cut(_state_items(tensors, names, optimizer), settings)
-        ranks += _assign(states, loads)
+        ranks += _assign(states, loads, pieces)
         shards += [(OPTIMIZER_FILES, cut) for cut in states]
-    pieces: dict[str, Sequence[Piece]] = {}
-    choice = HolderChoice()
-    for (_, items), rank in zip(shards, ranks, strict=True):
-        for item in items:
-            if item.layout.fqn not in pieces and item.constant is None:
-                pieces[item.layout.fqn] = choice.pieces(item.layout, rank)
     counts = {base: sum(kind == base for kind, _ in shards) for base, _ in shards}
     seen: dict[str, int] = {}
     files = []
@@ -206,15 +201,19 @@ def _cut(items: Iterator[_Item], settings: ExportSettings) -> list[list[_Item]]:
     return shards
 
 
-def _assign(shards: Sequence[Sequence[_Item]], loads: dict[int, int]) -> list[int]:
-    """A writer for each shard, balancing bytes; bytes that the writer itself holds cost half.
+def _assign(
+    shards: Sequence[Sequence[_Item]],
+    loads: dict[int, int],
+    pieces: Mapping[str, Sequence[Piece]],
+) -> list[int]:
+    """A writer for each shard, balancing bytes; of `pieces`, those of the writer cost half.
 
     `loads` is each writer's load so far, and is updated.
     """
     ranks = [min(loads)] * len(shards)
     sizes = [sum(item.size_bytes for item in shard) for shard in shards]
     for number in sorted(range(len(shards)), key=lambda n: -sizes[n]):
-        held = _held_bytes(shards[number])
+        held = _held_bytes(shards[number], pieces)
         cost = _costs(loads, 2 * sizes[number], held)
         rank = min(loads, key=cost)
         loads[rank] = cost(rank)[0]
@@ -228,11 +227,11 @@ def _costs(
     return lambda rank: (loads[rank] + size - held.get(rank, 0), rank)
 
 
-def _held_bytes(shard: Sequence[_Item]) -> dict[int, int]:
+def _held_bytes(shard: Sequence[_Item], pieces: Mapping[str, Sequence[Piece]]) -> dict[int, int]:
     held: dict[int, int] = {}
     for item in shard:
         if item.constant is None:
-            for piece in item.layout.pieces:
+            for piece in pieces[item.layout.fqn]:
                 size = piece_bytes(piece, item.layout.dtype)
                 held[piece.rank] = held.get(piece.rank, 0) + size
     return held

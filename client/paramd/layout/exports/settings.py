@@ -171,6 +171,8 @@ class ExportSettings:
     bytes.)"""
     names: NameMap = field(default_factory=NameMap)
     """Renames."""
+    replica: int = 0
+    """A rank of the replica that is read, where ranks hold the same."""
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:

@@ -448,7 +448,7 @@ async def open_following(
                 "cannot be followed; use summon, which copies them at a boundary"
             )
         selection = select(index, wanted.patterns, with_buffers=False)
-        plan = plan_read(index.layout, selection, prefer=reach.costs())
+        plan = plan_read(index.layout, selection, costs=reach.costs())
         names = [item.names for item in selection]
         return FollowSteps(sidecars, transfer, wanted, plan, names)
 

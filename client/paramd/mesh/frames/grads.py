@@ -183,7 +183,7 @@ class GradSteps:
         """What is asked for now."""
         if self._asking is None:
             index = await self._reach.index(sidecars)
-            plan = make_plan(index.layout, self._asked, self._learnt, prefer=self._reach.costs())
+            plan = make_plan(index.layout, self._asked, self._learnt, costs=self._reach.costs())
             items = stats_items(plan.plan) if self._wanted.kind != "full" else {}
             requests = pin_requests(sidecars, plan.plan, self._wanted, items)
             sums = pin_requests(sidecars, plan.sums, self._wanted, {})

@@ -129,7 +129,7 @@ async def compute_updates(
             )
         selection = list(select(index, patterns, with_buffers=False))
         parts = [
-            (plan_read(index.layout, group, prefer=reach.costs()), group)
+            (plan_read(index.layout, group, costs=reach.costs()), group)
             for group in batches(selection, _bytes, max(index.layout.arena_bytes, default=0) // 3)
         ]
         found: list[_Part] = []

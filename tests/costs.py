@@ -45,7 +45,7 @@ LINES = {
     "unit/control/": 4077,
     "unit/exports/": 280,
     "unit/layout/": 1690,
-    "unit/memory/": 926,
+    "unit/memory/": 950,
     "unit/mesh/": 2762,
     "unit/sidecar/": 3162,
     "unit/trainer/": 4051,

@@ -319,6 +319,7 @@ def plan_read(
     *,
     costs: Costs | None = None,
     replica: int | None = None,
+    others: Mapping[str, int] | None = None,
 ) -> ReadPlan:
     """Plan to read each element of `selection` once, from one replica.
 
@@ -327,6 +328,7 @@ def plan_read(
         selection: tensors of this layout and their wanted boxes.
         costs: which ranks to avoid; counts only without `replica`.
         replica: a rank of the replica to read; None: the first that costs least.
+        others: with `replica`, those of tensors that only another has, by fqn.
 
     Raises:
         UsageError: there is no such rank.
@@ -334,7 +336,10 @@ def plan_read(
     """
     items = list(selection)
     if replica is not None:
-        return _plan(items, Replica(layout, replica))
+        others = others if others is not None else {}
+        own = Replica(layout, replica)
+        made = {rank: Replica(layout, rank) for rank in {*others.values()}}
+        return _plan(items, own, {fqn: made[rank] for fqn, rank in others.items()})
     found = _plan(items, Replica(layout))
     least = _cost(found, costs)
     for rank in range(1, layout.world_size) if least else ():
@@ -356,7 +361,11 @@ def _cost(plan: ReadPlan, costs: Costs | None) -> float:
     return sum(costs.get(read.rank, 0.0) for read in plan.ranks) if costs else 0.0
 
 
-def _plan(selection: Sequence[SelectedTensor], replica: Replica) -> ReadPlan:
+def _plan(
+    selection: Sequence[SelectedTensor],
+    replica: Replica,
+    others: Mapping[str, Replica] | None = None,
+) -> ReadPlan:
     tensors: list[ResultTensor] = []
     reads: dict[int, list[_Found]] = {}
     for number, item in enumerate(selection):
@@ -371,7 +380,7 @@ def _plan(selection: Sequence[SelectedTensor], replica: Replica) -> ReadPlan:
                 box=item.box,
             )
         )
-        for piece in replica.pieces(tensor):
+        for piece in (others or {}).get(tensor.fqn, replica).pieces(tensor):
             for view in views_of(piece.region, piece.strides, tensor.shape, item.box, size):
                 begin_bytes = piece.arena_begin + view.begin_bytes
                 reads.setdefault(piece.rank, []).append((begin_bytes, number, view))

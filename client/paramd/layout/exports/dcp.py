@@ -30,13 +30,13 @@ from paramd.layout.exports.files import (
     Entry,
     ExportFile,
     Format,
-    Planned,
+    Reads,
     TorchFiles,
     scalar_bytes,
     state_positions,
 )
 from paramd.layout.exports.optimizer import OptimizerTable
-from paramd.layout.plan import Landing, Replica, blocks
+from paramd.layout.plan import Landing, blocks
 from paramd.layout.types import Box, Piece, TensorLayout, boxes_of_interval, full_box, row_major
 
 if TYPE_CHECKING:
@@ -222,24 +222,22 @@ def rank_files(
     tensors: Sequence[TensorLayout],
     names: Mapping[str, str],
     settings: ExportSettings,
-    replica: Replica,
+    reads: Reads,
     optimizer: OptimizerTable | None,
-) -> Planned:
+) -> list[ExportFile]:
     """One file for each rank that writes something."""
     writing = _Writing()
-    pieces: dict[str, Sequence[Piece]] = {}
     for number, tensor in enumerate(tensors):
-        chosen = pieces[tensor.fqn] = replica.pieces(tensor)
+        chosen = reads.model[tensor.fqn]
         name = f"{MODEL_KEY}.{names[tensor.fqn]}"
         dtype = settings.dtype_of(tensor.dtype)
         _append(writing, tensor, name, chosen, ("", number), dtype)
     if optimizer is not None:
-        _append_states(writing, tensors, names, pieces, optimizer)
-    files = [
+        _append_states(writing, tensors, names, reads.states, optimizer)
+    return [
         ExportFile(f"__{rank}_0.distcp", rank, b"", tuple(writing.entries[rank]))
         for rank in sorted(writing.entries)
     ]
-    return files, pieces
 
 
 def _append(

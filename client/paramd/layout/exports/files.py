@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from paramd.errors import UsageError
 from paramd.layout.dtypes import DTYPES, item_bytes
-from paramd.layout.plan import MAX_GAP_BYTES, Replica
+from paramd.layout.plan import MAX_GAP_BYTES
 from paramd.layout.types import Box, Piece, Region, TensorLayout, cover_numel, joined, row_major
 
 if TYPE_CHECKING:
@@ -177,14 +177,23 @@ class ExportFile:
         return len(self.header) + sum(entry.size_bytes for entry in self.entries)
 
 
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """The pieces that are read of each tensor, by fqn."""
+
+    world_size: int
+    model: Mapping[str, Sequence[Piece]]
+    states: Mapping[str, Sequence[Piece]]
+    """Of its optimizer state, which another replica may hold."""
+
+
 Names = Mapping[str, str]
-Planned = tuple[list[ExportFile], dict[str, Sequence[Piece]]]
-"""Files, and the pieces read of each tensor, by fqn."""
 
 PlanFiles = Callable[
-    [Sequence[TensorLayout], Names, "ExportSettings", Replica, "OptimizerTable | None"], Planned
+    [Sequence[TensorLayout], Names, "ExportSettings", Reads, "OptimizerTable | None"],
+    list[ExportFile],
 ]
-"""(tensors, their names in the files, settings, what is read, optimizer) -> `Planned`."""
+"""(tensors, their names in the files, settings, what is read, optimizer) -> files."""
 
 TorchFiles = Callable[[Mapping[str, Any]], dict[str, bytes]]
 """(description in JSON types) -> files written by torch, by name; blocks for seconds."""

@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from paramd.errors import NotFoundError
-from paramd.layout.exports.files import ExportFile, Source, TorchFiles, make_source
+from paramd.layout.exports.files import ExportFile, Reads, Source, TorchFiles, make_source
 from paramd.layout.exports.optimizer import OptimizerTable
 from paramd.layout.exports.settings import FORMATS, ExportSettings
 from paramd.layout.plan import Replica
-from paramd.layout.types import Layout, Piece, TensorKind, TensorLayout
+from paramd.layout.types import Layout, TensorKind, TensorLayout
 
 
 @dataclass(frozen=True)
@@ -108,14 +108,13 @@ def plan_export(
     if not tensors:
         raise NotFoundError("the export would be empty: the job has no tensor of these kinds")
     names = settings.names.apply(_written_names(tensors, settings))
-    files, pieces = laid_out.plan(
-        tensors, names, settings, Replica(layout, settings.replica), optimizer
-    )
+    reads = _reads(layout, tensors, settings.replica, optimizer)
+    files = laid_out.plan(tensors, names, settings, reads, optimizer)
     return ExportPlan(
         settings=settings,
         layout=layout,
         files=tuple(files),
-        sources=_sources(tensors, pieces, optimizer),
+        sources=_sources(tensors, reads, optimizer),
         names=_all_names(tensors, names),
         optimizer=optimizer,
     )
@@ -140,18 +139,33 @@ def _all_names(tensors: Iterable[TensorLayout], names: Mapping[str, str]) -> dic
     }
 
 
+def _reads(
+    layout: Layout,
+    tensors: Sequence[TensorLayout],
+    replica: int,
+    optimizer: OptimizerTable | None,
+) -> Reads:
+    others = optimizer.replicas if optimizer is not None else {}
+    replicas = {rank: Replica(layout, rank) for rank in {replica, *others.values()}}
+    model = {one.fqn: replicas[replica].pieces(one) for one in tensors}
+    states = {
+        one.fqn: replicas[others[one.fqn]].pieces(one) for one in tensors if one.fqn in others
+    }
+    return Reads(layout.world_size, model, {**model, **states})
+
+
 def _sources(
     tensors: Sequence[TensorLayout],
-    pieces: Mapping[str, Sequence[Piece]],
+    reads: Reads,
     optimizer: OptimizerTable | None,
 ) -> dict[str, Source]:
-    found = {"": make_source("", ((t, t.dtype, pieces[t.fqn]) for t in tensors))}
+    found = {"": make_source("", ((t, t.dtype, reads.model[t.fqn]) for t in tensors))}
     if optimizer is None:
         return found
     by_name = {tensor.fqn: tensor for tensor in tensors}
     for key in optimizer.keys:
         items = [
-            (by_name[fqn], dtype, pieces[fqn])
+            (by_name[fqn], dtype, reads.states[fqn])
             for fqn, dtype in optimizer.tensors(key)
             if fqn in by_name
         ]

@@ -18,7 +18,7 @@ from paramd.layout.exports.files import (
     Entry,
     ExportFile,
     Format,
-    Planned,
+    Reads,
     TorchFiles,
     json_bytes,
     piece_bytes,
@@ -26,7 +26,6 @@ from paramd.layout.exports.files import (
     state_positions,
 )
 from paramd.layout.exports.optimizer import OptimizerTable
-from paramd.layout.plan import Replica
 from paramd.layout.types import Piece, TensorKind, TensorLayout, full_box
 
 if TYPE_CHECKING:
@@ -123,19 +122,18 @@ def shard_files(
     tensors: Sequence[TensorLayout],
     names: Mapping[str, str],
     settings: ExportSettings,
-    replica: Replica,
+    reads: Reads,
     optimizer: OptimizerTable | None,
-) -> Planned:
+) -> list[ExportFile]:
     """Shards as Hugging Face cuts them, distributed evenly over the ranks."""
-    loads = dict.fromkeys(range(replica.world_size), 0)
-    pieces: dict[str, Sequence[Piece]] = {one.fqn: replica.pieces(one) for one in tensors}
+    loads = dict.fromkeys(range(reads.world_size), 0)
     model = _cut(_model_items(tensors, names, settings), settings)
-    ranks = _assign(model, loads, pieces)
+    ranks = _assign(model, loads, reads.model)
     shards = [(MODEL_FILES, cut) for cut in model]
     if optimizer is not None:
         # After the model, whose pins must not depend on the optimizer.
         states = _cut(_state_items(tensors, names, optimizer), settings)
-        ranks += _assign(states, loads, pieces)
+        ranks += _assign(states, loads, reads.states)
         shards += [(OPTIMIZER_FILES, cut) for cut in states]
     counts = {base: sum(kind == base for kind, _ in shards) for base, _ in shards}
     seen: dict[str, int] = {}
@@ -143,7 +141,7 @@ def shard_files(
     for (base, items), rank in zip(shards, ranks, strict=True):
         seen[base] = seen.get(base, 0) + 1
         files.append(_file(shard_name(base, seen[base], counts[base]), rank, items))
-    return files, pieces
+    return files
 
 
 def shard_name(base: str, number: int, count: int) -> str:

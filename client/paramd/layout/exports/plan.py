@@ -14,6 +14,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from paramd.errors import NotFoundError
 from paramd.layout.exports.files import ExportFile, Reads, Source, TorchFiles, make_source
@@ -53,6 +54,20 @@ class ExportPlan:
     def at_boundary(self) -> bool:
         """Whether only an agreed boundary can copy it: it has buffers, or arenas are mirrored."""
         return self.with_buffers or self.layout.mirrored
+
+    @property
+    def parts(self) -> dict[str, list[dict[str, Any]]]:
+        """By fqn, what a tensor is written as when that is several, or of another shape."""
+        if self.settings.names.rules or FORMATS[self.settings.format].keeps_tied:
+            return {}
+        return {
+            one.fqn: [
+                {"name": part.name, "begin": part.box.begin, "end": part.box.end}
+                for part in one.hub
+            ]
+            for one in self.layout.tensors
+            if one.hub and not _is_renamed(one) and one.fqn in self.names
+        }
 
     @property
     def tied(self) -> dict[str, str]:
@@ -107,7 +122,12 @@ def plan_export(
     tensors = [tensor for tensor in layout.tensors if _included(tensor, settings)]
     if not tensors:
         raise NotFoundError("the export would be empty: the job has no tensor of these kinds")
+    if laid_out.keeps_tied or settings.names.rules:
+        # What torch or the caller's names expect is the model in memory.
+        tensors = [replace(one, hub=()) for one in tensors]
+    renamed = {one.fqn: one.hub[0].name for one in tensors if _is_renamed(one)}
     names = settings.names.apply(_written_names(tensors, settings))
+    names |= {name: renamed[name] for name in names if name in renamed}
     reads = _reads(layout, tensors, settings.replica, optimizer)
     files = laid_out.plan(tensors, names, settings, reads, optimizer)
     return ExportPlan(
@@ -118,6 +138,11 @@ def plan_export(
         names=_all_names(tensors, names),
         optimizer=optimizer,
     )
+
+
+def _is_renamed(tensor: TensorLayout) -> bool:
+    """Whether transformers only has another name for it."""
+    return [one.shape for one in tensor.hub] == [tensor.shape]
 
 
 def _included(tensor: TensorLayout, settings: ExportSettings) -> bool:

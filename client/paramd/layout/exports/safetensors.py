@@ -26,7 +26,7 @@ from paramd.layout.exports.files import (
     state_positions,
 )
 from paramd.layout.exports.optimizer import OptimizerTable
-from paramd.layout.types import Piece, TensorKind, TensorLayout, full_box
+from paramd.layout.types import Box, Piece, TensorKind, TensorLayout, full_box
 
 if TYPE_CHECKING:
     from paramd.layout.exports.plan import ExportPlan
@@ -112,6 +112,8 @@ class _Item:
     state_key: str
     tensor: int
     constant: bytes | None = None
+    box: Box | None = None
+    """The part of the tensor; None: all of it."""
 
     @property
     def size_bytes(self) -> int:
@@ -156,7 +158,11 @@ def _model_items(
 ) -> Iterator[_Item]:
     for number, tensor in enumerate(tensors):
         dtype = settings.dtype_of(tensor.dtype)
-        for name in (tensor.fqn, *(tensor.aliases if settings.keep_tied else ())):
+        for part in tensor.hub:
+            spec = TensorSpec(name=part.name, dtype=dtype, shape=part.shape)
+            yield _Item(spec, tensor, "", number, box=part.box)
+        own = () if tensor.hub else (tensor.fqn,)
+        for name in (*own, *(tensor.aliases if settings.keep_tied else ())):
             spec = TensorSpec(name=names[name], dtype=dtype, shape=tensor.shape)
             yield _Item(spec, tensor, "", number)
 
@@ -243,7 +249,7 @@ def _file(name: str, rank: int, items: Sequence[_Item]) -> ExportFile:
     begin = len(header)
     for spec in specs:
         item = by_name[spec.name]
-        box = full_box(spec.shape)
+        box = item.box if item.box is not None else full_box(spec.shape)
         entry = Entry(spec.name, item.state_key, item.tensor, box, spec.dtype, begin, item.constant)
         entries.append(entry)
         begin += entry.size_bytes

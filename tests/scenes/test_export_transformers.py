@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule
 
 from paramd.layout.exports.settings import ExportSettings
 from paramd.layout.merge import LocalLayout
@@ -155,6 +156,24 @@ def test_the_layout_is_what_save_pretrained_writes(name: str, tmp_path: Path) ->
     assert {key: raw(one) for key, one in ours.items()} == {
         key: raw(one) for key, one in theirs.items()
     }
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_class_that_sharding_gave_a_model_is_no_other_architecture() -> None:
+    text = transformers.LlamaConfig(**{key: SIZES[key] for key in list(SIZES)[:7]})
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        image_size=16, patch_size=8,
+    )  # fmt: skip
+    config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=9)
+    model = transformers.LlavaForConditionalGeneration(config)
+    local = local_layout(untied(model)[0])
+    plain = described(model, local)
+    assert all(one.hub and one.hub[0].name != one.fqn for one in plain.tensors)
+    for module in (model, model.model, model.model.language_model):
+        bases = (FSDPModule, type(module))
+        module.__class__ = type(f"FSDP{type(module).__name__}", bases, {})
+    assert described(model, local) == plain
 
 
 class Odd(torch.nn.Linear):

@@ -83,7 +83,7 @@ def _converted(model: nn.Module, tensors: Sequence[TensorLayout]) -> dict[str, t
         state = {one.fqn: torch.empty(one.shape, dtype=torch.uint8) for one in tensors}
     sources = {each.untyped_storage()._cdata: name for name, each in state.items()}
     with _KeepViews(), torch.no_grad():
-        written = revert_weight_conversion(model, dict(state))
+        written = revert_weight_conversion(_as_written(model), dict(state))
     parts: dict[str, list[HubPart]] = {}
     for name, tensor in written.items():
         source = sources.get(tensor.untyped_storage()._cdata)
@@ -98,6 +98,19 @@ def _converted(model: nn.Module, tensors: Sequence[TensorLayout]) -> dict[str, t
         for name, of in parts.items()
         if [(one.name, one.shape) for one in of] != [(name, tuple(state[name].shape))]
     }
+
+
+def _as_written(module: Any) -> Any:
+    """A stand-in of the module whose classes are those of its author, by whose names transformers
+    finds what it converts: `fully_shard` and `replicate` give a module a class of their own."""
+    found = object.__new__(next(cls for cls in type(module).__mro__ if not _is_torch_s(cls)))
+    modules = {name: child and _as_written(child) for name, child in module._modules.items()}
+    found.__dict__.update(module.__dict__, _modules=modules)
+    return found
+
+
+def _is_torch_s(cls: type) -> bool:
+    return any(base.__module__.startswith("torch.distributed.") for base in cls.__mro__)
 
 
 def _part(name: str, tensor: torch.Tensor, shape: Sequence[int]) -> HubPart:

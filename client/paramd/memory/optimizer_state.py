@@ -185,7 +185,7 @@ def _once(stated: Sequence[Stated]) -> list[Stated]:
     ZeroRedundancyOptimizer lists all, and has another inside for those that this rank updates."""
     found: dict[tuple[Any, ...], Stated] = {}
     for number, one in enumerate(stated):
-        place = (one.begin, one.end, one.shape, one.strides)
+        place: tuple[Any, ...] = (one.begin, one.end, one.shape, one.strides)
         known = found.get(place)
         if known is not None and known.has_state and one.has_state:
             place = (*place, number)

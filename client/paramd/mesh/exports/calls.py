@@ -88,6 +88,9 @@ class ExportInfo(Document):
     """Id of the schedule that started it; empty: started by a request."""
     removed: bool
     """Removed by the schedule's retention."""
+    missing: tuple[str, ...]
+    """Names in the model's state dict of what is no tensor and so not in the export, such as extra
+    state; at most 1,000. Empty in lists."""
 
     @property
     def raw(self) -> Mapping[str, Any]:
@@ -459,8 +462,6 @@ def joined_parts(
     Raises:
         NotFoundError: a part is missing. UsageError: one has another size.
     """
-    import torch
-
     shapes = {one.fqn: one.shape for one in layout.tensors}
     found = dict(tensors)
     for fqn, of in parts.items():
@@ -469,7 +470,7 @@ def joined_parts(
             if value is None:
                 raise NotFoundError(f"the export has no {part['name']!r}, a part of {fqn!r}")
             if fqn not in found:
-                found[fqn] = torch.empty(shapes[fqn], dtype=value.dtype)
+                found[fqn] = value.new_empty(shapes[fqn])
             place = found[fqn][tuple(map(slice, part["begin"], part["end"]))]
             if place.numel() != value.numel():
                 raise UsageError(f"{fqn}: its part {part['name']} has shape {tuple(value.shape)}")

@@ -66,6 +66,7 @@ def encode_plan(pinned: PinnedExport, layout_digest: str) -> export_pb2.ExportPl
         digest=plan.digest,
         pins=pinned.pins,
         unsettled=pinned.pinned.unsettled,
+        missing=plan.layout.missing,
     )
 
 

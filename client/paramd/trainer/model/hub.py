@@ -82,7 +82,7 @@ def _converted(model: nn.Module, tensors: Sequence[TensorLayout]) -> dict[str, t
     with torch.device("meta"):
         state = {one.fqn: torch.empty(one.shape, dtype=torch.uint8) for one in tensors}
     sources = {each.untyped_storage()._cdata: name for name, each in state.items()}
-    with _KeepViews(), torch.no_grad():
+    with _KeepViews(), torch.no_grad():  # type: ignore[no-untyped-call]
         written = revert_weight_conversion(_as_written(model), dict(state))
     parts: dict[str, list[HubPart]] = {}
     for name, tensor in written.items():
@@ -103,7 +103,7 @@ def _converted(model: nn.Module, tensors: Sequence[TensorLayout]) -> dict[str, t
 def _as_written(module: Any) -> Any:
     """A stand-in of the module whose classes are those of its author, by whose names transformers
     finds what it converts: `fully_shard` and `replicate` give a module a class of their own."""
-    found = object.__new__(next(cls for cls in type(module).__mro__ if not _is_torch_s(cls)))
+    found: Any = object.__new__(next(cls for cls in type(module).__mro__ if not _is_torch_s(cls)))
     modules = {name: child and _as_written(child) for name, child in module._modules.items()}
     found.__dict__.update(module.__dict__, _modules=modules)
     return found

@@ -13,11 +13,13 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 
+from paramd.layout.exports.files import piece_bytes
 from paramd.layout.exports.settings import ExportSettings
 from paramd.layout.merge import LocalLayout
-from paramd.layout.types import HubPart, TensorKind, TensorLayout, full_box
+from paramd.layout.types import Box, HubPart, Layout, TensorKind, TensorLayout, full_box
 from paramd.mesh.exports.calls import joined_parts, values_of
 from paramd.trainer.model.hub import described
+from paramd.trainer.resume.exported import Exported, Offered
 from tests.integration.export_mesh import raw, still_mesh
 
 transformers = pytest.importorskip("transformers")
@@ -94,6 +96,8 @@ def test_from_pretrained_reads_what_was_exported(name: str, way: str, tmp_path: 
         target = mesh.target(root, "hf")
         mesh.export(ExportSettings(max_shard_bytes=9_000), target)
         layout = mesh.layout
+        for rank, trainer in enumerate(mesh.trainers):
+            went_on_from(root / "hf", layout, rank, bytes(trainer.arena.buffer))
     model.save_pretrained(tmp_path / "theirs")
     ours, theirs = stored_in(root / "hf"), stored_in(tmp_path / "theirs")
     assert {key: raw(one) for key, one in ours.items()} == {
@@ -203,6 +207,23 @@ def test_what_a_state_dict_has_beside_tensors_is_named_in_the_manifest(tmp_path:
 MODEL_TENSORS = {"0.weight", "0.bias", "1.weight", "1.bias"} | {
     f"1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")
 }
+
+
+def went_on_from(folder: Path, layout: Layout, rank: int, known: bytes) -> None:
+    """A training that begins with the export has the parameters that were exported."""
+    told = json.loads((folder / "paramd-export.json").read_text())
+    offered = Offered(told["export_id"], 0, "safetensors", "", str(folder), "")
+    found = Exported(offered, layout, rank)
+    arena = bytearray(layout.arena_bytes[rank])
+    try:
+        found.open([], share=(0, 1))
+        found.fill(memoryview(arena))
+    finally:
+        found.close()
+    for tensor in layout.tensors:
+        for piece in (one for one in tensor.pieces if one.rank == rank):
+            end = piece.arena_begin + piece_bytes(piece, tensor.dtype)
+            assert arena[piece.arena_begin : end] == known[piece.arena_begin : end], tensor.fqn
 
 
 def stored_in(folder: Path) -> dict[str, torch.Tensor]:

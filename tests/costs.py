@@ -44,7 +44,7 @@ LINES = {
     "unit/cli/": 722,
     "unit/control/": 4077,
     "unit/exports/": 280,
-    "unit/layout/": 1690,
+    "unit/layout/": 1710,
     "unit/memory/": 950,
     "unit/mesh/": 2762,
     "unit/sidecar/": 3162,

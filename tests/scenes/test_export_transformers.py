@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from paramd.layout.exports.files import piece_bytes
 from paramd.layout.exports.settings import ExportSettings
 from paramd.layout.merge import LocalLayout
-from paramd.layout.types import Box, HubPart, Layout, TensorKind, TensorLayout, full_box
+from paramd.layout.types import HubPart, Layout, TensorKind, TensorLayout, full_box
 from paramd.mesh.exports.calls import joined_parts, values_of
 from paramd.trainer.model.hub import described
 from paramd.trainer.resume.exported import Exported, Offered

@@ -197,6 +197,8 @@ class StatsTable(Table[TensorStats]):
     row_type = TensorStats
     about = ("job", "incarnation", "step", "unsettled", "label")
     total: TensorStats
+    replica: int = 0
+    """As in `Summoned`."""
     job: str
     incarnation: int
     history: int = 0

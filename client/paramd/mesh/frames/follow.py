@@ -373,6 +373,7 @@ class FollowSteps:
             history=at.history,
             step=at.step,
             dropped=dropped,
+            replica=self._plan.replica,
             sent_bytes=found.sent_bytes,
             changed_bytes=found.changed_bytes if self._mirrors is not None else None,
         )

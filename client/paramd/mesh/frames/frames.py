@@ -242,7 +242,7 @@ class Frame(Mapping[str, Value], Generic[Value]):
     """Values by name, all at one step of one incarnation."""
 
     def __init__(
-        self, *, job: str, incarnation: int, history: int, step: int, dropped: int
+        self, *, job: str, incarnation: int, history: int, step: int, dropped: int, replica: int
     ) -> None:
         self.job = job
         """Name of the job."""
@@ -254,6 +254,8 @@ class Frame(Mapping[str, Value], Generic[Value]):
         """Gradients: number of the update that consumes them. Parameters: finished updates."""
         self.dropped = dropped
         """Frames skipped since the last one."""
+        self.replica = replica
+        """As in `Summoned`."""
 
 
 class GradFrame(Frame[Value]):
@@ -271,6 +273,7 @@ class GradFrame(Frame[Value]):
         history: int,
         step: int,
         dropped: int,
+        replica: int = 0,
         none: Mapping[str, str],
         scale: float,
         clip_factor: float | None,
@@ -280,8 +283,9 @@ class GradFrame(Frame[Value]):
     ) -> None:
         """`values` are called on first access. `parts` are given for statistics only."""
         super().__init__(
-            job=job, incarnation=incarnation, history=history, step=step, dropped=dropped
-        )
+            job=job, incarnation=incarnation, history=history, step=step, dropped=dropped,
+            replica=replica,
+        )  # fmt: skip
         self._make = values
         self._values: dict[str, Value] = {}
         self._parts = parts
@@ -368,12 +372,14 @@ class ParamFrame(Frame["torch.Tensor"]):
         history: int,
         step: int,
         dropped: int,
+        replica: int = 0,
         sent_bytes: int = 0,
         changed_bytes: int | None = None,
     ) -> None:
         super().__init__(
-            job=job, incarnation=incarnation, history=history, step=step, dropped=dropped
-        )
+            job=job, incarnation=incarnation, history=history, step=step, dropped=dropped,
+            replica=replica,
+        )  # fmt: skip
         self._tensors = dict(tensors)
         self.changed = tuple(changed)
         """Names whose values differ from the last frame; all names in the first one."""

@@ -171,6 +171,7 @@ class GradSteps:
             history=at.history,
             step=at.step,
             dropped=dropped,
+            replica=held.plan.plan.replica,
             none=none,
             scale=facts.scale,
             clip_factor=facts.clip_factor if facts.clip_factor else None,

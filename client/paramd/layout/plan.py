@@ -288,6 +288,8 @@ class Replica:
     def pieces(self, tensor: TensorLayout) -> list[Piece]:
         """One piece for every region that is not empty."""
         holders = _holders(tensor.pieces)
+        if not self.rank or all(len(one) == 1 for one in holders):
+            return [one[0] for one in holders]
         place, _ = self._place(holders)
         return [
             one[min(place if place is not None else self._places.get(len(one), 0), len(one) - 1)]

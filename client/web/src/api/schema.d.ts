@@ -1804,6 +1804,12 @@ export interface components {
             /** Job */
             job: string;
             /**
+             * Missing
+             * @description Names in the model's state dict of what is no tensor and so not in the export, such as extra
+             *     state; at most 1,000. Empty in lists.
+             */
+            missing: string[];
+            /**
              * Reason
              * @description Why it failed or was cancelled.
              */

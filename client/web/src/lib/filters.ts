@@ -6,7 +6,7 @@ const encoder = new TextEncoder();
 
 /** A word that selects exactly this name, or null when no filter can express it. */
 export function exactly(name: string): string | null {
-  return name === "" || name.includes('"') ? null : `"${literal(name)}"`;
+  return name === "" ? null : `"${literal(name).replace(/"/g, '""')}"`;
 }
 
 /** The glob that matches only this name: brackets quote special characters. */

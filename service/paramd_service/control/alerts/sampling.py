@@ -250,7 +250,7 @@ class MeshSampler:
 
         async def attempt(sidecars: Sidecars) -> StatsRound:
             index = await reach.index(sidecars)
-            plan = plan_read(index.layout, chosen, prefer=reach.costs())
+            plan = plan_read(index.layout, chosen, costs=reach.costs())
             if not plan.ranks:
                 return StatsRound(step=-1, tensors=())
             spans: Spans = {read.rank: read.spans for read in plan.ranks}

@@ -55,6 +55,7 @@ function optionsOf(draft: Draft, name: string): ExportOptions {
     dtype: draft.dtype || null,
     tied: "drop",
     name_map: {},
+    patterns: [],
     timeout_s: TIMEOUT_S,
     assets: [],
   };

@@ -76,7 +76,8 @@ class ControlPlane:
             self._take_own_tls()
         self._grpc = GrpcServer()
         self._doorway = Doorway()
-        self._http = HttpServer(self._doorway, drain_s=config.drain_s)
+        self._http = HttpServer(self._doorway)
+        self._drain_s = config.drain_s
         self._lag = LoopLag()
         self._events = EventBus()
         self._incarnations = IncarnationNotes()
@@ -185,10 +186,10 @@ class ControlPlane:
         await self._grpc.say_stopping()
         if self._jobs is not None:
             self._jobs.send_away(UnreachableError("the control plane is stopping; join again"))
-        await self._grpc.stop(self._config.drain_s)
+        await self._grpc.stop(self._drain_s)
         # 3. REST finishes its requests; event streams, which would never end, are closed first.
         self._events.close()
-        await self._http.stop()
+        await self._http.stop(self._drain_s)
         # 4. Work on the jobs' sidecars, then the jobs, whose connections that work uses.
         for part in (self._exports, self._watchers, self._edits, self._jobs):
             if part is not None:
@@ -262,6 +263,8 @@ class ControlPlane:
             return None
         newer = successor(self._claim.endpoint)
         if newer is not None:
+            # It waits for the store, and its callers for it.
+            self._drain_s = 0.0
             return (
                 f"the control plane of incarnation {newer.incarnation} (pid {newer.pid}) "
                 "has taken over"

@@ -33,6 +33,8 @@ from paramd.security.tls import IF_MOVED, ClientTls, Pems, https_context, not_ac
 
 REST_TIMEOUT_S = 5.0
 """Default timeout of one REST request."""
+STARTING_S = 20.0
+"""That of the first ones, at least: a control plane is announced before it has loaded its parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,7 @@ class RestClient:
         and perhaps another port. `tls` None also knows the CAs of this user's jobs.
         """
         self._timeout_s = timeout_s
+        self._has_answered = False
         self._transport, self._tls, self._find = transport, tls, find
         self._left: list[httpx2.AsyncClient] = []
         self._at = (checked_url(url), token)
@@ -274,8 +277,11 @@ class RestClient:
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None
     ) -> httpx2.Response:
         limit_s = timeout_s if timeout_s is not None else self._timeout_s
+        if not self._has_answered:
+            limit_s = max(limit_s, STARTING_S)
         try:
             answer = await self._sent(method, path, body, limit_s)
+            self._has_answered = True
         except httpx2.TimeoutException as error:
             raise UnreachableError(
                 f"{self.url} did not answer in time; is the control plane stopped? "

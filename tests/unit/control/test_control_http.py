@@ -29,6 +29,7 @@ from paramd_service.control.mesh.jobs import ControlIdentity, Jobs
 from paramd_service.control.metrics.metrics import LoopLag, Metrics
 from paramd_service.control.records.events import EventBus
 from paramd_service.control.records.records import Records
+from tests.memory_stores import MemoryTokens
 
 TOKEN = "a-token-of-the-user"
 BOOTSTRAP = Bootstrap(job="run", incarnation=3, world_size=2, private_key=bytes(32), token=TOKEN)
@@ -40,23 +41,34 @@ def services() -> Services:
     jobs.open(BOOTSTRAP)
     records = Records("", Path("/nonexistent"), chain="run")
     watchers = Watchers(
-        AlertConfig(watch=False),
+        config=AlertConfig(watch=False),
         publish=lambda kind, data, *, job: None,
         store=records.alerts,
         offer=records.history.offer,
     )
+    exports = ExportService(records, {}, publish=lambda kind, data, *, job: None)
+    edits = EditRegistry(records, EditConfig(), publish=lambda kind, data, *, job: None)
     return Services(
         config=ControlConfig(job="run"),
         listen_host="127.0.0.1",
         grpc_address="127.0.0.1:8471",
         jobs=jobs,
-        metrics=Metrics(jobs, LoopLag(), watchers),
+        metrics=Metrics(
+            jobs=jobs,
+            lag=LoopLag(),
+            watchers=watchers,
+            tls=None,
+            exports=exports,
+            edits=edits,
+            records=records,
+        ),
         watchers=watchers,
-        tokens=Tokens(TOKEN),
+        tokens=Tokens(TOKEN, MemoryTokens()),
         revocations=Revocations(ticket_ttl_s=600.0),
         records=records,
-        edits=EditRegistry(records, EditConfig(), publish=lambda kind, data, *, job: None),
-        exports=ExportService(records, {}, publish=lambda kind, data, *, job: None),
+        edits=edits,
+        exports=exports,
+        denied=lambda *told: None,
         failures=FailureLimit(burst=1000.0),
         events=EventBus(),
         stopping=lambda: False,

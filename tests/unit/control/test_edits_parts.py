@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from paramd.layout.select import NameIndex
 from paramd.layout.stats import Stats
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.control.base.config import loaded
 from paramd_service.control.edits.incarnation import in_effect
 from paramd_service.control.edits.machine import Commit, EditMachine, Staged
 from paramd_service.control.edits.runner import EditRun
@@ -152,14 +154,23 @@ def test_limits_come_from_ones_own_file_and_the_environment(tmp_path: Path) -> N
     mine.write_text("[edits]\nmax_share = 0.1\nmax_per_minute = 5\n")
     foreign.write_text("[edits]\nmax_share = 1.0\n")
     files = [(foreign, False), (mine, True)]
-    assert load_edits(files, {}, strict=True) == EditConfig(max_share=0.1, max_per_minute=5)
+    assert load_edits(files, {}) == EditConfig(max_share=0.1, max_per_minute=5)
     over = {"PARAMD_EDITS": '{"max_per_minute": 7}'}
-    assert load_edits(files, over, strict=True).max_per_minute == 7
+    assert load_edits(files, over).max_per_minute == 7
     for text in ('{"max_share": 2}', '{"other": 1}', "[]", "x", '{"max_share": "all"}'):
         wrong = {"PARAMD_EDITS": text}
         with pytest.raises(UsageError):
-            load_edits([], wrong, strict=True)
-        assert load_edits([], wrong, strict=False) == EditConfig()
+            load_edits([], wrong)
+
+
+def test_an_invalid_source_ends_a_site_and_leaves_a_job_the_defaults(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PARAMD_EDITS", "[]")
+    given = partial(loaded, load_edits, otherwise=EditConfig(max_per_minute=3), told="invalid")
+    assert given(strict=False) == EditConfig(max_per_minute=3)
+    with pytest.raises(UsageError):
+        given(strict=True)
 
 
 class Calls:

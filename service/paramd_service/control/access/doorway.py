@@ -220,7 +220,9 @@ def permitted(denied: Denied, *, readonly: bool = False) -> Callable[[Request], 
         keeps = not readonly or action is not Action.ADMINISTER or request.method == "GET"
         if keeps and action in allowed(principal.role, readonly=readonly):
             return
-        reason = _reason(principal, action)
+        reason = f"the role {principal.role} does not permit the action {action.value!r}"
+        if principal.may(action):
+            reason = "this control plane runs with --readonly, so nothing can be changed"
         denied(principal.name, principal.role, operation, reason)
         raise DeniedError(
             f"{reason}; ask an admin for another token (paramd token create --role ...)"
@@ -269,12 +271,6 @@ def _credential(scope: Scope, wanted: str) -> str:
     found = _values(scope, b"authorization")
     scheme, _, text = (found[0] if len(found) == 1 else "").partition(" ")
     return text.strip() if scheme.lower() == wanted else ""
-
-
-def _reason(principal: Principal, action: Action) -> str:
-    if principal.may(action):
-        return "this control plane runs with --readonly, so nothing can be changed"
-    return f"the role {principal.role} does not permit the action {action.value!r}"
 
 
 def _values(scope: Scope, name: bytes) -> list[str]:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from paramd.errors import ParamdError, UsageError
 from paramd.mesh.insight.reports import Alert
-from paramd.state_files import file_places
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.aio import kept
 from paramd_service.control.alerts.config import AlertConfig
@@ -47,31 +45,24 @@ def _ask_logged(mesh: Incarnation) -> Ask:
     return ask
 
 
+@dataclass(kw_only=True, eq=False)
 class Watchers:
     """All jobs' watchers: `start` follows `Jobs`, `close` ends them. Single event loop."""
 
-    def __init__(
-        self,
-        config: AlertConfig,
-        *,
-        publish: Publish,
-        store: AlertStore,
-        offer: Offer,
-        make_sampler: MakeSampler = lambda mesh: MeshSampler(mesh.reaching),
-        expires_s: Callable[[], float | None] = lambda: None,
-    ) -> None:
-        """No I/O. `store`, `offer` and `expires_s` as in `Watcher`."""
-        self._expires_s = expires_s
-        self.config = config
-        self.webhooks = Webhooks(config.webhooks)
-        self._publish = publish
-        self._store = store
-        self._offer = offer
-        self._make_sampler = make_sampler
+    config: AlertConfig
+    publish: Publish
+    store: AlertStore
+    """As in `Watcher`, like the next one and `expires_s`."""
+    offer: Offer
+    make_sampler: MakeSampler = lambda mesh: MeshSampler(mesh.reaching)
+    expires_s: Callable[[], float | None] = lambda: None
+    hold: Hold | None = None
+    """Pauses the training of a job, and says whom for; None: nothing can."""
+
+    def __post_init__(self) -> None:
+        self.webhooks = Webhooks(self.config.webhooks)
         self._watchers: dict[str, Watcher] = {}
         self._ending: set[asyncio.Task[None]] = set()
-        self.hold: Hold | None = None
-        """Pauses the training of a job, and says whom for; None: nothing can."""
 
     def start(self, jobs: Jobs) -> None:
         """Watch the open jobs and every later one."""
@@ -99,14 +90,14 @@ class Watchers:
             job=mesh.job,
             incarnation=mesh.number,
             view=mesh.registry.view,
-            sampler=self._make_sampler(mesh),
+            sampler=self.make_sampler(mesh),
             ask_logged=_ask_logged(mesh),
             reaching=mesh.reaching,
             webhooks=self.webhooks,
-            store=self._store,
-            offer=self._offer,
+            store=self.store,
+            offer=self.offer,
             tell=self._tell,
-            expires_s=self._expires_s,
+            expires_s=self.expires_s,
         )
         watcher.start()
         self._watchers[mesh.job] = watcher
@@ -123,7 +114,7 @@ class Watchers:
             watcher.tick(view)
 
     def _tell(self, alert: Alert) -> None:
-        self._publish("alert", asdict(alert), job=alert.job)
+        self.publish("alert", asdict(alert), job=alert.job)
         if self.hold and alert.state == State.FIRING and alert.rule in self.config.hold:
             # Once: who resumes it has seen the alert, which may go on firing.
             kept(self._ending, self._paused(alert, self.hold), "paramd-alert-hold")
@@ -134,26 +125,6 @@ class Watchers:
             await hold(alert.job, f"alert {alert.rule}")
         except ParamdError as error:
             log.warning("job %s is not paused for an alert: %s", alert.job, error)
-
-
-def open_alerts(*, watch: bool, strict: bool) -> AlertConfig:
-    """The current config.
-
-    Args:
-        watch: False never samples parameters.
-        strict: Raise on an invalid config. An embedded control plane is not strict: it logs the
-            error and uses the defaults.
-
-    Raises:
-        UsageError: the config is invalid, and `strict`.
-    """
-    try:
-        return load_alerts(file_places(), os.environ, watch=watch)
-    except UsageError as error:
-        if strict:
-            raise
-        log.error("invalid alert configuration, using the defaults: %s", error)
-        return AlertConfig()
 
 
 def parse_alerts(table: Mapping[str, Any], *, place: str, trusted: bool = True) -> dict[str, Any]:

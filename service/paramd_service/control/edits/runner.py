@@ -17,7 +17,6 @@ from paramd.layout.stats import stats_of
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.aio import kept, stopped
 from paramd_service.control.edits.machine import (
-    Action,
     Applied,
     CallOff,
     EditMachine,
@@ -164,19 +163,13 @@ class EditRun:
     async def _run(self) -> None:
         while True:
             event = await self._events.get()
-            actions = self.machine.handle(event)
-            await self._perform(actions)
-
-    async def _perform(self, actions: list[Action]) -> None:
-        for action in actions:
-            if isinstance(action, Persist):
-                if not await self._persist():
-                    self.feed(
-                        CallOff("the store could not be written; no rank was asked to apply it")
-                    )
-                    return
-            else:
-                self.start(self._do(action))
+            for action in self.machine.handle(event):
+                if not isinstance(action, Persist):
+                    self.start(self._do(action))
+                elif not await self._persist():
+                    why = "the store could not be written; no rank was asked to apply it"
+                    self.feed(CallOff(why))
+                    break
 
     async def _persist(self) -> bool:
         """Save the machine's state. False: a commit was not saved, so no rank may be asked.
@@ -207,28 +200,25 @@ class EditRun:
         self._on_change(self.row)
         return True
 
-    async def _do(self, action: Action) -> None:
-        if isinstance(action, Forget):
-            await self._forget(action.rank)
-        elif not isinstance(action, Persist):
-            try:
-                event: Event = await self._asked(action)
-            except Exception:
-                # The machine waits for an answer to everything it asks.
-                log.exception("edit %s, rank %d: a fault of paramd", self.row.id, action.rank)
-                event = Unreported(action.rank)
-                if isinstance(action, Reach):
-                    event = NotReached(action.rank, f"rank {action.rank}: a fault of paramd")
-            self.feed(event)
-
-    async def _asked(self, action: Reach | Withdraw | Show) -> Event:
-        match action:
-            case Reach(rank):
-                return await self._reach(rank)
-            case Withdraw(rank, later):
-                return await self._withdraw(rank, later=later)
-            case Show(rank):
-                return await self._show(rank)
+    async def _do(self, action: Reach | Withdraw | Show | Forget) -> None:
+        event: Event
+        try:
+            match action:
+                case Forget(rank):
+                    return await self._forget(rank)
+                case Reach(rank):
+                    event = await self._reach(rank)
+                case Withdraw(rank, later):
+                    event = await self._withdraw(rank, later=later)
+                case Show(rank):
+                    event = await self._show(rank)
+        except Exception:
+            # The machine waits for an answer to everything it asks.
+            log.exception("edit %s, rank %d: a fault of paramd", self.row.id, action.rank)
+            event = Unreported(action.rank)
+            if isinstance(action, Reach):
+                event = NotReached(action.rank, f"rank {action.rank}: a fault of paramd")
+        self.feed(event)
 
     async def _reach(self, rank: int) -> Event:
         machine = self.machine

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from paramd.errors import ExhaustedError, ParamdError
@@ -28,32 +28,21 @@ log = logging.getLogger("paramd.control.exports")
 Ended = Callable[[ExportJob], Awaitable[None]]
 
 
+@dataclass(kw_only=True, eq=False)
 class IncarnationExports:
     """Life cycle: `start`, any number of `add` and `cancel`, then `end` or `close`."""
 
-    def __init__(
-        self,
-        mesh: Incarnation,
-        store: ExportStore,
-        *,
-        place: Place,
-        assets: Callable[[ExportRow], Awaitable[Mapping[str, bytes]]],
-        on_change: OnChange,
-        ended: Ended,
-    ) -> None:
-        """No I/O.
+    mesh: Incarnation
+    store: ExportStore
+    place: Place
+    assets: Callable[[ExportRow], Awaitable[Mapping[str, bytes]]]
+    """Reads the small files copied into an export."""
+    on_change: OnChange
+    ended: Ended
+    """Awaited with every export that ended here."""
 
-        Args:
-            assets: Reads the small files copied into an export.
-            ended: Awaited with every export that ended here.
-        """
-        self.mesh = mesh
-        self.group = SidecarGroup(mesh)
-        self.store = store
-        self.place = place
-        self._assets = assets
-        self.on_change = on_change
-        self._ended = ended
+    def __post_init__(self) -> None:
+        self.group = SidecarGroup(self.mesh)
         self._runs: dict[str, ExportRun] = {}
         self._slots = asyncio.Semaphore(MAX_RUNNING)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -89,11 +78,8 @@ class IncarnationExports:
         return run
 
     async def cancel(self, export_id: str, reason: str) -> None:
-        """Cancel an export and wait for its end; nothing to do if it is not here.
-
-        Raises:
-            ConflictError: it can no longer be cancelled.
-        """
+        """Cancel an export and wait for its end; nothing to do if it is not here. Raises
+        ConflictError: it can no longer be cancelled."""
         run = self._runs.get(export_id)
         if run is not None:
             run.cancel(reason)
@@ -115,22 +101,18 @@ class IncarnationExports:
         await self._wait()
         await self.group.close()
 
-    def job_of(self, row: ExportRow, files: list[File]) -> ExportJob:
-        """The export of a stored row, not queued."""
-        return ExportJob(row, files, self)
-
     async def _run(self, run: ExportRun) -> None:
         try:
             async with self._turn(run):
                 try:
-                    run.assets = await self._assets(run.row)
+                    run.assets = await self.assets(run.row)
                 except ParamdError as error:
                     run.fail(str(error))
                 await run.run()
         finally:
             self._runs.pop(run.row.id, None)
             run.over.set()
-        await self._ended(run)
+        await self.ended(run)
 
     @asynccontextmanager
     async def _turn(self, run: ExportRun) -> AsyncIterator[None]:
@@ -174,7 +156,7 @@ class IncarnationExports:
 
     async def _drop_owed(self, row: ExportRow, files: list[File]) -> None:
         await self.group.wait_for([0])
-        if await drop(self.job_of(row, files)):
+        if await drop(ExportJob(row, files, self)):
             await self.store.save(replace(row, drop_owed=False))
 
     def _task(self, work: Coroutine[Any, Any, None], name: str) -> None:

@@ -73,7 +73,15 @@ class ExportJob:
         """No I/O. `files`: those in the store; none before a step is pinned."""
         self.row = row
         self.spec: ExportSpec = read_spec(row.request)
-        self.export = _restored(row, files)
+        self.export = Export(
+            state=ExportState(row.state),
+            reason=row.reason,
+            incarnation=row.incarnation,
+            step=row.step,
+            files={file.name: file for file in files},
+        )
+        self.committing = False
+        """From the commit on, which may have made the export visible."""
         self.group = queue.group
         self._place = queue.place
         self.assets: Mapping[str, bytes] = {}
@@ -156,16 +164,6 @@ class ExportJob:
             log.warning("progress of export %s could not be saved: %s", self.row.id, error)
 
 
-def _restored(row: ExportRow, files: Sequence[File]) -> Export:
-    return Export(
-        state=ExportState(row.state),
-        reason=row.reason,
-        incarnation=row.incarnation,
-        step=row.step,
-        files={file.name: file for file in files},
-    )
-
-
 class Writing:
     """Has sidecars write the files of one export."""
 
@@ -200,22 +198,16 @@ class Writing:
     async def _prepare(self) -> None:
         """Have a rank prepare the destination and check that the files fit."""
         job = self._job
-        request = export_pb2.BeginExportRequest(
-            target=job.target,
-            size_bytes=job.export.size_bytes,
-        )
+        request = export_pb2.BeginExportRequest(target=job.target, size_bytes=job.export.size_bytes)
         await job.group.any(job.group.asking(request), lost=job.rank_lost)
 
     def _give(self) -> None:
-        job, ranks = self._job, self._healthy()
+        job, joined = self._job, self._job.group.ranks()
+        ranks = {rank: address for rank, address in joined.items() if address not in self._gone}
         for name, rank in machine.next_files(job.export, ranks, per_rank=PER_RANK):
             job.change(machine.given(job.export, name, rank))
             task = asyncio.create_task(self._write(name, rank, ranks[rank]))
             self._tasks[task] = (name, rank)
-
-    def _healthy(self) -> dict[int, str]:
-        joined = self._job.group.ranks()
-        return {rank: address for rank, address in joined.items() if address not in self._gone}
 
     async def _write(self, name: str, rank: int, address: str) -> export_pb2.ExportedFile:
         job, joined = self._job, self._job.group.ranks()
@@ -403,31 +395,41 @@ def _file(plan: ExportPlan, index: int) -> File:
     )
 
 
-async def finish(job: ExportJob, *, committing: Callable[[], None]) -> None:
+async def finish(job: ExportJob) -> None:
     """Store the assets, verify all files and commit. Idempotent.
-
-    Args:
-        committing: Called right before the commit: from then on the export may be visible.
 
     Raises:
         DataLossError: a file read back differs from what was written.
         ParamdError: the destination failed.
     """
-    files = [_exported(file) for file in job.export.files.values()]
+    files = [
+        export_pb2.ExportedFile(
+            name=file.name, size_bytes=file.size_bytes, xxh3=bytes.fromhex(file.checksum)
+        )
+        for file in job.export.files.values()
+    ]
     for name, data in job.assets.items():
         store = partial(stored, job.group.calls, target=job.target, name=name, data=data)
         files.append((await job.group.any(store))[1])
     if job.spec.verify:
         await _verify(job, files)
-    committing()
+    job.committing = True
     request = export_pb2.FinishExportRequest(
-        target=job.target,
-        plan=job.message,
-        files=files,
-        created_s=job.row.created_s,
+        target=job.target, plan=job.message, files=files, created_s=job.row.created_s
     )
     rank, answer = await job.group.any(job.group.asking(request))
-    beside = [_beside(one, rank) for one in answer.files if one.name not in job.export.files]
+    beside = [
+        File(
+            name=one.name,
+            size_bytes=one.size_bytes,
+            written_bytes=one.size_bytes,
+            rank=rank,
+            state=FileState.VERIFIED,
+            checksum=one.xxh3.hex(),
+        )
+        for one in answer.files
+        if one.name not in job.export.files
+    ]
     job.change(machine.committed(job.export, beside))
 
 
@@ -457,23 +459,6 @@ async def _verify_share(
             await job.save_progress()
 
 
-def _exported(file: File) -> export_pb2.ExportedFile:
-    return export_pb2.ExportedFile(
-        name=file.name, size_bytes=file.size_bytes, xxh3=bytes.fromhex(file.checksum)
-    )
-
-
-def _beside(file: export_pb2.ExportedFile, rank: int) -> File:
-    return File(
-        name=file.name,
-        size_bytes=file.size_bytes,
-        written_bytes=file.size_bytes,
-        rank=rank,
-        state=FileState.VERIFIED,
-        checksum=file.xxh3.hex(),
-    )
-
-
 async def drop(job: ExportJob, *, finished: bool = False) -> bool:
     """Remove an export's files from its destination; return whether that succeeded.
 
@@ -482,9 +467,7 @@ async def drop(job: ExportJob, *, finished: bool = False) -> bool:
     """
     try:
         request = export_pb2.DropExportRequest(
-            target=job.target,
-            names=list(job.export.files),
-            finished=finished,
+            target=job.target, names=list(job.export.files), finished=finished
         )
         waiting = export_pb2.DropExportRequest(wait_only=True)
         waiting.MergeFrom(request)
@@ -496,12 +479,6 @@ async def drop(job: ExportJob, *, finished: bool = False) -> bool:
         log.warning("export %s: its files could not be removed: %s", job.row.id, error)
         return False
     return True
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, ParamdError):
-        return str(error)
-    return f"internal error ({type(error).__name__}); see the control plane's log"
 
 
 class ExportRun(ExportJob):
@@ -516,11 +493,10 @@ class ExportRun(ExportJob):
         """Set by the queue when it has stopped running."""
         self._work: asyncio.Task[None] | None = None
         self._ending: tuple[ExportState, str] | None = None
-        self._committing = False
 
     def fail(self, reason: str) -> None:
         """End it as FAILED, unless it is being committed."""
-        if not self._committing:
+        if not self.committing:
             self._end(ExportState.FAILED, reason)
 
     def cancel(self, reason: str) -> None:
@@ -529,7 +505,7 @@ class ExportRun(ExportJob):
         Raises:
             ConflictError: it has ended or is being committed.
         """
-        if self.export.is_over or self._committing:
+        if self.export.is_over or self.committing:
             raise ConflictError(
                 f"export {self.row.id} is {self.export.state}; it can no longer be cancelled"
             )
@@ -592,16 +568,16 @@ class ExportRun(ExportJob):
         assert self.leases is not None
         # All bytes are written: the snapshots are no longer needed.
         await self.leases.close(release=True)
-        await finish(self, committing=self._commits)
-
-    def _commits(self) -> None:
-        self._committing = True
+        await finish(self)
 
     def _ended(self, error: BaseException | None) -> None:
         if error is not None:
+            reason = str(error)
             if not isinstance(error, ParamdError):
                 log.error("export %s failed with an internal error", self.row.id, exc_info=error)
-            self.change(machine.failed(self.export, _reason(error)))
+                told = type(error).__name__
+                reason = f"internal error ({told}); see the control plane's log"
+            self.change(machine.failed(self.export, reason))
         elif self._ending is not None:
             state, reason = self._ending
             end = machine.cancelled if state is ExportState.CANCELLED else machine.failed
@@ -621,7 +597,7 @@ class ExportRun(ExportJob):
             await self.leases.close(release=True)
         if self.export.state is not ExportState.DONE and self.has_begun:
             gone = await drop(self)
-            if self._committing:
+            if self.committing:
                 # The commit got no answer, so the export may be visible: remove that as well.
                 gone = await drop(self, finished=True) and gone
             self.row = replace(self.row, drop_owed=not gone)

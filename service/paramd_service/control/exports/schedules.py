@@ -13,7 +13,7 @@ from paramd import clock
 from paramd.errors import ParamdError, UsageError
 from paramd_service.aio import stopped
 from paramd_service.control.exports.incarnation import IncarnationExports
-from paramd_service.control.exports.runner import drop
+from paramd_service.control.exports.runner import ExportJob, drop
 from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.store.exports import ExportRow, ExportStore, ScheduleRow
 from paramd_service.control.store.store import only
@@ -39,10 +39,6 @@ class Cadence:
     """Also keep every n-th, counted from the first."""
 
     def __post_init__(self) -> None:
-        for name in ("every_steps", "keep_last", "keep_every"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{name}: {value}; expected 1 or more")
         if self.keep_every is not None and self.keep_last is None:
             raise UsageError("keep_every: requires keep_last; without it everything is kept")
 
@@ -156,7 +152,7 @@ class Schedules:
 
     async def _remove(self, row: ExportRow, queue: IncarnationExports) -> None:
         row = replace(row, generation=queue.mesh.terms.generation)
-        job = queue.job_of(row, await self._store.files(row.id))
+        job = ExportJob(row, await self._store.files(row.id), queue)
         if await drop(job, finished=True):
             await self._store.save(replace(row, removed=True))
             log.info("export %s at %s: removed by its schedule", row.id, row.destination)

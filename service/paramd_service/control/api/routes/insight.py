@@ -21,7 +21,7 @@ from paramd.mesh.insight.updates import UpdateRow
 from paramd.v1 import common_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.control.access.doorway import may_see_logs, principal_of
-from paramd_service.control.api.choice import choose_one, pattern_of
+from paramd_service.control.api.choice import choose_one
 from paramd_service.control.api.routes.jobs import job_document
 from paramd_service.control.api.routes.params import Name
 from paramd_service.control.api.services import Services
@@ -236,7 +236,7 @@ def router(services: Services) -> APIRouter:
         mesh = services.jobs.get(job)
         _, index = await mesh.layouts.get(mesh.registry.view())
         item = choose_one(index, name)
-        return await mesh.statistics.spectrum(pattern_of(item), k)
+        return await mesh.statistics.spectrum(item.pattern, k)
 
     return routes
 

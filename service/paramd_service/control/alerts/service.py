@@ -11,16 +11,15 @@ from typing import Any
 
 from paramd.errors import ParamdError, UsageError
 from paramd.mesh.insight.reports import Alert
-from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.aio import kept
 from paramd_service.control.alerts.config import AlertConfig
-from paramd_service.control.alerts.numbers import ASK_TIMEOUT_S, Ask
+from paramd_service.control.alerts.numbers import ASK_TIMEOUT_S
 from paramd_service.control.alerts.sampling import MeshSampler
 from paramd_service.control.alerts.watcher import Offer, Watcher
 from paramd_service.control.alerts.webhook import Webhooks
 from paramd_service.control.base.config import settings_of, table_of_file, table_of_text
 from paramd_service.control.mesh.jobs import Incarnation, Jobs
-from paramd_service.control.mesh.registry import MeshView, Report
+from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.mesh.watch import Publish
 from paramd_service.control.store.alerts import AlertStore, State
 
@@ -33,16 +32,6 @@ ENVIRONMENT = "PARAMD_ALERTS"
 """The table as JSON; its keys override those of files."""
 
 STALL_BUDGET = "PARAMD_STALL_BUDGET_MS"
-
-
-def _ask_logged(mesh: Incarnation) -> Ask:
-    async def ask(report: Report, request: pb.GetLoggedRequest) -> pb.GetLoggedResponse:
-        found: pb.GetLoggedResponse = await mesh.calls.ask(
-            report.rank, report.address, request, timeout_s=ASK_TIMEOUT_S
-        )
-        return found
-
-    return ask
 
 
 @dataclass(kw_only=True, eq=False)
@@ -91,7 +80,9 @@ class Watchers:
             incarnation=mesh.number,
             view=mesh.registry.view,
             sampler=self.make_sampler(mesh),
-            ask_logged=_ask_logged(mesh),
+            ask_logged=lambda report, request: mesh.calls.ask(
+                report.rank, report.address, request, timeout_s=ASK_TIMEOUT_S
+            ),
             reaching=mesh.reaching,
             webhooks=self.webhooks,
             store=self.store,

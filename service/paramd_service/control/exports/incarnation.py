@@ -43,7 +43,8 @@ class IncarnationExports:
 
     def __post_init__(self) -> None:
         self.group = SidecarGroup(self.mesh)
-        self._runs: dict[str, ExportRun] = {}
+        self.runs: dict[str, ExportRun] = {}
+        """Running and queued exports, by id."""
         self._slots = asyncio.Semaphore(MAX_RUNNING)
         self._tasks: set[asyncio.Task[None]] = set()
         self._over = ""
@@ -52,26 +53,18 @@ class IncarnationExports:
         """Resume the job's unfinished exports from the store."""
         self._task(self._take_over(), "paramd-exports-found")
 
-    def get(self, export_id: str) -> ExportJob | None:
-        """A running or queued export."""
-        return self._runs.get(export_id)
-
-    def all(self) -> list[ExportJob]:
-        """All running and queued exports."""
-        return list(self._runs.values())
-
     def check_room(self) -> None:
         """Raises ExhaustedError when the queue is full."""
-        if len(self._runs) >= MAX_RUNNING + MAX_WAITING:
+        if len(self.runs) >= MAX_RUNNING + MAX_WAITING:
             raise ExhaustedError(
                 f"{MAX_WAITING} exports of job {self.mesh.job!r} are queued already; retry later"
             )
 
     def add(self, row: ExportRow, files: list[File]) -> ExportJob:
         """Queue an export, new or resumed. Idempotent by id."""
-        if row.id in self._runs:
-            return self._runs[row.id]
-        run = self._runs[row.id] = ExportRun(row, files, self)
+        if row.id in self.runs:
+            return self.runs[row.id]
+        run = self.runs[row.id] = ExportRun(row, files, self)
         if self._over:
             run.fail(self._over)
         self._task(self._run(run), f"paramd-export-slot-{row.id[:8]}")
@@ -80,7 +73,7 @@ class IncarnationExports:
     async def cancel(self, export_id: str, reason: str) -> None:
         """Cancel an export and wait for its end; nothing to do if it is not here. Raises
         ConflictError: it can no longer be cancelled."""
-        run = self._runs.get(export_id)
+        run = self.runs.get(export_id)
         if run is not None:
             run.cancel(reason)
             await run.over.wait()
@@ -88,7 +81,7 @@ class IncarnationExports:
     async def end(self, reason: str) -> None:
         """Fail all exports: the incarnation ended, and its sidecars with it."""
         self._over = reason
-        for run in list(self._runs.values()):
+        for run in list(self.runs.values()):
             run.fail(reason)
         await self._wait()
         await self.group.close()
@@ -110,7 +103,7 @@ class IncarnationExports:
                     run.fail(str(error))
                 await run.run()
         finally:
-            self._runs.pop(run.row.id, None)
+            self.runs.pop(run.row.id, None)
             run.over.set()
         await self.ended(run)
 
@@ -132,7 +125,7 @@ class IncarnationExports:
         while True:
             try:
                 for row in await self.store.unfinished(self.mesh.job):
-                    if row.id not in self._runs:
+                    if row.id not in self.runs:
                         await self._take(row)
                 return
             except StoreError as error:

@@ -83,15 +83,13 @@ class ExportJob:
         self.committing = False
         """From the commit on, which may have made the export visible."""
         self.group = queue.group
-        self._place = queue.place
         self.assets: Mapping[str, bytes] = {}
         """Contents of small files to copy into it, by name."""
         self.message = export_pb2.ExportPlan.FromString(row.plan)
         """The plan with its pins; empty before a step is pinned."""
         self.plan: ExportPlan | None = None
         self.leases: Leases | None = None
-        self._store = queue.store
-        self._on_change = queue.on_change
+        self._queue = queue
         self._saved_s = 0.0
 
     @property
@@ -102,7 +100,7 @@ class ExportJob:
     @property
     def target(self) -> export_pb2.ExportTarget:
         """Raises UsageError or NotFoundError when the destination no longer exists."""
-        return self._place(self.row)
+        return self._queue.place(self.row)
 
     @property
     def files(self) -> list[File]:
@@ -113,7 +111,7 @@ class ExportJob:
         """Its destination, once its step is known. Raises StoreError."""
         taken: set[str] = set()
         if self.row.schedule:
-            earlier = await self._store.of_schedule(self.row.schedule)
+            earlier = await self._queue.store.of_schedule(self.row.schedule)
             taken = {row.destination for row in earlier if not row.removed}
         return named_anew(self.row.destination, incarnation=incarnation, step=step, taken=taken)
 
@@ -128,7 +126,7 @@ class ExportJob:
             incarnation=export.incarnation,
             step=export.step,
         )
-        self._on_change(self, whole)
+        self._queue.on_change(self, whole)
 
     def rank_lost(self, rank: int, why: str) -> None:
         """Treat a rank that does not answer, and the snapshot it held, as lost."""
@@ -148,7 +146,7 @@ class ExportJob:
             TakenOverError: another control plane has taken over the export.
         """
         self._saved_s = time.monotonic()
-        await self._store.save(self.row, self.files)
+        await self._queue.store.save(self.row, self.files)
 
     async def save_progress(self) -> None:
         """Save at most once per SAVE_EVERY_S; store errors are only logged.

@@ -85,7 +85,7 @@ class ExportService:
 
     def running(self) -> list[ExportJob]:
         """All running and queued exports."""
-        return [job for queue in self._queues.values() for job in queue.all()]
+        return [job for queue in self._queues.values() for job in queue.runs.values()]
 
     def check(self, request: Mapping[str, Any]) -> None:
         """Validate a request. Raises UsageError, NotFoundError."""
@@ -260,7 +260,7 @@ class ExportService:
 
     def _live(self, job: str, export_id: str) -> ExportJob | None:
         queue = self._queues.get(job)
-        return queue.get(export_id) if queue is not None else None
+        return queue.runs.get(export_id) if queue is not None else None
 
     async def _same(
         self, job: str, export_id: str, request: Mapping[str, Any]

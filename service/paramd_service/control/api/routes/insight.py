@@ -219,17 +219,8 @@ def router(services: Services) -> APIRouter:
         found = await comparisons.compare(
             job, one, other, filter or ["*"], jobs=documents, heat=heat
         )
-        tensors = [
-            DiffDocument(
-                **row
-                | {
-                    "largest_rows": [
-                        LargestRow(row=at, norm=norm) for at, norm in row["largest_rows"]
-                    ]
-                }
-            )
-            for row in found["rows"]
-        ]
+        for row in found["rows"]:
+            row["largest_rows"] = [{"row": at, "norm": norm} for at, norm in row["largest_rows"]]
         return DiffList(
             job=job,
             incarnation=mesh.number,

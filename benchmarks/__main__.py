@@ -22,6 +22,7 @@ NAMES = (
     "serving",
     "stats",
     "select",
+    "names",
     "local_summon",
     "local_summon_cells",
     "tp_ddp",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -10,13 +11,21 @@ from paramd.version import __version__
 
 if TYPE_CHECKING:
     from paramd import aio as aio
+    from paramd.errors import ParamdError as ParamdError
     from paramd.mesh.connect import connect as connect
+    from paramd.mesh.mesh import Mesh as Mesh
     from paramd.trainer.attaching.attach import attach as attach
     from paramd.trainer.model.tp_ddp import pre_dp_module_transform as pre_dp_module_transform
     from paramd.trainer.summon import summon_full_params as summon_full_params
 
+# Read by gRPC as it is imported. It brings no connection over a fork in any case, and would say so
+# on stderr at each, such as for every worker of a DataLoader.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 # Loaded on first use, so that `paramd --help` and the sidecar never import torch.
 _LAZY = {
+    "Mesh": "paramd.mesh.mesh",
+    "ParamdError": "paramd.errors",
     "attach": "paramd.trainer.attaching.attach",
     "connect": "paramd.mesh.connect",
     "pre_dp_module_transform": "paramd.trainer.model.tp_ddp",
@@ -24,6 +33,8 @@ _LAZY = {
 }
 
 __all__ = [
+    "Mesh",
+    "ParamdError",
     "__version__",
     "aio",
     "attach",

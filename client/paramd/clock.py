@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +24,27 @@ from pathlib import Path
 from typing import Final
 
 from paramd import state_files
+from paramd.errors import UsageError
+
+_UNITS_S: Final = {"": 1, "ms": 1e-3, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_DURATION: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{0,6})?)\s*([a-z]*)")
+
+
+def seconds_of(given: float | str, what: str) -> float:
+    """Seconds in a number, or in a text such as "90s", "500ms", "15m", "12h", "30d" or "4w".
+
+    Raises:
+        UsageError: it is neither; `what` names the argument.
+    """
+    if isinstance(given, int | float) and not isinstance(given, bool):
+        return float(given)
+    found = _DURATION.fullmatch(given.strip()) if isinstance(given, str) else None
+    if found is None or found[2] not in _UNITS_S:
+        raise UsageError(
+            f"{what}: {given!r}; expected seconds, or a number and ms, s, m, h, d or w, such as 12h"
+        )
+    return float(found[1]) * _UNITS_S[found[2]]
+
 
 SETTLE_S: Final = 600.0
 """A jump is accepted once it has lasted this long."""

@@ -16,6 +16,8 @@ METADATA_KEY = "x-request-id"
 """HTTP header and gRPC metadata key of the request id."""
 
 RANK_KEY = "paramd-rank"
+READS_KEY = "paramd-reads"
+"""Metadata of an export's calls: the ticket that the sidecar reads other ranks with."""
 """gRPC metadata key: the rank a call to a sidecar is meant for, in decimal digits."""
 
 MAX_ID_CHARS = 64

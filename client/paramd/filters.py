@@ -14,7 +14,7 @@ spaces.
     statistics    norm mean std min max absmax        = != < <= > >=
                   nan inf zero (counts of elements)
 
-Numbers may end in k, M, G (powers of 1000). `dims` is the number of dims; `rank=3` holds when
+Numbers may end in k or K, M, G (powers of 1000). `dims` is the number of dims; `rank=3` holds when
 rank 3 has a part. `trainable` is as of attach, and neither true nor false for buffers. A statistic that does not exist (the mean without any finite element)
 satisfies no term.
 """  # noqa: E501
@@ -43,9 +43,9 @@ KEYS: Final = (*TEXT_KEYS, "shape", *COUNT_KEYS, *FLAG_KEYS, *STATISTIC_KEYS)
 
 _TERM = re.compile(r"([A-Za-z_]+)(!=|<=|>=|=|<|>|~)")
 _NUMBER = re.compile(r"([+-]?(?:[0-9]{1,40}(?:\.[0-9]{0,40})?|\.[0-9]{1,40})(?:e[+-]?[0-9]{1,3})?)"
-                     r"([kMG]?)\Z")  # fmt: skip
+                     r"([kKMG]?)\Z")  # fmt: skip
 _SHAPE = re.compile(r"(?:[0-9]{1,18}|\*)(?:x(?:[0-9]{1,18}|\*)){0,31}\Z")
-_SCALE: Final = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
+_SCALE: Final = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9}
 _ORDER: Final[dict[str, Callable[[float, float], bool]]] = {
     "=": operator.eq,
     "!=": operator.ne,

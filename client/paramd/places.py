@@ -18,6 +18,7 @@ import os
 import re
 import socket
 import stat
+import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from dataclasses import replace as changed
@@ -75,6 +76,12 @@ class Endpoint:
     """The job's own CA certificate (PEM), which signed the URL's; empty: none."""
     ca_pin: str = ""
     """Fingerprint of that CA's public key, "sha256:..."; empty: none."""
+    via: str = ""
+    """Host that `paramd connect` reaches it through; empty: it lives in this state dir."""
+
+
+STARTING_S = 60.0
+"""How long a control plane takes to begin, at most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,18 +100,30 @@ class IncarnationRecord(Document):
     """Last known step when it ended; -1 when unknown."""
 
 
+class StartingError(UnreachableError):
+    """The job is starting: its control plane is not there yet."""
+
+
 def write_endpoint(endpoint: Endpoint) -> Path:
     """Replace the job's endpoint.json atomically.
 
     Raises:
         UsageError, ConflictError: as `job_dir`.
-        ConflictError: a newer incarnation of the job is running.
+        ConflictError: a newer incarnation of the job is running; a job of another host may not
+            take the place of one that lives here.
     """
     path = job_dir(endpoint.job) / ENDPOINT_FILE
     # Locked from check to replace: a control plane that starts late must not hide a newer one.
     with state_dir_errors(), locked(path.parent):
         found = _load(path)
-        if found is not None and found.incarnation > endpoint.incarnation and _alive(found):
+        if endpoint.via and path.exists() and (found is None or not found.via or _alive(found)):
+            raise ConflictError(
+                f"a job {endpoint.job!r} is here already ({path}), so the one on {endpoint.via} is "
+                "not shown under that name; remove that file if nothing of it runs here any more"
+            )
+        # What another host calls its job is no reason for a control plane of this one to yield.
+        lives = found is not None and not found.via and _alive(found)
+        if found is not None and lives and found.incarnation > endpoint.incarnation:
             raise ConflictError(
                 f"incarnation {found.incarnation} of job {found.job!r} is already running (pid "
                 f"{found.pid}); this is incarnation {endpoint.incarnation}"
@@ -135,6 +154,7 @@ def read_endpoint(job: str | None = None) -> Endpoint:
     Raises:
         UsageError: not a job name, or several jobs are running and none was named.
         NotFoundError: no job of that name was ever here.
+        StartingError: it is starting.
         UnreachableError: the job has ended, or no job is running here.
     """
     if job is not None:
@@ -143,6 +163,11 @@ def read_endpoint(job: str | None = None) -> Endpoint:
             return found
         if not is_known(job):
             raise NotFoundError(f"job {job!r} is not known here; {_next_step(running_jobs())}")
+        if is_starting(job):
+            raise StartingError(
+                f"job {job!r} is starting: its control plane is not there yet; try again in a few "
+                f"seconds, or see the training's log. State dir searched: {state_dir()}"
+            )
         past = incarnations(job)
         began = "has ended" if found is not None else "has not begun yet, or its start failed"
         how = end_text(past[-1]) if past else began
@@ -152,7 +177,13 @@ def read_endpoint(job: str | None = None) -> Endpoint:
         names = ", ".join(sorted(endpoint.job for endpoint in running))
         raise UsageError(f"several jobs run here: {names}; name one (job=, --job)")
     if not running:
-        ended = ", ".join(known_jobs()[:8])
+        known = known_jobs()
+        if starting := [name for name in known if is_starting(name)]:
+            raise StartingError(
+                f"no job runs here yet; starting: {', '.join(starting[:8])}; try again in a few "
+                "seconds"
+            )
+        ended = ", ".join(known[:8])
         told = f" (ended: {ended}; --job NAME shows one)" if ended else ""
         raise UnreachableError(f"no job runs here{told}; {_next_step(running)}")
     return running[0]
@@ -182,6 +213,17 @@ def is_known(job: str) -> bool:
     directory = state_dir() / check_job_name(job)
     kept = (ENDPOINT_FILE, HISTORY_FILE, INCARNATION_FILE)
     return any((directory / name).is_file() for name in kept)
+
+
+def is_starting(job: str) -> bool:
+    """Whether a training has just taken an incarnation whose control plane has not begun here."""
+    path = state_dir() / check_job_name(job) / INCARNATION_FILE
+    try:
+        age_s, taken = time.time() - path.stat().st_mtime, _counted(path)
+    except (OSError, ConflictError):
+        return False
+    past = incarnations(job)
+    return age_s < STARTING_S and taken > (past[-1].incarnation if past else 0)
 
 
 def end_text(last: IncarnationRecord) -> str:
@@ -224,6 +266,8 @@ def last_incarnation(job: str, *, at_least: int = 0) -> int:
         if incarnation < at_least:
             incarnation = at_least
             replace(path, f"{incarnation}\n")
+            # Taken elsewhere: nothing is starting here.
+            os.utime(path, (0, 0))
     return incarnation
 
 
@@ -302,7 +346,7 @@ def _parse(text: bytes, job: str) -> Endpoint | None:
         return None
     texts = (
         endpoint.url, endpoint.token, endpoint.grpc_address,
-        endpoint.host_id, endpoint.ca, endpoint.ca_pin,
+        endpoint.host_id, endpoint.ca, endpoint.ca_pin, endpoint.via,
     )  # fmt: skip
     numbers = (endpoint.pid, endpoint.incarnation, endpoint.pid_start)
     typed = all(isinstance(t, str) for t in texts) and all(type(n) is int for n in numbers)

@@ -31,6 +31,23 @@ MAX_TAIL_BYTES = 256 << 10
 MAX_LINE_CHARS = 2000
 
 
+def check_private(path: Path) -> None:
+    """Refuse a secret's file that every user of the machine can read; a missing one passes.
+
+    Of a group it may be: so a pod is given its secrets.
+
+    Raises:
+        UsageError: it is open to others.
+    """
+    with suppress(OSError):
+        found = path.stat()
+        if stat.S_ISREG(found.st_mode) and found.st_mode & 0o007:
+            raise UsageError(
+                f"{path} holds a secret, and every user of this machine can read it (mode "
+                f"{stat.S_IMODE(found.st_mode):04o}); run: chmod 600 {path}"
+            )
+
+
 @cache
 def host_id() -> str:
     """Names this process's running kernel and network namespace: "KERNEL/NETWORK".

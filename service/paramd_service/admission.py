@@ -28,7 +28,7 @@ from google.protobuf.message import DecodeError
 
 from paramd.clock import now_s
 from paramd.errors import DeniedError, ExhaustedError, ParamdError, UsageError, codes_of
-from paramd.security.tickets import Claims
+from paramd.security.tickets import OF_RANKS, Claims
 
 Who: TypeAlias = str | None
 """A token id; None: the control plane or the owner."""
@@ -188,7 +188,9 @@ class RevokedTokens:
         """Whether the ticket's token was revoked."""
         if claims.token_id is None:
             return False
-        return claims.token_id in self or claims.issued_s < self.refused_before_s
+        # Nobody can renew a rank's: its token is looked up when it joins.
+        early = claims.issued_s < self.refused_before_s and claims.role not in OF_RANKS
+        return claims.token_id in self or early
 
     def check(self, claims: Claims) -> None:
         """Raise TokenRevokedError if `refuses` says so."""
@@ -211,7 +213,9 @@ CONNECTION_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.max_connection_idle_ms", 300_000),
     # Bounds what a stranger can hold by resetting streams and opening new ones.
     ("grpc.max_concurrent_streams", 256),
-    ("grpc.max_metadata_size", 16 << 10),
+    # What a stranger sends before it is known: two tickets of 1 KiB, and what goes with a call.
+    ("grpc.max_metadata_size", 4 << 10),
+    ("grpc.absolute_max_metadata_size", 4 << 10),
 )
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"

@@ -29,6 +29,7 @@ from paramd.security.tls import (
     read_pem,
     stamp_of,
 )
+from paramd.state_files import check_private
 
 if TYPE_CHECKING:
     import grpc
@@ -53,8 +54,9 @@ class TlsFiles:
     def read(self) -> tuple[bytes, bytes, bytes | None]:
         """Certificate, key, client CA; without the last, clients need no certificate.
 
-        Raises UsageError if one cannot be read.
+        Raises UsageError if one cannot be read, or the key can be by everybody.
         """
+        check_private(self.key)
         client_ca = read_pem(self.client_ca) if self.client_ca is not None else None
         return read_pem(self.cert), read_pem(self.key), client_ca
 

@@ -161,7 +161,6 @@ class Doors:
             "world_size": [1],
             "layout_digest": [layout_digest(layout_of(ARENA_BYTES))],
             "generation": [generation],
-            "control_generation": [generation],
             "token": [1, 2],
             "lease_ms": [0, 1000],
             "address": [servers.address, "127.0.0.1:1"],
@@ -284,7 +283,6 @@ class Doors:
         """
         for name, most in (
             ("generation", self.known["generation"][0]),
-            ("control_generation", self.known["generation"][0]),
             ("boundary", self._count + 1),
         ):
             if getattr(message, name, 0) > most:

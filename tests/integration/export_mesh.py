@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 import torch
 
+from paramd.errors import READS_KEY
 from paramd.layout.exports.plan import ExportPlan, plan_export
 from paramd.layout.exports.settings import ExportSettings
 from paramd.layout.merge import LocalLayout, layout_digest, merge_layouts
@@ -44,7 +45,6 @@ class StillMesh:
     trainers: list[FakeTrainer]
     processes: list[SidecarProcess]
     stubs: list[Any]
-    metadata: tuple[tuple[str, str], ...]
     pins: list[tuple[int, str]] = field(default_factory=list)
 
     def target(self, root: Path | str, key: str, **fields: Any) -> export_pb2.ExportTarget:
@@ -53,7 +53,12 @@ class StillMesh:
 
     def call(self, rank: int, method: str, request: Any, timeout_s: float = 30.0) -> Any:
         stub = getattr(self.stubs[rank], method)
-        return stub(request, timeout=timeout_s, metadata=self.metadata)
+        return stub(request, timeout=timeout_s, metadata=self.metadata(rank))
+
+    def metadata(self, rank: int) -> tuple[tuple[str, str], ...]:
+        """As the control plane's: a ticket for this rank, and one to read others with."""
+        control, reader = ticket(Role.CONTROL, ttl_s=600, rank=rank), ticket(Role.READER, ttl_s=600)
+        return (("authorization", f"Bearer {control}"), (READS_KEY, reader))
 
     def pin(self, settings: ExportSettings) -> tuple[ExportPlan, export_pb2.ExportPlan]:
         """The plan, and its message with everything pinned."""
@@ -71,7 +76,7 @@ class StillMesh:
             pins.append(export_pb2.ExportPin(rank=rank, snapshot_id=found.snapshot_id))
             self.pins.append((rank, found.snapshot_id))
         return plan, encode_plan(
-            PinnedExport(plan, Pinned.at(StateName(1, 0, STEP, 0), {}), pins), digest
+            PinnedExport(plan, Pinned(StateName(1, 0, STEP, 0), {}), pins), digest
         )
 
     def begin(self, target: export_pb2.ExportTarget, size_bytes: int = 0) -> None:
@@ -174,8 +179,7 @@ def still_mesh(
                 peer.update(socket_path=str(process.socket_path), host_id=host_id())
         for trainer in trainers:
             trainer.send_mesh(layout, peers)
-        metadata = (("authorization", f"Bearer {ticket(Role.CONTROL, ttl_s=600)}"),)
-        mesh = StillMesh(layout, trainers, processes, stubs, metadata)
+        mesh = StillMesh(layout, trainers, processes, stubs)
         for rank in range(ranks):
             # Connections are the mesh's, not those of the test that calls first.
             mesh.call(rank, "GetState", pb.GetStateRequest())

@@ -24,7 +24,7 @@ from paramd.layout.merge import layout_digest
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.memory import descriptors, handover
 from paramd.memory.arena import HostArena
-from paramd.memory.control_page import ControlPage, Word, note_agreed
+from paramd.memory.control_page import BUFFERS_REFUSED, ControlPage, Word, note_agreed, write_text
 from paramd.memory.gate import TrainerGate
 from paramd.security.tickets import Role, Signer
 from paramd.version import __version__
@@ -51,6 +51,8 @@ class TrainerSettings:
     """Time within an update."""
     agrees: bool = True
     """Whether boundary requests are agreed (this rank alone is the mesh)."""
+    buffers_refused: str = ""
+    """Why it cannot copy its buffers."""
     control_address: str = ""
     die_in_update: int = -1
     """Step in whose update the process ends itself; -1 never."""
@@ -153,6 +155,9 @@ class FakeTrainer:
         if last_ns:
             page[Word.STEP_TIME_NS] = now_ns - last_ns
         announce = self.settings.agrees and self._agree()
+        if not self.settings.agrees:
+            page[Word.ROUNDS_LAUNCHED] += 1
+            page[Word.ROUNDS_COLLECTED] += 1
         want = page[Word.WANT]
         if announce or want != self._want_seen:
             self._want_seen = want
@@ -173,7 +178,9 @@ class FakeTrainer:
             if action == EDIT:
                 page[Word.EDIT_AGREED] = number
             if page[Word.BUFFERS_WANTED] == number:
-                page[Word.BUFFERS_STEP] = page[Word.STEP]
+                why = self.settings.buffers_refused
+                write_text(page, why)
+                page[Word.BUFFERS_STEP] = BUFFERS_REFUSED if why else page[Word.STEP]
             if page[Word.MOMENTS_WANTED] == number:
                 if self.copy_state is not None:
                     self.copy_state()

@@ -92,9 +92,10 @@ def ticket(
     job: str = "job",
     ttl_s: float = 60,
     token_id: str | None = None,
+    rank: int = 0,
 ) -> str:
     return SIGNER.mint(
-        job=job, incarnation=incarnation, role=role, rank=0, ttl_s=ttl_s, token_id=token_id
+        job=job, incarnation=incarnation, role=role, rank=rank, ttl_s=ttl_s, token_id=token_id
     )
 
 

@@ -71,7 +71,7 @@ SIDECAR: dict[str, set[Role]] = {
     "ListKeptStates": ALL - {S, K},
     **{method: {C} for method in EXPORTS},
 }
-CONTROL: dict[str, set[Role]] = {"Join": {S}, "ScheduleBoundary": READS}
+CONTROL: dict[str, set[Role]] = {"Join": {S}, "ScheduleBoundary": READS - {C}}
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 OPEN = {f"/grpc.health.v1.Health/{method}" for method in ("Check", "List", "Watch")}
 UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
@@ -170,7 +170,7 @@ def test_every_method_of_a_sidecar_for_every_role(sidecar_address: str) -> None:
 def test_every_method_of_the_control_plane_for_every_role(control: Control) -> None:
     service = "/paramd.v1.ControlService/"
     expected = {service + name: roles for name, roles in CONTROL.items()}
-    expected[REFLECTION] = ALL
+    expected[REFLECTION] = ALL - {C}
     ((_, authorization),) = control_ticket()
     found = served(control.grpc_address, authorization)
     assert found - OPEN == set(expected)

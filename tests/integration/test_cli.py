@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from paramd.cli.main import main
 from paramd.mesh.connect import connect
 from tests.integration.client_job import JOB, Capture, Job, answer, document, running_job, wait_for
+from tests.integration.control_process import control_plane
 from tests.integration.test_client import layout, write_arenas
 
 NAMES = ["rows", "columns", "flat", "both", "turned", "scalar", "empty", "flags"]
@@ -148,6 +149,7 @@ def test_url_and_token_are_enough(
     monkeypatch.setenv("PARAMD_STATE_DIR", str(tmp_path / "elsewhere"))
     file = tmp_path / "token"
     file.write_text(job.token + "\n")
+    file.chmod(0o600)
     answer(capsys, "status", "--url", job.url, "--token", f"@{file}")
     answer(capsys, "--url", job.url, "--token", f"@{file}", "params", "--job", JOB)
     monkeypatch.setenv("PARAMD_URL", job.url)
@@ -224,3 +226,13 @@ def test_a_rank_without_its_sidecar_is_shown_and_makes_the_answer_partial(
         found = {row["check"]: row for row in rows}
         assert found[f"job {JOB} rank 1"]["verdict"] == "failed"
         assert "rank-1.log" in found[f"job {JOB} rank 1"]["advice"]
+
+
+def test_a_job_of_which_no_rank_has_joined_is_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("PARAMD_STATE_DIR", str(tmp_path))
+    with control_plane(job=JOB, world_size=2):
+        _, err = answer(capsys, "status", code=6)
+        assert "is starting: none of its 2 ranks has joined yet" in err

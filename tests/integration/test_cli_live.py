@@ -180,6 +180,45 @@ def on_terminal(*arguments: str, columns: int = 80) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
+def test_a_pause_is_a_block_and_an_edit_is_undone_by_itself(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    name, count = "layers.0.norm1.bias", 0
+    with paramd.connect(JOB) as mesh:
+        with mesh.pause(lease_s="1m") as pause:
+            assert pause.held
+            before = mesh[name].summon()
+            tried = mesh.edit(name, mul=2, dry_run=True)
+            assert "DRY RUN, mul 2 " in repr(tried)
+            edit = mesh.edit(name, set=[7.0] * before.numel())
+            assert mesh[name].summon().tolist() == [7.0] * before.numel()
+            assert mesh.undo(edit).state == "APPLIED"
+            assert mesh[name].summon().equal(before)
+        assert mesh.hold_state().state == "running"
+        for _ in mesh.grads(name, dtype="float64"):
+            count += 1
+            break
+        with suppress(KeyError):
+            for _ in mesh.follow(name):
+                raise KeyError
+    assert count == 1
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_people_type_first_runs_or_names_what_does() -> None:
+    assert ran("jobs", "-o", "name")[0] == f"{JOB}\n"
+    for typed, meant in (
+        (("ls",), "paramd jobs"),
+        (("stop",), "paramd pause"),
+        (("status", "--json"), "-o json"),
+        (("status", JOB), f"--job {JOB}"),
+        (("edit", "x", "--scale", "2"), "--mul 2"),
+    ):
+        assert meant in ran(*typed, code=2)[1]
+    assert "LEASE" in ran("pause", "--lease", "1m")[0]
+    ran("resume")
+
+
 @pytest.mark.parametrize(
     "command", [("params",), ("stats", "*"), ("edits",), ("audit",), ("grads", "*", "-n", "1")]
 )

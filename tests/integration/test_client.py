@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import select
+import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -144,12 +147,48 @@ def test_unknown_names_offer_similar_ones(mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize(
+    "read",
+    [
+        lambda mesh: mesh.summon(["rows"]),
+        lambda mesh: mesh.summon("rows", timeout="30s", dtype="float64"),
+        lambda mesh: {"rows": mesh["rows"].summon()},
+        lambda mesh: {"rows": mesh.summon("rows").numpy()["rows"]},
+    ],
+    ids=("a list", "texts", "by name", "numpy"),
+)
+def test_what_people_try_first_reads(
+    mesh: Mesh, whole: dict[str, torch.Tensor], read: Callable[[Mesh], dict[str, Any]]
+) -> None:
+    found = torch.as_tensor(read(mesh)["rows"])
+    assert torch.equal(found, whole["rows"].to(found.dtype))
+
+
+def test_a_mesh_tells_its_names_and_its_state(mesh: Mesh) -> None:
+    assert mesh.names("r*") == ["rows"]
+    assert "rows" in mesh
+    assert "nothing" not in mesh
+    assert list(mesh) == mesh.names()
+    assert (mesh.world_size, mesh.current_step) == (2, 0)
+    assert mesh["rows"].info.shape == (5, 4)
+    assert "rows" in repr(mesh["rows"])
+    assert mesh["flat"].stats().norm == mesh.stats("flat")["flat"].summary.norm
+    assert repr(mesh.pause).startswith("<bound method Mesh.pause")
+    assert "Dtype of the results" in str(Mesh.summon.__doc__)
+    assert "writeback=True" in str(Mesh.summon.__doc__)
+
+
+@pytest.mark.parametrize(
     ("pattern", "options", "text"),
     [
         ("rows[0:99]", {}, "rows"),
         ("flat[:, :, :, 0:1]", {}, "at most 2 slices"),
         ("*", {"transport": "carrier-pigeon"}, "grpc"),
         ("*", {"timeout": -1.0}, "more than 0"),
+        ("*", {"timeout": "soon"}, "a number and ms, s"),
+        ("*", {"dtype": "bfloat61"}, "such as 'bfloat16'"),
+        ("*", {"dtyp": "float16"}, r"Mesh.summon\(\) .*did you mean dtype=\?"),
+        ("rows", {"device": "cuda"}, "device: 'cuda'"),
+        (torch.zeros(1), {}, "Tensor; expected a name or a glob"),
     ],
 )
 def test_wrong_requests_are_told_what_to_do(
@@ -224,6 +263,9 @@ def test_a_mesh_works_inside_a_running_loop_and_on_many_threads(
 async def test_the_async_mesh_answers_the_same(job: Job, whole: dict[str, torch.Tensor]) -> None:
     async with paramd.aio.connect(job.url, job.token) as mesh:
         one, other = await asyncio.gather(mesh.summon("rows"), mesh.summon("flat"))
+    mesh = await paramd.aio.connect(job.url, job.token)
+    assert await mesh.edits(state="applied") == ()
+    await mesh.close()
     assert torch.equal(one["rows"], whole["rows"])
     assert torch.equal(other["flat"], whole["flat"])
 
@@ -233,8 +275,8 @@ def test_the_state_dir_tells_where_the_job_is(
 ) -> None:
     directory = job.ranks[0].socket_path.parent.parent
     monkeypatch.setenv("PARAMD_STATE_DIR", str(directory))
-    for arguments in ({}, {"job": "client-test"}):
-        with paramd.connect(**arguments) as mesh:
+    for arguments in ((), ("client-test",)):
+        with paramd.connect(*arguments) as mesh:
             assert mesh.summon("scalar").step == 0
 
 
@@ -261,3 +303,40 @@ def test_buffers_while_training_rests_are_refused_with_the_reason(mesh: Mesh) ->
     with pytest.raises(DeadlineError, match="boundary"):
         mesh.summon("running", buffers=True, timeout=1.5)
     assert mesh.summon("rows").step == 0
+
+
+def test_a_fork_is_refused_at_once_and_leaves_its_parents_mesh_alone(
+    job: Job, mesh: Mesh, whole: dict[str, torch.Tensor], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert torch.equal(mesh.summon("rows")["rows"], whole["rows"])
+    ours, its = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(its, " | ".join(refusals_in_a_fork(job, mesh)).encode())
+        finally:
+            os._exit(0)
+    os.close(its)
+    try:
+        assert select.select([ours], [], [], 60)[0], "the child hangs"
+        told = os.read(ours, 4096).decode().split(" | ")
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(ours)
+    assert f"opened by process {os.getpid()}, of which {child} is a fork" in told[0]
+    assert f"process {child} is a fork of one that was connected" in told[1]
+    assert torch.equal(mesh.summon("rows")["rows"], whole["rows"])
+    assert capfd.readouterr().err == ""
+
+
+def refusals_in_a_fork(job: Job, mesh: Mesh) -> Iterator[str]:
+    for attempt in (
+        lambda: mesh.summon("rows", timeout=5),
+        lambda: paramd.connect(job.url, job.token),
+    ):
+        try:
+            attempt()
+        except UsageError as error:
+            yield str(error)
+    mesh.close()

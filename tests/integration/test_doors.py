@@ -171,7 +171,7 @@ def test_half_open_handshakes_lock_nobody_out(
 
 async def test_a_tunnel_carries_bytes_until_its_token_is_revoked(control: Control) -> None:
     path = "/api/v1/jobs/run/tunnel"
-    token = new_token(control, "viewer", "tunnels")
+    token = new_token(control, "reader", "tunnels")
     reader, writer = await tunnels.opened(control.url, path, token, None)
     with contextlib.closing(writer):
         writer.write(HTTP2)
@@ -187,6 +187,52 @@ async def test_a_tunnel_carries_bytes_until_its_token_is_revoked(control: Contro
             await asyncio.wait_for(reader.read(), 10)
     with pytest.raises(tunnels.RefusedError, match="401"):
         await tunnels.opened(control.url, path, token, None)
+
+
+@pytest.mark.parametrize("role", ["viewer", "trainer"])
+async def test_a_tunnel_needs_a_right_of_its_own(control: Control, role: str) -> None:
+    token = new_token(control, role)
+    for path in ("/api/v1/jobs/run/tunnel", "/api/v1/jobs/run/ranks/0/tunnel"):
+        with pytest.raises(tunnels.RefusedError, match="403"):
+            await tunnels.opened(control.url, path, token, None)
+
+
+async def test_no_tunnel_leads_where_a_rank_only_says_that_it_is(control: Control) -> None:
+    """A rank that was taken over names a service of this host, which is no sidecar of its."""
+    heard: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.append(await reader.read(1 << 16))
+        writer.close()
+
+    victim = await asyncio.start_server(serve, "127.0.0.1", 0)
+    sidecar, path = FakeSidecar(0), "/api/v1/jobs/run/ranks/0/tunnel"
+    port = victim.sockets[0].getsockname()[1]
+    for address, status in (
+        (f"127.0.0.1:{port}", "503"),
+        ("169.254.169.254:80", "503"),
+        ("192.0.2.1:80", "503"),
+    ):
+        sidecar.address = address
+        async with joined(control, sidecar):
+            with pytest.raises(tunnels.RefusedError, match=status):
+                await asyncio.wait_for(tunnels.opened(control.url, path, TOKEN, None), 10)
+    victim.close()
+    # It was asked whether it is the sidecar, over HTTP/2, and has told nobody anything.
+    assert all(data.startswith(b"PRI * HTTP/2.0") for data in heard)
+
+
+def test_metadata_of_strangers_beyond_a_tickets_size_is_refused_with_the_limit(
+    control: Control, tmp_path: Path
+) -> None:
+    with served(tmp_path) as trainer:
+        for address in (control.grpc_address, trainer.address):
+            with grpc.insecure_channel(address) as channel:
+                call = channel.unary_unary("/paramd.v1.SidecarService/GetState")
+                with pytest.raises(grpc.RpcError, match="metadata size exceeds") as caught:
+                    call(b"", timeout=10, metadata=(("x-large", "x" * (5 << 10)),))
+                assert caught.value.code() is EXHAUSTED
+                assert "4096" in str(caught.value)
 
 
 async def test_a_tunnel_ends_with_either_side_and_with_the_control_plane(

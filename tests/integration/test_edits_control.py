@@ -287,6 +287,22 @@ async def test_a_hold_whose_sidecar_is_lost_meanwhile_is_an_outage(
             assert "CancelledError" not in control.log.read_text()
 
 
+async def test_a_committed_edit_says_on_whom_it_waits(
+    ranks: list[EditingSidecar], control: Control
+) -> None:
+    ranks[0].trainers.agree.clear()
+    async with both_joined(control, ranks):
+        body = {"ops": [HALVE], "id": ID}
+        asked = asyncio.create_task(call(control, "POST", "/edits", body))
+        found: Any = {}
+        while not found.get("reason"):
+            found = (await call(control, "GET", f"/edits/{ID}")).json()
+        assert found["state"] == "COMMITTED"
+        assert found["reason"].startswith("waits for rank 0 "), found["reason"]
+        ranks[0].trainers.agree.set()
+        assert ((await asked).json()["state"], (await asked).json()["reason"]) == ("APPLIED", "")
+
+
 async def test_a_hold_that_nobody_agrees_on_is_withdrawn(
     ranks: list[EditingSidecar], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,8 +310,10 @@ async def test_a_hold_that_nobody_agrees_on_is_withdrawn(
     ranks[0].trainers.agree.clear()
     with control_plane() as control:
         async with both_joined(control, ranks):
-            refused = await call(control, "POST", "/hold", {})
-            assert refused.status_code in (409, 504), refused.text
+            for body in ({}, {"timeout_s": 0.25}):
+                refused = await call(control, "POST", "/hold", body)
+                assert refused.status_code in (409, 504), refused.text
+                assert "waiting for rank 0 " in refused.text
             assert not ranks[0].trainers.ready
             assert (await call(control, "GET", "/hold")).json()["state"] == "running"
             share = await call(control, "POST", "/edits", {"ops": [HALVE]})

@@ -154,7 +154,7 @@ def test_end_frees_what_a_dead_training_left_and_never_a_living_one(
     trainer.wait()
     wait_for(lambda: main(["end", JOB]) == 0, "the sidecars have noticed the end")
     out, err = capsys.readouterr()
-    assert out.count("left when asked") == 2
+    assert out.count("exited on request") == 2
     assert "freed" in err
     assert "2 of 2 sidecars" in err
     assert not any(map(places.process_start, pids[:2]))

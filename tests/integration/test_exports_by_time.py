@@ -85,6 +85,7 @@ def test_the_manuals_crontab_line_exports_a_running_job(site: ExportingJob, tmp_
     token = config / "lab.token"
     token.write_text(site.job.token + "\n")
     token.chmod(0o600)
+    token.chmod(0o600)
     line = crontab_line()
     assert line.count(INSTALLED) == 1
     line = line.replace(INSTALLED, shlex.quote(PARAMD))
@@ -104,6 +105,7 @@ def test_the_cronjobs_container_exports_a_running_job(site: ExportingJob, tmp_pa
     secrets = tmp_path / "secrets"
     secrets.mkdir()
     (secrets / "token").write_text(site.job.token)
+    (secrets / "token").chmod(0o440)
     authority.write(tmp_path / "certs", names=["site.example"], days=30)
     (tmp_path / "certs/ca.pem").rename(secrets / "ca.crt")
     environment = {one["name"]: one["value"] for one in container["env"]}

@@ -95,7 +95,7 @@ def test_the_command_line(site: ExportingJob, tmp_path: Path, capsys: Capture) -
     out, _ = answer(capsys, site, "exports", "--destinations", "-o", "name")
     assert out.split() == ["checkpoints"]
     _, err = answer(capsys, site, "export", "checkpoints/cli", "--wait", code=5)
-    assert "allow overwriting" in err
+    assert "overwrite=True" in err
     file = tmp_path / "here.safetensors"
     answer(capsys, site, "export", "--to-client", str(file))
     assert file.exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import paramd
-from paramd.errors import RANK_KEY, UnreachableError
+from paramd.errors import RANK_KEY, ParamdError, UnreachableError
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.memory import handover
 from paramd.mesh.frames import stepping
@@ -22,6 +23,7 @@ from paramd.mesh.peers import control, discovery
 from paramd.mesh.peers.control import JobDocument, parse_job
 from paramd.security.tickets import Role
 from paramd.v1 import export_pb2, sidecar_pb2, sidecar_pb2_grpc
+from paramd_service.control.access.join import METHOD_ROLES
 from paramd_service.control.base.config import Bootstrap
 from paramd_service.control.edits.runner import stage, withdrawn
 from paramd_service.control.exports.sidecars import made, part_of, stored
@@ -186,7 +188,7 @@ def test_every_method_of_a_sidecar_refuses_what_is_for_another_rank(job: Job) ->
 
 @pytest.mark.parametrize("op", ["map", "lend", "stage"])
 def test_the_unix_socket_refuses_what_is_for_another_rank(job: Job, op: str) -> None:
-    ticket = job.signer.mint(job=JOB, incarnation=1, role=Role.CONTROL, ttl_s=60)
+    ticket = job.signer.mint(job=JOB, incarnation=1, role=Role.CONTROL, rank=0, ttl_s=60)
     with handover.connect(job.ranks[0].socket_path, timeout_s=5) as connection:
         handover.send(connection, {"op": op, "ticket": ticket, "rank": 1})
         answer, _ = handover.receive(connection)
@@ -208,3 +210,50 @@ def test_a_gateway_takes_no_answer_of_another_rank(job: Job) -> None:
             list(stub.Summon(request, timeout=10, metadata=metadata))
     error: Any = caught.value
     assert "not rank 1" in error.details()
+
+
+class Spy(grpc.GenericRpcHandler):
+    """A rank that was taken over: keeps all that it is shown, and answers nothing."""
+
+    def __init__(self) -> None:
+        self.shown: set[str] = set()
+
+    def service(self, details: grpc.HandlerCallDetails) -> None:
+        self.shown.update(str(value) for key, value in details.invocation_metadata or ())
+
+
+def test_what_the_control_plane_shows_one_rank_is_good_for_nothing_elsewhere(job: Job) -> None:
+    bootstrap = Bootstrap(
+        job=JOB, incarnation=1, world_size=2, private_key=job.private_key, token=job.token
+    )
+    spy = Spy()
+    server = grpc.server(ThreadPoolExecutor(1), handlers=[spy])
+    there = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+
+    async def show() -> None:
+        calls = SidecarCalls(bootstrap)
+        try:
+            with suppress(ParamdError):
+                await calls.ask(1, there, sidecar_pb2.GetMetricsRequest())
+            # Its own rank takes it, so what is refused below is refused for being elsewhere.
+            await calls.ask(0, job.ranks[0].address, sidecar_pb2.GetMetricsRequest())
+        finally:
+            await calls.close()
+
+    asyncio.run(show())
+    server.stop(None)
+    (bearer,) = (value for value in spy.shown if value.startswith("Bearer "))
+    played = 0
+    for address, methods in ((job.ranks[0].address, ROLES), (job.control_address, METHOD_ROLES)):
+        with grpc.insecure_channel(address) as channel:
+            for method in methods:
+                call = channel.stream_stream(method)(
+                    iter([b""]), timeout=5, metadata=(("authorization", bearer),)
+                )
+                with pytest.raises(grpc.RpcError):
+                    next(call)
+                refusal = "not rank 1" if address != job.control_address else "control may not call"
+                assert refusal in call.details().replace("'", ""), method
+                played += 1
+    assert played > 40

@@ -20,7 +20,7 @@ from tests.needs import check_with_promtool
 pytestmark = pytest.mark.usefixtures("grpc_is_up")
 
 ARENA_BYTES = 1 << 16
-LABELS = {"job", "rank", "rule", "kind", "ok", "captured", "le", "state"}
+LABELS = {"cause", "job", "rank", "rule", "kind", "ok", "captured", "le", "state"}
 
 
 @contextmanager
@@ -58,6 +58,8 @@ async def test_both_sides_are_scraped_and_agree() -> None:
         await until(lambda: control.job()["reason"] == "")
         await until(lambda: _steps(control) > 3)
         site = check(control.get("/metrics").text)
+        stood = 'paramd_rank_stand_max_seconds{cause="edit",job="job",rank="0"} 0.0'
+        assert stood in control.get("/metrics").text
         assert site["paramd_joined_ranks"] == {"": 1}
         assert site["paramd_rank_arena_bytes"] == {"0": ARENA_BYTES}
         assert site["paramd_alerts_fired_total"] == {"": 0}

@@ -181,7 +181,7 @@ def test_snapshots_go_to_the_buddy_and_nobody_else_may_put_any(
         (Role.COPIER, 1, {}, grpc.StatusCode.PERMISSION_DENIED),
         (Role.COPIER, 2, {}, grpc.StatusCode.PERMISSION_DENIED),
         (Role.SIDECAR, 0, {}, grpc.StatusCode.PERMISSION_DENIED),
-        (Role.CONTROL, 0, {}, grpc.StatusCode.PERMISSION_DENIED),
+        (Role.CONTROL, 1, {}, grpc.StatusCode.PERMISSION_DENIED),
         (Role.COPIER, 0, {"incarnation": 2}, grpc.StatusCode.UNAUTHENTICATED),
         # What no state of rank 0 can be takes no memory.
         (Role.COPIER, 0, {"arena_bytes": 1 << 50}, grpc.StatusCode.INVALID_ARGUMENT),

@@ -81,6 +81,45 @@ def test_a_request_that_is_not_agreed_is_withdrawn(trainer: FakeTrainer) -> None
     trainer.finish()
 
 
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [({Word.AGREEMENT_STATE: 2}, "gave up agreeing"), ({Word.APART_HIGH: 6}, "DDP.join")],
+    ids=["a round was lost", "uneven inputs"],
+)
+def test_a_request_that_can_never_be_agreed_ends_at_once(
+    trainer: FakeTrainer, words: dict[Word, int], why: str
+) -> None:
+    trainer.settings.agrees = False
+    for word, value in words.items():
+        trainer.page[word] = value
+    trainer.start()
+    with client_of(trainer, Role.CONTROL) as client:
+        prepared = client.pin(at_boundary=True)
+        begin_s = time.monotonic()
+        answer = capture(client, 7, prepared.snapshot_id, timeout_s=60.0)
+        assert (answer.captured, why in answer.reason) == (False, True), answer.reason
+        assert time.monotonic() - begin_s < 30.0
+        assert trainer.page[Word.READY] == 0
+    trainer.finish()
+
+
+def test_buffers_that_cannot_be_copied_are_refused_with_the_trainers_words(
+    trainer: FakeTrainer,
+) -> None:
+    trainer.settings.buffers_refused = "buffer 'cache' was float32 [4]"
+    trainer.start()
+    with client_of(trainer, Role.CONTROL) as client:
+        prepared = client.pin(at_boundary=True, with_buffers=True)
+        with pytest.raises(grpc.RpcError) as refused:
+            capture(client, 7, prepared.snapshot_id, timeout_s=60.0)
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert "buffer 'cache' was float32 [4]" in refused.value.details()
+        trainer.settings.buffers_refused = ""
+        again = client.pin(at_boundary=True, with_buffers=True)
+        assert capture(client, 8, again.snapshot_id).captured
+    trainer.finish()
+
+
 def test_a_read_resumes_at_any_offset(trainer: FakeTrainer, client: Client) -> None:
     trainer.update()
     pin = client.pin((16, 64), (1024, ARENA_BYTES))

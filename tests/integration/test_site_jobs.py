@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +15,12 @@ import grpc.aio
 import httpx2
 import pytest
 
+from paramd.trainer.helpers.control_link import TIMEOUT_S as WAITS_S
 from paramd.v1 import common_pb2, control_pb2, control_pb2_grpc
 from tests.integration.control_process import (
     TOKEN,
     Control,
-    FakeSidecar,
     control_plane,
-    joined,
-    serving,
     site_plane,
     site_token,
     until,
@@ -40,23 +40,36 @@ class Incarnation:
     control_address: str
 
 
-def post(control: Control, **body: object) -> httpx2.Response:
-    token = site_token() if control.job_name == "" else TOKEN
+def post(control: Control, token: str = "", **body: object) -> httpx2.Response:
+    token = token or (site_token() if control.job_name == "" else TOKEN)
     return httpx2.post(
         f"{control.url}/api/v1/jobs",
         json=body,
         headers={"authorization": f"Bearer {token}"},
         trust_env=False,
+        timeout=60.0,
     )
 
 
 def register(control: Control, job: str, world_size: int, **more: int) -> Incarnation:
-    answer = post(control, job=job, world_size=world_size, **more)
+    return of_answer(post(control, job=job, world_size=world_size, **more))
+
+
+def of_answer(answer: httpx2.Response) -> Incarnation:
     assert answer.status_code == 201, answer.text
     found = answer.json()
+    tickets = found["rank_tickets"]
     return Incarnation(
-        job, found["incarnation"], world_size, found["rank_tickets"], found["control_address"]
+        found["job"], found["incarnation"], len(tickets), tickets, found["control_address"]
     )
+
+
+def new_token(control: Control, name: str, **more: object) -> str:
+    """A trainer's."""
+    body = {"role": "trainer", "name": name, **more}
+    headers = {"authorization": f"Bearer {site_token()}"}
+    made = httpx2.post(f"{control.url}/api/v1/tokens", json=body, headers=headers, trust_env=False)
+    return str(made.json()["token"])
 
 
 def document(control: Control, path: str) -> Any:
@@ -71,7 +84,6 @@ def report(
     *,
     phase: common_pb2.Phase.ValueType = common_pb2.PHASE_FORWARD_BACKWARD,
     leaving: bool = False,
-    generation: int = 0,
 ) -> control_pb2.JoinRequest:
     return control_pb2.JoinRequest(
         header=common_pb2.Header(
@@ -81,7 +93,6 @@ def report(
         peer=common_pb2.Peer(rank=rank, address="127.0.0.1:1"),
         state=common_pb2.RankState(rank=rank, phase=phase, agreement_works=True),
         leaving=leaving,
-        control_generation=generation,
     )
 
 
@@ -180,7 +191,7 @@ async def test_a_restarted_site_knows_its_sidecars_again_and_hands_out_higher_in
             first.wait()
     with site_plane() as second:
         assert document(second, "")["jobs"] == []
-        async with join(second.grpc_address, incarnation, 0, generation=generation) as stream:
+        async with join(second.grpc_address, incarnation, 0) as stream:
             assert stream.welcome.generation > generation
             found = document(second, "/run")
             assert (found["incarnation"], found["world_size"], found["state"]) == (2, 1, "ok")
@@ -191,38 +202,109 @@ async def test_a_restarted_site_knows_its_sidecars_again_and_hands_out_higher_in
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
-async def test_of_two_control_planes_the_older_is_fenced_by_the_sidecars() -> None:
-    with site_plane() as older:
-        incarnation, other = register(older, "run", 1), register(older, "other", 1)
-        # The same state dir, as after a failover: the older one was thought dead.
-        with site_plane() as newer:
-            async with join(newer.grpc_address, incarnation, 0) as stream:
-                generation = stream.welcome.generation
-            async with join(older.grpc_address, other, 0):
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    async with join(older.grpc_address, incarnation, 0, generation=generation):
-                        pass
-                assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-                assert "a newer control plane" in (caught.value.details() or "")
-                # It lets nobody into that job any more, and says why; other jobs go on.
-                with pytest.raises(grpc.aio.AioRpcError, match="a newer control plane"):
-                    async with join(older.grpc_address, incarnation, 0):
-                        pass
-                assert "a newer control plane" in document(older, "/run")["reason"]
-                assert document(older, "/other")["state"] == "ok"
+async def test_ranks_end_with_the_token_that_registered_them() -> None:
+    with site_plane() as control:
+        mine, other = new_token(control, "mine"), new_token(control, "other")
+        incarnation = of_answer(post(control, mine, job="run", world_size=2))
+        taken = post(control, other, job="run", world_size=1)
+        assert (taken.status_code, "another token" in taken.json()["detail"]) == (403, True)
+        async with join(control.grpc_address, incarnation, 0) as stream:
+            gone = httpx2.delete(
+                f"{control.url}/api/v1/tokens/mine",
+                headers={"authorization": f"Bearer {site_token()}"},
+                trust_env=False,
+            )
+            assert gone.status_code == 200
+            # It is told of the revocation, too, before its own stream ends.
+            with suppress(grpc.aio.AioRpcError):
+                while await asyncio.wait_for(stream.read(), 10) is not grpc.aio.EOF:
+                    pass
+            assert "revoked or has expired" in (await stream.details() or "")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async with join(control.grpc_address, incarnation, 1):
+                pass
+        assert "revoked or has expired" in (caught.value.details() or "")
+        assert of_answer(post(control, other, job="run", world_size=1)).incarnation == 2
 
 
-async def test_a_fenced_embedded_control_plane_ends() -> None:
-    with control_plane() as control:
-        sidecar = FakeSidecar(0)
-        async with serving(sidecar), joined(control, sidecar) as write:
-            assert sidecar.welcome is not None
-            later = sidecar.report()
-            later.control_generation = sidecar.welcome.generation + 1
-            await write(later)
-            await until(lambda: control.process.poll() is not None)
-    assert control.wait() == 0
-    assert "a newer control plane" in control.log.read_text()
+def test_a_token_for_some_jobs_sees_and_registers_no_other() -> None:
+    with site_plane() as control:
+        register(control, "b-one", 1)
+        tokens = {
+            role: new_token(control, f"a-{role}", role=role, jobs="a-*,shared")
+            for role in ("trainer", "viewer", "editor", "reader", "exporter")
+        }
+        assert post(control, tokens["trainer"], job="a-one", world_size=1).status_code == 201
+        for job in ("b-one", "b-two", "A-one", "shared2"):
+            assert post(control, tokens["trainer"], job=job, world_size=1).status_code == 404
+        described = control.get("/api/v1/openapi.json", site_token()).json()["paths"]
+        for role, token in tokens.items():
+            found = control.get("/api/v1/jobs", token).json()["jobs"]
+            assert [job["job"] for job in found] == ["a-one"]
+            assert "b-one" not in control.get("/api/v1/jobs/a-two", token).text
+            assert control.get("/metrics", token).status_code == 403
+            for path, operations in described.items():
+                for method in operations:
+                    if "{job}" not in path:
+                        continue
+                    url = control.url + path.replace("{job}", "b-one")
+                    headers = {"authorization": f"Bearer {token}"}
+                    answer = httpx2.request(method, url, headers=headers, trust_env=False)
+                    # Whatever the role, and before anything of the request is looked at.
+                    assert answer.status_code in (404, 422), (role, method, path)
+                    assert "your token is for (a-*,shared)" in answer.text, (role, method, path)
+        diff = "/api/v1/jobs/a-one/diff?a=now&b=job:b-one"
+        assert control.get(diff, tokens["reader"]).status_code == 404
+
+
+async def test_registrations_of_thousands_keep_nobody_waiting_and_end_with_their_callers() -> None:
+    with site_plane() as control:
+        crowd, other = new_token(control, "crowd"), new_token(control, "other")
+        host, port = control.url.removeprefix("http://").split(":")
+        writers = []
+        for number in range(6):
+            _, writer = await asyncio.open_connection(host, int(port))
+            body = json.dumps({"job": f"big{number}", "world_size": 65_536})
+            head = f"POST /api/v1/jobs HTTP/1.1\r\nhost: {host}:{port}\r\n"
+            head += f"authorization: Bearer {crowd}\r\ncontent-type: application/json\r\n"
+            writer.write(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
+            writers.append(writer)
+        began_s = time.monotonic()
+        small = await asyncio.to_thread(post, control, other, job="small", world_size=8)
+        assert small.status_code == 201
+        assert time.monotonic() - began_s < WAITS_S, "as long as a training waits"
+        for writer in writers:
+            writer.close()
+            await writer.wait_closed()
+        again = await asyncio.to_thread(post, control, crowd, job="small", world_size=8)
+        assert again.status_code == 403, "a job is its token's"
+        known = [job["job"] for job in document(control, "")["jobs"]]
+        assert len(known) == 2, "its six would be more ranks than one token may have"
+        again = await asyncio.to_thread(post, control, crowd, job="mine", world_size=8)
+        assert again.status_code == 201, "the six have ended with their callers"
+
+
+@pytest.mark.parametrize("generation", [1, 2**62, 2**63 - 1])
+async def test_no_generation_that_a_rank_names_ends_a_control_plane(generation: int) -> None:
+    """Field 7 of a report, of older sidecars: the highest generation that they had met."""
+    with site_plane() as control:
+        incarnation = register(control, "run", 2)
+        lie = report(incarnation, 0)
+        lie.MergeFromString(b"\x38" + varint(generation))
+        async with grpc.aio.insecure_channel(control.grpc_address) as channel:
+            metadata = (("authorization", f"Bearer {incarnation.tickets[0]}"),)
+            stream = channel.stream_stream("/paramd.v1.ControlService/Join")(metadata=metadata)
+            for _ in range(2):
+                await stream.write(lie.SerializeToString())
+            assert await asyncio.wait_for(stream.read(), 10)
+            async with join(control.grpc_address, incarnation, 1):
+                assert document(control, "/run")["state"] == "ok"
+            stream.cancel()
+
+
+def varint(value: int) -> bytes:
+    low, rest = value & 127, value >> 7
+    return bytes([low | 128]) + varint(rest) if rest else bytes([low])
 
 
 def test_registering_is_refused_where_and_how_it_must_not_be() -> None:

@@ -97,6 +97,7 @@ OLD_POINTS = """CREATE TABLE metric_points (series_id BIGINT NOT NULL,
 async def go_back(store: Store, revision: str) -> None:
     """Makes of a new, empty store one of `revision`, "0003" or "0005"."""
     await execute(store, "ALTER TABLE export_schedules ADD COLUMN last_s DOUBLE PRECISION")
+    await execute(store, "ALTER TABLE tokens DROP COLUMN jobs")
     await execute(store, "DROP TABLE metric_points")
     await execute(store, OLD_POINTS)
     for name in ("grid_ms", "newest_ms", "point_count"):
@@ -145,6 +146,7 @@ async def test_schedules_by_time_have_ended_and_say_so_and_those_by_steps_go_on(
             )
             # A colon begins a parameter of `text`.
             await execute(store, statement.replace(":", "\\:"))
+        await execute(store, "ALTER TABLE tokens DROP COLUMN jobs")
         await execute(store, "UPDATE alembic_version SET version_num = '0007'")
     async with started(address) as store:
         exports = ExportStore(store)

@@ -439,7 +439,7 @@ def test_when_nothing_is_in_memory_the_newest_export_is_gone_on_from(
         assert of_state(resumed) == expected, rank
         assert life.starts()[rank] == [None, {"step": step, "how": "export", "lost": 0}]
     said = again[0].stderr
-    assert f"goes on from its export of step {step} as safetensors at backup/one" in said
+    assert f"continues from its export of step {step} as safetensors at backup/one" in said
     loaded = "parameters and optimizer state are" if optimizer else "parameters are"
     assert f"{loaded} loaded; not in it" in said
     assert ("are optimizer state, random states" in said) is not optimizer

@@ -85,6 +85,7 @@ def test_the_local_mesh_is_read_as_it_says_and_ends_on_ctrl_c(
 def test_a_site_takes_its_token_from_a_file_and_keeps_no_copy(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text("a-token-from-a-file\n")
+    path.chmod(0o600)
     with site_plane("--token-file", str(path)) as control:
         assert control.get("/api/v1/jobs", "a-token-from-a-file").status_code == 200
         assert control.get("/api/v1/jobs", "another-token-of-that-size").status_code == 401
@@ -233,6 +234,7 @@ def test_the_compose_files_command_serves_and_its_healthcheck_says_so(
     assert (kind, python, dash_c) == ("CMD", "python", "-c")
     token = tmp_path / "token"
     token.write_text("a-token-of-the-compose-file\n")
+    token.chmod(0o600)
     here = {"127.0.0.1:8470": "127.0.0.1:0", "127.0.0.1:8471": "127.0.0.1:0"}
     here["/run/secrets/token"] = str(token)
     arguments = []

@@ -261,6 +261,7 @@ def test_the_container_serves_its_probes_and_a_scrape_and_starts_again(
     volumes["state"].chmod(0o2775)
     token = "a-token-of-the-site-itself"
     (volumes["token"] / "token").write_text(token + "\n")
+    (volumes["token"] / "token").chmod(0o440)
     name = "site-paramd-control.lab.svc"
     authority.write(tmp_path / "certs", names=[name], days=30)
     (tmp_path / "certs/server.pem").rename(volumes["tls"] / "tls.crt")

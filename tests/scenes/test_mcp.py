@@ -204,7 +204,15 @@ async def test_over_http_only_the_token_opens_the_door(state: Path) -> None:
             answer = await first_answer(http, url)
             assert answer.status_code == 401
             wrong = {"authorization": f"Bearer {secrets.token_hex(8)}"}
-            assert (await http.post(url, json={}, headers=wrong)).status_code == 401
+            refused = await http.post(url, json={}, headers=wrong)
+            assert (refused.status_code, refused.headers["connection"]) == (401, "close")
+        half = [await asyncio.open_connection("127.0.0.1", port) for _ in range(300)]
+        for _, writer in half:
+            writer.write(b"POST /mcp HTTP/1.1\r\nhost: 127.0.0.1\r\n")
+        async with asyncio.timeout(60):
+            assert {await reader.read() for reader, _ in half} == {b""}, "none is kept for ever"
+        for _, writer in half:
+            writer.close()
         headers = {"authorization": f"Bearer {read_endpoint(JOB).token}"}
         async with (
             httpx2.AsyncClient(headers=headers, trust_env=False) as http,

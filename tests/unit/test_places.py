@@ -15,6 +15,7 @@ import pytest
 
 from paramd import places
 from paramd.errors import ConflictError, UnreachableError, UsageError
+from paramd.mesh.connect import resolve
 from paramd.places import Endpoint
 
 
@@ -117,6 +118,24 @@ def test_an_endpoint_whose_process_ended_is_skipped(ended_pid: int) -> None:
         places.read_endpoint("old")
 
 
+def test_a_job_is_starting_until_its_control_plane_has_begun(
+    ended_pid: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places.write_endpoint(endpoint("old", pid=ended_pid))
+    places.next_incarnation("old")
+    for named in ("old", None):
+        with pytest.raises(places.StartingError, match="starting"):
+            places.read_endpoint(named)
+    begins = threading.Timer(0.3, lambda: places.write_endpoint(endpoint("old")))
+    begins.start()
+    assert resolve(None, None, "old", wait_s=30.0)[2] == "old"
+    begins.join()
+    places.write_endpoint(endpoint("old", pid=ended_pid))
+    monkeypatch.setattr(places, "STARTING_S", 0.0)
+    with pytest.raises(UnreachableError, match="has ended"):
+        places.read_endpoint("old")
+
+
 def test_a_reused_pid_is_told_apart_by_its_start() -> None:
     written = places.write_endpoint(endpoint())
     changed = json.loads(written.read_text()) | {"pid_start": 1}
@@ -146,6 +165,29 @@ def test_only_its_own_endpoint_is_removed() -> None:
     assert places.read_endpoint("run").token == "new"
     assert places.remove_endpoint(endpoint(token="new"))
     assert not places.remove_endpoint(endpoint(token="new"))
+
+
+def test_a_connection_never_takes_the_place_of_a_job_that_lives_here(ended_pid: int) -> None:
+    theirs = replace(endpoint(token="theirs"), via="other.example", incarnation=2**62)
+    for alive in (True, False):
+        mine = endpoint() if alive else replace(endpoint(), pid=ended_pid, pid_start=0)
+        path = places.write_endpoint(mine)
+        before = path.read_bytes()
+        with pytest.raises(ConflictError, match="is here already"):
+            places.write_endpoint(theirs)
+        assert not places.remove_endpoint(theirs)
+        assert path.read_bytes() == before
+    path.write_text("damaged")
+    with pytest.raises(ConflictError, match="remove that file"):
+        places.write_endpoint(theirs)
+    path.unlink()
+    places.write_endpoint(theirs)
+    with pytest.raises(ConflictError, match="is here already"):
+        places.write_endpoint(replace(theirs, token="another connection's"))
+    # And a job that begins here is not kept from its own name, whatever incarnation theirs claims.
+    places.write_endpoint(endpoint())
+    assert places.read_endpoint("run") == endpoint()
+    assert not places.remove_endpoint(theirs)
 
 
 def test_an_older_incarnation_does_not_replace_a_running_newer_one(ended_pid: int) -> None:

@@ -121,7 +121,7 @@ def test_what_a_sidecar_holds_cannot_sign() -> None:
     """Neither as a private key nor as the secret of another algorithm."""
     with pytest.raises(DeniedError, match="not signed"):
         verify(
-            Signer(PUBLIC).mint(job="run", incarnation=3, role=Role.CONTROL, ttl_s=9, now_s=NOW_S)
+            Signer(PUBLIC).mint(job="run", incarnation=3, role=Role.EDITOR, ttl_s=9, now_s=NOW_S)
         )
     for name in ("HS256", "none", "EdDSA"):
         head = json.dumps({"alg": name, "typ": "JWT"}, separators=(",", ":")).encode()
@@ -196,11 +196,12 @@ def test_claims_of_wrong_types_are_denied(changed: dict[str, object]) -> None:
         verify(signed(CLAIMS | changed), incarnation=1 if "incarnation" in changed else 3)
 
 
-def test_a_sidecar_is_bound_to_a_rank() -> None:
+@pytest.mark.parametrize("role", [Role.SIDECAR, Role.COPIER, Role.CONTROL])
+def test_tickets_of_and_for_sidecars_are_bound_to_a_rank(role: Role) -> None:
     with pytest.raises(UsageError, match="rank"):
-        ticket(role=Role.SIDECAR, rank=None)
-    with pytest.raises(DeniedError, match="names its rank"):
-        verify(signed(CLAIMS | {"role": "sidecar"}))
+        ticket(role=role, rank=None)
+    with pytest.raises(DeniedError, match="names a rank"):
+        verify(signed(CLAIMS | {"role": role.value}))
 
 
 @pytest.mark.parametrize("ttl_s", [0.0, -1.0, float("inf"), float("nan")])

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
 import pytest
 
+from paramd.cli import settings
 from paramd.cli.main import main as paramd_command
 from paramd.errors import ConflictError, DeniedError, UsageError
 from paramd.security import authority
 from paramd.security.tls import ClientTls, check_address, https_context, open_channel
+from paramd.trainer.helpers.control_link import token_of
+from paramd.trainer.settings import AttachSettings
+from paramd_service.control.base import site
 from paramd_service.control.base.endpoint import Address, parse_listen
 from paramd_service.sidecar.main import parse
 from paramd_service.tls import ServerTls, TlsFiles
@@ -113,3 +119,28 @@ def test_certs_init_writes_private_keys_for_us_alone_and_keeps_its_ca(
     (directory / "ca.key").write_bytes(b"x")
     with pytest.raises(ConflictError, match="cannot be read"):
         authority.write(directory, names=["x"], days=1)
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o644, 0o666, 0o602])
+def test_a_key_or_token_that_every_user_can_read_is_refused(
+    files: TlsFiles, tmp_path: Path, mode: int
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("t" * 32)
+    token.chmod(0o600)
+    uses: list[tuple[Path, Callable[[], object]]] = [
+        (files.key, files.read),
+        (files.key, ClientTls(cert=files.cert, key=files.key).ssl_context),
+        (files.key, ClientTls(cert=files.cert, key=files.key).channel_credentials),
+        (token, lambda: site.read_token(str(token))),
+        (token, lambda: settings.read_token(f"@{token}", stdin=sys.stdin)),
+        (token, lambda: token_of(AttachSettings(token_file=str(token)))),
+    ]
+    for secret, use in uses:
+        for good in (0o400, 0o600, 0o440):
+            secret.chmod(good)
+            use()
+        secret.chmod(mode)
+        with pytest.raises(UsageError, match=f"mode {mode:04o}.*chmod 600"):
+            use()
+        secret.chmod(0o600)

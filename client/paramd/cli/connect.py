@@ -65,7 +65,8 @@ def connect(
     While it runs, all commands on this machine find the job by its name. Only
     the control plane's port is forwarded; its certificate is checked against
     the job's own CA, which is read from that host. The token travels within
-    SSH and never appears in an argument.
+    SSH and never appears in an argument. A job that lives on this machine is
+    never replaced by one of the same name there.
     """
     job = job if job is not None else os.environ.get("PARAMD_JOB") or None
     if show:
@@ -96,6 +97,7 @@ def _connect(ssh: list[str], host: str, remote: list[str], job: str | None, port
             pid=os.getpid(),
             pid_start=places.process_start(os.getpid()),
             host_id=places.host_id(),
+            via=host,
         )
         places.write_endpoint(mine)
         try:
@@ -146,6 +148,8 @@ def _endpoint(ssh: list[str], host: str, remote: list[str], job: str | None) -> 
             f"what paramd on {host} printed is no endpoint; install the same version of paramd "
             "there and here"
         ) from None
+    if job not in (None, found.job):
+        raise UsageError(f"paramd on {host} shows job {found.job!r}; {job!r} was asked for")
     return found
 
 
@@ -165,4 +169,4 @@ def _wait_for(process: subprocess.Popen[bytes], port: int, host: str) -> None:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 return
         select.select([], [], [], POLL_S)
-    raise UnreachableError(f"SSH to {host} forwards no port; see its message above")
+    raise UnreachableError(f"SSH to {host} could not forward a port; see ssh's message above")

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -61,17 +62,15 @@ ROUND_S = 1.5
 OPEN_TIMEOUT_S = 120.0
 
 
+@dataclass(eq=False)
 class Training:
     """A training started by this process."""
 
-    def __init__(
-        self, job: str, process: subprocess.Popen[bytes], log_path: Path, checkpoints: Path
-    ) -> None:
-        self.job = job
-        self.checkpoints = checkpoints
-        """Directory of `DESTINATION`."""
-        self._process = process
-        self._log_path = log_path
+    job: str
+    _process: subprocess.Popen[bytes]
+    _log_path: Path
+    checkpoints: Path
+    """Directory of `DESTINATION`."""
 
     @property
     def running(self) -> bool:
@@ -251,22 +250,6 @@ def free_job_name(wanted: str) -> str:
     return name
 
 
-def _show_changes(mesh: Mesh, checkpoints: Path) -> None:
-    """Gradients, an edit and its undo, a write-back and an export of the running training.
-
-    Raises:
-        DataLossError: the training or the file does not hold what was written.
-    """
-    _heading("Gradients, as updates consume them", f"paramd grads '{GRADIENTS}'")
-    _gradients(mesh)
-    _heading("Edit four rows on all ranks at one step", f"paramd edit '{ROWS}' --mul 0.5")
-    _edit_and_undo(mesh)
-    _heading("Pause, change weights in place, resume", f"mesh.summon('{ROWS}', writeback=True)")
-    _write_back(mesh)
-    _heading("Take a checkpoint now", f"paramd export {DESTINATION}/now --wait")
-    _export(mesh, checkpoints)
-
-
 def _gradients(mesh: Mesh) -> None:
     print(
         f"{'UPDATE':>6}  {'NORM':>10}  {'SMALLEST':>10}  {'LARGEST':>10}  {'ZEROS':>6}  {'NAN':>4}"
@@ -368,7 +351,15 @@ def _tour(training: Training, folder: Path) -> None:
         path = folder / f"layer0-step-{summoned.step}.safetensors"
         _heading("Save it and read it back", f"paramd summon '{LAYER}' -o {path.name}")
         _save_and_compare(summoned, path)
-        _show_changes(mesh, training.checkpoints)
+        _heading("Gradients, as updates consume them", f"paramd grads '{GRADIENTS}'")
+        _gradients(mesh)
+        _heading("Edit four rows on all ranks at one step", f"paramd edit '{ROWS}' --mul 0.5")
+        _edit_and_undo(mesh)
+        command = f"mesh.summon('{ROWS}', writeback=True)"
+        _heading("Pause, change weights in place, resume", command)
+        _write_back(mesh)
+        _heading("Take a checkpoint now", f"paramd export {DESTINATION}/now --wait")
+        _export(mesh, training.checkpoints)
 
 
 def _wait_until_well(mesh: Mesh, training: Training) -> None:

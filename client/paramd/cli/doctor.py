@@ -11,7 +11,7 @@ import ssl
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from email.utils import parsedate_to_datetime
@@ -101,11 +101,12 @@ class Finding:
 
 def machine() -> Iterator[Finding]:
     """All checks of this machine, in order. A check that raises becomes a failed finding."""
-    for name, check in _CHECKS:
+    for check in (_python, _packages, _state_dir, _memory, _port, _clock):
         try:
             yield from check()
         except Exception as error:
             advice = "the check itself crashed; run with --debug and report it"
+            name = check.__name__.strip("_").replace("_", " ")
             yield _finding(name, False, f"{type(error).__name__}: {error}", advice)
 
 
@@ -238,16 +239,6 @@ def _finding(
     return Finding(check=check, verdict=verdict, detail=detail, advice="" if good else advice)
 
 
-_CHECKS: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
-    ("python", _python),
-    ("packages", _packages),
-    ("state dir", _state_dir),
-    ("memory", _memory),
-    ("port", _port),
-    ("clock", _clock),
-)
-
-
 @with_output
 def doctor(target: Target) -> None:
     """Check this machine and its running jobs, and suggest fixes.
@@ -259,7 +250,12 @@ def doctor(target: Target) -> None:
     """
     chosen = target.settings
     findings = [*machine(), *tls_files(chosen.tls_ca)]
-    for url in _urls(target):
+    if chosen.url is not None:
+        urls = {chosen.url}
+    else:
+        running = places.running_jobs()
+        urls = {found.url for found in running if chosen.job in (None, found.job)}
+    for url in sorted(urls):
         findings += control_plane(url, chosen.tls_ca)
     findings += jobs(target)
     rows = [{**asdict(finding), "verdict": finding.verdict.value} for finding in findings]
@@ -269,15 +265,6 @@ def doctor(target: Target) -> None:
     say(f"{len(findings)} checks, {failed} failed, {warned} warnings")
     if failed:
         raise typer.Exit(1)
-
-
-def _urls(target: Target) -> list[str]:
-    """The control planes to check: the one named, else those of the jobs running here."""
-    chosen = target.settings
-    if chosen.url is not None:
-        return [chosen.url]
-    running = places.running_jobs()
-    return sorted({found.url for found in running if chosen.job in (None, found.job)})
 
 
 def jobs(target: Target) -> Iterator[Finding]:

@@ -14,7 +14,7 @@ from typer import Argument, Option
 from paramd import extras
 from paramd.cli import completion, ended
 from paramd.cli.ended import Past
-from paramd.cli.options import Globs, Target, completed, with_output
+from paramd.cli.options import Globs, Target, completed, duration, with_output
 from paramd.cli.output import Column, Format, count, number, seconds, size, when
 from paramd.cli.shell import say
 from paramd.cli.summon import bar
@@ -30,10 +30,15 @@ LOOK_S = 1.0
 SENDING = "sending"
 
 Wait = Annotated[bool, Option("--wait/--no-wait", help="Wait until it is applied or refused.")]
-Timeout = Annotated[float, Option("--timeout", metavar="S", help="Seconds to wait.")]
+Timeout = Annotated[
+    float, Option("--timeout", metavar="S", parser=duration, help="Seconds to wait.")
+]
 Note = Annotated[str, Option("--note", metavar="TEXT", help="Reason, kept with the edit.")]
 AgreeTimeout = Annotated[
-    float, Option("--timeout", metavar="S", help="Seconds to wait for all ranks to agree.")
+    float,
+    Option(
+        "--timeout", metavar="S", parser=duration, help="Seconds to wait for all ranks to agree."
+    ),
 ]
 
 
@@ -66,7 +71,7 @@ def edits(
 ) -> None:
     """List the edits of a job, newest first; with an ID, show one.
 
-    Of a job that has ended too, from what is stored on this host.
+    Shows the stored edits of an ended job, too, on its host.
     """
     past = ended.find(target)
     if past is not None:
@@ -284,7 +289,7 @@ HOLD_COLUMNS = (
     Column("state", "STATE"),
     Column("step", "STEP", count, right=True),
     Column("steps_left", "STEPS LEFT", count, right=True),
-    Column("lease_left_s", "LEASE LEFT", seconds, right=True),
+    Column("lease_left_s", "LEASE LEFT", lambda s: seconds(s) if s else "-", right=True),
     Column("holder", "HOLDER"),
 )
 
@@ -293,7 +298,13 @@ HOLD_COLUMNS = (
 def pause(
     target: Target,
     lease_s: Annotated[
-        float, Option("--lease", metavar="S", help="Seconds until training resumes by itself.")
+        float,
+        Option(
+            "--lease",
+            metavar="S",
+            parser=duration,
+            help="Seconds until training resumes by itself.",
+        ),
     ] = 30.0,
     keep: Annotated[
         bool, Option("--keep", help="Renew the lease until Ctrl-C, for at most 5 minutes.")
@@ -302,7 +313,7 @@ def pause(
 ) -> None:
     """Pause training on all ranks, at the same boundary.
 
-    The hold ends with `paramd resume` or when its lease expires; with --keep,
+    Training resumes with `paramd resume` or when the lease expires; with --keep,
     when this command exits.
     """
     with target.connect() as mesh:
@@ -314,7 +325,7 @@ def pause(
         try:
             while mesh.hold_state().state != "running":
                 time.sleep(LOOK_S)
-            say("the hold has ended")
+            say("training has resumed")
         except KeyboardInterrupt:
             mesh.resume(timeout=timeout)
             say("training resumed")
@@ -328,7 +339,7 @@ def step(
         bool, Option("--wait/--no-wait", help="Wait until the updates are finished.")
     ] = True,
     timeout: Annotated[
-        float, Option("--timeout", metavar="S", help="Seconds to wait for them.")
+        float, Option("--timeout", metavar="S", parser=duration, help="Seconds to wait for them.")
     ] = 60.0,
 ) -> None:
     """Run a few updates of a paused training, then pause it again."""

@@ -83,7 +83,7 @@ class Past:
 
     def say(self) -> None:
         """Tell on stderr that this is the past."""
-        say(f"job {self.job!r} {places.end_text(self.last)}; this is what is stored of it")
+        say(f"job {self.job!r} {places.end_text(self.last)}; showing its stored records")
 
 
 def find(target: Target) -> Past | None:
@@ -99,6 +99,8 @@ def find(target: Target) -> Past | None:
         return None
     try:
         places.read_endpoint(job)
+        return None
+    except places.StartingError:
         return None
     except UnreachableError:
         # Checks that the directory is ours and private.
@@ -312,7 +314,7 @@ async def _tell_control(target: Target, job: str) -> str:
     try:
         async with target.named(job).rest() as (client, _):
             await client.send("POST", f"/jobs/{quote(job, safe='')}/end")
-            return f"its control plane at {client.url} was told"
+            return f"notified the control plane at {client.url}"
     except (NotFoundError, UnreachableError):
         return ""
 
@@ -340,7 +342,7 @@ def _asked(one: Sidecar) -> tuple[str, bool]:
             answer = {"op": "silent"}
         if answer.get("code") == "FAILED_PRECONDITION":
             return str(answer["message"]), False
-        how = "left when asked"
+        how = "exited on request"
         if answer["op"] != "leaving":
             # Too old to be asked, or it hangs.
             if process is None:

@@ -12,7 +12,15 @@ from typer import Option
 
 from paramd.cli import completion
 from paramd.cli.edit import show_edit
-from paramd.cli.options import Dtype, Target, completed, examples, with_output, with_target
+from paramd.cli.options import (
+    Dtype,
+    Target,
+    completed,
+    duration,
+    examples,
+    with_output,
+    with_target,
+)
 from paramd.cli.output import Column, Format, count, seconds, size, when
 from paramd.cli.shell import say
 from paramd.cli.summon import bar, check_destination, fetch
@@ -122,12 +130,16 @@ def export(
     dtype: Dtype = None,
     include: Include = None,
     keep_tied: KeepTied = False,
+    only: Annotated[
+        list[str] | None,
+        Option("--names", metavar="PATTERN", help="Only tensors that match; may be repeated."),
+    ] = None,
     name_map: NameMapFile = None,
     assets: AssetsDir = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing export.")] = False,
     no_verify: NoVerify = False,
     timeout_s: Annotated[
-        float | None, Option("--timeout", metavar="S", help="Fail after S seconds.")
+        float | None, Option("--timeout", metavar="S", parser=duration, help="Give up after S.")
     ] = None,
     wait: Annotated[bool, Option("--wait", help="Wait until it is done or failed.")] = False,
     to_client: Annotated[
@@ -159,7 +171,10 @@ def export(
             )
         check_destination(to_client, force=overwrite)
         with target.connect() as mesh:
-            fetch(mesh, to_client, "*", dtype=dtype, buffers=True, force=overwrite, name_map=names)
+            chosen = only if only is not None else ["*"]
+            fetch(
+                mesh, to_client, *chosen, dtype=dtype, buffers=True, force=overwrite, name_map=names
+            )
         return
     if destination is None:
         raise UsageError("give DEST/KEY; paramd exports --destinations lists destinations")
@@ -171,6 +186,7 @@ def export(
             dtype=dtype,
             include=included(include),
             tied="keep" if keep_tied else "drop",
+            names=only,
             overwrite=overwrite,
             name_map=names,
             assets=assets,
@@ -197,7 +213,7 @@ def _follow(mesh: Mesh, info: ExportInfo) -> ExportInfo:
     except KeyboardInterrupt:
         short = info.id[:_SHORT_CHARS]
         say(
-            f"interrupted; export {short} goes on. To see it: paramd exports {short}; to cancel "
+            f"interrupted; export {short} continues. To see it: paramd exports {short}; to cancel "
             f"it: paramd exports {short} --cancel"
         )
         raise
@@ -284,8 +300,8 @@ SCHEDULE_COLUMNS = (
     Column("format", "FORMAT", drop=4),
     Column("every_steps", "STEPS", count, right=True),
     Column("keep_last", "KEEP", count, right=True),
-    Column("keep_every", "AND EACH", count, right=True),
-    Column("last_step", "LAST STEP", count, right=True, drop=1),
+    Column("keep_every", "KEEP EVERY", count, right=True),
+    Column("last_step", "SINCE STEP", count, right=True, drop=1),
     Column("skipped_count", "SKIPPED", count, right=True, drop=3),
     Column("actor", "WHO", drop=5),
 )

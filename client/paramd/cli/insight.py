@@ -43,7 +43,7 @@ UPDATE_COLUMNS = (
 def updates(
     target: Target,
     glob: AnyGlobs = None,
-    steps: Annotated[int, Option("--steps", min=1, help="So many updates together.")] = 1,
+    steps: Annotated[int, Option("--steps", min=1, help="Combined effect of N updates.")] = 1,
 ) -> None:
     """Show what the next update does: its norm, and its ratio to the weight.
 
@@ -67,7 +67,7 @@ CHECK_COLUMNS = (
     Column("differing", "DIFFERING", count, right=True),
     Column("element", "FIRST", right=True, drop=1),
     Column("bits", "BITS", lambda bits: ", ".join(map(str, bits))),
-    Column("refused", "NOT MADE AGAIN"),
+    Column("refused", "SKIPPED BECAUSE"),
 )
 
 
@@ -75,8 +75,8 @@ CHECK_COLUMNS = (
 def check(
     target: Target,
     glob: AnyGlobs = None,
-    rank: Annotated[int, Option("--rank", min=0, help="Whose update.")] = 0,
-    count_: Annotated[int, Option("-n", "--count", min=1, help="Check so many updates.")] = 1,
+    rank: Annotated[int, Option("--rank", min=0, help="Rank to check.")] = 0,
+    count_: Annotated[int, Option("-n", "--count", min=1, help="Number of updates to check.")] = 1,
 ) -> None:
     """Recompute the next update of a rank, and compare the results bit by bit.
 
@@ -284,7 +284,7 @@ def logs(
     lines: Annotated[
         int,
         Option("-n", "--lines", min=1, max=state_files.MAX_LOG_LINES,
-               help="Most last lines of each log."),
+               help="Lines from the end of each log."),
     ] = 100,
 ) -> None:  # fmt: skip
     """Show the last lines of a rank's sidecar, and of its trainer.

@@ -44,14 +44,12 @@ def log(
         Option("--also", help="Log histograms, gradients or updates, too; repeatable."),
     ] = None,
     every: Annotated[
-        float, Option("--every", min=0.2, max=3600.0, help="Seconds between two looks.")
+        float, Option("--every", min=0.2, max=3600.0, help="Seconds between two samples.")
     ] = 10.0,
     looks: Annotated[
-        int, Option("-n", "--looks", min=0, help="Exit after N looks; 0: with the job.")
+        int, Option("-n", "--looks", min=0, help="Stop after N samples; 0: when the job ends.")
     ] = 0,
-    project: Annotated[
-        str, Option("--project", help="What the tracker sorts runs under.")
-    ] = "paramd",
+    project: Annotated[str, Option("--project", help="Project name in the tracker.")] = "paramd",
     directory: Annotated[
         Path, Option("--dir", help="Where TensorBoard's and Prometheus' files are written.")
     ] = Path("runs"),
@@ -101,27 +99,27 @@ def follow(
         Path, Option("--dir", help="Directory that the engine reads under the same path.")
     ],
     glob: Followed = None,
-    every: Annotated[int, Option("--every", min=1, help="Updates between two.")] = 1,
+    every: Annotated[int, Option("--every", min=1, help="Publish every N updates.")] = 1,
     updates: Annotated[
-        int, Option("-n", "--updates", min=0, help="Exit after N; 0: with the job.")
+        int, Option("-n", "--updates", min=0, help="Stop after N versions; 0: when the job ends.")
     ] = 0,
     pause: Annotated[
         str,
-        Option("--pause", metavar="wait|abort|keep", help="Running requests end first, are "
-               "aborted, or go on with the new weights."),
+        Option("--pause", metavar="wait|abort|keep", help="Running requests finish first, are "
+               "aborted, or continue with the new weights."),
     ] = "wait",
     dtype: Dtype = None,
     deltas: Annotated[
-        bool, Option("--deltas", help="Have only changed elements sent by the training.")
+        bool, Option("--deltas", help="Transfer only the elements that changed.")
     ] = False,
     name_map: NameMapFile = None,
 ) -> None:  # fmt: skip
     """Keep an inference engine at the weights of a running training.
 
     Each frame of parameters, all of one step, is written to a safetensors file
-    in --dir, and the engine is told to load it. Its version is
-    JOB-INCARNATION-STEP. An engine that refuses or dies has the last good
-    weights put back, and is tried again with the newest. PARAMD_ENGINE_TOKEN is
+    in --dir, and the engine loads it. Its version is
+    JOB-INCARNATION-STEP. If the engine rejects the weights or crashes, the last
+    good version is restored, and the newest is tried again. PARAMD_ENGINE_TOKEN is
     the engine's key, if it has one. vLLM has the routes with
     VLLM_SERVER_DEV_MODE=1.
     """
@@ -213,8 +211,25 @@ async def _serve_http(server: Any, target: Target, port: int) -> None:
     chosen = target.settings
     _, token, _ = resolve(chosen.url, chosen.token, chosen.job)
     app = guarded(server.streamable_http_app(host="127.0.0.1"), token)
-    config = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", lifespan="on")
+    config = uvicorn.Config(
+        app, host="127.0.0.1", port=port, log_level="warning", lifespan="on", http=_impatient()
+    )
     await uvicorn.Server(config).serve()
+
+
+HEAD_S = 10.0
+"""How long a connection may take for its first request: half ones are not kept for ever."""
+
+
+def _impatient() -> Any:
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Impatient(H11Protocol):
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self.loop.call_later(HEAD_S, lambda: transport.close() if self.cycle is None else None)
+
+    return Impatient
 
 
 def guarded(app: App, token: str) -> App:
@@ -229,6 +244,7 @@ def guarded(app: App, token: str) -> App:
         if scope["type"] != "http":
             return
         headers = [(b"www-authenticate", b"Bearer"), (b"content-type", b"text/plain")]
+        headers.append((b"connection", b"close"))
         await send({"type": "http.response.start", "status": 401, "headers": headers})
         await send({"type": "http.response.body", "body": b"the job's token is needed\n"})
 

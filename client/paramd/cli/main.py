@@ -31,7 +31,7 @@ from paramd.cli.marks import mark, marks, rollback, set_hyperparameters, unmark
 from paramd.cli.options import ContextName, Debug, Job, Token, Url, examples
 from paramd.cli.serve import certs, control, sidecar
 from paramd.cli.settings import Flags
-from paramd.cli.status import alerts, status
+from paramd.cli.status import alerts, jobs, status
 from paramd.cli.summon import summon
 from paramd.cli.tensors import grads, params, stats
 from paramd.cli.token import token as token_group
@@ -58,6 +58,7 @@ def _add(panel: str, command: Callable[..., None], *lines: str) -> None:
     )
 
 
+_add(LOOK, jobs, "jobs", "jobs --all")
 _add(LOOK, status, "status", "status --job my-run -o json", "status -w")
 _add(LOOK, dashboard, "dashboard", "dashboard --job my-run --no-browser")
 _add(LOOK, top, "top", "top --every 5")
@@ -108,7 +109,7 @@ _add(
     edit,
     "edit 'layers.0.up.bias' --fill 0",
     "edit 'layers.*.norm.weight' --mul 0.5 --dry-run",
-    "edit 'head.weight[0:4]' --from mended.safetensors --note 'dead rows'",
+    "edit 'head.weight[0:4]' --from fixed.safetensors --note 'dead rows'",
 )
 _add(CHANGE, edits, "edits", "edits --state APPLIED -o json", "edits 3f2a9c01")
 _add(CHANGE, undo, "undo 3f2a9c01")

@@ -26,7 +26,7 @@ COLUMNS = (
     Column("size_bytes", "SIZE", size, right=True),
     Column("made_s", "WHEN", when, drop=2),
     Column("by", "WHO", drop=1),
-    Column("why_not_whole", "NOT WHOLE"),
+    Column("why_not_whole", "INCOMPLETE BECAUSE"),
 )
 
 Name = Annotated[str, Argument(metavar="NAME", help="The mark's name.")]
@@ -34,7 +34,7 @@ Name = Annotated[str, Argument(metavar="NAME", help="The mark's name.")]
 
 @with_output
 def mark(target: Target, name: Name, timeout: Timeout = 60.0) -> None:
-    """Keep the complete present state of a training under a name, to roll back to.
+    """Save the complete current state of a training in memory, to roll back to.
 
     A mark is kept in the sidecars' memory and lost when they end; it is not a
     checkpoint. Training pauses while the state is copied. Needs
@@ -53,7 +53,7 @@ def marks(target: Target) -> None:
 
 @with_target
 def unmark(target: Target, name: Name) -> None:
-    """Forget a mark and give its memory back."""
+    """Delete a mark and free its memory."""
     with target.connect() as mesh:
         mesh.unmark(name)
     say(f"mark {name} is forgotten")
@@ -66,7 +66,7 @@ def rollback(
         str, Argument(metavar="NAME|STEP", help="A mark's name, or a step of `paramd marks`.")
     ],
     yes: Annotated[
-        bool, Option("--yes", "-y", help="Do not ask. Needed where nobody can answer.")
+        bool, Option("--yes", "-y", help="Skip the confirmation; required without a terminal.")
     ] = False,
     note: Note = "",
     wait: Wait = True,
@@ -87,10 +87,10 @@ def rollback(
 
 def _confirm(to: str | int, step: int) -> None:
     if not sys.stdin.isatty():
-        raise UsageError("rollback: give --yes, since nobody can be asked here")
+        raise UsageError("rollback: stdin is not a terminal; confirm with --yes")
     what = f"step {to}" if isinstance(to, int) else f"mark {to!r}"
     typer.confirm(
-        f"Training is at step {step}. Put it back to {what}? The steps since are made again",
+        f"Training is at step {step}. Put it back to {what}? The steps since then are repeated",
         abort=True,
         err=True,
     )
@@ -111,8 +111,8 @@ def set_hyperparameters(
 ) -> None:
     """Set hyper-parameters of a parameter group, on all ranks at one step or on none.
 
-    A scheduler overwrites lr at its next step. `paramd undo` brings back the
-    values there were.
+    A scheduler overwrites lr at its next step. `paramd undo` restores the
+    previous values.
     """
     chosen = f"group {group}" if group.isdigit() else group
     with target.connect() as mesh:

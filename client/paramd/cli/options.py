@@ -14,6 +14,7 @@ from typer import Argument, Context, Option
 
 from paramd.cli import completion, settings
 from paramd.cli.output import Column, Format, Listing, Row, emit
+from paramd.clock import seconds_of
 from paramd.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
     from paramd.mesh.peers.control import RestClient
 
 PANEL = "Connection"
+
+
+def duration(text: str) -> float:
+    """Seconds, of an option that takes "90", "90s" or "5m". Raises UsageError."""
+    return seconds_of(text, "duration")
 
 
 def completed(metavar: str, help: str, complete: completion.Complete) -> Any:
@@ -116,9 +122,10 @@ class Target:
         """
         from paramd.mesh.connect import resolve
         from paramd.mesh.peers.control import RestClient, client_tls
+        from paramd.places import STARTING_S
 
         chosen = self.settings
-        url, token, job = resolve(chosen.url, chosen.token, chosen.job)
+        url, token, job = resolve(chosen.url, chosen.token, chosen.job, wait_s=STARTING_S)
         client = RestClient(url, token, tls=client_tls(url, chosen.tls_ca))
         try:
             yield client, job

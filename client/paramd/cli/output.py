@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -95,12 +96,12 @@ def emit(
             print(one_line(str(row[listing.id_key])), file=out)
     elif form is Format.JSONL:
         for row in listing.rows:
-            print(_json({**listing.about, **row}), file=out)
+            print(json_text({**listing.about, **row}), file=out)
     else:
         document = {**listing.about, listing.name: list(listing.rows)}
         if listing.total is not None:
             document["total"] = listing.total
-        print(_json(document, indent=2), file=out)
+        print(json_text(document, indent=2), file=out)
 
 
 def terminal_width(out: TextIO) -> int | None:
@@ -196,8 +197,14 @@ def cell(column: Column, row: Row | None) -> str:
     return "" if value is None else one_line(column.show(value))
 
 
-def _json(value: Any, *, indent: int | None = None) -> str:
-    return json.dumps(finite(value), indent=indent, allow_nan=False, ensure_ascii=False)
+_MARKS = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""What has a terminal show text in another order, or obey it; JSON itself escapes the rest."""
+
+
+def json_text(value: Any, *, indent: int | None = None) -> str:
+    """JSON in which texts of others do nothing to a terminal that shows them."""
+    text = json.dumps(finite(value), indent=indent, allow_nan=False, ensure_ascii=False)
+    return _MARKS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def count(value: int) -> str:

@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 
 from paramd import gone
 from paramd.errors import UsageError
-from paramd.state_files import file_places
+from paramd.state_files import check_private, file_places
 
 TABLE = "contexts"
 KEYS = ("url", "token_file", "job", "tls_ca")
@@ -295,16 +295,17 @@ def read_token(source: str, *, stdin: TextIO) -> str:
         token, place = stdin.readline(MAX_TOKEN_BYTES).strip(), "stdin"
     elif source.startswith("@") and len(source) > 1:
         path = Path(source[1:]).expanduser()
+        check_private(path)
         try:
             with path.open(encoding="utf-8") as file:
                 token, place = file.readline(MAX_TOKEN_BYTES).strip(), str(path)
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--token: {path} cannot be read: {error}") from error
+            raise UsageError(f"token: its file {path} cannot be read: {error}") from error
     else:
         raise UsageError(
             "--token: a token on the command line is visible to other users of this machine; "
             "set PARAMD_TOKEN, or use --token @FILE, or --token - with the token on stdin"
         )
     if not token:
-        raise UsageError(f"--token: the first line of {place} holds no token")
+        raise UsageError(f"token: no token on the first line of {place}")
     return token

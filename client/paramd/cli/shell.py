@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -11,6 +12,7 @@ from typing import TextIO
 
 from paramd import extras, gone
 from paramd.errors import ParamdError, codes_of
+from paramd.places import known_jobs
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
@@ -79,10 +81,30 @@ def explain(error: Exception) -> tuple[str, int]:
     return one_line(f"{kind}: {error}; this is a bug in paramd, --debug shows the traceback"), 1
 
 
+_MEANT = {
+    "ls": "paramd jobs", "list": "paramd jobs", "ps": "paramd jobs", "show": "paramd status",
+    "get": "paramd summon NAME -o FILE", "cat": "paramd summon NAME -o FILE",
+    "checkpoint": "paramd export DEST/KEY", "save": "paramd export DEST/KEY",
+    "hold": "paramd pause", "stop": "paramd pause (paramd never ends a training)",
+    "kill": "paramd end JOB, which frees the memory of a dead training",
+    "version": "paramd --version", "-V": "paramd --version", "help": "paramd --help",
+    "completion": "paramd --install-completion", "--json": "-o json",
+    "-j": "--job NAME", "--set": "--fill 0, or --from FILE", "--scale": "--mul 2",
+}  # fmt: skip
+"""What people type first, of this and of other programs, and what does it here."""
+
+
 def _usage(error: Exception, message: str) -> str:
     # Without arguments click has printed the help already.
     if not message:
         return ""
+    # In place of what click suggests, which is what is spelt alike.
+    found = re.match(r"(No such (?:command|option):?) '?([\w-]+)", message)
+    if found and found[2] in _MEANT:
+        return f"{found[1]} {found[2]}; use: {_MEANT[found[2]]}"
+    job = re.match(r"Got unexpected extra argument\S* \(([\w.-]+)\)", message)
+    if job and job[1] in known_jobs():
+        return f"{message}; write --job {job[1]}"
     context = getattr(error, "ctx", None)
     path = getattr(context, "command_path", "paramd")
     return f"{message} (see: {path} --help)"

@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 from typer import Option
 
+from paramd import places
 from paramd.cli import ended
 from paramd.cli.ended import Past
 from paramd.cli.options import Target, with_output
@@ -53,6 +54,35 @@ COLUMNS = (
     Column("snapshot_bytes", "SNAPSHOTS", size, right=True, drop=4),
     Column("reason", "NOTE"),
 )
+
+
+JOB_COLUMNS = (
+    Column("job", "JOB"),
+    Column("state", "STATE"),
+    Column("incarnation", "RUN", right=True),
+    Column("world_size", "RANKS", right=True),
+    Column("began_s", "BEGAN", when),
+    Column("url", "URL", drop=1),
+)
+
+
+@with_output
+def jobs(
+    target: Target,
+    all_: Annotated[bool, Option("--all", help="Also those that do not run.")] = False,
+) -> None:
+    """List the jobs on this host, of this user."""
+    running = {one.job: one.url for one in places.running_jobs()}
+    rows = []
+    for job in places.known_jobs():
+        if all_ or job in running:
+            last = places.incarnations(job)[-1:]
+            found = asdict(last[0]) if last else {}
+            state = "running" if job in running else "not running"
+            rows.append({"job": job, "state": state, "url": running.get(job, ""), **{
+                name: found.get(name) for name in ("incarnation", "world_size", "began_s")
+            }})  # fmt: skip
+    target.show("jobs", rows, JOB_COLUMNS, id_key="job")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,6 +246,11 @@ def status(
         ended.show_status(target, past)
         return
     emit(listing(found), target.format)
+    if all(row.phase == "unreachable" for row in found) and _is_starting(target, found.job):
+        raise PartialError(
+            f"job {found.job!r}, incarnation {found.incarnation}, is starting: none of its "
+            f"{found.world_size} ranks has joined yet; try again in a few seconds"
+        )
     say(f"job {found.job}, incarnation {found.incarnation}, step {found.step}")
     if target.format is Format.TABLE:
         say(f"dashboard: {url} (paramd dashboard opens it, signed in)")
@@ -250,6 +285,19 @@ def _just_ended(target: Target, job: str | None) -> Past | None:
     with suppress(ParamdError):
         return ended.find(target.named(named)) if named is not None else None
     return None
+
+
+def _is_starting(target: Target, job: str) -> bool:
+    """Whether the control plane says that the job is starting."""
+
+    async def ask() -> bool:
+        async with target.rest() as (client, _):
+            said = await client.send("GET", f"/jobs/{quote(job, safe='')}")
+            return bool(said["state"] == "starting")
+
+    with suppress(ParamdError):
+        return asyncio.run(ask())
+    return False
 
 
 def follow(

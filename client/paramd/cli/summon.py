@@ -82,7 +82,7 @@ def summon(
     transport: Annotated[
         str,
         Option("--transport", metavar="auto|same-host|stream|grpc",
-               help="How the bytes come here."),
+               help="Transport to use."),
     ] = "auto",
 ) -> None:  # fmt: skip
     """Write full parameters, all of one step, to a safetensors file.
@@ -173,6 +173,6 @@ def check_destination(path: Path, *, force: bool) -> None:
 
 def load_torch(dtype: str | None) -> torch.dtype | None:
     """The dtype of that name. Loads torch, so that the time of the download excludes it."""
-    from paramd.mesh.reading.assemble import torch_dtype
+    from paramd.mesh.reading.assemble import dtype_of
 
-    return torch_dtype(dtype.removeprefix("torch.")) if dtype is not None else None
+    return dtype_of(dtype) if dtype is not None else None

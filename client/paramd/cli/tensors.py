@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections import deque
@@ -21,6 +20,7 @@ from paramd.cli.output import (
     Listing,
     count,
     emit,
+    json_text,
     number,
     seconds,
     shape,
@@ -232,7 +232,7 @@ def grads(
     glob: Globs,
     every: Annotated[int, Option("--every", min=1, help="Updates between frames.")] = 1,
     frames: Annotated[
-        int, Option("-n", "--frames", min=0, help="Exit after N frames; 0: with the job.")
+        int, Option("-n", "--frames", min=0, help="Stop after N frames; 0: when the job ends.")
     ] = 0,
     with_histogram: Annotated[
         bool, Option("--histogram", help="Also count elements by power of 2.")
@@ -254,7 +254,7 @@ def grads(
         found = islice(found, frames if frames else None)
         if form in (Format.JSONL, Format.JSON):
             for frame in found:
-                print(json.dumps(frame.document(), ensure_ascii=False), flush=True)
+                print(json_text(frame.document()), flush=True)
         elif form is Format.NAME:
             for name in _first_names(found):
                 print(one_line(name))

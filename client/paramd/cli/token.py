@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -16,20 +15,9 @@ from paramd.cli import completion
 from paramd.cli.options import Output, Target, completed, examples, with_output, with_target
 from paramd.cli.output import Column, seconds
 from paramd.cli.shell import say
-from paramd.errors import UsageError
+from paramd.clock import seconds_of
 
 token = typer.Typer(help="User tokens and their roles.", no_args_is_help=True)
-
-_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
-_TTL = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)([smhdw])")
-
-
-def parse_ttl(text: str) -> float:
-    """Seconds in "90s", "15m", "12h", "30d" or "4w". Raises UsageError."""
-    found = _TTL.fullmatch(text)
-    if found is None or float(found[1]) == 0:
-        raise UsageError(f"--ttl: {text!r}; expected a number and s, m, h, d or w, such as 12h")
-    return float(found[1]) * _UNITS_S[found[2]]
 
 
 @token.command(
@@ -37,6 +25,7 @@ def parse_ttl(text: str) -> float:
     epilog=examples(
         "paramd token create --role reader --ttl 12h --name notebook",
         "paramd token create --role viewer --ttl 4w > viewer.token",
+        "paramd token create --role trainer --jobs 'team-a-*'",
     ),
 )
 @with_target
@@ -55,12 +44,18 @@ def create(
     name: Annotated[
         str | None, Option("--name", metavar="NAME", help="Name in lists and the audit.")
     ] = None,
+    jobs: Annotated[
+        str | None,
+        Option("--jobs", metavar="PATTERNS", help="Only these jobs, such as 'team-a-*,eval'."),
+    ] = None,
     output: Output = None,
 ) -> None:  # fmt: skip
     """Create a token and print it. It is shown only once."""
-    body: dict[str, Any] = {"role": role, "ttl_s": parse_ttl(ttl)}
+    body: dict[str, Any] = {"role": role, "ttl_s": seconds_of(ttl, "--ttl")}
     if name is not None:
         body["name"] = name
+    if jobs is not None:
+        body["jobs"] = jobs
     made = _ask(target, "POST", "/tokens", body)
     if output is None:
         say(f"token {made['name']}, role {made['role']}; save it, it is not shown again")

@@ -70,7 +70,7 @@ class ParamdCallback(Callback, TrainerCallback):
         if self._training.resumes:
             if state.global_step:
                 raise UsageError(
-                    'resume="auto" and resume_from_checkpoint are two ways to go on; use one'
+                    'resume="auto" and resume_from_checkpoint cannot be combined; choose one'
                 )
             scaler = getattr(given["optimizer"], "scaler", None)
             keep = {"trainer.lr_scheduler": given["lr_scheduler"]}
@@ -99,7 +99,7 @@ class ParamdCallback(Callback, TrainerCallback):
             loader.skip_batches = done
         else:
             log.warning(
-                "paramd: the Trainer goes on at step %d with the first batch of its data: a "
+                "paramd: the Trainer continues at step %d with the first batch of its data: a "
                 "callback can only skip batches of the first epoch",
                 step,
             )

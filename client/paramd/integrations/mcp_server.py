@@ -1,7 +1,7 @@
 """A job's parameters for agents: tools over the Model Context Protocol.
 
     look     status, parameters, statistics, gradients, diff, alerts, edits, exports: always there
-    change   edit, undo, pause, resume, step, export: only with `changes`, and only what the
+    change   edit, undo, hold (pause, resume, step), export: only with `changes`, and only what the
              token's role may. Each is called twice: first it tells what it would do, with a code;
              called again with the same arguments and that code, it does it
 
@@ -82,11 +82,11 @@ class Codes:
         if until_s < time.monotonic():
             raise UsageError(
                 f"confirm: this code is unknown, used, or older than {CODE_S:g} s; call again "
-                "without it to be told what would happen, and get a new one"
+                "without it to see what would happen, and get a new one"
             )
         if told != what:
             raise UsageError(
-                "confirm: this code is of other arguments; call again without it to be told what "
+                "confirm: this code is of other arguments; call again without it to see what "
                 "would happen"
             )
 
@@ -147,7 +147,7 @@ class Tools:
         Args:
             patterns: Globs over names; each may end in a slice, such as "w[0:4]".
             limit: Most rows, up to 200; `total` is over everything that matches.
-            unsettled: Accept weights that stand in for the training's, such as averaged ones.
+            unsettled: Accept weights that replace the training's for a while, such as averages.
         """
         found = await self._mesh.stats(*_patterns(patterns, some=True), unsettled=unsettled)
         rows = [{"name": untrusted(row.name), **row.summary.document()} for row in found]
@@ -320,7 +320,7 @@ class Tools:
     async def export(
         self, destination: str, format: str = "safetensors", confirm: str = ""
     ) -> Answer:
-        """Write a checkpoint of one step while training goes on.
+        """Write a checkpoint of one step while training continues.
 
         Without `confirm`, tells the size and the destinations there are, and gives the code.
 

@@ -19,7 +19,6 @@ from paramd.errors import ConflictError, DeadlineError, UnreachableError, UsageE
 from paramd.extras import TRACKERS
 from paramd.integrations.versions import require
 from paramd.mesh.amesh import AsyncMesh
-from paramd.mesh.results import StatsTable
 from paramd.state import At
 
 Histogram = Sequence[tuple[int, int]]
@@ -227,6 +226,15 @@ class _Prometheus:
         self._client.write_to_textfile(str(self._path), registry)
 
 
+_PACKAGES = {
+    "tensorboard": ("tensorboard", "2.18", "3"),
+    "prometheus": ("prometheus-client", "0.21", "1"),
+    "wandb": ("wandb", "0.20", "1"),
+    "trackio": ("trackio", "0.20", "1"),
+    "mlflow": ("mlflow-skinny", "3.0", "4"),
+}
+
+
 def open_tracker(
     kind: str, run: str, history: int = 0, *, project: str, directory: Path
 ) -> Tracker:
@@ -245,22 +253,17 @@ def open_tracker(
     """
     if history and kind != "prometheus":
         run = f"{run}-r{history}"
+    if kind not in _PACKAGES:
+        raise UsageError(f"tracker: {kind!r}; expected one of {', '.join(TRACKERS)}")
+    package, at_least, below = _PACKAGES[kind]
+    require(package, at_least=at_least, below=below, extra="trackers")
     if kind == "tensorboard":
-        require("tensorboard", at_least="2.18", below="3", extra="trackers")
         return _TensorBoard(directory / run)
     if kind == "prometheus":
-        require("prometheus-client", at_least="0.21", below="1", extra="trackers")
         return _Prometheus(directory / f"{run}.prom", run)
-    if kind == "wandb":
-        require("wandb", at_least="0.20", below="1", extra="trackers")
-        return _Wandb(import_module(kind), project, run)
-    if kind == "trackio":
-        require("trackio", at_least="0.20", below="1", extra="trackers")
-        return _Trackio(import_module(kind), project, run)
     if kind == "mlflow":
-        require("mlflow-skinny", at_least="3.0", below="4", extra="trackers")
         return _Mlflow(import_module(kind), project, run)
-    raise UsageError(f"tracker: {kind!r}; expected one of {', '.join(TRACKERS)}")
+    return (_Wandb if kind == "wandb" else _Trackio)(import_module(kind), project, run)
 
 
 ALSO = ("histograms", "gradients", "updates")
@@ -315,7 +318,7 @@ class Following:
         """Log until the job begins anew, or has not answered for `PATIENCE_S`; why it ended.
 
         Args:
-            every_s: Seconds between two looks.
+            every_s: Seconds between two samples.
             looks: End after so many; 0 means never.
         """
         answered_s, done = clock(), 0
@@ -343,12 +346,14 @@ class Following:
             self._incarnation = found.incarnation
         if found.incarnation != self._incarnation:
             raise _BegunAnewError(
-                f"{found.job!r} has begun anew, as incarnation {found.incarnation}"
+                f"{found.job!r} was restarted, as incarnation {found.incarnation}"
             )
         now = At(found.history, found.step)
         if now > self._looked:
-            tracker = self._run_of(found)
-            self._looked = now
+            if self._run is None or now.history > self._looked.history:
+                self.close()
+                self._run = self._opened(f"{found.job}-{found.incarnation}", now.history)
+            tracker, self._looked = self._run, now
             rows = {row.name: row.summary for row in found} if len(found) <= MOST_TENSORS else {}
             rows["total"] = found.total.summary
             numbers = {
@@ -370,13 +375,6 @@ class Following:
         run, self._run = self._run, None
         if run is not None:
             run.close()
-
-    def _run_of(self, found: StatsTable) -> Tracker:
-        """The run of these statistics' history."""
-        if self._run is None or found.history > self._looked.history:
-            self.close()
-            self._run = self._opened(f"{found.job}-{found.incarnation}", found.history)
-        return self._run
 
     async def _follow_training(self, tracker: Tracker) -> None:
         """Log the next gradients and updates, as far as wanted; not those after a rollback."""

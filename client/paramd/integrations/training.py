@@ -47,8 +47,8 @@ class Training:
         """
         if self.resumes:
             raise UsageError(
-                f'resume="auto" does not work with {framework}, whose loop cannot be told from '
-                f"which step and batch it goes on; {instead}, and paramd follows its step"
+                f'resume="auto" does not work with {framework}, because its loop cannot resume at '
+                f"a given step and batch; {instead}, and paramd follows its step"
             )
 
     def begin(

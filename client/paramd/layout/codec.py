@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from google.protobuf.message import DecodeError
 
-from paramd.errors import UsageError
+from paramd.errors import ExhaustedError, UsageError
 from paramd.layout.merge import LocalLayout
 from paramd.layout.types import Box, Interval, Layout, Piece, Region, TensorKind, TensorLayout
 from paramd.v1 import layout_pb2
@@ -24,6 +24,14 @@ _TRAINABLE_TO_PB = {
 }
 _TRAINABLE_FROM_PB = {theirs: ours for ours, theirs in _TRAINABLE_TO_PB.items()}
 _RANK = struct.Struct("<q")
+
+MAX_LAYOUT_BYTES = 256 << 20
+"""Of the batches of a layout that is received, together: what a rank says of itself has a bound."""
+MAX_NAMES = 250_000
+"""Names of tensors, aliases included."""
+MAX_NAME_CHARS = 4096
+MAX_NAMES_CHARS = 64 << 20
+"""Names times the longest of them: what an index of all of them takes, in characters."""
 
 
 def encode_layout(layout: Layout) -> layout_pb2.Layout:
@@ -65,6 +73,36 @@ def layout_batches(layout: Layout, max_tensors: int = 1000) -> Iterator[layout_p
             batch.arena_bytes.extend(layout.arena_bytes)
             batch.mirrored = layout.mirrored
         yield batch
+
+
+class LayoutBound:
+    """Counts what a rank sends as its layout, one batch after the other."""
+
+    def __init__(self, who: str) -> None:
+        """`who` sends it, for errors."""
+        self._who = who
+        self._bytes = self._names = self._longest = 0
+
+    def count(self, batch: layout_pb2.Layout) -> None:
+        """Count one more batch, before it is kept.
+
+        Raises:
+            ExhaustedError: it is all together more than any layout.
+        """
+        self._bytes += batch.ByteSize()
+        self._names += sum(1 + len(tensor.aliases) for tensor in batch.tensors)
+        names = (name for tensor in batch.tensors for name in (tensor.fqn, *tensor.aliases))
+        self._longest = max(self._longest, max(map(len, names), default=0))
+        for what, found, most in (
+            ("bytes", self._bytes, MAX_LAYOUT_BYTES),
+            ("names", self._names, MAX_NAMES),
+            ("characters in one name", self._longest, MAX_NAME_CHARS),
+            ("names times the longest", self._names * self._longest, MAX_NAMES_CHARS),
+        ):
+            if found > most:
+                raise ExhaustedError(
+                    f"{self._who} sends a layout of {found:,} {what}; expected at most {most:,}"
+                )
 
 
 def join_batches(batches: Iterable[layout_pb2.Layout]) -> Layout:

@@ -13,16 +13,19 @@ name matches nothing, which bounds the product.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from itertools import compress, groupby, islice
-from typing import overload
+from typing import TypeAlias, overload
 
 from paramd.errors import NotFoundError, UsageError
 from paramd.layout.types import Box, Layout, TensorKind, TensorLayout, full_box
 
 _DIGITS = bytes.maketrans(b"01", b"\x00\x01")
+
+Pattern: TypeAlias = str | Iterable[str]
+"""One pattern, or some."""
 
 MAX_PATTERN_BYTES = 1024
 
@@ -489,8 +492,24 @@ class Selection(Sequence[SelectedTensor]):
         return SelectedTensor(tensor=tensor, name=names[0], box=box, names=names)
 
 
+def each_pattern(patterns: Iterable[Pattern]) -> list[str]:
+    """Patterns one by one, from wherever they are lists. Raises UsageError for what is no text."""
+    found: list[str] = []
+    for one in [patterns] if isinstance(patterns, str) else patterns:
+        if isinstance(one, list | tuple | set | frozenset):
+            found += each_pattern(one)
+        elif isinstance(one, str):
+            found.append(one)
+        else:
+            raise UsageError(
+                f"pattern: {type(one).__name__}; expected a name or a glob such as 'layers.*' "
+                "(values have an argument of their own, such as set=)"
+            )
+    return found
+
+
 def select(
-    index: NameIndex, patterns: str | Sequence[str], with_buffers: bool = False
+    index: NameIndex, patterns: str | Iterable[Pattern], with_buffers: bool = False
 ) -> Selection:
     """Select the union of what the patterns match.
 
@@ -505,7 +524,7 @@ def select(
             different parts of one tensor.
         NotFoundError: a pattern matches nothing.
     """
-    wanted = [patterns] if isinstance(patterns, str) else list(patterns)
+    wanted = each_pattern(patterns)
     if not wanted:
         raise UsageError("no pattern was given; expected at least one, '*' selects all")
     by_slices: dict[Slices | None, int] = {}
@@ -566,4 +585,6 @@ def _nothing(index: NameIndex, pattern: str, glob: str, found: int) -> str:
         count = found.bit_count()
         which = "only a buffer" if count == 1 else f"only {count} buffers"
         return f"{shown} matches no parameter, {which}; add buffers=True to read buffers"
+    if inside := index.match(f"{glob}.*"):
+        return f"{shown} is a module, with {inside.bit_count()} tensors: write {glob + '.*'!r}"
     return f"no parameter matches {shown}{did_you_mean(index.names, index.columns, glob)}"

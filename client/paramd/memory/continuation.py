@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from paramd.errors import ExhaustedError
 from paramd.memory.descriptors import PAGE, SparseMemory, pages
@@ -103,7 +103,7 @@ class KeptSlots:
         """
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise ExhaustedError(
-                f"{len(payload):,} bytes are to be kept for a successor; at most "
+                f"{len(payload):,} bytes are to be kept for a restarted trainer; at most "
                 f"{MAX_PAYLOAD_BYTES:,} fit, keep less"
             )
         number = self.number + 1
@@ -131,6 +131,14 @@ class Checked:
     piece_count: int
     """Pieces that were compared; all, if the memory is no larger than `MOST_WHOLE_BYTES`."""
     of_count: int
+
+
+def digest_of(*parts: memoryview) -> int:
+    """The XXH3 of bytes, computed piece by piece; never 0."""
+    summed = xxh3_64()
+    for piece in _pieces(parts):
+        summed.update(piece)
+    return summed.intdigest() or 1
 
 
 def digests_of(parts: Sequence[memoryview]) -> list[int]:

@@ -89,13 +89,17 @@ def label_of(page: Page) -> str:
     return label if label else "unnamed"
 
 
+BUFFERS_REFUSED = -2
+"""In BUFFERS_STEP: they can never be copied as this attachment knows them; the text says why."""
+
+
 def unserved_reason(page: Page) -> str:
     """Why the parameters are not served; empty when they are."""
     label = label_of(page)
     if not label:
         return read_text(page) if page.words[Word.UNSERVED] else ""
     return (
-        f"the weights are {label!r}, which stand in for the training's for a while "
+        f"the weights are {label!r}, which temporarily replace the training's "
         "(attachment.not_training_weights); try again later, or read them as they are with "
         "unsettled=True (--unsettled)"
     )
@@ -142,7 +146,7 @@ class Word(IntEnum):
     ANNOUNCE = 11  # counts announced boundaries; each is followed by a wake
     AGREED = 12  # last boundary request agreed by all trainers
     AGREED_STEP = 13  # step of that boundary
-    BUFFERS_STEP = 14  # step at which buffers were last copied into the arena
+    BUFFERS_STEP = 14  # step at which buffers were last copied into the arena; BUFFERS_REFUSED
     BOUNDARY_NS = 15  # time of the last boundary
     STEP_TIME_NS = 16  # smoothed time between boundaries
     STALL_COUNT = 17
@@ -239,7 +243,37 @@ class Word(IntEnum):
 
     # Words 112 to 127 are the trainer's: SEQs of settled states that have strayed.
     # Words 128 to 191 are the trainer's: the last requests agreed.
-    # Words 192 to 511 are the trainer's: its text and its sample places.
+    # Words 192 to 448 are the trainer's: its text and its sample places.
+    # Words 449 to 460 are the trainer's: what held up its updates besides copies (`Stand`).
+
+
+class Stand(IntEnum):
+    """Why updates stand because of paramd, besides waits for copies (the STALL words)."""
+
+    EDIT = 0  # an edit, a rollback or new hyper-parameters are applied
+    STATE = 1  # buffers, optimizer state or mirrored parameters are copied for a reader
+    ROUND = 2  # the last round is collected, which takes long when another rank is late
+    HOLD = 3  # training is held on request
+
+
+_FIRST_STAND_WORD = 449
+
+
+def note_stand(page: Page, why: Stand, took_ns: int) -> None:
+    """Count a time that an update stood."""
+    words, at = page.words, _FIRST_STAND_WORD + 3 * why
+    words[at] += 1
+    words[at + 1] += took_ns
+    words[at + 2] = max(words[at + 2], took_ns)
+
+
+def stands_of(page: Page) -> dict[str, tuple[int, int, int]]:
+    """By cause: how often updates stood, for how long in all, and at longest, in nanoseconds."""
+    words = page.words
+    places = {one.name.lower(): _FIRST_STAND_WORD + 3 * one for one in Stand}
+    found = {name: (words[at], words[at + 1], words[at + 2]) for name, at in places.items()}
+    stalls = words[Word.STALL_COUNT], words[Word.STALL_TOTAL_NS], words[Word.STALL_MAX_NS]
+    return {"copy": stalls, **found}
 
 
 class Refusal(IntEnum):

@@ -72,13 +72,10 @@ def available_bytes() -> int:
     lines = Path("/proc/meminfo").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in lines)
     machine = int(fields["MemAvailable"].split()[0]) << 10
-    return min(machine, _cgroup_available_bytes(machine))
-
-
-def _cgroup_available_bytes(default: int) -> int:
     limit = _read("/sys/fs/cgroup/memory.max").strip()
     used = _read("/sys/fs/cgroup/memory.current").strip()
-    return int(limit) - int(used) if limit.isdigit() and used.isdigit() else default
+    known = limit.isdigit() and used.isdigit()
+    return min(machine, int(limit) - int(used)) if known else machine
 
 
 def wake_event() -> int:
@@ -168,6 +165,9 @@ class SparseMemory:
         Raises:
             ExhaustedError: the machine (or container) does not have that much memory.
         """
+        if begin == end:
+            # A rank that has none of it; the kernel takes no empty range.
+            return
         available = available_bytes()
         if end - begin + HEADROOM_BYTES > available:
             raise ExhaustedError(

@@ -261,20 +261,17 @@ class TrainerDevice:
         # The training's device may be another one here; and an optimizer that steps within backward
         # does so on a thread of autograd's.
         with self.driver.inside(self._context):
-            self._publish(self._map.fence, self._words)
-
-    def _publish(self, fence: int, words: Words) -> None:
-        stream = self._stream()
-        if self.driver.is_capturing(stream):
-            self.captured = True
-            return
-        before = words[Word.DEVICE_FENCE]
-        # Begins anywhere: the memory may have the fence of a predecessor, which must not do.
-        number = (before + 1) & _FENCE_MASK if before else secrets.randbits(31) + 1
-        self.driver.fill(fence, number, 1, stream)
-        self.driver.record(self._event, stream)
-        # Last, and before SEQ: a reader of this number finds the event recorded.
-        words[Word.DEVICE_FENCE] = number
+            stream = self._stream()
+            if self.driver.is_capturing(stream):
+                self.captured = True
+                return
+            before = self._words[Word.DEVICE_FENCE]
+            # Begins anywhere: the memory may have the fence of a predecessor, which must not do.
+            number = (before + 1) & _FENCE_MASK if before else secrets.randbits(31) + 1
+            self.driver.fill(self._map.fence, number, 1, stream)
+            self.driver.record(self._event, stream)
+            # Last, and before SEQ: a reader of this number finds the event recorded.
+            self._words[Word.DEVICE_FENCE] = number
 
     def finish(self) -> None:
         """Wait for what the training has queued, before its memory is used in another way."""

@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -203,18 +203,15 @@ def parse_program(memory: memoryview, begin: int, *, arena_bytes: int) -> list[R
         raise UsageError(f"there is no edit program at byte {begin}")
     if not 0 <= count <= MAX_RECORDS or begin + program_bytes(count) > memory.nbytes:
         raise UsageError(f"an edit program of {count} records does not fit at byte {begin}")
-    return list(_parsed(memory, begin + HEADER_BYTES, count, arena_bytes))
-
-
-def _parsed(memory: memoryview, begin: int, count: int, arena_bytes: int) -> Iterator[Record]:
-    memory_bytes = memory.nbytes
     # Copy before checking: shared memory may change, and what was checked is what must run.
-    words = bytes(memory[begin : begin + count * RECORD_BYTES])
+    words = bytes(memory[begin + HEADER_BYTES : begin + program_bytes(count)])
+    records = []
     for number, fields in enumerate(_RECORD.iter_unpack(words)):
         try:
-            yield _checked(fields, arena_bytes, memory_bytes)
+            records.append(_checked(fields, arena_bytes, memory.nbytes))
         except UsageError as error:
             raise UsageError(f"record {number} of the edit program {error}") from None
+    return records
 
 
 def _checked(fields: tuple[float, ...], arena_bytes: int, memory_bytes: int) -> Record:
@@ -294,7 +291,7 @@ class Note:
 
     begin: int
     kind: NoteKind
-    numbers: tuple[int, int, int, int]
+    numbers: tuple[int, ...]
     payload: bytes
     capacity: int
 
@@ -369,14 +366,7 @@ def read_note(memory: memoryview, begin: int) -> Note:
     at = begin + _PAYLOAD_BEGIN
     if kind not in iter(NoteKind) or not 0 <= size <= capacity <= memory.nbytes - at:
         raise UsageError(f"there is no note at byte {begin}")
-    first, second, third, fourth = numbers
-    return Note(
-        begin,
-        NoteKind(kind),
-        (first, second, third, fourth),
-        bytes(memory[at : at + size]),
-        capacity,
-    )
+    return Note(begin, NoteKind(kind), tuple(numbers), bytes(memory[at : at + size]), capacity)
 
 
 def write_answer(memory: memoryview, begin: int, text: str) -> None:

@@ -24,6 +24,7 @@ from enum import IntEnum
 
 from xxhash import xxh3_64_intdigest
 
+from paramd.layout.types import joined
 from paramd.memory.control_page import Word, Words
 from paramd.memory.descriptors import pages
 from paramd.memory.handover import ROOM_EXTRA_BYTES, slot_bytes
@@ -194,13 +195,7 @@ def digest_of_spans(spans: Spans) -> int:
 
 def united(spans: Spans) -> tuple[tuple[int, int], ...]:
     """The bytes of all spans, sorted, neither overlapping nor adjacent."""
-    found: list[tuple[int, int]] = []
-    for begin, end in sorted(spans):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
-        else:
-            found.append((begin, end))
-    return tuple(found)
+    return tuple(joined(spans, 0))
 
 
 def covers(spans: Spans, wanted: Spans) -> bool:

@@ -14,7 +14,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -215,11 +215,17 @@ def listen(path: Path) -> socket.socket:
     Raises:
         UsageError: another process listens there, or the directory is open to others.
     """
-    _check_directory(path.parent)
+    status = path.parent.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise UsageError(
+            f"{path.parent}: must belong to user {os.geteuid()} with mode 0700 "
+            f"(is user {status.st_uid}, mode {status.st_mode & 0o777:04o})"
+        )
     server = _socket()
     try:
         if path.exists():
-            if _answers(path):
+            with suppress(UnreachableError):
+                connect(path, timeout_s=1.0).close()
                 raise UsageError(f"{path}: another sidecar listens there; stop it first")
             path.unlink()
         with _short_address(path) as address:
@@ -278,7 +284,7 @@ def check_peer(connection: socket.socket) -> int:
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _gid = struct.unpack("3i", packed)
     if uid not in (os.geteuid(), 0):
-        raise DeniedError(f"process {pid} of user {uid} may not speak to this user's sidecar")
+        raise DeniedError(f"process {pid} (uid {uid}) is not allowed to connect to this sidecar")
     return int(pid)
 
 
@@ -331,23 +337,6 @@ def _parse(data: bytes) -> Message:
 
 def _socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
-
-def _answers(path: Path) -> bool:
-    try:
-        connect(path, timeout_s=1.0).close()
-    except UnreachableError:
-        return False
-    return True
-
-
-def _check_directory(directory: Path) -> None:
-    status = directory.stat()
-    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise UsageError(
-            f"{directory}: must belong to user {os.geteuid()} with mode 0700 "
-            f"(is user {status.st_uid}, mode {status.st_mode & 0o777:04o})"
-        )
 
 
 @contextmanager

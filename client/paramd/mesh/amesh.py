@@ -6,17 +6,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paramd import gone
+from paramd.clock import seconds_of
 from paramd.errors import ConflictError, UsageError
 from paramd.layout.edits.ops import EditTerms, ops_of
 from paramd.layout.exports.settings import NameMap
-from paramd.layout.select import select
+from paramd.layout.select import Pattern, select
 from paramd.layout.types import Layout
 from paramd.mesh.edits.calls import (
     Edit,
@@ -47,7 +48,7 @@ from paramd.mesh.frames.follow import FollowRequest, open_following
 from paramd.mesh.frames.frames import GradFrame, Kind, ParamFrame
 from paramd.mesh.frames.grads import GradRequest, open_stream
 from paramd.mesh.frames.stepping import StepStream, frames_of
-from paramd.mesh.insight.diff import Now, compute_diff
+from paramd.mesh.insight.diff import MARK, Now, compute_diff
 from paramd.mesh.insight.replay import Replay, compute_replay
 from paramd.mesh.insight.reports import (
     Alerts,
@@ -92,6 +93,7 @@ from paramd.wire import LEASE_S
 if TYPE_CHECKING:
     import torch
 
+    from paramd.mesh.edits.operands import Operand
     from paramd.mesh.insight.compare import Diff
     from paramd.mesh.reading.assemble import SnapshotView
 
@@ -140,6 +142,10 @@ class AsyncMesh:
         self._views: set[AsyncExitStack] = set()
         self._streams: set[StepStream[Any, Any]] = set()
 
+    def __await__(self) -> Generator[Any, None, AsyncMesh]:
+        """`mesh = await paramd.aio.connect()`: as `async with`, for who calls `close`."""
+        return self.__aenter__().__await__()
+
     async def __aenter__(self) -> AsyncMesh:
         # Before gRPC starts threads: the limit on malloc arenas applies to new ones only.
         keep_freed_memory()
@@ -178,6 +184,19 @@ class AsyncMesh:
     def incarnation(self) -> int:
         """Last known incarnation of the job."""
         return self._reach.document.incarnation
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job, as last known."""
+        return self._reach.document.world_size
+
+    async def names(self, *patterns: Pattern, buffers: bool = False) -> list[str]:
+        """Names of the parameters that match any pattern; all without patterns. As `params`."""
+        return [row.name for row in await self.params(*patterns, buffers=buffers)]
+
+    async def state_dict(self, *patterns: Pattern) -> dict[str, torch.Tensor]:
+        """Parameters and buffers by name, all at one step, for `load_state_dict`. As `summon`."""
+        return (await self.summon(*(patterns or "*"), buffers=True)).state_dict()
 
     async def read_layout(self) -> Layout:
         """All tensors and their pieces in the current incarnation.
@@ -255,7 +274,7 @@ class AsyncMesh:
 
     async def params(
         self,
-        *patterns: str,
+        *patterns: Pattern,
         buffers: bool = False,
         trainable: bool | None = None,
         timeout: Timeout = UNSET,
@@ -283,7 +302,7 @@ class AsyncMesh:
 
     async def stats(
         self,
-        *patterns: str,
+        *patterns: Pattern,
         buffers: bool = False,
         histogram: bool = False,
         unsettled: bool = False,
@@ -312,9 +331,9 @@ class AsyncMesh:
 
     async def diff(
         self,
-        a: Now | int | str | Path | Mapping[str, torch.Tensor] | AsyncMesh,
-        b: Now | int | str | Path | Mapping[str, torch.Tensor] | AsyncMesh = "now",
-        *patterns: str,
+        a: Now | int | str | Path | Mark | Mapping[str, torch.Tensor] | AsyncMesh,
+        b: Now | int | str | Path | Mark | Mapping[str, torch.Tensor] | AsyncMesh = "now",
+        *patterns: Pattern,
         cells: int = 0,
         timeout: Timeout = UNSET,
     ) -> Diff:
@@ -331,8 +350,8 @@ class AsyncMesh:
         Args:
             a, b: "now"; a step of this job to come, or "+N": N steps after the next one that can
                 surely be asked for (both states must fit into the snapshots' budget);
-                "mark:NAME"; a safetensors file or directory on this machine, such as an export;
-                tensors by name; another mesh, as it is now.
+                "mark:NAME" or a `Mark` that has a name; a safetensors file or directory on this
+                machine, such as an export; tensors by name; another mesh, as it is now.
             patterns: Globs over names; none means all parameters.
             cells: Also a heat map of each tensor's difference (`row.cells`), of at most this many
                 rows and columns, up to 512; 0 for none.
@@ -352,15 +371,17 @@ class AsyncMesh:
         return await compute_diff(
             self._reach,
             self._transfer,
-            a,
-            b,
+            f"{MARK}{a.name}" if isinstance(a, Mark) else a,
+            f"{MARK}{b.name}" if isinstance(b, Mark) else b,
             patterns or ("*",),
             self._deadline(timeout),
             lambda source: source._reach if isinstance(source, AsyncMesh) else None,
             cells=cells,
         )
 
-    async def updates(self, *patterns: str, steps: int = 1, timeout: Timeout = UNSET) -> Updates:
+    async def updates(
+        self, *patterns: Pattern, steps: int = 1, timeout: Timeout = UNSET
+    ) -> Updates:
         """What the next updates do to each parameter: their norm, and its ratio to the weight.
 
         The sidecars compute it from snapshots of two steps, so no weights travel. Large selections
@@ -400,7 +421,7 @@ class AsyncMesh:
         """
         return await compute_spectrum(self._reach, name, k, self._deadline(timeout))
 
-    async def replay(self, *patterns: str, rank: int = 0, timeout: Timeout = UNSET) -> Replay:
+    async def replay(self, *patterns: Pattern, rank: int = 0, timeout: Timeout = UNSET) -> Replay:
         """Make the next update of one rank again, and compare it bit by bit.
 
         Its sidecar recomputes it on copies, with torch's own optimizer, from the parameters, the
@@ -446,8 +467,8 @@ class AsyncMesh:
 
     async def summon(
         self,
-        *patterns: str,
-        dtype: torch.dtype | None = None,
+        *patterns: Pattern,
+        dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         into: Mapping[str, torch.Tensor] | None = None,
         buffers: bool = False,
@@ -459,8 +480,9 @@ class AsyncMesh:
         """Full tensors by name, all at one step, without stopping training.
 
         Args:
-            patterns: Globs over names; each may end in a slice, such as "w[0:4]".
-            dtype: Dtype of the results; None keeps each tensor's own.
+            patterns: Globs over names, one by one or in lists; each may end in a slice, such as
+                "w[0:4]".
+            dtype: Dtype of the results or its name, "bfloat16"; None keeps each tensor's own.
             device: Device of the results; None means CPU.
             into: Tensors to fill, by name; shape and dtype must match. Reusing memory is faster
                 than allocating. Contents are undefined after an error.
@@ -534,7 +556,7 @@ class AsyncMesh:
 
     async def optimizer(
         self,
-        *patterns: str,
+        *patterns: Pattern,
         device: torch.device | str | None = None,
         timeout: Timeout = UNSET,
         transport: Transport = "auto",
@@ -572,7 +594,7 @@ class AsyncMesh:
 
     @asynccontextmanager
     async def view(
-        self, *patterns: str, buffers: bool = False, timeout: Timeout = UNSET
+        self, *patterns: Pattern, buffers: bool = False, timeout: Timeout = UNSET
     ) -> AsyncIterator[SnapshotView]:
         """Zero-copy view of the shards of one step in the sidecars' memory; same host only.
 
@@ -607,12 +629,12 @@ class AsyncMesh:
 
     async def edit(
         self,
-        *patterns: str,
+        *patterns: Pattern,
         fill: float | None = None,
-        add: float | torch.Tensor | Mapping[str, torch.Tensor] | None = None,
-        mul: float | torch.Tensor | Mapping[str, torch.Tensor] | None = None,
-        set: torch.Tensor | Mapping[str, torch.Tensor] | None = None,
-        lerp: torch.Tensor | Mapping[str, torch.Tensor] | None = None,
+        add: Operand | Mapping[str, Operand] | None = None,
+        mul: Operand | Mapping[str, Operand] | None = None,
+        set: Operand | Mapping[str, Operand] | None = None,
+        lerp: Operand | Mapping[str, Operand] | None = None,
         weight: float | None = None,
         clamp: tuple[float | None, float | None] | None = None,
         if_step: int | None = None,
@@ -634,7 +656,7 @@ class AsyncMesh:
             fill: x = fill.
             add: x = x + weight * add; a number or a tensor.
             mul: x = x * mul; a number or a tensor.
-            set: x = set.
+            set: x = set; a tensor, array or list. A number is as `fill`.
             lerp: x = x + weight * (lerp - x).
             weight: Factor of add (1 when None) and of lerp.
             clamp: (min, max); either may be None.
@@ -662,9 +684,9 @@ class AsyncMesh:
             ConflictError: the edit was applied on no rank; the message says why.
             DeadlineError: the outcome is not known yet; the message has the edit's id.
         """
-        ops = ops_of(
-            patterns, fill=fill, add=add, mul=mul, set=set, lerp=lerp, weight=weight, clamp=clamp
-        )
+        given = {"add": add, "mul": mul, "set": set, "lerp": lerp}
+        operands = {word: await self._operand(one) for word, one in given.items()}
+        ops = ops_of(patterns, fill=fill, weight=weight, clamp=clamp, **operands)
         terms = EditTerms(
             if_step=if_step,
             reset_moments=reset_moments,
@@ -686,6 +708,19 @@ class AsyncMesh:
         """Edits of the job, newest first; optionally only those in `state`."""
         return await self._edits.all(state=state, limit=limit)
 
+    async def _operand(self, given: Any) -> Any:
+        """An operand, or a mapping of them, with tensors for arrays and lists."""
+        if isinstance(given, Mapping):
+            return {name: await self._operand(one) for name, one in given.items()}
+        if hasattr(given, "data_ptr") or not (
+            isinstance(given, list | tuple) or hasattr(given, "__array__")
+        ):
+            return given
+        await self._transfer.load_torch()
+        from paramd.mesh.edits.operands import tensor_of
+
+        return tensor_of(given)
+
     async def get_edit(self, edit_id: str, *, wait: bool = False, timeout: Timeout = UNSET) -> Edit:
         """One edit, by its id or its first characters, as `repr` and lists show them.
 
@@ -703,14 +738,19 @@ class AsyncMesh:
         return await self._edits.abort(edit_id)
 
     async def undo(
-        self, edit_id: str, *, force: bool = False, wait: bool = True, timeout: Timeout = UNSET
+        self,
+        edit_id: str | Edit,
+        *,
+        force: bool = False,
+        wait: bool = True,
+        timeout: Timeout = UNSET,
     ) -> Edit:
         """Undo an applied edit: subtract what was added, restore everything else.
 
         Optimizer state that it zeroed (`reset_moments`) stays zero; the result's `note` says so.
 
         Args:
-            edit_id: Its id, or its first characters.
+            edit_id: The edit, its id, or the first characters of that.
             force: Undo even if later edits changed some of the same elements.
             wait, timeout: As in `edit`.
 
@@ -721,13 +761,14 @@ class AsyncMesh:
             ConflictError: its pre-images are no longer kept, or later edits overlap.
         """
         deadline_s = self._deadline(timeout)
+        edit_id = edit_id if isinstance(edit_id, str) else edit_id.id
         edit = await self._edits.undo(edit_id, force=force, deadline_s=deadline_s)
         return check_applied(await self._edits.ended(edit, deadline_s)) if wait else edit
 
     async def set_hyperparameters(
         self,
         /,
-        group: str = "group 0",
+        group: str | int = "group 0",
         *,
         note: str = "",
         wait: bool = True,
@@ -742,7 +783,7 @@ class AsyncMesh:
         the values back that there were.
 
         Args:
-            group: "group N", or "optimizer M group N" of several optimizers given to attach.
+            group: N, "group N", or "optimizer M group N" of several optimizers given to attach.
             note: Reason, for the log.
             wait, timeout: As in `edit`.
             values: By name, as in `param_groups`: numbers, or tuples of numbers. Switches such as
@@ -781,12 +822,12 @@ class AsyncMesh:
         """The states that training can be put back to: marks and standing snapshots."""
         return await self._marks.all(self._deadline(UNSET))
 
-    async def unmark(self, name: str) -> None:
-        """Forget a mark and give its memory back. Idempotent."""
-        await self._marks.drop(name, self._deadline(UNSET))
+    async def unmark(self, name: str | Mark) -> None:
+        """Delete a mark and free its memory. Idempotent."""
+        await self._marks.drop(name.name if isinstance(name, Mark) else name, self._deadline(UNSET))
 
     async def rollback(
-        self, to: str | int, *, note: str = "", wait: bool = True, timeout: Timeout = UNSET
+        self, to: str | int | Mark, *, note: str = "", wait: bool = True, timeout: Timeout = UNSET
     ) -> Edit:
         """Put training back to a mark or to a step that is kept, on all ranks or on none.
 
@@ -796,7 +837,7 @@ class AsyncMesh:
         to be in a block of `attachment.rewindable()`.
 
         Args:
-            to: Name of a mark, or a step of `marks`.
+            to: A mark or its name, or a step of `marks`.
             note: Reason, for the log.
             wait, timeout: As in `edit`.
 
@@ -809,7 +850,8 @@ class AsyncMesh:
                 rank.
         """
         deadline_s = self._deadline(timeout)
-        edit = await self._marks.roll_back(to, note, deadline_s)
+        at = to.state if isinstance(to, Mark) else to
+        edit = await self._marks.roll_back(at, note, deadline_s)
         return check_applied(await self._edits.ended(edit, deadline_s)) if wait else edit
 
     async def hold_state(self) -> Hold:
@@ -817,18 +859,22 @@ class AsyncMesh:
         return await self._edits.hold("GET", "", None, self._deadline(UNSET))
 
     async def pause(
-        self, *, lease_s: float = LEASE_S, renew: bool = True, timeout: Timeout = UNSET
+        self, *, lease_s: float | str = LEASE_S, renew: bool = True, timeout: Timeout = UNSET
     ) -> Hold:
         """Hold training on all ranks at their next common boundary.
 
+            with mesh.pause():  # a `Mesh`; training resumes at the end of the block
+                print(mesh.stats("*"))
+
         Args:
-            lease_s: The hold ends on its own after this many seconds.
+            lease_s: The hold ends on its own after this many seconds, or "5m".
             renew: Renew the lease while this mesh is open, for at most 300 s in total.
             timeout: Seconds to wait for all ranks to agree.
 
         Raises:
             ConflictError: another client holds it. DeadlineError: no boundary was reached.
         """
+        lease_s = seconds_of(lease_s, "lease_s")
         return await self._holder.pause(lease_s, renew=renew, deadline_s=self._deadline(timeout))
 
     async def step(self, steps: int = 1, *, wait: bool = True, timeout: Timeout = UNSET) -> Hold:
@@ -852,7 +898,7 @@ class AsyncMesh:
     @asynccontextmanager
     async def writeback(
         self,
-        *patterns: str,
+        *patterns: Pattern,
         hold: bool = True,
         mode: str | None = None,
         if_step: bool = False,
@@ -908,10 +954,10 @@ class AsyncMesh:
 
     async def grads(
         self,
-        *patterns: str,
+        *patterns: Pattern,
         every: int = 1,
         kind: Kind = "full",
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         rows: int | None = None,
         lossless: bool = False,
         transport: Transport = "auto",
@@ -946,7 +992,7 @@ class AsyncMesh:
             patterns=patterns,
             every=every,
             kind=kind,
-            dtype=dtype,
+            dtype=await self._transfer.dtype(dtype),
             rows=rows,
             lossless=lossless,
             transport=transport,
@@ -958,9 +1004,9 @@ class AsyncMesh:
 
     async def follow(
         self,
-        *patterns: str,
+        *patterns: Pattern,
         every: int = 1,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         transport: Transport = "auto",
         deltas: bool = False,
     ) -> AsyncIterator[ParamFrame]:
@@ -975,8 +1021,13 @@ class AsyncMesh:
                 two states, some 5 Gbit/s a core; it takes memory here for another copy.
         """
         check_transport(transport)
+        cast = await self._transfer.dtype(dtype)
         wanted = FollowRequest(
-            patterns=patterns, every=every, dtype=dtype, transport=transport, deltas=deltas
+            patterns=patterns,
+            every=every,
+            dtype=cast,
+            transport=transport,
+            deltas=deltas,
         )
         stream = await open_following(self._reach, self._transfer, wanted)
         async with frames_of(stream, self._streams) as frames:
@@ -992,6 +1043,7 @@ class AsyncMesh:
         dtype: str | None = None,
         include: Sequence[str] = ("parameters", "buffers"),
         tied: str = "drop",
+        names: Sequence[str] | None = None,
         overwrite: bool = False,
         name_map: Mapping[str, str] | None = None,
         assets: str | Path | None = None,
@@ -1009,6 +1061,8 @@ class AsyncMesh:
             dtype: Cast floating tensors to it; None keeps each one's own.
             include: Any of "parameters", "buffers", "optimizer".
             tied: "drop" writes tied tensors once, "keep" under each name.
+            names: Names and patterns of the tensors to write, each whole, with their optimizer
+                state if that is included; None means all.
             overwrite: Replace an existing export at the key.
             name_map: Names in the model to names in the files; each may hold one "*".
             assets: Directory whose regular files are copied into the export, 64 MiB in total.
@@ -1024,7 +1078,7 @@ class AsyncMesh:
             ExhaustedError: too many exports are queued.
         """
         body = export_body(
-            destination, format, max_shard_size, dtype, include, tied, name_map, verify
+            destination, format, max_shard_size, dtype, include, tied, name_map, verify, names
         ) | {"overwrite": overwrite}
         if timeout_s is not None:
             body["timeout_s"] = timeout_s
@@ -1059,8 +1113,8 @@ class AsyncMesh:
     async def download(
         self,
         path: str | Path,
-        *patterns: str,
-        dtype: torch.dtype | None = None,
+        *patterns: Pattern,
+        dtype: torch.dtype | str | None = None,
         buffers: bool = False,
         replace: bool = False,
         name_map: Mapping[str, str] | None = None,
@@ -1096,7 +1150,7 @@ class AsyncMesh:
         await self._transfer.load_torch()
         content = Content(
             patterns=patterns or ("*",),
-            dtype=dtype,
+            dtype=await self._transfer.dtype(dtype),
             buffers=buffers,
             name_map=NameMap.of(name_map) if name_map else NameMap(),
         )

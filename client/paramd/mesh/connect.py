@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 
 from paramd.errors import UsageError
 from paramd.mesh.amesh import AsyncMesh
+from paramd.mesh.loop import DEFAULT_TIMEOUT_S
 from paramd.mesh.mesh import Mesh
 from paramd.mesh.peers.control import Find, client_tls
-from paramd.places import read_endpoint, running_jobs
+from paramd.places import Endpoint, StartingError, read_endpoint, running_jobs
 from paramd.security.tls import ClientTls
+from paramd.state_files import is_job_name
+
+log = logging.getLogger("paramd")
+
+_AGAIN_S = 0.2
+"""Between two looks for a job that is starting."""
 
 
 def connect(
@@ -23,8 +32,8 @@ def connect(
     """A mesh on a running job. Close it, or use it as a context manager.
 
     Args:
-        url: The control plane's. Defaults to PARAMD_URL, then to the endpoint in this user's
-            state dir, which is read again when the job starts a new incarnation.
+        url: The control plane's, or just the name of a job. Defaults to PARAMD_URL, then to the
+            endpoint in this user's state dir, which is read again when the job starts anew.
         token: Its token. Defaults to PARAMD_TOKEN, then to the endpoint's.
         job: Name of the job. Defaults to PARAMD_JOB, then to the only running job.
         timeout_s: Default timeout of a call, in seconds; None means 60.
@@ -34,13 +43,16 @@ def connect(
 
     Raises:
         NotFoundError: no job of that name was ever here.
-        UnreachableError: the job has ended, or its control plane does not respond.
+        UnreachableError: the job has ended, or its control plane does not respond. A job that
+            is starting is waited for, `timeout_s` at most.
         DeniedError: the token is missing or wrong.
         UsageError: several jobs run and none was named.
     """
-    at, secret, name = resolve(url, token, job)
+    url, job = _named(url, job)
+    wait_s = timeout_s if timeout_s is not None else DEFAULT_TIMEOUT_S
+    at, secret, name = resolve(url, token, job, wait_s=wait_s)
     tls, find = _trust(at, tls_ca), _finder(url, token, name)
-    return Mesh(at, secret, job=name, timeout_s=timeout_s, tls=tls, find=find)
+    return Mesh(AsyncMesh(at, secret, job=name, timeout_s=timeout_s, tls=tls, find=find))
 
 
 def async_connect(
@@ -51,14 +63,23 @@ def async_connect(
     timeout_s: float | None = None,
     tls_ca: str | os.PathLike[str] | None = None,
 ) -> AsyncMesh:
-    """A mesh for asyncio; use it as `async with`. Args, Raises: as `connect`."""
+    """A mesh for asyncio; use it as `async with`. Args, Raises: as `connect`.
+
+    A job that is starting is not waited for: UnreachableError says so.
+    """
+    url, job = _named(url, job)
     at, secret, name = resolve(url, token, job)
     tls, find = _trust(at, tls_ca), _finder(url, token, name)
     return AsyncMesh(at, secret, job=name, timeout_s=timeout_s, tls=tls, find=find)
 
 
-def resolve(url: str | None, token: str | None, job: str | None) -> tuple[str, str, str | None]:
+def resolve(
+    url: str | None, token: str | None, job: str | None, *, wait_s: float = 0.0
+) -> tuple[str, str, str | None]:
     """(url, token, job) from the arguments, else the environment, else the state dir.
+
+    Args:
+        wait_s: how long to wait for the control plane of a job that is starting.
 
     Raises:
         NotFoundError, UnreachableError: as `read_endpoint`.
@@ -68,11 +89,18 @@ def resolve(url: str | None, token: str | None, job: str | None) -> tuple[str, s
     token = token if token is not None else os.environ.get("PARAMD_TOKEN")
     job = job if job is not None else os.environ.get("PARAMD_JOB")
     if url is None:
-        endpoint = read_endpoint(job)
+        endpoint = _begun(job, wait_s)
         return endpoint.url, token if token is not None else endpoint.token, endpoint.job
     if token is None:
         token = _known_token(url, job)
     return url, token, job
+
+
+def _named(url: str | None, job: str | None) -> tuple[str | None, str | None]:
+    """(url, job), where the first argument may be a job's name: `connect("my-run")`."""
+    if url is None or job is not None or not is_job_name(url):
+        return url, job
+    return None, url
 
 
 def _trust(url: str, tls_ca: str | os.PathLike[str] | None) -> ClientTls | None:
@@ -91,6 +119,21 @@ def _finder(url: str | None, token: str | None, job: str | None) -> Find | None:
         return at, secret
 
     return find
+
+
+def _begun(job: str | None, wait_s: float) -> Endpoint:
+    """As `read_endpoint`, of a job that is starting once it has begun."""
+    deadline_s, told = time.monotonic() + wait_s, False
+    while True:
+        try:
+            return read_endpoint(job)
+        except StartingError as error:
+            if time.monotonic() > deadline_s:
+                raise
+            if not told:
+                log.warning("paramd: %s; waiting for it", error)
+            told = True
+            time.sleep(_AGAIN_S)
 
 
 def _known_token(url: str, job: str | None) -> str:

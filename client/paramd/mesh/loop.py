@@ -7,6 +7,7 @@ thread may already run one, as in a notebook.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Coroutine
@@ -14,6 +15,7 @@ from contextlib import suppress
 from enum import Enum
 from typing import Any, Final, Generic, Literal, TypeVar
 
+from paramd.clock import seconds_of
 from paramd.errors import UsageError
 
 DEFAULT_TIMEOUT_S: Final = 60.0
@@ -31,8 +33,8 @@ class Unset(Enum):
 
 
 UNSET: Final = Unset.UNSET
-Timeout = float | None | Literal[Unset.UNSET]
-"""Seconds; None means no limit, UNSET the mesh's default."""
+Timeout = float | str | None | Literal[Unset.UNSET]
+"""Seconds, or a text such as "5s"; None means no limit, UNSET the mesh's default (60 s)."""
 
 
 def deadline(timeout: Timeout, default_s: float) -> float:
@@ -41,7 +43,8 @@ def deadline(timeout: Timeout, default_s: float) -> float:
     Raises:
         UsageError: the timeout is not above 0.
     """
-    seconds = default_s if timeout is UNSET else timeout
+    given = default_s if timeout is UNSET else timeout
+    seconds = seconds_of(given, "timeout") if given is not None else None
     if seconds is not None and seconds <= 0:
         raise UsageError(f"timeout: {seconds}; expected more than 0, or None for no limit")
     return time.monotonic() + (seconds if seconds is not None else _FOREVER_S)
@@ -51,6 +54,7 @@ class LoopThread:
     """An event loop on a daemon thread, from construction to `stop`."""
 
     def __init__(self) -> None:
+        self.pid = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._main, name="paramd-mesh", daemon=True)
         self._thread.start()
@@ -65,6 +69,11 @@ class LoopThread:
             work.close()
             raise RuntimeError("a synchronous mesh was called from its own loop; use paramd.aio")
         return _Call(self._loop, work).result()
+
+    @property
+    def is_parents(self) -> bool:
+        """Whether this process is a fork of the one that has the thread."""
+        return self.pid != os.getpid()
 
     def is_current(self) -> bool:
         """Whether the caller runs on this thread."""
@@ -161,5 +170,10 @@ class _Shared:
                 self._thread.stop()
                 self._thread = None
 
+    def forget(self) -> None:
+        """In a forked child: the thread is the parent's, and whoever held the lock is not here."""
+        self.__init__()  # type: ignore[misc]
+
 
 shared: Final = _Shared()
+os.register_at_fork(after_in_child=shared.forget)

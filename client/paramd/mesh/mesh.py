@@ -7,24 +7,34 @@ result and docstring. Thread-safe.
 from __future__ import annotations
 
 import functools
+import inspect
+import os
 import threading
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+)
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
+from difflib import get_close_matches
 from types import AsyncGeneratorType
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 from paramd import gone
 from paramd.errors import UsageError
+from paramd.layout.select import Pattern
 from paramd.layout.types import Layout
 from paramd.mesh import loop
 from paramd.mesh.amesh import AsyncMesh
+from paramd.mesh.edits.calls import Edit, Pause
 from paramd.mesh.exports.calls import Export
 from paramd.mesh.loop import UNSET, Timeout
-from paramd.mesh.peers.control import Find
 from paramd.mesh.reading.stream import Transport
-from paramd.mesh.results import Summoned
-from paramd.security.tls import ClientTls
+from paramd.mesh.results import ParamInfo, Summoned, TensorStats
 
 if TYPE_CHECKING:
     import torch
@@ -38,12 +48,39 @@ Result = TypeVar("Result")
 Other = TypeVar("Other")
 
 
+def _as(method: Callable[..., Any]) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
+    """Names and documents a method of Mesh as its namesake, under the name that users see."""
+
+    def named(run: Callable[P, Result]) -> Callable[P, Result]:
+        run = functools.wraps(method)(run)
+        run.__qualname__ = method.__qualname__.removeprefix("Async")
+        return run
+
+    return named
+
+
+def _called(
+    method: Callable[Concatenate[AsyncMesh, P], Result],
+    mesh: Mesh,
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> Result:
+    """Calls a method of AsyncMesh. Raises UsageError for arguments that it does not take."""
+    try:
+        return method(mesh._mesh, *args, **kwargs)
+    except TypeError as error:
+        known = list(inspect.signature(method).parameters)[1:]
+        near = [n for name in kwargs if name not in known for n in get_close_matches(name, known)]
+        hint = f"did you mean {near[0]}=?" if near else f"see help(mesh.{method.__name__})"
+        raise UsageError(f"{str(error).replace('AsyncMesh', 'Mesh')}; {hint}") from None
+
+
 def _blocking(
     method: Callable[Concatenate[AsyncMesh, P], Coroutine[Any, Any, Result]],
 ) -> Callable[Concatenate[Mesh, P], Result]:
-    @functools.wraps(method)
+    @_as(method)
     def run(mesh: Mesh, /, *args: P.args, **kwargs: P.kwargs) -> Result:
-        return mesh._run(method(mesh._mesh, *args, **kwargs))
+        return mesh._run(_called(method, mesh, *args, **kwargs))
 
     return run
 
@@ -52,9 +89,9 @@ def _blocking_as(
     method: Callable[Concatenate[AsyncMesh, P], Coroutine[Any, Any, Result]],
     shown: Callable[[Mesh, Result], Other],
 ) -> Callable[Concatenate[Mesh, P], Other]:
-    @functools.wraps(method)
+    @_as(method)
     def run(mesh: Mesh, /, *args: P.args, **kwargs: P.kwargs) -> Other:
-        return shown(mesh, mesh._run(method(mesh._mesh, *args, **kwargs)))
+        return shown(mesh, mesh._run(_called(method, mesh, *args, **kwargs)))
 
     return run
 
@@ -62,9 +99,9 @@ def _blocking_as(
 def _iterating(
     method: Callable[Concatenate[AsyncMesh, P], AsyncIterator[Result]],
 ) -> Callable[Concatenate[Mesh, P], Iterator[Result]]:
-    @functools.wraps(method)
+    @_as(method)
     def each(mesh: Mesh, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[Result]:
-        frames = method(mesh._mesh, *args, **kwargs)
+        frames = _called(method, mesh, *args, **kwargs)
         try:
             while True:
                 try:
@@ -75,7 +112,8 @@ def _iterating(
         finally:
             # Leaving the loop ends the subscription; closing the mesh has already done so.
             # One that an interrupt could not end in time ends with the mesh.
-            if mesh._end.alive and isinstance(frames, AsyncGeneratorType) and not frames.ag_running:
+            ours = mesh._end.alive and not mesh._thread.is_parents
+            if ours and isinstance(frames, AsyncGeneratorType) and not frames.ag_running:
                 mesh._run(_ended(frames))
 
     return each
@@ -84,10 +122,10 @@ def _iterating(
 def _block(
     method: Callable[Concatenate[AsyncMesh, P], AbstractAsyncContextManager[Result]],
 ) -> Callable[Concatenate[Mesh, P], AbstractContextManager[Result]]:
-    @functools.wraps(method)
+    @_as(method)
     @contextmanager
     def entered(mesh: Mesh, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[Result]:
-        block = method(mesh._mesh, *args, **kwargs)
+        block = _called(method, mesh, *args, **kwargs)
         found = mesh._run(_awaited(block.__aenter__()))
         try:
             yield found
@@ -118,22 +156,12 @@ class Mesh:
     Every result is of one (incarnation, step).
     """
 
-    def __init__(
-        self,
-        url: str,
-        token: str,
-        *,
-        job: str | None = None,
-        timeout_s: float | None = None,
-        tls: ClientTls | None = None,
-        find: Find | None = None,
-    ) -> None:
-        """Connects. Arguments and errors as those of `paramd.connect`."""
+    def __init__(self, mesh: AsyncMesh) -> None:
+        """Connects. Raises as `paramd.connect`."""
+        self._mesh = mesh
         thread = loop.shared.acquire()
         try:
-            self._mesh = thread.run(
-                AsyncMesh(url, token, job=job, timeout_s=timeout_s, tls=tls, find=find).__aenter__()
-            )
+            thread.run(mesh.__aenter__())
         except BaseException:
             loop.shared.release()
             raise
@@ -171,10 +199,33 @@ class Mesh:
         return self._mesh.incarnation
 
     @property
+    def world_size(self) -> int:
+        """Ranks of the job, as last known."""
+        return self._mesh.world_size
+
+    @property
+    def current_step(self) -> int:
+        """Lowest step that a rank reports now; -1 when none does. Asks all ranks."""
+        return self.status().step
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names(buffers=True)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
+
+    def __getitem__(self, name: str) -> Parameter:
+        """One parameter, of which nothing is read yet."""
+        return Parameter(self, name)
+
+    @property
     def layout(self) -> Layout:
         """All tensors and their pieces."""
         return self._run(self._mesh.read_layout())
 
+    read_layout = _blocking(AsyncMesh.read_layout)
+    names = _blocking(AsyncMesh.names)
+    state_dict = _blocking(AsyncMesh.state_dict)
     status = _blocking(AsyncMesh.status)
     alerts = _blocking(AsyncMesh.alerts)
     why = _blocking(AsyncMesh.why)
@@ -192,7 +243,7 @@ class Mesh:
         self,
         a: Any,
         b: Any = "now",
-        *patterns: str,
+        *patterns: Pattern,
         cells: int = 0,
         timeout: Timeout = UNSET,
     ) -> Diff:
@@ -211,9 +262,9 @@ class Mesh:
     unmark = _blocking(AsyncMesh.unmark)
     rollback = _blocking(AsyncMesh.rollback)
     hold_state = _blocking(AsyncMesh.hold_state)
-    pause = _blocking(AsyncMesh.pause)
-    step = _blocking(AsyncMesh.step)
     resume = _blocking(AsyncMesh.resume)
+    pause = _blocking_as(AsyncMesh.pause, lambda mesh, hold: Pause.of(hold, mesh.resume))
+    step = _blocking(AsyncMesh.step)
     writeback = _block(AsyncMesh.writeback)
 
     export = _blocking_as(AsyncMesh.export, lambda mesh, begun: Export(mesh._run, begun))
@@ -234,9 +285,9 @@ class Mesh:
     @overload
     def summon(
         self,
-        *patterns: str,
+        *patterns: Pattern,
         writeback: Literal[False] = False,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         into: Mapping[str, torch.Tensor] | None = None,
         buffers: bool = False,
@@ -248,7 +299,7 @@ class Mesh:
     @overload
     def summon(
         self,
-        *patterns: str,
+        *patterns: Pattern,
         writeback: Literal[True],
         hold: bool = True,
         mode: str | None = None,
@@ -259,24 +310,22 @@ class Mesh:
         progress: Progress | None = None,
     ) -> AbstractContextManager[Summoned]: ...
     def summon(
-        self, *patterns: str, writeback: bool = False, **options: Any
+        self, *patterns: Pattern, writeback: bool = False, **options: Any
     ) -> Summoned | AbstractContextManager[Summoned]:
-        """Full tensors by name, all at one step, without stopping training.
+        if writeback:
+            return self.writeback(*patterns, **options)
+        return self._run(_called(AsyncMesh.summon, self, *patterns, **options))
 
-        With `writeback=True`, a context manager that writes changes back when its block ends:
+    summon.__doc__ = f"""{AsyncMesh.summon.__doc__}
+        With `writeback=True` a context manager, as `writeback`, which has its own arguments:
 
             with mesh.summon("head.*", writeback=True) as params:
                 params["head.weight"].mul_(0.5)
-
-        Args, Returns, Raises: as `AsyncMesh.summon`, and as `AsyncMesh.writeback`.
         """
-        if writeback:
-            return self.writeback(*patterns, **options)
-        return self._run(self._mesh.summon(*patterns, **options))
 
     @contextmanager
     def view(
-        self, *patterns: str, buffers: bool = False, timeout: Timeout = UNSET
+        self, *patterns: Pattern, buffers: bool = False, timeout: Timeout = UNSET
     ) -> Iterator[SnapshotView]:
         """Zero-copy view of the shards of one step in the sidecars' memory; same host only.
 
@@ -296,10 +345,49 @@ class Mesh:
         if not self._end.alive:
             work.close()
             raise UsageError(f"this mesh of job {self._mesh.job!r} is closed; connect again")
+        if self._thread.is_parents:
+            work.close()
+            raise UsageError(
+                f"this mesh of job {self._mesh.job!r} was opened by process {self._thread.pid}, of "
+                f"which {os.getpid()} is a fork; it works there alone. Start this process by spawn "
+                "and open another one in it: paramd.connect(...)"
+            )
         return self._thread.run(work)
 
 
+class Parameter:
+    """One parameter of a `Mesh`, by its name; `mesh["head.weight"]`. Reads when it is asked."""
+
+    def __init__(self, mesh: Mesh, name: str) -> None:
+        self._mesh = mesh
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"<paramd.Parameter {self.name!r} of job {self._mesh.job!r}; .summon() reads it>"
+
+    @property
+    def info(self) -> ParamInfo:
+        """Shape, dtype and placement. Raises NotFoundError."""
+        return self._mesh.params(self.name, buffers=True)[0]
+
+    def summon(self, **options: Any) -> torch.Tensor:
+        """The full tensor. Args, Raises: as `Mesh.summon`."""
+        found: Summoned = self._mesh.summon(self.name, **options)
+        return next(iter(found.values()))
+
+    def stats(self, **options: Any) -> TensorStats:
+        """Its statistics. Args, Raises: as `Mesh.stats`."""
+        return self._mesh.stats(self.name, **options)[0]
+
+    def edit(self, **options: Any) -> Edit:
+        """Edit it. Args, Raises: as `Mesh.edit`."""
+        return self._mesh.edit(self.name, **options)
+
+
 def _close(thread: loop.LoopThread, mesh: AsyncMesh) -> None:
+    if thread.is_parents:
+        # Connections and leases are the parent's, and go on.
+        return
     if thread.is_current():
         # The garbage collector runs finalizers on any thread; the loop's own cannot join itself.
         threading.Thread(target=_close, args=(thread, mesh), name="paramd-close").start()

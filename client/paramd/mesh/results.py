@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import html
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, fields
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, SupportsIndex, TypeVar, overload
 
-from paramd.errors import ParamdError, UsageError
+from paramd.errors import NotFoundError, ParamdError, UsageError
 from paramd.layout.stats import STATISTICS, Statistic, Summary
 from paramd.layout.types import TensorKind, TensorLayout
 from paramd.mesh.peers.sidecars import Sidecars
@@ -88,12 +89,41 @@ class Table(tuple[Item, ...], Generic[Item]):
     """Dataclass of the rows."""
     about: Sequence[str] = ()
     """Attributes that say what all rows are of."""
+    key = "name"
+    """Attribute of a row that finds it, as in `table["head.weight"]`."""
 
     def __new__(cls, rows: Iterable[Item] = (), **about: Any) -> Self:
         """`about`: values of the attributes that a class declares beside its rows."""
-        self = super().__new__(cls, rows)
-        vars(self).update(about)
-        return self
+        return _restored(cls, rows, about)  # type: ignore[no-any-return]
+
+    @overload
+    def __getitem__(self, at: SupportsIndex | str) -> Item: ...
+    @overload
+    def __getitem__(self, at: slice) -> Self: ...
+    def __getitem__(self, at: SupportsIndex | slice | str) -> Item | Self:
+        """A row by its place or its name; a slice is a table of what this one is of."""
+        if isinstance(at, str):
+            for row in self:
+                if getattr(row, self.key, None) == at:
+                    return row
+            raise NotFoundError(f"no row is called {at!r}; this table has {len(self)} rows")
+        if isinstance(at, slice):
+            return self._with(super().__getitem__(at))
+        return super().__getitem__(at)
+
+    def __contains__(self, item: object) -> bool:
+        """Whether it is a row, or the name of one."""
+        named = isinstance(item, str) and any(getattr(row, self.key, None) == item for row in self)
+        return named or super().__contains__(item)
+
+    def __reduce__(self) -> Any:
+        # As it stands: a class may require what its rows do not say.
+        return _restored, (type(self), tuple(self), vars(self))
+
+    def _with(self, rows: Iterable[Item]) -> Self:
+        """A table of these rows of it."""
+        found: Self = _restored(type(self), rows, vars(self))
+        return found
 
     def cells(self) -> list[list[str]]:
         """Cell texts of the first `SHOWN_ROWS` rows."""
@@ -147,6 +177,13 @@ class Table(tuple[Item, ...], Generic[Item]):
         return self.summary() + (f" ({hidden} not shown)" if hidden > 0 else "")
 
 
+def _restored(kind: Any, rows: Iterable[Any], about: Mapping[str, Any]) -> Any:
+    """A table of `kind`, without its constructor."""
+    self = tuple.__new__(kind, rows)
+    vars(self).update(about)
+    return self
+
+
 class Params(Table[ParamInfo]):
     """Parameters, and buffers if requested, that match the patterns."""
 
@@ -179,6 +216,16 @@ class TensorStats:
     dtype: str
     shape: tuple[int, ...]
     summary: Summary
+
+    def __getattr__(self, name: str) -> Any:
+        """The summary's numbers, too: `row.norm` is `row.summary.norm`."""
+        if name.startswith("_") or name == "summary":
+            raise AttributeError(name)
+        return getattr(self.summary, name)
+
+    def __repr__(self) -> str:
+        numbers = ", ".join(f"{one.title} {_shown(one)(self)}" for one in STATISTICS)
+        return f"<paramd.TensorStats {self.name} {shape_text(self.shape)} {self.dtype}: {numbers}>"
 
 
 def _shown(one: Statistic) -> Callable[[TensorStats], str]:
@@ -219,8 +266,10 @@ class StatsTable(Table[TensorStats]):
         return {"name": row.name, "shape": row.shape, "dtype": row.dtype, **numbers}
 
     def cells(self) -> list[list[str]]:
-        """As `Table.cells`; the last row is the total."""
-        return [*super().cells(), [text(self.total) for _, text in self.columns]]
+        """As `Table.cells`; the last row is the total, which a slice does not have."""
+        counted = sum(row.summary.count for row in self) == self.total.summary.count
+        last = [text(self.total) for _, text in self.columns]
+        return [*super().cells(), *([last] if counted else [])]
 
     def summary(self) -> str:
         rests = unsettled_text(unsettled=self.unsettled, label=self.label)
@@ -380,6 +429,29 @@ class Summoned(dict[str, "torch.Tensor"]):
         give `strict=False`. Names are those of the unwrapped module (no "module." of DDP).
         """
         return dict(self)
+
+    def numpy(self) -> dict[str, Any]:
+        """NumPy arrays by name, which share the tensors' memory. NumPy has no bfloat16."""
+        return {name: tensor.numpy() for name, tensor in self.items()}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a safetensors file with every name, whose metadata has job and step.
+
+        For a tensor that does not fit into memory see `download`. Raises OSError.
+        """
+        from safetensors.torch import save_file
+
+        # The format knows no shared memory: every name has its own bytes.
+        own = {name: tensor.detach().cpu().clone() for name, tensor in self.items()}
+        about = {"job": self.job, "incarnation": str(self.incarnation), "step": str(self.step)}
+        save_file(own, path, metadata=about)
+
+    def __enter__(self) -> NoReturn:
+        raise UsageError(
+            "these are copies: summon(..., writeback=True) is the block to change them"
+        )
+
+    def __exit__(self, *_: object) -> None: ...
 
     def __repr__(self) -> str:
         return text_table(_TENSOR_COLUMNS, self._cells(), self._below())

@@ -107,9 +107,9 @@ class JobAuthority:
         )
         return Pems(ca=self._pem, cert=_pem(certificate), key=_private_pem(key))
 
-    def issue_ranks(self, hosts: Sequence[str]) -> list[Pems]:
-        """A certificate for each rank, whose address is `hosts[rank]`. Raises as `issue`."""
-        return [self.issue(f"{RANK_NAME}{rank}", [host]) for rank, host in enumerate(hosts)]
+    def issue_ranks(self, hosts: Sequence[str], first: int = 0) -> list[Pems]:
+        """A certificate for each rank from `first` on, by its address. Raises as `issue`."""
+        return [self.issue(f"{RANK_NAME}{rank}", [host]) for rank, host in enumerate(hosts, first)]
 
 
 def write(directory: Path, *, names: Sequence[str], days: float) -> list[Path]:

@@ -77,15 +77,17 @@ class Role(Enum):
     EDITOR = "editor"
     """As reader, and staging and previewing edits, but not committing them."""
     CONTROL = "control"
-    """As editor, and requests to all ranks together (ReachBoundary and the like)."""
+    """As editor, and requests to all ranks together (ReachBoundary and the like), of the sidecar
+    of the rank named in the ticket alone: shown to another rank or to a control plane it is
+    refused, so a rank gains nothing by what it is shown."""
     SIDECAR = "sidecar"
     """Join of the control plane as the rank named in the ticket, and GetState of its peers."""
     COPIER = "copier"
     """PutCopy of the sidecar that keeps copies of the rank named in the ticket; nothing else."""
 
 
-OF_RANKS = frozenset({Role.SIDECAR, Role.COPIER})
-"""Roles of sidecars, whose tickets name their rank."""
+OF_RANKS = frozenset({Role.SIDECAR, Role.COPIER, Role.CONTROL})
+"""Roles whose tickets name a rank: a sidecar's its own, the control plane's the one it is for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,9 +107,9 @@ class Claims:
     issued_s: float = 0.0
     """When it was minted, in seconds since the Unix epoch; 0 when not stated."""
     rank: int | None = None
-    """The holder's rank; None when it is not a rank."""
+    """The holder's rank; of role `control` the rank whose sidecar takes it; else None."""
     token_id: str | None = None
-    """Id of the user's token it was issued for; None when there is none."""
+    """Id of the user's token it was issued for, of a rank's: which registered its job; or None."""
 
 
 def new_private_key() -> bytes:
@@ -149,18 +151,18 @@ class Signer:
 
         Args:
             ttl_s: Validity in seconds, above 0.
-            rank: The holder's rank; required for roles of sidecars.
+            rank: As in `Claims`; required for the roles of `OF_RANKS`.
             token_id: Id of the token it is issued for, so that it ends with it; never the token
                 itself.
             now_s: Seconds since the Unix epoch; the clock when None.
 
         Raises:
-            UsageError: `ttl_s` is not a positive number, or a sidecar has no rank.
+            UsageError: `ttl_s` is not a positive number, or a role of `OF_RANKS` has no rank.
         """
         if not (math.isfinite(ttl_s) and ttl_s > 0):
             raise UsageError(f"ttl_s: {ttl_s}; expected a finite number above 0")
         if role in OF_RANKS and rank is None:
-            raise UsageError("rank: None; a sidecar's ticket is bound to its rank")
+            raise UsageError(f"rank: None; a ticket of role {role.value} is bound to a rank")
         import jwt
 
         now_s = now_s if now_s is not None else clock.now_s()
@@ -243,13 +245,18 @@ class Verifier:
 
 
 def mint_of_ranks(
-    signer: Signer, role: Role, *, job: str, incarnation: int, world_size: int
+    signer: Signer,
+    role: Role,
+    *,
+    job: str,
+    incarnation: int,
+    ranks: range,
+    token_id: str | None = None,
+    ttl_s: float = RANK_TICKET_TTL_S,
 ) -> list[str]:
-    """A ticket for each rank's sidecar, as long as the incarnation."""
-    return [
-        signer.mint(job=job, incarnation=incarnation, role=role, rank=rank, ttl_s=RANK_TICKET_TTL_S)
-        for rank in range(world_size)
-    ]
+    """A ticket for the sidecar of each of the ranks; `token_id` and `ttl_s` as in `mint`."""
+    shared = {"job": job, "incarnation": incarnation, "token_id": token_id, "ttl_s": ttl_s}
+    return [signer.mint(role=role, rank=rank, **shared) for rank in ranks]  # type: ignore[arg-type]
 
 
 def life_s(ticket: str) -> float:
@@ -304,7 +311,9 @@ def _parse(payload: str) -> Claims:
     if not (texts and numbers and math.isfinite(expires_s) and math.isfinite(issued_s)):
         raise DeniedError(f"the ticket's claims have wrong types; {_ASK_AGAIN}")
     if role in OF_RANKS and rank is None:
-        raise DeniedError(f"a sidecar's ticket names its rank, this one does not; {_ASK_AGAIN}")
+        raise DeniedError(
+            f"a ticket of role {role.value} names a rank, this does not; {_ASK_AGAIN}"
+        )
     return Claims(
         job=job,
         incarnation=incarnation,

@@ -15,6 +15,7 @@ import hashlib
 import ipaddress
 import os
 import re
+import socket
 import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from paramd.errors import DeniedError, UnreachableError, UsageError
+from paramd.state_files import check_private
 
 if TYPE_CHECKING:
     # Trainers have certificates and open no channels: gRPC stays out of their processes.
@@ -141,6 +143,8 @@ class ClientTls:
         """For gRPC channels. Raises UsageError when a file cannot be read."""
         import grpc
 
+        if self.key is not None:
+            check_private(self.key)
         if self.pems is not None:
             pems = self.pems
             return grpc.ssl_channel_credentials(pems.ca, pems.key or None, pems.cert or None)
@@ -160,6 +164,8 @@ class ClientTls:
             else:
                 context = ssl.create_default_context(cafile=self.ca)
             context.minimum_version = least
+            if self.key is not None:
+                check_private(self.key)
             if self.pems is None and self.cert is not None:
                 context.load_cert_chain(self.cert, self.key)
         except (OSError, ssl.SSLError) as error:
@@ -352,6 +358,23 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def bindable(listen: str) -> str:
+    """`listen`; on ::1 where it names 127.0.0.1, and this machine's loopback has ::1 alone."""
+    host, _, port = listen.rpartition(":")
+    if host != "127.0.0.1" or _binds(socket.AF_INET, host) or not _binds(socket.AF_INET6, "::1"):
+        return listen
+    return f"[::1]:{port}"
+
+
+def _binds(family: socket.AddressFamily, host: str) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((host, 0))
+    except OSError:
+        return False
+    return True
 
 
 def load_chain(context: ssl.SSLContext, cert: bytes, key: bytes) -> None:

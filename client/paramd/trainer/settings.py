@@ -34,7 +34,8 @@ class AttachSettings:
     """Settings of `attach`. Every field has a `PARAMD_*` variable."""
 
     stall_budget_ms: float = STALL_BUDGET_MS
-    """Longest wait of one update for a copy, in milliseconds; 0 never waits."""
+    """Longest wait of one update for a copy, in milliseconds; 0 never waits. It covers no edits,
+    copies of buffers and optimizer state, rounds or holds: paramd_rank_stand_* tells of each."""
     lossless_budget_ms: float = 0.0
     """Longest wait of one update for a reader that wants every gradient, in milliseconds; 0
     never waits, and such readers are told how many frames they missed."""
@@ -93,7 +94,7 @@ class AttachSettings:
     free one. Each rank of a host needs another one."""
     budget_bytes: float | None = None
     """Most bytes of snapshots on a rank, above 0. None, here and below: the sidecar's default,
-    see `paramd sidecar serve --help`."""
+    see `paramd sidecar serve -- --help`."""
     default_lease_s: float | None = None
     """Lease of a snapshot when the request names none, in seconds, above 0."""
     max_lease_s: float | None = None

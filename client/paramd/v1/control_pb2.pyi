@@ -23,11 +23,9 @@ class JoinRequest(google.protobuf.message.Message):
     STATE_FIELD_NUMBER: builtins.int
     LEAVING_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
-    CONTROL_GENERATION_FIELD_NUMBER: builtins.int
     world_size: builtins.int
     leaving: builtins.bool
     version: builtins.str
-    control_generation: builtins.int
     @property
     def header(self) -> paramd.v1.common_pb2.Header: ...
     @property
@@ -43,10 +41,9 @@ class JoinRequest(google.protobuf.message.Message):
         state: paramd.v1.common_pb2.RankState | None = ...,
         leaving: builtins.bool = ...,
         version: builtins.str = ...,
-        control_generation: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["header", b"header", "peer", b"peer", "state", b"state"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["control_generation", b"control_generation", "header", b"header", "leaving", b"leaving", "peer", b"peer", "state", b"state", "version", b"version", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["header", b"header", "leaving", b"leaving", "peer", b"peer", "state", b"state", "version", b"version", "world_size", b"world_size"]) -> None: ...
 
 global___JoinRequest = JoinRequest
 

@@ -138,6 +138,7 @@ class ExportPlan(google.protobuf.message.Message):
     BUFFERS_FIELD_NUMBER: builtins.int
     OPTIMIZER_FIELD_NUMBER: builtins.int
     KEEP_TIED_FIELD_NUMBER: builtins.int
+    PATTERNS_FIELD_NUMBER: builtins.int
     NAMES_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
     PINS_FIELD_NUMBER: builtins.int
@@ -158,6 +159,8 @@ class ExportPlan(google.protobuf.message.Message):
     unsettled: builtins.bool
     history: builtins.int
     @property
+    def patterns(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
     def names(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ExportNameRule]: ...
     @property
     def pins(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ExportPin]: ...
@@ -175,13 +178,14 @@ class ExportPlan(google.protobuf.message.Message):
         buffers: builtins.bool = ...,
         optimizer: builtins.bytes = ...,
         keep_tied: builtins.bool = ...,
+        patterns: collections.abc.Iterable[builtins.str] | None = ...,
         names: collections.abc.Iterable[global___ExportNameRule] | None = ...,
         digest: builtins.bytes = ...,
         pins: collections.abc.Iterable[global___ExportPin] | None = ...,
         unsettled: builtins.bool = ...,
         history: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["buffers", b"buffers", "digest", b"digest", "dtype", b"dtype", "edits", b"edits", "format", b"format", "history", b"history", "incarnation", b"incarnation", "keep_tied", b"keep_tied", "layout_digest", b"layout_digest", "max_shard_bytes", b"max_shard_bytes", "names", b"names", "optimizer", b"optimizer", "parameters", b"parameters", "pins", b"pins", "step", b"step", "unsettled", b"unsettled"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["buffers", b"buffers", "digest", b"digest", "dtype", b"dtype", "edits", b"edits", "format", b"format", "history", b"history", "incarnation", b"incarnation", "keep_tied", b"keep_tied", "layout_digest", b"layout_digest", "max_shard_bytes", b"max_shard_bytes", "names", b"names", "optimizer", b"optimizer", "parameters", b"parameters", "patterns", b"patterns", "pins", b"pins", "step", b"step", "unsettled", b"unsettled"]) -> None: ...
 
 global___ExportPlan = ExportPlan
 

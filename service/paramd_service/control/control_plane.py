@@ -39,6 +39,7 @@ from paramd_service.control.exports.service import ExportService
 from paramd_service.control.grpc_server import GrpcServer
 from paramd_service.control.http_server import HttpServer
 from paramd_service.control.mesh.jobs import ControlIdentity, Incarnation, Jobs
+from paramd_service.control.mesh.origin import parse_networks
 from paramd_service.control.metrics.metrics import LoopLag, Metrics
 from paramd_service.control.records.events import EventBus
 from paramd_service.control.records.records import Records, open_records
@@ -238,10 +239,15 @@ class ControlPlane:
             control_address=lambda: self._grpc_target,
             report_s=self._config.report_s,
             silent_after_s=self._config.silent_after_s,
+            sidecar_networks=parse_networks(self._config.sidecar_networks),
         )
         empty_end_s = self._config.empty_end_s if mine is not None else math.inf
         self._jobs = jobs = Jobs(
-            terms, site=site, empty_end_s=empty_end_s, publish=self._events.publish
+            terms,
+            site=site,
+            empty_end_s=empty_end_s,
+            publish=self._events.publish,
+            has_ended=self._revocations.has_ended,
         )
         for noted in (jobs.on_begin, jobs.on_end):
             noted.append(lambda mesh: self._incarnations.note(mesh.job, mesh.record()))

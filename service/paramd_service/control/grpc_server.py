@@ -18,7 +18,13 @@ from paramd.clock import now_s
 from paramd.errors import DeadlineError, DeniedError, ExhaustedError, UsageError
 from paramd.security.tls import RANK_NAME
 from paramd.v1 import common_pb2, control_pb2, control_pb2_grpc
-from paramd_service.admission import CONNECTION_OPTIONS, Doors, Notice, Shares
+from paramd_service.admission import (
+    CONNECTION_OPTIONS,
+    Doors,
+    Notice,
+    Shares,
+    TokenRevokedError,
+)
 from paramd_service.control.access.authority import Denied
 from paramd_service.control.access.join import (
     TicketInterceptor,
@@ -31,6 +37,7 @@ from paramd_service.control.access.join import (
 from paramd_service.control.access.revocations import Revocations
 from paramd_service.control.base.endpoint import Address, bind_grpc
 from paramd_service.control.mesh.jobs import Incarnation, Jobs
+from paramd_service.control.mesh.origin import origin_of
 from paramd_service.control.mesh.registry import Member
 from paramd_service.tls import ServerTls
 
@@ -115,17 +122,27 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         check_incarnation(header.job, header.incarnation)
         check_rank(header.rank)
         _check_certificate(context, header.rank)
-        mesh = await self._jobs.admit(header.job, header.incarnation, first.world_size)
-        mesh.saw_generation(first.control_generation)
+        token_id = caller_token()
+        if await self._revocations.has_ended(token_id):
+            raise _token_ended()
+        mesh = await self._jobs.admit(
+            header.job, header.incarnation, first.world_size, owner=token_id
+        )
+        origin = await origin_of(
+            header.rank, first.peer.address, context.peer(), mesh.terms.sidecar_networks
+        )
         # Before it counts as joined: whoever waits for the rank calls it right away.
-        await mesh.calls.is_back(first.peer.address)
-        member = mesh.registry.join(first)
+        await mesh.calls.is_back(header.rank, first.peer.address)
+        member = mesh.registry.join(first, origin)
         _log_join(mesh, member, f"joined from {first.peer.address}")
         try:
-            async with self._revocations.telling(
-                lambda notice: context.write(_welcome(mesh, notice))
-            ):
-                await mesh.follow(_read(mesh, member, request_iterator))
+            with self._revocations.following(token_id) as ended:
+                async with self._revocations.telling(
+                    lambda notice: context.write(_welcome(mesh, notice))
+                ):
+                    await mesh.follow(_read(mesh, member, request_iterator), ended)
+            if ended.done():
+                raise _token_ended()
         finally:
             mesh.registry.lose(member)
             _log_join(mesh, member, "its stream has ended")
@@ -149,6 +166,13 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         raise AssertionError("errors have become statuses")
 
 
+def _token_ended() -> TokenRevokedError:
+    return TokenRevokedError(
+        "the token that registered this job has been revoked or has expired, and its ranks' "
+        "tickets with it; training goes on, and joins again when started with another token"
+    )
+
+
 def _check_certificate(context: Any, rank: int) -> None:
     """Within a job, where every rank has a certificate of its own, it must be the ticket's rank.
 
@@ -163,7 +187,6 @@ def _check_certificate(context: Any, rank: int) -> None:
 
 async def _read(mesh: Incarnation, member: Member, requests: Requests) -> None:
     async for request in requests:
-        mesh.saw_generation(request.control_generation)
         mesh.registry.update(member, request)
 
 

@@ -141,7 +141,11 @@ def _destination(name: str, value: object) -> Destination:
     table = {"root": value} if isinstance(value, str) else value
     if not isinstance(table, dict) or not isinstance(table.get("root"), str):
         raise UsageError(f"destination {name!r}: expected a root, or an object with a root")
-    options = {str(key): _text(option) for key, option in table.items() if key != "root"}
+    options = {
+        str(key): str(option).lower() if isinstance(option, bool) else str(option)
+        for key, option in table.items()
+        if key != "root"
+    }
     kind, root = parse_root(table["root"], name)
     if set(options) - OPTIONS or (options and kind is DestinationKind.DIRECTORY):
         raise UsageError(
@@ -171,10 +175,6 @@ def parse_root(text: str, name: str) -> tuple[DestinationKind, str]:
         f"destination {name!r}: {text[:80]!r}; expected an absolute path without '..', or "
         "s3://bucket/prefix"
     )
-
-
-def _text(option: object) -> str:
-    return str(option).lower() if isinstance(option, bool) else str(option)
 
 
 MANIFEST = "paramd-export.json"

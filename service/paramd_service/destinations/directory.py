@@ -267,7 +267,7 @@ class DirectoryPlace:
             return
         where = f"{self._target.destination}/{self._target.key}"
         if not self._target.overwrite:
-            raise ConflictError(f"{where} exists; choose another key, or allow overwriting")
+            raise ConflictError(f"{where} exists; choose another key, or overwrite=True")
         if export_id_at(parent, self._last) is None:
             raise ConflictError(
                 f"{where} exists and is not a paramd export, so it is not replaced; choose "

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import obstore
@@ -168,20 +169,17 @@ class ObjectPlace:
         self.target = target
         self._bucket = bucket
         self._prefix = f"{prefix}/{target.key}" if prefix else target.key
-        self._store: Any = None
 
-    @property
+    @cached_property
     def store(self) -> Any:
         """The obstore client; created on first use."""
-        if self._store is None:
-            options: Any = dict(self.target.options)
-            self._store = S3Store(
-                self._bucket,
-                client_options={"allow_http": options.pop("allow_http", "false") == "true"},
-                retry_config=_RETRY,
-                config=options,
-            )
-        return self._store
+        options: Any = dict(self.target.options)
+        return S3Store(
+            self._bucket,
+            client_options={"allow_http": options.pop("allow_http", "false") == "true"},
+            retry_config=_RETRY,
+            config=options,
+        )
 
     def begin(self, size_bytes: int) -> None:
         with self.explained():
@@ -197,9 +195,7 @@ class ObjectPlace:
                 return
             if not self.target.overwrite:
                 self._unreserve()
-                raise ConflictError(
-                    f"{self._where} exists; choose another key, or allow overwriting"
-                )
+                raise ConflictError(f"{self._where} exists; choose another key, or overwrite=True")
             if manifest is None:
                 self._unreserve()
                 raise ConflictError(
@@ -307,7 +303,7 @@ class ObjectPlace:
             if not self.target.overwrite:
                 raise ConflictError(
                     f"another export to {self._where} is in progress, or was abandoned; "
-                    "choose another key, or allow overwriting"
+                    "choose another key, or overwrite=True"
                 ) from None
             content = self.target.export_id.encode()
             obstore.put(self.store, self._path(RESERVATION), content, use_multipart=False)

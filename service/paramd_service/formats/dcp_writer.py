@@ -30,7 +30,7 @@ METADATA_FILE = ".metadata"
 
 def main() -> None:
     told = json.load(sys.stdin)
-    objects, results, data = _objects(told["objects"], told["objects_file"])
+    results, data = _objects(told["objects"], told["objects_file"])
     tensors: dict[str, Any] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
     for name, facts in told["tensors"].items():
@@ -41,7 +41,7 @@ def main() -> None:
         name = _key(one)
         tensors[name] = BytesStorageMetadata()
         paths[name] = tuple(one["path"])
-    files = {told["objects_file"]: data} if objects else {}
+    files = {told["objects_file"]: data} if told["objects"] else {}
     files[METADATA_FILE] = _written(Metadata(tensors, planner_data=paths), results)
     sizes = [[name, len(content)] for name, content in files.items()]
     sys.stdout.buffer.write(json.dumps(sizes).encode() + b"\n" + b"".join(files.values()))
@@ -67,8 +67,8 @@ def _chunks(name: str, facts: dict[str, Any]) -> list[WriteResult]:
     ]
 
 
-def _objects(items: list[dict[str, Any]], file: str) -> tuple[int, list[WriteResult], bytes]:
-    """Non-tensor state: how many objects, their records, and their bytes end to end."""
+def _objects(items: list[dict[str, Any]], file: str) -> tuple[list[WriteResult], bytes]:
+    """Non-tensor state: the objects' records, and their bytes end to end."""
     data = io.BytesIO()
     results = []
     for one in items:
@@ -79,7 +79,7 @@ def _objects(items: list[dict[str, Any]], file: str) -> tuple[int, list[WriteRes
         length = data.tell() - begin
         info = _StorageInfo(file, begin, length)
         results.append(WriteResult(MetadataIndex(_key(one)), length, info))
-    return len(items), results, data.getvalue()
+    return results, data.getvalue()
 
 
 def _key(one: dict[str, Any]) -> str:

@@ -22,6 +22,8 @@ from paramd.layout.types import Box
 from paramd.v1 import export_pb2
 from paramd.version import __version__
 
+_STATE_FIELDS = ("incarnation", "step", "history", "edits", "unsettled", "layout_digest")
+
 
 def manifest(
     plan: ExportPlan,
@@ -38,12 +40,7 @@ def manifest(
         "paramd_export": 1,
         "export_id": target.export_id,
         "job": job,
-        "incarnation": message.incarnation,
-        "step": message.step,
-        "history": message.history,
-        "edits": message.edits,
-        "unsettled": message.unsettled,
-        "layout_digest": message.layout_digest,
+        **{name: getattr(message, name) for name in _STATE_FIELDS},
         "format": settings.format,
         "dtype": settings.dtype,
         "created_s": created_s,

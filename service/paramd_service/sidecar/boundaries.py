@@ -19,6 +19,7 @@ from paramd_service.sidecar.copying.page_requests import (
     STEP,
     Boundary,
     Outcome,
+    apart_reason,
     fate_of,
 )
 from paramd_service.sidecar.edits.manager import Edits
@@ -33,6 +34,14 @@ _OUTCOMES_KEPT = 64
 _DOUBT_POLL_S = 0.002
 _DOUBT_S = 0.25
 GAVE_UP = 2
+GAVE_UP_REASON = (
+    "the trainers gave up agreeing in this incarnation, since a rank was too long at no boundary; "
+    "their logs say when, attach again to restore it"
+)
+_HOPE_S = 0.2
+"""Pause between looks whether what is waited for can still come."""
+_ROUNDS_APART = 3
+"""Rounds in which the ranks were apart, after which they do not meet by themselves."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +93,8 @@ class Boundaries:
         Raises:
             NotFoundError: a snapshot's lease has ended, or the edit is unknown.
             ConflictError: no boundary follows, a later number was requested, the number belongs
-                to another request, or a snapshot or edit is not ready for it.
+                to another request, a snapshot or edit is not ready for it, or buffers have
+                changed their shape.
         """
         asked = self._asked.get(reach.number)
         if asked is None:
@@ -92,9 +102,8 @@ class Boundaries:
         elif asked.reach != reach:
             raise ConflictError(f"boundary {reach.number} was already requested for something else")
         try:
-            # Shielded: a repeated request may still wait for this result.
             async with asyncio.timeout(timeout_s):
-                return await asyncio.shield(asked.done)
+                return await self._answered(asked)
         except TimeoutError:
             # Its own outcome decides: it may have been agreed in the meantime.
             self._copier.withdraw(reach.number, self._why_not_agreed(reach.number, timeout_s))
@@ -102,6 +111,25 @@ class Boundaries:
         except asyncio.CancelledError:
             self._copier.withdraw(reach.number, f"the caller of boundary {reach.number} left")
             raise
+
+    async def _answered(self, asked: _Asked) -> Outcome:
+        """The outcome of a request, withdrawn as soon as the trainers can never agree on it."""
+        words, apart_since = self._attached.page.words, -1
+        # Not awaited itself: a repeated request may still wait for this result.
+        while not (await asyncio.wait([asked.done], timeout=_HOPE_S))[0]:
+            why, rounds = apart_reason(words), words[Word.ROUNDS_COLLECTED]
+            if words[Word.AGREEMENT_STATE] == GAVE_UP:
+                why = GAVE_UP_REASON
+            elif not why or apart_since < 0:
+                apart_since = rounds if why else -1
+                continue
+            elif rounds < apart_since + _ROUNDS_APART:
+                continue
+            self._copier.withdraw(asked.reach.number, why)
+        outcome = asked.done.result()
+        if outcome.refused:
+            raise ConflictError(outcome.reason)
+        return outcome
 
     async def withdraw(self, number: int) -> pb.BoundaryFate.ValueType:
         """Withdraw a request and return its fate. Idempotent.
@@ -159,7 +187,10 @@ class Boundaries:
             raise UsageError("snapshot_ids: a snapshot is listed twice")
         snapshots = [self._store.get(snapshot_id).snapshot for snapshot_id in reach.snapshot_ids]
         for snapshot in snapshots:
-            _check_capturable(snapshot)
+            if not snapshot.at_boundary:
+                raise ConflictError("a snapshot was not pinned with at_boundary; pin it that way")
+            if snapshot.fill is Fill.PENDING or snapshot.map_count or snapshot.tainted:
+                raise ConflictError("a snapshot is in use by another request; pin another one")
         if self.moments is None and any(is_moments(snapshot.key) for snapshot in snapshots):
             raise ConflictError("this sidecar does not serve optimizer state")
         argument = self._argument(reach, snapshots)
@@ -241,18 +272,11 @@ class Boundaries:
     def _why_not_agreed(self, number: int, timeout_s: float) -> str:
         page = self._attached.page
         if page[Word.AGREEMENT_STATE] == GAVE_UP:
-            return "the trainers gave up agreeing in this incarnation; attach again to restore it"
+            return GAVE_UP_REASON
         why = unserved_reason(page)
         return (
             f"the trainers did not agree on boundary {number} within {timeout_s:.1f} s (this rank "
             f"is at step {page[Word.STEP]}); "
             + (f"its parameters are not served: {why}" if why else "")
-            + "training is paused, or a rank is not ready" * (not why)
+            + "a rank is slow, hung or not training" * (not why)
         )
-
-
-def _check_capturable(snapshot: Snapshot) -> None:
-    if not snapshot.at_boundary:
-        raise ConflictError("a snapshot was not pinned with at_boundary; pin it that way")
-    if snapshot.fill is Fill.PENDING or snapshot.map_count or snapshot.tainted:
-        raise ConflictError("a snapshot is in use by another request; pin another one")

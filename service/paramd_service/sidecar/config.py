@@ -109,15 +109,10 @@ class SidecarConfig:
         return tls_files(self.tls_cert, self.tls_key, self.tls_client_ca)
 
 
-def check_listen(listen: str, *, tls: bool) -> str:
-    """Return `listen` if it is host:port, and loopback unless there is TLS.
-
-    Raises:
-        UsageError: otherwise.
-    """
+def check_listen(listen: str, *, tls: bool) -> None:
+    """Raise UsageError unless `listen` is host:port, and loopback unless there is TLS."""
     host, colon, port = listen.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not port.isdigit() or not 0 <= int(port) <= 65535:
         raise UsageError(f"listen: {listen!r}; expected host:port, for example 127.0.0.1:0")
     check_exposure(host, option="listen", tls=tls)
-    return listen

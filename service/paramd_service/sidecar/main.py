@@ -52,14 +52,12 @@ MAX_PEMS_BYTES = 64 << 10
 _SWITCH_INTERVAL_S = 0.0005
 
 
-def keep_memory() -> bool:
-    """Raise malloc's mmap and trim thresholds; False if libc has no mallopt (musl)."""
+def keep_memory() -> None:
+    """Raise malloc's mmap and trim thresholds, where libc has mallopt (musl has not)."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    mmap_set = mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
-    trim_set = mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
-    return bool(mmap_set and trim_set)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -151,21 +151,20 @@ def parse_attach(message: dict[str, Any]) -> AttachRequest:
         UsageError: a field is missing, of the wrong type, or out of range.
     """
     least = {"incarnation": 1, "rank": 0, "world_size": 1, "pid": 1, "start": 1, "arena_bytes": 0}
-    numbers: dict[str, int] = {}
+    told: dict[str, Any] = {}
     for name, at_least in least.items():
         value = message.get(name)
         if type(value) is not int or value < at_least:
             raise UsageError(f"attach: {name} is {value!r}; expected a number from {at_least} on")
-        numbers[name] = value
-    texts: dict[str, str] = {}
+        told[name] = value
     for name in ("job", "rank_ticket", "version"):
         value = message.get(name)
         if not isinstance(value, str):
             raise UsageError(f"attach: {name} is missing; expected text")
-        texts[name] = value
-    texts["copy_ticket"] = str(message.get("copy_ticket", ""))
+        told[name] = value
+    told["copy_ticket"] = str(message.get("copy_ticket", ""))
     for name in ("rank_ticket", "copy_ticket"):
-        if len(texts[name]) > MAX_TICKET_BYTES:
+        if len(told[name]) > MAX_TICKET_BYTES:
             raise UsageError(f"attach: {name} is longer than {MAX_TICKET_BYTES} characters")
     continues = message.get("continues", [0, 0, -1])
     if not (isinstance(continues, list) and [type(one) for one in continues] == [int] * 3):
@@ -177,12 +176,8 @@ def parse_attach(message: dict[str, Any]) -> AttachRequest:
         device=DeviceArenaRequest.from_message(device) if device is not None else None,
         allocations=tuple(sizes),
         continues=(continues[0], continues[1], continues[2]),
-        job=texts["job"],
-        version=texts["version"],
-        rank_ticket=texts["rank_ticket"],
-        copy_ticket=texts["copy_ticket"],
         public_key=key_from_hex(message, "public_key"),
-        **numbers,
+        **told,
     )
 
 

@@ -218,13 +218,9 @@ class Pins:
         else:
             # With a live trainer, a resting state needs a look after the copy: copy anew.
             state = resting_state(page) if self.copier.capture.trainer_ended else None
-        if state is None or self._is_stray(state.proof):
+        if state is None or is_stray(page.words, state.proof):
             return None
         return self.store.find(key, proof=state.proof)
-
-    def _is_stray(self, proof: int) -> bool:
-        """Whether a stray change hit the state with that proof, as far as is known."""
-        return is_stray(self._attached.page.words, proof)
 
     def check_true(self, snapshot: Snapshot) -> None:
         """Check that the trainer has not since found the bytes to mix two states.
@@ -236,7 +232,7 @@ class Pins:
             return
         # Read first: what is found afterwards is final if the state was over by then.
         over = self._attached.page[Word.SEQ] != snapshot.proof
-        if not self._is_stray(snapshot.proof):
+        if not is_stray(self._attached.page.words, snapshot.proof):
             snapshot.is_true = over
         else:
             raise AbortedError(
@@ -322,7 +318,8 @@ class Pins:
         if self.ownership is Ownership.TORN:
             raise TornError(
                 f"{self.ownership.value}, and no equal snapshot of an earlier step is "
-                "left. Restart the training from its last checkpoint"
+                'left. Start the training again: with resume="auto" it continues from what '
+                "all ranks still have in memory, otherwise from its last checkpoint"
             )
         history = self._attached.page[Word.REWOUND]
         filling = self._fillings.get((key, history, at_step, unsettled))
@@ -465,9 +462,9 @@ class Pins:
             )
         if job.unseen is not None:
             return (
-                "the rank rests after an update, and its trainer has not confirmed the copy: other "
-                "tensors stand in for the parameters, or its Python threads do not run. Try again "
-                "later"
+                "the rank is idle after an update and did not confirm the copy: other tensors "
+                "stand in for the parameters, or its Python interpreter is blocked (a debugger, a "
+                "long C call). Try again later"
             )
         if job.attempts:
             why = self.copier.capture.explain(job.size_bytes, job.longest_ns)

@@ -30,7 +30,7 @@ from paramd.errors import (
 from paramd.memory.control_page import Word, sample_digest
 from paramd.memory.descriptors import same_object
 from paramd.memory.gate import State, resting_state, state_of
-from paramd.security.tickets import CLOCK_SKEW_S, Claims, Verifier
+from paramd.security.tickets import CLOCK_SKEW_S, Claims, Role, Verifier
 from paramd.security.tls import Pems
 from paramd_service.aio import kept
 from paramd_service.sidecar.config import SidecarConfig
@@ -324,7 +324,7 @@ class RankSidecar:
         """
         with suppress(ParamdError, OSError):
             found = await asyncio.to_thread(places.read_endpoint, self.config.job)
-            if found.incarnation == self.incarnation:
+            if found.incarnation == self.incarnation and not found.via:
                 self.move_control(found.grpc_address)
         return self.mesh.control_address if self.mesh is not None else ""
 
@@ -351,7 +351,8 @@ class RankSidecar:
 
         Raises:
             DeniedError: the ticket is invalid.
-            UnreachableError: no trainer has attached yet.
+            UnreachableError: no trainer has attached yet, or it is the control plane's ticket for
+                another rank.
         """
         if self.attached is None or self._verifier is None:
             raise UnreachableError(f"{Ownership.WAITING.value}; try again when training runs")
@@ -363,6 +364,9 @@ class RankSidecar:
             incarnation=request.incarnation,
             now_s=other + time.monotonic() if other is not None else None,
         )
+        if claims.role is Role.CONTROL:
+            # Another rank may have been shown it, and plays it here.
+            self.check_meant(claims.rank)
         self.revocations.check(claims)
         return claims
 

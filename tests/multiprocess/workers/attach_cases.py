@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import paramd
 from paramd import places
-from paramd.errors import ParamdError
+from paramd.errors import ConflictError, ParamdError
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import Word
 from paramd.security.tickets import new_token
@@ -232,7 +232,8 @@ def detached_in_a_child(made: kinds.Built, attachment: Any) -> int:
 @case
 def attached_twice() -> None:
     made, optimizer = built()
-    attachment = paramd.attach(made.model, optimizer, job="twice")
+    with torch.inference_mode():
+        attachment = paramd.attach(made.model, optimizer, job="twice")
     refused_everywhere(
         "ConflictError", "already attached",
         lambda: paramd.attach(made.model, optimizer, job="twice-other"),
@@ -245,7 +246,9 @@ def attached_twice() -> None:
     train(made, optimizer)
     assert attachment.step == 1
     summon_and_compare(made, "twice", 1)
-    attachment.detach()
+    with torch.inference_mode():
+        attachment.detach()
+    train(made, optimizer)
 
 
 @case
@@ -345,6 +348,16 @@ def a_rank_too_slow_for_the_agreement_ends_it_and_nothing_else() -> None:
     dist.barrier()
     attachment.detach()
     train(made, optimizer)
+
+
+@case
+def a_rank_that_does_not_attach_is_named() -> None:
+    made, optimizer = built()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        settings = AttachSettings(attach_timeout_s=3.0, listen="127.0.0.1:0")
+        with pytest.raises(ConflictError, match="rank 1 of 2 has not called"):
+            paramd.attach(made.model, optimizer, job="missing", settings=settings)
 
 
 def train(made: kinds.Built, optimizer: torch.optim.Optimizer) -> None:

@@ -68,6 +68,16 @@ def test_json_is_one_document_and_has_no_nan() -> None:
     assert found["total"]["mean"] is None
 
 
+@pytest.mark.parametrize("form", [Format.JSON, Format.JSONL])
+def test_json_has_nothing_that_a_terminal_obeys(form: Format) -> None:
+    name = "a\x1b[2J\x9b2J\x7f\u061c\u200f\u202e\u2067\u2028\xfc"
+    text = written(form, Listing(name="p", rows=[{"name": name}], columns=(), about={}))
+    assert [c for c in text if not c.isprintable() and c != "\n"] == []
+    found = json.loads(text)
+    assert (found["p"][0] if form is Format.JSON else found)["name"] == name
+    assert "\xfc" in text
+
+
 def test_json_lines_are_complete_on_their_own() -> None:
     lines = [json.loads(line) for line in written(Format.JSONL).splitlines()]
     assert lines[1] == {"step": 7, "name": LONG, "count": 1234567, "mean": 0.5}

@@ -58,6 +58,7 @@ def test_tokens_come_from_stdin_file_environment_and_own_config(
 ) -> None:
     file = tmp_path / "token"
     file.write_text("from-file\nsecond line\n")
+    file.chmod(0o600)
     assert load(token=f"@{file}").token == "from-file"
     assert settings.load(Flags(token="-"), stdin=io.StringIO(" typed \n")).token == "typed"
     write(tmp_path, "config/paramd", f'token_file = "{file}"')
@@ -100,6 +101,7 @@ def own_file(tmp_path: Path) -> Path:
     """A paramd.toml of the user's own, with two contexts and settings beside them."""
     for name in ("lab", "top"):
         (tmp_path / f"{name}.token").write_text(f"token-of-{name}\n")
+        (tmp_path / f"{name}.token").chmod(0o600)
     path = tmp_path / "config" / "paramd" / "paramd.toml"
     path.write_text(f"""
         url = "http://127.0.0.1:1"

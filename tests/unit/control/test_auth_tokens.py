@@ -115,7 +115,9 @@ async def test_a_role_of_a_newer_version_lets_nobody_in(
     "wrong",
     [{"role": "root"}, {"ttl_s": 0.0}, {"ttl_s": float("nan")}, {"ttl_s": MAX_TTL_S + 1},
      {"ttl_s": -1.0}, {"ttl_s": float("inf")}, {"name": ""}, {"name": "a b"}, {"name": "owner"},
-     {"name": "x" * 65}, {"name": ".x"}, {"name": "x\n"}, {"name": "pmd_" + "A" * 43}],
+     {"name": "x" * 65}, {"name": ".x"}, {"name": "x\n"}, {"name": "pmd_" + "A" * 43},
+     {"jobs": ""}, {"jobs": "a b"}, {"jobs": "a,,b"}, {"jobs": "a" * 257},
+     {"jobs": "a-*", "role": "admin"}],
 )  # fmt: skip
 async def test_what_cannot_be_is_not_made(
     tokens: Tokens, store: MemoryTokens, wrong: dict[str, object]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 from contextlib import closing
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -72,3 +75,21 @@ def test_the_successor_is_a_living_process_of_no_older_incarnation() -> None:
     assert successor(mine) == other
     places.write_endpoint(places.Endpoint(**theirs, pid=2**22 + 1, incarnation=4))
     assert successor(mine) is None
+
+
+def test_no_endpoint_of_another_host_ends_a_control_plane() -> None:
+    mine = announced(2)
+    start = places.process_start(os.getppid())
+    theirs = replace(mine, pid=os.getppid(), pid_start=start, incarnation=2**62)
+    path = places.state_dir() / "run" / places.ENDPOINT_FILE
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        for foreign in (
+            replace(theirs, via="other.example"),
+            replace(theirs, host_id="another-kernel/1", url=url),
+        ):
+            path.write_text(json.dumps(asdict(foreign)))
+            assert places.read_endpoint("run") == foreign
+            assert successor(mine) is None
+    path.write_text(json.dumps(asdict(theirs)))
+    assert successor(mine) == theirs

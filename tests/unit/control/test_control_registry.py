@@ -6,10 +6,13 @@ import pytest
 
 from paramd.errors import ConflictError, UnreachableError, UsageError
 from paramd_service.control.base.config import Bootstrap
+from paramd_service.control.mesh.origin import Origin
 from paramd_service.control.mesh.registry import MAX_TEXT_CHARS, Membership, Registry, State
 from tests.unit.control.reports import join_request as request
 
 BOOTSTRAP = Bootstrap(job="run", incarnation=3, world_size=2, private_key=bytes(32), token="t" * 32)
+
+HERE = Origin("127.0.0.1")
 
 
 class Clock:
@@ -53,9 +56,9 @@ def test_a_foreign_or_malformed_report_is_refused_first_and_later(
         part, _, field = path.rpartition(".")
         setattr(getattr(bad, part) if part else bad, field, value)
     with pytest.raises(error):
-        registry.join(bad)
+        registry.join(bad, HERE)
     assert registry.peers() == []
-    member = registry.join(request())
+    member = registry.join(request(), HERE)
     with pytest.raises(error):
         registry.update(member, bad)
     assert [peer.address for peer in registry.peers()] == ["127.0.0.1:9000"]
@@ -63,8 +66,8 @@ def test_a_foreign_or_malformed_report_is_refused_first_and_later(
 
 @pytest.mark.parametrize("step", [0, -1, -(2**63), 2**63 - 1])
 def test_a_rank_that_lies_about_its_step_harms_nobody(registry: Registry, step: int) -> None:
-    registry.join(request(0))
-    liar = registry.join(request(1))
+    registry.join(request(0), HERE)
+    liar = registry.join(request(1), HERE)
     lie = request(1)
     lie.header.step = step
     lie.state.step_time_ns = lie.state.boundary_age_ns = -(2**63)
@@ -75,8 +78,8 @@ def test_a_rank_that_lies_about_its_step_harms_nobody(registry: Registry, step: 
 
 
 def test_a_later_stream_takes_the_rank_over(registry: Registry) -> None:
-    old = registry.join(request(port=9000))
-    new = registry.join(request(port=9001))
+    old = registry.join(request(port=9000), HERE)
+    new = registry.join(request(port=9001), HERE)
     with pytest.raises(ConflictError, match="another sidecar"):
         registry.update(old, request(port=9000))
     registry.lose(old)
@@ -85,7 +88,7 @@ def test_a_later_stream_takes_the_rank_over(registry: Registry) -> None:
 
 
 def test_farewell_lost_and_silent_are_told_apart(registry: Registry, clock: Clock) -> None:
-    one, two = registry.join(request(0)), registry.join(request(1))
+    one, two = registry.join(request(0), HERE), registry.join(request(1), HERE)
     clock.now_s += 11.0
     assert [r.membership for r in registry.view().ranks] == [Membership.SILENT] * 2
     registry.update(one, request(0, leaving=True))
@@ -100,8 +103,8 @@ def test_a_rank_on_loopback_of_another_host_is_down_with_the_cure_and_never_call
 ) -> None:
     elsewhere = request(1)
     elsewhere.peer.host_id = "another-kernel/1"
-    registry.join(request(0))
-    registry.join(elsewhere)
+    registry.join(request(0), HERE)
+    registry.join(elsewhere, HERE)
     view = registry.view()
     assert [rank.state for rank in view.ranks] == [State.OK, State.DOWN]
     assert "PARAMD_SIDECAR_LISTEN" in view.ranks[1].reason

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from paramd import places
-from paramd.errors import ConflictError, NotFoundError, UnreachableError, UsageError
+from paramd.errors import (
+    ConflictError,
+    DeniedError,
+    ExhaustedError,
+    NotFoundError,
+    UnreachableError,
+    UsageError,
+)
 from paramd.places import HISTORY_FILE, IncarnationRecord
 from paramd.security.tickets import Role, Signer
 from paramd.v1 import common_pb2
@@ -19,11 +26,14 @@ from paramd_service.control.api.models import RankList
 from paramd_service.control.base.site import IncarnationNotes, Site, next_generation, open_site
 from paramd_service.control.mesh import jobs as jobs_module
 from paramd_service.control.mesh.jobs import ControlIdentity, Jobs
+from paramd_service.control.mesh.origin import Origin
 from paramd_service.control.mesh.registry import Membership, State
 from tests.unit.control.reports import join_request
 
 TERMS = ControlIdentity(generation=5)
 SITE = Site(bytes(32), "t" * 32)
+
+HERE = Origin("127.0.0.1")
 
 
 async def test_a_sidecar_brings_its_incarnation_back_but_no_past_one() -> None:
@@ -37,6 +47,39 @@ async def test_a_sidecar_brings_its_incarnation_back_but_no_past_one() -> None:
     await asyncio.to_thread(places.last_incarnation, "late", at_least=9)
     with pytest.raises(ConflictError, match="past incarnation 8"):
         await jobs.admit("late", 8, 1)
+    await jobs.close()
+
+
+async def test_a_job_is_its_tokens_and_a_token_has_a_share_of_all_jobs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended: set[str | None] = set()
+
+    async def has_ended(token_id: str | None) -> bool:
+        return token_id in ended
+
+    jobs = Jobs(TERMS, site=SITE, has_ended=has_ended)
+    # As its ranks' tickets name it, too: they bring its incarnation back after our restart.
+    await jobs.admit("run", 4, 2, owner="a")
+    for owner in ("b", "c"):
+        with pytest.raises(DeniedError, match="registered with another token"):
+            await jobs.register("run", world_size=1, owner=owner)
+    assert (await jobs.register("run", world_size=1, owner="a")).number == 5
+    ended.add("a")
+    assert (await jobs.register("run", world_size=1, owner="b")).owner == "b"
+    assert (await jobs.register("run", world_size=1)).owner is None
+    monkeypatch.setattr(jobs_module, "JOBS_OF_TOKEN", 2)
+    monkeypatch.setattr(jobs_module, "MAX_JOBS", 4)
+    for number in range(5):
+        await jobs.register(f"b{number}", world_size=1, owner="b")
+    assert [mesh.job for mesh in jobs.all()] == ["b3", "b4", "run"], "it evicts only its own"
+    for number in (3, 4):
+        request = join_request(0, incarnation=1, world_size=1)
+        request.header.job = f"b{number}"
+        jobs.get(f"b{number}").registry.join(request, HERE)
+    with pytest.raises(ExhaustedError, match="of one token 2 "):
+        await jobs.register("b5", world_size=1, owner="b")
+    await jobs.register("c", world_size=1, owner="c")
     await jobs.close()
 
 
@@ -124,9 +167,10 @@ async def test_the_ranks_document_is_what_the_model_says() -> None:
             phase=common_pb2.PHASE_STALLED,
             phase_reason=hostile,
             alerts=[hostile],
-        )
+        ),
+        HERE,
     )
-    mesh.registry.join(join_request(2, incarnation=1, world_size=3, phase=77))
+    mesh.registry.join(join_request(2, incarnation=1, world_size=3, phase=77), HERE)
     found = RankList.model_validate_json(
         "".join(rank_text.chunks(mesh.registry, world_size=3, incarnation=1, stall_budget_s=0.005)),
         strict=True,
@@ -155,7 +199,7 @@ async def test_the_ranks_document_is_what_the_model_says() -> None:
 async def test_the_mesh_is_as_well_as_its_ranks(phases: dict[int, int], expected: State) -> None:
     mesh = await Jobs(TERMS, site=SITE).register("run", world_size=2)
     for rank, phase in phases.items():
-        mesh.registry.join(join_request(rank, incarnation=1, phase=phase))
+        mesh.registry.join(join_request(rank, incarnation=1, phase=phase), HERE)
     view = mesh.registry.view()
     assert view.state is expected
     assert (view.reason == "") == (expected is State.OK)

@@ -195,7 +195,7 @@ async def test_a_stream_of_rest_ends_in_order_with_its_token() -> None:
         begun.set()
 
     async def run(principal: Principal) -> None:
-        with revocations.following(principal) as ended:
+        with revocations.following(principal.token_id) as ended:
             await run_until(ended, streaming, {}, never().__anext__, send)
 
     principal = Principal("a", UserRole.READER, token_id(ended_row))

@@ -101,6 +101,9 @@ def test_a_code_dies_by_use_by_age_and_in_a_crowd() -> None:
     assert sessions.redeem(code) == ""
     codes = [sessions.invite("digest") for _ in range(MAX_CODES + 1)]
     assert [sessions.redeem(one) for one in codes[:2]] == ["", "digest"]
+    owners = sessions.invite("owner")
+    codes = [sessions.invite("viewer") for _ in range(2 * MAX_CODES)]
+    assert sessions.redeem(owners) == "owner", "a crowd displaces its own"
 
 
 async def test_a_session_ends_with_its_token() -> None:

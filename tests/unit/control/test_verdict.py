@@ -57,7 +57,7 @@ def loading(rank: int) -> Evidence:
         ),
         (
             [running(0, held=True), running(1, held=True)],
-            "Training is held on request; paramd resume lets it go on.",
+            "Training is paused on request; paramd resume continues it.",
         ),
         (
             [waiting(0), waiting(1), waiting(2), loading(3)],

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from paramd.errors import NotFoundError, UsageError
 from paramd.layout.dtypes import item_bytes
 from paramd.layout.edits.kinds import EditKind
-from paramd.layout.edits.ops import WHOLE_BOX, OpSpec, edit_ops
+from paramd.layout.edits.ops import WHOLE_BOX, OpSpec, edit_ops, ops_of
 from paramd.layout.edits.plan import (
     DATA_ALIGNMENT_BYTES,
     EditPlan,
@@ -214,6 +214,14 @@ def test_tensors_that_share_memory_under_two_names_are_not_edited_together() -> 
     ops = [edit_op(fqn=fqn, kind=EditKind.FILL) for fqn in ("whole", "half")]
     with pytest.raises(UsageError, match="share memory"):
         plan_edit(Layout(1, (64,), tensors), ops)
+
+
+def test_a_number_to_set_fills_and_bounds_may_be_a_list() -> None:
+    filled = [OpSpec(pattern=name, op="fill", value=0.0) for name in ("f", "g")]
+    assert ops_of([["f", "g"]], set=0) == filled
+    assert ops_of(["f"], clamp=[None, 1])[0].max == 1.0
+    with pytest.raises(UsageError, match="such as set="):
+        ops_of([object()], mul=2)  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize(

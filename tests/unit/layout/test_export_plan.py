@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from paramd.errors import ConflictError, UsageError
+from paramd.errors import ConflictError, NotFoundError, UsageError
 from paramd.layout.exports.dcp import MAX_CHUNK_BYTES
+from paramd.layout.exports.optimizer import OptimizerTable, StateScalar
 from paramd.layout.exports.plan import plan_export
 from paramd.layout.exports.settings import ExportSettings, NameMap
 from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, TensorLayout
@@ -45,6 +46,25 @@ def test_chunks_of_dcp_are_boxes_of_bounded_size_that_cover_all() -> None:
     for file in plan.files:
         ends = [entry.begin_bytes + entry.size_bytes for entry in file.entries]
         assert [entry.begin_bytes for entry in file.entries] == [0, *ends[:-1]]
+
+
+def test_only_what_is_named_is_written_with_its_optimizer_state() -> None:
+    both = layout(tensor("a", 4), tensor("b", 4))
+    states = {"exp_avg": {"a": "float32", "b": "float32"}, "momentum": {"b": "float32"}}
+    scalars = {name: (StateScalar("step", "float32", 3.0),) for name in ("a", "b")}
+    table = OptimizerTable(states, scalars, ({"lr": 0.1, "params": ["a", "b"]},))
+    settings = ExportSettings(patterns=("a*",), names=NameMap.of({"a": "adapter"}))
+    plan = plan_export(both, settings, table)
+    assert plan.names == {"a": "adapter"}
+    assert plan.optimizer == OptimizerTable(
+        {"exp_avg": {"a": "float32"}},
+        {"a": scalars["a"]},
+        ({"lr": 0.1, "params": ["a"]},),
+    )
+    with pytest.raises(NotFoundError, match="c"):
+        plan_export(both, ExportSettings(patterns=("a", "c")))
+    with pytest.raises(UsageError, match="in part"):
+        plan_export(both, ExportSettings(patterns=("a[0:2]",)))
 
 
 def test_names_that_collide_and_rules_that_fit_nothing_are_refused() -> None:

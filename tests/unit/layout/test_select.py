@@ -89,6 +89,15 @@ def test_a_tied_tensor_is_selected_once_under_the_name_that_matched() -> None:
     assert by_alias.box == Box((0, 0), (2, 4))
 
 
+def test_a_module_is_offered_with_its_tensors_and_lists_are_patterns() -> None:
+    with pytest.raises(NotFoundError, match=r"module, with 3 tensors: write 'layers.0.\*'"):
+        names_of("layers.0")
+    assert select(SMALL, [["embed.*"], "layers.1.*"]).tensors == (  # type: ignore[list-item]
+        *select(SMALL, "embed.*").tensors,
+        *select(SMALL, "layers.1.*").tensors,
+    )
+
+
 def test_buffers_come_only_when_asked_for() -> None:
     assert "layers.0.norm.count" in names_of("layers.0.*", with_buffers=True)
     assert "layers.0.norm.count" not in names_of("layers.0.*")

@@ -73,3 +73,10 @@ def test_what_does_not_fit_is_refused_and_what_was_there_stays(memory: SparseMem
     with pytest.raises(ExhaustedError, match="keep less"):
         slots.write(b"x" * (MAX_PAYLOAD_BYTES + 1))
     assert [kept.payload for kept in read_kept(memory.buffer, RECORD)] == [b"small"]
+
+
+def test_a_rank_that_has_none_of_something_reserves_nothing(memory: SparseMemory) -> None:
+    memory.reserve(0, 0)
+    memory.populate(4096, 4096)
+    memory.release(0, 0)
+    assert os.fstat(memory.descriptor).st_blocks == 0

@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from paramd.errors import AbortedError, ConflictError, DeadlineError, ParamdError, UnreachableError
+from paramd.mesh.peers import sidecars
 from paramd.mesh.peers.sidecars import Captured, PinKind, RankPin
 from paramd.mesh.reading.pin import Pinner
 from paramd.state import StateName
+from paramd.v1 import common_pb2
 
 SPANS = {0: [(0, 8)], 1: [(0, 8)]}
 
@@ -44,7 +46,7 @@ class Ranks:
         self.kinds: list[PinKind] = []
         self.captures: list[Captured | ParamdError] = []
         self.schedule_count = 0
-        self.renewed = 0
+        self.renewed = self.renewals_before_boundary = 0
         self.boundary_never_comes = False
         self.lease_s = 30.0
         self.edits: Callable[[int, int], int] = lambda rank, count: -1
@@ -65,6 +67,8 @@ class Ranks:
 
     async def schedule(self, pins: Sequence[RankPin], timeout_s: float) -> Captured:
         self.schedule_count += 1
+        while self.renewed < self.renewals_before_boundary:
+            await asyncio.sleep(0.005)
         if self.boundary_never_comes:
             await asyncio.Event().wait()
         answer = self.captures.pop(0)
@@ -167,9 +171,31 @@ async def test_leases_are_renewed_while_they_are_used() -> None:
             await asyncio.sleep(0.005)
 
 
+async def test_leases_are_renewed_while_their_boundary_is_waited_for() -> None:
+    ranks = Ranks(lambda rank, count: 7)
+    ranks.lease_s, ranks.renewals_before_boundary = 0.03, 4
+    ranks.captures = [captured(9)]
+    async with asyncio.timeout(10):
+        async with pinner(ranks).pinned(SPANS, deadline_s=110, with_buffers=True) as found:
+            assert found.step == 9
+
+
 async def test_the_reason_of_earlier_tries_outlives_a_last_one_without_any() -> None:
     answers = {0: AbortedError("rank 0 is inside an update"), 1: DeadlineError("too late")}
     ranks = Ranks(lambda rank, count: answers[count])
     with pytest.raises(DeadlineError, match="rank 0 is inside an update"):
         async with pinner(ranks).pinned({0: SPANS[0]}, deadline_s=101):
             pass
+
+
+def test_who_a_boundary_waits_for_is_told_every_few_seconds(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    waiting = sidecars._Waiting()
+    slow = common_pb2.RankState(rank=1, phase=common_pb2.PHASE_UPDATE, boundary_age_ns=7 * 10**10)
+    states = [(0, common_pb2.RankState(boundary_age_ns=10**9)), (1, slow), (2, None)]
+    waiting.on(states)
+    assert not caplog.records
+    monkeypatch.setattr(sidecars, "TELL_S", 0.0)
+    waiting.on(states)
+    assert "for rank 1 (update, step 0): no boundary for 70 s" in caplog.text

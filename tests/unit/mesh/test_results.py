@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-import torch
+import pickle
+from pathlib import Path
 
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from paramd.errors import NotFoundError, UsageError
+from paramd.layout.stats import EMPTY, Stats, summarize
 from paramd.layout.types import Box, Piece, TensorKind, TensorLayout
-from paramd.mesh.results import ParamInfo, Params, Summoned
+from paramd.mesh.edits.calls import Hold, HoldState, Pause, Undo
+from paramd.mesh.results import ParamInfo, Params, StatsTable, Summoned, TensorStats
 
 HOSTILE = "<script>alert(1)</script>"
 
@@ -22,3 +30,54 @@ def test_names_are_escaped_in_notebooks() -> None:
     for answer in (Params([info(HOSTILE, 0)]), summoned):
         assert "<script>" not in answer._repr_html_()
         assert "&lt;script&gt;" in answer._repr_html_()
+
+
+def stats() -> StatsTable:
+    summary = summarize(Stats(count=4, mean=1.0, sum_squares=4.0, min=1.0, max=1.0))
+    rows = [
+        TensorStats(name=name, dtype="float32", shape=(4,), summary=summary) for name in ("a", "b")
+    ]
+    total = TensorStats(name="total", dtype="", shape=(8,), summary=summarize(EMPTY))
+    return StatsTable(rows, total=total, job="j", incarnation=1, step=7)
+
+
+def test_a_table_finds_rows_by_name_and_its_slices_are_tables() -> None:
+    table = stats()
+    assert "a" in table  # type: ignore[comparison-overlap]
+    assert "c" not in table  # type: ignore[comparison-overlap]
+    assert table[0] in table
+    assert table["b"] is table[1]
+    assert table["b"].norm == table[1].summary.norm == 2.0
+    assert (type(table[1:]), table[1:].step, len(table[1:])) == (StatsTable, 7, 1)
+    assert "total" not in repr(table[:1])
+    with pytest.raises(NotFoundError, match="'c'"):
+        table["c"]
+    assert len(repr(table[0])) < 200
+    assert "float32" in repr(table[0])
+
+
+def test_a_table_is_pickled_with_what_its_rows_are_of() -> None:
+    found = pickle.loads(pickle.dumps(stats()))  # noqa: S301 (ours)
+    assert (found, found.step, found["a"].norm) == (stats(), 7, 2.0)
+
+
+def test_what_was_summoned_is_saved_with_tied_names(tmp_path: Path) -> None:
+    one = torch.arange(4.0)
+    found = Summoned({"w": one, "tied": one}, job="j", incarnation=1, step=2, seconds=0, bytes=8)
+    found.save(tmp_path / "x.safetensors")
+    loaded = load_file(tmp_path / "x.safetensors")
+    assert set(loaded) == {"w", "tied"}
+    assert torch.equal(loaded["tied"], one)
+    assert found.numpy()["w"].sum() == 6
+    with pytest.raises(UsageError, match="writeback=True"), found:
+        pass
+
+
+def test_a_pause_is_a_hold_whose_block_resumes() -> None:
+    ended: list[bool] = []
+    hold = Hold(state=HoldState.HELD, step=3, lease_left_s=30.0)
+    with Pause.of(hold, lambda: ended.append(True)) as pause:
+        assert (pause.held, pause.step, isinstance(pause, Hold)) == (True, 3, True)
+    assert ended == [True]
+    with pytest.raises(UsageError, match=r"mesh\.undo\(edit\)"):
+        Undo(possible=True, reason="")()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 import subprocess
@@ -52,6 +53,44 @@ def test_a_stack_tells_what_its_thread_does(told: str) -> None:
     assert (f"{found.kind}: {found.what}", found.where) == (told, WHERE)
     nothing = activity_of([])
     assert (nothing.kind, nothing.what, nothing.where) == ("", "at an unknown place", "")
+
+
+THREAD = {"name": "t", "id": 1, "training": True, "frames": [["f", 1, "n"]]}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"threads": [THREAD], "collectives": [3]},
+        {"threads": [THREAD], "collectives": [{"age_s": 1e400}]},
+        {"threads": [THREAD], "device_bytes": None},
+        {"threads": [THREAD], "device_bytes": 2**70},
+        {"threads": [THREAD | {"frames": [["\ud800", 1, "n"]]}]},
+        {"threads": [THREAD | {"id": 2**70}]},
+        {"threads": 7},
+    ],
+)
+def test_no_answer_of_a_script_breaks_its_line(wrong: dict[str, object]) -> None:
+    async def answered() -> None:
+        ours, trainers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        dump = os.memfd_create("dump")
+        line = TrainerLine(os.getpid(), 1, LoggedNumbers())
+        line.open({"thread": 1, "signal": 0}, [ours.fileno(), dump])
+        broken: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: broken.append(what))
+        asking = asyncio.create_task(line.stacks(collectives=True))
+        await asyncio.to_thread(trainers.recv, 4096)
+        for odd in (b"[" * 50_000, b'{"id": []}', b'{"id": {}}', b"\xff", b'{"op": "log"}'):
+            trainers.send(odd)
+        trainers.send(json.dumps({"id": 1, **wrong}).encode())
+        assert "cannot be read" in (await asking).missing
+        assert broken == []
+        line.close()
+        ours.close()
+        trainers.close()
+        os.close(dump)
+
+    asyncio.run(answered())
 
 
 def test_who_is_cancelled_while_the_line_closes_ends() -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from paramd.errors import ExhaustedError, NotFoundError
+from paramd.memory.descriptors import pages
 from paramd_service.sidecar.snapshots.store import (
     Block,
     Fill,
     Key,
     Snapshot,
     SnapshotStore,
-    block_bytes,
 )
 
 PAGE = 4096
@@ -19,7 +19,7 @@ PAGE = 4096
 
 class FakeBlock:
     def __init__(self, size_bytes: int) -> None:
-        self.size_bytes = block_bytes(size_bytes)
+        self.size_bytes = pages(size_bytes)
         self.buffer = memoryview(bytearray(self.size_bytes))
 
 

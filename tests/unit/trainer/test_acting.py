@@ -11,10 +11,19 @@ from typing import Any
 
 import pytest
 
-from paramd.memory.control_page import PAGE_BYTES, ControlPage, Refusal, Word
+from paramd.memory.control_page import (
+    BUFFERS_REFUSED,
+    PAGE_BYTES,
+    ControlPage,
+    Refusal,
+    Word,
+    read_text,
+    stands_of,
+)
 from paramd.memory.gate import TrainerGate
 from paramd.trainer.boundary.agreement import CAPTURE, EDIT, RESUME, Request, Round
 from paramd.trainer.boundary.hold import BoundaryHandler, HoldState
+from paramd.trainer.home.moving import BufferChangedError
 
 
 @pytest.fixture
@@ -173,3 +182,21 @@ def test_what_a_withdrawn_request_wanted_is_not_copied_for_another(
     assert page[Word.AGREED] == 3
     assert found == copied
     assert page[Word.BUFFERS_STEP] == (7 if copied else 6)
+
+
+def test_buffers_of_another_shape_are_told_once_in_one_line(
+    page: ControlPage, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise BufferChangedError("buffer 'cache' was float32 [4] and is float32 [5] now")
+
+    copied: Any = SimpleNamespace(append=refuse)
+    handler = acting(page, Asked(), alone=True, agreed=True, copied=copied)
+    for number in (3, 4):
+        page[Word.READY], page[Word.ACTION], page[Word.BUFFERS_WANTED] = number, CAPTURE, number
+        handler.at_boundary(True)
+        assert (page[Word.AGREED], page[Word.BUFFERS_STEP]) == (number, BUFFERS_REFUSED)
+        assert read_text(page).startswith("buffer 'cache'")
+    assert [one.message for one in caplog.records] == [f"paramd: {read_text(page)}"]
+    times, total_ns, longest_ns = stands_of(page)["state"]
+    assert (times, 0 < longest_ns <= total_ns) == (2, True)

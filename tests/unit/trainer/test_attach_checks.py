@@ -64,7 +64,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a wrapper of nothing": (lambda: Wrapper(None), "Wrapper"),
     "a wrapper of itself": (endless, "Wrapper"),
     "hollow": (Hollow, "Hollow: it was never initialised as one"),
-    "one's own": (Own, "Own: nobody is told of the steps"),
+    "one's own": (Own, "Own: the steps of a custom optimizer"),
 }
 
 

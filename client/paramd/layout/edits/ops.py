@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from paramd.layout.edits.kinds import (
     numbers_of,
     words,
 )
-from paramd.layout.select import NameIndex, Selection, select, split_slices
+from paramd.layout.select import NameIndex, Pattern, Selection, each_pattern, select, split_slices
 from paramd.layout.types import Box, full_box
 from paramd.v1 import sidecar_pb2 as pb
 
@@ -103,7 +103,9 @@ class EditTerms:
     note: str = ""
 
 
-def ops_of(patterns: Sequence[str], *, weight: float | None = None, **forms: Any) -> list[OpSpec]:
+def ops_of(
+    patterns: Iterable[Pattern], *, weight: float | None = None, **forms: Any
+) -> list[OpSpec]:
     """The operations of one call of `mesh.edit`.
 
     Args:
@@ -112,6 +114,7 @@ def ops_of(patterns: Sequence[str], *, weight: float | None = None, **forms: Any
     Raises:
         UsageError: not exactly one form, or its operand does not suit it.
     """
+    patterns = each_pattern(patterns)
     given = {name: operand for name, operand in forms.items() if operand is not None}
     if len(given) != 1:
         found = ", ".join(f"{name}=" for name in given) or "none"
@@ -142,6 +145,8 @@ def _op(pattern: str, word: str, operand: Any, weight: float | None) -> OpSpec:
         low, high = _bounds(word, operand)
         return OpSpec(pattern=pattern, op=word, min=low, max=high)
     if isinstance(operand, int | float) and not isinstance(operand, bool):
+        if word == "set":
+            return OpSpec(pattern=pattern, op="fill", value=float(operand))
         if not kind.without_data:
             raise UsageError(f"{word}: {operand!r}; expected a tensor (fill= takes a number)")
         return OpSpec(pattern=pattern, op=word, value=float(operand), weight=weight)
@@ -152,7 +157,7 @@ def _op(pattern: str, word: str, operand: Any, weight: float | None) -> OpSpec:
 
 
 def _bounds(word: str, given: Any) -> tuple[float | None, float | None]:
-    if not isinstance(given, tuple) or len(given) != 2 or given == (None, None):
+    if not isinstance(given, tuple | list) or len(given) != 2 or given.count(None) == 2:
         raise UsageError(f"{word}: {given!r}; expected (min, max), one of which may be None")
     low, high = (float(bound) if bound is not None else None for bound in given)
     if low is not None and high is not None and low > high:

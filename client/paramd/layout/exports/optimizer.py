@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,21 @@ class OptimizerTable:
     def tensors(self, key: str) -> Iterator[tuple[str, str]]:
         """(fqn, dtype of its state) for one key."""
         return iter(self.states[key].items())
+
+    def of(self, names: Collection[str]) -> OptimizerTable:
+        """The part of it that is of these parameters."""
+        states = {
+            key: {fqn: dtype for fqn, dtype in found.items() if fqn in names}
+            for key, found in self.states.items()
+        }
+        return OptimizerTable(
+            {key: found for key, found in states.items() if found},
+            {fqn: scalars for fqn, scalars in self.scalars.items() if fqn in names},
+            tuple(
+                {**group, "params": [fqn for fqn in group.get("params", ()) if fqn in names]}
+                for group in self.groups
+            ),
+        )
 
     def to_json(self) -> bytes:
         """The table as JSON; equal tables give equal bytes."""

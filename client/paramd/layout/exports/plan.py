@@ -11,14 +11,15 @@ Source: huggingface/huggingface_hub: serialization/_base.py (how shards are cut 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from paramd.errors import NotFoundError
+from paramd.errors import NotFoundError, UsageError
 from paramd.layout.exports.files import ExportFile, Source, TorchFiles, make_source
 from paramd.layout.exports.optimizer import OptimizerTable
 from paramd.layout.exports.settings import FORMATS, ExportSettings
+from paramd.layout.select import NameIndex, select
 from paramd.layout.types import Layout, Piece, TensorKind, TensorLayout
 
 
@@ -95,15 +96,19 @@ def plan_export(
         optimizer: the optimizer state; None omits it.
 
     Raises:
-        UsageError: a dtype that the format lacks, or a name rule that matches nothing.
+        UsageError: a dtype that the format lacks, a pattern that is malformed or of a part of a
+            tensor, or a name rule that matches nothing.
         ConflictError: two tensors would have the same name.
-        NotFoundError: nothing is included.
+        NotFoundError: nothing is included, or a pattern matches nothing.
     """
     laid_out = FORMATS[settings.format]
     if laid_out.keeps_tied:
         # Names share the bytes, and loaders expect all of them.
         settings = replace(settings, keep_tied=True)
-    tensors = [tensor for tensor in layout.tensors if _included(tensor, settings)]
+    chosen = _chosen(layout, settings)
+    tensors = [t for t in layout.tensors if _included(t, settings) and t.fqn in chosen]
+    if optimizer is not None and settings.patterns:
+        optimizer = optimizer.of(chosen)
     if not tensors:
         raise NotFoundError("the export would be empty: the job has no tensor of these kinds")
     names = settings.names.apply(_written_names(tensors, settings))
@@ -116,6 +121,17 @@ def plan_export(
         names=_all_names(tensors, names),
         optimizer=optimizer,
     )
+
+
+def _chosen(layout: Layout, settings: ExportSettings) -> Collection[str]:
+    """The names that the settings' patterns select; tied tensors by their first."""
+    if not settings.patterns:
+        return {tensor.fqn for tensor in layout.tensors}
+    found = select(NameIndex(layout), settings.patterns, with_buffers=True)
+    parts = [one.name for one in found if tuple(one.box.sizes) != tuple(one.tensor.shape)]
+    if parts:
+        raise UsageError(f"names: {parts[0]!r} is asked for in part; an export has whole tensors")
+    return {one.tensor.fqn for one in found}
 
 
 def _included(tensor: TensorLayout, settings: ExportSettings) -> bool:

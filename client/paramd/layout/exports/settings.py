@@ -156,6 +156,8 @@ class ExportSettings:
     """Include parameters."""
     buffers: bool = True
     """Include persistent buffers."""
+    patterns: tuple[str, ...] = ()
+    """Which tensors, as whole names or patterns of `select`; () all of them."""
     keep_tied: bool = False
     """Write tied tensors under each of their names. (dcp always has all names, which share the
     bytes.)"""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from paramd.documents import Document, Finite, Record, Text, read_document
 from paramd.errors import ConflictError, DeadlineError, ParamdError, UnreachableError, UsageError
@@ -18,19 +19,26 @@ from paramd.layout.edits.kinds import BY_WORD, KINDS
 from paramd.layout.edits.ops import EDIT_ENDS, EditState, EditTerms, OpSpec
 from paramd.mesh.peers.control import REST_TIMEOUT_S
 from paramd.mesh.peers.discovery import AGAIN_S, JobRest, segment
+from paramd.mesh.peers.grpc import MORE_TIME, TELL_S
 from paramd.mesh.results import Table
 from paramd.wire import LEASE_S, MAX_LEASE_S
 
 _WAIT_S: Final = 3.0
 """Longest server-side wait of one request; below the request's timeout."""
 
+log = logging.getLogger("paramd")
+
+_ANSWER_S: Final = 5.0
+"""For an answer to arrive that was waited for as long as its caller allowed."""
+
 _RENEW_TIMEOUT_S: Final = 5.0
 _FIRST_LOOK_S: Final = 0.01
 _LAST_LOOK_S: Final = 0.5
 
 _RANGES = ("before", "after")
+_SHOWN = ("norm", "min", "max")
 
-_GROUP = re.compile(r"(?:optimizer\s+(?P<optimizer>\d+)\s+)?group\s+(?P<group>\d+)")
+_GROUP = re.compile(r"(?:(?:optimizer\s+(?P<optimizer>\d+)\s+)?group\s+)?(?P<group>\d+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +97,10 @@ class Undo(Document):
     possible: bool
     reason: str
     """Why not; empty if possible."""
+
+    def __call__(self) -> NoReturn:
+        """Raises UsageError: an answer has no connection to undo anything with."""
+        raise UsageError("edit.undo says whether it can be undone; write mesh.undo(edit)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,6 +165,11 @@ class Edit(Document):
         return self.state in EDIT_ENDS
 
     @property
+    def shown_state(self) -> str:
+        """The state in tables: a dry run ends as ABORTED, but nothing went wrong with it."""
+        return "DRY RUN" if self.dry_run and self.before is not None else str(self.state)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Names changed; the control plane lists up to 100 per operation."""
         return tuple(name for op in self.ops for name in op.names)
@@ -160,7 +177,10 @@ class Edit(Document):
     def __repr__(self) -> str:
         where = f" at step {self.step}" if self.state is EditState.APPLIED else ""
         why = f": {self.reason}" if self.reason else ""
-        return f"<paramd.Edit {self.id[:8]} {self.state}{where}, {len(self.names)} names{why}>"
+        if self.before is not None and self.after is not None:
+            pairs = ((one, getattr(self.before, one), getattr(self.after, one)) for one in _SHOWN)
+            why += "; " + ", ".join(f"{name} {a:.4g} -> {b:.4g}" for name, a, b in pairs)
+        return f"<paramd.Edit {self.id[:8]} {self.shown_state}{where}, {what_text(self)}{why}>"
 
 
 class HoldState(StrEnum):
@@ -186,12 +206,36 @@ class Hold(Document):
     steps_left: int = 0
     """Boundaries it may still pass before it is held again."""
     lease_left_s: float = 0.0
+    waits_for: str = ""
+    """While pausing: the rank whose boundary is waited for, and since when."""
     since_s: float | None = None
     """Seconds since the Unix epoch; None when unknown."""
 
     @property
     def held(self) -> bool:
         return self.state in ("held", "stepping")
+
+
+class Pause(Hold):
+    """What `pause` returns: a `Hold`, and a block at whose end training resumes."""
+
+    __slots__ = ("_resume",)
+    _resume: Callable[[], object]
+
+    @classmethod
+    def of(cls, hold: Hold, resume: Callable[[], object]) -> Pause:
+        """`resume` ends the hold."""
+        self = cls(**{one.name: getattr(hold, one.name) for one in fields(Hold)})
+        object.__setattr__(self, "_resume", resume)
+        return self
+
+    def __enter__(self) -> Pause:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Not an error if the lease has run out: then training continues already.
+        with suppress(ConflictError):
+            self._resume()
 
 
 def check_applied(edit: Edit) -> Edit:
@@ -207,9 +251,10 @@ def check_applied(edit: Edit) -> Edit:
         raise ConflictError(f"edit {edit.id} was applied on no rank: {edit.reason}")
     if edit.state is EditState.LOST:
         raise ConflictError(f"edit {edit.id} was lost with its incarnation: {edit.reason}")
+    why = f" ({edit.reason})" if edit.reason else ""
     raise DeadlineError(
-        f"edit {edit.id} is still {edit.state}; it will be applied on all ranks or on none. See "
-        f"mesh.get_edit({edit.id!r}), or allow more time (timeout=)"
+        f"edit {edit.id} is still {edit.state}{why}; it will be applied on all ranks or none. See "
+        f"mesh.get_edit({edit.id!r}), or {MORE_TIME}"
     )
 
 
@@ -244,13 +289,14 @@ class Edits(Table[Edit]):
     columns = (
         ("id", lambda row: row.id[:8]),
         ("incarnation", lambda row: str(row.incarnation)),
-        ("state", lambda row: str(row.state)),
+        ("state", lambda row: row.shown_state),
         ("step", lambda row: str(row.step) if row.step >= 0 else ""),
         ("what", what_text),
         ("who", lambda row: row.actor),
         ("note", lambda row: row.note),
     )
     row_type = Edit
+    key = "id"
 
     @classmethod
     def _names(cls) -> Sequence[str]:
@@ -338,6 +384,7 @@ class EditCalls:
 
     async def all(self, *, state: str | None, limit: int) -> Edits:
         """Edits of the job, newest first. Raises UsageError for a bad state or limit."""
+        state = state.upper() if state is not None else None
         if state is not None and state not in EditState.__members__:
             raise UsageError(f"state: {state!r}; expected one of {', '.join(EditState)}")
         if limit < 1:
@@ -356,7 +403,7 @@ class EditCalls:
     ) -> Any:
         """Send a request that is answered once the ranks have agreed."""
         # Not the usual timeout: agreement can take as long as a training step.
-        timeout_s = max(1.0, deadline_s - time.monotonic())
+        timeout_s = max(1.0, deadline_s - time.monotonic()) + _ANSWER_S
         return await self.rest.send(method, path, body, timeout_s=timeout_s)
 
     async def _again(self, path: str, body: Mapping[str, Any], deadline_s: float) -> Edit:
@@ -385,7 +432,14 @@ class Holder:
         """Begin a hold; with `renew`, renew its lease until `resume` or `stop_renewing`."""
         if not 0 < lease_s <= MAX_LEASE_S:
             raise UsageError(f"lease_s: {lease_s}; expected above 0 and at most {MAX_LEASE_S:g}")
-        found = await self._calls.hold("POST", "", {"lease_s": lease_s}, deadline_s)
+        left_s = round(max(1.0, deadline_s - time.monotonic()), 3)
+        asked = {"lease_s": lease_s, "timeout_s": left_s}
+        telling = asyncio.create_task(self._tell(), name="paramd-hold-told")
+        try:
+            found = await self._calls.hold("POST", "", asked, deadline_s)
+        finally:
+            telling.cancel()
+            await asyncio.wait({telling})
         # After the request: if it fails, a hold we already have must keep its renewals.
         await self.stop_renewing()
         if renew:
@@ -428,6 +482,15 @@ class Holder:
             task.cancel()
             await asyncio.wait({task})
 
+    async def _tell(self) -> None:
+        """Say in the log, every few seconds, on whom a hold waits."""
+        while True:
+            await asyncio.sleep(TELL_S)
+            with suppress(ParamdError):
+                now = await self._calls.hold("GET", "", None, time.monotonic() + _ANSWER_S)
+                if now.waits_for:
+                    log.warning("paramd: a hold of all ranks is waited for, for %s", now.waits_for)
+
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(self._lease_s / 3)
@@ -454,6 +517,11 @@ class Mark(Document):
     """Whether all ranks have it."""
     reason: str
     """Why not; empty if whole."""
+
+    @property
+    def state(self) -> str | int:
+        """What `rollback` calls it: its name, or the step of a standing snapshot."""
+        return self.name or self.step
 
 
 class Marks(Table[Mark]):
@@ -493,11 +561,13 @@ class MarkCalls:
 
     async def roll_back(self, to: str | int, note: str, deadline_s: float) -> Edit:
         """Create the edit that puts training back."""
+        if isinstance(to, int) and (isinstance(to, bool) or to < 0):
+            raise UsageError(f"to: {to}; expected a mark, its name, or a step of mesh.marks()")
         body = {"id": new_edit_id(), "mark" if isinstance(to, str) else "step": to, "note": note}
         return await self._edits.begin("/rollback", body, deadline_s)
 
     async def change(
-        self, group: str, values: Mapping[str, Any], note: str, deadline_s: float
+        self, group: str | int, values: Mapping[str, Any], note: str, deadline_s: float
     ) -> Edit:
         """Create the edit that sets hyper-parameters."""
         optimizer, number = parse_group(group)
@@ -514,11 +584,11 @@ class MarkCalls:
         return self._edits.rest.read(lambda: read_document(Mark, found))
 
 
-def parse_group(text: str) -> tuple[int, int]:
-    """Optimizer and group of "group 1" or "optimizer 0 group 1". Raises UsageError."""
-    found = _GROUP.fullmatch(text.strip())
+def parse_group(text: str | int) -> tuple[int, int]:
+    """Optimizer and group of "group 1", 1 or "optimizer 0 group 1". Raises UsageError."""
+    found = _GROUP.fullmatch(str(text).strip())
     if found is None:
-        raise UsageError(f"group: {text[:64]!r}; expected 'group N' or 'optimizer M group N'")
+        raise UsageError(f"group: {str(text)[:64]!r}; expected 'group N' or 'optimizer M group N'")
     return int(found["optimizer"] or 0), int(found["group"])
 
 

@@ -33,7 +33,7 @@ from paramd.errors import (
 )
 from paramd.layout.edits.ops import EditTerms, OpSpec, manifest_of
 from paramd.layout.edits.plan import RankEdit
-from paramd.layout.select import Selection, select
+from paramd.layout.select import Pattern, Selection, select
 from paramd.mesh.edits.calls import Edit, EditCalls, check_applied, new_edit_id
 from paramd.mesh.edits.lending import Lender, Sender
 from paramd.mesh.peers.bulk import BulkStream, NoStreamError, on_thread
@@ -330,7 +330,7 @@ class Changes:
         return next((o for o in others if o is not known.tensor), known.tensor).detach()
 
 
-async def selected(reach: SidecarFinder, patterns: Sequence[str]) -> Selection:
+async def selected(reach: SidecarFinder, patterns: Sequence[Pattern]) -> Selection:
     """What `patterns` select of the current layout."""
 
     async def attempt(sidecars: Sidecars) -> Selection:

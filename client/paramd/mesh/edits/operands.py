@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -21,6 +22,26 @@ from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import CHUNK_BYTES
 
 _ALIGNMENT = 64
+
+
+class SupportsArray(Protocol):
+    """An array of NumPy's or of its like."""
+
+    def __array__(self) -> Any: ...
+
+
+Operand: TypeAlias = float | torch.Tensor | Sequence[Any] | SupportsArray
+"""What an edit takes: a number, a tensor, or an array or nested list of numbers."""
+
+
+def tensor_of(given: Any) -> torch.Tensor:
+    """A tensor of an array's or a list's values. Raises UsageError: they are none."""
+    try:
+        return torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"operand: {type(given).__name__} is no tensor of numbers: {error}"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -225,6 +225,7 @@ def export_body(
     tied: str,
     name_map: Mapping[str, str] | None,
     verify: bool,
+    names: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """The body shared by requests for exports and schedules; see `AsyncMesh.export`."""
     body: dict[str, Any] = {
@@ -239,6 +240,8 @@ def export_body(
         body["max_shard_size"] = str(max_shard_size)
     if dtype is not None:
         body["dtype"] = dtype.removeprefix("torch.")
+    if names is not None:
+        body["patterns"] = [names] if isinstance(names, str) else list(names)
     if name_map:
         body["name_map"] = dict(name_map)
     return body
@@ -283,7 +286,8 @@ class AsyncExport:
         reason = f", {info.reason}" if info.reason else ""
         return (
             f"<paramd export {info.id[:8]} to {info.destination!r}: {info.state}{reason}, "
-            f"step {info.step}, {info.written_bytes:,} of {info.size_bytes:,} bytes>"
+            f"step {info.step if info.step >= 0 else 'not chosen yet'}, {info.written_bytes:,} of "
+            f"{info.size_bytes:,} bytes>"
         )
 
     async def refresh(self) -> ExportInfo:

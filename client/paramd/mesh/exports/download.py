@@ -40,6 +40,7 @@ from paramd.errors import (
 )
 from paramd.layout.exports.safetensors import METADATA_KEY, TensorSpec, encode_header, file_order
 from paramd.layout.exports.settings import NameMap
+from paramd.layout.select import Pattern
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.grpc import LeaseEndedError
 from paramd.mesh.peers.sidecars import Pinned, RankPin, Sidecars, pinned_at
@@ -90,7 +91,9 @@ class PartialFile:
             raise self._taken()
 
     def _taken(self) -> ConflictError:
-        return ConflictError(f"{self.path} exists; give another name, or --force to replace it")
+        return ConflictError(
+            f"{self.path} exists; give another name, or replace it (replace=True, --force)"
+        )
 
     def header(self) -> bytes:
         """The header of an earlier attempt; empty without a whole one."""
@@ -374,7 +377,7 @@ class Downloaded:
 class Content:
     """The requested contents; see `AsyncMesh.download`."""
 
-    patterns: Sequence[str]
+    patterns: Sequence[Pattern]
     dtype: torch.dtype | None
     buffers: bool
     name_map: NameMap
@@ -446,7 +449,7 @@ class Download:
                     seconds=time.monotonic() - began_s,
                     unsettled=pinned.unsettled,
                 )
-        raise AssertionError("the last beginning returns or raises")
+        raise AssertionError("the last attempt returns or raises")
 
     async def _whole(
         self, content: Content, deadline_s: float

@@ -57,6 +57,7 @@ def encode_plan(pinned: PinnedExport, layout_digest: str) -> export_pb2.ExportPl
         buffers=settings.buffers,
         optimizer=plan.optimizer.to_json() if plan.optimizer is not None else b"",
         keep_tied=settings.keep_tied,
+        patterns=settings.patterns,
         names=[
             export_pb2.ExportNameRule(source=rule.source, target=rule.target)
             for rule in settings.names.rules
@@ -84,6 +85,7 @@ def decode_settings(message: export_pb2.ExportPlan) -> ExportSettings:
         parameters=message.parameters,
         buffers=message.buffers,
         keep_tied=message.keep_tied,
+        patterns=tuple(message.patterns),
         names=NameMap(rules),
     )
 

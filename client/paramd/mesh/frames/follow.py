@@ -361,7 +361,11 @@ class FollowSteps:
         """
         reading = held.reading(self._wanted.transport)
         if self._mirrors is not None:
-            found = await self._refresh(self._mirrors, reading)
+            found = await self._mirrors.refresh(reading)
+            self._due.update(found.changed)
+            made = await self._to_make()
+            await self._handed.take(made, await self._landed(self._mirrors, made))
+            found = replace(found, changed=tuple(sorted(self._due)))
         else:
             found = await self._read_changed(reading)
         self._due.clear()
@@ -376,14 +380,6 @@ class FollowSteps:
             sent_bytes=found.sent_bytes,
             changed_bytes=found.changed_bytes if self._mirrors is not None else None,
         )
-
-    async def _refresh(self, mirrors: Mirrors, reading: Reading) -> Refreshed:
-        """Bring up the mirrors, and make what changed of them."""
-        found = await mirrors.refresh(reading)
-        self._due.update(found.changed)
-        made = await self._to_make()
-        await self._handed.take(made, await self._landed(mirrors, made))
-        return replace(found, changed=tuple(sorted(self._due)))
 
     async def _read_changed(self, reading: Reading) -> Refreshed:
         """Read the tensors whose digests changed, whole."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from paramd.errors import UsageError
 from paramd.layout.plan import Preference, ReadPlan, plan_read
-from paramd.layout.select import NameIndex, SelectedTensor, select
+from paramd.layout.select import NameIndex, Pattern, SelectedTensor, select
 from paramd.layout.stats import Part, Stats, Summary, merge_all, summarize
 from paramd.layout.types import Box, Layout, Piece, Region, TensorLayout
 
@@ -102,7 +102,8 @@ class PartialGroups:
         right = not found.probed
         for asked, now in said.items():
             if asked in found.probed:
-                self._heard(asked, now)
+                self.probing.discard(asked)
+                self.groups[asked] = now
             elif asked in found.groups:
                 known = found.groups[asked]
                 if any(group != known.get(rank, 0) for rank, group in now.items()):
@@ -113,10 +114,6 @@ class PartialGroups:
                 right = False
         return right
 
-    def _heard(self, asked: int, now: Mapping[int, int]) -> None:
-        self.probing.discard(asked)
-        self.groups[asked] = now
-
     def _outdated(self, asked: int, known: Mapping[int, int] | None) -> None:
         """Look again, unless more is known by now than the plan took for granted."""
         if self.groups.get(asked) == known:
@@ -125,7 +122,7 @@ class PartialGroups:
 
 
 def ask_for(
-    index: NameIndex, patterns: Sequence[str], rows: int | None
+    index: NameIndex, patterns: Sequence[Pattern], rows: int | None
 ) -> tuple[GradSelection, ...]:
     """The gradients that match.
 

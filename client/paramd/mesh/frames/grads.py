@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final
 
 from paramd.errors import ConflictError, UsageError
@@ -123,7 +123,6 @@ class GradSteps:
         self._learnt = PartialGroups()
         self._asking: _Asking | None = None
         """What is asked for next; None: to be planned anew."""
-        self._pool: TensorPool | None = None
         self.ranks: tuple[int, ...] = ()
 
     async def prepare(self, sidecars: Sidecars) -> None:
@@ -151,7 +150,13 @@ class GradSteps:
     ) -> GradFrame[Any] | None:
         """The frame; None if its notes require a new plan."""
         began_s = time.monotonic()
-        notes = [note for one in held.steps() for note in _notes(held.plan, one)]
+        notes = [
+            GradNote(rank, asked, note.none, note.partial_group)
+            for one in held.steps()
+            for rank, answer in one.answers.items()
+            for note in answer.gradients.notes
+            for asked in held.plan.owners.get((rank, note.arena_begin), ())
+        ]
         if not self._learnt.update(held.plan, notes):
             self._asking = None
             return None
@@ -204,7 +209,13 @@ class GradSteps:
             sums = await self._summed(held)
         values: dict[str, Callable[[], Any]] = {}
         if self._wanted.kind == "full":
-            tensors = await self._tensors(held)
+            from paramd.mesh.frames.grad_tensors import read_tensors
+
+            tensors = await read_tensors(
+                held.steps()[0].reading(self._wanted.transport),
+                self._transfer, self.pool, plan.plan, plan.asked, plan.numbers,
+                dtype=self._wanted.dtype,
+            )  # fmt: skip
             for index, one in enumerate(plan.asked):
                 found = sums[index] if plan.layers[index] else tensors[index]
                 values[one.name] = partial(_same, None if one.name in none else found)
@@ -224,15 +235,6 @@ class GradSteps:
             said[one.name] = parts[index]
             values[one.name] = lazily_summed(parts[index])
         return values, said
-
-    async def _tensors(self, held: _Held) -> dict[int, torch.Tensor]:
-        from paramd.mesh.frames.grad_tensors import read_tensors
-
-        reading, plan = held.steps()[0].reading(self._wanted.transport), held.plan
-        return await read_tensors(
-            reading, self._transfer, self.pool, plan.plan, plan.asked, plan.numbers,
-            dtype=self._wanted.dtype,
-        )  # fmt: skip
 
     async def _summed(self, held: _Held) -> dict[int, torch.Tensor]:
         """Partial gradients, summed in rank order so that the result is deterministic.
@@ -254,13 +256,11 @@ class GradSteps:
             await self._transfer.run(partial(found.add, tensors))
         return found.rounded(self._wanted.dtype)
 
-    @property
+    @cached_property
     def pool(self) -> TensorPool:
-        if self._pool is None:
-            from paramd.mesh.frames.grad_tensors import TensorPool
+        from paramd.mesh.frames.grad_tensors import TensorPool
 
-            self._pool = TensorPool()
-        return self._pool
+        return TensorPool()
 
 
 async def open_stream(
@@ -283,15 +283,6 @@ async def open_stream(
 
     steps = await reach.attempts(attempt, time.monotonic() + READ_S)
     return StepStream(reach, steps, steps.read, every=wanted.every, keep_all=wanted.lossless)
-
-
-def _notes(plan: GradPlan, held: PinnedStep) -> list[GradNote]:
-    found = []
-    for rank, answer in held.answers.items():
-        for note in answer.gradients.notes:
-            for asked in plan.owners.get((rank, note.arena_begin), ()):
-                found.append(GradNote(rank, asked, note.none, note.partial_group))
-    return found
 
 
 def _same(value: Any) -> Any:

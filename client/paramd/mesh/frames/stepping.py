@@ -26,7 +26,7 @@ from paramd.errors import (
     UnreachableError,
     UsageError,
 )
-from paramd.layout.select import NameIndex
+from paramd.layout.select import NameIndex, Pattern
 from paramd.mesh.peers.control import JobDocument
 from paramd.mesh.peers.grpc import all_ended
 from paramd.mesh.peers.sidecars import Pinned, RankPin, Sidecars, out_of_lockstep
@@ -311,7 +311,7 @@ class StepStream(Generic[Held, Result]):
 class StreamRequest:
     """What every subscription says."""
 
-    patterns: tuple[str, ...]
+    patterns: tuple[Pattern, ...]
     every: int = 1
     """Frames are of updates whose number is a multiple of this; 1 or more."""
     dtype: torch.dtype | None = None

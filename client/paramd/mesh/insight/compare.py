@@ -52,7 +52,7 @@ class Diff(Table[TensorDiff]):
         ("name", lambda row: row.name),
         ("norm", lambda row: _short(row.norm)),
         ("relative", lambda row: _short(row.relative)),
-        ("cosine", lambda row: _cosine(row.cosine)),
+        ("cosine", lambda row: f"{row.cosine:.6f}" if not math.isnan(row.cosine) else "-"),
         ("changed", lambda row: f"{row.changed:,} of {row.numel:,}"),
         ("largest rows", lambda row: row.problem or ", ".join(str(r) for r, _ in row.largest_rows)),
     )
@@ -190,7 +190,3 @@ def _largest(norms: torch.Tensor) -> tuple[tuple[int, float], ...]:
 
 def _short(value: float) -> str:
     return f"{value:.4g}" if not math.isnan(value) else "-"
-
-
-def _cosine(value: float) -> str:
-    return f"{value:.6f}" if not math.isnan(value) else "-"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from paramd.errors import NotFoundError, UsageError
+from paramd.layout.select import Pattern, each_pattern
 from paramd.mesh.exports.calls import MANIFEST
 from paramd.mesh.insight.steps import next_step, pin_step, present
 from paramd.mesh.peers.discovery import SidecarFinder
@@ -70,7 +71,7 @@ def held_state(tensors: Mapping[str, torch.Tensor], label: str) -> State:
 async def live_state(
     reach: SidecarFinder,
     transfer: Transfer,
-    patterns: Sequence[str],
+    patterns: Sequence[Pattern],
     at: str | int | At,
     deadline_s: float,
 ) -> AsyncIterator[State]:
@@ -109,7 +110,7 @@ async def live_state(
         yield await reach.attempts(attempt, deadline_s)
 
 
-def stored_state(path: Path, patterns: Sequence[str]) -> State:
+def stored_state(path: Path, patterns: Sequence[Pattern]) -> State:
     """A safetensors file, or a directory of them such as an export.
 
     Raises:
@@ -133,7 +134,7 @@ def stored_state(path: Path, patterns: Sequence[str]) -> State:
             raise UsageError(f"{file}: not a readable safetensors file: {error}") from error
     chosen = matching(files, patterns)
     if not chosen:
-        raise NotFoundError(f"{path}: no tensor matches {', '.join(patterns)[:200]}")
+        raise NotFoundError(f"{path}: no tensor matches {', '.join(each_pattern(patterns))[:200]}")
 
     async def read(name: str) -> torch.Tensor:
         try:
@@ -146,9 +147,10 @@ def stored_state(path: Path, patterns: Sequence[str]) -> State:
     return State(_label(path), list(chosen), read)
 
 
-def matching(found: Mapping[str, Value], patterns: Sequence[str]) -> dict[str, Value]:
+def matching(found: Mapping[str, Value], patterns: Sequence[Pattern]) -> dict[str, Value]:
     """What matches, in order."""
-    return {n: v for n, v in found.items() if any(fnmatchcase(n, p) for p in patterns)}
+    asked = each_pattern(patterns)
+    return {n: v for n, v in found.items() if any(fnmatchcase(n, p) for p in asked)}
 
 
 def _label(path: Path) -> str:
@@ -164,7 +166,7 @@ async def compute_diff(
     transfer: Transfer,
     a: Source,
     b: Source,
-    patterns: Sequence[str],
+    patterns: Sequence[Pattern],
     deadline_s: float,
     reach_of: Any,
     *,

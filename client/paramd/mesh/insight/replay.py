@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from paramd.errors import AbortedError, DeadlineError, NotFoundError, UsageError
-from paramd.layout.select import SelectedTensor, select
+from paramd.layout.select import Pattern, SelectedTensor, select
 from paramd.layout.types import joined
 from paramd.mesh.insight.steps import Facts, facts_of, hold, present
 from paramd.mesh.peers.discovery import SidecarFinder
@@ -81,18 +81,18 @@ class Replay(Table[ReplayRow]):
     def summary(self) -> str:
         """The verdict."""
         made = [row for row in self if not row.refused]
-        what = f"update {self.step} of rank {self.rank}"
+        what = f"update {self.step} on rank {self.rank}"
         if not made:
             why = self[0].refused if self else "the rank has no parameter that matches"
-            return f"{what} cannot be made again: {why}"
+            return f"{what} could not be verified: {why}"
         if not self.differing:
-            return f"{what} is right: {len(made)} tensors made again, bit for bit the same"
+            return f"{what} verified: {len(made)} tensors recomputed, bit-identical"
         if sum(row.differing for row in self) > FEW:
             return (
-                f"{what} cannot be repeated: {len(self.differing)} of {len(made)} tensors differ, "
-                "in many elements. A flipped bit damages few: were parameters, gradients or "
-                "hyper-parameters changed within the step, or does the rank compute otherwise "
-                "than its sidecar?"
+                f"{what} could not be reproduced: {len(self.differing)} of {len(made)} tensors "
+                "differ in many elements, so this is not a flipped bit. Likely causes: a hook of "
+                "the optimizer changes gradients or hyper-parameters, or the sidecar uses other "
+                "kernels or threads"
             )
         first = self.differing[0]
         which = f"{first.key} of {first.name}" if first.key else first.name
@@ -105,7 +105,7 @@ class Replay(Table[ReplayRow]):
 
 
 async def compute_replay(
-    reach: SidecarFinder, rank: int, patterns: Sequence[str], deadline_s: float
+    reach: SidecarFinder, rank: int, patterns: Sequence[Pattern], deadline_s: float
 ) -> Replay:
     """Args, Returns, Raises: as `AsyncMesh.replay`."""
 

@@ -287,12 +287,7 @@ async def ask_log(rest: JobRest, rank: int, lines: int) -> RankLog:
     """Raises as `AsyncMesh.logs`."""
     if rank < 0:
         raise UsageError(f"rank: {rank}; expected 0 or more")
-    check_lines(lines)
-    found = await rest.send("GET", f"/ranks/{rank}/log?lines={lines}", timeout_s=TIMEOUT_S)
-    return rest.read(lambda: read_document(RankLog, found))
-
-
-def check_lines(lines: int) -> None:
-    """Raise UsageError unless that many lines may be asked for."""
     if not 1 <= lines <= MAX_LOG_LINES:
         raise UsageError(f"lines: {lines}; expected 1 to {MAX_LOG_LINES}")
+    found = await rest.send("GET", f"/ranks/{rank}/log?lines={lines}", timeout_s=TIMEOUT_S)
+    return rest.read(lambda: read_document(RankLog, found))

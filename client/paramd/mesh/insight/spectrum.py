@@ -113,16 +113,11 @@ async def compute_spectrum(
     reach: SidecarFinder, pattern: str, k: int, deadline_s: float
 ) -> Spectrum:
     """Args, Returns, Raises: as `AsyncMesh.spectrum`."""
-    check_k(k)
+    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= MAX_K:
+        raise UsageError(f"k: {k!r}; expected 1 to {MAX_K} singular values")
     need("mesh.spectrum", "torch")
 
     return await while_pinned(reach, [pattern], partial(spectrum_of, k=k), deadline_s)
-
-
-def check_k(k: int) -> None:
-    """Raise UsageError unless so many singular values may be asked for."""
-    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= MAX_K:
-        raise UsageError(f"k: {k!r}; expected 1 to {MAX_K} singular values")
 
 
 async def spectrum_of(reading: Reading, plan: ReadPlan, *, k: int) -> Spectrum:

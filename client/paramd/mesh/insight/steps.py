@@ -68,11 +68,6 @@ class Facts:
         found: Mapping[str, Any] = self.groups[param["optimizer"]][param["group"]]
         return found
 
-    def class_of(self, param: Mapping[str, Any]) -> str:
-        """Its optimizer's class, with the module."""
-        found: str = self.classes[param["optimizer"]]
-        return found
-
 
 def facts_of(held: PinnedStep) -> Mapping[int, Facts]:
     """What the ranks say of their optimizers at a step of which state was pinned, by rank."""
@@ -176,5 +171,5 @@ async def _why_not_pinned(
         )
     return DeadlineError(
         f"step {step} did not come within {waited_s:.1f} s: the ranks are at step {at}; allow more "
-        f"time, or see whether the training goes on (paramd why) ({error})"
+        f"time, or see whether the training is running (paramd why) ({error})"
     )

@@ -25,7 +25,7 @@ from paramd.errors import (
 )
 from paramd.layout.dtypes import item_bytes
 from paramd.layout.plan import ReadPlan, plan_read
-from paramd.layout.select import SelectedTensor, select
+from paramd.layout.select import Pattern, SelectedTensor, select
 from paramd.mesh.exports.download import batches
 from paramd.mesh.frames.stepping import PinnedStep
 from paramd.mesh.insight.steps import Facts, facts_of, hold, pin_step, present
@@ -115,7 +115,7 @@ def _order(row: UpdateRow) -> tuple[bool, float, str]:
 
 
 async def compute_updates(
-    reach: SidecarFinder, patterns: Sequence[str], deadline_s: float, steps: int = 1
+    reach: SidecarFinder, patterns: Sequence[Pattern], deadline_s: float, steps: int = 1
 ) -> Updates:
     """Raises as `AsyncMesh.updates`."""
     if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= MAX_STEPS:
@@ -279,7 +279,7 @@ def _effective_lr(used: Facts, param: Mapping[str, Any], mean: float) -> float:
     """Of Adam's rule: v / (1 - beta2 ** t) is the bias-corrected second moment."""
     group, count = used.group_of(param), param["scalars"].get("step")
     try:
-        if used.class_of(param) not in ADAMS or group["amsgrad"]:
+        if used.classes[param["optimizer"]] not in ADAMS or group["amsgrad"]:
             return math.nan
         corrected = mean / (1 - group["betas"][1] ** count)
         return float(group["lr"] / (math.sqrt(corrected) + group["eps"]))

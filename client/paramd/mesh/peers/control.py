@@ -254,7 +254,7 @@ class RestClient:
             raise error_of_http(url, error.status, *problem_of_text(error.text)) from None
         except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
             raise UnreachableError(
-                f"{url} opens no tunnel ({error!r}); is it a paramd control plane?"
+                f"could not open a tunnel through {url} ({error!r}); is it a paramd control plane?"
             ) from error
 
     async def read_bytes(self, path: str, *, timeout_s: float = 60.0) -> tuple[int, bytes]:

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import os
 import ssl
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +28,7 @@ from paramd.errors import (
     NotFoundError,
     ParamdError,
     UnreachableError,
+    UsageError,
     error_of_grpc,
 )
 from paramd.memory.handover import Message
@@ -179,6 +183,30 @@ class Background:
 LIVENESS_S: Final = 5.0
 """A dead or stopped sidecar is detected within this time."""
 
+MORE_TIME: Final = "allow more time (timeout=, --timeout; 60 s unless given)"
+"""What to do about a boundary that did not come in time."""
+
+TELL_S: Final = 5.0
+"""Between two lines of the log that say on whom a call waits."""
+
+PHASE_NAMES: Final[dict[int, str]] = {
+    int(number): name.removeprefix("PHASE_").lower() for name, number in common_pb2.Phase.items()
+}
+"""Phases as documents spell them, e.g. "forward_backward"."""
+
+
+def boundary_age_s(state: common_pb2.RankState) -> float:
+    """Seconds since the last boundary of a rank; infinity before its first."""
+    return state.boundary_age_ns / 1e9 if state.boundary_age_ns >= 0 else math.inf
+
+
+def slow_text(rank: int, phase: int, step: int, age_s: float) -> str:
+    """Why others wait for a rank whose last boundary was `age_s` seconds ago."""
+    since = f"for {age_s:.0f} s" if age_s < math.inf else "since it attached"
+    doing = PHASE_NAMES.get(phase, "unspecified")
+    return f"rank {rank} ({doing}, step {step}): no boundary {since}"
+
+
 MAX_CALL_S: Final = 500.0
 """Longest deadline of one call: sidecars refuse more than 600 s. Longer waits call again."""
 
@@ -238,6 +266,13 @@ class LeaseEndedError(NotFoundError):
 Result = TypeVar("Result")
 
 
+_open: weakref.WeakSet[Channels] = weakref.WeakSet()
+_parents: list[Channels] = []
+"""Those that were open when this process was forked: the threads of gRPC that calls of any other
+would wait for are the parent's."""
+os.register_at_fork(after_in_child=lambda: _parents.extend(_open))
+
+
 class Channels:
     """One channel per address, made on first use, all closed together.
 
@@ -258,7 +293,17 @@ class Channels:
             tls: For grpcs:// addresses; None reads it from the environment.
             job_tls: The job's certificates, for mtls:// addresses.
             relay: For addresses that cannot be reached from here.
+
+        Raises:
+            UsageError: this process is a fork of one with open channels.
         """
+        if _parents:
+            raise UsageError(
+                f"process {os.getpid()} is a fork of one that was connected to a job, and gRPC "
+                "does not work in such a one: start it by spawn (multiprocessing_context='spawn' "
+                "of a DataLoader), or fork before paramd.connect"
+            )
+        _open.add(self)
         self._job_tls = job_tls
         self._relay = relay
         self._ticket = ticket
@@ -320,6 +365,7 @@ class Channels:
 
     async def close(self) -> None:
         """Close every channel. Idempotent."""
+        _open.discard(self)
         await self.keep_only(frozenset())
         retired, self._retired = self._retired, []
         await asyncio.gather(*(channel.close() for channel in retired))
@@ -333,7 +379,7 @@ class Channels:
             ParamdError: the class for the gRPC status.
         """
         call: Any = control_pb2_grpc.ControlServiceStub(self.channel(address)).ScheduleBoundary
-        metadata = (self._authorization(), *errors.metadata())
+        metadata = (*self.credentials(None), *errors.metadata())
         with told_errors("control plane"):
             found: control_pb2.ScheduleBoundaryResponse = await call(
                 request, timeout=call_timeout_s(timeout_s), metadata=metadata
@@ -400,11 +446,12 @@ class Channels:
         return _stream(call, asked)
 
     def _terms(self, asked: Asked, timeout_s: float) -> dict[str, Any]:
-        metadata = (self._authorization(), *asked.metadata())
+        metadata = (*self.credentials(asked.rank), *asked.metadata())
         return {"timeout": call_timeout_s(timeout_s), "metadata": metadata}
 
-    def _authorization(self) -> tuple[str, str]:
-        return ("authorization", f"Bearer {self._ticket()}")
+    def credentials(self, _rank: int | None) -> tuple[tuple[str, str], ...]:
+        """What a rank's sidecar is shown; None for the control plane."""
+        return (("authorization", f"Bearer {self._ticket()}"),)
 
 
 @contextmanager
@@ -454,7 +501,7 @@ async def _stream(call: Any, asked: Asked) -> AsyncIterator[Chunk]:
 
 async def watched(
     call: Awaitable[Result],
-    probe: Callable[[], Awaitable[None]],
+    probe: Callable[[], Awaitable[object]],
     *,
     after_s: float = _PROBE_AFTER_S,
 ) -> Result:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
@@ -21,15 +23,19 @@ from paramd.errors import (
     ParamdError,
     UnreachableError,
 )
+from paramd.layout.codec import LayoutBound
 from paramd.mesh.peers.control import JobDocument
 from paramd.mesh.peers.grpc import (
+    TELL_S,
     Background,
     Channels,
     LeaseEndedError,
     NotTrustedError,
     RankUnreachableError,
+    boundary_age_s,
     cancelled,
     is_relayed,
+    slow_text,
     told_errors,
     watched,
 )
@@ -202,6 +208,8 @@ class FastPathBackoff:
 Result = TypeVar("Result")
 Answer = TypeVar("Answer", bound=Message)
 
+log = logging.getLogger("paramd")
+
 LAYOUT_TIMEOUT_S = 30.0
 
 _PROBE_TIMEOUT_S = 3.0
@@ -270,6 +278,27 @@ class SnapshotSource:
     async def probe(self) -> None:
         """Raise RankUnreachableError if the sidecar does not respond."""
         await self._sidecars.probe(self._pin.rank)
+
+
+class _Waiting:
+    """Says in the log, every few seconds, on which rank a boundary waits."""
+
+    def __init__(self) -> None:
+        self._began_s = self._told_s = time.monotonic()
+
+    def on(self, states: Iterable[tuple[int, common_pb2.RankState | None]]) -> None:
+        """The ranks' states now; None of one that gives none."""
+        now_s = time.monotonic()
+        known = [(boundary_age_s(state), -rank, state) for rank, state in states if state]
+        if not known or now_s - self._told_s < TELL_S:
+            return
+        self._told_s = now_s
+        age_s, rank, state = max(known, key=itemgetter(0, 1))
+        log.warning(
+            "paramd: a boundary of all ranks is waited for, since %.0f s, for %s",
+            now_s - self._began_s,
+            slow_text(-rank, state.phase, state.step, age_s),
+        )
 
 
 class Sidecars:
@@ -354,12 +383,13 @@ class Sidecars:
             ],
         )
         call = self._channels.schedule(document.control_address, request, timeout_s=timeout_s)
+        told = _Waiting()
         # A boundary needs all ranks, pinned ones first. The control plane probes them too, but
         # its error names no rank, so the next attempt would wait just as long.
         ranks = list(dict.fromkeys([*(pin.rank for pin in pins), *document.peers]))
         found = await watched(
             call,
-            lambda: self._probe_all(ranks[:_BOUNDARY_PROBES]),
+            lambda: self._probe_all(ranks[:_BOUNDARY_PROBES], told),
             after_s=_BOUNDARY_PROBE_AFTER_S,
         )
         header = found.header
@@ -436,11 +466,16 @@ class Sidecars:
 
         async def collect() -> list[layout_pb2.Layout]:
             request, batches = sidecar_pb2.GetLayoutRequest(), []
+            bound = LayoutBound(asked.who)
             call = self._channels.open(asked, "GetLayout", request, timeout_s=LAYOUT_TIMEOUT_S)
-            with told_errors(asked.who):
-                async for batch in call:
-                    asked.check(batch.header)
-                    batches.append(batch.layout)
+            try:
+                with told_errors(asked.who):
+                    async for batch in call:
+                        asked.check(batch.header)
+                        bound.count(batch.layout)
+                        batches.append(batch.layout)
+            finally:
+                call.cancel()
             return batches
 
         batches = await watched(self._told(rank, collect()), lambda: self.probe(rank))
@@ -487,33 +522,34 @@ class Sidecars:
         """A source that reads a pinned snapshot up to `end_bytes`; 0 means to its end."""
         return SnapshotSource(self, self._channels, pin, end_bytes=end_bytes)
 
-    async def _probe_all(self, ranks: Sequence[int]) -> None:
+    async def _probe_all(self, ranks: Sequence[int], told: _Waiting) -> None:
         probes = [asyncio.ensure_future(self.probe(rank)) for rank in ranks]
         try:
             for probe in asyncio.as_completed(probes):
                 await probe
+            told.on(zip(ranks, (probe.result() for probe in probes), strict=True))
         finally:
             await asyncio.gather(*(cancelled(probe) for probe in probes))
 
-    async def probe(self, rank: int) -> None:
-        """Check that the sidecar of `rank` responds at all.
+    async def probe(self, rank: int) -> common_pb2.RankState | None:
+        """Check that the sidecar of `rank` responds at all; return what it says of itself.
 
         Raises:
             RankUnreachableError: it does not.
         """
         try:
-            await self.state(rank, _PROBE_TIMEOUT_S)
+            return (await self.state(rank, _PROBE_TIMEOUT_S)).state
         except (DeadlineError, UnreachableError) as error:
             if isinstance(error.__cause__, NotTrustedError):
                 raise
             raise RankUnreachableError(
                 rank,
                 f"{self.who(rank)} does not answer: its sidecar is stopped, dead or cut off; "
-                "training continues, try again in a few seconds",
+                "try again in a few seconds (this does not stop the training, if it still runs)",
                 stopped=True,
             ) from error
         except ParamdError:
-            pass  # an error response is a response
+            return None  # an error response is a response
 
     def who(self, rank: int) -> str:
         """The rank, for error messages."""

@@ -35,6 +35,16 @@ def torch_dtype(name: str) -> torch.dtype:
     return found
 
 
+def dtype_of(given: torch.dtype | str) -> torch.dtype:
+    """A dtype from itself or its name, such as "bfloat16". Raises UsageError."""
+    if isinstance(given, torch.dtype):
+        return given
+    found = getattr(torch, str(given).removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise UsageError(f"dtype: {given!r}; expected a dtype of torch, such as 'bfloat16'")
+    return found
+
+
 class Targets:
     """Destination tensors, one for each tensor of a plan.
 

@@ -14,9 +14,9 @@ from typing import TypeVar
 
 from paramd.errors import AbortedError, ConflictError, DeadlineError, ExhaustedError
 from paramd.layout.plan import ReadPlan, plan_read
-from paramd.layout.select import select
+from paramd.layout.select import Pattern, select
 from paramd.mesh.peers.discovery import SidecarFinder
-from paramd.mesh.peers.grpc import all_ended
+from paramd.mesh.peers.grpc import MORE_TIME, all_ended, cancelled
 from paramd.mesh.peers.sidecars import (
     Captured,
     FastPathBackoff,
@@ -91,12 +91,13 @@ class Pinner:
         """
         how = PinKind(with_buffers=with_buffers, unsettled=unsettled, mark=mark)
         found = await self._pin(spans, how, deadline_s)
-        renewing = asyncio.create_task(self._renew(found), name="paramd-leases")
+        pins = list(found.pins.values())
+        renewing = asyncio.create_task(self._renew(pins), name="paramd-leases")
         try:
             yield found
         finally:
             renewing.cancel()
-            self._release(found.pins.values())
+            self._release(pins)
             await asyncio.wait({renewing})
 
     async def pin(
@@ -214,11 +215,14 @@ class Pinner:
         began_s = self._clock()
         pins = await self._pin_all(spans, PinKind(True, with_buffers), left_s)
         kept = False
+        # Here already: a boundary may be further away than a lease is long.
+        renewing = asyncio.create_task(self._renew(pins), name="paramd-leases")
         try:
             left_s -= self._clock() - began_s
             answer = await self._schedule(pins, left_s)
             kept = answer.captured and answer.state.step >= 0
         finally:
+            await cancelled(renewing)
             if not kept:
                 self._release(pins)
         if not kept:
@@ -231,8 +235,8 @@ class Pinner:
         except DeadlineError as error:
             raise DeadlineError(
                 f"the trainers reached no common boundary within {max(left_s, 0.0):.1f} s: "
-                "training has stopped or ended, or a rank is slower than that; allow more time "
-                "(timeout=), or read only parameters (buffers=False), which needs no boundary "
+                f"{error}; training has stopped or ended, or a rank is slower than that; "
+                f"{MORE_TIME}, or read only parameters (buffers=False), which needs no boundary "
                 "while training has stopped, unless they are mirrored"
             ) from error
         if any(pin.state.incarnation != answer.state.incarnation for pin in pins):
@@ -251,13 +255,13 @@ class Pinner:
         for pin in pins:
             self._transport.release(pin)
 
-    async def _renew(self, found: Pinned) -> None:
-        lease_s = min(pin.lease_s for pin in found.pins.values())
+    async def _renew(self, pins: Sequence[RankPin]) -> None:
+        lease_s = min(pin.lease_s for pin in pins)
         while True:
             await asyncio.sleep(lease_s / 3)
             # A failed renewal surfaces as NOT_FOUND at the next read.
             await asyncio.gather(
-                *(self._transport.renew(pin) for pin in found.pins.values()),
+                *(self._transport.renew(pin) for pin in pins),
                 return_exceptions=True,
             )
 
@@ -269,7 +273,7 @@ Work = Callable[[Reading, ReadPlan], Awaitable[Result]]
 
 
 async def choose(
-    reach: SidecarFinder, sidecars: Sidecars, patterns: Sequence[str], *, buffers: bool
+    reach: SidecarFinder, sidecars: Sidecars, patterns: Sequence[Pattern], *, buffers: bool
 ) -> Chosen:
     """The matching names and a read plan that avoids recently unreachable ranks.
 
@@ -318,7 +322,7 @@ async def pinned(
 
 async def while_pinned(
     reach: SidecarFinder,
-    patterns: Sequence[str],
+    patterns: Sequence[Pattern],
     work: Work[Result],
     deadline_s: float,
     *,

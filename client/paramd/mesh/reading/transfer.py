@@ -350,21 +350,36 @@ class Transfer:
                 "run: pip install 'paramd[torch]'"
             ) from error
 
+    async def dtype(self, given: torch.dtype | str | None) -> torch.dtype | None:
+        """A dtype, given by its name, too. Raises UsageError."""
+        if not isinstance(given, str):
+            return given
+        await self.load_torch()
+        from paramd.mesh.reading.assemble import dtype_of
+
+        return dtype_of(given)
+
     def targets(
         self,
         chosen: Chosen,
         *,
-        dtype: torch.dtype | None,
+        dtype: torch.dtype | str | None,
         device: torch.device | str | None,
         into: Mapping[str, torch.Tensor] | None,
     ) -> Targets:
         """Destination tensors. Args, Raises: as `Targets`."""
         import torch
 
-        from paramd.mesh.reading.assemble import Targets
+        from paramd.mesh.reading.assemble import Targets, dtype_of
 
-        where = torch.device(device) if device is not None else None
-        return Targets(chosen.plan, chosen.names, dtype=dtype, device=where, into=into)
+        cast = dtype_of(dtype) if dtype is not None else None
+        try:
+            where = torch.device(device) if device is not None else None
+            if where is not None:
+                torch.empty(0, device=where)
+        except (AssertionError, RuntimeError) as error:
+            raise UsageError(f"device: {device!r} cannot be used here: {error}") from error
+        return Targets(chosen.plan, chosen.names, dtype=cast, device=where, into=into)
 
     async def read(self, reading: Reading, plan: ReadPlan, targets: Targets) -> None:
         """Fill the targets from all ranks concurrently; no copy is left running at the end."""

@@ -20,7 +20,9 @@ from paramd.trainer.settings import AttachSettings
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
 
+# A tensor made in inference mode can never be trained, and moving in makes many.
 @gone.keywords("attach")
+@torch.inference_mode(False)
 def attach(
     model: torch.nn.Module | Mapping[str, torch.nn.Module] | None = None,
     optimizer: Optimizers | Missing | None = Missing.OPTIMIZER,

@@ -229,12 +229,13 @@ class Attachment:
             yield
 
     def kept(self) -> None:
-        """Say that the loop's body is over, so that a successor can go on exactly here.
+        """Mark the end of an iteration, so that a restarted script can continue exactly here.
 
-        Call it on every rank, after whatever changes parameters, schedulers or scalers, where the
-        next thing the script does is what it does first after a restart. From the first call on a
-        state can be resumed only where it was called; a script with several optimizers, or
-        several updates in one pass of its loop, has to. Without resume="auto" it does nothing.
+        Call it on every rank at the end of the loop's body, after whatever changes parameters,
+        schedulers or scalers, so that a restarted script continues with the next iteration. From
+        the first call on a state can be resumed only where it was called; a script with several
+        optimizers, or several updates in one iteration, has to call it. It does nothing without
+        resume="auto".
         """
         if not self._detached and self.keeper is not None:
             self._boundary.kept()
@@ -244,7 +245,7 @@ class Attachment:
         return self.keeper.cost() if self.keeper is not None and not self._detached else None
 
     def goes_on(self) -> None:
-        """Tell that training goes on: what was changed until now belongs to the last update.
+        """Mark the start of the next iteration: changes made before belong to the last update.
 
         Needed only where paramd cannot see it: the attached module's own forward is never called
         and its parameters are sharded. Callbacks of frameworks call it as a batch begins. Call it
@@ -318,6 +319,7 @@ class Attachment:
             longest_s=page[Word.STALL_MAX_NS] / 1e9,
         )
 
+    @torch.inference_mode(False)
     def detach(self) -> None:
         """Move the parameters back to private memory and end the sidecar.
 

@@ -176,12 +176,12 @@ def _why_not(optimizer: Any) -> str:
     """What is wrong with it, and how to mend it."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return (
-            ": it was never initialised as one, so nobody is told of its steps; call "
+            ": it was never initialised as one, so its steps are not reported; call "
             "super().__init__(params, defaults) in its __init__"
         )
     if callable(getattr(optimizer, "step", None)) and not isinstance(optimizer, type):
         return (
-            ": nobody is told of the steps of an optimizer of one's own; derive its class from "
+            ": the steps of a custom optimizer are not reported; derive its class from "
             "torch.optim.Optimizer"
         )
     return "; pass the optimizer that it stands for"

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from paramd import places
-from paramd.errors import UnreachableError
+from paramd.errors import ConflictError, UnreachableError
 from paramd.security.tickets import Role, Signer, mint_of_ranks, new_private_key
 from paramd.trainer import exit
 from paramd.trainer.helpers.control_link import TakenIncarnation, register
@@ -68,7 +68,7 @@ def take_incarnation(
             found = _registered(settings, job=job, world_size=world_size, hosts=hosts)
         except UnreachableError as error:
             log.warning(
-                "paramd: %s; training goes on without a control plane until it attaches again",
+                "paramd: %s; training continues without a control plane until it attaches again",
                 error,
             )
         else:
@@ -116,7 +116,8 @@ def _own_incarnation(
         pems = authority.issue_ranks(hosts)
 
     def minted(role: Role) -> list[str]:
-        return mint_of_ranks(signer, role, job=job, incarnation=incarnation, world_size=world_size)
+        ranks = range(world_size)
+        return mint_of_ranks(signer, role, job=job, incarnation=incarnation, ranks=ranks)
 
     return TakenIncarnation(
         incarnation=incarnation,
@@ -141,7 +142,8 @@ class Exchange:
         self.world_size = dist.get_world_size() if distributed else 1
         self.group: dist.ProcessGroup | None = None
         if self.world_size > 1:
-            with _connected_when_needed():
+            self._call = _Roll(self.rank, self.world_size)
+            with _connected_when_needed(), self._call.names_who_is_missing():
                 self.group = dist.new_group(
                     backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="paramd"
                 )
@@ -205,14 +207,18 @@ class Exchange:
 
     def _at_first(self, data: bytes, room: int) -> list[tuple[int, bytes]]:
         """Size and the first `room` bytes of all ranks' data, on rank 0; empty on the others."""
-        mine = _framed(len(data), data, room)
+        with self._call.names_who_is_missing():
+            return self._gathered(_framed(len(data), data, room))
+
+    def _gathered(self, mine: torch.Tensor) -> list[tuple[int, bytes]]:
         first = self.rank == 0
         parts = [torch.empty_like(mine) for _ in range(self.world_size)] if first else []
         dist.gather(mine, parts if first else None, dst=0, group=self.group)
         return [_unframed(_bytes_of(part)) for part in parts]
 
     def _broadcast(self, tensor: torch.Tensor) -> bytes:
-        dist.broadcast(tensor, src=0, group=self.group)
+        with self._call.names_who_is_missing():
+            dist.broadcast(tensor, src=0, group=self.group)
         return _bytes_of(tensor)
 
     def close(self) -> None:
@@ -224,6 +230,37 @@ class Exchange:
     def leave(self) -> None:
         """Process exit; an unfinished round keeps the group alive (see agreement.py)."""
         self.close()
+
+
+class _Roll:
+    """Which ranks of the training have come to attach, as the store of its group knows."""
+
+    _count = 0
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        """Say that this rank is here. Collective over attaching, but waits for nobody."""
+        _Roll._count += 1
+        self._keys = [f"paramd/attach/{_Roll._count}/{one}" for one in range(world_size)]
+        # Of torch's own, since the group has no name for it; without it nobody is named.
+        self._store = getattr(dist.distributed_c10d, "_get_default_store", lambda: None)()
+        if self._store is not None:
+            self._store.set(self._keys[rank], "here")
+
+    @contextmanager
+    def names_who_is_missing(self) -> Iterator[None]:
+        """Errors of torch in this block become ConflictError if ranks are missing."""
+        try:
+            yield
+        except RuntimeError as error:
+            store = self._store
+            missing = [n for n, key in enumerate(self._keys) if store and not store.check([key])]
+            if not missing:
+                raise
+            told = ", ".join(map(str, missing[:16])) + " ..." * (len(missing) > 16)
+            raise ConflictError(
+                f"rank {told} of {len(self._keys)} has not called paramd.attach, which every rank "
+                f"has to call at the same point; torch said: {str(error).splitlines()[0]}"
+            ) from error
 
 
 def _framed(size: int, data: bytes, room: int) -> torch.Tensor:

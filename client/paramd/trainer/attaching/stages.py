@@ -101,14 +101,13 @@ class Stages(Discovering):
         told = answers[0]
         self._url = told["url"]
         self._exports = [Offered(**one) for one in told["exports"]]
-        if self._meeting is not None and identity.rank == 0:
-            hosts = summary(self._meeting.addresses, self._meeting.views)
-            print(
-                f"paramd: job {self._job!r} is at {self._url or 'no control plane yet'}, over TLS "
-                f"of its own; hosts: {hosts}",
-                file=sys.stderr,
-                flush=True,
-            )
+        if identity.rank == 0:
+            meeting, where = self._meeting, self._url or "no control plane yet"
+            if meeting is not None:
+                where += (
+                    f", over TLS of its own; hosts: {summary(meeting.addresses, meeting.views)}"
+                )
+            print(f"paramd: job {self._job!r} is at {where}", file=sys.stderr, flush=True)
         return {
             "op": "mesh",
             "peers": [answer["peer"] for answer in answers],
@@ -123,7 +122,7 @@ class Stages(Discovering):
             return found
         if self._control is not None and not self._url:
             log.warning(
-                "paramd: job %r: whether it has exports to go on from is not known, because its "
+                "paramd: job %r: whether it has exports to continue from is not known, because its "
                 "control plane did not start; start the training again to have them looked at",
                 self._job,
             )
@@ -243,7 +242,7 @@ class Stages(Discovering):
             without.append(f"{missing} buffers")
         without += ["random states", "hyper-parameters", *(f"keep[{n!r}]" for n in self._keep)]
         return (
-            f"goes on from its export of {self._exported.offered}, since nothing is left in "
+            f"continues from its export of {self._exported.offered}, since nothing is left in "
             f"memory: {' and '.join(parts)} are loaded; not in it, and as this script made them, "
             f"are {', '.join(without)}"
         )

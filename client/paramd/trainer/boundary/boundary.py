@@ -79,10 +79,6 @@ _BOUNDARY_NS, _STEP_TIME_NS = int(Word.BOUNDARY_NS), int(Word.STEP_TIME_NS)
 _SEQ, _CLIENTS_UNTIL_NS = int(Word.SEQ), int(Word.CLIENTS_UNTIL_NS)
 
 
-def _nothing(_: object) -> None:
-    """The default `before_update`."""
-
-
 @dataclass(slots=True)
 class _Entry:
     """A step in progress on one thread."""
@@ -169,7 +165,7 @@ class Boundary:
         self.keeper: Keeper | None = None
         self._keeper_announces = False
         self.rewinder: Rewinder | None = None
-        self.before_update: Callable[[object], None] = _nothing
+        self.before_update: Callable[[object], None] = lambda _: None
         """Called with the owner just before an update window opens; must not raise."""
         if home.contents is not None:
             write_samples(page, home.contents.indices[:MAX_SAMPLES])
@@ -481,7 +477,7 @@ class Boundary:
             if proven:
                 self._trust()
         except Exception:
-            log.exception("paramd: a boundary failed; the service degrades, training goes on")
+            log.exception("paramd: a boundary failed; the service degrades, training continues")
 
     def _act(self, proven: bool, *, at_forward: bool) -> None:
         rewinder = self.rewinder

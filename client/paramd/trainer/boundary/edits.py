@@ -272,13 +272,26 @@ class Editor:
         return self.rollback(note, self._edits)
 
     def _fault_in(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Fault in what will be touched, skipping ranges known to be present."""
+        """Populate the page tables of what will be touched and is not known to be present.
+
+        So applying neither pays for first touches nor fails on one.
+
+        Raises:
+            ExhaustedError: a range is not reserved and the machine is out of memory for it.
+        """
         # Read before faulting in: a hole punched meanwhile changes the count and voids the result.
         holes, (seen, known) = self._words[Word.EDIT_HOLES], self._present
         if holes != seen:
             known = []
         missing = [s for s in spans if not any(k[0] <= s[0] and s[1] <= k[1] for k in known)]
-        _fault_in(self._edits, missing)
+        for begin, end in missing:
+            first = begin // mmap.PAGESIZE * mmap.PAGESIZE
+            number = populate(self._edits.address + first, end - first)
+            if number not in (0, errno.EINVAL):  # an older kernel pays at the first touch
+                raise ExhaustedError(
+                    f"{end - begin:,} bytes of staged data are not there (errno {number}); "
+                    "stage the edit again"
+                )
         self._present = holes, joined([*known, *missing], mmap.PAGESIZE)
 
     def _find_owners(self, preparation: _Preparation) -> None:
@@ -354,19 +367,3 @@ def _spans(records: Sequence[Record]) -> list[tuple[int, int]]:
         # On the same or adjacent pages.
         mmap.PAGESIZE,
     )
-
-
-def _fault_in(memory: SparseMemory, spans: Sequence[tuple[int, int]]) -> None:
-    """Populate the page tables, so that applying neither pays for first touches nor fails on one.
-
-    Raises:
-        ExhaustedError: a range is not reserved and the machine is out of memory for it.
-    """
-    for begin, end in spans:
-        first = begin // mmap.PAGESIZE * mmap.PAGESIZE
-        number = populate(memory.address + first, end - first)
-        if number not in (0, errno.EINVAL):  # an older kernel pays at the first touch
-            raise ExhaustedError(
-                f"{end - begin:,} bytes of staged data are not there (errno {number}); "
-                "stage the edit again"
-            )

@@ -406,7 +406,7 @@ class GradientCapture:
                 done = moment
         except Exception:
             if not self._failed:
-                log.exception("paramd: gradients could not be captured; training goes on")
+                log.exception("paramd: gradients could not be captured; training continues")
             self._failed = True
         words[slot.done_word] = done
         wake(self._wake_descriptor)

@@ -13,17 +13,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from paramd.memory.control_page import (
+    BUFFERS_REFUSED,
     ControlPage,
     Refusal,
+    Stand,
     Word,
     Words,
     note_agreed,
     note_failed,
+    note_stand,
+    write_text,
 )
 from paramd.memory.gate import TrainerGate
 from paramd.trainer.boundary.agreement import (
@@ -40,6 +45,7 @@ from paramd.trainer.boundary.agreement import (
     promise,
     refuse,
 )
+from paramd.trainer.home.moving import BufferChangedError
 from paramd.wire import MAX_LEASE_S
 
 if TYPE_CHECKING:
@@ -159,7 +165,9 @@ class BoundaryHandler:
         `mirror` copies the parameters when they do not live in the arena. `after_edit` is called
         on every rank after an edit, applied there or not, and may be collective.
         """
+        self._page = page
         self._words = page.words
+        self._refused = ""
         self._agreement: Agreement | None = agreement
         self._gate = gate
         self._hold = hold
@@ -216,7 +224,10 @@ class BoundaryHandler:
         words = self._words
         if words[_HELD]:
             self._hold.pass_boundary()
+        begin_ns = time.monotonic_ns()
         heard = agreement.collect()
+        if heard is not None:
+            note_stand(self._page, Stand.ROUND, time.monotonic_ns() - begin_ns)
         if agreement.alone:
             heard = self._exchange(agreement, at_home)
         announce = heard is not None and self._hear(heard, at_home)
@@ -239,7 +250,7 @@ class BoundaryHandler:
 
     def _wait(self, agreement: Agreement, at_home: bool) -> None:
         """Stay held: run rounds and act on them until one ends the hold."""
-        words = self._words
+        words, begin_ns = self._words, time.monotonic_ns()
         try:
             while words[Word.HELD] == HoldState.HELD:
                 time.sleep(ROUND_S)
@@ -249,6 +260,7 @@ class BoundaryHandler:
             raise
         # Time held must not count as step time.
         words[Word.BOUNDARY_NS] = time.monotonic_ns()
+        note_stand(self._page, Stand.HOLD, words[Word.BOUNDARY_NS] - begin_ns)
 
     def _exchange(self, agreement: Agreement, at_home: bool) -> Round:
         request = self._request(at_home, now=True)
@@ -304,7 +316,7 @@ class BoundaryHandler:
         words, request = self._words, heard.agreed
         if request is not None:
             self._agreed = request.number
-            if self._mirror is None and self._wants(Word.BUFFERS_WANTED, request):
+            if self._mirror is not None or self._wants(Word.BUFFERS_WANTED, request):
                 # The last copy may be of the same step, and is not what this request gets.
                 words[Word.BUFFERS_STEP] = -1
             if request.action == EDIT:
@@ -324,11 +336,18 @@ class BoundaryHandler:
         self._hold.update(heard)
         if request is None:
             return False
+        begin_ns = time.monotonic_ns()
         try:
             self._do(request, at_home)
         except Exception:
             # Swallowed: the other ranks wait for this one in the next round.
             log.exception("paramd: boundary request %d failed on this rank", request.number)
+        copies = self._mirror is not None or any(
+            self._wants(word, request) for word in (Word.BUFFERS_WANTED, Word.MOMENTS_WANTED)
+        )
+        if request.action == EDIT or (request.action == CAPTURE and copies):
+            why = Stand.EDIT if request.action == EDIT else Stand.STATE
+            note_stand(self._page, why, time.monotonic_ns() - begin_ns)
         if words[Word.EDIT_FAILED] == request.number:
             note_failed(words, self._agreed_count, request.number)
         return True
@@ -349,8 +368,9 @@ class BoundaryHandler:
             finally:
                 self._after_edit()
         if self._mirror is None and self._wants(Word.BUFFERS_WANTED, request):
-            self._home.copy_buffers()
-            words[Word.BUFFERS_STEP] = words[Word.STEP]
+            with self._refusing_buffers():
+                self._home.copy_buffers()
+                words[Word.BUFFERS_STEP] = words[Word.STEP]
         if self._wants(Word.MOMENTS_WANTED, request):
             if self._mirror is not None:
                 # Before the first store: MIRRORED_FOR vouches for the state's copies, too.
@@ -359,4 +379,19 @@ class BoundaryHandler:
             self._gate.patience_ns = PATIENCE_NS
         if self._mirror is not None and request.action == CAPTURE and at_home:
             # Last: its final store (MIRRORED_FOR) lets the sidecar fill the request.
-            self._mirror.refresh_for(request, self._gate)
+            with self._refusing_buffers():
+                self._mirror.refresh_for(request, self._gate)
+
+    @contextmanager
+    def _refusing_buffers(self) -> Iterator[None]:
+        """Tell the sidecar, and once the log, of buffers that have changed their shape."""
+        try:
+            yield
+        except BufferChangedError as error:
+            why = str(error)
+            if why != self._refused:
+                log.warning("paramd: %s", why)
+            self._refused = why
+            write_text(self._page, why)
+            # Last: a reader of it must find the text.
+            self._words[Word.BUFFERS_STEP] = BUFFERS_REFUSED

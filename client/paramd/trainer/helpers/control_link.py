@@ -29,7 +29,8 @@ from paramd.errors import (
 from paramd.helpers import end, spawn
 from paramd.memory import descriptors
 from paramd.security.tickets import key_from_hex
-from paramd.security.tls import ClientTls, Pems, https_context, is_loopback, not_accepted
+from paramd.security.tls import ClientTls, Pems, bindable, https_context, is_loopback, not_accepted
+from paramd.state_files import check_private
 from paramd.trainer.helpers.sidecar_link import Identity, Supervisor
 from paramd.trainer.settings import AttachSettings
 
@@ -147,6 +148,7 @@ def token_of(settings: AttachSettings) -> str:
             f"no token for the control plane at {settings.control}; set PARAMD_TOKEN or "
             "PARAMD_TOKEN_FILE to one that may register jobs"
         )
+    check_private(Path(settings.token_file))
     try:
         with Path(settings.token_file).open() as file:
             return file.read(MAX_TOKEN_BYTES).strip()
@@ -275,7 +277,9 @@ class ControlLink:
         if self._listen:
             return self._listen
         own, (host, _, port) = self._identity.own_tls, self._settings.listen.rpartition(":")
-        return own.listen(port) if own is not None and is_loopback(host) else self._settings.listen
+        if own is not None and is_loopback(host):
+            return own.listen(port)
+        return bindable(self._settings.listen)
 
 
 def _first_line(output: IO[bytes], timeout_s: float) -> dict[str, Any] | None:

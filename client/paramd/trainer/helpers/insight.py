@@ -28,7 +28,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -138,7 +138,9 @@ class Insight:
                 self._deliver(line)
             except Exception:
                 log.debug("paramd: the line to the sidecar failed", exc_info=True)
-                self._drop(line)
+                with self._lock:
+                    if self._line is line:
+                        self._line = None
         if open_line is not None:
             open_line.close()
 
@@ -166,17 +168,16 @@ class Insight:
         asked: dict[str, Any] = json.loads(data)
         return asked
 
-    def _drop(self, line: socket.socket | None) -> None:
-        with self._lock:
-            if self._line is line:
-                self._line = None
-
     def _answer(self, asked: Mapping[str, Any]) -> Message:
         answer: Message = {"op": "stacks", "id": asked.get("id"), "threads": self._stacks()}
         if asked.get("collectives"):
             answer |= collectives()
         answer |= device_memory()
-        return _fitting(answer)
+        # Cut so that it fits one message.
+        while len(json.dumps(answer)) > MAX_MESSAGE_BYTES // 2 and len(answer["threads"]) > 1:
+            answer["threads"] = answer["threads"][: len(answer["threads"]) // 2]
+            answer["cut"] = True
+        return answer
 
     def _stacks(self) -> list[dict[str, Any]]:
         names = {thread.ident: thread for thread in threading.enumerate()}
@@ -191,7 +192,10 @@ class Insight:
                         "name": thread.name if thread is not None else "",
                         "id": native if native is not None else 0,
                         "training": ident == self._training,
-                        "frames": _frames(frame),
+                        "frames": [
+                            (one.f_code.co_filename, line or 0, one.f_code.co_qualname)
+                            for one, line in itertools.islice(walk_stack(frame), MAX_FRAMES)
+                        ],
                     }
                 )
         # The training's thread first: it must survive the cut.
@@ -330,24 +334,6 @@ def device_memory() -> dict[str, Any]:
         }
     except Exception:
         return {}
-
-
-def _frames(frame: FrameType | None) -> list[tuple[str, int, str]]:
-    """(file, line, function), innermost first."""
-    found: list[tuple[str, int, str]] = []
-    while frame is not None and len(found) < MAX_FRAMES:
-        code = frame.f_code
-        found.append((code.co_filename, frame.f_lineno or 0, code.co_qualname))
-        frame = frame.f_back
-    return found
-
-
-def _fitting(answer: Message) -> Message:
-    """The answer, cut so that it fits one message: threads go first, then frames."""
-    while len(json.dumps(answer)) > MAX_MESSAGE_BYTES // 2 and len(answer["threads"]) > 1:
-        answer["threads"] = answer["threads"][: len(answer["threads"]) // 2]
-        answer["cut"] = True
-    return answer
 
 
 def _send(line: socket.socket | None, message: Message) -> None:

@@ -27,7 +27,7 @@ from paramd.memory import descriptors, handover
 from paramd.memory.descriptors import close_all
 from paramd.memory.device_arena import TrainerDevice, create
 from paramd.memory.handover import Allocation, Descriptors
-from paramd.security.tls import Pems, host_of, is_of_job
+from paramd.security.tls import Pems, bindable, host_of, is_of_job
 from paramd.state_files import HOST_SOCKET, sidecars_dir
 from paramd.trainer.helpers.insight import Insight
 from paramd.trainer.settings import AttachSettings
@@ -85,7 +85,7 @@ class Supervisor:
                 lived_long = not self._wait(self._pidfd, STEADY_S)
                 if lived_long:
                     self._wait(self._pidfd, None)
-                if self._stopped():
+                if self._wait(self._stop, 0):
                     return
                 os.close(self._pidfd)
                 self._pidfd = None
@@ -108,11 +108,6 @@ class Supervisor:
         poller.register(descriptor, select.POLLIN)
         poller.register(self._stop, select.POLLIN)
         return bool(poller.poll(None if timeout_s is None else timeout_s * 1000))
-
-    def _stopped(self) -> bool:
-        poller = select.poll()
-        poller.register(self._stop, select.POLLIN)
-        return bool(poller.poll(0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -367,7 +362,7 @@ class SidecarLink:
 
     def _listen(self) -> str:
         """The address to listen on: a successor reuses its predecessor's port."""
-        own, wanted = self._identity.own_tls, self._settings.sidecar_listen
+        own, wanted = self._identity.own_tls, bindable(self._settings.sidecar_listen)
         if own is not None:
             wanted = own.listen("0")
         if not self.address:
@@ -437,13 +432,7 @@ class SidecarLink:
             raise ConflictError(f"the sidecar handed over unusable descriptors: {error}") from error
 
     def _served(self) -> int:
-        """Send the mesh; return a pidfd of the sidecar."""
-        self._send_mesh()
-        assert self._connection is not None
-        return _pidfd_of_peer(self._connection)
-
-    def _send_mesh(self) -> None:
-        """Send mesh and layout, and open the line."""
+        """Send mesh and layout, and open the line; return a pidfd of the sidecar."""
         assert self._mesh is not None
         if self._connection is None:
             raise UnreachableError("no sidecar is connected")
@@ -461,6 +450,7 @@ class SidecarLink:
         finally:
             close_all(handed)
         _answer(self._connection, "insight")
+        return _pidfd_of_peer(self._connection)
 
     def _reap(self, *, grace_s: float) -> None:
         if self._process is not None:

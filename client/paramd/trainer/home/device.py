@@ -25,7 +25,7 @@ from paramd.memory.device_arena import Addresses, DeviceMap, TrainerDevice, why_
 from paramd.memory.device_driver import CUDA, HIP, HIP_VARIABLE, DeviceError, Driver, load
 from paramd.memory.handover import Allocation
 from paramd.trainer.home.moving import Memory, live_tensors
-from paramd.trainer.home.owned import ALIGN_BYTES, ArenaPlan, ParameterStorage, plan_arena
+from paramd.trainer.home.owned import ALIGN_BYTES, ParameterStorage
 from paramd.trainer.home.watch import Contents, Slots
 from paramd.trainer.model.local_shard import LocalShard
 from paramd.trainer.model.shards import find_shards
@@ -222,12 +222,8 @@ class DeviceHome(ParameterStorage):
         """
         self.device = device
         self._place = place
+        self._align_bytes = align_bytes(place)
         super().__init__(model)
-
-    def _plan_for(self, shards: Sequence[LocalShard], alive: Sequence[torch.Tensor]) -> ArenaPlan:
-        for shard in shards:
-            self._check_movable(shard)
-        return plan_arena(shards, alive, align_bytes(self._place))
 
     def _check_movable(self, shard: LocalShard) -> None:
         if shard.kind is TensorKind.PARAMETER and shard.tensor.device != self._place:

@@ -124,7 +124,8 @@ class MirroredHome(ParameterStorage):
         """
         assert self._watch is not None, "move_in comes first"
         if self._watch.look() or full or self._watch.added:
-            self._look_again()
+            self._shards = self._found_again()
+            self._rewatch()
         return []
 
     def take_back(self) -> list[str]:
@@ -212,10 +213,6 @@ class MirroredHome(ParameterStorage):
 
     def _way_home(self, shard: LocalShard, begin: int) -> int:
         return 0
-
-    def _look_again(self) -> None:
-        self._shards = self._found_again()
-        self._rewatch()
 
 
 def _on_host(tensors: Iterable[torch.Tensor]) -> bool:

@@ -251,6 +251,7 @@ def _said(shard: LocalShard) -> str:
     return " ".join(parts)
 
 
+@torch.inference_mode(False)
 def bring_back(
     left: Sequence[Escaped], bases: Sequence[torch.Tensor], shards: Sequence[LocalShard]
 ) -> None:
@@ -393,6 +394,10 @@ class _Homes:
         )
 
 
+class BufferChangedError(ConflictError):
+    """A buffer is not of the shape and dtype that it was attached with, and will not be again."""
+
+
 class BufferCopies:
     """Row-major copies of buffer shards at fixed places in an arena."""
 
@@ -405,7 +410,7 @@ class BufferCopies:
         """Copy all buffers as they are now.
 
         Raises:
-            ConflictError: a buffer's shape changed, or its dtype changed to one that does not fit.
+            BufferChangedError: its shape changed, or its dtype to one that does not fit.
         """
         with torch.no_grad():
             # One by one: `_foreach_copy_` takes no mixture of devices.
@@ -435,7 +440,7 @@ def _live(shard: LocalShard, target: torch.Tensor) -> torch.Tensor:
         fits = torch.promote_types(source.dtype, target.dtype) == target.dtype
         if region == shard.region and source.shape == target.shape and fits:
             return source
-    raise ConflictError(
+    raise BufferChangedError(
         f"buffer {shard.fqn!r} was {shard.dtype} {list(shard.shape)} when attached and is "
         f"{_described(value)} now; detach and attach again to serve it"
     )

@@ -127,6 +127,8 @@ class ParameterStorage:
     device: TrainerDevice | None = None
     """Where the arena is; None: in host memory."""
 
+    _align_bytes = ALIGN_BYTES
+
     def __init__(self, model: nn.Module) -> None:
         """Inspect the model and plan an arena for it; change nothing.
 
@@ -149,7 +151,7 @@ class ParameterStorage:
     def _plan_for(self, shards: Sequence[LocalShard], alive: Sequence[torch.Tensor]) -> ArenaPlan:
         for shard in shards:
             self._check_movable(shard)
-        return plan_arena(shards, alive)
+        return plan_arena(shards, alive, self._align_bytes)
 
     def _check_movable(self, shard: LocalShard) -> None:
         """Refuse a tensor that is not in host memory, or that other processes use.

@@ -295,7 +295,9 @@ class Watch:
         tables = {id(m._parameters) for m in root.modules()} if root is not None else set()
         at_a_glance = [w for w in plain if glances and _at_a_glance(w, tables)]
         self._glanced = _columns(at_a_glance)
-        self._others = _columns([w for w in plain if w not in at_a_glance])
+        # By identity: searching a list of equal things takes the square of their number.
+        known = {id(w) for w in at_a_glance}
+        self._others = _columns([w for w in plain if id(w) not in known])
         self._all_at_a_glance = len(at_a_glance) == len(items)
         self._glances = bool(at_a_glance)
         self._glance: Glance | None = None

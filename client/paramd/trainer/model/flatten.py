@@ -144,12 +144,9 @@ class AsDTensor(torch.autograd.Function):
         if gradient is None:
             return None, None, None
         if gradient.placements != ctx.spec.placements:
-            gradient = gradient.redistribute(ctx.spec.mesh, _of_gradient(ctx.spec))
+            from torch.distributed.tensor import Replicate
+
+            # Each summand of a sum receives the sum's whole gradient.
+            placements = [Replicate() if one.is_partial() else one for one in ctx.spec.placements]
+            gradient = gradient.redistribute(ctx.spec.mesh, placements)
         return wait_for_gradient(gradient.to_local(), stream=ctx.stream), None, None
-
-
-def _of_gradient(spec: DTensorSpec) -> list[Any]:
-    from torch.distributed.tensor import Replicate
-
-    # Each summand of a sum receives the sum's whole gradient.
-    return [Replicate() if placement.is_partial() else placement for placement in spec.placements]

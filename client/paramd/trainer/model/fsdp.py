@@ -141,7 +141,7 @@ def _shards(handle: Any, index: int, names: Names) -> list[LocalShard]:
             region=region,
             tensor=view,
             slot=Slot(vars(handle), "flat_param") if original is None else Slot(table, name),
-            holders=(flat, local, *_shared(handle), *own),
+            holders=(flat, local, *(handle.flat_param._shared_params or ()), *own),
         )
         for region, view in regions_of(flat, index, shard)
     ]
@@ -173,11 +173,6 @@ def _original(handle: Any, index: int) -> torch.Tensor | None:
         and param.dtype == flat.dtype
     )
     return param if matches else None
-
-
-def _shared(handle: Any) -> tuple[torch.Tensor, ...]:
-    shared = handle.flat_param._shared_params
-    return tuple(shared) if shared is not None else ()
 
 
 def _shard_of(

@@ -16,7 +16,7 @@ import copy
 import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from types import FrameType
+from traceback import walk_stack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -210,10 +210,8 @@ class _Shows:
 
 def running_forwards() -> Iterator[nn.Module]:
     """Modules whose forward is running on this thread, innermost first."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
+    for frame, _line in walk_stack(sys._getframe()):
         if frame.f_code is _FORWARD_CODE:
             running = frame.f_locals.get("self")
             if isinstance(running, nn.Module):
                 yield running
-        frame = frame.f_back

@@ -113,7 +113,8 @@ def choose(offers: Sequence[RankOffer], damaged: Collection[tuple[How, Mark]] = 
     for rank, offer in enumerate(offers):
         if offer.refusal:
             raise ConflictError(f"resume: on rank {rank} {offer.refusal}; {OVER_AN_EXPORT}")
-    newest = max((offer.step for offer in offers), default=-1)
+    kept = [copy.mark.step for offer in offers for copy in offer.copies]
+    newest = max((*(offer.step for offer in offers), *kept), default=-1)
     why_not = _why_not_live(offers)
     common = set.intersection(*(set(offer.snapshots) for offer in offers))
     usable = sorted(mark for mark in common if ("snapshot", mark) not in damaged)
@@ -134,9 +135,10 @@ def choose(offers: Sequence[RankOffer], damaged: Collection[tuple[How, Mark]] = 
         return Choice(
             how="snapshot", mark=mark, lost_steps=lost, reason=why_not, common_step=mark.step
         )
-    if all(offer.absent for offer in offers):
+    if all(offer.absent for offer in offers) and not kept:
         return Choice(how="fresh", mark=FRESH, lost_steps=0, reason=offers[0].absent)
-    reason = f"{why_not}, and no standing snapshot is whole on all ranks"
+    copies = ", nor are the copies that others have kept whole and undamaged" if kept else ""
+    reason = f"{why_not}, and no standing snapshot is whole on all ranks{copies}"
     return Choice(how="fresh", mark=FRESH, lost_steps=max(newest, 0), reason=reason)
 
 

@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from xxhash import xxh3_64
 
 from paramd.errors import ParamdError, error_of_grpc
 from paramd.memory import handover
+from paramd.memory.continuation import digest_of
 from paramd.memory.descriptors import close_all
 from paramd.state_files import kernel_of
 from paramd.trainer.resume.choice import HeldCopy, Mark, RankOffer
@@ -173,7 +173,7 @@ class Copies:
             if holder == self._rank:
                 number, label = self._labels[rank, mark]
                 memory = self._mapped(number, rank, mark, label)
-                if memory is None or digest_of([memory]) != label["digest"]:
+                if memory is None or digest_of(memory) != label["digest"]:
                     damaged.append(Damaged(rank, holder, mark))
                 else:
                     self._given[rank] = label, memory
@@ -242,15 +242,6 @@ def asked(path: Path, message: dict[str, Any]) -> tuple[dict[str, Any], list[int
         connection.settimeout(ASK_TIMEOUT_S)
         handover.send(connection, message)
         return handover.receive(connection)
-
-
-def digest_of(parts: Sequence[memoryview]) -> int:
-    """XXH3 of bytes; never 0."""
-    summed = xxh3_64()
-    for memory in parts:
-        for part in _parts(memory):
-            summed.update(part)
-    return summed.intdigest() or 1
 
 
 def marks_of(label: Mapping[str, Any]) -> list[Mark]:

@@ -277,7 +277,9 @@ class Exported:
                 elif name.startswith(OPTIMIZER_FILES):
                     owner, _, key = tensor.rpartition(".")
                     if owner not in known:
-                        raise UsageError(f"it has optimizer state of {owner!r}, unlike this model")
+                        raise UsageError(
+                            f"it has optimizer state of {owner!r}, which this model lacks"
+                        )
                     self._states.setdefault(known[owner], {})[key] = stored
 
     def _read_groups(self, name: str) -> list[dict[str, Any]]:
@@ -322,7 +324,7 @@ class Exported:
                 if state.shape not in (tensor.shape, ()):
                     raise UsageError(f"state {key!r} of {tensor.fqn!r} has another shape there")
         if strange := sorted(set(self._model) - known):
-            raise UsageError(f"it has {strange[0]!r}, unlike this model")
+            raise UsageError(f"it has {strange[0]!r}, which this model lacks")
 
     def _check_groups(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Refuse state of other optimizers. It has no classes; their settings' names tell."""
@@ -337,8 +339,8 @@ class Exported:
             apart = (set(was) ^ set(group)) - {"params", "initial_lr"}
             if apart:
                 raise UsageError(
-                    f"its optimizers were others: in group {number}, setting {min(apart)!r} is "
-                    f"{'there' if min(apart) in was else 'in this training'} alone"
+                    f"optimizer settings differ: group {number} has {min(apart)!r} only in "
+                    f"{'the export' if min(apart) in was else 'this training'}"
                 )
 
     def _copy(self, stored: _Stored, piece: Piece, memory: torch.Tensor, begin_bytes: int) -> None:

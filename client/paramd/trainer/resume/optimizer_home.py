@@ -369,7 +369,7 @@ class OptimizerHome:
                 f"tensor {where}"
             )
         if distributed and not _spread_alike(value, param):
-            raise ConflictError(f"{_named(place)} is spread in another way than its parameter")
+            raise ConflictError(f"{_named(place)} is sharded differently from its parameter")
         return local, distributed
 
     def _places_of(self, tensor: torch.Tensor) -> Places:
@@ -395,7 +395,7 @@ class OptimizerHome:
             if used_bytes > self._most_bytes:
                 raise ConflictError(
                     f"the optimizer's state takes {used_bytes:,} bytes; at most "
-                    f"{self._most_bytes:,} have a place beside these parameters"
+                    f"{self._most_bytes:,} can be kept for a model of this size"
                 )
             for places in self.places:
                 places.reserve()

@@ -35,8 +35,8 @@ from paramd.trainer.resume.succession import give_back, keep_difference
 SWAP_BYTES = 4 << 20
 
 NO_BLOCK = (
-    "the script is not in a block of attachment.rewindable(), so it would go on with the batch of "
-    "another step; put one around its loop over batches (docs/rollback.md)"
+    "the script is not in a block of attachment.rewindable(), so it would continue with the batch "
+    "of another step; put one around its loop over batches (docs/rollback.md)"
 )
 
 

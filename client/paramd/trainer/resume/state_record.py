@@ -250,10 +250,9 @@ class CopiedState:
         if used_bytes > self._memory.size_bytes:
             raise ConflictError(
                 f"the optimizer's state takes {used_bytes:,} bytes; at most "
-                f"{self._memory.size_bytes:,} have a place beside these parameters"
+                f"{self._memory.size_bytes:,} can be kept for a model of this size"
             )
-        if used_bytes:
-            self._memory.reserve(0, pages(used_bytes))
+        self._memory.reserve(0, pages(used_bytes))
         for one, moment, place in copies:
             sizes, strides = tuple(one.local.shape), tuple(one.local.stride())
             self._views.at(dtype_name(moment.dtype), place, sizes, strides).copy_(moment)

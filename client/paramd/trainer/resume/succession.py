@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from paramd.errors import ConflictError, ParamdError, UnreachableError
 from paramd.memory.arena import HostArena
-from paramd.memory.continuation import CHECK_S, check_left, read_pair
+from paramd.memory.continuation import CHECK_S, check_left, digest_of, read_pair
 from paramd.memory.control_page import Word, Words
 from paramd.memory.descriptors import SparseMemory, close_all, pages
 from paramd.memory.handover import Allocation, Survived, continuation_bytes
@@ -162,8 +162,9 @@ class Succession:
                 self._snapshots += _snapshots_in(
                     copies.mapped(descriptor, sum(copies.sizes_of(label))), label
                 )
+        states = [*([self._live] if self._live is not None else []), *self._snapshots]
         return RankOffer(
-            refusal=self._refusal(offer),
+            refusal=self._difference(states[0], offer) if states else "",
             step=max(int(offer["step"]), int(offer["reached"])),
             lineage=int(offer["lineage"]),
             live=self._live.mark if self._live is not None else None,
@@ -202,7 +203,7 @@ class Succession:
             state = next(one for one in _snapshots_in(memory, label) if one.mark == mark)
         except (ParamdError, ValueError, StopIteration):
             return [damaged]
-        if copies.digest_of(state.parts) != state.digest:
+        if digest_of(*state.parts) != state.digest:
             return [damaged]
         if refusal := self._difference(state, label):
             raise ConflictError(f"resume: on rank {self._rank} {refusal}; {OVER_AN_EXPORT}")
@@ -218,21 +219,20 @@ class Succession:
         if choice.how == "live":
             damaged = self._left_damaged(state)
         else:
-            damaged = bool(state.digest) and copies.digest_of(state.parts) != state.digest
+            damaged = bool(state.digest) and digest_of(*state.parts) != state.digest
         if not damaged:
             return ""
         return f"the {choice.how} state of step {state.mark.step} is damaged on rank {self._rank}"
 
     def _left_damaged(self, state: _State) -> bool:
-        if not state.digests and self._device:
-            return False
         if not state.digests:
-            log.warning(
-                "paramd: rank %d: its sidecar has no digests of step %d yet; only samples and the "
-                "record are checked",
-                self._rank,
-                state.mark.step,
-            )
+            if not self._device:
+                log.warning(
+                    "paramd: rank %d: its sidecar has no digests of step %d yet; only samples and "
+                    "the record are checked",
+                    self._rank,
+                    state.mark.step,
+                )
             return False
         found = check_left(state.parts, state.digests)
         if found.piece_count < found.of_count:
@@ -289,7 +289,7 @@ class Succession:
         if choice.how == "snapshot":
             return (
                 f"resumes at step {choice.mark.step} from a standing snapshot; "
-                f"{choice.lost_steps} steps are made again, because {choice.reason}"
+                f"{choice.lost_steps} steps are repeated, because {choice.reason}"
                 f"{self._from_copies()}"
             )
         if not choice.lost_steps:
@@ -386,10 +386,6 @@ class Succession:
             digests=tuple(map(int, offer["digests"])),
         )
         return ""
-
-    def _refusal(self, offer: dict[str, Any]) -> str:
-        states = [*([self._live] if self._live is not None else []), *self._snapshots]
-        return self._difference(states[0], offer) if states else ""
 
     def _difference(self, state: _State, told: Mapping[str, Any]) -> str:
         """How this script differs from the one that a state is of; empty if it does not."""

@@ -86,11 +86,8 @@ class Swap:
         self._announced.clear()
 
     def _remember(self, module: nn.Module) -> _Before:
-        before = self._before.get(id(module))
-        if before is None:
-            before = _Before(module, dict(module._parameters), {}, set())
-            self._before[id(module)] = before
-        return before
+        before = _Before(module, dict(module._parameters), {}, set())
+        return self._before.setdefault(id(module), before)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -88,15 +88,11 @@ def find_holdings(module: nn.Module, *, recurse: bool) -> list[LocalParam]:
 def _managed_below(module: nn.Module) -> set[object]:
     modules = [inner for _, inner in walk(module)]
     root = next((inner for inner in modules if fsdp.is_fsdp(inner)), None)
-    own = root if root is not None and _wraps(module, root) else None
+    # Only wrappers (DDP, torch.compile, ...) are between the two.
+    wraps = any(inner is root for prefix, inner in walk(module) if prefix == "")
+    own = root if wraps else None
     mine = _keys([own]) if own is not None else set()
     return _keys([inner for inner in modules if inner is not own]) - mine
-
-
-def _wraps(module: nn.Module, inner: nn.Module) -> bool:
-    """Whether only wrappers (DDP, torch.compile, ...) are between the two."""
-    chain = [found for prefix, found in walk(module) if prefix == ""]
-    return any(found is inner for found in chain)
 
 
 def _keys(modules: Sequence[nn.Module]) -> set[object]:
@@ -210,7 +206,8 @@ class Rendezvous:
         self._ranks = ranks
         self._alone = len(ranks) == 1
         self._me = ranks[0] if self._alone else dist.get_rank()
-        self._store = None if self._alone else distributed_c10d._get_default_store()
+        # None: the rank is alone. `enter` and `leave` look; what they call needs not.
+        self._store: Any = None if self._alone else distributed_c10d._get_default_store()
         everybody = self._alone or len(ranks) == dist.get_world_size()
         self._series = "all" if everybody else "-".join(map(str, ranks))
 
@@ -263,7 +260,6 @@ class Rendezvous:
             raise kind(f"{self._name}: {verdict.text}; no rank keeps its edits")
 
     def _meet(self, number: int, part: str, message: str, timeout_s: float) -> _Verdict:
-        assert self._store is not None
         deadline = time.monotonic() + timeout_s
         # The message before the count: the last rank counted judges all messages.
         self._store.set(self._key(number, part, str(self._me)), message)
@@ -283,7 +279,6 @@ class Rendezvous:
         return _Verdict(state, text)
 
     def _judged(self, number: int, part: str) -> _Verdict:
-        assert self._store is not None
         store = self._store
         words = {r: json.loads(store.get(self._key(number, part, str(r)))) for r in self._ranks}
         refusals = [f"rank {rank}: {refusal}" for rank, (_, refusal) in words.items() if refusal]
@@ -308,18 +303,15 @@ class Rendezvous:
         )
 
     def _decide(self, number: int, part: str, verdict: _Verdict) -> None:
-        assert self._store is not None
         message = json.dumps([verdict.state, verdict.text])
         # Only sets a missing key: the first verdict stands.
         self._store.compare_set(self._key(number, part, "verdict"), "", message)
 
     def _has(self, number: int, part: str, name: str) -> bool:
-        assert self._store is not None
         return bool(self._store.check([self._key(number, part, name)]))
 
     def _tidy(self, number: int, part: str) -> None:
         """Delete keys of earlier meetings: all ranks here have read those verdicts."""
-        assert self._store is not None
         stale = _stale_keys.setdefault(self._series, [])
         if part == "enter":
             for key in stale:

@@ -53,7 +53,7 @@ export interface paths {
         };
         /**
          * List Jobs
-         * @description Jobs of this control plane, each in its last incarnation.
+         * @description Jobs of this control plane that the token is for, each in its last incarnation.
          */
         get: operations["list_jobs"];
         put?: never;
@@ -1899,6 +1899,12 @@ export interface components {
              */
             overwrite: boolean;
             /**
+             * Patterns
+             * @description Names and patterns of whole tensors; [] all of them
+             * @default []
+             */
+            patterns: string[];
+            /**
              * Tied
              * @description Write tied tensors once, or under each of their names
              * @default drop
@@ -2135,6 +2141,12 @@ export interface components {
              * @default 0
              */
             steps_left: number;
+            /**
+             * Waits For
+             * @description While pausing: the rank whose boundary is waited for, and since when.
+             * @default
+             */
+            waits_for: string;
         };
         /**
          * HoldRequest
@@ -2153,6 +2165,11 @@ export interface components {
              * @default 30
              */
             lease_s: number;
+            /**
+             * Timeout S
+             * @description Seconds for all ranks to agree on a hold; None: 60 and four of their steps
+             */
+            timeout_s?: number | null;
         };
         /**
          * HoldState
@@ -2631,6 +2648,11 @@ export interface components {
              * @description Seconds since the Unix epoch; null: never
              */
             expires_s: number | null;
+            /**
+             * Jobs
+             * @description Patterns of the jobs that it is for; null: all
+             */
+            jobs: string | null;
             /** Name */
             name: string;
             /**
@@ -3438,6 +3460,12 @@ export interface components {
                 [key: string]: string;
             };
             /**
+             * Patterns
+             * @description Names and patterns of whole tensors; [] all of them
+             * @default []
+             */
+            patterns: string[];
+            /**
              * Tied
              * @description Write tied tensors once, or under each of their names
              * @default drop
@@ -3837,6 +3865,11 @@ export interface components {
              * @description Seconds since the Unix epoch; null: never
              */
             expires_s: number | null;
+            /**
+             * Jobs
+             * @description Patterns of the jobs that it is for; null: all
+             */
+            jobs: string | null;
             /** Name */
             name: string;
             /**
@@ -3865,6 +3898,11 @@ export interface components {
          *     }
          */
         TokenRequest: {
+            /**
+             * Jobs
+             * @description Patterns of the jobs that it is for, such as team-a-*, separated by commas; all when absent
+             */
+            jobs?: string | null;
             /**
              * Name
              * @description Its owner or purpose; appears in the audit. Never reusable; generated when absent

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 import secrets
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from http.cookies import CookieError, SimpleCookie
 
 from paramd.clock import now_s
@@ -39,7 +41,7 @@ CODE_S = 60.0
 """How long a sign-in code can be used, once."""
 
 MAX_CODES = 64
-"""Unused codes; past the cap the oldest is dropped."""
+"""Unused codes; past the cap the token with the most loses its oldest."""
 
 DEFAULT_TTL_S = 30 * 86_400.0
 MAX_TTL_S = 366 * 86_400.0
@@ -49,6 +51,8 @@ KEPT_S = 2.0
 """How long a token stays valid here after another control plane of the store has revoked it."""
 
 _KEPT = 1024
+_JOBS = re.compile(r"[A-Za-z0-9._*?-]+(,[A-Za-z0-9._*?-]+)*")
+MAX_JOBS_CHARS = 256
 _MAX_CHARS = 4096
 
 
@@ -113,7 +117,9 @@ class Sessions:
         """
         self._forget_codes()
         if len(self._codes) >= MAX_CODES:
-            self._codes.popitem(last=False)
+            # The oldest of the token with the most: nobody's codes displace another's.
+            ((most, _),) = Counter(of for of, _ in self._codes.values()).most_common(1)
+            del self._codes[next(key for key, (of, _) in self._codes.items() if of == most)]
         code = secrets.token_urlsafe(32)
         self._codes[_secret_digest(code)] = (token_digest, self._clock() + CODE_S)
         return code
@@ -184,9 +190,16 @@ class Principal:
     expires_s: float | None = field(default=None, compare=False)
     """When the token expires, in seconds since the Unix epoch; None: never."""
 
+    jobs: str | None = field(default=None, compare=False)
+    """As in `TokenRow`."""
+
     def may(self, action: Action) -> bool:
         """Whether the role permits the action."""
         return may(self.role, action)
+
+    def sees(self, job: str) -> bool:
+        """Whether its token is for this job."""
+        return self.jobs is None or any(fnmatchcase(job, one) for one in self.jobs.split(","))
 
 
 OWNER = Principal("owner", UserRole.ADMIN)
@@ -260,13 +273,14 @@ class Tokens:
         role: UserRole,
         ttl_s: float = DEFAULT_TTL_S,
         name: str | None = None,
+        jobs: str | None = None,
     ) -> tuple[TokenRow, str]:
         """Create a token; return its row and the token, which is not kept and never shown again.
 
         `TokenRequest` has checked the arguments.
 
         Raises:
-            UsageError: the name is the owner's, or a token.
+            UsageError: the name is the owner's, or a token; or the patterns of jobs are invalid.
             ConflictError: the name has been used.
             UnreachableError: the store or the audit cannot be written.
         """
@@ -276,6 +290,13 @@ class Tokens:
                 f"name: {name[:64]!r}; expected 1 to {MAX_NAME_CHARS} of A-Z a-z 0-9 . _ @ - "
                 "beginning with a letter or digit, and not 'owner'"
             )
+        if jobs is not None and (
+            role == UserRole.ADMIN or len(jobs) > MAX_JOBS_CHARS or not _JOBS.fullmatch(jobs)
+        ):
+            raise UsageError(
+                f"jobs: {jobs[:64]!r}, role {role}; expected patterns such as team-a-*, "
+                "separated by commas, and another role than admin, whose tokens are for all jobs"
+            )
         token, now_s = new_token(), self._clock()
         row = TokenRow(
             name=name,
@@ -283,8 +304,11 @@ class Tokens:
             role=str(role),
             created_s=now_s,
             expires_s=now_s + ttl_s,
+            jobs=jobs,
         )
         detail: dict[str, object] = {"name": name, "role": str(role), "ttl_s": ttl_s}
+        if jobs is not None:
+            detail["jobs"] = jobs
         async with self._recorded(by, "token.create", detail):
             await self._store.create(row)
         return row, token
@@ -334,7 +358,7 @@ def _principal(row: TokenRow, now_s: float) -> Principal | None:
     if expired or row.revoked_s is not None:
         return None
     try:
-        return Principal(row.name, UserRole(row.role), token_id(row), row.expires_s)
+        return Principal(row.name, UserRole(row.role), token_id(row), row.expires_s, row.jobs)
     except ValueError:
         return None  # a role of a newer version: its permissions are unknown here
 

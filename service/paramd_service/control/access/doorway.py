@@ -17,7 +17,7 @@ from urllib.parse import unquote
 from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paramd.errors import DeniedError, ExhaustedError, UnreachableError
+from paramd.errors import DeniedError, ExhaustedError, NotFoundError, UnreachableError
 from paramd.security.tls import CA_PATH
 from paramd_service.admission import CALLER, Shares
 from paramd_service.control.access.authority import (
@@ -31,7 +31,7 @@ from paramd_service.control.access.authority import (
 )
 from paramd_service.control.access.join import FailureLimit
 from paramd_service.control.access.revocations import Revocations
-from paramd_service.control.access.roles import Action, allowed, needed_action
+from paramd_service.control.access.roles import OF_NO_JOB, Action, allowed, needed_action
 from paramd_service.control.base.problems import problem
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class TokenGate:
         if principal.token_id is None or scope["method"] != "GET":
             await self._app(scope, receive, send)
             return
-        with self._revocations.following(principal) as ended:
+        with self._revocations.following(principal.token_id) as ended:
             await run_until(ended, self._app, scope, receive, send)
 
     async def _principal(self, scope: Scope) -> Principal | None:
@@ -217,6 +217,7 @@ def permitted(denied: Denied, *, readonly: bool = False) -> Callable[[Request], 
         query = unquote(request.scope["query_string"].decode("latin-1"))
         action = needed_action(operation, query)
         principal = principal_of(request)
+        check_job(principal, request.path_params.get("job"), operation)
         keeps = not readonly or action is not Action.ADMINISTER or request.method == "GET"
         if keeps and action in allowed(principal.role, readonly=readonly):
             return
@@ -229,6 +230,21 @@ def permitted(denied: Denied, *, readonly: bool = False) -> Callable[[Request], 
         )
 
     return check_role
+
+
+def check_job(principal: Principal, job: str | None, operation: str = "") -> None:
+    """Check that the caller's token is for `job`; None: `operation` is of no job.
+
+    Raises:
+        NotFoundError: it is not; whether there is such a job is none of its concern.
+        DeniedError: the operation is about all jobs.
+    """
+    if job is not None and not principal.sees(job):
+        raise NotFoundError(
+            f"job {job[:64]!r} is not one of those that your token is for ({principal.jobs})"
+        )
+    if job is None and principal.jobs is not None and operation not in OF_NO_JOB:
+        raise DeniedError(f"your token is for some jobs ({principal.jobs}); this is about all")
 
 
 def principal_of(request: Request) -> Principal:

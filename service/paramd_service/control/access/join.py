@@ -28,13 +28,14 @@ MAX_DETAIL_CHARS = 2048
 
 log = logging.getLogger("paramd.control")
 
-ANY_ROLE: Final = frozenset(Role)
+ANY_ROLE: Final = frozenset(Role) - {Role.CONTROL}
+"""All that are shown to control planes; its own ticket is for sidecars."""
 _CONTROL = "/paramd.v1.ControlService/"
 _REFLECTION = ".ServerReflection/ServerReflectionInfo"
 
 METHOD_ROLES: Final[dict[str, frozenset[Role]]] = {
     _CONTROL + "Join": frozenset({Role.SIDECAR}),
-    _CONTROL + "ScheduleBoundary": frozenset({Role.READER, Role.EDITOR, Role.CONTROL}),
+    _CONTROL + "ScheduleBoundary": frozenset({Role.READER, Role.EDITOR}),
     "/grpc.reflection.v1alpha" + _REFLECTION: ANY_ROLE,
     "/grpc.reflection.v1" + _REFLECTION: ANY_ROLE,
 }

@@ -17,7 +17,7 @@ from paramd.errors import UnreachableError
 from paramd.security.tickets import CLOCK_SKEW_S, Claims
 from paramd_service.admission import MAX_REVOKED, Notice, RevokedTokens
 from paramd_service.aio import stopped
-from paramd_service.control.access.authority import KEPT_S, Principal, token_id
+from paramd_service.control.access.authority import KEPT_S, token_id
 from paramd_service.control.store.tokens import TokenRow, TokenStore
 
 LOOK_S: Final = 1.0
@@ -36,12 +36,15 @@ class Revocations:
         self._keep_s = ticket_ttl_s + 2 * CLOCK_SKEW_S + KEPT_S
         self._clock = clock
         self._tokens = RevokedTokens(wall_clock=clock)
+        self._store: TokenStore | None = None
+        self._lasting: dict[str, tuple[bool, float]] = {}
         self._listeners: set[_Listener] = set()
         self._followers: dict[str, set[asyncio.Future[None]]] = {}
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, store: TokenStore) -> None:
         """Load the tokens that have already ended, then keep polling the store."""
+        self._store = store
         await self._look(store)
         self._task = asyncio.create_task(self._watch(store), name="paramd-revocations")
 
@@ -53,6 +56,25 @@ class Revocations:
     def check(self, claims: Claims) -> None:
         """Raise TokenRevokedError if the ticket's token has ended."""
         self._tokens.check(claims)
+
+    async def has_ended(self, token_id: str | None) -> bool:
+        """Whether a token has been revoked or has expired, however long ago; known for `LOOK_S`.
+
+        Raises:
+            UnreachableError: the store cannot be reached now.
+        """
+        if token_id is None or self._store is None:
+            return False
+        if token_id in self._tokens:
+            return True
+        ended, until_s = self._lasting.get(token_id, (False, 0.0))
+        if (now_s := self._clock()) >= until_s:
+            row = await self._store.of_id(token_id)
+            ended = row is None or row.ended_s <= now_s
+            if len(self._lasting) >= MAX_REVOKED:
+                self._lasting.clear()
+            self._lasting[token_id] = ended, now_s + LOOK_S
+        return ended
 
     def revoked(self, row: TokenRow) -> None:
         """Announce a token that was revoked here, at once."""
@@ -75,22 +97,22 @@ class Revocations:
             await listener.close()
 
     @contextlib.contextmanager
-    def following(self, principal: Principal) -> Iterator[asyncio.Future[None]]:
-        """A future that is done once the principal's token has ended."""
+    def following(self, token_id: str | None) -> Iterator[asyncio.Future[None]]:
+        """A future that is done once the token has ended."""
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if principal.token_id is None:
+        if token_id is None:
             yield ended
             return
-        mine = self._followers.setdefault(principal.token_id, set())
+        mine = self._followers.setdefault(token_id, set())
         mine.add(ended)
-        if principal.token_id in self._tokens:
+        if token_id in self._tokens:
             ended.set_result(None)
         try:
             yield ended
         finally:
             mine.discard(ended)
             if not mine:
-                self._followers.pop(principal.token_id, None)
+                self._followers.pop(token_id, None)
 
     async def _watch(self, store: TokenStore) -> None:
         while True:

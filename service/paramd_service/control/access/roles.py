@@ -43,6 +43,8 @@ class Action(Enum):
     """Commit and abort edits that another token made; step and end another's hold."""
     EXPORT = "export"
     """Write checkpoints to destinations that the operator allows."""
+    TUNNEL = "tunnel"
+    """Reach sidecars through the control plane's port, from where nothing else reaches them."""
     ATTACH = "attach"
     """Register a training job."""
     ADMINISTER = "administer"
@@ -50,7 +52,7 @@ class Action(Enum):
 
 
 _VIEWER: Final = frozenset({Action.VIEW})
-_READER: Final = _VIEWER | {Action.READ}
+_READER: Final = _VIEWER | {Action.READ, Action.TUNNEL}
 
 PERMITTED: Final[dict[UserRole, frozenset[Action]]] = {
     UserRole.VIEWER: _VIEWER,
@@ -73,8 +75,8 @@ OPERATIONS: Final[dict[str, Action]] = {
     "register_job": Action.ATTACH,
     "get_job": Action.VIEW,
     "list_ranks": Action.VIEW,
-    "open_tunnel": Action.VIEW,
-    "open_control_tunnel": Action.VIEW,
+    "open_tunnel": Action.TUNNEL,
+    "open_control_tunnel": Action.TUNNEL,
     "list_incarnations": Action.VIEW,
     "get_why": Action.READ,
     "get_rank_log": Action.LOGS,
@@ -133,6 +135,10 @@ OPERATIONS: Final[dict[str, Action]] = {
 }
 """Action of each REST operation, by its operationId."""
 
+OF_NO_JOB: Final = frozenset(
+    ("list_jobs", "register_job", "list_destinations", "get_openapi", "get_session")
+) | {"create_session", "create_sign_in_code", "delete_session"}
+"""Operations without a job in their path that tokens for some jobs may call."""
 
 SMALL_NUMEL: Final = 64
 """Statistics of fewer elements count as values, and need a reader."""

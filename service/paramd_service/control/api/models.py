@@ -190,6 +190,13 @@ class HoldRequest(HolderRequest):
         allow_inf_nan=False,
         description="Seconds from now; training resumes when they are over",
     )
+    timeout_s: float | None = Field(
+        None,
+        gt=0,
+        le=3600,
+        allow_inf_nan=False,
+        description="Seconds for all ranks to agree on a hold; None: 60 and four of their steps",
+    )
 
 
 class StepRequest(HolderRequest):

@@ -10,13 +10,9 @@ import json
 from collections.abc import Iterator
 from operator import attrgetter
 
+from paramd.mesh.peers.grpc import PHASE_NAMES
 from paramd.v1 import common_pb2
 from paramd_service.control.mesh.registry import RankView, Registry
-
-_PHASE_NAMES: dict[int, str] = {
-    int(number): name.removeprefix("PHASE_").lower() for name, number in common_pb2.Phase.items()
-}
-"""Phases as documents spell them, e.g. "forward_backward"."""
 
 _NUMBERS = (
     *("trainer_pid", "sidecar_pid", "step_time_ns", "boundary_age_ns", "stall_count"),
@@ -65,7 +61,7 @@ def _rank(rank: RankView) -> str:
 def _said(state: common_pb2.RankState, step: int, version: str) -> str:
     # A newer sidecar may send unknown phases.
     return _SAID % (
-        _PHASE_NAMES.get(state.phase, "unspecified"),
+        PHASE_NAMES.get(state.phase, "unspecified"),
         step,
         *_numbers(state),
         "true" if state.agreement_works else "false",

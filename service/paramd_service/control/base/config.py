@@ -71,6 +71,9 @@ class ControlConfig:
     token_file: str = field(default="", repr=False)
     """File with a site's own token, role admin, such as a mounted secret; empty: a generated
     token in _site/token of the state dir."""
+    sidecar_networks: str = ""
+    """Networks such as 10.0.0.0/8, separated by commas: where sidecars may be that join from
+    elsewhere, as behind a proxy; empty: PARAMD_SIDECAR_NETWORKS, else none."""
     drain_s: float = 5.0
     """Time for calls in progress to finish at shutdown, in seconds, 0 or more."""
 
@@ -112,6 +115,8 @@ class ControlConfig:
                 default = os.environ.get("PARAMD_LISTEN") or default
             if option.name == "store":
                 default = os.environ.get("PARAMD_STORE_URL") or default
+            if option.name == "sidecar_networks":
+                default = os.environ.get("PARAMD_SIDECAR_NETWORKS") or default
             name = f"--{option.name.replace('_', '-')}"
             if option.type == "bool":
                 wanted = option.name == "readonly" and os.environ.get("PARAMD_READONLY") == "1"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from paramd import places
 from paramd.errors import NotFoundError, UnreachableError, UsageError
 from paramd.places import Endpoint
+from paramd.state_files import kernel_of
 from paramd_service.control.base.config import Bootstrap, ControlConfig
 from paramd_service.tls import advertised, check_exposure, grpc_address, tls_files
 
@@ -200,12 +201,15 @@ def announce(
 
 
 def successor(mine: Endpoint) -> Endpoint | None:
-    """The live control plane that has taken over the job's endpoint file, if any."""
+    """The live control plane of this host that has taken over the job's endpoint file, if any."""
     try:
         found = places.read_endpoint(mine.job)
     except (NotFoundError, UnreachableError):
         return None
-    return found if found.pid != mine.pid and found.incarnation >= mine.incarnation else None
+    # Of another host, or shown by `paramd connect`: no word of theirs ends what runs here.
+    here = not found.host_id or kernel_of(found.host_id) == kernel_of(mine.host_id)
+    later = found.pid != mine.pid and found.incarnation >= mine.incarnation
+    return found if here and later and not found.via else None
 
 
 def _candidates(port: int) -> range:

@@ -31,6 +31,7 @@ from paramd import clock, places
 from paramd.errors import ConflictError, ParamdError, UsageError
 from paramd.places import HISTORY_FILE, IncarnationRecord
 from paramd.security.tickets import new_token
+from paramd.state_files import check_private
 
 SITE_DIRECTORY = "_site"
 KEY_BYTES = 32
@@ -154,6 +155,7 @@ def read_token(path: str) -> str | None:
     """
     if not path:
         return None
+    check_private(Path(path))
     try:
         with open(path, encoding="utf-8") as file:
             token = file.readline(MAX_FILE_BYTES).strip()
@@ -201,6 +203,7 @@ def _kept(path: Path, fresh: str) -> str:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
+        check_private(path)
         return path.read_text()[:MAX_FILE_BYTES].strip()
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error}; set PARAMD_STATE_DIR") from error

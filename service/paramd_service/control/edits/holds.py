@@ -15,9 +15,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
-from paramd.errors import ConflictError, ParamdError
+from paramd.errors import ConflictError, DeadlineError, ParamdError
 from paramd.mesh.edits.calls import Hold as HoldView
 from paramd.mesh.edits.calls import HoldState
+from paramd.mesh.peers.grpc import MORE_TIME
 from paramd.v1 import common_pb2, sidecar_pb2
 from paramd_service.aio import stopped
 from paramd_service.control.access.authority import Principal
@@ -31,7 +32,7 @@ from paramd_service.control.mesh.coordinator import (
     token_of,
 )
 from paramd_service.control.mesh.jobs import Incarnation
-from paramd_service.control.mesh.registry import MeshView
+from paramd_service.control.mesh.registry import MeshView, waited_for
 from paramd_service.control.mesh.sidecars import on_all
 from paramd_service.control.records.records import Records
 
@@ -88,7 +89,12 @@ class Hold:
             now = await self._last_to_step(view, now)
         if now.state is HoldState.RUNNING:
             if self._pausing:
-                return HoldView(state=HoldState.PAUSING, holder=self._holder, step=now.step)
+                return replace(
+                    now,
+                    state=HoldState.PAUSING,
+                    holder=self._holder,
+                    waits_for=waited_for(self._mesh.registry.view()),
+                )
             self._forget()
             return now
         return replace(now, holder=self._holder, since_s=self._since_s)
@@ -111,11 +117,18 @@ class Hold:
         return replace(first, state=HoldState.STEPPING, step=step, steps_left=left)
 
     async def begin(
-        self, by: Principal, lease_s: float, holder: str, *, for_all: bool = False
+        self,
+        by: Principal,
+        lease_s: float,
+        holder: str,
+        *,
+        for_all: bool = False,
+        timeout_s: float | None = None,
     ) -> HoldView:
         """Hold all ranks at one boundary; return once they wait there.
 
         Args:
+            timeout_s: for all ranks to agree; None: as long as an edit has.
             holder: The holder returned by an earlier call, which makes a retry idempotent.
             for_all: Whoever may hold training may end this hold, and act within it.
 
@@ -125,10 +138,10 @@ class Hold:
         """
         # What holds training for a request of its own is over in a moment: its caller may go on.
         async with self._acting:
-            return await self._begin(by, lease_s, holder, for_all=for_all)
+            return await self._begin(by, lease_s, holder, for_all, timeout_s)
 
     async def _begin(
-        self, by: Principal, lease_s: float, holder: str, *, for_all: bool = False
+        self, by: Principal, lease_s: float, holder: str, for_all: bool, timeout_s: float | None
     ) -> HoldView:
         self._mesh.check()
         present = await self.view()
@@ -146,7 +159,9 @@ class Hold:
         try:
             detail = {"holder": self._holder, "lease_s": lease_s}
             async with self._records.recorded(by, "hold.begin", detail, self._mesh) as entry:
-                verdict = await self._ask(BoundaryAction.HOLD, lease_ms=round(1000 * lease_s))
+                verdict = await self._ask(
+                    BoundaryAction.HOLD, lease_ms=round(1000 * lease_s), timeout_s=timeout_s
+                )
                 entry.outcome(step=verdict.step)
             self._since_s = time.time()
             self.begun_count += 1
@@ -229,7 +244,7 @@ class Hold:
             await self._check_holder(by, "")
             yield
             return
-        begun = await self._begin(by, OWN_LEASE_S, "")
+        begun = await self._begin(by, OWN_LEASE_S, "", False, None)
         renewing = asyncio.create_task(self._keep(), name="paramd-hold")
         try:
             yield
@@ -263,7 +278,12 @@ class Hold:
         return present
 
     async def _ask(
-        self, action: BoundaryAction, *, step_count: int = 0, lease_ms: int = 0
+        self,
+        action: BoundaryAction,
+        *,
+        step_count: int = 0,
+        lease_ms: int = 0,
+        timeout_s: float | None = None,
     ) -> Verdict:
         async with self._mesh.coordinator.turn() as turn:
             request = BoundaryRequest(
@@ -273,17 +293,25 @@ class Hold:
                 step_count=step_count,
                 lease_ms=lease_ms,
             )
+            if timeout_s is None:
+                timeout_s = self._agree_s(turn.view)
             try:
                 verdict = await self._mesh.coordinator.round(
-                    request, {}, turn.view, timeout_s=self._agree_s(turn.view)
+                    request, {}, turn.view, timeout_s=timeout_s
                 )
-            except ParamdError:
+            except ParamdError as error:
                 if await self._was_agreed(turn.number, turn.view):
                     return Verdict(True, -1, "")
-                raise
+                if not isinstance(error, DeadlineError):
+                    raise
+                raise DeadlineError(self._why_not_agreed(timeout_s)) from error
             if not verdict.captured and not await self._was_agreed(turn.number, turn.view):
-                raise ConflictError(f"the trainers did not agree: {verdict.reason}")
+                raise ConflictError(f"{self._why_not_agreed(timeout_s)}: {verdict.reason}")
             return verdict
+
+    def _why_not_agreed(self, timeout_s: float) -> str:
+        waited = waited_for(self._mesh.registry.view())
+        return f"the trainers did not agree in {timeout_s:.3g} s, waiting for {waited}; {MORE_TIME}"
 
     async def _was_agreed(self, number: int, view: MeshView) -> bool:
         """Withdraw a request from all ranks; True if it had already been agreed on."""

@@ -162,8 +162,10 @@ class IncarnationEdits:
             self._committing.discard(row.id)
 
     def tick(self, now_s: float) -> None:
-        """Abort edits left uncommitted for staged_s. `now_s` is monotonic."""
+        """Abort edits left uncommitted for staged_s; tell on whom committed ones wait. `now_s` is
+        monotonic."""
         for edit_id, driver in list(self.open.items()):
+            driver.tell_who_waits()
             waits = driver.machine.state in (EditState.STAGING, EditState.STAGED)
             late = now_s - driver.touched_s > self._config.staged_s
             if waits and late and edit_id not in self._committing:

@@ -36,7 +36,7 @@ from paramd_service.control.edits.machine import (
 )
 from paramd_service.control.edits.spec import merged
 from paramd_service.control.mesh.coordinator import BoundaryAction, BoundaryRequest
-from paramd_service.control.mesh.registry import MeshView, listed
+from paramd_service.control.mesh.registry import MeshView, listed, waited_for
 from paramd_service.control.mesh.sidecars import SidecarCalls, address_of, on_all
 from paramd_service.control.store.edits import EditRow
 from paramd_service.control.store.engine import StoreError
@@ -143,6 +143,13 @@ class EditRun:
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` in the background; `close` cancels it."""
         kept(self._tasks, work).add_done_callback(self._ended)
+
+    def tell_who_waits(self) -> None:
+        """While it is COMMITTED, have the row say on which rank it waits; not saved."""
+        if self.row.state == EditState.COMMITTED:
+            machine = self.machine
+            told = f"being called off ({machine.reason}), " if machine.calling_off else ""
+            self.row = replace(self.row, reason=f"{told}waits for {waited_for(self._view())}")
 
     def describe(self, **detail: Any) -> None:
         """Add to the row's detail; saved with the next state."""

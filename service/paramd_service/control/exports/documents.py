@@ -202,6 +202,7 @@ def read_spec(request: Mapping[str, Any]) -> ExportSpec:
             dtype=request["dtype"],
             parameters="parameters" in include,
             buffers="buffers" in include,
+            patterns=tuple(request["patterns"]),
             keep_tied=request["tied"] == "keep",
             names=NameMap.of(request["name_map"]),
         ),
@@ -251,6 +252,9 @@ class ExportOptions(BaseModel):
     )
     tied: Literal["drop", "keep"] = Field(
         "drop", description="Write tied tensors once, or under each of their names"
+    )
+    patterns: list[str] = Field(
+        [], max_length=20_000, description="Names and patterns of whole tensors; [] all of them"
     )
     name_map: dict[str, str] = Field(
         {},

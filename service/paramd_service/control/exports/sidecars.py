@@ -142,7 +142,7 @@ class SidecarGroup:
         """No I/O."""
         self.mesh = mesh
         # Channels of their own, which outlive the incarnation until its exports have ended.
-        self.calls = SidecarCalls(mesh.bootstrap, generation=mesh.terms.generation)
+        self.calls = SidecarCalls(mesh.bootstrap, generation=mesh.terms.generation, reads=True)
 
     def asking(self, request: Message) -> Callable[[int, str], Awaitable[Any]]:
         """The work of `any` or `all` that sends one request."""

@@ -76,7 +76,7 @@ def _running(here: Sequence[Evidence]) -> str:
     if not here:
         return "No rank is known."
     if all(one.held for one in here):
-        return "Training is held on request; paramd resume lets it go on."
+        return "Training is paused on request; paramd resume continues it."
     if all(one.boundary_age_s < 0 for one in here):
         return "Training has not passed its first boundary yet."
     slowest = max(here, key=lambda one: one.boundary_age_s)

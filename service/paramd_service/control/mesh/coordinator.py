@@ -30,7 +30,7 @@ from paramd.errors import (
 )
 from paramd.v1 import sidecar_pb2
 from paramd_service.aio import ended, stopped
-from paramd_service.control.mesh.registry import MeshView, listed
+from paramd_service.control.mesh.registry import MeshView, listed, waited_for
 
 if TYPE_CHECKING:
     from paramd_service.control.mesh.sidecars import SidecarCalls
@@ -233,8 +233,8 @@ class Coordinator:
                 return await request.answer
         except TimeoutError:
             raise DeadlineError(
-                f"the trainers agreed on no boundary within {timeout_s:.1f} s; a rank is slow, "
-                "hung or not training"
+                f"the trainers agreed on no boundary within {timeout_s:.1f} s, waiting for "
+                f"{waited_for(self._view())}"
             ) from None
         finally:
             self._withdraw(request)

@@ -13,8 +13,8 @@ import asyncio
 import logging
 import math
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Coroutine
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -32,10 +32,12 @@ from paramd.errors import (
 from paramd.places import IncarnationRecord
 from paramd.security.tickets import Signer, Verifier
 from paramd.state_files import is_job_name
+from paramd_service import admission
 from paramd_service.aio import kept
 from paramd_service.control.base.config import MAX_WORLD_SIZE, Bootstrap
 from paramd_service.control.base.site import Site
 from paramd_service.control.mesh.coordinator import Coordinator
+from paramd_service.control.mesh.origin import Networks
 from paramd_service.control.mesh.registry import (
     MeshView,
     Registry,
@@ -51,6 +53,13 @@ from paramd_service.control.mesh.watch import Publish, RefusalBook, StateWatch
 MAX_JOBS = 512
 """Jobs kept in memory; past the cap, the oldest idle one is evicted."""
 
+JOBS_OF_TOKEN = 192
+"""Most of them of one token, which may have MAX_WORLD_SIZE ranks together; past that, its own
+oldest idle one is evicted."""
+
+LOOKED_PER_S = 16_384
+"""Ranks of one mesh that are looked at each second: a look at one takes 8 us of the event loop."""
+
 RETURN_S = 20.0
 """Grace period after our start in which a job with an open incarnation is reported as starting
 rather than unknown; longer than a sidecar's longest back-off between attempts to join."""
@@ -65,9 +74,11 @@ class ControlIdentity:
     """Settings shared by every job of a control plane."""
 
     generation: int
-    """Of two control planes, the one with the higher generation wins."""
+    """Of two control planes, sidecars obey the one with the higher generation."""
     control_address: Callable[[], str] = str
     """Our own gRPC target, once it is known."""
+    sidecar_networks: Networks = ()
+    """Where sidecars may be, besides where they join from."""
     report_s: float = 2.0
     """Seconds between two reports of a sidecar."""
     silent_after_s: float = 4.5
@@ -86,9 +97,12 @@ class Incarnation:
         terms: ControlIdentity,
         *,
         publish: Publish = lambda kind, data, *, job: None,
+        owner: str | None = None,
     ) -> None:
         self.bootstrap = bootstrap
         self.terms = terms
+        self.owner = owner
+        """Id of the token that registered it; None: the owner's of the control plane."""
         self.report_interval = report_interval(
             bootstrap.world_size, report_s=terms.report_s, silent_after_s=terms.silent_after_s
         )
@@ -110,6 +124,8 @@ class Incarnation:
         self.watch = StateWatch(
             job=bootstrap.job, incarnation=bootstrap.incarnation, publish=publish
         )
+        self.look_due_s = 0.0
+        """When to look at the ranks again; on the monotonic clock."""
         self.began_s = time.time()
         self.ended_s: float | None = None
         self.last_step = -1
@@ -131,21 +147,6 @@ class Incarnation:
         if self.over is not None:
             raise self.over
 
-    def saw_generation(self, generation: int) -> None:
-        """Yield the job if a sidecar has met a control plane of a higher generation than ours.
-
-        Raises:
-            ConflictError: it is higher.
-        """
-        if generation > self.terms.generation:
-            self.send_away(
-                ConflictError(
-                    f"a newer control plane (generation {generation}) serves job {self.job!r}; "
-                    f"this one is of generation {self.terms.generation}"
-                )
-            )
-            self.check()
-
     def end(self, reason: ParamdError) -> None:
         """End the incarnation and all streams with `reason`; the first reason wins. Idempotent."""
         if self.over is None:
@@ -162,8 +163,10 @@ class Incarnation:
         for stream in self._streams:
             stream.cancel()
 
-    async def follow(self, stream: Coroutine[Any, Any, None]) -> None:
-        """Run the reader of one Join stream until it ends or this incarnation does.
+    async def follow(
+        self, stream: Coroutine[Any, Any, None], token_ended: asyncio.Future[None]
+    ) -> None:
+        """Run the reader of one Join stream until it, its token or this incarnation ends.
 
         Raises:
             ParamdError: what the stream raised, or why this incarnation is over.
@@ -176,7 +179,8 @@ class Incarnation:
         try:
             # `wait`, not `await task`: `end` cancels the reader, and the caller must see the
             # reason, not a cancellation of its own.
-            await asyncio.wait({task})
+            either: set[asyncio.Future[None]] = {task, token_ended}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._streams.discard(task)
             if not task.done():
@@ -207,6 +211,10 @@ class Incarnation:
         self.layouts.close()
 
 
+async def _never_ends(_token_id: str | None) -> bool:
+    return False
+
+
 OnChange = Callable[[Incarnation], None]
 
 
@@ -220,10 +228,12 @@ class Jobs:
         site: Site | None,
         empty_end_s: float = math.inf,
         publish: Publish = lambda kind, data, *, job: None,
+        has_ended: Callable[[str | None], Awaitable[bool]] = _never_ends,
     ) -> None:
         """No I/O.
 
         Args:
+            has_ended: Whether the token of this id has ended; may raise UnreachableError.
             site: With None, only jobs opened here are served and none may register.
             empty_end_s: An incarnation ends after this long without a joined sidecar. Infinite for
                 a site: the network may be partitioned.
@@ -234,6 +244,7 @@ class Jobs:
         self._site = site
         self._empty_end_s = empty_end_s
         self._publish = publish
+        self._has_ended = has_ended
         self._current: OrderedDict[str, Incarnation] = OrderedDict()
         self._verifier = lru_cache(MAX_VERIFIERS)(lambda key: Verifier(Signer(key).public_key))
         self._registering = asyncio.Lock()
@@ -283,11 +294,13 @@ class Jobs:
                 )
             names = sorted(self._current)
             known = f"jobs here: {', '.join(names[:8])}" if names else "no job is here yet"
+            if admission.CALLER.get() is not None:
+                known = "GET /api/v1/jobs lists those that your token is for"
             raise NotFoundError(f"job {job[:64]!r} is not served here; {known}")
         return found
 
-    def open(self, bootstrap: Bootstrap) -> Incarnation:
-        """Begin an incarnation and end the job's older one.
+    def open(self, bootstrap: Bootstrap, owner: str | None = None) -> Incarnation:
+        """Begin an incarnation, of this token, and end the job's older one.
 
         Raises:
             ConflictError: the job is already in this incarnation or a later one.
@@ -299,9 +312,8 @@ class Jobs:
                 f"job {bootstrap.job!r} is in incarnation {older.number}; "
                 f"{bootstrap.incarnation} is over"
             )
-        if older is None:
-            self._make_room()
-        mesh = Incarnation(bootstrap, self.terms, publish=self._publish)
+        self._make_room(owner, bootstrap)
+        mesh = Incarnation(bootstrap, self.terms, publish=self._publish, owner=owner)
         if older is not None:
             self._end(
                 older, ConflictError(f"incarnation {bootstrap.incarnation} has begun; attach again")
@@ -328,14 +340,21 @@ class Jobs:
         return mesh
 
     async def register(
-        self, job: str, *, world_size: int, incarnation_floor: int = 0
+        self,
+        job: str,
+        *,
+        world_size: int,
+        incarnation_floor: int = 0,
+        owner: str | None = None,
     ) -> Incarnation:
         """Begin an attaching job's new incarnation, above `incarnation_floor` and all earlier ones.
 
         Raises:
             UsageError: the name or the world size is out of range.
             ConflictError: the job is already training, or this control plane serves no site.
+            DeniedError: the job is another token's, which has not ended.
             ExhaustedError: too many jobs.
+            UnreachableError: the store of tokens cannot be read.
         """
         site = self._site_of_all()
         places.check_job_name(job)
@@ -343,11 +362,12 @@ class Jobs:
             raise UsageError(f"world_size: {world_size}; expected 1 to {MAX_WORLD_SIZE}")
         # The lock spans check, file and open: two attaches of one name must not both pass.
         async with self._registering:
+            await self._check_owner(job, owner)
             self._check_free(job)
             incarnation = await asyncio.to_thread(
                 places.next_incarnation, job, above=incarnation_floor
             )
-            return self.open(self._bootstrap(site, job, incarnation, world_size))
+            return self.open(self._bootstrap(site, job, incarnation, world_size), owner)
 
     def end(self, job: str, by: str) -> Incarnation:
         """End the job's incarnation, whose training must be over. Idempotent.
@@ -362,7 +382,9 @@ class Jobs:
             self._end(mesh, ConflictError(f"{by} ended it; attach again"))
         return mesh
 
-    async def admit(self, job: str, incarnation: int, world_size: int) -> Incarnation:
+    async def admit(
+        self, job: str, incarnation: int, world_size: int, *, owner: str | None = None
+    ) -> Incarnation:
         """The incarnation that a sidecar may join: the current one or, after our restart, the
         one named by its ticket, already verified as ours.
 
@@ -386,7 +408,9 @@ class Jobs:
                         raise ConflictError(
                             f"job {job!r} is past incarnation {incarnation}; attach again"
                         )
-                    return self.open(self._bootstrap(self._site, job, incarnation, world_size))
+                    return self.open(
+                        self._bootstrap(self._site, job, incarnation, world_size), owner
+                    )
         return self.at(job, incarnation)
 
     def at(self, job: str, incarnation: int) -> Incarnation:
@@ -428,12 +452,14 @@ class Jobs:
         ]
 
     def tick(self, now_s: float) -> None:
-        """Check every open incarnation: publish changes, end the finished ones.
+        """Check every open incarnation, large ones less often: publish changes, end finished ones.
 
         Args:
             now_s: On the monotonic clock.
         """
-        for mesh in [i for i in self._current.values() if i.ended_s is None]:
+        meshes = self._current.values()
+        for mesh in [i for i in meshes if i.ended_s is None and now_s >= i.look_due_s]:
+            mesh.look_due_s = now_s + mesh.bootstrap.world_size // LOOKED_PER_S
             view = mesh.registry.view()
             mesh.watch.tick(view)
             for callback in self.on_view:
@@ -474,6 +500,16 @@ class Jobs:
             )
         return self._site
 
+    async def _check_owner(self, job: str, who: str | None) -> None:
+        present = self._current.get(job)
+        if present is None or present.ended_s is not None or who in (None, present.owner):
+            return
+        if not await self._has_ended(present.owner):
+            raise DeniedError(
+                f"job {job!r} was registered with another token, and is not over; use that one, or "
+                "have an admin end the job (paramd end) or revoke the token"
+            )
+
     def _check_free(self, job: str) -> None:
         present = self._current.get(job)
         if present is None or present.ended_s is not None:
@@ -495,18 +531,33 @@ class Jobs:
             token=site.token,
         )
 
-    def _make_room(self) -> None:
-        if len(self._current) < MAX_JOBS:
-            return
-        # Oldest first; incarnations that are over are evicted before those that are merely empty.
-        known = list(self._current.values())
+    def _make_room(self, owner: str | None, new: Bootstrap) -> None:
+        while (crowd := self._crowd(owner, new)) is not None:
+            self._evict_one(crowd)
+
+    def _crowd(self, owner: str | None, new: Bootstrap) -> list[Incarnation] | None:
+        """Of which jobs one must go for a new one of this token; None: of none."""
+        known = [mesh for job, mesh in self._current.items() if job != new.job]
+        mine = [mesh for mesh in known if mesh.owner == owner and owner is not None]
+        ranks = sum(mesh.bootstrap.world_size for mesh in mine) + new.world_size
+        if len(mine) >= JOBS_OF_TOKEN or (mine and ranks > MAX_WORLD_SIZE):
+            return mine
+        return known if len(known) >= MAX_JOBS else None
+
+    def _evict_one(self, known: list[Incarnation]) -> None:
+        of = Counter(mesh.owner for mesh in known)
+        # Oldest first, of who has most; those that are over before those that are merely empty.
+        known.sort(key=lambda mesh: -of[mesh.owner])
         idle = [i for i in known if i.ended_s is not None]
         idle += [i for i in known if i.registry.empty_since_s is not None]
         if idle:
             self._end(idle[0], ConflictError("evicted for newer jobs; attach again"))
             del self._current[idle[0].job]
             return
-        raise ExhaustedError(f"{MAX_JOBS} jobs are served already; try again later")
+        raise ExhaustedError(
+            f"{len(known)} jobs are served already, of at most {MAX_JOBS}, of one token "
+            f"{JOBS_OF_TOKEN} with {MAX_WORLD_SIZE:,} ranks; try again when some have ended"
+        )
 
     def _end(self, mesh: Incarnation, reason: ParamdError) -> None:
         if mesh.ended_s is not None:

@@ -6,6 +6,7 @@ O(ranks). The functions above it are pure.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +16,12 @@ from typing import NamedTuple
 
 from paramd.errors import ConflictError, UsageError
 from paramd.mesh.peers.control import PeerAddress
-from paramd.mesh.peers.grpc import RankUnreachableError, no_way
+from paramd.mesh.peers.grpc import RankUnreachableError, boundary_age_s, no_way, slow_text
 from paramd.security.tls import check_address
 from paramd.state_files import host_id
 from paramd.v1 import common_pb2, control_pb2
 from paramd_service.control.base.config import Bootstrap
+from paramd_service.control.mesh.origin import Origin
 
 REPORT_RANKS = 1024
 """Larger meshes report `REPORT_STRETCH` times less often."""
@@ -93,6 +95,8 @@ class Report:
     """When it was received, or when the stream ended; on the monotonic clock."""
     no_way: str = ""
     """Why its address is unreachable from here; empty when it is good."""
+    host: str = ""
+    """IP address behind its address; empty: it is nobody's to dial."""
 
     @property
     def address(self) -> str:
@@ -208,6 +212,27 @@ def why_end(
     return None
 
 
+def waited_for(view: MeshView) -> str:
+    """On which rank a boundary of all ranks waits, and since when, in words.
+
+    The one whose last boundary is the longest ago: the others wait for it, or soon will.
+    """
+    rank = max(view.ranks, key=_waiting)
+    if rank.report is None or not rank.connected:
+        return f"rank {rank.rank}: {rank.reason}"
+    told = f"; {rank.reason}" if rank.reason else ""
+    said, age_s = rank.report.state, _waiting(rank)[0]
+    return slow_text(rank.rank, said.phase, rank.report.step, age_s) + told
+
+
+def _waiting(rank: RankView) -> tuple[float, int]:
+    """Seconds since the last boundary of a rank; the lower of two ranks comes first."""
+    state = rank.report.state if rank.report is not None and rank.connected else None
+    if state is None:
+        return math.inf, -rank.rank
+    return boundary_age_s(state) + rank.age_s, -rank.rank
+
+
 def trains(view: MeshView) -> bool:
     """Whether any rank's trainer is known to be alive, so that the job's name is in use."""
     ended = (common_pb2.PHASE_WAITING, common_pb2.PHASE_ORPHANED, common_pb2.PHASE_TORN)
@@ -285,6 +310,7 @@ class Member:
 
     rank: int
     serial: int
+    origin: Origin
 
 
 class Registry:
@@ -336,10 +362,10 @@ class Registry:
     def peers(self) -> list[PeerAddress]:
         """Peers of the joined sidecars, ordered by rank."""
         reports = (self._reports[rank] for rank in sorted(self._reports))
-        peers = (report.peer for report in reports if _present(report))
+        peers = (one.peer for one in reports if _present(one) and one.host)
         return [PeerAddress(one.rank, one.address, one.socket_path, one.host_id) for one in peers]
 
-    def join(self, request: control_pb2.JoinRequest) -> Member:
+    def join(self, request: control_pb2.JoinRequest, origin: Origin) -> Member:
         """Store a stream's first report. The newest stream of a rank takes it over.
 
         Raises:
@@ -349,9 +375,9 @@ class Registry:
         self._check(request)
         # Newest wins: a respawned sidecar may join before its predecessor's stream breaks.
         self._next_serial += 1
-        member = Member(request.header.rank, self._next_serial)
+        member = Member(request.header.rank, self._next_serial, origin)
         self._serials[member.rank] = member.serial
-        self._store(request)
+        self._store(request, origin)
         return member
 
     def update(self, member: Member, request: control_pb2.JoinRequest) -> None:
@@ -365,7 +391,9 @@ class Registry:
             raise UsageError(f"rank {request.header.rank} on the stream of rank {member.rank}")
         if self._serials.get(member.rank) != member.serial:
             raise ConflictError(f"another sidecar has joined as rank {member.rank}")
-        self._store(request)
+        if request.peer.address != self._reports[member.rank].peer.address:
+            raise UsageError(f"rank {member.rank} changed its address; join again with the new one")
+        self._store(request, member.origin)
 
     def lose(self, member: Member) -> None:
         """Mark the stream's rank as disconnected. No-op if another stream took the rank over."""
@@ -376,7 +404,7 @@ class Registry:
         report = self._reports[member.rank]
         self._put(replace(report, connected=False, changed_s=self._clock()))
 
-    def _store(self, request: control_pb2.JoinRequest) -> None:
+    def _store(self, request: control_pb2.JoinRequest, origin: Origin) -> None:
         self._put(
             Report(
                 rank=request.header.rank,
@@ -390,7 +418,9 @@ class Registry:
                 changed_s=self._clock(),
                 no_way=no_way(
                     request.peer.rank, request.peer.address, request.peer.host_id, self._here
-                ),
+                )
+                or origin.barred,
+                host=origin.host,
             )
         )
 

@@ -17,6 +17,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from paramd.layout.exports.files import EXPORT_ENDS
+from paramd.v1 import common_pb2
 from paramd_service.control.alerts.config import Rule
 from paramd_service.control.alerts.service import Watchers
 from paramd_service.control.edits.service import EditRegistry
@@ -91,6 +92,14 @@ _RANK_COUNTERS: tuple[Numbers, ...] = (
     ("paramd_rank_stalls", "Updates that waited", lambda r: r.state.stall_count),
     ("paramd_rank_stall_seconds", "Total stall time", lambda r: r.state.stall_total_ns / _NS),
     ("paramd_rank_abandoned_copies", "Abandoned copies", lambda r: r.state.abandoned_copy_count),
+)
+
+
+_Stand = tuple[type[Gauge | Counted], str, str, Callable[[common_pb2.Stand], float]]
+_STANDS: tuple[_Stand, ...] = (
+    (Counted, "s", "Times that an update stood because of paramd", lambda one: one.count),
+    (Counted, "_seconds", "How long, in all", lambda one: one.total_ns / _NS),
+    (Gauge, "_max_seconds", "How long, at longest", lambda one: one.max_ns / _NS),
 )
 
 
@@ -214,6 +223,10 @@ def _rank_metrics(ranks: Sequence[tuple[str, RankView]]) -> Iterator[Metric]:
     reports = [((job, rank.rank), report) for job, rank, report in told]
     yield from (_of_ranks(Gauge, reports, one) for one in _RANK_GAUGES)
     yield from (_of_ranks(Counted, reports, one) for one in _RANK_COUNTERS)
+    stands = [((*key, one.cause), one) for key, report in reports for one in report.state.stands]
+    for kind, name, text, read in _STANDS:
+        rows = [(key, read(one)) for key, one in stands]
+        yield _family(kind, f"paramd_rank_stand{name}", text, "job rank cause", rows)
 
 
 def _of_ranks(

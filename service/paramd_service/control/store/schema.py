@@ -20,7 +20,7 @@ from sqlalchemy import (
     text,
 )
 
-REVISION = "0008"
+REVISION = "0009"
 """The newest revision; a test checks it against the migrations."""
 
 MAX_JOB_CHARS = 64
@@ -58,6 +58,7 @@ tokens = Table(
     Column("created_s", Double, nullable=False, comment="seconds since the Unix epoch"),
     Column("expires_s", Double, comment="null: never"),
     Column("revoked_s", Double, comment="null: not revoked"),
+    Column("jobs", Text, comment="patterns of the jobs that it is for; null: all"),
     comment="users of the REST side; the tokens themselves are nowhere",
 )
 

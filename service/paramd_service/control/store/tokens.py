@@ -29,6 +29,8 @@ class TokenRow:
     """None: never."""
     revoked_s: float | None = None
     """None: not revoked."""
+    jobs: str | None = None
+    """Patterns of the jobs that it is for, separated by commas; None: all."""
 
     @property
     def ended_s(self) -> float:
@@ -62,6 +64,11 @@ class TokenStore:
         """The token with this digest, even if revoked or expired; None when there is none."""
         chosen = select(tokens).where(tokens.c.digest == digest)
         row = await self._store.first(chosen)
+        return _token(row) if row is not None else None
+
+    async def of_id(self, token_id: str) -> TokenRow | None:
+        """The token that tickets name so, even if it has ended; None when there is none."""
+        row = await self._store.first(select(tokens).where(tokens.c.digest.startswith(token_id)))
         return _token(row) if row is not None else None
 
     async def get(self, name: str) -> TokenRow:

@@ -18,7 +18,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from paramd.memory.arena import is_mirror
-from paramd.memory.control_page import STANDS_IN, ControlPage, Word, unserved_reason
+from paramd.memory.control_page import (
+    BUFFERS_REFUSED,
+    STANDS_IN,
+    ControlPage,
+    Word,
+    read_text,
+    unserved_reason,
+)
 from paramd.memory.device_driver import DeviceError
 from paramd.memory.gate import (
     CopyEnd,
@@ -358,6 +365,9 @@ class Capture:
 
     def _capture(self, boundary: Boundary, announced: bool) -> Outcome | None:
         words = self._words
+        buffers = boundary.with_buffers or is_mirror(words)
+        if buffers and words[Word.BUFFERS_STEP] == BUFFERS_REFUSED:
+            return Outcome(-1, read_text(self._page), refused=True)
         if is_mirror(words):
             return self._capture_mirrored(boundary, announced)
         agreed_step = words[Word.AGREED_STEP]

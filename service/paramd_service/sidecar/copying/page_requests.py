@@ -55,6 +55,8 @@ class Outcome:
     """How long an edit stopped the trainer."""
     missed: bool = False
     """It was agreed, but its bytes could not be had."""
+    refused: bool = False
+    """Asked again, it would fail again."""
     history: int = 0
     """Rollbacks before it was done."""
     proof: int = 0
@@ -208,8 +210,9 @@ def apart_reason(words: Words) -> str:
     return (
         f"the ranks are not at the same step of training: this one is in iteration "
         f"{words[Word.ROUND_ITERATION]}, the ranks in {lowest} to {highest}. One rank skipped an "
-        "update alone (its optimizer raised, or its gradient scaler skipped); restart the "
-        "training from a checkpoint"
+        "update alone (its optimizer raised, or its gradient scaler skipped): restart the "
+        "training from a checkpoint. Or it had fewer inputs (DDP.join): detach and attach again "
+        "on all ranks"
     )
 
 

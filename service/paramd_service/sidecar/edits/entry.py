@@ -101,7 +101,7 @@ def records_of(
         sizes, strides = _merged(item.sizes, item.strides)
         yield Record(
             op=kind,
-            dtype=_program_dtype(item.dtype),
+            dtype=item.dtype if item.dtype in DTYPE_CODES else _AS_BITS[item_bytes(item.dtype)],
             arena_begin=item.arena_begin,
             sizes=sizes,
             strides=strides,
@@ -140,10 +140,6 @@ def _undoing(record: Record, reset_moments: bool) -> Record:
 def _keeps(item: EditItem, ops: Sequence[PlannedOp]) -> bool:
     """Whether undoing an item needs a pre-image besides its data."""
     return EditKind(ops[item.op].op.kind) not in (EditKind.SET, EditKind.ADD)
-
-
-def _program_dtype(dtype: str) -> str:
-    return dtype if dtype in DTYPE_CODES else _AS_BITS[item_bytes(dtype)]
 
 
 def _merged(

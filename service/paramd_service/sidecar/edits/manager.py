@@ -25,7 +25,7 @@ from paramd.memory.control_page import ControlPage, Word, Words
 from paramd.memory.edit_program import ANY_STEP, note_of, read_answer, write_program
 from paramd.v1 import layout_pb2
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.admission import CALLER
+from paramd_service.admission import CALLER, Who
 from paramd_service.aio import in_executor, kept, stopped
 from paramd_service.sidecar.edits import notes
 from paramd_service.sidecar.edits.entry import (
@@ -112,7 +112,7 @@ class Opener:
         if entry.edit is not None:
             return
         if notes.has_note(entry.manifest):
-            entry.edit = notes.nothing_of(self._scope.rank)
+            entry.edit = RankEdit(rank=self._scope.rank, items=(), data_bytes=0)
             return
         serialized, manifest = self._scope.layout(), entry.manifest
 
@@ -163,7 +163,7 @@ class Opener:
         manifest = entry.manifest
         notes.check(manifest, self._scope.page)
         await self.plan(entry)
-        if notes.is_rollback(manifest):
+        if entry.is_rollback:
             await self._open_rollback(entry)
         else:
             body = notes.change_body()
@@ -251,11 +251,6 @@ def expect_request(words: Words) -> None:
     words[Word.EXPECTED_NS] = time.monotonic_ns() + EXPECTED_NS
 
 
-def count_hole(words: Words) -> None:
-    """Call before pages of edits are released: the trainer's page tables for them become stale."""
-    words[Word.EDIT_HOLES] += 1
-
-
 class Edits:
     """The edits of one rank in one incarnation."""
 
@@ -274,7 +269,7 @@ class Edits:
         self._ended: Ownership | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        memory.on_hole = partial(count_hole, scope.page.words)
+        memory.on_hole = self._count_hole
 
     async def start(self) -> None:
         """Recover what a predecessor left. Raises ExhaustedError."""
@@ -361,6 +356,14 @@ class Edits:
                 f"edit {edit_id[:64]!r} is unknown on this rank; it was never staged here, or it "
                 "expired"
             )
+        return entry
+
+    async def opened(self, edit_id: str, who: Who) -> Entry:
+        """The edit that its author stages, once it is open. Raises NotFoundError, DeniedError."""
+        entry = self.get(edit_id)
+        # Shielded: other callers may wait for the same edit.
+        await asyncio.shield(entry.opened)
+        entry.check_author(who)
         return entry
 
     async def planned(self, entry: Entry) -> Entry:
@@ -544,6 +547,10 @@ class Edits:
             idle = entry.phase in (Phase.STAGING, Phase.STAGED) and entry.touched_ns < before_ns
             if idle and not entry.lock.locked():
                 self._book.forget(entry)
+
+    def _count_hole(self) -> None:
+        # Pages of edits are released: the trainer's page tables for them become stale.
+        self._page[Word.EDIT_HOLES] += 1
 
     def _timed(self) -> None:
         self._timer = self._loop.call_later(self._sweep_s, self._timed)

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from paramd.errors import ConflictError, UsageError
-from paramd.layout.edits.plan import RankEdit
 from paramd.memory.control_page import NEVER_REWINDABLE, ControlPage, Word
 from paramd.memory.descriptors import pages
 from paramd.memory.edit_program import (
@@ -60,17 +59,7 @@ Finder: TypeAlias = "Callable[[str, int, int, int], AbstractContextManager[Found
 
 def has_note(manifest: pb.EditManifest) -> bool:
     """Whether an edit is one of these."""
-    return is_rollback(manifest) or manifest.HasField("hyperparameters")
-
-
-def is_rollback(manifest: pb.EditManifest) -> bool:
-    """Whether an edit puts back a state."""
-    return bool(manifest.HasField("rollback"))
-
-
-def nothing_of(rank: int) -> RankEdit:
-    """The elements that such an edit changes by itself: none."""
-    return RankEdit(rank=rank, items=(), data_bytes=0)
+    return bool(manifest.HasField("rollback") or manifest.HasField("hyperparameters"))
 
 
 def check(manifest: pb.EditManifest, page: ControlPage) -> None:

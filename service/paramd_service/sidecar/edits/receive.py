@@ -158,9 +158,10 @@ def is_finite(block: memoryview, dtype: str) -> bool:
     """
     if not block.nbytes or dtype not in _EXPONENTS:
         return True
+    import numpy as np
+
     size, exponent = _EXPONENTS[dtype]
     sign = 1 << 8 * size - 1
-    np = _numpy()
     # As integers: two maxima over the cached block are faster than any elementwise test.
     # Positive non-finite numbers are the largest as signed, negative ones as unsigned.
     return (
@@ -170,7 +171,8 @@ def is_finite(block: memoryview, dtype: str) -> bool:
 
 
 def _nonfinite(block: memoryview, part: DataRange, low: int) -> str:
-    np = _numpy()
+    import numpy as np
+
     size, exponent = _EXPONENTS[part.dtype]
     bad = (np.frombuffer(block, f"u{size}") & exponent) == exponent
     first = (low - part.begin) // item_bytes(part.dtype) + int(bad.argmax())
@@ -178,12 +180,6 @@ def _nonfinite(block: memoryview, part: DataRange, low: int) -> str:
         f"the data for {part.fqn!r} holds NaN or infinite numbers, first at element {first} of "
         "this rank's part; an admin may allow that with allow_nonfinite"
     )
-
-
-def _numpy() -> Any:
-    import numpy as np
-
-    return np
 
 
 MAX_MEMORIES = 8
@@ -261,7 +257,7 @@ class Lent:
         if len(descriptors) != 1:
             raise UsageError(f"lend: {len(descriptors)} descriptors; expected one memory")
         if len(self._maps) == MAX_MEMORIES:
-            raise ExhaustedError(f"lend: {MAX_MEMORIES} memories are lent; connect anew")
+            raise ExhaustedError(f"lend: {MAX_MEMORIES} memories are lent; connect again")
         self._maps.append(_mapped(descriptors[0]))
         return {"op": "lent", "memory": len(self._maps) - 1}
 

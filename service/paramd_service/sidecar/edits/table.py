@@ -33,7 +33,9 @@ def recovered(index: EditIndex, memory: EditMemory) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     slots: dict[str, Slot] = {}
     for number, slot in index.slots():
-        entry = _entry(slot, memory, number)
+        entry = None
+        with suppress(struct.error, DecodeError, ValueError):
+            entry = entry_of(slot, memory.buffer, number, asyncio.get_running_loop())
         if entry is None:
             index.clear(number)
             continue
@@ -54,12 +56,6 @@ def recovered(index: EditIndex, memory: EditMemory) -> dict[str, Entry]:
     for entry in entries.values():
         _join(entry, entries.get(entry.manifest.undo_of))
     return entries
-
-
-def _entry(slot: Slot, memory: EditMemory, number: int) -> Entry | None:
-    with suppress(struct.error, DecodeError, ValueError):
-        return entry_of(slot, memory.buffer, number, asyncio.get_running_loop())
-    return None
 
 
 def _join(undo: Entry, original: Entry | None) -> None:

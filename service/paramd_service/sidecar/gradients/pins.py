@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import functools
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from paramd.errors import DeadlineError, UsageError
 from paramd.memory.gradient_program import Notes
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.admission import CALLER
+from paramd_service.aio import in_executor
 from paramd_service.sidecar.gradients.slots import Gradients, Places, SlotMemory, rolled_back
 from paramd_service.sidecar.snapshots.store import (
     BlockMaker,
@@ -23,6 +24,7 @@ from paramd_service.sidecar.snapshots.store import (
     Lease,
     Snapshot,
     SnapshotStore,
+    copy_spans,
 )
 
 Leasing = Callable[[Snapshot, float], Lease]
@@ -98,7 +100,7 @@ class GradientPins:
         shared = self._join(
             (key, history, step, wanted),
             lambda: self._reduce(key, history, step, wanted),
-            _nothing,
+            lambda _: None,
         )
         async with self._waiting(shared, step, timeout_s) as found:
             answer: tuple[list[pb.Stats], Notes] = found
@@ -163,14 +165,7 @@ class GradientPins:
         snapshot = self._store.reserve(key, at_boundary=False, who=who)
         try:
             if snapshot.block is None and snapshot.size_bytes:
-                making = self._loop.run_in_executor(
-                    self._executor, self._blocks.make, snapshot.size_bytes
-                )
-                try:
-                    snapshot.block = await asyncio.shield(making)
-                except asyncio.CancelledError:
-                    making.add_done_callback(_close_made)
-                    raise
+                await in_executor(self._executor, partial(self._make_block, snapshot))
             snapshot.fill = Fill.PENDING
             _, snapshot.notes = await self.gradients.capture(
                 history, step, key.spans, lambda memory, slot: self._copy(snapshot, memory, slot)
@@ -185,12 +180,13 @@ class GradientPins:
         finally:
             self._store.uncharge(snapshot, who)
 
+    def _make_block(self, snapshot: Snapshot) -> None:
+        # On the thread: whoever asked for it may have left, and then it goes with the snapshot.
+        snapshot.block = self._blocks.make(snapshot.size_bytes)
+
     def _copy(self, snapshot: Snapshot, memory: SlotMemory, slot: int) -> None:
-        room = memory.address(slot)
-        target = snapshot.block.address if snapshot.block is not None else 0
-        for begin, end in snapshot.key.spans:
-            ctypes.memmove(target, room + begin, end - begin)
-            target += end - begin
+        for span in copy_spans(snapshot, memory.address(slot)):
+            span.copy()
         self._at_point("gradients-copied")
 
     async def _reduce(
@@ -214,16 +210,6 @@ class GradientPins:
             return found
 
         return await self.gradients.capture(history, step, key.spans, work)
-
-
-def _close_made(making: asyncio.Future[Any]) -> None:
-    """Free a block whose request was cancelled."""
-    if not making.cancelled() and making.exception() is None:
-        making.result().close()
-
-
-def _nothing(_result: Any) -> None:
-    """Statistics need no release."""
 
 
 def _load_torch() -> None:

@@ -87,7 +87,8 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
     """What a thread with this stack, innermost frame first, is doing."""
     if not frames:
         return Activity("", "at an unknown place")
-    where = _where(frames)
+    own = next((frame for frame in frames if not _LIBRARY.search(frame.file)), None)
+    where = _shown(own) if own is not None else ""
     for rules in (_SPECIFIC, _GENERAL):
         for index, frame in enumerate(frames):
             rule = _fitting(frame, rules)
@@ -113,11 +114,6 @@ def _outermost(frames: Sequence[Frame], index: int, rule: _Rule) -> str:
         if _fitting(frame, (rule,)) is not None:
             name = frame.function
     return name.rpartition(".")[2]
-
-
-def _where(frames: Sequence[Frame]) -> str:
-    own = next((frame for frame in frames if not _LIBRARY.search(frame.file)), None)
-    return _shown(own) if own is not None else ""
 
 
 def _shown(frame: Frame) -> str:

@@ -263,14 +263,15 @@ class TrainerLine:
             return
         except OSError:
             message = None
-        except ValueError:
+        except (ValueError, RecursionError):
             return
         if not isinstance(message, dict):
             self.close()
         elif message.get("op") == "log" and isinstance(message.get("entries"), list):
             self._numbers.add(message["entries"])
         else:
-            answer = self._answers.get(message.get("id", 0))
+            number = message.get("id")
+            answer = self._answers.get(number) if type(number) is int else None
             if answer is not None and not answer.done():
                 answer.set_result(message)
 
@@ -289,7 +290,9 @@ def _parsed(message: Mapping[str, Any], at_s: float) -> Stacks:
             pb.TrainerCollective(age_ms=round(one.pop("age_s") * 1e3), **one)
             for one in message.get("collectives", ())
         )
-    except (KeyError, TypeError, ValueError) as error:
+        device_bytes = int(message.get("device_bytes", -1))
+        pb.TrainerCollective(age_ms=device_bytes)  # as large as a message may hold
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         return Stacks(at_s=at_s, missing=f"the trainer's answer cannot be read: {error!r}")
     training = next((f for one, f in zip(threads, frames_of, strict=True) if one.training), [])
     return Stacks(
@@ -297,8 +300,8 @@ def _parsed(message: Mapping[str, Any], at_s: float) -> Stacks:
         source="trainer",
         threads=threads,
         collectives=collectives,
-        no_collectives=str(message.get("no_collectives", "")),
-        device_bytes=int(message.get("device_bytes", -1)),
+        no_collectives=str(message.get("no_collectives", "")).encode(errors="replace").decode(),
+        device_bytes=device_bytes,
         activity=activity_of(training),
     )
 
@@ -310,12 +313,7 @@ def _thread(
     return pb.TrainerThread(name=name, native_id=native_id, training=training, frames=found)
 
 
-def _load_tgkill() -> Callable[[int, int, int], int]:
-    call: Any = getattr(ctypes.CDLL(None), "tgkill", None)
-    return call if call is not None else lambda pid, thread, number: -1
-
-
-_tgkill = _load_tgkill()
+_tgkill: Callable[[int, int, int], int] = getattr(ctypes.CDLL(None), "tgkill", lambda *_: -1)
 
 
 OVERDUE_LEAST_S = 5.0

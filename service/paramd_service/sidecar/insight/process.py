@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import stat
 import threading
 from contextlib import suppress
@@ -19,16 +20,17 @@ def facts_of(pid: int) -> pb.InspectTrainerResponse:
     """What /proc tells of a process, -1 where it does not. Never fails, also not for one that has
     ended."""
     fields = _fields(Path(f"/proc/{pid}/status"))
-    open_files = -1
+    open_files = limit = -1
     with suppress(OSError):
         open_files = len(os.listdir(f"/proc/{pid}/fd"))
+        limit, _ = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     return pb.InspectTrainerResponse(
         process_state=fields.get("State", "")[:1],
         rss_bytes=_kib(fields.get("VmRSS")),
         peak_rss_bytes=_kib(fields.get("VmHWM")),
         thread_count=int(fields.get("Threads", "-1")),
         open_file_count=open_files,
-        open_file_limit=_files_limit(pid),
+        open_file_limit=limit,
         host_available_bytes=_kib(_fields(Path("/proc/meminfo")).get("MemAvailable")),
     )
 
@@ -159,11 +161,3 @@ def _fields(path: Path) -> dict[str, str]:
 
 def _kib(text: str | None) -> int:
     return int(text.split()[0]) * 1024 if text else -1
-
-
-def _files_limit(pid: int) -> int:
-    with suppress(OSError, ValueError, IndexError):
-        for line in Path(f"/proc/{pid}/limits").read_text().splitlines():
-            if line.startswith("Max open files"):
-                return int(line.split()[3])
-    return -1

@@ -26,7 +26,7 @@ from google.protobuf.message import Message
 
 from paramd import errors
 from paramd.errors import DeniedError, ParamdError, UnreachableError, UsageError
-from paramd.security.tickets import Claims, Role
+from paramd.security.tickets import OF_RANKS, Claims, Role
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service import admission
 from paramd_service.admission import OPEN_METHODS, Who
@@ -159,15 +159,17 @@ ROLES: dict[str, frozenset[Role]] = {
 } | {"/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _VIEWERS}
 
 CALLER_TICKET: ContextVar[str] = ContextVar("paramd_caller_ticket")
-"""Ticket of the call being served by the current task, for forwarding."""
+"""What the call being served by the current task reads other ranks with: its own ticket or, as the
+control plane's is for this rank alone, the one that came beside it."""
 
 CALLER: ContextVar[Claims] = ContextVar("paramd_caller")
 """The claims of that ticket."""
 
 
 def _who(claims: Claims, metadata: Iterable[Any]) -> Who:
-    """The token a call acts for; the control plane names it in metadata."""
-    return claims.token_id or errors.asked_by_of(metadata) or None
+    """The token a call acts for; the control plane names it in metadata, and ranks act for none."""
+    own = claims.token_id if claims.role not in OF_RANKS else ""
+    return own or errors.asked_by_of(metadata) or None
 
 
 Verify = Callable[[str], Claims]
@@ -206,7 +208,9 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         if found is not None:
             self._allowed(str(details.method))
             # The handler runs in this task, and so sees these variables.
-            CALLER_TICKET.set(found[0])
+            metadata = dict(details.invocation_metadata or ())
+            own = found[1].role is Role.CONTROL
+            CALLER_TICKET.set(str(metadata.get(errors.READS_KEY, "")) if own else found[0])
             CALLER.set(found[1])
             who = _who(found[1], details.invocation_metadata or ())
             admission.CALLER.set(who)

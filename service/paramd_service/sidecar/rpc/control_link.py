@@ -223,7 +223,6 @@ class Joining:
         return control_pb2.JoinRequest(
             header=messages.header(rank),
             world_size=self._world_size,
-            control_generation=rank.control_generation,
             peer=common_pb2.Peer(
                 rank=rank.config.rank,
                 address=self._address,

@@ -66,7 +66,7 @@ async def _put(
         raise error
     if len(request.data) > CHUNK_BYTES:
         raise UsageError(f"data: {len(request.data):,} bytes; expected at most {CHUNK_BYTES:,}")
-    label = _label(request.copy)
+    label = StandingLabel(**{name: getattr(request.copy, name) for name in _FIELDS})
     if not request.offset_bytes:
         _check(rank, mesh, of, label)
     received = await rank.copies.put(
@@ -78,10 +78,6 @@ async def _put(
 
 _FIELDS = tuple(pb.StandingCopy.DESCRIPTOR.fields_by_name)
 """Labels' fields that belong to a copy; they have the same names there."""
-
-
-def _label(copy: pb.StandingCopy) -> StandingLabel:
-    return StandingLabel(**{name: getattr(copy, name) for name in _FIELDS})
 
 
 def _check(rank: RankSidecar, mesh: Mesh, of: int, label: StandingLabel) -> None:
@@ -152,13 +148,10 @@ class Sending:
                 self._tell(f"{error}" if isinstance(error, ParamdError) else repr(error))
             finally:
                 self._rank.standing.release()
-            self._settle(mesh, held[0].step)
-
-    def _settle(self, mesh: Mesh, step: int) -> None:
-        """Let the trainers ask for the next one (see trainer/resume/keeper.py)."""
-        attached = self._rank.attached
-        if attached is not None and self._rank.mesh is mesh:
-            self._rank.standing.settle(attached, step)
+            attached = self._rank.attached
+            if attached is not None and self._rank.mesh is mesh:
+                # Let the trainers ask for the next one (see trainer/resume/keeper.py).
+                self._rank.standing.settle(attached, held[0].step)
 
     async def _send(self, mesh: Mesh, label: StandingLabel, block: Block) -> None:
         rank = self._rank

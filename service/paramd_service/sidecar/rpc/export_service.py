@@ -16,7 +16,6 @@ from google.protobuf.message import Message
 
 from paramd.errors import UsageError
 from paramd.layout.codec import decode_layout
-from paramd.layout.exports.files import ExportFile
 from paramd.layout.exports.plan import ExportPlan
 from paramd.mesh.exports.pins import decode_plan
 from paramd.v1 import common_pb2, export_pb2, layout_pb2
@@ -186,9 +185,11 @@ class Exports:
     @asynccontextmanager
     async def _job(self, message: export_pb2.ExportPlan, number: int) -> AsyncIterator[Job]:
         async with self._turn:
-            plan, file = await self._plans.file(message, number)
+            plan = await self._plans.plan(message)
+            if not 0 <= number < len(plan.files):
+                raise UsageError(f"file: {number}; the plan has {len(plan.files)} files")
             async with Memories(self._rank, plan, message) as memories:
-                yield Job(plan, file, memories)
+                yield Job(plan, plan.files[number], memories)
 
     def _header(self, message: export_pb2.ExportPlan) -> common_pb2.Header:
         header = messages.header(self._rank, message.step)
@@ -278,15 +279,6 @@ class Plans:
 
     def _forget(self) -> None:
         self._kept = self._key = None
-
-    async def file(
-        self, message: export_pb2.ExportPlan, number: int
-    ) -> tuple[ExportPlan, ExportFile]:
-        """A plan and one of its files. Raises as `plan`, and UsageError: no such file."""
-        plan = await self.plan(message)
-        if not 0 <= number < len(plan.files):
-            raise UsageError(f"file: {number}; the plan has {len(plan.files)} files")
-        return plan, plan.files[number]
 
 
 def _made(layout: bytes, message: export_pb2.ExportPlan) -> ExportPlan:

@@ -72,14 +72,6 @@ class Gateway:
         return self._gatherer
 
 
-def gateway_calls(gateway: Gateway) -> CallTable:
-    """Methods of this subject."""
-    return {
-        "Summon": Call(answers=gateway.summon),
-        "StreamGradients": Call(answers=gateway.gradients),
-    }
-
-
 def export_calls(rank: RankSidecar) -> CallTable:
     """Methods of this subject."""
     late = _Late(rank)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,11 +16,11 @@ import grpc
 import grpc.aio
 
 from paramd.errors import MAX_ID_CHARS, METADATA_KEY, ParamdError, codes_of, exhausted_of, reason_of
-from paramd.memory.control_page import Word, unserved_reason
+from paramd.memory.control_page import Word, stands_of, unserved_reason
 from paramd.memory.descriptors import reserved_bytes
 from paramd.state_files import resident_bytes
 from paramd.v1 import common_pb2, layout_pb2, sidecar_pb2
-from paramd_service.sidecar.boundaries import GAVE_UP
+from paramd_service.sidecar.boundaries import GAVE_UP, GAVE_UP_REASON
 from paramd_service.sidecar.copying.page_requests import apart_reason
 from paramd_service.sidecar.log import Log
 from paramd_service.sidecar.owner import Ownership, process_state
@@ -57,7 +58,8 @@ async def abort_internal(
         id=error_id,
         error=repr(error),
         at=_where(error),
-        request_id=_request_id(context),
+        # Cut: it is untrusted.
+        request_id=metadata_of(context, METADATA_KEY)[:MAX_ID_CHARS],
     )
     if (told := exhausted_of(error)) is not None:
         await abort_with(context, told)
@@ -66,21 +68,15 @@ async def abort_internal(
     )
 
 
-def _request_id(context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """The caller's request id, truncated: it is untrusted."""
-    for key, value in context.invocation_metadata() or ():
-        if key == METADATA_KEY and isinstance(value, str):
-            return value[:MAX_ID_CHARS]
-    return ""
+def metadata_of(context: grpc.aio.ServicerContext[Any, Any], wanted: str) -> str:
+    """What a call's metadata has under this key; empty if nothing."""
+    pairs = context.invocation_metadata() or ()
+    return next((str(value) for key, value in pairs if key == wanted), "")
 
 
 def _where(error: Exception) -> str:
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    if traceback is None:
-        return ""
-    return f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def _details(code: grpc.StatusCode, error: ParamdError, *, retry: bool) -> bytes:
@@ -179,10 +175,13 @@ def rank_state(rank: RankSidecar) -> common_pb2.RankState:
     state.stall_count = page[Word.STALL_COUNT]
     state.stall_total_ns = page[Word.STALL_TOTAL_NS]
     state.stall_max_ns = page[Word.STALL_MAX_NS]
+    state.stands.extend(
+        common_pb2.Stand(cause=cause, count=count, total_ns=total_ns, max_ns=max_ns)
+        for cause, (count, total_ns, max_ns) in stands_of(page).items()
+    )
     state.arena_bytes = attached.request.arena_bytes
     if page[Word.AGREEMENT_STATE] == GAVE_UP:
-        state.agreement_works = False
-        state.agreement_reason = "the trainers gave up agreeing in this incarnation; see their log"
+        state.agreement_works, state.agreement_reason = False, GAVE_UP_REASON
     elif apart := apart_reason(page.words):
         state.agreement_works, state.agreement_reason = False, apart
     state.unserved_reason = unserved_reason(page)

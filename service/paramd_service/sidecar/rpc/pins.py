@@ -8,11 +8,9 @@ from google.protobuf.message import Message
 
 from paramd.errors import ConflictError, UsageError
 from paramd.memory.gradient_program import Notes
-from paramd.v1 import common_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import MAX_LEASE_S
 from paramd_service.sidecar.boundaries import BoundaryRequest
-from paramd_service.sidecar.copying.page_requests import Outcome
 from paramd_service.sidecar.gradients.slots import EndedError
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc import auth, messages
@@ -40,8 +38,10 @@ async def _reach(rank: RankSidecar, request: pb.ReachBoundaryRequest, timeout_s:
     # After the checks: an invalid request must not raise the fence.
     rank.follow_control(request.generation)
     outcome = await rank.pins.boundaries.reach(reach, timeout_s=timeout_s)
+    header = messages.header(rank, outcome.step, outcome.edits)
+    header.history = outcome.history
     return pb.ReachBoundaryResponse(
-        header=_header_of(rank, outcome),
+        header=header,
         captured=outcome.captured,
         reason=outcome.reason,
         stop_ns=outcome.stop_ns,
@@ -75,12 +75,6 @@ def _check_incarnation(rank: RankSidecar, incarnation: int) -> None:
             f"the request is of incarnation {incarnation}, the job is in incarnation "
             f"{rank.incarnation}"
         )
-
-
-def _header_of(rank: RankSidecar, outcome: Outcome) -> common_pb2.Header:
-    header = messages.header(rank, outcome.step, outcome.edits)
-    header.history = outcome.history
-    return header
 
 
 def check_reach(request: pb.ReachBoundaryRequest) -> BoundaryRequest:
@@ -139,36 +133,18 @@ async def _pin(rank: RankSidecar, request: pb.PinSnapshotRequest, timeout_s: flo
     if request.source == pb.SOURCE_GRADIENTS:
         return await _gradients(rank, request, key, lease_s, timeout_s)
     pins = rank.pins
-    if request.source == pb.SOURCE_MOMENTS:
-        return await _moments(rank, request, key, lease_s, timeout_s)
+    moments = request.source == pb.SOURCE_MOMENTS
+    if moments and not request.state_key:
+        key = table_key(request.incarnation)
     if request.mark:
         read = partial(rank.marks.read, request.mark, request.layout_digest, spans)
         return _answer(rank, await pins.pin_mark(key, read, lease_s=lease_s), lease_s)
     if request.at_boundary:
-        lease = await pins.prepare(key, with_buffers=request.with_buffers, lease_s=lease_s)
+        with_buffers = request.with_buffers and not moments
+        lease = await pins.prepare(key, with_buffers=with_buffers, lease_s=lease_s)
     else:
-        lease = await pins.pin(
-            key,
-            lease_s=lease_s,
-            timeout_s=timeout_s,
-            at_step=request.at_step,
-            history=_history(request),
-            unsettled=request.unsettled,
-        )
-    rank.faults.at("pin-answered")
-    return _answer(rank, lease, lease_s)
-
-
-async def _moments(
-    rank: RankSidecar, request: pb.PinSnapshotRequest, key: Key, lease_s: float, timeout_s: float
-) -> Message:
-    pins = rank.pins
-    if not request.state_key:
-        key = table_key(request.incarnation)
-    if request.at_boundary:
-        lease = await pins.prepare(key, with_buffers=False, lease_s=lease_s)
-    else:
-        lease = await pins.pin_state(
+        pin = pins.pin_state if moments else partial(pins.pin, unsettled=request.unsettled)
+        lease = await pin(
             key,
             lease_s=lease_s,
             timeout_s=timeout_s,

@@ -154,7 +154,13 @@ class Gatherer(Peers):
             reading = Reading(sidecars, pinned, deadline_s, "grpc")
             for number, tensor in enumerate(plan.tensors):
                 data = await _tensor(reading, plan, number)
-                yield _begin(tensor)
+                facts = pb.SummonTensor(
+                    fqn=tensor.fqn,
+                    dtype=tensor.dtype,
+                    shape=tensor.shape,
+                    size_bytes=tensor.size_bytes,
+                )
+                yield pb.SummonResponse(tensor=facts).SerializeToString()
                 for begin in range(0, len(data), CHUNK_BYTES):
                     yield summon_chunk(memoryview(data)[begin : begin + CHUNK_BYTES])
 
@@ -239,14 +245,3 @@ async def _land(
         landing.target,
         item_bytes(tensor.dtype),
     )
-
-
-def _begin(tensor: ResultTensor) -> bytes:
-    return pb.SummonResponse(
-        tensor=pb.SummonTensor(
-            fqn=tensor.fqn,
-            dtype=tensor.dtype,
-            shape=tensor.shape,
-            size_bytes=tensor.size_bytes,
-        )
-    ).SerializeToString()

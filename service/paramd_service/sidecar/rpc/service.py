@@ -241,7 +241,8 @@ class SidecarServicer:
             **self._calls(),
             **edits.calls(rank),
             **pins.calls(rank),
-            **late.gateway_calls(self._gateway),
+            "Summon": Call(answers=self._gateway.summon),
+            "StreamGradients": Call(answers=self._gateway.gradients),
             **late.export_calls(rank),
             **insight.calls(rank),
             **copies.calls(rank),
@@ -338,7 +339,7 @@ class SidecarServicer:
     async def _admitted(self, context: Context, *, heavy: bool) -> AsyncIterator[float]:
         """Admit a call and yield the seconds it may take; map errors to statuses."""
         try:
-            self._rank.check_meant(_meant(context))
+            self._rank.check_meant(messages.metadata_of(context, RANK_KEY) or None)
             timeout_s = auth.check_deadline(
                 context.time_remaining(), self._rank.config.max_deadline_s
             )
@@ -486,14 +487,6 @@ _ON_THREAD: dict[str, SnapshotWork] = {
     "DigestSnapshot": digest,
 }
 """Methods that reduce a snapshot to one answer."""
-
-
-def _meant(context: Context) -> str | None:
-    """The rank named in the call's metadata; None if it names none."""
-    for key, value in context.invocation_metadata() or ():
-        if key == RANK_KEY:
-            return str(value)
-    return None
 
 
 def _parse(request_type: type[Message], data: bytes) -> Message:

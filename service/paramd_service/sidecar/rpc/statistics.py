@@ -13,6 +13,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import xxhash
@@ -397,9 +398,7 @@ def _replay(found: ReplaySnapshots, stop: Sequence[bool]) -> list[pb.ReplayedTen
 def place_in(spans: Sequence[tuple[int, int]]) -> Callable[[int, int], int | None]:
     """(arena byte, size) -> first byte in the spans one after the other; None: not all in one."""
     begins = [begin for begin, _ in spans]
-    offsets = [0]
-    for begin, end in spans:
-        offsets.append(offsets[-1] + end - begin)
+    offsets = list(accumulate((end - begin for begin, end in spans), initial=0))
 
     def place(at: int, size: int) -> int | None:
         index = bisect_right(begins, at) - 1

@@ -189,7 +189,7 @@ class StreamServer:
         answer = pb.GrantStreamResponse(port=rank.stream_port)
         if request.edit_id:
             check_role(CALLER.get(), EDITORS)
-            entry = await self._entry(request.edit_id, CALLER.get())
+            entry = await rank.edits.opened(request.edit_id, CALLER.get().token_id)
             answer.header.CopyFrom(messages.header(rank))
             answer.staged_bytes, answer.size_bytes = entry.staged_bytes, entry.size_bytes
         else:
@@ -215,14 +215,6 @@ class StreamServer:
         answer.grant_id, answer.secret = grant_id, granted.secret
         answer.valid_ms = int(1000 * GRANT_S)
         return answer
-
-    async def _entry(self, edit_id: str, claims: Claims) -> Entry:
-        """The edit that the caller stages. Raises NotFoundError, DeniedError."""
-        entry = self._rank.edits.get(edit_id)
-        # Shielded: other callers may wait for the same edit.
-        await asyncio.shield(entry.opened)
-        entry.check_author(claims.token_id)
-        return entry
 
     def open(self, sock: socket.socket, data: bytes) -> None:
         """Start the stream that an opening asks for. Takes over the socket.

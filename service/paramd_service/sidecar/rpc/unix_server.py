@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -41,6 +41,12 @@ MAX_STRANGERS = 64
 closed for a new one."""
 
 MAX_LAYOUT_BYTES = 1 << 30
+
+_OPS = frozenset((
+    "introduce", "offer", "copies", "copy", "attach", "mesh", "insight", "state", "detach",
+    "where", "leave", "live", "map", "unmap", "lend", "stage", "take",
+))  # fmt: skip
+"""What a peer may send; a `_Connection` has a method for each."""
 
 
 @contextmanager
@@ -98,32 +104,26 @@ class UnixServer:
             if connection.is_revoked():
                 self.rank.start_task(connection.close())
 
-    def _make_place(self) -> None:
-        strangers = [one for one in self._connections if one.is_stranger]
-        for one in strangers[: max(len(strangers) - MAX_STRANGERS + 1, 0)]:
-            self.rank.start_task(one.close())
-
     def _accept_again(self) -> None:
         if self._listener.fileno() >= 0:
             self.start()
 
     def _accept(self) -> None:
         for accepted in accepted_now(self._listener, self.rank, self._accept_again):
-            self._take_in(accepted)
-
-    def _take_in(self, accepted: socket.socket) -> None:
-        accepted.setblocking(False)
-        try:
-            peer_pid = handover.check_peer(accepted)
-        except DeniedError as error:
-            self.rank.log("connection-refused", reason=str(error))
-            self.rank.refusals.saw("socket", str(error))
-            accepted.close()
-            return
-        self._make_place()
-        connection = _Connection(self, accepted, peer_pid)
-        self._connections[connection] = None
-        connection.start()
+            accepted.setblocking(False)
+            try:
+                peer_pid = handover.check_peer(accepted)
+            except DeniedError as error:
+                self.rank.log("connection-refused", reason=str(error))
+                self.rank.refusals.saw("socket", str(error))
+                accepted.close()
+                continue
+            strangers = [one for one in self._connections if one.is_stranger]
+            for one in strangers[: max(len(strangers) - MAX_STRANGERS + 1, 0)]:
+                self.rank.start_task(one.close())
+            connection = _Connection(self, accepted, peer_pid)
+            self._connections[connection] = None
+            connection.start()
 
 
 class _Connection:
@@ -143,26 +143,6 @@ class _Connection:
         self._closing = False
         self._claims: dict[str | None, Claims] = {}
         self._counted_for: Who = None
-        self._handlers: dict[str, Callable[[dict[str, Any], list[int]], Coroutine[Any, Any, None]]]
-        self._handlers = {
-            "introduce": self._introduce,
-            "offer": self._offer,
-            "copies": self._copies,
-            "copy": self._copy,
-            "attach": self._attach,
-            "mesh": self._mesh,
-            "insight": self._insight,
-            "state": self._state,
-            "detach": self._detach,
-            "where": self._where,
-            "leave": self._leave,
-            "live": self._live,
-            "map": self._map,
-            "unmap": self._unmap,
-            "lend": self._lend,
-            "stage": self._stage,
-            "take": self._take,
-        }
 
     def start(self) -> None:
         asyncio.get_running_loop().add_reader(self._socket.fileno(), self._readable)
@@ -199,17 +179,17 @@ class _Connection:
         self._task = loop.create_task(self._serve(message, descriptors))
 
     async def _serve(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        handler = self._handlers.get(message["op"])
+        op = message["op"]
         try:
-            if handler is None:
-                raise UsageError(f"unknown op {message['op']!r}")
-            await handler(message, descriptors)
+            if op not in _OPS:
+                raise UsageError(f"unknown op {op!r}")
+            await getattr(self, f"_{op}")(message, descriptors)
         except ParamdError as error:
             self._refuse(error)
         except OSError:
             self._closing = True  # the peer left before its answer
         except Exception as error:
-            self._rank.log("handover-failed", op=message["op"], error=repr(error))
+            self._rank.log("handover-failed", op=op, error=repr(error))
             self._refuse(ParamdError("internal error, see the sidecar's log"))
         finally:
             for descriptor in descriptors:
@@ -386,10 +366,8 @@ class _Connection:
     async def _stage(self, message: dict[str, Any], descriptors: list[int]) -> None:
         claims = self._caller(message)
         check_role(claims, EDITORS)
-        entry = self._rank.edits.get(str(message.get("edit_id", "")))
-        # Shielded: other callers may wait for the same edit.
-        await asyncio.shield(entry.opened)
-        entry.check_author(claims.token_id)
+        edit_id = str(message.get("edit_id", ""))
+        entry = await self._rank.edits.opened(edit_id, claims.token_id)
         handover.send(self._socket, self._lent.stage(entry) | self._rank.identity())
 
     async def _take(self, message: dict[str, Any], descriptors: list[int]) -> None:

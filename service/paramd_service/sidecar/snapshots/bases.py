@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from paramd.memory.descriptors import pages
 from paramd.state import StateName
-from paramd_service.sidecar.snapshots.store import Key, Snapshot, SnapshotStore, block_bytes
+from paramd_service.sidecar.snapshots.store import Key, Snapshot, SnapshotStore
 
 IDLE_S = 600.0
 """How long a base is kept that nobody asks for; a follower may want every hundredth step."""
@@ -54,7 +55,7 @@ class Bases:
 
     @property
     def size_bytes(self) -> int:
-        return sum(block_bytes(snapshot.size_bytes) for snapshot, _ in self._kept.values())
+        return sum(pages(snapshot.size_bytes) for snapshot, _ in self._kept.values())
 
     def find(self, state: State) -> Snapshot | None:
         """The base of that state, held once more; None: it is gone, or was never kept."""
@@ -67,7 +68,7 @@ class Bases:
 
     def keep(self, snapshot: Snapshot) -> None:
         """Keep a filled snapshot as a base, if it fits at all."""
-        state, size_bytes = state_of(snapshot), block_bytes(snapshot.size_bytes)
+        state, size_bytes = state_of(snapshot), pages(snapshot.size_bytes)
         if (held := self.find(state)) is not None:
             self._store.drop(held)
             return

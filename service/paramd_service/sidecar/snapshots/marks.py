@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 
 from paramd.errors import (
@@ -25,7 +25,7 @@ from paramd.errors import (
     NotFoundError,
     UsageError,
 )
-from paramd.memory.continuation import read_pair
+from paramd.memory.continuation import digest_of, read_pair
 from paramd.memory.control_page import Word
 from paramd.memory.descriptors import SparseMemory
 from paramd.memory.gate import LateError
@@ -33,7 +33,6 @@ from paramd_service.sidecar.owner import AttachedMemory, check_keeps_states
 from paramd_service.sidecar.snapshots.standing import (
     Standing,
     StandingLabel,
-    digest_of,
     label_of,
     spans_of,
 )
@@ -249,11 +248,8 @@ def beside_bytes(attached: AttachedMemory) -> int:
 
 def kept_pair(attached: AttachedMemory) -> tuple[bytes, bytes] | None:
     """The newest record and its table."""
-    continuation = SparseMemory(attached.shared.continuation)
-    try:
+    with closing(SparseMemory(attached.shared.continuation)) as continuation:
         return read_pair(continuation.buffer)
-    finally:
-        continuation.close()
 
 
 def copied(attached: AttachedMemory, block: Block, layout_digest: str) -> StandingLabel:
@@ -272,13 +268,11 @@ def copied(attached: AttachedMemory, block: Block, layout_digest: str) -> Standi
     label = label_of(attached, step, record, table, layout_digest)
     if label.size_bytes > block.size_bytes:
         raise ExhaustedError("the state has grown since memory was made for it; try again")
-    optimizer = SparseMemory(attached.shared.optimizer)
-    try:
-        attached.copy(spans_of(attached, optimizer, label, block.address))
-    except LateError:
-        raise ConflictError("the device has not finished the last update; try again") from None
-    finally:
-        optimizer.close()
+    with closing(SparseMemory(attached.shared.optimizer)) as optimizer:
+        try:
+            attached.copy(spans_of(attached, optimizer, label, block.address))
+        except LateError:
+            raise ConflictError("the device has not finished the last update; try again") from None
     rest = record + table
     ctypes.memmove(block.address + label.size_bytes - len(rest), rest, len(rest))
     # SEQ is odd whenever anything of this changes, and never takes an even value twice.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 from paramd.errors import ConflictError, NotFoundError, UsageError
@@ -126,17 +127,14 @@ class Moments:
         Raises:
             LateError, DeviceError: when it is called.
         """
-        blocks: dict[int, bytes] = {}
 
+        @cache
         def block(number: int) -> bytes:
-            if number not in blocks:
-                begin = number * READ_BYTES
-                room = ctypes.create_string_buffer(
-                    max(min(READ_BYTES, self._page[Word.STATE_BYTES] - begin), 0)
-                )
-                self._copy([CopySpan(STATE_BASE + begin, ctypes.addressof(room), len(room))])
-                blocks[number] = room.raw
-            return blocks[number]
+            begin = number * READ_BYTES
+            size_bytes = max(min(READ_BYTES, self._page[Word.STATE_BYTES] - begin), 0)
+            room = ctypes.create_string_buffer(size_bytes)
+            self._copy([CopySpan(STATE_BASE + begin, ctypes.addressof(room), size_bytes)])
+            return room.raw
 
         def read(place: int, size_bytes: int) -> bytes:
             if place < DEVICE_PLACES:

@@ -253,7 +253,7 @@ def offer_of_snapshots(
         "layout_digest": newest.get("layout_digest", ""),
         "step": -1,
         "reached": standing.reached,
-        "why_not_live": "a trainer that was to go on in it died while it attached",
+        "why_not_live": "a trainer that was to continue in it died while it attached",
         "snapshots": snapshots,
     }
     return offer, descriptors
@@ -273,7 +273,7 @@ def _why_not_live(attached: AttachedMemory, ownership: Ownership) -> str:
     if ownership is not Ownership.ORPHANED:
         return str(ownership.value)
     if not page[Word.LINEAGE]:
-        return "its trainer did not keep what a successor needs (attach with resume='auto')"
+        return "its trainer did not keep what a restarted trainer needs (attach with resume='auto')"
     if label := label_of(page):
         return f"the trainer ended while other weights ({label!r}) stood in for the training's"
     digest = sample_digest(page, attached.host_bytes)

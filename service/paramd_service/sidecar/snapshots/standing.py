@@ -20,10 +20,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from xxhash import xxh3_64
-
 from paramd.errors import ExhaustedError
-from paramd.memory.continuation import digests_of, read_pair
+from paramd.memory.continuation import digest_of, digests_of, read_pair
 from paramd.memory.control_page import Word, in_time
 from paramd.memory.descriptors import SparseMemory
 from paramd.memory.device_arena import STATE_BASE
@@ -45,7 +43,6 @@ _MEANING = (
     "no standing snapshots: a trainer that dies inside an update starts afresh",
     "one standing snapshot: a trainer that dies while it is written has none to go back to",
 )
-DIGEST_CHUNK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -401,15 +398,6 @@ def expendable(made: Sequence[int], common: int) -> int:
     # Of these the older one may be all that the ranks have in common.
     needed = made[order[0]] >= 0 and made[order[-1]] > common
     return order[-1] if needed else order[0]
-
-
-def digest_of(*parts: memoryview) -> int:
-    """The XXH3 of bytes, computed piece by piece; never 0."""
-    summed = xxh3_64()
-    for memory in parts:
-        for begin in range(0, memory.nbytes, DIGEST_CHUNK_BYTES):
-            summed.update(memory[begin : begin + DIGEST_CHUNK_BYTES])
-    return summed.intdigest() or 1
 
 
 def _fits(block: Block, size_bytes: int) -> bool:

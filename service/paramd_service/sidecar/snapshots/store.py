@@ -21,7 +21,6 @@ methods run on the event loop's thread; nothing here blocks, except making block
 
 from __future__ import annotations
 
-import mmap
 import os
 import secrets
 from collections import Counter
@@ -34,6 +33,7 @@ from typing import Any
 from paramd.errors import ConflictError, DeniedError, ExhaustedError, NotFoundError
 from paramd.memory import descriptors
 from paramd.memory.arena import HostArena
+from paramd.memory.descriptors import pages
 from paramd.memory.gate import CopySpan
 from paramd.memory.gradient_program import Notes
 from paramd.state import StateName
@@ -41,16 +41,11 @@ from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.admission import Shares, Who
 
 
-def block_bytes(size_bytes: int) -> int:
-    """Size of a block for `size_bytes`: whole pages."""
-    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
 class Block:
     """A memfd; `buffer` and `address` are its mapping in this process."""
 
     def __init__(self, size_bytes: int) -> None:
-        self.size_bytes = block_bytes(size_bytes)
+        self.size_bytes = pages(size_bytes)
         self.descriptor = descriptors.create_memory("paramd-snapshot", self.size_bytes)
         try:
             self._arena = HostArena(self.descriptor, self.size_bytes)
@@ -218,10 +213,6 @@ class Charges:
         """Most bytes of a source's snapshots that one token may hold."""
         return self._budget_bytes(source) // 3
 
-    def taken_bytes(self, source: int, who: Who) -> int:
-        """Bytes that `who` holds of a source."""
-        return self._taken_bytes[source, who]
-
     def check(self, who: Who, source: int, needed_bytes: int, *, is_new: bool = True) -> None:
         """Check that `who` may hold that much more; `is_new`: no token holds the snapshot yet.
 
@@ -230,7 +221,7 @@ class Charges:
         """
         if who is None:
             return
-        share_bytes, mine = self.share_bytes(source), self.taken_bytes(source, who)
+        share_bytes, mine = self.share_bytes(source), self._taken_bytes[source, who]
         if mine + needed_bytes > share_bytes:
             raise ExhaustedError(
                 f"a snapshot of {needed_bytes:,} bytes does not fit: your token holds {mine:,} of "
@@ -387,12 +378,12 @@ class SnapshotStore:
             ExhaustedError: the budget, or the share of `who`, has no room for it.
         """
         snapshot = Snapshot(key, at_boundary, with_buffers)
-        self._charges.check(who, key.source, block_bytes(snapshot.size_bytes))
+        self._charges.check(who, key.source, pages(snapshot.size_bytes))
         if snapshot.size_bytes:
             snapshot.block = self._take_kept(snapshot.size_bytes)
             if snapshot.block is None:
-                self._make_room(block_bytes(snapshot.size_bytes), key.source)
-        self._charges.add(who, snapshot, block_bytes(snapshot.size_bytes))
+                self._make_room(pages(snapshot.size_bytes), key.source)
+        self._charges.add(who, snapshot, pages(snapshot.size_bytes))
         return self._enliven(snapshot)
 
     def uncharge(self, snapshot: Snapshot, who: Who) -> None:
@@ -408,7 +399,7 @@ class SnapshotStore:
         """
         if self._closed:
             raise ConflictError("the incarnation of the snapshot has ended; fetch the layout again")
-        size_bytes = block_bytes(snapshot.size_bytes)
+        size_bytes = pages(snapshot.size_bytes)
         self._charges.check_more(who, snapshot, size_bytes)
         self._lease_shares.take(who)
         self._charges.add(who, snapshot, size_bytes)
@@ -526,7 +517,7 @@ class SnapshotStore:
         self._kept.append(_Kept(block, self._clock_ns(), kept))
 
     def _take_kept(self, size_bytes: int) -> Block | None:
-        wanted = block_bytes(size_bytes)
+        wanted = pages(size_bytes)
         fitting = [
             entry
             for entry in self._kept
@@ -573,7 +564,7 @@ def _taken_bytes(snapshot: Snapshot) -> int:
     # A reused block may be larger than the snapshot.
     if snapshot.block is not None:
         return snapshot.block.size_bytes
-    return block_bytes(snapshot.size_bytes)
+    return pages(snapshot.size_bytes)
 
 
 def _order(snapshot: Snapshot | None) -> tuple[int, ...]:

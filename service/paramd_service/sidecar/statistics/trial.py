@@ -36,7 +36,9 @@ def try_record(
     """
     reduce.item_bytes(dtype)
     kind = getattr(torch, record.dtype)
-    view = _strided(snapshot, begin_bytes, kind, record.sizes, record.strides)
+    end_bytes = begin_bytes + record.arena_end - record.arena_begin
+    raw = torch.frombuffer(snapshot[begin_bytes:end_bytes], dtype=kind)
+    view = raw.as_strided(record.sizes, record.strides)
     data = None
     # Keep no pre-image: it could overwrite the data.
     record = replace(record, preimage_begin=NO_DATA)
@@ -49,18 +51,6 @@ def try_record(
         changed = block.clone()
         run(record, changed, operand, None)
         reduce.add_elements(after, changed.view(getattr(torch, dtype)), dtype)
-
-
-def _strided(
-    data: memoryview,
-    begin_bytes: int,
-    dtype: torch.dtype,
-    sizes: tuple[int, ...],
-    strides: tuple[int, ...],
-) -> torch.Tensor:
-    span = 1 + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
-    raw = torch.frombuffer(data[begin_bytes : begin_bytes + span * dtype.itemsize], dtype=dtype)
-    return raw.as_strided(sizes, strides)
 
 
 def _blocks(

@@ -13,6 +13,7 @@ from paramd.version import __version__
 from paramd_service.control.access.authority import (
     CODE_S,
     DEFAULT_TTL_S,
+    MAX_JOBS_CHARS,
     MAX_NAME_CHARS,
     MAX_TTL_S,
     cookie_name,
@@ -51,6 +52,12 @@ class TokenRequest(BaseModel):
         description="Its owner or purpose; appears in the audit. Never reusable; generated when "
         "absent",
     )
+    jobs: str | None = Field(
+        None,
+        max_length=MAX_JOBS_CHARS,
+        description="Patterns of the jobs that it is for, such as team-a-*, separated by commas; "
+        "all when absent",
+    )
 
 
 class TokenDocument(BaseModel):
@@ -61,6 +68,7 @@ class TokenDocument(BaseModel):
     created_s: float = Field(description="Seconds since the Unix epoch")
     expires_s: float | None = Field(description="Seconds since the Unix epoch; null: never")
     revoked_s: float | None = Field(description="When it was revoked; null: not revoked")
+    jobs: str | None = Field(description="Patterns of the jobs that it is for; null: all")
 
 
 class NewToken(TokenDocument):
@@ -83,7 +91,11 @@ def tokens_router(services: Services) -> APIRouter:
     async def create_token(wanted: TokenRequest, request: Request) -> NewToken:
         """Create a token. It is shown only in this response; only its hash is stored."""
         row, token = await services.tokens.create(
-            principal_of(request), role=wanted.role, ttl_s=wanted.ttl_s, name=wanted.name
+            principal_of(request),
+            role=wanted.role,
+            ttl_s=wanted.ttl_s,
+            name=wanted.name,
+            jobs=wanted.jobs,
         )
         return NewToken(**_token_document(row).model_dump(), token=token)
 

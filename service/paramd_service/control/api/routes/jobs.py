@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
 
 from paramd import clock
-from paramd.errors import UsageError
+from paramd.errors import UnreachableError, UsageError
 from paramd.mesh.edits.calls import HoldState
-from paramd.security.tickets import Role, Signer, mint_of_ranks
+from paramd.security.tickets import RANK_TICKET_TTL_S, Role, mint_of_ranks
 from paramd.security.tls import is_of_job
 from paramd_service.control.access.authority import Principal
-from paramd_service.control.access.doorway import principal_of
+from paramd_service.control.access.doorway import check_job, principal_of
 from paramd_service.control.access.roles import ticket_role
 from paramd_service.control.alerts.book import Severity
 from paramd_service.control.api import rank_text
@@ -29,25 +30,30 @@ from paramd_service.control.api.models import (
     TlsDocument,
 )
 from paramd_service.control.api.services import Services
-from paramd_service.control.base.config import Bootstrap
 from paramd_service.control.edits.holds import hold_of, is_held
 from paramd_service.control.mesh.jobs import Incarnation
 from paramd_service.control.mesh.registry import MeshView, Report
+
+MINTED_AT_ONCE = 32
+"""Ranks whose two tickets, of 60 us each, are signed before the event loop serves others."""
 
 
 def router(services: Services) -> APIRouter:
     """/jobs, /jobs/{job}, /jobs/{job}/ranks, /jobs/{job}/incarnations, /jobs/{job}/end."""
     routes = APIRouter(tags=["jobs"])
+    signing: defaultdict[str | None, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     @routes.get("/jobs")
-    async def list_jobs() -> JobList:
-        """Jobs of this control plane, each in its last incarnation."""
-        return JobList(jobs=[_summary(services, i, i.registry.view()) for i in services.jobs.all()])
+    async def list_jobs(request: Request) -> JobList:
+        """Jobs of this control plane that the token is for, each in its last incarnation."""
+        mine = [one for one in services.jobs.all() if principal_of(request).sees(one.job)]
+        return JobList(jobs=[_summary(services, one, one.registry.view()) for one in mine])
 
     @routes.post("/jobs", status_code=201)
     async def register_job(registration: JobRegistration, request: Request) -> RegisteredJob:
         """Begin a new incarnation of a job; the previous one ends."""
         hosts = registration.rank_hosts
+        check_job(principal_of(request), registration.job)
         if hosts and len(hosts) != registration.world_size:
             raise UsageError(
                 f"rank_hosts: {len(hosts)} for {registration.world_size} ranks; give one for each"
@@ -56,13 +62,16 @@ def router(services: Services) -> APIRouter:
             registration.job,
             world_size=registration.world_size,
             incarnation_floor=registration.incarnation_floor,
+            owner=principal_of(request).token_id,
         )
         detail = {
             "world_size": registration.world_size,
             "incarnation_floor": registration.incarnation_floor,
         }
         await services.records.happened(principal_of(request), "job.register", detail, mesh)
-        return await _registered(services, mesh, registration.rank_hosts)
+        # One of a token at a time: many large ones take turns with themselves, not with others.
+        async with signing[principal_of(request).token_id]:
+            return await _registered(services, mesh, registration.rank_hosts, request)
 
     @routes.get("/jobs/{job}")
     async def get_job(job: str, request: Request) -> JobDocument:
@@ -108,14 +117,33 @@ async def _yielded(chunks: Iterator[str]) -> AsyncIterator[str]:
         yield chunk
 
 
-async def _registered(services: Services, mesh: Incarnation, hosts: Sequence[str]) -> RegisteredJob:
-    mine = mesh.bootstrap
-    # A signature takes 50 us; thousands of them would block the event loop.
-    tickets = await asyncio.to_thread(_rank_tickets, mine, Role.SIDECAR)
-    copy_tickets = await asyncio.to_thread(_rank_tickets, mine, Role.COPIER)
-    pems = []
-    if hosts:
-        pems = await asyncio.to_thread(mine.certificates.authority.issue_ranks, hosts)
+async def _registered(
+    services: Services, mesh: Incarnation, hosts: Sequence[str], request: Request
+) -> RegisteredJob:
+    """What each rank needs, as long as the caller waits for it."""
+    mine, who = mesh.bootstrap, principal_of(request)
+    ttl_s = _ticket_ttl_s(RANK_TICKET_TTL_S, who, clock.now_s())
+
+    def minted(role: Role, ranks: range) -> list[str]:
+        of = {"job": mine.job, "incarnation": mine.incarnation, "token_id": who.token_id}
+        return mint_of_ranks(mine.signer, role, ranks=ranks, ttl_s=ttl_s, **of)  # type: ignore[arg-type]
+
+    tickets, copy_tickets, pems = [], [], []
+    # The body has been read: what comes next is that the caller left.
+    leaving = asyncio.ensure_future(request.receive())
+    try:
+        for first in range(0, mine.world_size, MINTED_AT_ONCE):
+            await asyncio.sleep(0)
+            if leaving.done() or mesh.over is not None:
+                raise UnreachableError(f"who registered job {mine.job!r} left, or it began again")
+            ranks = range(first, min(first + MINTED_AT_ONCE, mine.world_size))
+            tickets += minted(Role.SIDECAR, ranks)
+            copy_tickets += minted(Role.COPIER, ranks)
+            if part := hosts[ranks.start : ranks.stop]:
+                issue = mine.certificates.authority.issue_ranks
+                pems += await asyncio.to_thread(issue, part, first)
+    finally:
+        leaving.cancel()
     return RegisteredJob(
         job=mine.job,
         incarnation=mine.incarnation,
@@ -124,16 +152,6 @@ async def _registered(services: Services, mesh: Incarnation, hosts: Sequence[str
         rank_tickets=tickets,
         copy_tickets=copy_tickets,
         rank_tls=[TlsDocument(**one.to_json()) for one in pems],
-    )
-
-
-def _rank_tickets(mine: Bootstrap, role: Role) -> list[str]:
-    return mint_of_ranks(
-        Signer(mine.private_key),
-        role,
-        job=mine.job,
-        incarnation=mine.incarnation,
-        world_size=mine.world_size,
     )
 
 
@@ -163,7 +181,8 @@ def _hold(joined: Sequence[Report]) -> str:
 
 
 def job_document(services: Services, mesh: Incarnation, principal: Principal) -> JobDocument:
-    """A job for one caller, with a ticket of the caller's rights."""
+    """A job for one caller, with a ticket of the caller's rights. Raises as `check_job`."""
+    check_job(principal, mesh.job)
     mine, view, now_s = mesh.bootstrap, mesh.registry.view(), clock.now_s()
     ttl_s = _ticket_ttl_s(services.config.ticket_ttl_s, principal, now_s)
     ticket = mine.signer.mint(

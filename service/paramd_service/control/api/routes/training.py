@@ -43,7 +43,9 @@ def holds_router(services: Services) -> APIRouter:
     async def begin_hold(job: str, wanted: HoldRequest, request: Request) -> HoldView:
         """Hold all ranks at one boundary; returns once they wait. Ends with its lease."""
         by = principal_of(request)
-        return await hold_of(job).begin(by, wanted.lease_s, wanted.holder)
+        return await hold_of(job).begin(
+            by, wanted.lease_s, wanted.holder, timeout_s=wanted.timeout_s
+        )
 
     @routes.post("/jobs/{job}/hold/renew")
     async def renew_hold(job: str, wanted: HoldRequest, request: Request) -> HoldView:

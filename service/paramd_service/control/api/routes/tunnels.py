@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from paramd.errors import NotFoundError, UnreachableError, UsageError
 from paramd.mesh.peers.tunnels import PROTOCOL
 from paramd.security.tls import host_of
+from paramd.v1 import sidecar_pb2
 from paramd_service.control.access.doorway import DOOR
 from paramd_service.control.api.services import Services
 from paramd_service.control.http_server import Connection
@@ -89,13 +90,13 @@ def router(services: Services) -> APIRouter:
     """/jobs/{job}/tunnel, /jobs/{job}/ranks/{rank}/tunnel."""
     routes = APIRouter(tags=["jobs"])
 
-    async def opened(request: Request, what: str, address: str) -> Response:
+    async def opened(request: Request, what: str, host: str, address: str) -> Response:
         if request.headers.get("upgrade", "").lower() != PROTOCOL:
             raise UsageError(f"tunnel: expected headers Connection: upgrade, Upgrade: {PROTOCOL}")
         door: Connection | None = getattr(request.state, DOOR, None)
         if door is None:
             raise UsageError("tunnel: this connection cannot be upgraded")
-        host, port = host_of(address), int(address.rpartition(":")[2])
+        port = int(address.rpartition(":")[2])
         try:
             async with asyncio.timeout(CONNECT_S):
                 loop = asyncio.get_running_loop()
@@ -111,14 +112,19 @@ def router(services: Services) -> APIRouter:
     async def open_control_tunnel(job: str, request: Request) -> Response:
         """A connection to this control plane's gRPC. Upgrade: paramd-tunnel."""
         services.jobs.get(job)
-        return await opened(request, "its own gRPC", services.grpc_address)
+        address = services.grpc_address
+        return await opened(request, "its own gRPC", host_of(address), address)
 
     @routes.get("/jobs/{job}/ranks/{rank}/tunnel", status_code=101, response_class=Response)
     async def open_tunnel(job: str, rank: Annotated[int, Path(ge=0)], request: Request) -> Response:
         """A connection to the sidecar of one rank. Upgrade: paramd-tunnel."""
-        for report in services.jobs.get(job).registry.view().joined:
+        mesh = services.jobs.get(job)
+        for report in mesh.registry.view().joined:
             if report.rank == rank:
-                return await opened(request, f"rank {rank}", report.address)
+                # Nothing but a sidecar of this rank answers that.
+                asked, what = sidecar_pb2.GetStateRequest(), f"rank {rank}"
+                await mesh.calls.ask(rank, report.address, asked, timeout_s=CONNECT_S)
+                return await opened(request, what, report.host, report.address)
         raise NotFoundError(f"rank {rank} of job {job[:64]!r} has no sidecar now")
 
     return routes

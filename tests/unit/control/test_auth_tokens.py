@@ -124,7 +124,9 @@ async def test_what_cannot_be_is_not_made(
 ) -> None:
     async def made() -> None:
         asked = TokenRequest.model_validate({"role": "reader"} | wrong)
-        await tokens.create(OWNER, role=asked.role, ttl_s=asked.ttl_s, name=asked.name)
+        await tokens.create(
+            OWNER, role=asked.role, ttl_s=asked.ttl_s, name=asked.name, jobs=asked.jobs
+        )
 
     with pytest.raises((UsageError, ValidationError)):
         await made()

@@ -75,7 +75,7 @@ class Watchers:
 
     def _begin(self, mesh: Incarnation) -> None:
         watcher = Watcher(
-            self.config,
+            config=self.config,
             job=mesh.job,
             incarnation=mesh.number,
             view=mesh.registry.view,

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 from paramd.errors import ConflictError, NotFoundError, ParamdError, asked_by
@@ -94,29 +94,24 @@ def applied_of(answer: pb.GetEditResponse) -> Applied | None:
     )
 
 
+@dataclass(eq=False)
 class EditRun:
     """Drives one edit until it has ended. Use on one event loop; `close` when done."""
 
-    def __init__(
-        self,
-        machine: EditMachine,
-        row: EditRow,
-        *,
-        calls: SidecarCalls,
-        view: Callable[[], MeshView],
-        save: Callable[[EditRow], Awaitable[None]],
-        on_change: Callable[[EditRow], None],
-    ) -> None:
-        """Start driving. `on_change` is called with each new row, after it is saved."""
-        self.machine = machine
-        self.row = row
-        self.touched_s = time.monotonic()
-        self.reach_s = 60.0
-        """Time for ReachBoundary, in seconds."""
-        self._calls = calls
-        self._view = view
-        self._save = save
-        self._on_change = on_change
+    machine: EditMachine
+    row: EditRow
+    _: KW_ONLY
+    calls: SidecarCalls
+    view: Callable[[], MeshView]
+    save: Callable[[EditRow], Awaitable[None]]
+    on_change: Callable[[EditRow], None]
+    """Called with each new row, after it is saved."""
+    touched_s: float = field(default_factory=time.monotonic)
+    reach_s: float = 60.0
+    """Time for ReachBoundary, in seconds."""
+
+    def __post_init__(self) -> None:
+        """Start driving."""
         self._changed = asyncio.Event()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -149,7 +144,7 @@ class EditRun:
         if self.row.state == EditState.COMMITTED:
             machine = self.machine
             told = f"being called off ({machine.reason}), " if machine.calling_off else ""
-            self.row = replace(self.row, reason=f"{told}waits for {waited_for(self._view())}")
+            self.row = replace(self.row, reason=f"{told}waits for {waited_for(self.view())}")
 
     def describe(self, **detail: Any) -> None:
         """Add to the row's detail; saved with the next state."""
@@ -194,7 +189,7 @@ class EditRun:
         # STAGED is not saved: after a restart the ranks are asked again anyway.
         while machine.state is not EditState.STAGED:
             try:
-                await self._save(now)
+                await self.save(now)
                 break
             except StoreError as error:
                 if machine.state is EditState.COMMITTED:
@@ -204,7 +199,7 @@ class EditRun:
         self.row = replace(now, detail=self.row.detail)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-        self._on_change(self.row)
+        self.on_change(self.row)
         return True
 
     async def _do(self, action: Reach | Withdraw | Show | Forget) -> None:
@@ -236,8 +231,8 @@ class EditRun:
             edit_id=self.row.id,
         )
         try:
-            address = address_of(self._view(), rank)
-            answer = await self._calls.reach(rank, address, request, (), self.reach_s)
+            address = address_of(self.view(), rank)
+            answer = await self.calls.reach(rank, address, request, (), self.reach_s)
         except ParamdError as error:
             return NotReached(rank, str(error))
         if answer.captured:
@@ -250,16 +245,16 @@ class EditRun:
             self._pauses[rank] = min(2 * pause_s, MAX_AGAIN_S)
             await asyncio.sleep(pause_s)
         try:
-            address = address_of(self._view(), rank)
-            fate = await withdrawn(self._calls, rank, address, self.machine.boundary)
+            address = address_of(self.view(), rank)
+            fate = await withdrawn(self.calls, rank, address, self.machine.boundary)
             return Reported(rank, fate)
         except ParamdError:
             return Unreported(rank)
 
     async def _show(self, rank: int) -> Event:
         try:
-            address = address_of(self._view(), rank)
-            answer = await self._calls.ask(rank, address, pb.GetEditRequest(edit_id=self.row.id))
+            address = address_of(self.view(), rank)
+            answer = await self.calls.ask(rank, address, pb.GetEditRequest(edit_id=self.row.id))
         except NotFoundError:
             return Shown(rank, None)
         except ParamdError:
@@ -275,10 +270,10 @@ class EditRun:
         pause_s, end_s = AGAIN_S, time.monotonic() + FORGET_S
         while time.monotonic() < end_s:
             try:
-                address = address_of(self._view(), rank)
+                address = address_of(self.view(), rank)
                 if self.machine.boundary:
-                    await withdrawn(self._calls, rank, address, self.machine.boundary)
-                await self._calls.ask(rank, address, pb.DropEditRequest(edit_id=self.row.id))
+                    await withdrawn(self.calls, rank, address, self.machine.boundary)
+                await self.calls.ask(rank, address, pb.DropEditRequest(edit_id=self.row.id))
                 return
             except ParamdError as error:
                 log.debug("edit %s at rank %d: %s", self.row.id, rank, error)

@@ -23,7 +23,6 @@ from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.mesh.watch import Publish
 from paramd_service.control.store.alerts import AlertStore, State
 
-MakeSampler = Callable[[Incarnation], MeshSampler]
 Hold = Callable[[str, str], Awaitable[None]]
 
 log = logging.getLogger("paramd.control.alerts")
@@ -43,7 +42,6 @@ class Watchers:
     store: AlertStore
     """As in `Watcher`, like the next one and `expires_s`."""
     offer: Offer
-    make_sampler: MakeSampler = lambda mesh: MeshSampler(mesh.reaching)
     expires_s: Callable[[], float | None] = lambda: None
     hold: Hold | None = None
     """Pauses the training of a job, and says whom for; None: nothing can."""
@@ -79,7 +77,7 @@ class Watchers:
             job=mesh.job,
             incarnation=mesh.number,
             view=mesh.registry.view,
-            sampler=self.make_sampler(mesh),
+            sampler=MeshSampler(mesh.reaching),
             ask_logged=lambda report, request: mesh.calls.ask(
                 report.rank, report.address, request, timeout_s=ASK_TIMEOUT_S
             ),

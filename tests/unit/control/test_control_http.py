@@ -6,6 +6,7 @@ import errno
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -40,34 +41,23 @@ def services() -> Services:
     jobs = Jobs(ControlIdentity(generation=1, silent_after_s=10.0), site=None)
     jobs.open(BOOTSTRAP)
     records = Records("", Path("/nonexistent"), chain="run")
+    alerts, publish = AlertConfig(watch=False), EventBus().publish
     watchers = Watchers(
-        config=AlertConfig(watch=False),
-        publish=lambda kind, data, *, job: None,
-        store=records.alerts,
-        offer=records.history.offer,
+        config=alerts, publish=publish, store=records.alerts, offer=records.history.offer
     )
-    exports = ExportService(records, {}, publish=lambda kind, data, *, job: None)
-    edits = EditRegistry(records, EditConfig(), publish=lambda kind, data, *, job: None)
+    exports = ExportService(records, {}, publish=publish)
+    parts: dict[str, Any] = {
+        "jobs": jobs, "watchers": watchers, "records": records, "exports": exports,
+        "edits": EditRegistry(records, EditConfig(), publish=publish),
+    }  # fmt: skip
     return Services(
         config=ControlConfig(job="run"),
         listen_host="127.0.0.1",
         grpc_address="127.0.0.1:8471",
-        jobs=jobs,
-        metrics=Metrics(
-            jobs=jobs,
-            lag=LoopLag(),
-            watchers=watchers,
-            tls=None,
-            exports=exports,
-            edits=edits,
-            records=records,
-        ),
-        watchers=watchers,
+        metrics=Metrics(lag=LoopLag(), tls=None, **parts),
+        **parts,
         tokens=Tokens(TOKEN, MemoryTokens()),
         revocations=Revocations(ticket_ttl_s=600.0),
-        records=records,
-        edits=edits,
-        exports=exports,
         denied=lambda *told: None,
         failures=FailureLimit(burst=1000.0),
         events=EventBus(),

@@ -5,7 +5,7 @@
 Words are separated by spaces. A word that begins with a key and a comparison is a term; all
 terms must hold. Every other word is a glob over names, which may end in a slice; a tensor must
 match any one of them, and no globs means all. Double quotes make any word a glob and may contain
-spaces.
+spaces; inside them "" is one ".
 
     facts         name placement kind dtype           = != ~ (contains)
                   shape                               = != "4096x4096", "4096x*"; < > by its largest dim
@@ -42,6 +42,7 @@ FLAG_KEYS: Final = ("tied", "trainable")
 KEYS: Final = (*TEXT_KEYS, "shape", *COUNT_KEYS, *FLAG_KEYS, *STATISTIC_KEYS)
 
 _TERM = re.compile(r"([A-Za-z_]+)(!=|<=|>=|=|<|>|~)")
+_QUOTED = re.compile(r'"((?:[^"]|"")*)"')
 _NUMBER = re.compile(r"([+-]?(?:[0-9]{1,40}(?:\.[0-9]{0,40})?|\.[0-9]{1,40})(?:e[+-]?[0-9]{1,3})?)"
                      r"([kKMG]?)\Z")  # fmt: skip
 _SHAPE = re.compile(r"(?:[0-9]{1,18}|\*)(?:x(?:[0-9]{1,18}|\*)){0,31}\Z")
@@ -178,13 +179,13 @@ def _words(text: str) -> list[tuple[int, str, bool]]:
         if text[at].isspace():
             at += 1
         elif text[at] == '"':
-            end = text.find('"', at + 1)
-            if end < 0:
+            quoted = _QUOTED.match(text, at)
+            if quoted is None:
                 raise FilterError(at, text[at:], 'a closing "')
-            if end == at + 1:
+            if not quoted[1]:
                 raise FilterError(at, '""', "a glob between the quotes")
-            words.append((at, text[at + 1 : end], True))
-            at = end + 1
+            words.append((at, quoted[1].replace('""', '"'), True))
+            at = quoted.end()
             if at < len(text) and not text[at].isspace():
                 raise FilterError(at, text[at:], "a space after the quotes")
         else:

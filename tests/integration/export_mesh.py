@@ -26,6 +26,7 @@ from paramd.mesh.peers.sidecars import Pinned
 from paramd.places import host_id
 from paramd.security.tickets import Role
 from paramd.state import StateName
+from paramd.trainer.model.hub import described
 from paramd.v1 import export_pb2, sidecar_pb2_grpc
 from paramd.v1 import sidecar_pb2 as pb
 from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach
@@ -146,6 +147,7 @@ def still_mesh(
     buffers: Sequence[str] = (),
     same_host: bool = True,
     faults: Mapping[int, str] | None = None,
+    model: torch.nn.Module | None = None,
 ) -> Iterator[StillMesh]:
     """Sidecars, attached and serving.
 
@@ -154,9 +156,11 @@ def still_mesh(
         way: a name of `simulate.BOXES`, or "fsdp1".
         same_host: whether sidecars find each other's sockets; else they stream.
         faults: points of fault injection by rank.
+        model: whose state dict they are.
     """
     folder.mkdir(exist_ok=True)
-    layout, arenas = _distributed(tensors, way, ranks, aliases or {}, buffers)
+    locals_, arenas = _distributed(tensors, way, ranks, aliases or {}, buffers)
+    layout = merge_layouts([described(model, one) if model else one for one in locals_])
     with ExitStack() as stack:
         trainers, processes, stubs = [], [], []
         for rank in range(ranks):
@@ -192,7 +196,7 @@ def _distributed(
     ranks: int,
     aliases: Mapping[str, Sequence[str]],
     buffers: Sequence[str],
-) -> tuple[Layout, list[bytearray]]:
+) -> tuple[list[LocalLayout], list[bytearray]]:
     specs = [Spec(name, _dtype(t), tuple(t.shape)) for name, t in tensors.items()]
     held: list[Held] = (
         fsdp1(specs, ranks) if way == "fsdp1" else [BOXES[way](spec, ranks) for spec in specs]
@@ -222,7 +226,7 @@ def _distributed(
         arena.extend(bytes(8 + -len(arena) % 8))
         locals_.append(LocalLayout(rank=rank, arena_bytes=len(arena), tensors=tuple(found)))
         arenas.append(arena)
-    return merge_layouts(locals_), arenas
+    return locals_, arenas
 
 
 def _memory(tensor: torch.Tensor, region: Box | Interval, strides: tuple[int, ...] | None) -> bytes:

@@ -232,11 +232,13 @@ def test_a_viewer_has_no_statistics_that_are_values(rest: Ready) -> None:
     viewer.get("/grads", 403, filter=small[0])
     # Nor over time.
     for name in small:
-        assert "reveal values" in viewer.get("/history", 403, metric="norm", subject=name)["detail"]
-        admin.get("/history", metric="norm", subject=name)
+        for metric in ("norm", "grad_norm"):
+            refused = viewer.get("/history", 403, metric=metric, subject=name)
+            assert "reveal values" in refused["detail"]
+            admin.get("/history", metric=metric, subject=name)
     assert viewer.get("/history", metric="norm", subject=large)["points"] == []
     viewer.get("/history", 404, metric="norm", subject="gone")
-    viewer.get("/history", metric="grad_norm", subject="0")
+    viewer.get("/history", metric="grad_norm", subject="total")
     # Nor by what a total has more than its parts.
     both = viewer.get("/params/stats", filter=f"{large} {' '.join(small)}")
     assert [row["name"] for row in both["stats"]] == [large]

@@ -146,6 +146,15 @@ def test_state_without_tensors_is_no_obstacle(optimizer: str, tmp_path: Path) ->
 
 
 @pytest.mark.timeout(180)
+def test_state_that_each_rank_has_a_part_of_is_gathered_from_who_has_it(tmp_path: Path) -> None:
+    with training(tmp_path, "--kind", "ddp", "--optimizer", "zero") as (mesh, _):
+        found = mesh.optimizer()
+        assert_told(found, truth(tmp_path, found.step))
+        done = mesh.export("here/zero", include=["parameters", "optimizer"]).wait(timeout=60)
+        assert_stored(stored_in(tmp_path / "out" / "zero"), truth(tmp_path, done.step))
+
+
+@pytest.mark.timeout(180)
 def test_state_of_a_training_that_hangs_and_of_one_that_died(tmp_path: Path) -> None:
     with training(tmp_path, ends=False) as (mesh, ranks):
         hanging(tmp_path)

@@ -96,7 +96,7 @@ def numbers_are_kept(mesh: Mesh) -> None:
 def slow_in_data(mesh: Mesh, folder: Path) -> None:
     """All step times are those of the slow rank; what the ranks are doing tells them apart."""
     (folder / "slow.2").touch()
-    told = "and rank 2 in DataLoader.next: if it is the same rank when you ask again, it slows"
+    told = "rank 2 was in DataLoader.next while ranks 0 and 1 waited for it: it slows the others"
     until(mesh, lambda why: told in why.verdict, "the slow rank is named")
     (folder / "slow.2").unlink()
 

@@ -55,7 +55,9 @@ def watched(folder: Path) -> Iterator[Door]:
     exports = folder / "exports"
     exports.mkdir()
     env = {
-        "PARAMD_ALERTS": json.dumps({"watch": True, "stats_every_s": 1.0}),
+        "PARAMD_ALERTS": json.dumps(
+            {"watch": True, "stats_every_s": 1.0, "gradients_every_s": 1.0}
+        ),
         "PARAMD_DESTINATIONS": json.dumps({"local": str(exports)}),
     }
     stop = folder / "stop"

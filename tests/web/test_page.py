@@ -51,9 +51,15 @@ def test_a_link_signs_in_once_and_leaves_no_code_in_the_address(
         assert code not in tab.page.evaluate("JSON.stringify([localStorage, location.href])")
         assert tab.page.evaluate("location.hash").startswith(f"#/{JOB}")
         tab.check_quiet()
+        tab.page.goto(link)  # again, in the open tab of who is signed in
+        wait_for("the code gone", lambda: code not in tab.page.evaluate("location.href"))
+        tab.page.wait_for_selector("main h1")
     with Tab(browser, door) as tab:
         tab.page.goto(link)
         tab.see("This link has been used", within="form")
+        fresh = door.post("/session/codes", None)["code"]
+        tab.page.goto(f"{door.url}/#/sign-in/{fresh}/{JOB}")
+        tab.page.wait_for_selector("main h1")
         tab.messages.clear()  # the refusal
 
 

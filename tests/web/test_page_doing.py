@@ -61,10 +61,10 @@ def test_an_edit_is_tried_confirmed_applied_and_undone(tab: Tab, door: Door) -> 
 def test_training_is_marked_and_put_back_after_a_question(tab: Tab, door: Door) -> None:
     tab.open("edits")
     panel = tab.page.locator(
-        "section.panel", has=tab.page.get_by_role("heading", name="States to go back to")
+        "section.panel", has=tab.page.get_by_role("heading", name="Restore points")
     )
     panel.get_by_label("Name of the mark").fill("safe")
-    panel.get_by_role("button", name="Mark the present state").click()
+    panel.get_by_role("button", name="Create restore point").click()
     row = panel.locator('tr[data-mark="safe"]')
     row.get_by_role("button", name="Roll back …").wait_for()
     mark = next(one for one in door.get("marks")["marks"] if one["name"] == "safe")
@@ -94,7 +94,7 @@ def test_training_is_paused_stepped_and_resumed_with_the_lease_in_sight(
     tab: Tab, door: Door
 ) -> None:
     page = tab.page
-    tab.open("edits", lease="60")
+    tab.open("params", lease="60")  # as in the header of every view
     page.get_by_role("button", name="Pause").click()
     lease = page.get_by_test_id("lease")
     lease.wait_for()

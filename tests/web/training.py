@@ -1,7 +1,8 @@
 """A real training for the browser: two ranks, FSDP2, names like attacks, and NaN when told.
 
-Files beside `--stop` tell it: `nan` puts NaN into the first element of `--nan-name`, `slow` makes
-rank 1 read its data for as long as the file is there.
+Files beside `--stop` tell it, each for as long as it is there: `nan` puts NaN into the first
+element of `--nan-name`, `slow` makes rank 1 read its data, `lag` makes it late at every step, and
+`explode` has the gradients of the last layer grow 10,000 times.
 """
 
 from __future__ import annotations
@@ -64,6 +65,9 @@ def main() -> None:
         optimizer.zero_grad()
         loss = model(_read_data(arguments.stop.with_name("slow"))).square().mean()
         loss.backward()
+        if _all(arguments.stop.with_name("explode")):
+            for parameter in model.layers[2].parameters():
+                parameter.grad.mul_(1e4)
         optimizer.step()
         attachment.log(loss=loss)
         if _all(told):
@@ -83,6 +87,8 @@ def main() -> None:
 def _read_data(slow: Path) -> torch.Tensor:
     while dist.get_rank() == 1 and slow.exists():
         time.sleep(0.1)
+    if dist.get_rank() == 1 and slow.with_name("lag").exists():
+        time.sleep(0.4)
     return torch.randn(4, 32)
 
 

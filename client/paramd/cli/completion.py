@@ -22,6 +22,7 @@ import typer
 from paramd import places
 from paramd.cli import settings
 from paramd.errors import ParamdError
+from paramd.layout.select import literal
 
 if TYPE_CHECKING:
     import http.client
@@ -85,11 +86,10 @@ def _served(items: Callable[[Ask, str], Iterable[Item]]) -> Complete:
 
 @_served
 def names(ask: Ask, incomplete: str) -> Iterator[Item]:
-    # Of a pattern or a slice, nothing can be said.
-    if not any(c in incomplete for c in "*?[]<>=! "):
-        wanted = quote(f"{incomplete}*", safe="")
-        for one in ask(f"/jobs/{{job}}/params?limit={MAX_SHOWN}&filter={wanted}")["params"]:
-            yield one["name"], f"{one['dtype']} {'x'.join(map(str, one['shape']))}"
+    begun = literal(incomplete).replace('"', '""')
+    wanted = quote(f'"{begun}*"', safe="")
+    for one in ask(f"/jobs/{{job}}/params?limit={MAX_SHOWN}&filter={wanted}")["params"]:
+        yield one["name"], f"{one['dtype']} {'x'.join(map(str, one['shape']))}"
 
 
 def _ids(rows: Iterable[Mapping[str, Any]], incomplete: str, *about: str) -> Iterator[Item]:

@@ -223,11 +223,13 @@ def size(value_bytes: float) -> str:
         if value_bytes < 1000:
             return f"{value_bytes:.3g} {unit}"
         value_bytes /= 1000
-    return f"{value_bytes:,.2f} TB"
+    return f"{value_bytes:{',.2f' if value_bytes < 1e6 else '.3g'}} TB"
 
 
 def seconds(value_s: float) -> str:
     """A duration in a fitting unit."""
+    if not abs(value_s) < 1e12:  # NaN, too
+        return f"{value_s:.3g} s"
     if value_s < 1e-3:
         return f"{value_s * 1e6:.0f} us"
     if value_s < 1:
@@ -240,8 +242,11 @@ def seconds(value_s: float) -> str:
 
 
 def when(time_s: float) -> str:
-    """A moment in local time."""
-    return datetime.fromtimestamp(time_s).astimezone().strftime("%m-%d %H:%M:%S")
+    """A moment in local time; a number that is none as it is."""
+    try:
+        return datetime.fromtimestamp(time_s).astimezone().strftime("%m-%d %H:%M:%S")
+    except (OSError, OverflowError, ValueError):
+        return f"{time_s:.3g}"
 
 
 def shape(value: Sequence[int]) -> str:

@@ -253,6 +253,8 @@ def status(
         )
     say(f"job {found.job}, incarnation {found.incarnation}, step {found.step}")
     if target.format is Format.TABLE:
+        with suppress(ParamdError):
+            say(asyncio.run(_health(target, found.job)))
         say(f"dashboard: {url} (paramd dashboard opens it, signed in)")
     if found and all(row.phase in ("orphaned", "torn") for row in found):
         say(f"the training has ended; to free its memory: paramd end {found.job}")
@@ -263,6 +265,14 @@ def status(
             f"{len(found) - len(bad)} of {found.world_size} ranks are healthy; see column NOTE, "
             "the sidecar logs in the state dir, and: paramd doctor"
         )
+
+
+async def _health(target: Target, job: str) -> str:
+    """What the control plane makes of it, in the page's words."""
+    async with target.rest() as (client, _):
+        found = await client.send("GET", "/jobs")
+    one = next(one for one in found["jobs"] if one["job"] == job)
+    return ": ".join(filter(None, ("health", str(one["health"]), str(one["why"]))))
 
 
 def _just_ended(target: Target, job: str | None) -> Past | None:

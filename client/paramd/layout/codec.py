@@ -9,7 +9,16 @@ from google.protobuf.message import DecodeError
 
 from paramd.errors import ExhaustedError, UsageError
 from paramd.layout.merge import LocalLayout
-from paramd.layout.types import Box, Interval, Layout, Piece, Region, TensorKind, TensorLayout
+from paramd.layout.types import (
+    Box,
+    HubPart,
+    Interval,
+    Layout,
+    Piece,
+    Region,
+    TensorKind,
+    TensorLayout,
+)
 from paramd.v1 import layout_pb2
 
 _KIND_TO_PB = {
@@ -56,6 +65,8 @@ def decode_layout(message: layout_pb2.Layout) -> Layout:
         arena_bytes=tuple(message.arena_bytes),
         tensors=tuple(map(_decode_tensor, message.tensors)),
         mirrored=message.mirrored,
+        missing=tuple(message.missing),
+        hub_note=message.hub_note,
     )
 
 
@@ -72,6 +83,8 @@ def layout_batches(layout: Layout, max_tensors: int = 1000) -> Iterator[layout_p
             batch.world_size = layout.world_size
             batch.arena_bytes.extend(layout.arena_bytes)
             batch.mirrored = layout.mirrored
+            batch.missing.extend(layout.missing)
+            batch.hub_note = layout.hub_note
         yield batch
 
 
@@ -120,7 +133,10 @@ def join_batches(batches: Iterable[layout_pb2.Layout]) -> Layout:
 def encode_local(local: LocalLayout) -> bytes:
     """One rank's description, for its peers."""
     message = layout_pb2.Layout(
-        arena_bytes=[local.arena_bytes], tensors=map(_encode_tensor, local.tensors)
+        arena_bytes=[local.arena_bytes],
+        tensors=map(_encode_tensor, local.tensors),
+        missing=local.missing,
+        hub_note=local.hub_note,
     )
     return _RANK.pack(local.rank) + message.SerializeToString(deterministic=True)
 
@@ -144,6 +160,8 @@ def decode_local(data: bytes) -> LocalLayout:
         rank=rank,
         arena_bytes=arena_bytes,
         tensors=tuple(map(_decode_tensor, message.tensors)),
+        missing=tuple(message.missing),
+        hub_note=message.hub_note,
     )
 
 
@@ -157,7 +175,15 @@ def _encode_tensor(tensor: TensorLayout) -> layout_pb2.Tensor:
         placement=tensor.placement,
         pieces=map(_encode_piece, tensor.pieces),
         trainable=_TRAINABLE_TO_PB[tensor.trainable],
+        hub=[
+            layout_pb2.HubPart(name=one.name, box=_encode_box(one.box), shape=one.shape)
+            for one in tensor.hub
+        ],
     )
+
+
+def _encode_box(box: Box) -> layout_pb2.Box:
+    return layout_pb2.Box(begin=box.begin, end=box.end)
 
 
 def _encode_piece(piece: Piece) -> layout_pb2.Piece:
@@ -167,7 +193,7 @@ def _encode_piece(piece: Piece) -> layout_pb2.Piece:
         strides=piece.strides if piece.strides is not None else (),
     )
     if isinstance(piece.region, Box):
-        message.box.CopyFrom(layout_pb2.Box(begin=piece.region.begin, end=piece.region.end))
+        message.box.CopyFrom(_encode_box(piece.region))
     else:
         message.interval.CopyFrom(
             layout_pb2.Interval(begin=piece.region.begin, end=piece.region.end)
@@ -186,6 +212,10 @@ def _decode_tensor(message: layout_pb2.Tensor) -> TensorLayout:
         placement=message.placement,
         # A value from a newer version is one that we do not know.
         trainable=_TRAINABLE_FROM_PB.get(message.trainable),
+        hub=tuple(
+            HubPart(one.name, _decode_box(one.box, message.fqn), tuple(one.shape))
+            for one in message.hub
+        ),
     )
 
 
@@ -202,12 +232,7 @@ def _decode_piece(message: layout_pb2.Piece, fqn: str) -> Piece:
     region: Region
     which = message.WhichOneof("region")
     if which == "box":
-        if len(message.box.begin) != len(message.box.end):
-            raise UsageError(
-                f"a box of tensor {fqn!r} has {len(message.box.begin)} begins and "
-                f"{len(message.box.end)} ends; expected one of each for every dim"
-            )
-        region = Box(tuple(message.box.begin), tuple(message.box.end))
+        region = _decode_box(message.box, fqn)
     elif which == "interval":
         region = Interval(message.interval.begin, message.interval.end)
     else:
@@ -218,3 +243,12 @@ def _decode_piece(message: layout_pb2.Piece, fqn: str) -> Piece:
         region=region,
         strides=tuple(message.strides) if message.strides else None,
     )
+
+
+def _decode_box(box: layout_pb2.Box, fqn: str) -> Box:
+    if len(box.begin) != len(box.end):
+        raise UsageError(
+            f"a box of tensor {fqn!r} has {len(box.begin)} begins and {len(box.end)} ends; "
+            "expected one of each for every dim"
+        )
+    return Box(tuple(box.begin), tuple(box.end))

@@ -125,6 +125,9 @@ class LocalLayout:
     arena_bytes: int
     tensors: tuple[TensorLayout, ...]
     """With the pieces that this rank holds, none if its shard is empty; trainable as it is here."""
+    missing: tuple[str, ...] = ()
+    hub_note: str = ""
+    """As in `Layout`."""
 
 
 def merge_layouts(locals: Sequence[LocalLayout], *, mirrored: bool = False) -> Layout:
@@ -158,6 +161,8 @@ def merge_layouts(locals: Sequence[LocalLayout], *, mirrored: bool = False) -> L
         arena_bytes=arena_bytes,
         tensors=tuple(_merge_tensor(tensors, arena_bytes) for tensors in by_name.values()),
         mirrored=mirrored,
+        missing=tuple(dict.fromkeys(name for local in ordered for name in local.missing)),
+        hub_note=next((local.hub_note for local in ordered if local.hub_note), ""),
     )
 
 
@@ -252,6 +257,7 @@ def _merge_tensor(tensors: dict[int, TensorLayout], arena_bytes: tuple[int, ...]
         ),
         placement=first.placement,
         trainable=_any_of([tensor.trainable for tensor in tensors.values()]),
+        hub=first.hub,
     )
 
 

@@ -1,14 +1,15 @@
 """Plan a read: from a selection to the spans each rank sends, and where their elements land.
 
-Every region is read from exactly one of its holders. A rank's snapshot is the concatenation of
-its spans; a `Landing` places part of it in a result, by its offset in the snapshot.
+Every region is read from exactly one of its holders, and all of them from one replica: what ranks
+hold alike need not have equal values (buffers, local SGD). A rank's snapshot is the concatenation
+of its spans; a `Landing` places part of it in a result, by its offset in the snapshot.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import itemgetter
 from typing import TypeAlias
@@ -22,6 +23,7 @@ from paramd.layout.types import (
     Layout,
     Piece,
     Region,
+    TensorLayout,
     boxes_of_interval,
     cover_numel,
     flat_interval,
@@ -30,7 +32,8 @@ from paramd.layout.types import (
     row_major,
 )
 
-Preference: TypeAlias = Callable[[tuple[int, ...]], int] | Mapping[int, float]
+Costs: TypeAlias = Mapping[int, float]
+"""Of reading from a rank, for those that are not to be preferred; infinity excludes one."""
 
 MAX_GAP_BYTES = 512
 """Spans this close are merged: a span costs more than the alignment padding between tensors."""
@@ -238,6 +241,8 @@ class ReadPlan:
     tensors: tuple[ResultTensor, ...]
     ranks: tuple[RankRead, ...]
     """Ordered by rank; only those needed."""
+    replica: int = 0
+    """The replica that is read, named by a rank of it."""
 
     @property
     def size_bytes(self) -> int:
@@ -257,25 +262,112 @@ class ReadPlan:
             if landings:
                 ranks.append(replace(read, landings=landings))
         tensors = tuple(self.tensors[number] for number in numbers)
-        return ReadPlan(tensors=tensors, ranks=tuple(ranks))
+        return ReadPlan(tensors=tensors, ranks=tuple(ranks), replica=self.replica)
+
+
+class Replica:
+    """One of several sets of ranks that each hold all tensors, named by any rank of it.
+
+    Whoever holds a part beside others has a place among them, by rank. The replica of a rank takes
+    every other part from the holder at the same place: as ranks are numbered along meshes, those
+    are the ranks that differ from it along sharded axes only.
+    """
+
+    def __init__(self, layout: Layout, rank: int = 0) -> None:
+        if not 0 <= rank < layout.world_size:
+            raise UsageError(f"replica: {rank}; expected a rank from 0 to {layout.world_size - 1}")
+        self.rank = rank
+        self.world_size = layout.world_size
+        self._places: dict[int, int] = {}
+        """By the number of holders, for tensors of which the rank has no part."""
+        for tensor in layout.tensors if rank else ():
+            place, count = self._place(_holders(tensor.pieces))
+            if place is not None:
+                self._places.setdefault(count, place)
+
+    def pieces(self, tensor: TensorLayout) -> list[Piece]:
+        """One piece for every region that is not empty."""
+        holders = _holders(tensor.pieces)
+        if not self.rank or all(len(one) == 1 for one in holders):
+            return [one[0] for one in holders]
+        place, _ = self._place(holders)
+        return [
+            one[min(place if place is not None else self._places.get(len(one), 0), len(one) - 1)]
+            for one in holders
+        ]
+
+    def _place(self, holders: Iterable[Sequence[Piece]]) -> tuple[int | None, int]:
+        for pieces in holders:
+            for place, piece in enumerate(pieces):
+                if piece.rank == self.rank:
+                    return place, len(pieces)
+        return None, 0
+
+
+def _holders(pieces: Iterable[Piece]) -> list[list[Piece]]:
+    """The pieces of each region that is not empty, by rank."""
+    found: dict[Region, list[Piece]] = {}
+    for piece in pieces:
+        if piece.region.numel:
+            found.setdefault(piece.region, []).append(piece)
+    for one in found.values():
+        one.sort(key=lambda piece: piece.rank)
+    return list(found.values())
 
 
 def plan_read(
-    layout: Layout, selection: Iterable[SelectedTensor], *, prefer: Preference | None = None
+    layout: Layout,
+    selection: Iterable[SelectedTensor],
+    *,
+    costs: Costs | None = None,
+    replica: int | None = None,
+    others: Mapping[str, int] | None = None,
 ) -> ReadPlan:
-    """Plan to read each element of `selection` once.
+    """Plan to read each element of `selection` once, from one replica.
 
     Args:
         layout: where the tensors are.
         selection: tensors of this layout and their wanted boxes.
-        prefer: how to choose among replicas. A mapping gives each rank's cost per byte (default
-            1.0; infinity excludes the rank), and the rank with the least total cost is taken. A
-            function picks one of the ranks it is given. None means equal costs.
+        costs: which ranks to avoid; counts only without `replica`.
+        replica: a rank of the replica to read; None: the first that costs least.
+        others: with `replica`, those of tensors that only another has, by fqn.
 
     Raises:
-        UnreachableError: all holders of a needed region cost infinity.
+        UsageError: there is no such rank.
+        UnreachableError: every replica needs a rank that costs infinity.
     """
-    chooser = _Chooser(prefer)
+    items = list(selection)
+    if replica is not None:
+        others = others if others is not None else {}
+        own = Replica(layout, replica)
+        made = {rank: Replica(layout, rank) for rank in {*others.values()}}
+        return _plan(items, own, {fqn: made[rank] for fqn, rank in others.items()})
+    found = _plan(items, Replica(layout))
+    least = _cost(found, costs)
+    for rank in range(1, layout.world_size) if least else ():
+        other = _plan(items, Replica(layout, rank))
+        if (cost := _cost(other, costs)) < least:
+            found, least = other, cost
+        if not least:
+            break
+    if math.isinf(least):
+        gone = [read.rank for read in found.ranks if math.isinf((costs or {}).get(read.rank, 0))]
+        raise UnreachableError(
+            f"no replica is whole without ranks that are not available, {gone} among them; "
+            "`paramd status` shows the state of the ranks"
+        )
+    return found
+
+
+def _cost(plan: ReadPlan, costs: Costs | None) -> float:
+    return sum(costs.get(read.rank, 0.0) for read in plan.ranks) if costs else 0.0
+
+
+def _plan(
+    selection: Sequence[SelectedTensor],
+    replica: Replica,
+    others: Mapping[str, Replica] | None = None,
+) -> ReadPlan:
     tensors: list[ResultTensor] = []
     reads: dict[int, list[_Found]] = {}
     for number, item in enumerate(selection):
@@ -290,49 +382,15 @@ def plan_read(
                 box=item.box,
             )
         )
-        holders: dict[Region, list[Piece]] = {}
-        for piece in tensor.pieces:
-            holders.setdefault(piece.region, []).append(piece)
-        for region, pieces in holders.items():
-            if not views_of(region, pieces[0].strides, tensor.shape, item.box, size):
-                continue
-            piece = chooser.choose(pieces, region.numel * size, item.name)
-            for view in views_of(region, piece.strides, tensor.shape, item.box, size):
-                chooser.charge(piece.rank, view.size_bytes)
+        for piece in (others or {}).get(tensor.fqn, replica).pieces(tensor):
+            for view in views_of(piece.region, piece.strides, tensor.shape, item.box, size):
                 begin_bytes = piece.arena_begin + view.begin_bytes
                 reads.setdefault(piece.rank, []).append((begin_bytes, number, view))
     return ReadPlan(
         tensors=tuple(tensors),
         ranks=tuple(_rank_read(rank, reads[rank]) for rank in sorted(reads)),
+        replica=replica.rank,
     )
-
-
-@dataclass(slots=True)
-class _Chooser:
-    prefer: Preference | None
-    _assigned_bytes: dict[int, int] = field(default_factory=dict)
-
-    def choose(self, pieces: list[Piece], region_bytes: int, name: str) -> Piece:
-        prefer = self.prefer
-        if prefer is None and len(pieces) == 1:
-            return pieces[0]
-        by_rank = {piece.rank: piece for piece in pieces}
-        if callable(prefer):
-            return by_rank[prefer(tuple(sorted(by_rank)))]
-        costs = {rank: prefer.get(rank, 1.0) if prefer is not None else 1.0 for rank in by_rank}
-        cost, rank = min(
-            (costs[rank] * (self._assigned_bytes.get(rank, 0) + region_bytes), rank)
-            for rank in by_rank
-        )
-        if math.isinf(cost):
-            raise UnreachableError(
-                f"a part of {name!r} is held only by ranks {sorted(by_rank)}, none of which is "
-                "available; `paramd status` shows the state of the ranks"
-            )
-        return by_rank[rank]
-
-    def charge(self, rank: int, size_bytes: int) -> None:
-        self._assigned_bytes[rank] = self._assigned_bytes.get(rank, 0) + size_bytes
 
 
 _Found: TypeAlias = tuple[int, int, Landing]

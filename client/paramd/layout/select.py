@@ -1,5 +1,8 @@
 """Select tensors of a layout by patterns: globs over names, with optional slices ("w[0:4, -3:]").
 
+What is the whole name of a tensor means that tensor, whatever characters it has; only what is no
+name is read as a glob or a slice. `Names.resolve` is that rule, for every door.
+
 A `NameIndex` is built once per layout; `select` then takes a few milliseconds for any pattern
 over 100,000 names.
 
@@ -79,10 +82,16 @@ class Glob:
         return "".join(chars) if len(chars) == len(self.tokens) else None
 
 
-def parse_glob(pattern: str) -> Glob:
+def literal(name: str) -> str:
+    """The glob that matches only `name`."""
+    return re.sub(r"[*?\[]", r"[\g<0>]", name)
+
+
+def parse_glob(pattern: str, *, classes: bool = True) -> Glob:
     """Parse `*` (anything, dots too), `?`, `[abc]`, `[a-z]` and `[!abc]`, as fnmatch does.
 
-    An unclosed `[` is literal, and so is `*` in `[*]`.
+    An unclosed `[` is literal, and so is `*` in `[*]`; without `classes` every bracket is, but for
+    `[*]`, `[?]` and `[[]`, which always quote.
     """
     tokens: list[str | CharClass] = []
     stars = [False]
@@ -96,7 +105,9 @@ def parse_glob(pattern: str) -> Glob:
         token: str | CharClass = char
         if char == "?":
             token = ANY_CHAR
-        elif char == "[":
+        elif pattern[at - 1 : at + 2] in ("[*]", "[?]", "[[]"):
+            token, at = pattern[at], at + 2
+        elif char == "[" and classes:
             # A "]" directly after "[" or "[!" belongs to the class.
             close = pattern.find("]", at + 1 + pattern.startswith("!", at))
             if close >= 0:
@@ -327,7 +338,11 @@ def split_slices(pattern: str) -> tuple[str, Slices | None]:
     glob = pattern[: found.start()]
     if _SUFFIX.search(glob):
         raise UsageError(f"pattern {pattern!r} has two slices; combine them, as in [0:4, 2:8]")
-    return glob, Slices(tuple(_parse_dim(part, pattern) for part in found[1].split(",")))
+    return glob, _parse_slices(found[1], pattern)
+
+
+def _parse_slices(text: str, pattern: str) -> Slices:
+    return Slices(tuple(_parse_dim(part, pattern) for part in text.split(",")))
 
 
 def _parse_dim(text: str, pattern: str) -> tuple[int | None, int | None]:
@@ -379,8 +394,79 @@ class SelectedTensor:
         return f"{self.name}[{', '.join(f'{begin}:{end}' for begin, end in bounds)}]"
 
 
-class NameIndex:
-    """The names of a layout, aliases included, indexed for matching. Immutable."""
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """One thing that a pattern may mean: the names it matches, and the slice taken of each."""
+
+    mask: int
+    slices: Slices | None = None
+    suffix: str = ""
+    """The slice as written."""
+
+
+class Names:
+    """Names, indexed for matching. Immutable."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+        self.position = {name: at for at, name in enumerate(names)}
+        self.columns = NameColumns(names)
+
+    def resolve(self, pattern: str) -> tuple[int, Slices | None]:
+        """The mask of the names that a pattern means, and the slice it takes of each.
+
+        A whole name comes first, then a whole name with a slice, then globs. "*" alone is all.
+
+        Raises:
+            UsageError: brackets may belong to the names or not, and either reading finds some; or
+                a slice is malformed.
+        """
+        found = _SUFFIX.search(pattern)
+        whole = self.position.get(pattern) if pattern != "*" else None
+        if whole is not None:
+            return 1 << whole, None
+        before = self.position.get(pattern[: found.start()]) if found is not None else None
+        if found is not None and before is not None:
+            return 1 << before, _parse_slices(found[1], pattern)
+        readings = self._readings(pattern)
+        if len(readings) > 1:
+            one, other = (self._told(reading) for reading in readings[:2])
+            raise UsageError(
+                f"{pattern!r} may mean {one} or {other}; give whole names, or write [[] for a "
+                "bracket that belongs to a name"
+            )
+        return (readings[0].mask, readings[0].slices) if readings else (0, None)
+
+    def _readings(self, pattern: str) -> list[_Reading]:
+        """Those that find a name, each once."""
+        plain = self._match(pattern, classes=False) if "[" in pattern else 0
+        try:
+            glob, slices = split_slices(pattern)
+        except UsageError:
+            if not plain:
+                raise
+            return [_Reading(plain)]
+        suffix = pattern[len(glob) :]
+        masks = [self._match(glob), self._match(glob, classes=False) if "[" in glob else 0]
+        found = [_Reading(mask, slices, suffix) for mask in masks]
+        return [one for one in dict.fromkeys([*found, _Reading(plain)]) if one.mask]
+
+    def _told(self, reading: _Reading) -> str:
+        first = repr(self.names[self.columns.first(reading.mask, 1)[0]])
+        more = reading.mask.bit_count() - 1
+        part = f"the part {reading.suffix} of " if reading.suffix else ""
+        return part + first + (f" and {more} more" if more else "")
+
+    def _match(self, glob: str, *, classes: bool = True) -> int:
+        parsed = parse_glob(glob, classes=classes)
+        if parsed.literal is not None:
+            at = self.position.get(parsed.literal)
+            return 1 << at if at is not None else 0
+        return self.columns.match(parsed)
+
+
+class NameIndex(Names):
+    """The names of a layout, aliases included."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -389,11 +475,9 @@ class NameIndex:
             for number, tensor in enumerate(layout.tensors)
             for name in (tensor.fqn, *tensor.aliases)
         ]
-        self.names = [name for name, _ in pairs]
+        super().__init__([name for name, _ in pairs])
         self.owners = [number for _, number in pairs]
         """Index of each name's tensor."""
-        self.position = {name: at for at, name in enumerate(self.names)}
-        self.columns = NameColumns(self.names)
         self.buffers = self._mask(
             [layout.tensors[n].kind is TensorKind.BUFFER for n in self.owners]
         )
@@ -406,14 +490,6 @@ class NameIndex:
     @staticmethod
     def _mask(flags: list[bool]) -> int:
         return int("0" + "".join("01"[flag] for flag in reversed(flags)), 2)
-
-    def match(self, glob: str) -> int:
-        """The mask of the names that a glob without slices matches."""
-        parsed = parse_glob(glob)
-        if parsed.literal is not None:
-            at = self.position.get(parsed.literal)
-            return 1 << at if at is not None else 0
-        return self.columns.match(parsed)
 
 
 class Selection(Sequence[SelectedTensor]):
@@ -515,13 +591,14 @@ def select(
 
     Args:
         index: the names to match.
-        patterns: globs (`*` matches anything, dots too; `?`; `[abc]`; `[!abc]`), each of
-            at most 1 KiB, each with an optional slice at its end ("w[0:4, -3:]").
+        patterns: whole names or globs (`*` matches anything, dots too; `?`; `[abc]`;
+            `[!abc]`), each of at most 1 KiB, each with an optional slice at its end
+            ("w[0:4, -3:]").
         with_buffers: whether buffers may match.
 
     Raises:
-        UsageError: a malformed pattern, a slice out of range, or two patterns that select
-            different parts of one tensor.
+        UsageError: a malformed or ambiguous pattern, a slice out of range, or two patterns that
+            select different parts of one tensor.
         NotFoundError: a pattern matches nothing.
     """
     wanted = each_pattern(patterns)
@@ -547,11 +624,10 @@ def _match(index: NameIndex, pattern: str, with_buffers: bool) -> tuple[int, Sli
             f"a pattern of {size_bytes} bytes was given; expected 1 to {MAX_PATTERN_BYTES}; "
             "'*' selects all, and several patterns may be given"
         )
-    glob, slices = (pattern, None) if pattern in index.position else split_slices(pattern)
-    found = index.match(glob)
+    found, slices = index.resolve(pattern)
     mask = found if with_buffers else found & ~index.buffers
     if not mask:
-        raise NotFoundError(_nothing(index, pattern, glob, found))
+        raise NotFoundError(_nothing(index, pattern, found))
     if slices is not None:
         _check_slices(index, mask, slices)
     return mask, slices
@@ -579,12 +655,13 @@ def _slices_by_tensor(
     return chosen
 
 
-def _nothing(index: NameIndex, pattern: str, glob: str, found: int) -> str:
+def _nothing(index: NameIndex, pattern: str, found: int) -> str:
     shown = repr(pattern if len(pattern) <= 100 else f"{pattern[:97]}...")
     if found:
         count = found.bit_count()
         which = "only a buffer" if count == 1 else f"only {count} buffers"
         return f"{shown} matches no parameter, {which}; add buffers=True to read buffers"
-    if inside := index.match(f"{glob}.*"):
-        return f"{shown} is a module, with {inside.bit_count()} tensors: write {glob + '.*'!r}"
-    return f"no parameter matches {shown}{did_you_mean(index.names, index.columns, glob)}"
+    wanted = split_slices(pattern)[0]
+    if inside := index.columns.match(parse_glob(f"{literal(wanted)}.*")):
+        return f"{shown} is a module, with {inside.bit_count()} tensors: write {wanted + '.*'!r}"
+    return f"no parameter matches {shown}{did_you_mean(index.names, index.columns, wanted)}"

@@ -68,6 +68,17 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
+class HubPart:
+    """A part of a tensor that loaders of a model hub expect as a tensor of its own."""
+
+    name: str
+    box: Box
+    """In coordinates of the tensor in memory."""
+    shape: tuple[int, ...]
+    """As in files: the box's sizes without some dims of size 1."""
+
+
+@dataclass(frozen=True, slots=True)
 class TensorLayout:
     """One full parameter or buffer. `pieces` name every holder, replicas included."""
 
@@ -81,6 +92,8 @@ class TensorLayout:
     trainable: bool | None = None
     """Whether it required a gradient, on some rank, when the job was attached; a script may
     freeze and unfreeze parameters later. None for buffers, and where it is not known."""
+    hub: tuple[HubPart, ...] = ()
+    """What transformers writes it as; empty: as it is."""
 
     @property
     def numel(self) -> int:
@@ -97,6 +110,10 @@ class Layout:
     mirrored: bool = False
     """Parameters stay in the trainers' own memory; arenas are copies, refreshed only at agreed
     boundaries that request it. All reads need such a boundary."""
+    missing: tuple[str, ...] = ()
+    """What the model's state dict has beside these tensors: extra state, state of quantisation."""
+    hub_note: str = ""
+    """Why `TensorLayout.hub` does not say how transformers writes the model; empty: it does."""
 
 
 def full_box(shape: Sequence[int]) -> Box:

@@ -11,8 +11,9 @@ import ctypes
 import fcntl
 import mmap
 import os
+import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -21,6 +22,12 @@ from paramd.errors import ExhaustedError
 
 HEADROOM_BYTES = 256 << 20
 """Memory left free when an arena or a snapshot is made."""
+
+_CGROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Limit, usage, and the line of memory.stat about reclaimable cache: of cgroup v2, and of v1."""
 
 PAGE = mmap.PAGESIZE
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
@@ -67,15 +74,38 @@ def create_memory(name: str, size_bytes: int, *, sealable: bool = False) -> int:
 
 
 def available_bytes() -> int:
-    """Memory this process can still allocate: the machine's, or its cgroup's if less."""
+    """Memory this process can still allocate: the machine's, or what its cgroups leave if less."""
     # Not with `_read`: without /proc/meminfo the limit is unknown, so fail.
     lines = Path("/proc/meminfo").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in lines)
     machine = int(fields["MemAvailable"].split()[0]) << 10
-    limit = _read("/sys/fs/cgroup/memory.max").strip()
-    used = _read("/sys/fs/cgroup/memory.current").strip()
-    known = limit.isdigit() and used.isdigit()
-    return min(machine, int(limit) - int(used)) if known else machine
+    return max(0, min(machine, *_cgroups_leave_bytes("/sys/fs/cgroup", "/proc/self/cgroup")))
+
+
+def _cgroups_leave_bytes(mounted: str, own: str) -> Iterator[int]:
+    """What each limit leaves: of this process's cgroup and of those around it, in v1 and v2.
+
+    A container sees its own cgroup at the mount's root, whatever path it is told, so that a path
+    that does not exist there says nothing.
+    """
+    yield sys.maxsize
+    for line in _read(own).splitlines():
+        number, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if number != "0" and "memory" not in controllers.split(","):
+            continue
+        root = Path(mounted) if number == "0" else Path(mounted, "memory")
+        parts = Path(path.lstrip("/")).parts
+        for depth in range(len(parts) + 1):
+            yield from _leaves_bytes(root.joinpath(*parts[:depth]))
+
+
+def _leaves_bytes(cgroup: Path) -> Iterator[int]:
+    for limit, used, cache in _CGROUP_FILES:
+        most, now = _read(cgroup / limit).strip(), _read(cgroup / used).strip()
+        if most.isdigit() and now.isdigit():
+            # Of the page cache, what nobody used lately is given back before anybody is killed.
+            stat = dict(line.split(" ", 1) for line in _read(cgroup / "memory.stat").splitlines())
+            yield int(most) - int(now) + int(stat.get(cache, 0))
 
 
 def wake_event() -> int:
@@ -114,7 +144,7 @@ def same_object(one: int, other: int) -> bool:
     return os.path.samestat(os.fstat(one), os.fstat(other))
 
 
-def _read(path: str) -> str:
+def _read(path: str | Path) -> str:
     try:
         return Path(path).read_text()
     except OSError:

@@ -72,6 +72,10 @@ class Stated:
     def end(self) -> int:
         return self.begin + self.size_bytes
 
+    @property
+    def has_state(self) -> bool:
+        return bool(self.places or self.scalars or self.left_out)
+
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
@@ -166,7 +170,7 @@ def parse_state(table: bytes) -> OptimizerState:
         ]
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise UsageError(f"the table of optimizer state cannot be read: {error!r}") from None
-    stated.sort(key=lambda one: one.begin)
+    stated = _once(stated)
     for one, other in pairwise(stated):
         if other.begin < one.end:
             # Columns of one matrix: a span of the arena does not say whose element a byte is.
@@ -174,6 +178,20 @@ def parse_state(table: bytes) -> OptimizerState:
                 each.left_out.update(dict.fromkeys(each.places, "parameters share its bytes"))
                 each.places.clear()
     return OptimizerState(stated, classes, str(found.get("failure", "")))
+
+
+def _once(stated: Sequence[Stated]) -> list[Stated]:
+    """By first byte. A parameter that two optimizers list, of which one has state, is that one's:
+    ZeroRedundancyOptimizer lists all, and has another inside for those that this rank updates."""
+    found: dict[tuple[Any, ...], Stated] = {}
+    for number, one in enumerate(stated):
+        place: tuple[Any, ...] = (one.begin, one.end, one.shape, one.strides)
+        known = found.get(place)
+        if known is not None and known.has_state and one.has_state:
+            place = (*place, number)
+        if known is None or one.has_state:
+            found[place] = one
+    return sorted(found.values(), key=lambda one: one.begin)
 
 
 def _stated(optimizer: int, param: Sequence[Any], state: Sequence[tuple[str, Any]]) -> Stated:

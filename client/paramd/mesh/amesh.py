@@ -474,6 +474,7 @@ class AsyncMesh:
         buffers: bool = False,
         unsettled: bool = False,
         optimizer: bool = False,
+        replica: int | None = None,
         timeout: Timeout = UNSET,
         transport: Transport = "auto",
     ) -> Summoned:
@@ -494,6 +495,9 @@ class AsyncMesh:
                 its deadline, or is refused with that label.
             optimizer: Read the optimizer's state of the same step too: the result's `optimizer`,
                 see `AsyncMesh.optimizer`. Not with `unsettled`.
+            replica: A rank, where ranks hold the same tensors (or should: buffers and local SGD
+                need not be equal): everything is read from its replica. None: rank 0's, or the
+                first whose ranks all respond; the result's `replica` tells.
             timeout: Seconds; None means no limit.
             transport: "same-host" for shared memory, "stream" for bulk streams over TCP, "grpc"
                 for gRPC alone, "auto" for the first of these that a rank has. `lanes` tells.
@@ -520,7 +524,7 @@ class AsyncMesh:
             raise UsageError("optimizer: not with unsettled; it is read with settled states alone")
 
         async def attempt(sidecars: Sidecars) -> Summoned:
-            chosen = await choose(self._reach, sidecars, patterns, buffers=buffers)
+            chosen = await choose(self._reach, sidecars, patterns, buffers=buffers, replica=replica)
             targets = self._transfer.targets(chosen, dtype=dtype, device=device, into=into)
             state: StateName | None = None
             rests = False
@@ -549,6 +553,7 @@ class AsyncMesh:
                 label=state.label,
                 seconds=time.monotonic() - began_s,
                 bytes=chosen.plan.size_bytes,
+                replica=chosen.plan.replica,
                 optimizer=moments,
             )
 

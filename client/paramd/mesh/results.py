@@ -244,6 +244,8 @@ class StatsTable(Table[TensorStats]):
     row_type = TensorStats
     about = ("job", "incarnation", "step", "unsettled", "label")
     total: TensorStats
+    replica: int = 0
+    """As in `Summoned`."""
     job: str
     incarnation: int
     history: int = 0
@@ -414,6 +416,9 @@ class Summoned(dict[str, "torch.Tensor"]):
     label: str = ""
     """With `unsettled=True`: what the training said these weights are instead of its own
     (`attachment.not_training_weights`), such as "ema"; empty: its own, as far as it said."""
+    replica: int = 0
+    """A rank of the replica that every value here is of. Where ranks hold the same tensors
+    their values may differ all the same: buffers, local SGD, parameters left out of DDP."""
     optimizer: OptimizerState | None = None
     """With `optimizer=True`: the optimizer's state of the same step."""
 

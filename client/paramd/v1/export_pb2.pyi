@@ -144,6 +144,7 @@ class ExportPlan(google.protobuf.message.Message):
     PINS_FIELD_NUMBER: builtins.int
     UNSETTLED_FIELD_NUMBER: builtins.int
     HISTORY_FIELD_NUMBER: builtins.int
+    MISSING_FIELD_NUMBER: builtins.int
     incarnation: builtins.int
     layout_digest: builtins.str
     step: builtins.int
@@ -164,6 +165,8 @@ class ExportPlan(google.protobuf.message.Message):
     def names(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ExportNameRule]: ...
     @property
     def pins(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ExportPin]: ...
+    @property
+    def missing(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     def __init__(
         self,
         *,
@@ -184,8 +187,9 @@ class ExportPlan(google.protobuf.message.Message):
         pins: collections.abc.Iterable[global___ExportPin] | None = ...,
         unsettled: builtins.bool = ...,
         history: builtins.int = ...,
+        missing: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["buffers", b"buffers", "digest", b"digest", "dtype", b"dtype", "edits", b"edits", "format", b"format", "history", b"history", "incarnation", b"incarnation", "keep_tied", b"keep_tied", "layout_digest", b"layout_digest", "max_shard_bytes", b"max_shard_bytes", "names", b"names", "optimizer", b"optimizer", "parameters", b"parameters", "patterns", b"patterns", "pins", b"pins", "step", b"step", "unsettled", b"unsettled"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["buffers", b"buffers", "digest", b"digest", "dtype", b"dtype", "edits", b"edits", "format", b"format", "history", b"history", "incarnation", b"incarnation", "keep_tied", b"keep_tied", "layout_digest", b"layout_digest", "max_shard_bytes", b"max_shard_bytes", "missing", b"missing", "names", b"names", "optimizer", b"optimizer", "parameters", b"parameters", "patterns", b"patterns", "pins", b"pins", "step", b"step", "unsettled", b"unsettled"]) -> None: ...
 
 global___ExportPlan = ExportPlan
 

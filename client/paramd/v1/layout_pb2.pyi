@@ -61,12 +61,17 @@ class Layout(google.protobuf.message.Message):
     TENSORS_FIELD_NUMBER: builtins.int
     ARENA_BYTES_FIELD_NUMBER: builtins.int
     MIRRORED_FIELD_NUMBER: builtins.int
+    MISSING_FIELD_NUMBER: builtins.int
+    HUB_NOTE_FIELD_NUMBER: builtins.int
     world_size: builtins.int
     mirrored: builtins.bool
+    hub_note: builtins.str
     @property
     def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Tensor]: ...
     @property
     def arena_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def missing(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     def __init__(
         self,
         *,
@@ -74,8 +79,10 @@ class Layout(google.protobuf.message.Message):
         tensors: collections.abc.Iterable[global___Tensor] | None = ...,
         arena_bytes: collections.abc.Iterable[builtins.int] | None = ...,
         mirrored: builtins.bool = ...,
+        missing: collections.abc.Iterable[builtins.str] | None = ...,
+        hub_note: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arena_bytes", b"arena_bytes", "mirrored", b"mirrored", "tensors", b"tensors", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena_bytes", b"arena_bytes", "hub_note", b"hub_note", "mirrored", b"mirrored", "missing", b"missing", "tensors", b"tensors", "world_size", b"world_size"]) -> None: ...
 
 global___Layout = Layout
 
@@ -91,6 +98,7 @@ class Tensor(google.protobuf.message.Message):
     PLACEMENT_FIELD_NUMBER: builtins.int
     PIECES_FIELD_NUMBER: builtins.int
     TRAINABLE_FIELD_NUMBER: builtins.int
+    HUB_FIELD_NUMBER: builtins.int
     fqn: builtins.str
     dtype: builtins.str
     kind: global___TensorKind.ValueType
@@ -102,6 +110,8 @@ class Tensor(google.protobuf.message.Message):
     def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def pieces(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Piece]: ...
+    @property
+    def hub(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___HubPart]: ...
     def __init__(
         self,
         *,
@@ -113,10 +123,35 @@ class Tensor(google.protobuf.message.Message):
         placement: builtins.str = ...,
         pieces: collections.abc.Iterable[global___Piece] | None = ...,
         trainable: global___Trainable.ValueType = ...,
+        hub: collections.abc.Iterable[global___HubPart] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "dtype", b"dtype", "fqn", b"fqn", "kind", b"kind", "pieces", b"pieces", "placement", b"placement", "shape", b"shape", "trainable", b"trainable"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "dtype", b"dtype", "fqn", b"fqn", "hub", b"hub", "kind", b"kind", "pieces", b"pieces", "placement", b"placement", "shape", b"shape", "trainable", b"trainable"]) -> None: ...
 
 global___Tensor = Tensor
+
+@typing.final
+class HubPart(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    BOX_FIELD_NUMBER: builtins.int
+    SHAPE_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    @property
+    def box(self) -> global___Box: ...
+    @property
+    def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        box: global___Box | None = ...,
+        shape: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["box", b"box"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["box", b"box", "name", b"name", "shape", b"shape"]) -> None: ...
+
+global___HubPart = HubPart
 
 @typing.final
 class Piece(google.protobuf.message.Message):

@@ -11,6 +11,7 @@ import { Provider, useShared } from "./ui/context";
 import { go, usePlace, usePoll } from "./ui/hooks";
 import { Help, TITLES, useKeys } from "./ui/keys";
 import { SignIn } from "./ui/signin";
+import { Hold } from "./views/hold";
 import { useTheme } from "./ui/theme";
 
 const SCREENS: Record<View, ReturnType<typeof lazy>> = {
@@ -28,6 +29,8 @@ const SCREENS: Record<View, ReturnType<typeof lazy>> = {
 const DEAD_LINK =
   "This link has been used, or is older than a minute. Run paramd dashboard again, or give a token.";
 
+const OVER = "Your session has ended: the token was revoked or has expired, or the control plane was started anew. Sign in again.";
+
 /** Takes the code of a sign-in link out of the address, so that it stays in no history. */
 function takeCode(): string {
   const found = parseSignIn(window.location.hash);
@@ -37,9 +40,21 @@ function takeCode(): string {
 
 export function App(): ReactNode {
   const [session, setSession] = useState<SessionDocument | null>(null);
-  const [code] = useState(takeCode);
+  const [code, setCode] = useState(takeCode);
   const [asked, setAsked] = useState(!sessionKey() && !code);
   const [problem, setProblem] = useState("");
+  // A link that is pasted into an open tab changes the fragment alone.
+  useEffect(() => {
+    const onHash = (): void => {
+      const found = takeCode();
+      if (!found) return;
+      window.dispatchEvent(new HashChangeEvent("hashchange"));
+      setCode(found);
+      setAsked(false);
+    };
+    window.addEventListener("hashchange", onHash, { capture: true });
+    return () => window.removeEventListener("hashchange", onHash, { capture: true });
+  }, []);
   const [dark, toggle] = useTheme();
   const [leaving, setLeaving] = useState(false);
   const leave = useCallback(() => setLeaving(true), []);
@@ -58,14 +73,20 @@ export function App(): ReactNode {
     () =>
       onSignedOut(() => {
         keepSessionKey("");
+        setProblem((old) => old || OVER);
         setSession(null);
       }),
     [],
   );
   useEffect(() => {
     if (asked) return;
-    (code ? signInWithCode(code) : get("/api/v1/session"))
-      .then(setSession)
+    // A link that was used, in a browser that is signed in, is a link to the page.
+    const again = (error: unknown): Promise<SessionDocument> => (sessionKey() ? get("/api/v1/session") : Promise.reject(error));
+    (code ? signInWithCode(code).catch(again) : get("/api/v1/session"))
+      .then((found) => {
+        setProblem("");
+        setSession(found);
+      })
       .catch((error: unknown) => {
         if (code && error instanceof ApiError && error.status === 401) setProblem(DEAD_LINK);
         else if (!(error instanceof ApiError && error.status === 401)) setProblem(String(error));
@@ -113,6 +134,7 @@ function SignedIn(props: {
         <Side jobs={all} job={job} view={place.view} session={session} dark={dark} toggle={toggle} help={keys.help} signOut={signOut} />
         <main id="main" tabIndex={-1} key={`${job}/${place.view}`}>
           <Offline />
+          {known && <Hold />}
           {jobs.data && job && !known && place.view !== "runs" ? (
             <Unknown job={job} jobs={all} />
           ) : job ? (

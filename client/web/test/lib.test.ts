@@ -2,9 +2,11 @@ import { describe, expect, it } from "vitest";
 
 import { EventParser } from "../src/api/sse";
 import { between, colorer, tint } from "../src/lib/color";
-import { bodyOf, EMPTY, leaseLeft, newId, opText } from "../src/lib/edits";
-import { exactly, filtersFor, MAX_FILTER_BYTES, parseSlice, sliced } from "../src/lib/filters";
-import { bytes, duration, number, percent, shape, short, shortest } from "../src/lib/format";
+import { bodyOf, discardedOf, EMPTY, leaseLeft, newId, opText } from "../src/lib/edits";
+import { exactly, filtersFor, MAX_FILTER_BYTES, parseSlice, sliced, substrings } from "../src/lib/filters";
+import { facts } from "../src/lib/stats";
+import { nextSort, sortedBy } from "../src/lib/sort";
+import { bytes, count, plural, duration, number, percent, shape, short, shortest } from "../src/lib/format";
 import { parseMetrics } from "../src/lib/prometheus";
 import { parsePlace, parseSignIn, placeHash } from "../src/lib/route";
 
@@ -76,7 +78,7 @@ describe("filters", () => {
   it("name one tensor, whatever it is called", () => {
     expect(exactly("layers.0.weight")).toBe('"layers.0.weight"');
     expect(exactly("a*b[0]?")).toBe('"a[*]b[[]0][?]"');
-    expect(exactly('a"b')).toBeNull();
+    expect(exactly('a"b')).toBe('"a""b"');
     expect(exactly("")).toBeNull();
   });
 
@@ -97,11 +99,44 @@ describe("filters", () => {
   });
 });
 
+describe("facts of a tensor", () => {
+  it("say which elements their numbers leave out", () => {
+    const stats = { count: 4000, nan_count: 2912, inf_count: 0, zero_count: 0, norm: 1 };
+    expect(facts(stats).at(-1)).toEqual(["left out above", "2,912 NaN or Inf of 4,000"]);
+    expect(facts({ ...stats, nan_count: 0 }).map(([title]) => title)).not.toContain("left out above");
+  });
+});
+
+describe("what is typed", () => {
+  it.each([
+    ["", "*"],
+    [" up ", "name~up"],
+    ["layers.3 norm>8", "name~layers.3 norm>8"],
+    ["layers.*.weight numel>1M", "layers.*.weight numel>1M"],
+    ['"a b"', '"a b"'],
+    ["w[0:4, 8:16]", "w[0:4, 8:16]"],
+  ])("%j is the filter %j", (typed, filter) => {
+    expect(substrings(typed)).toBe(filter);
+  });
+});
+
+describe("orders", () => {
+  it("begin with the largest number and the first name, and have what is not known last", () => {
+    expect([nextSort("", "norm"), nextSort("-norm", "norm"), nextSort("norm", "norm")]).toEqual(["-norm", "norm", ""]);
+    expect([nextSort("", "name"), nextSort("norm", "name")]).toEqual(["name", "name"]);
+    const rows = [null, 2, Number.NaN, 30];
+    expect(sortedBy(rows, "-n", (row) => row)).toEqual([30, 2, null, Number.NaN]);
+    expect(sortedBy(rows, "n", (row) => row)).toEqual([2, 30, null, Number.NaN]);
+  });
+});
+
 describe("text of numbers", () => {
   it("is short and says its unit", () => {
     expect([number(null), number(0), number(0.00012345), number(1234567), number(1.23456)]).toEqual(["–", "0", "1.23e-4", "1.23e+6", "1.235"]);
     expect([bytes(0), bytes(1536), bytes(3 * 2 ** 30)]).toEqual(["0 B", "1.5 KiB", "3.0 GiB"]);
     expect([duration(0), duration(2e-6), duration(0.25), duration(61), duration(90_000)]).toEqual(["0 s", "2 µs", "250 ms", "1 min 1 s", "1 d 1 h"]);
+    expect([count(Number.NaN), count(null), bytes(Number.NaN), bytes(2 ** 62), number(-0), number(1e308)]).toEqual(["–", "–", "–", "4.0 EiB", "0", "1.00e+308"]);
+    expect([plural(1, "step"), plural(2, "step"), plural(0, "copy", "copies")]).toEqual(["1 step", "2 steps", "0 copies"]);
     expect([percent(0, 5), percent(1, 3), percent(1, 1e9), percent(0, 0)]).toEqual(["0 %", "33.3 %", "< 0.01 %", "–"]);
     expect([short(999), short(65_536), short(7e9), shape([]), shape([2, 3])]).toEqual(["999", "65.5 k", "7 G", "scalar", "2 × 3"]);
   });
@@ -135,15 +170,31 @@ describe("edits", () => {
     { value: "abc" },
     { value: "NaN" },
     { value: "Infinity" },
+    { value: "NaN (all)", allowNonfinite: true },
     { op: "clamp" as const },
     { ifStep: "1.5" },
   ])("that are not whole say what is missing: %j", (patch) => {
     expect(bodyOf({ ...draft, ...patch }, "i", false)).toHaveProperty("problem");
   });
 
+  it.each([["NaN", "nan"], ["+Inf", "inf"], ["-infinity", "-inf"]])("write %s where that is allowed", (value, told) => {
+    const made = bodyOf({ ...draft, op: "fill", value, allowNonfinite: true }, "i", false);
+    expect(made).toMatchObject({ body: { ops: [{ value: told }] } });
+  });
+
   it("have ids of 32 digits and words", () => {
     expect(newId()).toMatch(/^[0-9a-f]{32}$/);
+    expect(opText({ op: "fill", value: "nan" })).toBe("fill nan");
     expect(opText({ op: "lerp", value: 0, weight: 0.1, min: null })).toBe("lerp 0 weight 0.1");
+  });
+
+  it("are discarded by a rollback to before them, until that is undone", () => {
+    const past = (id: string, step: number, more: object = {}) =>
+      ({ id, incarnation: 1, state: "APPLIED" as const, step, created_s: step, undone_by: null, rollback: null, ...more });
+    const back = { id: "back", created_s: 500, rollback: { mark: "", step: 190 } };
+    const all = [past("early", 150), past("late", 354), past("after", 200, { created_s: 600 }), past("other", 354, { incarnation: 2 })];
+    expect([...discardedOf([...all, past("back", 400, back)])]).toEqual(["late"]);
+    expect([...discardedOf([...all, past("back", 400, { ...back, undone_by: "x" })])]).toEqual([]);
   });
 
   it("hold for what is left of the lease", () => {

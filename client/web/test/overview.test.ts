@@ -11,7 +11,7 @@ import { changeBefore, drawnOf, editText, type Happening, linesOf, sizeOf, timel
 
 const JOB: JobSummary = {
   job: "run", incarnation: 1, world_size: 2, joined_count: 2, step: 9, state: "ok", reason: "", hold: "running",
-  critical_count: 0, warning_count: 0,
+  critical_count: 0, warning_count: 0, health: "ok", why: "", cause: "",
 };
 const WELL: Known = { summary: JOB, values: { bad: 0, first: "", why: "" }, silentMs: 1000, problem: null };
 const of = (known: Partial<Known>, job: Partial<JobSummary> = {}): string => {
@@ -26,12 +26,13 @@ describe("health", () => {
   });
 
   it.each([
-    [{}, { critical_count: 51 }, "bad critical"],
-    [{}, { warning_count: 1 }, "warn warning"],
-    [{}, { state: "degraded" }, "warn degraded"],
-    [{}, { state: "down" }, "bad down"],
-    [{}, { hold: "held" }, "warn held"],
-    [{}, { state: "ended", critical_count: 3 }, "mute ended"],
+    [{}, { health: "critical" }, "bad critical"],
+    [{}, { health: "warning" }, "warn warning"],
+    [{}, { health: "degraded" }, "warn degraded"],
+    [{}, { health: "down" }, "bad down"],
+    [{}, { health: "held" }, "warn held"],
+    [{}, { health: "of a newer server" }, "warn of a newer server"],
+    [{ values: { bad: 1, first: "w", why: "" } }, { health: "ended" }, "mute ended"],
     [{ values: { bad: 53, first: "w", why: "" } }, {}, "bad not finite"],
     [{ silentMs: STALE_MS + 1 }, {}, "bad unknown"],
     [{ problem: "it does not answer" }, {}, "bad unknown"],
@@ -66,12 +67,17 @@ describe("causes", () => {
   });
 
   it("keep troubles apart that are of another kind, or of another time", () => {
-    const found = causesOf([alert(1, "straggler", 10), alert(2, "non-finite", 12), alert(3, "non-finite", 13 + WINDOW_S + 1)]);
+    const found = causesOf([alert(1, "certificate", 10), alert(2, "non-finite", 12), alert(3, "non-finite", 13 + WINDOW_S + 1)]);
     expect(found.map((one) => one.first.subject)).toEqual(["w2", "w3", "w1"]);
   });
 
   it("in one round put what is not finite before the jump that it explains", () => {
     expect(causesOf([alert(1, "norm-jump", 5), alert(2, "non-finite", 5)])[0]!.first.rule).toBe("non-finite");
+  });
+
+  it("begin with the one that the control plane names", () => {
+    const [one, two] = [alert(1, "non-finite", 1), alert(2, "stale-rank", 500)];
+    expect(causesOf([one, two], two.id)[0]!.first.id).toBe(two.id);
   });
 
   it("that are resolved come last", () => {

@@ -77,7 +77,8 @@ class ControlPlane:
             self._take_own_tls()
         self._grpc = GrpcServer()
         self._doorway = Doorway()
-        self._http = HttpServer(self._doorway, drain_s=config.drain_s)
+        self._http = HttpServer(self._doorway)
+        self._drain_s = config.drain_s
         self._lag = LoopLag()
         self._events = EventBus()
         self._incarnations = IncarnationNotes()
@@ -143,6 +144,7 @@ class ControlPlane:
         if self._bootstrap is not None and self._bootstrap.resumes:
             await self._all_joined(jobs.get(self._bootstrap.job))
         services = self._services(jobs, self._records, where.grpc_address)
+        services.sessions.keep(self._records.directory / "sessions.json")
         await self._http.start(build_app(services), self._claim.listener, tls=self._tls)
         # 5. Start watching; resume exports.
         self._watchers.hold = self._edits.pause_for if self._edits is not None else None
@@ -196,10 +198,10 @@ class ControlPlane:
         await self._grpc.say_stopping()
         if self._jobs is not None:
             self._jobs.send_away(UnreachableError("the control plane is stopping; join again"))
-        await self._grpc.stop(self._config.drain_s)
+        await self._grpc.stop(self._drain_s)
         # 3. REST finishes its requests; event streams, which would never end, are closed first.
         self._events.close()
-        await self._http.stop()
+        await self._http.stop(self._drain_s)
         # 4. Work on the jobs' sidecars, then the jobs, whose connections that work uses.
         for part in (self._exports, self._watchers, self._edits, self._jobs):
             if part is not None:
@@ -274,6 +276,8 @@ class ControlPlane:
             return None
         newer = successor(self._claim.endpoint)
         if newer is not None:
+            # It waits for the store, and its callers for it.
+            self._drain_s = 0.0
             return (
                 f"the control plane of incarnation {newer.incarnation} (pid {newer.pid}) "
                 "has taken over"

@@ -176,10 +176,9 @@ class _Uvicorn(uvicorn.Server):
 class HttpServer:
     """Life cycle: `start`, `stop`. Single event loop."""
 
-    def __init__(self, doorway: Doorway, *, drain_s: float) -> None:
-        """No I/O. `drain_s` is the time for requests in progress to finish at `stop`."""
+    def __init__(self, doorway: Doorway) -> None:
+        """No I/O."""
         self._doorway = doorway
-        self._drain_s = drain_s
         self._server: _Uvicorn | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -206,7 +205,6 @@ class HttpServer:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            timeout_graceful_shutdown=max(1, round(self._drain_s)),
         )
         self._server = _Uvicorn(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]), name="paramd-http")
@@ -216,10 +214,12 @@ class HttpServer:
                 raise UnreachableError("the REST server did not start; see the log for the reason")
             await asyncio.sleep(0.002)
 
-    async def stop(self) -> None:
-        """Finish requests in progress and stop. Safe after a failed start."""
+    async def stop(self, drain_s: float) -> None:
+        """Stop, giving requests in progress `drain_s` seconds, at least 1. Safe after a failed
+        start."""
         for tunnel in list(self._doorway.tunnels):
             tunnel.shut()
         if self._server is not None and self._task is not None:
+            self._server.config.timeout_graceful_shutdown = max(1, round(drain_s))
             self._server.should_exit = True
             await asyncio.wait({self._task})

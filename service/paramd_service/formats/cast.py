@@ -6,6 +6,7 @@ by way of 32.
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,19 @@ import numpy as np
 from paramd.layout.types import Box
 
 _NAN_BITS = 0x7FC0
+_NAN_OF_FLOAT32 = 0xFFFF if platform.machine() in ("x86_64", "AMD64") else _NAN_BITS
+"""torch writes all ones for x86 where it uses vectors: of float64 not for the last elements."""
+_QUIET = {"float16": 1 << 9, "float32": 1 << 22, "float64": 1 << 51}
+"""The bit that conversion sets in a NaN, whose other bits stay."""
 
 
 def cast_into(source: memoryview, dtype: str, target: memoryview, wanted: str) -> None:
     """Cast dense elements of `dtype` to `wanted`, both of `CAST_DTYPES`."""
     if wanted == "bfloat16":
-        np.frombuffer(target, np.uint16)[:] = _to_bfloat16(_to_float32(source, dtype))
+        nan_bits = _NAN_BITS if dtype == "float16" else _NAN_OF_FLOAT32
+        np.frombuffer(target, np.uint16)[:] = _to_bfloat16(_to_float32(source, dtype), nan_bits)
+    elif dtype == "bfloat16" and wanted == "float32":
+        np.frombuffer(target, np.float32)[:] = _to_float32(source, dtype)
     elif (dtype == "float64" and wanted == "float16") or dtype == "bfloat16":
         _store(target, wanted, _to_float32(source, dtype))
     else:
@@ -48,7 +56,17 @@ def place(
 
 def _store(target: memoryview, wanted: str, values: np.ndarray[Any, Any]) -> None:
     with np.errstate(over="ignore", invalid="ignore"):
-        np.copyto(np.frombuffer(target, wanted), values, casting="unsafe")
+        found = np.frombuffer(target, wanted)
+        np.copyto(found, values, casting="unsafe")
+    nan = np.isnan(found)
+    if not nan.any():
+        return
+    bits = found.view(f"u{found.itemsize}")
+    if wanted == "float16":
+        # numpy adds a bit of its own to a NaN whose upper bits are 0.
+        wide = values[nan].view(np.uint32)
+        bits[nan] = (wide >> 16 & 0x8000 | 0x7C00 | wide >> 13 & 0x3FF).astype(np.uint16)
+    bits[nan] |= bits.dtype.type(_QUIET[wanted])
 
 
 def _to_float32(source: memoryview, dtype: str) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -61,7 +79,7 @@ def _to_float32(source: memoryview, dtype: str) -> np.ndarray[Any, np.dtype[np.f
 
 
 def _to_bfloat16(
-    values: np.ndarray[Any, np.dtype[np.float32]],
+    values: np.ndarray[Any, np.dtype[np.float32]], nan_bits: int
 ) -> np.ndarray[Any, np.dtype[np.uint16]]:
     bits = values.view(np.uint32)
     rounded = bits >> 16
@@ -69,5 +87,5 @@ def _to_bfloat16(
     rounded += 0x7FFF
     rounded += bits
     rounded >>= 16
-    rounded[np.isnan(values)] = _NAN_BITS
+    rounded[np.isnan(values)] = nan_bits
     return rounded.astype(np.uint16)

@@ -46,7 +46,11 @@ def manifest(
         "created_s": created_s,
         "version": __version__,
         "tied": plan.tied,
+        "replica": plan.settings.replica,
         "renamed": {old: new for old, new in plan.names.items() if old != new},
+        "parts": plan.parts,
+        "missing": plan.layout.missing,
+        "layout_note": plan.layout.hub_note if settings.format == "safetensors" else "",
         "tensor_bytes": sum(entry.data_bytes for file in plan.files for entry in file.entries),
         "files": [
             {"name": file.name, "size_bytes": file.size_bytes, "xxh3": file.xxh3.hex()}

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -107,6 +108,23 @@ def process_state(pid: int) -> str:
     except OSError:
         return ""
     return text.rpartition(")")[2][1:2]
+
+
+def exit_text(pid: int) -> str:
+    """How a process ended: "killed by SIGKILL", "exited with code 1". Empty unless its parent has
+    still to ask for that."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        if not pid or status[0] not in "ZX":
+            return ""
+        code = int(status[49])
+        return f"exited with code {code >> 8}" if code >> 8 else _killed_text(code & 0x7F)
+    except (OSError, IndexError, ValueError):
+        return ""
+
+
+def _killed_text(number: int) -> str:
+    return f"killed by {signal.Signals(number).name}" if number else "exited with code 0"
 
 
 class Ownership(Enum):

@@ -51,6 +51,7 @@ from paramd_service.sidecar.owner import (
     attach_memory,
     check_sidecar,
     check_successor,
+    exit_text,
     ownership_after_end,
     process_state,
 )
@@ -198,6 +199,8 @@ class RankSidecar:
         self.layout_digest = ""
         """Of the last mesh."""
         self._ended = asyncio.Event()
+        self.end: tuple[float, str] | None = None
+        """When the trainer's process ended, on the monotonic clock, and how; empty: not known."""
         self._ending_on_device: asyncio.Task[None] | None = None
         self._insight: TrainerInsight | None = None
         self._attaching = asyncio.Lock()
@@ -632,6 +635,7 @@ class RankSidecar:
         self._verifier = Verifier(attached.request.public_key)
         self.ownership = Ownership.OWNED
         self._ended.clear()
+        self.end = None
         self._pins = make_pins(self, attached)
         self._insight = TrainerInsight(attached)
         self._insight.start()
@@ -656,6 +660,7 @@ class RankSidecar:
         assert self._pins is not None
         loop = asyncio.get_running_loop()
         loop.remove_reader(self.attached.pidfd)
+        self.end = (time.monotonic(), exit_text(self.attached.trainer_pid))
         if self._insight is not None:
             self.start_task(self._insight.stop())
         # The process has ended, so its words are final.

@@ -24,9 +24,18 @@ from tests.ending import end
 from tests.multiprocess import kinds
 
 JOB = "states"
+
+
+def zero(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns when imported
+
+    return ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.01)
+
+
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01, weight_decay=0.1, amsgrad=True),
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.05),
+    "zero": zero,
     "momentum": lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9),
 }
 
@@ -41,12 +50,24 @@ def truth(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     found = {
         name: {"": digest(tensor)} for name, tensor in sorted(kinds.full_parameters(model).items())
     }
-    options = StateDictOptions(full_state_dict=True)
-    for name, state in get_optimizer_state_dict(model, optimizer, options=options)["state"].items():
+    for name, state in states(model, optimizer).items():
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 found[name][key] = digest(value) if key != "step" else float(value)
     return found
+
+
+def states(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """By name. Collective."""
+    if not hasattr(optimizer, "optim"):
+        options = StateDictOptions(full_state_dict=True)
+        found: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=options)
+        return found["state"]
+    names = {param: name.removeprefix("module.") for name, param in model.named_parameters()}
+    mine = {names[param]: state for param, state in optimizer.optim.state.items()}
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, mine)
+    return {name: state for part in parts for name, state in part.items()}
 
 
 def main() -> int:

@@ -8,7 +8,8 @@ import math
 
 import pytest
 
-from paramd.cli.output import Column, Format, Listing, emit, table_lines
+from paramd.cli.audit import detail_text
+from paramd.cli.output import Column, Format, Listing, emit, seconds, size, table_lines, when
 
 LONG = "layers.0." + "x" * 200
 LISTING = Listing(
@@ -89,3 +90,11 @@ def test_a_name_cannot_steer_the_terminal() -> None:
     for form in (Format.TABLE, Format.NAME):
         assert "\x1b" not in written(form, evil)
         assert "a [31mb c" in written(form, evil)
+
+
+@pytest.mark.parametrize("value", ["nan", "-inf", 2**62, 1e308, -1e308, -0.0, None])
+def test_a_number_of_any_size_or_none_is_told_in_a_few_characters(value: float | None) -> None:
+    said = detail_text({"ops": [{"op": "fill", "pattern": "w*", "value": value}]})
+    assert said == f"ops: fill {'-' if value is None else f'{float(value):g}'} w*"
+    if value is not None:
+        assert all(len(text(float(value))) < 24 for text in (seconds, size, when))

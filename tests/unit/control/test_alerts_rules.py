@@ -10,7 +10,12 @@ from paramd.errors import UsageError
 from paramd_service.control.alerts.config import AlertConfig
 from paramd_service.control.alerts.numbers import NumberHistory
 from paramd_service.control.alerts.rules import RankInput, certificate, mesh_findings
-from paramd_service.control.alerts.sampling import NormHistory, TensorInput, tensor_findings
+from paramd_service.control.alerts.sampling import (
+    NormHistory,
+    TensorInput,
+    gradient_findings,
+    tensor_findings,
+)
 from paramd_service.control.alerts.service import parse_alerts
 
 CONFIG = AlertConfig()
@@ -48,6 +53,12 @@ OTHER_LAYOUT = well(2, layout_digest="other")
         ([well(0, membership="gone", age_s=0.5)], [], [("stale-rank", (0,))]),
         ([well(0, membership="left")], [], []),
         ([well(0, trainer_lives=False)], [], [("stale-rank", (0,))]),
+        # The first to end is named first.
+        (
+            [well(0, trainer_lives=False, ended_s=2.0), well(1, trainer_lives=False, ended_s=2.5)],
+            [],
+            [("stale-rank", (1,)), ("stale-rank", (0,))],
+        ),
         ([well(0, membership="missing", step=-1, age_s=9.9)], [], []),
         ([well(0, membership="missing", step=-1, age_s=10.0)], [], [("stale-rank", (0,))]),
         # Without updates; one with long steps gets twenty of them.
@@ -130,6 +141,36 @@ def test_a_tensor_is_judged_by_its_bad_elements_and_its_norms_median(
         history.seen([tensor(norm)])
     found = tensor_findings([tensor(last, *bad_counts)], history, 7, CONFIG)
     assert [f.rule.value for f in found] == rules
+
+
+@pytest.mark.parametrize(
+    ("usual", "last", "told"),
+    [
+        ((1.0, 1.0, 1.0, 1.0), (1.1, 0.9, 1e4, 1.2), {"w2": "explodes: 1e+04 times"}),
+        ((1.0, 1.0, 1.0, 1.0), (1.1, 0.9, 1e-4, 1.2), {"w2": "vanishes: 0.0001 of"}),
+        # All shrink as training converges, and one that was nothing grows.
+        ((1.0, 1.0, 1.0, 1.0), (1e-3, 2e-3, 5e-4, 1e-3), {}),
+        ((1.0, 1.0, 1.0, 1e-9), (1.0, 1.0, 1.0, 5e-3), {}),
+        # The farthest first, and none that had no gradient.
+        ((1.0, 1.0, 1.0, 0.0), (20.0, 300.0, 1.0, 7.0), {"w1": "300", "w0": "20"}),
+        ((1.0, 1.0, 1.0, 1.0), (1.0, 1.0, 1.0, float("nan")), {}),
+    ],
+)
+def test_a_gradient_is_judged_by_its_own_past_and_what_the_others_do(
+    usual: tuple[float, ...], last: tuple[float, ...], told: dict[str, str]
+) -> None:
+    def tensors(norms: tuple[float, ...]) -> list[TensorInput]:
+        return [
+            TensorInput(fqn=f"w{n}", count=100, nan_count=0, inf_count=0, norm=norm)
+            for n, norm in enumerate(norms)
+        ]
+
+    history = NormHistory(CONFIG.norm_window)
+    for _ in range(CONFIG.norm_least):
+        history.seen(tensors(usual))
+    found = gradient_findings(tensors(last), history, 7, CONFIG)
+    assert [one.fqn for one in found] == list(told)
+    assert all(text in one.reason for one, text in zip(found, told.values(), strict=True))
 
 
 def test_each_rule_over_logged_numbers_finds_what_violates_it() -> None:

@@ -37,12 +37,12 @@ async def port(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[int]:
         return "closed"
 
     listener = socket.create_server(("127.0.0.1", 0))
-    server = HttpServer(Doorway(), drain_s=1.0)
+    server = HttpServer(Doorway())
     await server.start(app, listener, tls=None)
     try:
         yield listener.getsockname()[1]
     finally:
-        await server.stop()
+        await server.stop(1.0)
 
 
 @contextlib.asynccontextmanager

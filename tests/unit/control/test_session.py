@@ -197,3 +197,26 @@ async def test_the_manual_is_served_below_docs_with_the_headers_of_the_page(tmp_
             assert (answer.status_code, answer.headers["content-security-policy"]) == (200, CSP)
         for other in ("/docs/objects.inv", "/docs/reference/../objects.inv", "/docs/reference/"):
             assert (await client.get(other)).status_code == 401
+
+
+def test_sessions_outlive_a_process_and_what_was_left_stays_left(tmp_path: Path) -> None:
+    path, now_s = tmp_path / "sessions.json", [1e9]
+
+    def process() -> Sessions:
+        sessions = Sessions(clock=lambda: now_s[0])
+        sessions.keep(path)
+        return sessions
+
+    before = process()
+    kept, left = before.open("digest"), before.open("digest")
+    before.close(left.cookie)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert not any(secret in path.read_text() for secret in (kept.key, kept.cookie))
+    after = process()
+    assert after.token_digest(kept.cookie, kept.key) == "digest"
+    assert after.token_digest(kept.cookie, left.key) == ""
+    assert after.token_digest(left.cookie, left.key) == ""
+    now_s[0] += IDLE_S
+    assert process().token_digest(kept.cookie, kept.key) == ""
+    path.write_text('{"not": "ours"}')
+    assert process().token_digest(kept.cookie, kept.key) == ""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from paramd_service.control.insight.verdict import Evidence, OpenCollective, verdict_of
+from paramd_service.control.insight.verdict import Evidence, OpenCollective, culprits, verdict_of
 
 
 def running(rank: int, **changes: object) -> Evidence:
@@ -38,24 +38,6 @@ def loading(rank: int) -> Evidence:
             "Nothing is stuck: steps 7 to 8; the last boundary of rank 1 was 500 ms ago.",
         ),
         (
-            [
-                running(0, kind="backward", what="in backward"),
-                running(1, kind="backward", what="in backward"),
-                running(2, kind="other", what="at train.py:14 in <module>"),
-            ],
-            "Nothing is stuck: step 7; the last boundary of rank 0 was 200 ms ago. At this look "
-            "ranks 0 and 1 were in backward, and rank 2 at train.py:14 in <module>: if it is the "
-            "same rank when you ask again, it slows the others.",
-        ),
-        (
-            [
-                running(0, kind="backward", what="in backward"),
-                running(1, kind="other", what="at a.py:1 in f"),
-                running(2, kind="other", what="at a.py:1 in f"),
-            ],
-            "Nothing is stuck: step 7; the last boundary of rank 0 was 200 ms ago.",
-        ),
-        (
             [running(0, held=True), running(1, held=True)],
             "Training is paused on request; paramd resume continues it.",
         ),
@@ -67,6 +49,10 @@ def loading(rank: int) -> Evidence:
         (
             [waiting(0), running(1, gone="its trainer has ended")],
             "Rank 0 waits in all_gather #4711 for rank 1: its trainer has ended.",
+        ),
+        (
+            [running(0, gone="exited", ended_s=3.0), running(1, gone="killed", ended_s=3.4)],
+            "Rank 1: killed; rank 0: exited.",
         ),
         (
             [waiting(0), running(1, stopped=True)],
@@ -99,3 +85,44 @@ def test_a_rank_with_an_open_collective_that_loads_data_is_not_said_to_wait() ->
     made = OpenCollective(name="gloo:all_reduce", group="g", sequence=1, age_s=1.0)
     assert not replace(loading(0), open=(made,)).waits
     assert replace(loading(0), kind="backward", open=(made,)).waits
+
+
+def look(**elsewhere: str) -> list[Evidence]:
+    """Three ranks in backward, but for those that are said to be elsewhere."""
+    meeting = [running(rank, kind="backward", what="in backward") for rank in range(3)]
+    for rank, kind in elsewhere.items():
+        number = int(rank[1:])
+        meeting[number] = running(number, kind=kind, what=f"in {kind}")
+    return meeting
+
+
+DATA = {"r0": "dataloader", "r1": "dataloader", "r2": "dataloader"}
+SLOWS = "rank 2 was in other while ranks 0 and 1 waited for it: it slows the others."
+
+
+@pytest.mark.parametrize(
+    ("looks", "verdict"),
+    [
+        ([look(r2="other")] * 7 + [look()], f"In 7 of 8 looks {SLOWS}"),
+        ([look()] + [look(r2="other")] * 7, f"In 7 of 8 looks {SLOWS}"),
+        # Chance, jitter of all ranks, several elsewhere, and what a rank is meant to do alone.
+        ([look(r2="other")] * 4 + [look()] * 4, ""),
+        ([look(r2="other")] * 5 + [look(r1="other")] * 3, ""),
+        ([look(r1="other", r2="other")] * 8, ""),
+        ([look(r0="checkpoint")] * 8, ""),
+        (
+            [look(**DATA)] * 8,
+            "In 8 of 8 looks ranks 0 to 2 waited for data: reading it slows training.",
+        ),
+    ],
+)
+def test_several_looks_tell_a_slow_rank_from_chance(
+    looks: list[list[Evidence]], verdict: str
+) -> None:
+    at = "Nothing is stuck: step 7; the last boundary of rank 0 was 200 ms ago."
+    assert verdict_of(looks[-1], looks[:-1]) == f"{at} {verdict}".strip()
+
+
+def test_who_is_waited_for_is_told_apart_from_who_waits() -> None:
+    assert culprits([waiting(0), waiting(1), loading(2)]) == (2,)
+    assert culprits([waiting(0), waiting(1)]) == (0, 1)

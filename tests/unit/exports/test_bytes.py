@@ -29,7 +29,12 @@ def hard_numbers(dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     wide = torch.randn(50_000, dtype=torch.float64, generator=generator)
     spread = torch.exp(20 * torch.randn(50_000, dtype=torch.float64, generator=generator))
-    return torch.cat([wide * spread, wide, torch.tensor(_HARD)]).to(dtype)
+    numbers = torch.cat([wide * spread, wide, torch.tensor(_HARD)]).to(dtype)
+    # NaNs of every sign and payload; a whole number of vectors, as torch casts a tail differently.
+    ones = torch.tensor(float("-inf"), dtype=dtype).view(_BITS[dtype.itemsize])
+    payloads = torch.randint(0, 2**63 - 1, (4096,), generator=generator).to(ones.dtype)
+    nans = (payloads | (ones & ~torch.iinfo(ones.dtype).min) | 1).view(dtype)
+    return torch.cat([nans, numbers[: len(numbers) // 64 * 64]])
 
 
 @pytest.mark.parametrize(("dtype", "wanted"), list(itertools.permutations(CAST_DTYPES, 2)))
@@ -39,10 +44,8 @@ def test_casts_are_those_of_torch_bit_by_bit(dtype: str, wanted: str) -> None:
     target = bytearray(theirs.numel() * theirs.element_size())
     cast_into(memoryview(raw(values)), dtype, memoryview(target), wanted)
     ours = torch.frombuffer(target, dtype=theirs.dtype)
-    nan = torch.isnan(theirs)
-    assert torch.equal(nan, torch.isnan(ours))
     bits = _BITS[theirs.element_size()]
-    assert torch.equal(ours[~nan].view(bits), theirs[~nan].view(bits))
+    assert torch.equal(ours.view(bits), theirs.view(bits))
 
 
 @pytest.mark.parametrize("dtype", list(ITEM_BYTES))

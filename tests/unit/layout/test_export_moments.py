@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from paramd.errors import ConflictError
-from paramd.layout.exports.optimizer import StateScalar, optimizer_table
+from paramd.layout.exports.optimizer import OptimizerTable, StateScalar, optimizer_table, spread
+from paramd.layout.exports.plan import plan_export
+from paramd.layout.exports.settings import FORMATS, ExportSettings
 from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, TensorLayout
 
 
@@ -85,3 +87,31 @@ def test_what_cannot_be_given_is_refused_with_its_reason() -> None:
     other[1]["step"] = 8
     with pytest.raises(ConflictError, match="different steps"):
         optimizer_table(layout(), other)
+
+
+def test_state_that_one_rank_has_is_taken_from_it_and_where_none_has_it_there_is_none() -> None:
+    whole = tuple(Piece(rank, 0, Box((0,), (4,))) for rank in range(2))
+    later = tuple(Piece(rank, 64, Box((0,), (4,))) for rank in range(2))
+    kept = Layout(
+        2,
+        (1 << 20, 1 << 20),
+        (
+            TensorLayout("a", "float32", (4,), TensorKind.PARAMETER, whole),
+            TensorLayout("b", "float32", (4,), TensorKind.PARAMETER, later),
+        ),
+    )
+    tables = {0: table(param(0, 16)), 1: table(param(64, 80))}
+    assert spread(kept, optimizer_table(kept, {0: tables[0]}))
+    found = optimizer_table(kept, tables)
+    assert found.states == {"exp_avg": {"a": "float32", "b": "float32"}}
+    assert found.replicas == {"b": 1}
+    assert not spread(kept, found)
+    for name in FORMATS:
+        plan = plan_export(
+            kept, ExportSettings(format=name), OptimizerTable.from_json(found.to_json())
+        )
+        assert dict(plan.sources[""].spans) == {0: ((0, 80),)}
+        assert dict(plan.sources["exp_avg"].spans) == {0: ((0, 16),), 1: ((64, 80),)}
+    differing = {**tables, 1: table(param(0, 16, keys=["row"]), param(64, 80))}
+    with pytest.raises(ConflictError, match="the ranks disagree on the optimizer state of 'a'"):
+        optimizer_table(kept, differing)

@@ -73,3 +73,9 @@ def test_names_that_collide_and_rules_that_fit_nothing_are_refused() -> None:
         plan_export(two, ExportSettings(names=NameMap.of({"a": "b"})))
     with pytest.raises(UsageError, match="matches no exported tensor"):
         plan_export(two, ExportSettings(names=NameMap.of({"zz.*": "y.*"})))
+    odd = NameMap.of({"a.*": "star", "a.[0]": "row", "b.*": "c.*"})
+    assert odd.apply(["a.*", "a.x", "a.[0]", "b.*", "b.x"]) == {
+        "a.*": "star", "a.x": "a.x", "a.[0]": "row", "b.*": "c.*", "b.x": "b.x",
+    }  # fmt: skip
+    with pytest.raises(UsageError, match="or one on each side"):
+        odd.apply(["a.x"])

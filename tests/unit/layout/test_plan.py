@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paramd.errors import UnreachableError
+from paramd.errors import UnreachableError, UsageError
+from paramd.layout.exports.plan import plan_export
+from paramd.layout.exports.settings import ExportSettings
 from paramd.layout.plan import ReadPlan, plan_read
 from paramd.layout.select import NameIndex, SelectedTensor, select
 from paramd.layout.stats import stats_items
@@ -155,12 +158,41 @@ def replicas(world_size: int) -> World:
     return build(specs, [BOXES["replicated"](spec, world_size) for spec in specs])
 
 
-def test_costs_and_functions_choose_among_replicas() -> None:
+def test_one_answer_is_of_one_replica_whatever_a_rank_costs() -> None:
     world = replicas(3)
     selection = select(NameIndex(world.layout), "*")
-    costs = plan_read(world.layout, selection, prefer={0: math.inf, 1: 1.0, 2: 3.0})
-    assert [(r.rank, len(r.landings)) for r in costs.ranks] == [(1, 9), (2, 3)]
-    highest = plan_read(world.layout, selection, prefer=max)
-    assert [(r.rank, len(r.landings)) for r in highest.ranks] == [(2, 12)]
-    with pytest.raises(UnreachableError, match=r"'w0' is held only by ranks \[0, 1, 2\]"):
-        plan_read(world.layout, selection, prefer=dict.fromkeys(range(3), math.inf))
+
+    def read(**how: Any) -> tuple[int, list[int]]:
+        plan = plan_read(world.layout, selection, **how)
+        assert {len(one.landings) for one in plan.ranks} == {12}
+        return plan.replica, [one.rank for one in plan.ranks]
+
+    assert read() == (0, [0])
+    assert read(costs={0: math.inf}) == (1, [1])
+    assert read(costs={0: 3.0, 1: 1.0, 2: 2.0}) == (1, [1])
+    assert read(replica=2, costs={2: math.inf}) == (2, [2])
+    with pytest.raises(UnreachableError, match=r"ranks that are not available, \[0\]"):
+        read(costs=dict.fromkeys(range(3), math.inf))
+    with pytest.raises(UsageError, match="expected a rank from 0 to 2"):
+        read(replica=3)
+
+
+@pytest.mark.parametrize(("rank", "ranks"), [(0, {0, 1}), (1, {0, 1}), (2, {2, 3}), (3, {2, 3})])
+def test_a_replica_of_hsdp_is_its_shards_and_its_own_of_what_all_hold(
+    rank: int, ranks: set[int]
+) -> None:
+    halves = [Box((0, 0), (2, 4)), Box((2, 0), (4, 4))]
+    sharded = tuple(Piece(one, 0, halves[one % 2]) for one in range(4))
+    whole = tuple(Piece(one, 64, Box((0,), (4,))) for one in range(4))
+    names = {"w": ((4, 4), sharded), "free": ((4,), whole)}
+    tensors = tuple(
+        TensorLayout(name, "float32", shape, TensorKind.PARAMETER, pieces)
+        for name, (shape, pieces) in names.items()
+    )
+    layout = Layout(world_size=4, arena_bytes=(128,) * 4, tensors=tensors)
+    plan = plan_read(layout, select(NameIndex(layout), "*"), replica=rank)
+    assert {one.rank for one in plan.ranks} == ranks
+    of_all = {one.rank for one in plan.ranks for landing in one.landings if landing.tensor == 1}
+    assert of_all == {rank}
+    export = plan_export(layout, ExportSettings(max_shard_bytes=20, replica=rank))
+    assert set(export.sources[""].spans) == ranks

@@ -1,6 +1,7 @@
 """Globs and slices over names, against fnmatch and Python's own slices."""
 
 import contextlib
+import re
 import time
 from fnmatch import fnmatchcase
 
@@ -9,11 +10,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from paramd.errors import NotFoundError, UsageError
+from paramd.filters import parse_filter
 from paramd.layout.select import (
     CharClass,
     NameColumns,
     NameIndex,
     Slices,
+    literal,
     parse_glob,
     select,
     split_slices,
@@ -96,6 +99,34 @@ def test_a_module_is_offered_with_its_tensors_and_lists_are_patterns() -> None:
         *select(SMALL, "embed.*").tensors,
         *select(SMALL, "layers.1.*").tensors,
     )
+
+
+ODD = ("d.a0", "d.a1", "d.a[0]", "d.a*", "d.a?", "d.b[0:2]", "d.b", 'd."q", x: y', "d.é[!]", "*")
+ODD_INDEX = index_of(*map(tensor, ODD))
+
+
+@pytest.mark.parametrize("name", ODD[:-1])
+def test_a_whole_name_means_that_tensor_whatever_characters_it_has(name: str) -> None:
+    for pattern, box in ((name, Box((0, 0), (4, 4))), (f"{name}[1:2]", Box((1, 0), (2, 4)))):
+        (found,) = select(ODD_INDEX, pattern)
+        assert (found.name, found.box) == (name, box)
+    assert [found.name for found in select(ODD_INDEX, literal(name))] == [name]
+    (word,) = parse_filter('"{}"'.format(name.replace('"', '""'))).patterns
+    assert word == name
+
+
+def test_a_bracket_is_a_name_s_or_a_pattern_s_and_both_are_refused() -> None:
+    assert len(select(ODD_INDEX, "*")) == len(ODD), "'*' alone is all"
+    rows = index_of(*map(tensor, ("x[0]", "x[1]")))
+    assert [one.name for one in select(rows, "?[1]")] == ["x[1]"]
+    for pattern, said in {
+        "*[0]": "'d.a0' or 'd.a[0]'",
+        "d.b*[0:2]": "the part [0:2] of 'd.b[0:2]' and 1 more or 'd.b[0:2]'",
+    }.items():
+        with pytest.raises(UsageError, match=re.escape(said)):
+            select(ODD_INDEX, pattern)
+    with pytest.raises(NotFoundError, match="no parameter matches"):
+        select(index_of(*map(tensor, ("d.a0", "d.a2"))), "d.a[0:2]")
 
 
 def test_buffers_come_only_when_asked_for() -> None:

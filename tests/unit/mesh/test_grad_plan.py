@@ -27,27 +27,27 @@ def test_a_sum_is_probed_on_all_holders_then_read_from_its_group() -> None:
     index = NameIndex(layout())
     asked = ask_for(index, ["*"], None)
     learnt = PartialGroups()
-    first = make_plan(index.layout, asked, learnt, prefer=None)
+    first = make_plan(index.layout, asked, learnt, costs=None)
     assert not first.sums.ranks
     reader = next(rank for rank, number in first.used if number == 0)
     group = {0: 1, 1: 1, 2: 3, 3: 3}
     assert not learnt.update(first, [GradNote(reader, 0, 0, group[reader])])
 
-    probe = make_plan(index.layout, asked, learnt, prefer=None)
+    probe = make_plan(index.layout, asked, learnt, costs=None)
     assert {rank for rank, number in probe.used if number == 0} == {0, 1, 2, 3}
     notes = [GradNote(rank, 0, 0, group[rank]) for rank in range(4)]
     assert not learnt.update(probe, notes), "who belongs together was not known when it was asked"
 
-    final = make_plan(index.layout, asked, learnt, prefer=None)
+    final = make_plan(index.layout, asked, learnt, costs=None)
     assert len(final.layers[0]) == 2, "each half is the sum of two ranks"
     assert not final.layers[1]
     assert learnt.update(final, notes)
     other = [GradNote(rank, 0, 0, 1) for rank in range(4)]
     assert not learnt.update(final, other), "the groups changed: learnt anew"
-    again = make_plan(index.layout, asked, learnt, prefer=None)
+    again = make_plan(index.layout, asked, learnt, costs=None)
     assert again.probed == {0}
     assert not learnt.update(again, other)
-    assert learnt.update(make_plan(index.layout, asked, learnt, prefer=None), other)
+    assert learnt.update(make_plan(index.layout, asked, learnt, costs=None), other)
 
 
 def test_what_was_asked_for_before_the_groups_were_known_is_never_read() -> None:
@@ -56,11 +56,11 @@ def test_what_was_asked_for_before_the_groups_were_known_is_never_read() -> None
     asked = ask_for(index, ["w"], None)
     learnt = PartialGroups()
     notes = [GradNote(rank, 0, 0, 1 + rank // 2 * 2) for rank in range(4)]
-    plans = [make_plan(index.layout, asked, learnt, prefer=None) for _ in range(2)]
+    plans = [make_plan(index.layout, asked, learnt, costs=None) for _ in range(2)]
     read = []
     for _ in range(8):
         plan = plans.pop(0)
-        plans.append(make_plan(index.layout, asked, learnt, prefer=None))
+        plans.append(make_plan(index.layout, asked, learnt, costs=None))
         if learnt.update(plan, notes):
             read.append(len(plan.layers[0]))
             assert not plan.probed
@@ -72,7 +72,7 @@ def test_a_sum_that_is_one_no_longer_is_not_read_as_one_and_none_changes_nothing
     index = NameIndex(layout())
     asked = ask_for(index, ["w"], None)
     learnt = PartialGroups(groups={0: {0: 1, 1: 1, 2: 3, 3: 3}})
-    plan = make_plan(index.layout, asked, learnt, prefer=None)
+    plan = make_plan(index.layout, asked, learnt, costs=None)
     none = [GradNote(rank, 0, 1, 0) for rank in range(4)]
     assert learnt.update(plan, none), "no gradient in this frame"
     assert learnt.groups

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from paramd.memory.control_page import Word
 from paramd.v1 import common_pb2
-from paramd_service.sidecar.owner import Ownership
+from paramd_service.sidecar.owner import Ownership, exit_text
 from paramd_service.sidecar.phase import STALL_LEAST_S, doing, stall_after_ns
 from paramd_service.sidecar.rpc.control_link import FIRST_BACKOFF_S, JOINS_PER_S, backoff_s
 
@@ -87,3 +91,18 @@ def test_sidecars_do_not_come_back_all_at_once(world_size: int) -> None:
     assert busiest <= max(JOINS_PER_S * 1.05, FIRST_BACKOFF_S * JOINS_PER_S)
     assert pauses[0] >= FIRST_BACKOFF_S / 2
     assert pauses[-1] <= max(FIRST_BACKOFF_S, world_size / JOINS_PER_S)
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", "killed by SIGKILL"),
+        ("raise SystemExit(3)", "exited with code 3"),
+        ("", "exited with code 0"),
+    ],
+)
+def test_how_a_process_ended_is_known_until_its_parent_asks(code: str, told: str) -> None:
+    with subprocess.Popen([sys.executable, "-S", "-c", code]) as ended:
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        assert exit_text(ended.pid) == told
+    assert exit_text(ended.pid) == exit_text(0) == exit_text(os.getpid()) == ""

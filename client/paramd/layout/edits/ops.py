@@ -23,7 +23,7 @@ from paramd.layout.edits.kinds import (
     numbers_of,
     words,
 )
-from paramd.layout.select import NameIndex, Pattern, Selection, each_pattern, select, split_slices
+from paramd.layout.select import NameIndex, Pattern, Selection, each_pattern, select
 from paramd.layout.types import Box, full_box
 from paramd.v1 import sidecar_pb2 as pb
 
@@ -298,8 +298,7 @@ def _selected(index: NameIndex, pattern: str) -> Selection:
     try:
         return select(index, pattern)
     except NotFoundError:
-        glob = pattern if pattern in index.position else split_slices(pattern)[0]
-        if index.match(glob):
+        if index.resolve(pattern)[0]:
             raise UsageError(
                 f"{pattern!r} matches buffers only, which are in the trainers' own memory; only "
                 "parameters can be edited"

@@ -30,8 +30,7 @@ from paramd.layout.exports.files import (
     Entry,
     ExportFile,
     Format,
-    HolderChoice,
-    Planned,
+    Reads,
     TorchFiles,
     scalar_bytes,
     state_positions,
@@ -223,25 +222,22 @@ def rank_files(
     tensors: Sequence[TensorLayout],
     names: Mapping[str, str],
     settings: ExportSettings,
-    _world_size: int,
+    reads: Reads,
     optimizer: OptimizerTable | None,
-) -> Planned:
+) -> list[ExportFile]:
     """One file for each rank that writes something."""
     writing = _Writing()
-    pieces: dict[str, Sequence[Piece]] = {}
-    choice = HolderChoice()
     for number, tensor in enumerate(tensors):
-        chosen = pieces[tensor.fqn] = choice.pieces(tensor, None)
+        chosen = reads.model[tensor.fqn]
         name = f"{MODEL_KEY}.{names[tensor.fqn]}"
         dtype = settings.dtype_of(tensor.dtype)
         _append(writing, tensor, name, chosen, ("", number), dtype)
     if optimizer is not None:
-        _append_states(writing, tensors, names, pieces, optimizer)
-    files = [
+        _append_states(writing, tensors, names, reads.states, optimizer)
+    return [
         ExportFile(f"__{rank}_0.distcp", rank, b"", tuple(writing.entries[rank]))
         for rank in sorted(writing.entries)
     ]
-    return files, pieces
 
 
 def _append(

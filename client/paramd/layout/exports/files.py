@@ -1,6 +1,6 @@
 """Files and entries of an export, the interface of a format, and the bytes it chooses. Pure.
 
-Each region is read from one holder; a source names the spans to pin.
+All regions are read from one replica; a source names the spans to pin.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -75,30 +75,6 @@ def piece_bytes(piece: Piece, dtype: str) -> int:
         strides = piece.strides if piece.strides is not None else row_major(region.sizes)
         return cover_numel(region.sizes, strides) * item_bytes(dtype)
     return region.numel * item_bytes(dtype)
-
-
-@dataclass(slots=True)
-class HolderChoice:
-    """Chooses one holder of each region: the writer if it is one, else the least loaded."""
-
-    _loads: dict[int, int] = field(default_factory=dict)
-
-    def pieces(self, tensor: TensorLayout, writer: int | None) -> list[Piece]:
-        """One piece for every non-empty region."""
-        holders: dict[Region, list[Piece]] = {}
-        for piece in tensor.pieces:
-            if piece.region.numel:
-                holders.setdefault(piece.region, []).append(piece)
-        return [self._one(pieces, tensor.dtype, writer) for pieces in holders.values()]
-
-    def _one(self, pieces: Sequence[Piece], dtype: str, writer: int | None) -> Piece:
-        def cost(piece: Piece) -> tuple[bool, int, int]:
-            return piece.rank != writer, self._loads.get(piece.rank, 0), piece.rank
-
-        chosen = min(pieces, key=cost) if len(pieces) > 1 else pieces[0]
-        load = self._loads.get(chosen.rank, 0)
-        self._loads[chosen.rank] = load + piece_bytes(chosen, dtype)
-        return chosen
 
 
 def make_source(
@@ -195,14 +171,23 @@ class ExportFile:
         return len(self.header) + sum(entry.size_bytes for entry in self.entries)
 
 
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """The pieces that are read of each tensor, by fqn."""
+
+    world_size: int
+    model: Mapping[str, Sequence[Piece]]
+    states: Mapping[str, Sequence[Piece]]
+    """Of its optimizer state, which another replica may hold."""
+
+
 Names = Mapping[str, str]
-Planned = tuple[list[ExportFile], dict[str, Sequence[Piece]]]
-"""Files, and the pieces read of each tensor, by fqn."""
 
 PlanFiles = Callable[
-    [Sequence[TensorLayout], Names, "ExportSettings", int, "OptimizerTable | None"], Planned
+    [Sequence[TensorLayout], Names, "ExportSettings", Reads, "OptimizerTable | None"],
+    list[ExportFile],
 ]
-"""(tensors, their names in the files, settings, world size, optimizer) -> `Planned`."""
+"""(tensors, their names in the files, settings, what is read, optimizer) -> files."""
 
 TorchFiles = Callable[[Mapping[str, Any]], dict[str, bytes]]
 """(description in JSON types) -> files written by torch, by name; blocks for seconds."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paramd.errors import ConflictError, UsageError
 from paramd.layout.dtypes import ITEM_BYTES
 from paramd.layout.exports.files import piece_bytes
+from paramd.layout.plan import Replica
 from paramd.layout.types import Layout, Piece, TensorKind, TensorLayout
 
 MAX_TABLE_BYTES = 64 << 20
@@ -37,6 +38,9 @@ class OptimizerTable:
     """fqn -> its 0-dim states."""
     groups: tuple[Mapping[str, Any], ...]
     """Parameter groups: settings, and the fqns of their parameters under "params"."""
+    replicas: Mapping[str, int] = field(default_factory=dict)
+    """fqn -> the replica that has its state, where it is not the one that parameters are of: an
+    optimizer may keep each state on one rank (ZeroRedundancyOptimizer)."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -72,6 +76,7 @@ class OptimizerTable:
                     for fqn, scalars in self.scalars.items()
                 },
                 "groups": [dict(group) for group in self.groups],
+                "replicas": dict(self.replicas),
             },
             separators=(",", ":"),
         ).encode()
@@ -94,7 +99,8 @@ class OptimizerTable:
                 )
                 for fqn, of in found["scalars"].items()
             }
-            return cls(states, scalars, tuple(dict(group) for group in found["groups"]))
+            replicas = {str(fqn): int(rank) for fqn, rank in found.get("replicas", {}).items()}
+            return cls(states, scalars, tuple(map(dict, found["groups"])), replicas)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UsageError(f"the optimizer's table cannot be read: {error!r}") from None
 
@@ -118,6 +124,10 @@ class _Param:
     place: tuple[int, int]
     """Index of its optimizer, and of its group there."""
 
+    @property
+    def has_state(self) -> bool:
+        return bool(self.dtypes or self.scalars or self.left_out)
+
 
 class _Rank:
     """One rank's table, by place in the arena."""
@@ -137,12 +147,15 @@ class _Rank:
         return self._params[at]
 
 
-def optimizer_table(layout: Layout, tables: Mapping[int, Mapping[str, Any]]) -> OptimizerTable:
+def optimizer_table(
+    layout: Layout, tables: Mapping[int, Mapping[str, Any]], replica: int = 0
+) -> OptimizerTable:
     """The state of all of the job's optimizers.
 
     Args:
         layout: where the parameters are.
         tables: those of the ranks that are read, by rank, as memory/optimizer_state.py says.
+        replica: whose state is taken, where it has any; else another's of these ranks.
 
     Raises:
         ConflictError: a rank could not tell its state, ranks disagree, or a state cannot be
@@ -158,35 +171,73 @@ def optimizer_table(layout: Layout, tables: Mapping[int, Mapping[str, Any]]) -> 
             raise ConflictError(f"rank {rank}: no optimizer state can be read: {found.failure}")
     if len({found.step for found in ranks.values()}) > 1:
         raise ConflictError("the ranks' optimizer states are of different steps; try again")
-    params = {
-        tensor.fqn: _of_tensor(tensor, ranks)
+    found_replicas = _Replicas(layout, replica)
+    params: dict[str, _Param] = {}
+    replicas: dict[str, int] = {}
+    for tensor in layout.tensors:
+        if tensor.kind is not TensorKind.PARAMETER or not tensor.numel:
+            continue
+        rank, param = _of_tensor(tensor, ranks, found_replicas)
+        if param is not None:
+            params[tensor.fqn] = param
+        if rank != replica:
+            replicas[tensor.fqn] = rank
+    return replace(_table(params, ranks), replicas=replicas)
+
+
+@dataclass(slots=True)
+class _Replicas:
+    """Replicas by rank, made when first asked for."""
+
+    layout: Layout
+    first: int
+    _made: dict[int, Replica] = field(default_factory=dict)
+
+    def of(self, rank: int) -> Replica:
+        if rank not in self._made:
+            self._made[rank] = Replica(self.layout, rank)
+        return self._made[rank]
+
+
+def spread(layout: Layout, table: OptimizerTable) -> bool:
+    """Whether a parameter without state has a replica that was perhaps not asked."""
+    having = {fqn for names in table.states.values() for fqn in names} | set(table.scalars)
+    return any(
+        tensor.kind is TensorKind.PARAMETER
+        and tensor.fqn not in having
+        and len({piece.region for piece in tensor.pieces}) < len(tensor.pieces)
         for tensor in layout.tensors
-        if tensor.kind is TensorKind.PARAMETER
-    }
-    return _table({fqn: param for fqn, param in params.items() if param is not None}, ranks)
+    )
 
 
-def _of_tensor(tensor: TensorLayout, ranks: Mapping[int, _Rank]) -> _Param | None:
-    """The optimizer state of a tensor; None if it has none."""
-    pieces = [piece for piece in tensor.pieces if piece.region.numel]
-    found = [_of_piece(tensor, piece, ranks) for piece in pieces if piece.rank in ranks]
-    if not pieces:
-        return None
+def _of_tensor(
+    tensor: TensorLayout, ranks: Mapping[int, _Rank], replicas: _Replicas
+) -> tuple[int, _Param | None]:
+    """The optimizer state of a tensor, and the replica it is of; None if it has none.
+
+    All that have state must agree on its kinds and numbers.
+    """
+    pieces = [piece for piece in tensor.pieces if piece.region.numel and piece.rank in ranks]
+    found = {piece.rank: _of_piece(tensor, piece, ranks) for piece in pieces}
     if not found:
         raise UsageError(f"no holder of {tensor.fqn!r} sent a table of optimizer state")
-    first = found[0]
-    for other in found[1:]:
-        if _facts(first) != _facts(other):
-            raise ConflictError(
-                f"the ranks disagree on the optimizer state of {tensor.fqn!r}; export without it"
-            )
-    if first is not None and first.left_out:
+    having = {rank: one for rank, one in found.items() if one is not None and one.has_state}
+    if not having:
+        return replicas.first, next(iter(found.values()))
+    first = next(iter(having.values()))
+    if first.left_out:
         key, reason = next(iter(first.left_out.items()))
         raise ConflictError(
             f"state {key!r} of {tensor.fqn!r} cannot be exported: {reason}; export without the "
             "optimizer"
         )
-    return first
+    if all(_facts(first) == _facts(other) for other in having.values()):
+        for rank in dict.fromkeys([replicas.first, *having]):
+            if all(piece.rank in having for piece in replicas.of(rank).pieces(tensor)):
+                return rank, first
+    raise ConflictError(
+        f"the ranks disagree on the optimizer state of {tensor.fqn!r}; export without it"
+    )
 
 
 def _of_piece(tensor: TensorLayout, piece: Piece, ranks: Mapping[int, _Rank]) -> _Param | None:
@@ -194,9 +245,7 @@ def _of_piece(tensor: TensorLayout, piece: Piece, ranks: Mapping[int, _Rank]) ->
     return ranks[piece.rank].find(begin, begin + piece_bytes(piece, tensor.dtype))
 
 
-def _facts(param: _Param | None) -> object:
-    if param is None:
-        return None
+def _facts(param: _Param) -> object:
     return dict(param.dtypes), dict(param.scalars), param.place
 
 

@@ -14,13 +14,15 @@ import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from paramd.errors import NotFoundError, UsageError
-from paramd.layout.exports.files import ExportFile, Source, TorchFiles, make_source
+from paramd.layout.exports.files import ExportFile, Reads, Source, TorchFiles, make_source
 from paramd.layout.exports.optimizer import OptimizerTable
 from paramd.layout.exports.settings import FORMATS, ExportSettings
+from paramd.layout.plan import Replica
 from paramd.layout.select import NameIndex, select
-from paramd.layout.types import Layout, Piece, TensorKind, TensorLayout
+from paramd.layout.types import Layout, TensorKind, TensorLayout
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,20 @@ class ExportPlan:
     def at_boundary(self) -> bool:
         """Whether only an agreed boundary can copy it: it has buffers, or arenas are mirrored."""
         return self.with_buffers or self.layout.mirrored
+
+    @property
+    def parts(self) -> dict[str, list[dict[str, Any]]]:
+        """By fqn, what a tensor is written as when that is several, or of another shape."""
+        if self.settings.names.rules or FORMATS[self.settings.format].keeps_tied:
+            return {}
+        return {
+            one.fqn: [
+                {"name": part.name, "begin": part.box.begin, "end": part.box.end}
+                for part in one.hub
+            ]
+            for one in self.layout.tensors
+            if one.hub and not _is_renamed(one) and one.fqn in self.names
+        }
 
     @property
     def tied(self) -> dict[str, str]:
@@ -111,13 +127,19 @@ def plan_export(
         optimizer = optimizer.of(chosen)
     if not tensors:
         raise NotFoundError("the export would be empty: the job has no tensor of these kinds")
+    if laid_out.keeps_tied or settings.names.rules:
+        # What torch or the caller's names expect is the model in memory.
+        tensors = [replace(one, hub=()) for one in tensors]
+    renamed = {one.fqn: one.hub[0].name for one in tensors if _is_renamed(one)}
     names = settings.names.apply(_written_names(tensors, settings))
-    files, pieces = laid_out.plan(tensors, names, settings, layout.world_size, optimizer)
+    names |= {name: renamed[name] for name in names if name in renamed}
+    reads = _reads(layout, tensors, settings.replica, optimizer)
+    files = laid_out.plan(tensors, names, settings, reads, optimizer)
     return ExportPlan(
         settings=settings,
         layout=layout,
         files=tuple(files),
-        sources=_sources(tensors, pieces, optimizer),
+        sources=_sources(tensors, reads, optimizer),
         names=_all_names(tensors, names),
         optimizer=optimizer,
     )
@@ -132,6 +154,11 @@ def _chosen(layout: Layout, settings: ExportSettings) -> Collection[str]:
     if parts:
         raise UsageError(f"names: {parts[0]!r} is asked for in part; an export has whole tensors")
     return {one.tensor.fqn for one in found}
+
+
+def _is_renamed(tensor: TensorLayout) -> bool:
+    """Whether transformers only has another name for it."""
+    return [one.shape for one in tensor.hub] == [tensor.shape]
 
 
 def _included(tensor: TensorLayout, settings: ExportSettings) -> bool:
@@ -153,18 +180,33 @@ def _all_names(tensors: Iterable[TensorLayout], names: Mapping[str, str]) -> dic
     }
 
 
+def _reads(
+    layout: Layout,
+    tensors: Sequence[TensorLayout],
+    replica: int,
+    optimizer: OptimizerTable | None,
+) -> Reads:
+    others = optimizer.replicas if optimizer is not None else {}
+    replicas = {rank: Replica(layout, rank) for rank in {replica, *others.values()}}
+    model = {one.fqn: replicas[replica].pieces(one) for one in tensors}
+    states = {
+        one.fqn: replicas[others[one.fqn]].pieces(one) for one in tensors if one.fqn in others
+    }
+    return Reads(layout.world_size, model, {**model, **states})
+
+
 def _sources(
     tensors: Sequence[TensorLayout],
-    pieces: Mapping[str, Sequence[Piece]],
+    reads: Reads,
     optimizer: OptimizerTable | None,
 ) -> dict[str, Source]:
-    found = {"": make_source("", ((t, t.dtype, pieces[t.fqn]) for t in tensors))}
+    found = {"": make_source("", ((t, t.dtype, reads.model[t.fqn]) for t in tensors))}
     if optimizer is None:
         return found
     by_name = {tensor.fqn: tensor for tensor in tensors}
     for key in optimizer.keys:
         items = [
-            (by_name[fqn], dtype, pieces[fqn])
+            (by_name[fqn], dtype, reads.states[fqn])
             for fqn, dtype in optimizer.tensors(key)
             if fqn in by_name
         ]

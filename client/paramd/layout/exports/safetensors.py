@@ -18,8 +18,7 @@ from paramd.layout.exports.files import (
     Entry,
     ExportFile,
     Format,
-    HolderChoice,
-    Planned,
+    Reads,
     TorchFiles,
     json_bytes,
     piece_bytes,
@@ -27,7 +26,7 @@ from paramd.layout.exports.files import (
     state_positions,
 )
 from paramd.layout.exports.optimizer import OptimizerTable
-from paramd.layout.types import Piece, TensorKind, TensorLayout, full_box
+from paramd.layout.types import Box, Piece, TensorKind, TensorLayout, full_box
 
 if TYPE_CHECKING:
     from paramd.layout.exports.plan import ExportPlan
@@ -113,6 +112,8 @@ class _Item:
     state_key: str
     tensor: int
     constant: bytes | None = None
+    box: Box | None = None
+    """The part of the tensor; None: all of it."""
 
     @property
     def size_bytes(self) -> int:
@@ -123,32 +124,26 @@ def shard_files(
     tensors: Sequence[TensorLayout],
     names: Mapping[str, str],
     settings: ExportSettings,
-    world_size: int,
+    reads: Reads,
     optimizer: OptimizerTable | None,
-) -> Planned:
+) -> list[ExportFile]:
     """Shards as Hugging Face cuts them, distributed evenly over the ranks."""
-    loads = dict.fromkeys(range(world_size), 0)
+    loads = dict.fromkeys(range(reads.world_size), 0)
     model = _cut(_model_items(tensors, names, settings), settings)
-    ranks = _assign(model, loads)
+    ranks = _assign(model, loads, reads.model)
     shards = [(MODEL_FILES, cut) for cut in model]
     if optimizer is not None:
         # After the model, whose pins must not depend on the optimizer.
         states = _cut(_state_items(tensors, names, optimizer), settings)
-        ranks += _assign(states, loads)
+        ranks += _assign(states, loads, reads.states)
         shards += [(OPTIMIZER_FILES, cut) for cut in states]
-    pieces: dict[str, Sequence[Piece]] = {}
-    choice = HolderChoice()
-    for (_, items), rank in zip(shards, ranks, strict=True):
-        for item in items:
-            if item.layout.fqn not in pieces and item.constant is None:
-                pieces[item.layout.fqn] = choice.pieces(item.layout, rank)
     counts = {base: sum(kind == base for kind, _ in shards) for base, _ in shards}
     seen: dict[str, int] = {}
     files = []
     for (base, items), rank in zip(shards, ranks, strict=True):
         seen[base] = seen.get(base, 0) + 1
         files.append(_file(shard_name(base, seen[base], counts[base]), rank, items))
-    return files, pieces
+    return files
 
 
 def shard_name(base: str, number: int, count: int) -> str:
@@ -163,7 +158,11 @@ def _model_items(
 ) -> Iterator[_Item]:
     for number, tensor in enumerate(tensors):
         dtype = settings.dtype_of(tensor.dtype)
-        for name in (tensor.fqn, *(tensor.aliases if settings.keep_tied else ())):
+        for part in tensor.hub:
+            spec = TensorSpec(name=part.name, dtype=dtype, shape=part.shape)
+            yield _Item(spec, tensor, "", number, box=part.box)
+        own = () if tensor.hub else (tensor.fqn,)
+        for name in (*own, *(tensor.aliases if settings.keep_tied else ())):
             spec = TensorSpec(name=names[name], dtype=dtype, shape=tensor.shape)
             yield _Item(spec, tensor, "", number)
 
@@ -206,15 +205,19 @@ def _cut(items: Iterator[_Item], settings: ExportSettings) -> list[list[_Item]]:
     return shards
 
 
-def _assign(shards: Sequence[Sequence[_Item]], loads: dict[int, int]) -> list[int]:
-    """A writer for each shard, balancing bytes; bytes that the writer itself holds cost half.
+def _assign(
+    shards: Sequence[Sequence[_Item]],
+    loads: dict[int, int],
+    pieces: Mapping[str, Sequence[Piece]],
+) -> list[int]:
+    """A writer for each shard, balancing bytes; of `pieces`, those of the writer cost half.
 
     `loads` is each writer's load so far, and is updated.
     """
     ranks = [min(loads)] * len(shards)
     sizes = [sum(item.size_bytes for item in shard) for shard in shards]
     for number in sorted(range(len(shards)), key=lambda n: -sizes[n]):
-        held = _held_bytes(shards[number])
+        held = _held_bytes(shards[number], pieces)
         cost = _costs(loads, 2 * sizes[number], held)
         rank = min(loads, key=cost)
         loads[rank] = cost(rank)[0]
@@ -228,11 +231,11 @@ def _costs(
     return lambda rank: (loads[rank] + size - held.get(rank, 0), rank)
 
 
-def _held_bytes(shard: Sequence[_Item]) -> dict[int, int]:
+def _held_bytes(shard: Sequence[_Item], pieces: Mapping[str, Sequence[Piece]]) -> dict[int, int]:
     held: dict[int, int] = {}
     for item in shard:
         if item.constant is None:
-            for piece in item.layout.pieces:
+            for piece in pieces[item.layout.fqn]:
                 size = piece_bytes(piece, item.layout.dtype)
                 held[piece.rank] = held.get(piece.rank, 0) + size
     return held
@@ -246,7 +249,7 @@ def _file(name: str, rank: int, items: Sequence[_Item]) -> ExportFile:
     begin = len(header)
     for spec in specs:
         item = by_name[spec.name]
-        box = full_box(spec.shape)
+        box = item.box if item.box is not None else full_box(spec.shape)
         entry = Entry(spec.name, item.state_key, item.tensor, box, spec.dtype, begin, item.constant)
         entries.append(entry)
         begin += entry.size_bytes

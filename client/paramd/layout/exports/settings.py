@@ -47,7 +47,8 @@ def parse_size(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class NameRule:
-    """One rename: an exact name, or one `*` (any characters, dots too) on both sides."""
+    """One rename: a whole name, whatever it has; or one `*` (any characters, dots too) on both
+    sides."""
 
     source: str
     target: str
@@ -58,6 +59,9 @@ class NameRule:
             raise UsageError(
                 f"name rule {self.source[:80]!r}: names have 1 to {MAX_NAME_BYTES} bytes"
             )
+
+    def check_pattern(self) -> None:
+        """Raises UsageError for a rule that is no whole name's, if its sides do not fit."""
         stars = self.source.count("*")
         if stars > 1 or stars != self.target.count("*"):
             raise UsageError(
@@ -67,9 +71,11 @@ class NameRule:
 
     def rename(self, name: str) -> str | None:
         """The new name; None if the rule does not match."""
+        if name == self.source:
+            return self.target
         head, star, tail = self.source.partition("*")
         if not star:
-            return self.target if name == self.source else None
+            return None
         if len(name) < len(head) + len(tail):
             return None
         if not name.startswith(head) or not name.endswith(tail):
@@ -104,8 +110,12 @@ class NameMap:
             UsageError: a rule matches no name.
             ConflictError: two names would become the same.
         """
-        exact = {rule.source: rule for rule in self.rules if "*" not in rule.source}
-        patterns = [rule for rule in self.rules if "*" in rule.source]
+        names = list(names)
+        exact = {rule.source: rule for rule in self.rules}
+        exact = {name: exact[name] for name in names if name in exact}
+        patterns = [rule for rule in self.rules if rule.source not in exact]
+        for rule in patterns:
+            rule.check_pattern()
         used: set[str] = set()
         renamed: dict[str, str] = {}
         for name in names:
@@ -163,6 +173,8 @@ class ExportSettings:
     bytes.)"""
     names: NameMap = field(default_factory=NameMap)
     """Renames."""
+    replica: int = 0
+    """A rank of the replica that is read, where ranks hold the same."""
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:

@@ -48,7 +48,8 @@ class EditOp(Record):
 
     pattern: str
     op: str
-    value: float | None
+    value: float | str | None
+    """In JSON, which has no NaN and no infinities, these are text: "nan", "inf", "-inf"."""
     weight: float | None
     min: float | None
     max: float | None
@@ -278,8 +279,9 @@ def op_text(op: EditOp | Mapping[str, Any]) -> str:
     word = str(op.get("op"))
     # A newer control plane may know more kinds.
     names = KINDS[BY_WORD[word]].shown if word in BY_WORD else ("value",)
-    numbers = [op.get(name) for name in names]
-    shown = " ".join("-" if n is None else f"{n:g}" for n in numbers) if not op.get("data") else ""
+    # Records have NaN and infinities as text.
+    numbers = ["-" if (n := op.get(name)) is None else f"{float(n):g}" for name in names]
+    shown = " ".join(numbers) if not op.get("data") else ""
     return " ".join(part for part in (word, shown, str(op.get("pattern"))) if part)
 
 

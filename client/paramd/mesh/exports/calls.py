@@ -88,6 +88,9 @@ class ExportInfo(Document):
     """Id of the schedule that started it; empty: started by a request."""
     removed: bool
     """Removed by the schedule's retention."""
+    missing: tuple[str, ...]
+    """Names in the model's state dict of what is no tensor and so not in the export, such as extra
+    state; at most 1,000. Empty in lists."""
 
     @property
     def raw(self) -> Mapping[str, Any]:
@@ -438,7 +441,8 @@ class ExportFiles:
         manifest = await self.manifest()
         tensors = await self.tensors(manifest, moved)
         said = f"restored {self._destination}, step {manifest['step']} of {manifest['job']}"
-        return values_of(layout, tensors, manifest["renamed"]), said
+        whole = await asyncio.to_thread(joined_parts, layout, tensors, manifest.get("parts", {}))
+        return values_of(layout, whole, manifest["renamed"]), said
 
 
 def loaded(data: bytes, name: str) -> dict[str, torch.Tensor]:
@@ -450,6 +454,32 @@ def loaded(data: bytes, name: str) -> dict[str, torch.Tensor]:
         return load(data)
     except SafetensorError as error:
         raise DataLossError(f"{name} cannot be read as safetensors: {error}") from error
+
+
+def joined_parts(
+    layout: Layout,
+    tensors: Mapping[str, torch.Tensor],
+    parts: Mapping[str, Sequence[Mapping[str, Any]]],
+) -> Mapping[str, torch.Tensor]:
+    """`tensors`, and those that were written in parts, by their names in the model.
+
+    Raises:
+        NotFoundError: a part is missing. UsageError: one has another size.
+    """
+    shapes = {one.fqn: one.shape for one in layout.tensors}
+    found = dict(tensors)
+    for fqn, of in parts.items():
+        for part in of if fqn in shapes else ():
+            value = tensors.get(part["name"])
+            if value is None:
+                raise NotFoundError(f"the export has no {part['name']!r}, a part of {fqn!r}")
+            if fqn not in found:
+                found[fqn] = value.new_empty(shapes[fqn])
+            place = found[fqn][tuple(map(slice, part["begin"], part["end"]))]
+            if place.numel() != value.numel():
+                raise UsageError(f"{fqn}: its part {part['name']} has shape {tuple(value.shape)}")
+            place.copy_(value.view(place.shape))
+    return found
 
 
 def values_of(

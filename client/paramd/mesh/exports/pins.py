@@ -16,9 +16,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from paramd.errors import AbortedError, ConflictError, DeadlineError, UsageError
-from paramd.layout.exports.optimizer import OptimizerTable, optimizer_table
+from paramd.layout.exports.optimizer import OptimizerTable, optimizer_table, spread
 from paramd.layout.exports.plan import ExportPlan, plan_export
 from paramd.layout.exports.settings import FORMATS, ExportSettings, NameMap, NameRule
+from paramd.layout.plan import plan_read
+from paramd.layout.select import SelectedTensor
 from paramd.layout.types import Layout
 from paramd.memory.optimizer_state import parse_table
 from paramd.mesh.peers.discovery import SidecarFinder
@@ -65,6 +67,7 @@ def encode_plan(pinned: PinnedExport, layout_digest: str) -> export_pb2.ExportPl
         digest=plan.digest,
         pins=pinned.pins,
         unsettled=pinned.pinned.unsettled,
+        missing=plan.layout.missing,
     )
 
 
@@ -184,6 +187,7 @@ async def pin_with_optimizer(
         plan.layout,
         plan.sources[""].spans,
         wanted,
+        replica=plan.settings.replica,
         deadline_s=deadline_s,
         with_buffers=plan.at_boundary,
     )
@@ -221,6 +225,7 @@ async def pin_states(
     spans: Spans,
     wanted: Wanted,
     *,
+    replica: int,
     deadline_s: float,
     with_buffers: bool,
 ) -> HeldState:
@@ -228,6 +233,7 @@ async def pin_states(
 
     Args:
         layout: what the table is to be about; other tensors are not.
+        replica: whose state is read, where it has any.
         with_buffers: the spans can only be copied at a boundary.
 
     Raises:
@@ -235,12 +241,19 @@ async def pin_states(
         ParamdError: as `Pinner.pin`.
     """
     live = await _are_live(sidecars, spans, deadline_s)
-    pin = partial(_pinned, sidecars, layout, deadline_s=deadline_s)
-    first = await pin(dict.fromkeys(spans, ()), {}, live=live, with_buffers=False)
-    first.release()
+    pin = partial(_pinned, sidecars, layout, replica=replica, deadline_s=deadline_s)
+    tables = sorted(spans)
+    while True:
+        first = await pin({}, {}, tables, live=live, with_buffers=False)
+        first.release()
+        holders = {p.rank for one in layout.tensors for p in one.pieces if p.region.numel}
+        if set(tables) == holders or not spread(layout, first.table):
+            break
+        # Another rank may have what this replica has not.
+        tables = sorted(holders)
     expected = await asyncio.to_thread(wanted, first.table)
     while True:
-        held = await pin(spans, expected, live=live, with_buffers=with_buffers)
+        held = await pin(spans, expected, tables, live=live, with_buffers=with_buffers)
         try:
             found = await asyncio.to_thread(wanted, held.table)
         except BaseException:
@@ -260,13 +273,15 @@ async def _pinned(
     layout: Layout,
     spans: Spans,
     wanted: Mapping[str, Spans],
+    told: Sequence[int],
     *,
+    replica: int,
     deadline_s: float,
     live: bool,
     with_buffers: bool,
 ) -> HeldState:
-    """Pin parameters, tables and the wanted state, and read the tables."""
-    places = [(rank, "") for rank in spans]
+    """Pin parameters, the wanted state and the tables of the ranks `told`, and read these."""
+    places = [(rank, "") for rank in told]
     places += [(rank, key) for key, of in wanted.items() for rank in of]
     transport = _Beside(sidecars, places, with_buffers=with_buffers)
     asked = dict(spans)
@@ -286,7 +301,7 @@ async def _pinned(
     held = HeldState(sidecars, replace(pinned, pins=params), states, OptimizerTable({}, {}, ()))
     try:
         found = await _tables(sidecars, replace(pinned, pins=tables), deadline_s)
-        table = await asyncio.to_thread(optimizer_table, layout, found)
+        table = await asyncio.to_thread(optimizer_table, layout, found, replica)
     except BaseException:
         held.release()
         raise
@@ -382,14 +397,14 @@ async def read_states(
     began_s = time.monotonic()
     plan = read.chosen.plan
     fqns = {tensor.fqn for tensor in plan.tensors}
-    layout = (await read.reach.index(read.sidecars)).layout
-    layout = replace(layout, tensors=tuple(one for one in layout.tensors if one.fqn in fqns))
+    whole = (await read.reach.index(read.sidecars)).layout
+    layout = replace(whole, tensors=tuple(one for one in whole.tensors if one.fqn in fqns))
     spans = {one.rank: one.spans for one in plan.ranks}
     if not spans:
         raise UsageError("nothing that matches has elements, and so no optimizer state")
 
     def wanted(table: OptimizerTable) -> Mapping[str, Spans]:
-        plans = {key: _plan_of(read.chosen, table, key).plan for key in table.keys}
+        plans = {key: _plan_of(read.chosen, whole, table, key).plan for key in table.keys}
         found = {key: {one.rank: one.spans for one in of.ranks} for key, of in plans.items()}
         return {key: ranks for key, ranks in found.items() if ranks}
 
@@ -399,17 +414,19 @@ async def read_states(
         # Without targets only the state is wanted.
         spans if targets is not None else dict.fromkeys(spans, ()),
         wanted,
+        replica=plan.replica,
         deadline_s=read.deadline_s,
         with_buffers=read.chosen.at_boundary,
     )
     try:
-        return held.pinned, await _read(read, transfer, held, targets, began_s)
+        return held.pinned, await _read(read, whole, transfer, held, targets, began_s)
     finally:
         held.release()
 
 
 async def _read(
     read: OptimizerRead,
+    layout: Layout,
     transfer: Transfer,
     held: HeldState,
     targets: Targets | None,
@@ -425,7 +442,7 @@ async def _read(
         for name in names
     }
     for key in held.table.keys:
-        chosen = _plan_of(read.chosen, held.table, key)
+        chosen = _plan_of(read.chosen, layout, held.table, key)
         into = transfer.targets(chosen, dtype=None, device=read.device, into=None)
         pinned = replace(held.pinned, pins=held.states.get(key, {}))
         await transfer.read(replace(reading, pinned=pinned), chosen.plan, into)
@@ -444,11 +461,15 @@ async def _read(
     )
 
 
-def _plan_of(chosen: Chosen, table: OptimizerTable, key: str) -> Chosen:
+def _plan_of(chosen: Chosen, layout: Layout, table: OptimizerTable, key: str) -> Chosen:
     """The part of a plan that has state of one kind, with the dtypes of that state."""
     dtypes: Mapping[str, str] = table.states[key]
     numbers = [i for i, tensor in enumerate(chosen.plan.tensors) if tensor.fqn in dtypes]
     plan = chosen.plan.only(numbers)
+    if table.replicas:
+        known = {one.fqn: one for one in layout.tensors}
+        items = [SelectedTensor(known[one.fqn], one.name, one.box, ()) for one in plan.tensors]
+        plan = plan_read(layout, items, replica=plan.replica, others=table.replicas)
     typed = tuple(replace(one, dtype=dtypes[one.fqn]) for one in plan.tensors)
     return Chosen(
         names=[chosen.names[number] for number in numbers],

@@ -377,6 +377,7 @@ class FollowSteps:
             history=at.history,
             step=at.step,
             dropped=dropped,
+            replica=self._plan.replica,
             sent_bytes=found.sent_bytes,
             changed_bytes=found.changed_bytes if self._mirrors is not None else None,
         )
@@ -444,7 +445,7 @@ async def open_following(
                 "cannot be followed; use summon, which copies them at a boundary"
             )
         selection = select(index, wanted.patterns, with_buffers=False)
-        plan = plan_read(index.layout, selection, prefer=reach.costs())
+        plan = plan_read(index.layout, selection, costs=reach.costs())
         names = [item.names for item in selection]
         return FollowSteps(sidecars, transfer, wanted, plan, names)
 

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from paramd.errors import UsageError
-from paramd.layout.plan import Preference, ReadPlan, plan_read
+from paramd.layout.plan import Costs, ReadPlan, plan_read
 from paramd.layout.select import NameIndex, Pattern, SelectedTensor, select
 from paramd.layout.stats import Part, Stats, Summary, merge_all, summarize
 from paramd.layout.types import Box, Layout, Piece, Region, TensorLayout
@@ -155,7 +155,7 @@ def make_plan(
     asked: Sequence[GradSelection],
     learnt: PartialGroups,
     *,
-    prefer: Preference | None,
+    costs: Costs | None,
 ) -> GradPlan:
     """Plan the reads of `asked`, given what is known about Partial gradients.
 
@@ -176,7 +176,7 @@ def make_plan(
             plain.extend(one.parts)
         numbers.append(range(begin, len(plain)))
         layers.append(tuple(found))
-    plan, sums = plan_read(layout, plain, prefer=prefer), plan_read(layout, summed)
+    plan, sums = plan_read(layout, plain, costs=costs), plan_read(layout, summed)
     used = {
         *_used(plan, [number for number, of in enumerate(numbers) for _ in of]),
         *_used(sums, [number for number, of in enumerate(layers) for one in of for _ in one]),
@@ -249,6 +249,8 @@ class Frame(Mapping[str, Value], Generic[Value]):
     """Gradients: number of the update that consumes them. Parameters: finished updates."""
     dropped: int
     """Frames skipped since the last one."""
+    replica: int = 0
+    """As in `Summoned`."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -176,6 +176,7 @@ class GradSteps:
             history=at.history,
             step=at.step,
             dropped=dropped,
+            replica=held.plan.plan.replica,
             none=none,
             scale=facts.scale,
             clip_factor=facts.clip_factor if facts.clip_factor else None,
@@ -188,7 +189,7 @@ class GradSteps:
         """What is asked for now."""
         if self._asking is None:
             index = await self._reach.index(sidecars)
-            plan = make_plan(index.layout, self._asked, self._learnt, prefer=self._reach.costs())
+            plan = make_plan(index.layout, self._asked, self._learnt, costs=self._reach.costs())
             items = stats_items(plan.plan) if self._wanted.kind != "full" else {}
             requests = pin_requests(sidecars, plan.plan, self._wanted, items)
             sums = pin_requests(sidecars, plan.sums, self._wanted, {})

@@ -11,12 +11,12 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from paramd.errors import NotFoundError, UsageError
-from paramd.layout.select import Pattern, each_pattern
+from paramd.layout.select import Names, Pattern, each_pattern
 from paramd.mesh.exports.calls import MANIFEST
 from paramd.mesh.insight.steps import next_step, pin_step, present
 from paramd.mesh.peers.discovery import SidecarFinder
@@ -149,8 +149,10 @@ def stored_state(path: Path, patterns: Sequence[Pattern]) -> State:
 
 def matching(found: Mapping[str, Value], patterns: Sequence[Pattern]) -> dict[str, Value]:
     """What matches, in order."""
-    asked = each_pattern(patterns)
-    return {n: v for n, v in found.items() if any(fnmatchcase(n, p) for p in asked)}
+    names, mask = Names(list(found)), 0
+    for pattern in each_pattern(patterns):
+        mask |= names.resolve(pattern)[0]
+    return dict(compress(found.items(), names.columns.flags(mask)))
 
 
 def _label(path: Path) -> str:

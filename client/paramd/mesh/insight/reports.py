@@ -34,8 +34,9 @@ class Alert(Document):
     job: str
     incarnation: int
     rule: str
-    """non-finite, norm-jump, replica-drift, stale-rank, stalled-rank, straggler, stall-budget,
-    layout-mismatch, certificate or logged-number; docs/alerts.md says more."""
+    """non-finite, norm-jump, gradient-jump, replica-drift, stale-rank, stalled-rank, straggler,
+    slow-rank, stuck, stall-budget, layout-mismatch, certificate or logged-number; docs/alerts.md
+    says more."""
     subject: str
     """What it concerns: a rank, a tensor, the mesh."""
     severity: str

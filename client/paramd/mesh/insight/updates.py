@@ -129,8 +129,9 @@ async def compute_updates(
                 "mesh.diff instead"
             )
         selection = list(select(index, patterns, with_buffers=False))
+        replica = plan_read(index.layout, selection, costs=reach.costs()).replica
         parts = [
-            (plan_read(index.layout, group, prefer=reach.costs()), group)
+            (plan_read(index.layout, group, replica=replica), group)
             for group in batches(selection, _bytes, max(index.layout.arena_bytes, default=0) // 3)
         ]
         found: list[_Part] = []

@@ -273,17 +273,22 @@ Work = Callable[[Reading, ReadPlan], Awaitable[Result]]
 
 
 async def choose(
-    reach: SidecarFinder, sidecars: Sidecars, patterns: Sequence[Pattern], *, buffers: bool
+    reach: SidecarFinder,
+    sidecars: Sidecars,
+    patterns: Sequence[Pattern],
+    *,
+    buffers: bool,
+    replica: int | None = None,
 ) -> Chosen:
-    """The matching names and a read plan that avoids recently unreachable ranks.
+    """The matching names and a read plan of this replica, or of one that lately responded.
 
     Raises:
-        NotFoundError: a pattern matches nothing.
+        NotFoundError: a pattern matches nothing. UsageError: there is no such replica.
         RankUnreachableError: a needed rank was just found stopped.
     """
     index = await reach.index(sidecars)
     selection = select(index, patterns, with_buffers=buffers)
-    plan = plan_read(index.layout, selection, prefer=reach.costs())
+    plan = plan_read(index.layout, selection, costs=reach.costs(), replica=replica)
     sidecars.check_not_stopped(read.rank for read in plan.ranks)
     return Chosen(
         names=[item.names for item in selection],

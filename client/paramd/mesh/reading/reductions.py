@@ -89,6 +89,7 @@ async def compute_stats(
     return StatsTable(
         rows,
         total=total,
+        replica=plan.replica,
         job=reading.sidecars.document.job,
         incarnation=state.incarnation,
         step=state.step,

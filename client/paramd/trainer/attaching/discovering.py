@@ -38,6 +38,7 @@ from paramd.trainer.helpers.control_link import TakenIncarnation
 from paramd.trainer.helpers.sidecar_link import Identity, OwnTls
 from paramd.trainer.home.mirrored import home_of
 from paramd.trainer.home.owned import ParameterStorage
+from paramd.trainer.model.hub import described
 from paramd.trainer.model.local_shard import LocalShard
 from paramd.trainer.resume.choice import RankOffer
 from paramd.trainer.resume.copies import buddies
@@ -123,7 +124,7 @@ class Discovering:
             if home.device is not None:
                 self._undo.callback(home.device.close)
             _check_resumable(self._settings, home, self._keep)
-            local.append(encode_local(home.local_layout(self._exchange.rank)))
+            local.append(encode_local(described(module, home.local_layout(self._exchange.rank))))
             return {
                 "job": self._job,
                 "version": __version__,

@@ -16,7 +16,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -40,6 +40,7 @@ from paramd.layout.types import (
     TensorKind,
     TensorLayout,
     boxes_of_interval,
+    intersection,
     row_major,
 )
 from paramd.trainer.boundary.optimizers import Owned, find_owned
@@ -79,6 +80,8 @@ class _Stored:
     dtype: str
     shape: tuple[int, ...]
     begin_bytes: int
+    parts: tuple[tuple[Box, _Stored], ...] = ()
+    """Where it was written in parts, each with its box of the whole; the rest is the first's."""
 
 
 class Exported:
@@ -134,6 +137,7 @@ class Exported:
         for one in self._manifest["files"][number::count]:
             self._verify(one)
         self._read_headers(names)
+        self._join_parts()
         self._check_model()
         if self.has_optimizer:
             self._check_groups(optimizers)
@@ -224,6 +228,10 @@ class Exported:
             self._manifest = {
                 "export_id": str(found["export_id"]),
                 "renamed": dict(found["renamed"]),
+                "parts": {
+                    fqn: [(one["name"], Box(tuple(one["begin"]), tuple(one["end"]))) for one in of]
+                    for fqn, of in found.get("parts", {}).items()
+                },
                 "files": [
                     {
                         "name": str(one["name"]),
@@ -281,6 +289,20 @@ class Exported:
                             f"it has optimizer state of {owner!r}, which this model lacks"
                         )
                     self._states.setdefault(known[owner], {})[key] = stored
+
+    def _join_parts(self) -> None:
+        """Tensors that were written in parts, as transformers names them, are found as wholes."""
+        shapes = {one.fqn: one.shape for one in self._tensors}
+        for fqn, of in self._manifest["parts"].items():
+            found = []
+            for name, box in of:
+                stored = self._model.pop(name, None)
+                if stored is None or prod(stored.shape) != box.numel:
+                    raise DataLossError(f"it has no {name!r}, a part of {fqn!r}, or another")
+                found.append((box, replace(stored, shape=box.sizes)))
+            if fqn in shapes and found:
+                whole = replace(found[0][1], shape=shapes[fqn], parts=tuple(found))
+                self._model[fqn] = whole
 
     def _read_groups(self, name: str) -> list[dict[str, Any]]:
         try:
@@ -360,6 +382,13 @@ class Exported:
     def _copy_box(
         self, stored: _Stored, box: Box, target: torch.Tensor, dtype: torch.dtype
     ) -> None:
+        for held, part in stored.parts:
+            if (shared := intersection(held, box)) is not None:
+                place = _seen_from(box.begin, shared)
+                inside = target[tuple(map(slice, place.begin, place.end))]
+                self._copy_box(part, _seen_from(held.begin, shared), inside, dtype)
+        if stored.parts:
+            return
         descriptor = self._files[stored.file]
         if not stored.shape:
             data = self._read(descriptor, stored.begin_bytes, dtype.itemsize, stored.file)
@@ -388,6 +417,11 @@ class Exported:
                 raise DataLossError(f"{name} ends too early")
             done += count
         return data
+
+
+def _seen_from(origin: Sequence[int], box: Box) -> Box:
+    begin = tuple(b - o for b, o in zip(box.begin, origin, strict=True))
+    return Box(begin, tuple(e - o for e, o in zip(box.end, origin, strict=True)))
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

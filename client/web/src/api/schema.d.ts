@@ -1224,8 +1224,9 @@ export interface components {
             resolved_s: number | null;
             /**
              * Rule
-             * @description non-finite, norm-jump, replica-drift, stale-rank, stalled-rank, straggler, stall-budget,
-             *     layout-mismatch, certificate or logged-number; docs/alerts.md says more.
+             * @description non-finite, norm-jump, gradient-jump, replica-drift, stale-rank, stalled-rank, straggler,
+             *     slow-rank, stuck, stall-budget, layout-mismatch, certificate or logged-number; docs/alerts.md
+             *     says more.
              */
             rule: string;
             /**
@@ -1672,8 +1673,11 @@ export interface components {
             op: string;
             /** Pattern */
             pattern: string;
-            /** Value */
-            value: number | null;
+            /**
+             * Value
+             * @description In JSON, which has no NaN and no infinities, these are text: "nan", "inf", "-inf".
+             */
+            value: number | string | null;
             /** Weight */
             weight: number | null;
         };
@@ -1799,6 +1803,12 @@ export interface components {
             incarnation: number;
             /** Job */
             job: string;
+            /**
+             * Missing
+             * @description Names in the model's state dict of what is no tensor and so not in the export, such as extra
+             *     state; at most 1,000. Empty in lists.
+             */
+            missing: string[];
             /**
              * Reason
              * @description Why it failed or was cancelled.
@@ -2279,6 +2289,11 @@ export interface components {
          */
         JobDocument: {
             /**
+             * Cause
+             * @description Id of the alert that is the likely cause; empty: none is
+             */
+            cause: string;
+            /**
              * Control Address
              * @description gRPC target "host:port" of the control plane
              */
@@ -2288,6 +2303,11 @@ export interface components {
              * @description Critical alerts firing
              */
             critical_count: number;
+            /**
+             * Health
+             * @description One word: ok, starting, held, warning, degraded, critical, down or ended
+             */
+            health: string;
             /**
              * Hold
              * @description running, held or stepping, as the ranks last reported; see get_hold
@@ -2351,6 +2371,11 @@ export interface components {
              */
             warning_count: number;
             /**
+             * Why
+             * @description The likely cause in words; empty when all is well
+             */
+            why: string;
+            /**
              * World Size
              * @description Ranks of the mesh
              */
@@ -2397,10 +2422,20 @@ export interface components {
          */
         JobSummary: {
             /**
+             * Cause
+             * @description Id of the alert that is the likely cause; empty: none is
+             */
+            cause: string;
+            /**
              * Critical Count
              * @description Critical alerts firing
              */
             critical_count: number;
+            /**
+             * Health
+             * @description One word: ok, starting, held, warning, degraded, critical, down or ended
+             */
+            health: string;
             /**
              * Hold
              * @description running, held or stepping, as the ranks last reported; see get_hold
@@ -2441,6 +2476,11 @@ export interface components {
              * @description Other alerts firing
              */
             warning_count: number;
+            /**
+             * Why
+             * @description The likely cause in words; empty when all is well
+             */
+            why: string;
             /**
              * World Size
              * @description Ranks of the mesh
@@ -4955,7 +4995,7 @@ export interface operations {
             query: {
                 /** @description Which metric; log:NAME is a number that the script logs */
                 metric: ("norm" | "grad_norm" | "step" | "step_time_s" | "stall_total_s") | string;
-                /** @description For norm, a tensor's name; else a rank, or (above 64 ranks) min, median or max over all ranks */
+                /** @description For norms, a tensor's name, or total of grad_norm; else a rank, or (above 64 ranks) min, median or max over all ranks */
                 subject: string;
                 /** @description Unix time in seconds */
                 begin_s?: number | null;

@@ -21,8 +21,12 @@ export const WINDOW_S = 120;
 const FAMILIES: Record<string, string> = {
   "non-finite": "values",
   "norm-jump": "values",
+  "gradient-jump": "values",
   "stale-rank": "ranks",
   "stalled-rank": "ranks",
+  stuck: "ranks",
+  "slow-rank": "ranks",
+  straggler: "ranks",
   "layout-mismatch": "ranks",
 };
 
@@ -33,9 +37,9 @@ export function familyOf(rule: string): string {
 
 /**
  * Groups: those that fire first, critical ones before others, then the one that began first;
- * then resolved ones, the newest first.
+ * then resolved ones, the newest first. The alert that the control plane takes for the cause comes before all.
  */
-export function causesOf(alerts: readonly Alert[]): Cause[] {
+export function causesOf(alerts: readonly Alert[], likely = ""): Cause[] {
   const open = new Map<string, Alert[]>();
   const groups: Alert[][] = [];
   for (const alert of [...alerts].sort(before)) {
@@ -49,7 +53,8 @@ export function causesOf(alerts: readonly Alert[]): Cause[] {
       groups.push(fresh);
     }
   }
-  return groups.map(causeOf).sort(rank);
+  const told = (cause: Cause): boolean => cause.alerts.some((alert) => alert.id === likely);
+  return groups.map((group) => causeOf(group, likely)).sort((a, b) => Number(told(b)) - Number(told(a)) || rank(a, b));
 }
 
 function before(a: Alert, b: Alert): number {
@@ -66,13 +71,13 @@ function number(alert: Alert): number {
   return Number(alert.id.split("-").at(-2)) || 0;
 }
 
-function causeOf(alerts: Alert[]): Cause {
+function causeOf(alerts: Alert[], likely: string): Cause {
   const firing = alerts.filter((alert) => alert.state === "firing");
   const rules = new Map<string, number>();
   for (const alert of alerts) rules.set(alert.rule, (rules.get(alert.rule) ?? 0) + 1);
   return {
     id: alerts[0]!.id,
-    first: alerts[0]!,
+    first: alerts.find((alert) => alert.id === likely) ?? alerts[0]!,
     alerts,
     firing: firing.length,
     critical: firing.some((alert) => alert.severity === "critical"),

@@ -1,6 +1,6 @@
 /** Turns the edit form into requests; texts of edits and leases. Pure. */
 
-import type { EditRequest, OpRequest } from "../api/schema";
+import type { Edit, EditRequest, OpRequest } from "../api/schema";
 
 /** Operations without tensor data; the others need `paramd edit --from`. */
 export const OPS = ["mul", "add", "fill", "clamp"] as const;
@@ -45,6 +45,12 @@ export const EMPTY: Draft = {
   resetMoments: false,
 };
 
+const NONFINITE = new Map([
+  ["nan", "nan"],
+  ...["inf", "+inf", "infinity"].map((text) => [text, "inf"] as const),
+  ...["-inf", "-infinity"].map((text) => [text, "-inf"] as const),
+]);
+
 /** How long the server may wait for the edit to end. */
 const WAIT_S = 30;
 
@@ -55,7 +61,14 @@ export function bodyOf(draft: Draft, id: string, dryRun: boolean): { body: EditR
   for (const field of FIELDS[draft.op]) {
     const text = draft[field].trim();
     if (text === "" && draft.op === "clamp") continue;
+    const special = NONFINITE.get(text.toLowerCase());
     const value = Number(text);
+    if (special && field === "value") {
+      if (!draft.allowNonfinite) return { problem: `value: ${text}; tick "allow NaN and Inf" to write it` };
+      // JSON has neither: the server takes them as text.
+      op.value = special as unknown as number;
+      continue;
+    }
     if (text === "" || !Number.isFinite(value)) return { problem: `${field}: expected a number` };
     op[field] = value;
   }
@@ -98,6 +111,19 @@ export function opText(op: {
     .filter((key) => op[key] !== null && op[key] !== undefined)
     .map((key) => (key === "value" ? String(op[key]) : `${key} ${String(op[key])}`));
   return [op.op, ...parts, op.data ? "data" : ""].filter(Boolean).join(" ");
+}
+
+type Past = Pick<Edit, "id" | "incarnation" | "state" | "step" | "created_s" | "undone_by" | "rollback">;
+
+/** Applied edits that a later rollback went back before: training goes on without them. */
+export function discardedOf(all: readonly Past[]): ReadonlySet<string> {
+  const backs = all.filter((edit) => edit.state === "APPLIED" && edit.rollback && !edit.undone_by);
+  const gone = all.filter(
+    (edit) =>
+      edit.state === "APPLIED" &&
+      backs.some((back) => back.incarnation === edit.incarnation && back.created_s > edit.created_s && back.rollback!.step < edit.step),
+  );
+  return new Set(gone.map((edit) => edit.id));
 }
 
 /** Seconds left of a lease now. */

@@ -6,7 +6,7 @@ const encoder = new TextEncoder();
 
 /** A word that selects exactly this name, or null when no filter can express it. */
 export function exactly(name: string): string | null {
-  return name === "" || name.includes('"') ? null : `"${literal(name)}"`;
+  return name === "" ? null : `"${literal(name).replace(/"/g, '""')}"`;
 }
 
 /** The glob that matches only this name: brackets quote special characters. */
@@ -34,6 +34,17 @@ export function filtersFor(names: readonly string[]): string[][] {
   }
   if (group.length) groups.push(group);
   return groups;
+}
+
+const TERM = /^[a-z]+(?:!=|<=|>=|=|<|>|~)/;
+
+/** The filter for what was typed: a plain word is a piece of a name, `*`, `?` and brackets make a glob, quotes a whole name. */
+export function substrings(typed: string): string {
+  if (typed.includes('"')) return typed.trim();
+  const words = typed.trim().split(/\s+/).filter(Boolean);
+  const one = (word: string): string => (/[*?[]/.test(word) || TERM.test(word) ? word : `name~${word}`);
+  // A slice in brackets may hold spaces.
+  return (typed.includes("[") ? typed.trim() : words.map(one).join(" ")) || "*";
 }
 
 export interface Range {

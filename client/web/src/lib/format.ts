@@ -9,8 +9,13 @@ export function number(value: number | null | undefined, digits = 4): string {
   return String(Number(value.toPrecision(digits)));
 }
 
-export function count(value: number): string {
-  return value.toLocaleString("en-US");
+export function count(value: number | null | undefined): string {
+  return value === null || value === undefined || Number.isNaN(value) ? "–" : value.toLocaleString("en-US");
+}
+
+/** Such as "1 step" and "2 steps". */
+export function plural(value: number, one: string, many = `${one}s`): string {
+  return `${count(value)} ${value === 1 ? one : many}`;
 }
 
 /** Such as "4.2 M", for columns that need no exact count. */
@@ -25,7 +30,8 @@ export function short(value: number): string {
 }
 
 export function bytes(value: number): string {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  if (!Number.isFinite(value)) return "–";
+  const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
   let at = 0;
   let left = value;
   while (Math.abs(left) >= 1024 && at < units.length - 1) {

@@ -45,25 +45,22 @@ export function healthOf(known: Known): Health {
   return ofSummary(summary, values);
 }
 
+const TONES: Record<string, Health["tone"]> = {
+  ok: "ok", starting: "info", held: "warn", warning: "warn", degraded: "warn", critical: "bad", down: "bad", ended: "mute",
+};
+
+/** The control plane's verdict; the page adds only what it has read of the values itself. */
 function ofSummary(summary: JobSummary, values: Values): Health {
-  const { state, reason, critical_count: critical, warning_count: warnings, hold } = summary;
-  if (state === "ended") return { tone: "mute", word: "ended", why: reason };
-  if (state === "down") return { tone: "bad", word: "down", why: reason };
+  const { health: word, why } = summary;
+  const tone = TONES[word] ?? "warn";
+  if (word === "ended" || word === "down") return { tone, word, why };
   if (values.bad) {
     const more = values.bad > 1 ? ` and ${count(values.bad - 1)} more` : "";
-    return { tone: "bad", word: "not finite", why: `NaN or infinities in ${values.first}${more}` };
+    const told = why ? `; ${why}` : "";
+    return { tone: "bad", word: "not finite", why: `NaN or infinities in ${values.first}${more}${told}` };
   }
-  if (critical > 0) return { tone: "bad", word: "critical", why: `${alerts(critical)} of severity critical` };
-  if (state === "degraded") return { tone: "warn", word: "degraded", why: reason };
-  if (warnings > 0) return { tone: "warn", word: "warning", why: alerts(warnings) };
-  if (hold !== "running") return { tone: "warn", word: hold, why: "training is held; Edits says by whom" };
-  if (state === "starting") return { tone: "info", word: "starting", why: reason };
-  if (values.bad === null) {
+  if (word === "ok" && values.bad === null) {
     return { tone: "info", word: "running", why: `whether values are finite is not known: ${values.why}` };
   }
-  return { tone: "ok", word: "ok", why: "" };
-}
-
-function alerts(n: number): string {
-  return `${count(n)} alert${n === 1 ? "" : "s"} firing`;
+  return { tone, word, why };
 }

@@ -38,9 +38,11 @@ export function text(one: Statistic, stats: Partial<Stats>, digits = 4): string 
   return one.share ? percent(stats[one.key] ?? 0, stats.count ?? 0) : number(stats[one.key], digits);
 }
 
-/** Title and text of each, for a list of facts. */
+/** Title and text of each, for a list of facts, which says what its numbers leave out. */
 export function facts(stats: Partial<Stats>): [string, string][] {
-  return STATISTICS.map((one) => [one.title, text(one, stats, 6)]);
+  const bad = badCount(stats);
+  const told = STATISTICS.map((one): [string, string] => [one.title, text(one, stats, 6)]);
+  return bad > 0 ? [...told, ["left out above", `${count(bad)} NaN or Inf of ${count(stats.count)}`]] : told;
 }
 
 export function badCount(stats: Partial<Stats>): number {

@@ -32,7 +32,7 @@ export function Source(props: {
       )}
       {at === 0 && !error && <span>{busy ? "loading …" : "not loaded"}</span>}
       {step !== undefined && step >= 0 && <span>step {step.toLocaleString("en-US")}</span>}
-      {incarnation !== undefined && incarnation >= 0 && <span>incarnation {incarnation}</span>}
+      {incarnation !== undefined && incarnation >= 0 && <span>run {incarnation}</span>}
       {refresh && (
         <button type="button" className="quiet" onClick={refresh} aria-label={`Reload ${what}`}>
           ↻

@@ -51,9 +51,9 @@ export function useQuery(name: string, fallback = ""): [string, (value: string) 
 }
 
 /** Change several entries of the view's state as one history entry. */
-export function patchQuery(patch: Record<string, string>): void {
+export function patchQuery(patch: Record<string, string>, options: { replace?: boolean } = {}): void {
   const here = currentPlace();
-  go({ ...here, query: { ...here.query, ...patch } });
+  go({ ...here, query: { ...here.query, ...patch } }, options);
 }
 
 export interface Polled<T> {

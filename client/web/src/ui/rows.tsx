@@ -21,9 +21,15 @@ interface Props<T> {
   keyOf: (item: T) => string;
   selected?: string;
   onPick?: ((item: T) => void) | undefined;
+  /** Called instead for a row that arrow keys pass: no step of Back for each. */
+  onMove?: (item: T) => void;
+  /** Called for Esc while a row is chosen. */
+  onClose?: () => void;
   sort?: { key: string; down: boolean };
   onSort?: (key: string) => void;
   sortable?: ReadonlySet<string>;
+  /** Why the other columns cannot be ordered by. */
+  unsortable?: string;
   /** Called with the visible rows, [begin, end). */
   onSight?: (begin: number, end: number) => void;
   /** Maximum; few rows take less. */
@@ -83,7 +89,7 @@ function RowsInner<T>(props: Props<T>): ReactNode {
     if (!onPick || items.length === 0) return;
     const next = Math.min(items.length - 1, Math.max(0, at + by));
     virtual.scrollToIndex(next);
-    onPick(items[next]!);
+    (props.onMove ?? onPick)(items[next]!);
   };
   return (
     <div
@@ -96,6 +102,11 @@ function RowsInner<T>(props: Props<T>): ReactNode {
       style={{ height: `min(${props.height ?? "100%"}, ${ROW_PX * (Math.max(items.length, LEAST_ROWS) + 1) + BORDERS_PX}px)`, ["--tracks" as string]: tracks, ["--least" as string]: `${least}rem` }}
       onKeyDown={(event) => {
         const all = items.length;
+        if (event.key === "Escape" && selected && props.onClose) {
+          event.preventDefault();
+          props.onClose();
+          return;
+        }
         const by = { ArrowDown: 1, ArrowUp: -1, PageDown: 20, PageUp: -20, Home: -all, End: all }[event.key];
         if (by === undefined || !onPick) return;
         event.preventDefault();
@@ -173,7 +184,7 @@ function Heads<T>(props: Props<T>): ReactNode {
                 {active ? (sort.down ? " ↓" : " ↑") : ""}
               </button>
             ) : (
-              column.title
+              <span title={column.numeric ? props.unsortable : undefined}>{column.title}</span>
             )}
           </div>
         );

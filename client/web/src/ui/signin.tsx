@@ -1,6 +1,6 @@
 /** Sign-in: the token is sent in one header of one request and never stored. */
 
-import { type FormEvent, type ReactNode, useState } from "react";
+import { type FormEvent, type ReactNode, useEffect, useState } from "react";
 
 import { signIn } from "../api/client";
 import type { SessionDocument } from "../api/schema";
@@ -14,6 +14,10 @@ export function SignIn(props: {
   const [token, setToken] = useState("");
   const [problem, setProblem] = useState(props.problem);
   const [busy, setBusy] = useState(false);
+  // Of the page that was here: its state is no longer known.
+  useEffect(() => {
+    document.title = "Sign in · paramd";
+  }, []);
   const submit = (event: FormEvent): void => {
     event.preventDefault();
     setBusy(true);

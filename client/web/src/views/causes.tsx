@@ -2,13 +2,14 @@
 
 import { type ReactNode, useState } from "react";
 
+import { get } from "../api/client";
 import type { Alert } from "../api/schema";
 import type { Cause } from "../lib/causes";
 import { clock, count, duration } from "../lib/format";
 import { placeHash } from "../lib/route";
 import { Badge, Name } from "../ui/bits";
-import { useShared } from "../ui/context";
-import { useNow } from "../ui/hooks";
+import { useMay, useShared } from "../ui/context";
+import { useNow, usePoll } from "../ui/hooks";
 
 const MEMBERS_SHOWN = 100;
 
@@ -39,6 +40,7 @@ export function CauseItem(props: { cause: Cause; open?: boolean; children?: Reac
           <span className="faint"> – the first of {count(cause.alerts.length)}, {count(cause.firing)} firing</span>
         )}
       </p>
+      {first.rule === "stale-rank" && cause.firing > 0 && <Lost alert={first} />}
       {children}
       {open && <Members alerts={cause.alerts} />}
     </li>
@@ -60,6 +62,32 @@ function Where(props: { alert: Alert }): ReactNode {
           rank {rank}
         </a>
       ))}
+    </>
+  );
+}
+
+/** The last lines of a rank that was lost, and what one can do. */
+function Lost(props: { alert: Alert }): ReactNode {
+  const { job } = useShared();
+  const rank = props.alert.ranks[0] ?? 0;
+  const maySee = useMay("logs");
+  const log = usePoll(
+    maySee ? `${job}/ranks/${rank}/log` : null,
+    (signal) => get("/api/v1/jobs/{job}/ranks/{rank}/log", { path: { job, rank }, query: { lines: 5 }, signal }),
+    0,
+  );
+  return (
+    <>
+      {log.data?.logs
+        .filter((one) => one.lines.length > 0)
+        .map((one) => (
+          <pre key={one.source} className="log" tabIndex={0} role="region" aria-label={`Last lines of rank ${rank}: ${one.source}`}>
+            {one.lines.join("\n")}
+          </pre>
+        ))}
+      <p className="faint">
+        To go on from the last step, start the training again (with resume="auto"). To free the memory of what is left: <code>paramd end {job}</code>
+      </p>
     </>
   );
 }

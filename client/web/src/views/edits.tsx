@@ -1,18 +1,17 @@
 /** Edits: the log, a form with dry run, undo; and holding training. */
 
-import { type ReactNode, useState } from "react";
+import { type ReactNode, useMemo, useState } from "react";
 
 import { get, post } from "../api/client";
 import type { Edit } from "../api/schema";
-import { newId, opText } from "../lib/edits";
+import { discardedOf, newId, opText } from "../lib/edits";
 import { clock, count, duration } from "../lib/format";
 import { editText, sizeOf } from "../lib/timeline";
 import { Badge, Dialog, Empty, Facts, Name, Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
-import { usePoll, useQuery } from "../ui/hooks";
+import { patchQuery, usePoll, useQuery } from "../ui/hooks";
 import { textOf } from "../ui/problems";
 import { BeforeAfter, EditForm } from "./edit_form";
-import { Hold } from "./hold";
 import { Marks } from "./marks";
 
 export default function Edits(): ReactNode {
@@ -28,7 +27,6 @@ export default function Edits(): ReactNode {
           </span>
         )}
       </div>
-      <Hold mayEdit={mayEdit} />
       <Marks mayEdit={mayEdit} />
       {mayEdit && <EditForm />}
       <Log mayEdit={mayEdit} />
@@ -40,7 +38,7 @@ function Log(props: { mayEdit: boolean }): ReactNode {
   const { job, live } = useShared();
   const [filter, setFilter] = useQuery("filter");
   const [picked, setPicked] = useQuery("edit");
-  const [undoing, setUndoing] = useState("");
+  const [undoing, setUndoing] = useQuery("undo");
   const edits = usePoll(
     `${job} edits`,
     (signal) => get("/api/v1/jobs/{job}/edits", { path: { job }, query: { limit: 200 }, signal }),
@@ -55,6 +53,7 @@ function Log(props: { mayEdit: boolean }): ReactNode {
   const all = edits.data?.edits ?? [];
   const chosen = all.find((edit) => edit.id === picked);
   const undone = all.find((edit) => edit.id === undoing);
+  const discarded = useMemo(() => discardedOf(all), [edits.data]);
   const several = new Set(all.map((edit) => edit.incarnation)).size > 1;
   return (
     <Panel
@@ -73,7 +72,7 @@ function Log(props: { mayEdit: boolean }): ReactNode {
                 <th>who</th>
                 <th>state</th>
                 <th>what</th>
-                {several && <th className="num">incarnation</th>}
+                {several && <th className="num">run</th>}
                 <th className="num">step</th>
                 <th className="num">changed</th>
                 <th>note</th>
@@ -88,10 +87,11 @@ function Log(props: { mayEdit: boolean }): ReactNode {
                     <Name>{edit.actor}</Name>
                   </td>
                   <td>
-                    <State edit={edit} />
+                    {discarded.has(edit.id) ? <Badge state="DISCARDED" tone="mute" /> : <State edit={edit} />}
                   </td>
                   <td>
                     {edit.undo_of ? `undoes ${edit.undo_of.slice(0, 8)}` : <span className="wrap">{editText(edit)}</span>}
+                    {discarded.has(edit.id) && <span className="faint"> left behind by a rollback to a step before it</span>}
                     {edit.undone_by && <span className="faint"> undone by {edit.undone_by.slice(0, 8)}</span>}
                     {edit.reason && !(edit.dry_run && edit.after) && <div className="faint wrap">{edit.reason}</div>}
                   </td>
@@ -104,7 +104,7 @@ function Log(props: { mayEdit: boolean }): ReactNode {
                       <button type="button" className="small" onClick={() => setPicked(edit.id)}>
                         Show
                       </button>
-                      {props.mayEdit && edit.undo.possible && (
+                      {props.mayEdit && edit.undo.possible && !discarded.has(edit.id) && (
                         <button type="button" className="small" onClick={() => setUndoing(edit.id)}>
                           Undo …
                         </button>
@@ -122,8 +122,8 @@ function Log(props: { mayEdit: boolean }): ReactNode {
           The edit {picked.slice(0, 8)} is not among the last {count(edits.data.edits.length)} of this job.
         </Empty>
       )}
-      {chosen && <One edit={chosen} mayEdit={props.mayEdit} onClose={() => setPicked("")} onUndo={() => { setPicked(""); setUndoing(chosen.id); }} />}
-      {undone && <Undo edit={undone} later={laterThan(undone, all)} onClose={() => setUndoing("")} onChanged={edits.refresh} />}
+      {chosen && <One edit={chosen} mayEdit={props.mayEdit && !discarded.has(chosen.id)} onClose={() => setPicked("")} onUndo={() => patchQuery({ edit: "", undo: chosen.id })} />}
+      {undone && undone.undo.possible && !discarded.has(undone.id) && <Undo edit={undone} later={laterThan(undone, all)} onClose={() => setUndoing("")} onChanged={edits.refresh} />}
     </Panel>
   );
 }
@@ -145,7 +145,7 @@ function One(props: { edit: Edit; mayEdit: boolean; onClose: () => void; onUndo:
           ["who", edit.actor],
           ["when", clock(edit.created_s)],
           ["applied at step", edit.step >= 0 ? count(edit.step) : "–"],
-          ["incarnation", String(edit.incarnation)],
+          ["run", String(edit.incarnation)],
           ["training waited", edit.stop_ms === null ? "–" : duration(edit.stop_ms / 1000)],
           ...(edit.undo_of ? [["undoes", edit.undo_of.slice(0, 8)] as [string, string]] : []),
           ...(edit.undone_by ? [["undone by", edit.undone_by.slice(0, 8)] as [string, string]] : []),

@@ -55,6 +55,7 @@ function optionsOf(draft: Draft, name: string): ExportOptions {
     dtype: draft.dtype || null,
     tied: "drop",
     name_map: {},
+    patterns: [],
     timeout_s: TIMEOUT_S,
     assets: [],
   };
@@ -121,7 +122,7 @@ export function ExportForm(props: {
           </select>
         </label>
         <label className="field">
-          Key in the destination
+          Folder name
           <input type="text" className="mono" name="key" required spellCheck={false} placeholder="run-7/step-1000" value={draft.key} onChange={(event) => set({ key: event.target.value })} />
         </label>
         <label className="field">

@@ -106,7 +106,7 @@ function One(props: { one: ExportInfo; mayExport: boolean; onChanged: () => void
         </strong>
         <span>{one.format}</span>
         <span className="faint">
-          {one.step >= 0 ? `step ${count(one.step)} of incarnation ${one.incarnation}, ` : ""}
+          {one.step >= 0 ? `step ${count(one.step)} of run ${one.incarnation}, ` : ""}
           {clock(one.created_s)}, {duration(Math.max(0, took))}, by {one.actor}
           {one.schedule ? `, schedule ${one.schedule.slice(0, 8)}` : ""}
           {one.removed ? ", removed by its schedule" : ""}
@@ -126,9 +126,20 @@ function One(props: { one: ExportInfo; mayExport: boolean; onChanged: () => void
       {working && <Bar share={share} label={`${one.destination}: ${Math.round(100 * share)} % written`} />}
       {one.reason && <p className="wrap">{one.reason}</p>}
       {problem && <Trouble>{problem}</Trouble>}
+      {one.state === "DONE" && !one.removed && (
+        <p className="faint wrap">
+          To load it, from the folder that the destination stands for: <code>{loadLine(one)}</code>
+        </p>
+      )}
       {open === one.id && <Files id={one.id} everyMs={working ? 1000 : 0} />}
     </li>
   );
+}
+
+/** The line that loads a checkpoint; DIR is where the destination (its first part) leads. */
+function loadLine(one: ExportInfo): string {
+  const folder = `DIR/${one.destination.split("/").slice(1).join("/")}`;
+  return one.format === "dcp" ? `dcp.load(state, checkpoint_id="${folder}")` : `for file in Path("${folder}").glob("*.safetensors"): load_file(file)`;
 }
 
 function Files(props: { id: string; everyMs: number }): ReactNode {

@@ -2,16 +2,18 @@
 
 import { type ReactNode, useEffect, useMemo, useReducer, useState } from "react";
 
-import { urlOf } from "../api/client";
+import { get, urlOf } from "../api/client";
 import { follow, type ServerEvent } from "../api/sse";
 import { count, number } from "../lib/format";
 import { type Frame, type GradRow, type Grads, type Mark, NO_GRADS, withFrame } from "../lib/grads";
+import { substrings } from "../lib/filters";
 import { placeHash } from "../lib/route";
-import { badCount, badText, COLUMNS as STATS, facts, text } from "../lib/stats";
+import { nextSort, sortedBy } from "../lib/sort";
+import { badCount, badText, COLUMNS as STATS, facts, text, valueOf } from "../lib/stats";
 import { Badge, Choice, Empty, Facts, Name, Panel, Source, Spark, type Tone, Trouble } from "../ui/bits";
 import { axis, Chart } from "../ui/chart";
 import { useShared } from "../ui/context";
-import { useQuery, useSettled } from "../ui/hooks";
+import { usePoll, useQuery, useSettled } from "../ui/hooks";
 import { type Column, Rows } from "../ui/rows";
 
 const TONES: Record<Mark, Tone> = {
@@ -39,10 +41,17 @@ export default function Gradients(): ReactNode {
   const [marked, setMarked] = useQuery("marked", "all");
   const asked = useSettled(filter, 300);
   const { grads, at, problem } = useGrads(job, asked, every, paused);
+  const told = useTold();
+  const [sort, setSort] = useQuery("sort");
+  const known = useMemo(
+    () => [...grads.rows.values()].map((row) => (row.mark === "" && told.has(row.name) ? { ...row, mark: told.get(row.name)! } : row)),
+    [grads, told],
+  );
   const rows = useMemo(() => {
-    const all = [...grads.rows.values()];
-    return marked === "all" ? all : all.filter((row) => row.mark !== "" || row.firstBad !== null);
-  }, [grads, marked]);
+    const shown = marked === "all" ? known : known.filter((row) => row.mark !== "" || row.firstBad !== null);
+    return sortedBy(shown, sort, keyOf);
+  }, [known, marked, sort]);
+  const order = useMemo(() => ({ key: sort.replace(/^-/, ""), down: sort.startsWith("-") }), [sort]);
   const chosen = grads.rows.get(name);
   const wrong = [...grads.rows.values()].filter((row) => row.mark === "non-finite" || row.firstBad !== null);
   return (
@@ -93,7 +102,7 @@ export default function Gradients(): ReactNode {
       </Panel>
       {rows.length === 0 && grads.rows.size > 0 && filter && marked === "all" && <Empty>No gradient matches the filter.</Empty>}
       {rows.length === 0 && grads.rows.size > 0 && marked !== "all" && <Empty>None is marked: no gradient vanishes, explodes or is non-finite.</Empty>}
-      {rows.length > 0 && <Rows label="Gradients" columns={COLUMNS} items={rows} keyOf={(row) => row.name} selected={name} onPick={(row) => setName(row.name)} toneOf={(row) => TONES[row.mark]} height="28rem" />}
+      {rows.length > 0 && <Rows label="Gradients" columns={COLUMNS} items={rows} keyOf={(row) => row.name} selected={name} sort={order} sortable={SORTABLE} onSort={(key) => setSort(nextSort(sort, key))} onPick={(row) => setName(row.name)} onClose={() => setName("")} toneOf={(row) => TONES[row.mark]} height="28rem" />}
       {chosen && <One row={chosen} />}
     </>
   );
@@ -113,6 +122,33 @@ const COLUMNS: readonly Column<GradRow>[] = [
   { key: "nan", title: "NaN/Inf", width: "5rem", numeric: true, wide: true, render: (row) => count(badCount(row.last)) },
   { key: "mark", title: "state", width: "minmax(5.6rem, 1fr)", render: (row) => (row.mark ? <Badge state={row.mark} tone={TONES[row.mark]} /> : row.firstBad !== null ? `was non-finite at ${count(row.firstBad)}` : <span className="faint">ok</span>) },
 ];
+
+const SORTABLE: ReadonlySet<string> = new Set(["name", "nan", "mark", ...STATS.map((one) => one.title)]);
+
+/** What a row is sorted by; null where it is not known. */
+function keyOf(row: GradRow, key: string): string | number | null {
+  if (key === "name") return row.name;
+  if (key === "mark") return row.mark || null;
+  if (row.last.none !== null) return null;
+  if (key === "nan") return badCount(row.last);
+  const one = STATS.find((each) => each.title === key);
+  return one ? (valueOf(one, row.last) ?? null) : null;
+}
+
+/** Gradients that the control plane finds exploding or vanishing, from norms that it kept before this page was opened. */
+function useTold(): ReadonlyMap<string, Mark> {
+  const { job, live } = useShared();
+  const found = usePoll(
+    `${job} alerts firing`,
+    (signal) => get("/api/v1/jobs/{job}/alerts", { path: { job }, query: { state: "firing", limit: 1000 }, signal }),
+    30_000,
+    live.changes["alert"] ?? 0,
+  );
+  return useMemo(() => {
+    const jumps = (found.data?.alerts ?? []).filter((alert) => alert.rule === "gradient-jump");
+    return new Map(jumps.map((alert) => [alert.name, alert.reason.includes("vanishes") ? "vanishing" : "exploding"]));
+  }, [found.data]);
+}
 
 function useGrads(job: string, filter: string, every: string, paused: boolean): Following {
   const [grads, dispatch] = useReducer(
@@ -143,7 +179,7 @@ function useGrads(job: string, filter: string, every: string, paused: boolean): 
     };
     // The server's reason for ending the stream outranks the connection's state until the next frame.
     const onState = (problem: string | null): void => setState((old) => ({ ...old, problem: ended || problem }));
-    const url = urlOf("/api/v1/jobs/{job}/grads", { job }, { filter: filter.trim() || "*", every, kind: "histogram" });
+    const url = urlOf("/api/v1/jobs/{job}/grads", { job }, { filter: substrings(filter), every, kind: "histogram" });
     void follow(url, { onEvent, onState }, controller.signal);
     return () => {
       controller.abort();

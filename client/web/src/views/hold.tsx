@@ -5,17 +5,20 @@ import { type ReactNode, useState } from "react";
 import { del, get, post } from "../api/client";
 import type { Hold as Held } from "../api/schema";
 import { leaseLeft } from "../lib/edits";
-import { clock, count } from "../lib/format";
-import { Badge, Panel, Source, Trouble } from "../ui/bits";
-import { useShared } from "../ui/context";
+import { count, plural } from "../lib/format";
+import { placeHash } from "../lib/route";
+import { Badge, Trouble } from "../ui/bits";
+import { useMay, useShared } from "../ui/context";
 import { useNow, usePoll, useQuery } from "../ui/hooks";
 
 /** The hold of this token. */
 const MINE = "";
 const LEASES = ["30", "60", "120", "300"] as const;
 
-export function Hold(props: { mayEdit: boolean }): ReactNode {
-  const { job, live } = useShared();
+export function Hold(): ReactNode {
+  const { job, live, summary } = useShared();
+  const mayEdit = useMay("edit");
+  const mayExport = useMay("export");
   const now = useNow();
   const [lease, setLease] = useQuery("lease", "30");
   const [steps, setSteps] = useState("1");
@@ -24,8 +27,9 @@ export function Hold(props: { mayEdit: boolean }): ReactNode {
   const hold = usePoll(
     `${job} hold`,
     (signal) => get("/api/v1/jobs/{job}/hold", { path: { job }, signal }),
-    3000,
-    live.changes["hold"] ?? 0,
+    // Its beginning and end are events; how far it has stepped is not.
+    summary?.hold === "running" ? 30_000 : 3000,
+    (live.changes["hold"] ?? 0) + (summary?.hold === "running" ? 0 : 1),
   );
   const path = { job };
   const body = { lease_s: Number(lease), holder: MINE };
@@ -40,27 +44,24 @@ export function Hold(props: { mayEdit: boolean }): ReactNode {
       });
   };
   const found = hold.data;
+  if (!summary || summary.state === "ended") return null;
   const held = found !== null && found.state !== "running";
   const left = leaseLeft(found?.lease_left_s, hold.at, now);
   return (
-    <Panel
-      title="Training"
-      source={<Source what={`/jobs/${job}/hold`} at={hold.at} step={found?.step} error={hold.error} busy={hold.busy} />}
-    >
+    <section className="training" aria-label="Training">
       {hold.error && <Trouble>{hold.error}</Trouble>}
       {problem && <Trouble>{problem}</Trouble>}
       {found && (
         <div className="hold">
-          <Badge state={found.state} />
+          {held && <Badge state={found.state} />}
           {held && (
             <span>
-              by {found.holder || "an unknown holder"}
-              {found.since_s ? ` since ${clock(found.since_s)}` : ""}
-              {found.steps_left > 0 ? `, ${count(found.steps_left)} steps to go` : ""}
+              Paused by {found.holder || "an unknown holder"} at step {count(found.step)}
+              {found.steps_left > 0 ? `, ${plural(found.steps_left, "step")} to go` : ""}
               {/* No lease runs before the ranks are held. */}
               {found.lease_left_s > 0 && (
                 <>
-                  ; resumes automatically in{" "}
+                  ; resumes in{" "}
                   <strong data-testid="lease" className={left < 10 ? "source bad" : ""}>
                     {Math.ceil(left)} s
                   </strong>
@@ -68,7 +69,17 @@ export function Hold(props: { mayEdit: boolean }): ReactNode {
               )}
             </span>
           )}
-          {props.mayEdit && (
+          {mayExport && (
+            <a className="button" href={placeHash({ job, view: "exports", query: {} })}>
+              Checkpoint …
+            </a>
+          )}
+          {mayEdit && (
+            <a className="button" href={placeHash({ job, view: "edits", query: {} })}>
+              Restore points …
+            </a>
+          )}
+          {mayEdit && (
             <div className="actions">
               {held ? (
                 <button type="button" disabled={busy} onClick={() => act(post("/api/v1/jobs/{job}/hold/renew", { path, body }))}>
@@ -104,6 +115,6 @@ export function Hold(props: { mayEdit: boolean }): ReactNode {
           )}
         </div>
       )}
-    </Panel>
+    </section>
   );
 }

@@ -63,7 +63,7 @@ export function LoggedNumbers(props: { incarnation: number; events: readonly Hap
   const [begin, end] = [Math.min(...times), Math.max(...times)];
   return (
     <Panel
-      title="The script's numbers"
+      title="Logged metrics"
       source={<Source what={`/jobs/${job}/history`} at={found.at} error={found.error} busy={found.busy} />}
       actions={
         logged.size > 1 && (

@@ -44,7 +44,7 @@ export function Marks(props: { mayEdit: boolean }): ReactNode {
   const leaving = all.find((mark) => mark.name !== "" && mark.name === forgetting);
   return (
     <Panel
-      title="States to go back to"
+      title="Restore points"
       source={<Source what={`/jobs/${job}/marks`} at={marks.at} error={marks.error} busy={marks.busy} refresh={marks.refresh} />}
     >
       {marks.error && <Trouble>{marks.error}</Trouble>}
@@ -59,7 +59,7 @@ export function Marks(props: { mayEdit: boolean }): ReactNode {
         >
           <input aria-label="Name of the mark" placeholder="name of the mark" maxLength={64} value={name} onChange={(event) => setName(event.target.value)} />
           <button type="submit" disabled={busy || !name.trim()}>
-            Mark the present state
+            Create restore point
           </button>
           <span className="faint">in the sidecars' memory; training pauses while it is copied</span>
         </form>
@@ -67,7 +67,7 @@ export function Marks(props: { mayEdit: boolean }): ReactNode {
       {marks.data && all.length === 0 && <Empty>Nothing is kept. Marks and standing snapshots need attach(resume="auto").</Empty>}
       {all.length > 0 && (
         <div className="scroll">
-          <table className="plain roomy" aria-label="States to go back to">
+          <table className="plain roomy" aria-label="Restore points">
             <thead>
               <tr>
                 <th>name</th>

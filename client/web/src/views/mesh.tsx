@@ -119,8 +119,8 @@ function Totals(props: { ranks: readonly TileData[] }): ReactNode {
           ["median step time", duration(middle / 1e9)],
           ["stragglers", count(ranks.filter((rank) => rank.late).length)],
           ["not ok", count(ranks.filter((rank) => rank.state !== "ok").length)],
-          ["parameters in arenas", bytes(sum("arena_bytes"))],
-          ["in snapshots", bytes(sum("snapshot_bytes"))],
+          ["shared parameter memory", bytes(sum("arena_bytes"))],
+          ["snapshot memory", bytes(sum("snapshot_bytes"))],
           ["sidecars' memory", bytes(sum("sidecar_rss_bytes"))],
         ]}
       />

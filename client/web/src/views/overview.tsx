@@ -13,7 +13,7 @@ import { badCount } from "../lib/stats";
 import { changeBefore, drawnOf, type Happening } from "../lib/timeline";
 import { Badge, Empty, Facts, Panel, Source, Trouble } from "../ui/bits";
 import { axis, Chart, eventLines } from "../ui/chart";
-import { useShared } from "../ui/context";
+import { useMay, useShared } from "../ui/context";
 import { usePoll } from "../ui/hooks";
 import { CauseItem } from "./causes";
 import { LoggedNumbers } from "./logged";
@@ -37,13 +37,13 @@ export default function Overview(): ReactNode {
         <h1>{job}</h1>
         {summary && (
           <span className="faint">
-            incarnation {summary.incarnation}, {count(summary.joined_count)} of {count(summary.world_size)} ranks
+            run {summary.incarnation}, {count(summary.joined_count)} of {count(summary.world_size)} ranks
           </span>
         )}
       </div>
       <section className={`panel verdict ${health.tone}`} aria-label="Health" role="status">
         <Badge state={health.word} tone={health.tone} />
-        <p className="wrap">{health.why || "Every rank reports, no alert fires, and all values that were looked at are finite."}</p>
+        <p className="wrap">{health.why || "Every rank reports, no alert fires, no NaN or Inf found."}</p>
       </section>
       <Firing history={history} />
       <Numbers events={events} />
@@ -57,6 +57,7 @@ export default function Overview(): ReactNode {
 function Firing(props: { history: History }): ReactNode {
   const { history } = props;
   const { job, summary } = useShared();
+  const mayEdit = useMay("edit");
   const held = summary?.hold !== undefined && summary.hold !== "running" && summary.hold !== "";
   const firing = history.causes.filter((cause) => cause.firing > 0);
   if (firing.length === 0) return null;
@@ -80,6 +81,11 @@ function Firing(props: { history: History }): ReactNode {
                   {duration(Math.max(0, Math.round(cause.first.first_seen_s - change.time_s)))} before it:{" "}
                   <a href={placeHash({ job, view: change.view, query: change.query })}>{change.kind}</a> {change.what}
                   {change.who ? `, by ${change.who}` : ""}
+                  {mayEdit && change.query["edit"] && (
+                    <a className="spaced" href={placeHash({ job, view: "edits", query: { undo: change.query["edit"] } })}>
+                      Undo …
+                    </a>
+                  )}
                 </p>
               )}
             </CauseItem>
@@ -118,8 +124,8 @@ function Numbers(props: { events: readonly Happening[] }): ReactNode {
             ["stragglers", late.length ? late.map((rank) => <a key={rank} className="spaced" href={placeHash({ job, view: "mesh", query: { rank: String(rank) } })}>rank {rank}</a>) : "none"],
             ["gradient norm", gradient],
             ["training", summary?.hold ?? "–"],
-            ["parameters in arenas", sum("arena_bytes")],
-            ["in snapshots", sum("snapshot_bytes")],
+            ["shared parameter memory", sum("arena_bytes")],
+            ["snapshot memory", sum("snapshot_bytes")],
             ["trainers' memory", sum("trainer_rss_bytes")],
             ["sidecars' memory", sum("sidecar_rss_bytes")],
           ]}
@@ -127,7 +133,7 @@ function Numbers(props: { events: readonly Happening[] }): ReactNode {
       )}
       {points.length > 1 && (
         <Chart
-          label="Gradient norm since this page was opened"
+          label="Gradient norm over time"
           height={170}
           deps={[points, dark, props.events]}
           option={(ink) => ({
@@ -150,6 +156,7 @@ function Numbers(props: { events: readonly Happening[] }): ReactNode {
   );
 }
 
+const KEPT_S = 3600;
 /** Norms kept of the gradients while the page is open. */
 const MAX_NORMS = 600;
 
@@ -165,10 +172,10 @@ function useTotal(job: string, alive: boolean): Total {
   useEffect(() => {
     if (!alive) return;
     const controller = new AbortController();
-    void begin(job, controller.signal, (shown, norm) =>
+    void begin(job, controller.signal, (shown, norm, at = Date.now()) =>
       setTotal(({ points }) => ({
         shown,
-        points: norm === undefined ? points : [...points.slice(1 - MAX_NORMS), [Date.now(), Number(norm.toPrecision(6))]],
+        points: norm === undefined ? points : [...points.slice(1 - MAX_NORMS), [at, Number(norm.toPrecision(6))]],
       })),
     );
     return () => {
@@ -179,10 +186,17 @@ function useTotal(job: string, alive: boolean): Total {
   return total;
 }
 
-async function begin(job: string, signal: AbortSignal, tell: (shown: ReactNode, norm?: number) => void): Promise<void> {
+async function begin(job: string, signal: AbortSignal, tell: (shown: ReactNode, norm?: number, at?: number) => void): Promise<void> {
+  try {
+    // What the control plane has kept: no waiting for the next update, and a past.
+    const kept = await get("/api/v1/jobs/{job}/history", { path: { job }, query: { metric: "grad_norm", subject: "total", begin_s: Date.now() / 1000 - KEPT_S }, signal });
+    for (const point of kept.points) tell(number(point.mean), point.mean ?? undefined, 1000 * point.time_s);
+  } catch {
+    // There may be none.
+  }
   try {
     const page = await get("/api/v1/jobs/{job}/params", { path: { job }, query: { limit: 1 }, signal });
-    if (page.total_count > MAX_FOLLOWED) return tell("see Gradients");
+    if (page.total_count > MAX_FOLLOWED) return tell(<a href={placeHash({ job, view: "grads", query: {} })}>see Gradients</a>);
   } catch {
     if (!signal.aborted) tell("not known");
     return;

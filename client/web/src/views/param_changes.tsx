@@ -18,7 +18,7 @@ export const MEASURES: readonly Measure<UpdateRow>[] = [
   { key: "max", title: "max", of: (row) => row.max_abs },
   { key: "changed", title: "changed", of: (row) => (row.numel ? row.changed / row.numel : null), text: (row) => percent(row.changed, row.numel) },
   { key: "moment", title: "v RMS", of: (row) => row.moment_rms },
-  { key: "lr", title: "effective lr", of: (row) => row.effective_lr },
+  { key: "lr", title: "lr / √v", of: (row) => row.effective_lr },
 ];
 
 export function Changes(): ReactNode {
@@ -48,7 +48,7 @@ export function Changes(): ReactNode {
     >
       {updates.error && <Trouble>{updates.error}</Trouble>}
       {!found && !updates.error && (
-        <Empty>{mayRead ? "Compares the weights of two steps to come, in the sidecars." : "Needs a reader's token."}</Empty>
+        <Empty>{mayRead ? "Waits for the next step and shows what it changed." : "Needs a reader's token."}</Empty>
       )}
       {found?.moments_missing && <p className="faint">No second moments: {found.moments_missing}</p>}
       {found && (

@@ -4,7 +4,7 @@ import { type ReactNode, useEffect, useRef } from "react";
 
 import { get } from "../api/client";
 import { literal } from "../lib/filters";
-import { count, shape } from "../lib/format";
+import { count, plural, shape } from "../lib/format";
 import { badCount, badText, facts as statFacts, type Stats } from "../lib/stats";
 import { Choice, Empty, Facts, Name, Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
@@ -85,9 +85,9 @@ export function ParamDetail(props: { name: string }): ReactNode {
             checked={collecting === "on"}
             onChange={(event) => setCollecting(event.target.checked ? "on" : "off")}
           />
-          collect every 5 s
+          sample every 5 s
         </label>
-        <span className="faint">collected so far: {count(found.samples.length)}</span>
+        <span className="faint">{plural(found.samples.length, "sample")}</span>
       </div>
       )}
       {part === "numbers" && facts && (

@@ -35,7 +35,7 @@ export function SpectrumPanel(props: { name: string; shape: readonly number[] })
     >
       {spectrum.error && <Trouble>{spectrum.error}</Trouble>}
       {!found && !spectrum.error && (
-        <Empty>{possible ? "The sidecars multiply their shards with narrow random matrices." : "Only a matrix has singular values."}</Empty>
+        <Empty>{possible ? "Estimates the largest singular values." : "Only a matrix has singular values."}</Empty>
       )}
       {found && <Facts rows={factsOf(found)} />}
       {found && found.singular_values.length > 0 && (

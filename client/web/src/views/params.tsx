@@ -4,6 +4,8 @@ import { type ReactNode, useCallback, useMemo, useState } from "react";
 
 import type { ParamDocument, StatsDocument } from "../api/schema";
 import { count, shape, short } from "../lib/format";
+import { substrings } from "../lib/filters";
+import { nextSort, sortedBy } from "../lib/sort";
 import { badCount, COLUMNS, text, valueOf } from "../lib/stats";
 import { type Row, rowsOf, treeOf } from "../lib/tree";
 import { Choice, Empty, Name, Source, Trouble } from "../ui/bits";
@@ -25,17 +27,22 @@ export default function Params(): ReactNode {
   const [as, setAs] = useQuery("as", "list");
   const [sort, setSort] = useQuery("sort");
   const [name] = useQuery("name");
-  const asked = useSettled(filter, TYPING_MS);
+  const asked = substrings(useSettled(filter, TYPING_MS));
   const [round, setRound] = useState(0);
   const listed = useParams(job, asked, round);
   const numbers = useNumbers(job, asked, listed);
   const [closed, setClosed] = useState<ReadonlySet<string>>(new Set());
+  // All that can be had is there: what is missing now is not known, or not for this role.
+  const whole = numbers.at > 0 && !numbers.busy && listed.done && listed.total <= MAX_WHOLE;
+  const many = listed.total > MAX_WHOLE;
+  const sortable = many ? FACTS : SORTABLE;
   const tree = useMemo(() => (as === "tree" ? treeOf(listed.items) : null), [as, listed.items]);
   const rows = useMemo<Item[]>(() => {
     if (tree) return rowsOf(tree, closed);
     const leaves = listed.items.map((item): Item => ({ kind: "leaf", item, label: item.name, depth: 0 }));
-    return sorted(leaves, sort, numbers.of);
-  }, [tree, closed, listed.items, sort, numbers.of]);
+    // Of a part of the rows, an order by statistics would be a wrong one.
+    return sortable.has(sort.replace(/^-/, "")) ? [...sortedBy(leaves, sort, (row, key) => sortValue(row, key, numbers.of))] : leaves;
+  }, [tree, closed, listed.items, sort, sortable, numbers.of]);
   const toggle = useCallback((path: string) => {
     setClosed((old) => {
       const next = new Set(old);
@@ -43,8 +50,6 @@ export default function Params(): ReactNode {
       return next;
     });
   }, []);
-  // All that can be had is there: what is missing now is not known, or not for this role.
-  const whole = numbers.at > 0 && !numbers.busy && listed.done && listed.total <= MAX_WHOLE;
   const columns = useMemo(() => columnsOf(numbers.of, name !== "", whole), [numbers.of, name, whole]);
   const { sight } = numbers;
   const onSight = useCallback(
@@ -62,7 +67,7 @@ export default function Params(): ReactNode {
     [toggle],
   );
   const order = useMemo(() => ({ key: sort.replace(/^-/, ""), down: sort.startsWith("-") }), [sort]);
-  const onSort = useCallback((each: string) => setSort(next(sort, each)), [sort, setSort]);
+  const onSort = useCallback((each: string) => setSort(nextSort(sort, each)), [sort, setSort]);
   const steps = numbers.steps[0] === numbers.steps[1] ? numbers.steps[0] : undefined;
   return (
     <div className={`params ${name ? "open" : ""}`}>
@@ -94,7 +99,7 @@ export default function Params(): ReactNode {
                 spellCheck={false}
                 aria-label="Filter"
                 aria-invalid={listed.error !== null}
-                placeholder="layers.*.weight numel>1M norm>10   ( / , ? for help)"
+                placeholder="part of a name, layers.*.weight numel>1M norm>10   ( / , ? for help)"
                 value={filter}
                 onChange={(event) => setFilter(event.target.value)}
               />
@@ -111,14 +116,14 @@ export default function Params(): ReactNode {
           {steps === undefined && numbers.steps[0] >= 0 && (
             <p className="faint">
               Statistics of the rows in view, loaded while scrolling: steps {count(numbers.steps[0])} to{" "}
-              {count(numbers.steps[1])}. Narrow the filter to {count(MAX_WHOLE)} tensors to get all at one step.
+              {count(numbers.steps[1])}. Narrow the filter to {count(MAX_WHOLE)} tensors to get all at one step, and to order by them.
             </p>
           )}
         </div>
         {listed.done && listed.items.length === 0 && (
           <Empty>
-            {asked.trim() ? `No parameter matches ${asked.trim()}.` : "This job has no parameters."}
-            {asked.trim() && <button type="button" className="small" onClick={() => setFilter("")}>Clear the filter</button>}
+            {asked !== "*" ? `No parameter matches ${filter.trim()}.` : "This job has no parameters."}
+            {asked !== "*" && <button type="button" className="small" onClick={() => setFilter("")}>Clear the filter</button>}
           </Empty>
         )}
         {as === "changes" && <Changes />}
@@ -130,9 +135,12 @@ export default function Params(): ReactNode {
           keyOf={keyOf}
           selected={name}
           onPick={onPick}
+          onMove={onMove}
+          onClose={close}
           sort={order}
           onSort={as === "tree" ? noSort : onSort}
-          sortable={as === "tree" ? NONE : SORTABLE}
+          sortable={as === "tree" ? NONE : sortable}
+          unsortable={many ? `order by statistics: narrow the filter to ${count(MAX_WHOLE)} tensors` : ""}
           onSight={onSight}
           toneOf={toneOf}
         />}
@@ -145,13 +153,12 @@ export default function Params(): ReactNode {
 const NONE: ReadonlySet<string> = new Set();
 const noSort = (): void => undefined;
 const SORTABLE = new Set(["name", "dtype", "numel", "nan", ...COLUMNS.map((one) => one.title)]);
+const FACTS: ReadonlySet<string> = new Set(["name", "dtype", "numel"]);
+const close = (): void => patchQuery({ name: "", part: "" });
+const onMove = (row: Item): void => {
+  if (row.kind === "leaf") patchQuery({ name: row.item.name, part: "" }, { replace: true });
+};
 const keyOf = (row: Item): string => (row.kind === "branch" ? `${row.path}/` : row.item.name);
-
-/** Ascending, descending, model order. */
-function next(sort: string, key: string): string {
-  if (sort === key) return `-${key}`;
-  return sort === `-${key}` ? "" : key;
-}
 
 function bad(stats: StatsDocument | undefined): boolean {
   return stats !== undefined && badCount(stats) > 0;
@@ -200,21 +207,14 @@ function columnsOf(stats: ReadonlyMap<string, StatsDocument>, narrow: boolean, w
   return narrow ? [name, shapes, ...rest.filter((c) => c.key === "norm" || c.key === "nan")] : [name, shapes, ...facts, ...rest];
 }
 
-function sorted(rows: Item[], sort: string, stats: ReadonlyMap<string, StatsDocument>): Item[] {
-  const key = sort.replace(/^-/, "");
-  if (!SORTABLE.has(key)) return rows;
-  const sign = sort.startsWith("-") ? -1 : 1;
-  const read = (row: Item): string | number => (row.kind === "leaf" ? sortValue(row.item, key, stats.get(row.item.name)) : "");
-  const keyed = rows.map((row): [string | number, Item] => [read(row), row]);
-  keyed.sort(([a], [b]) => (a < b ? -sign : a > b ? sign : 0));
-  return keyed.map(([, row]) => row);
-}
-
-function sortValue(item: ParamDocument, key: string, found: StatsDocument | undefined): string | number {
-  if (key === "name") return item.name;
-  if (key === "dtype") return item.dtype;
-  if (key === "numel") return item.numel;
+/** What a row is sorted by; null where it is not known. */
+function sortValue(row: Item, key: string, stats: ReadonlyMap<string, StatsDocument>): string | number | null {
+  if (row.kind !== "leaf") return null;
+  if (key === "name") return row.item.name;
+  if (key === "dtype") return row.item.dtype;
+  if (key === "numel") return row.item.numel;
+  const found = stats.get(row.item.name);
+  if (!found) return null;
   const one = COLUMNS.find((each) => each.title === key);
-  if (!found) return Number.NEGATIVE_INFINITY;
-  return one ? (valueOf(one, found) ?? Number.NEGATIVE_INFINITY) : badCount(found);
+  return one ? (valueOf(one, found) ?? null) : badCount(found);
 }

@@ -55,7 +55,7 @@ function Jobs(props: { jobs: readonly JobSummary[] }): ReactNode {
                 <th className="num">alerts</th>
                 <th className="num">ranks</th>
                 <th className="num">step</th>
-                <th className="num">incarnation</th>
+                <th className="num">run</th>
                 <th>training</th>
                 <th>why</th>
               </tr>
@@ -116,7 +116,7 @@ function RunsOf(props: { job: string }): ReactNode {
         <table className="plain roomy" aria-label="Runs">
           <thead>
             <tr>
-              <th className="num">incarnation</th>
+              <th className="num">run</th>
               <th className="num">ranks</th>
               <th>began</th>
               <th>lasted</th>
@@ -153,7 +153,7 @@ function RunsOf(props: { job: string }): ReactNode {
           </tbody>
         </table>
       </div>
-      <p className="faint">To compare with another job's run, choose A here, then the number of that job's incarnation above, and B there: the choice is kept in the address.</p>
+      <p className="faint">To compare with another job's run, choose A here, then the number of that job's run above, and B there: the choice is kept in the address.</p>
     </Panel>
   );
 }

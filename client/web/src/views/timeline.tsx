@@ -53,7 +53,7 @@ export function useHistory(): History {
     60_000,
     mark,
   );
-  const causes = useMemo(() => causesOf(alerts.data?.alerts ?? []), [alerts.data]);
+  const causes = useMemo(() => causesOf(alerts.data?.alerts ?? [], summary?.cause), [alerts.data, summary?.cause]);
   const timeline = useMemo(
     () =>
       timelineOf({

@@ -107,7 +107,7 @@ function Create(props: { onMade: (token: NewToken) => void }): ReactNode {
     <form className="form" aria-label="New token" onSubmit={submit}>
       <label className="field">
         Name of its owner or purpose
-        <input type="text" name="token-name" maxLength={64} placeholder="made up when empty" value={name} onChange={(event) => setName(event.target.value)} />
+        <input type="text" name="token-name" maxLength={64} placeholder="optional" value={name} onChange={(event) => setName(event.target.value)} />
       </label>
       <label className="field broad">
         Role
@@ -147,6 +147,12 @@ function Secret(props: { token: NewToken; onClose: () => void }): ReactNode {
       <p>This is the only time that it is shown. Its role is {token.role}.</p>
       <p className="secret" data-testid="secret">
         {token.token}
+      </p>
+      <p>
+        To sign in, open <code>{window.location.origin}/</code> and paste it. From another machine first:{" "}
+        <code>
+          ssh -L {window.location.port || "443"}:{window.location.host} HOST
+        </code>
       </p>
       <div className="foot">
         <button type="button" onClick={() => void navigator.clipboard?.writeText(token.token).then(() => setCopied(true))}>

@@ -10,19 +10,23 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
+import math
 import re
 import secrets
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from http.cookies import CookieError, SimpleCookie
+from pathlib import Path
 
 from paramd.clock import now_s
 from paramd.errors import UsageError
 from paramd.security.tickets import MAX_TOKEN_CHARS, holds_token, new_token
+from paramd.state_files import replace
 from paramd_service.control.access.roles import Action, UserRole, may
 from paramd_service.control.store.tokens import TokenRow, TokenStore
 
@@ -34,6 +38,9 @@ MAX_SESSIONS = 256
 
 IDLE_S = 12 * 3600.0
 """Idle time after which a session expires."""
+
+SAVED_EVERY_S = 600.0
+"""How far behind the time of last use may be in the file that keeps sessions."""
 
 KEY_HEADER = "x-paramd-session"
 
@@ -72,12 +79,31 @@ class _Session:
 
 
 class Sessions:
-    """Open sessions, in memory only: after a restart users sign in again. Single event loop."""
+    """Open sessions, which outlive a restart with `keep`. Single event loop."""
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, *, clock: Callable[[], float] = now_s) -> None:
         self._clock = clock
+        self._path: Path | None = None
+        self._saved_s = -math.inf
         self._open: OrderedDict[bytes, _Session] = OrderedDict()
         self._codes: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
+
+    def keep(self, path: Path) -> None:
+        """Take up the sessions of an earlier process, and keep these in the same file: digests
+        alone, which open nothing. One that cannot be read or written only costs a sign-in."""
+        self._path = path
+        with suppress(OSError, ValueError, TypeError, AttributeError):
+            for name, (key, token, used_s) in json.loads(path.read_text()).items():
+                session = _Session(bytes.fromhex(key), str(token), float(used_s))
+                self._open[bytes.fromhex(name)] = session
+
+    def _save(self) -> None:
+        self._saved_s = self._clock()
+        if self._path is not None:
+            found = self._open.items()
+            told = {n.hex(): (o.key_digest.hex(), o.token_digest, o.used_s) for n, o in found}
+            with suppress(OSError):
+                replace(self._path, json.dumps(told))
 
     def open(self, token_digest: str) -> Opened:
         """Open a session for the token with this digest, already checked to be valid."""
@@ -89,6 +115,7 @@ class Sessions:
             self._end_oldest(token_digest)
         elif len(self._open) > MAX_SESSIONS:
             self._end_oldest(counts.most_common(1)[0][0])
+        self._save()
         return opened
 
     def token_digest(self, cookie: str, key: str) -> str:
@@ -108,6 +135,8 @@ class Sessions:
             return ""
         session.used_s = now_s
         self._open.move_to_end(name)
+        if now_s - self._saved_s >= SAVED_EVERY_S:
+            self._save()
         return session.token_digest
 
     def invite(self, token_digest: str) -> str:
@@ -144,7 +173,8 @@ class Sessions:
 
     def close(self, cookie: str) -> None:
         """End a session. Idempotent."""
-        self._open.pop(_secret_digest(cookie), None)
+        if self._open.pop(_secret_digest(cookie), None) is not None:
+            self._save()
 
 
 def cookie_name(host: str, *, is_tls: bool) -> str:

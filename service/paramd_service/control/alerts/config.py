@@ -22,6 +22,8 @@ class Rule(StrEnum):
     """NaN or infinity in a parameter."""
     NORM_JUMP = "norm-jump"
     """A parameter's norm is far from its running median."""
+    GRADIENT_JUMP = "gradient-jump"
+    """A parameter's gradient explodes or vanishes, compared with its running median."""
     REPLICA_DRIFT = "replica-drift"
     """Replicas of a piece differ at one step."""
     STALE_RANK = "stale-rank"
@@ -30,6 +32,10 @@ class Rule(StrEnum):
     """A rank has not finished an update for a long time."""
     STRAGGLER = "straggler"
     """A rank's steps take longer than the others'."""
+    SLOW_RANK = "slow-rank"
+    """One rank keeps the others waiting, or all wait for data, in most looks at what they do."""
+    STUCK = "stuck"
+    """Ranks hang: the reason says in what, and which rank the others wait for."""
     STALL_BUDGET = "stall-budget"
     """Updates waited for copies longer than the stall budget."""
     LAYOUT_MISMATCH = "layout-mismatch"
@@ -40,7 +46,15 @@ class Rule(StrEnum):
     """A number that the script logs is NaN or infinite, or violates a rule of `numbers`."""
 
 
-HOLDING = frozenset({Rule.NON_FINITE, Rule.NORM_JUMP, Rule.REPLICA_DRIFT, Rule.LOGGED_NUMBER})
+HOLDING = frozenset(
+    {
+        Rule.NON_FINITE,
+        Rule.NORM_JUMP,
+        Rule.GRADIENT_JUMP,
+        Rule.REPLICA_DRIFT,
+        Rule.LOGGED_NUMBER,
+    }
+)
 """Rules that may pause training: what they find is in its state."""
 
 LOGGED = "log:"
@@ -102,6 +116,8 @@ class AlertConfig:
     five minutes, in which somebody may look, roll back, or resume it."""
     stats_every_s: float = 60.0
     """Seconds between two rounds of statistics, above 0."""
+    gradients_every_s: float = 8.0
+    """Seconds between two looks at the gradients of one update, above 0; only with `watch`."""
     digests_every_s: float = 60.0
     """Seconds between two comparisons of replicas, above 0."""
     sample_bytes: int = 64 << 20
@@ -177,6 +193,7 @@ class AlertConfig:
 
 _ABOVE_ZERO = (
     "stats_every_s",
+    "gradients_every_s",
     "digests_every_s",
     "sample_timeout_s",
     "stale_after_s",

@@ -10,7 +10,7 @@ from statistics import median
 from paramd.v1 import common_pb2
 from paramd_service.control.alerts.book import Finding, Severity, series_of
 from paramd_service.control.alerts.config import AlertConfig, Rule
-from paramd_service.control.mesh.registry import MeshView, RankView
+from paramd_service.control.mesh.registry import MeshView, RankView, ended_s_of
 from paramd_service.control.store.history import Sample
 
 STEPS_OF_PATIENCE = 20
@@ -60,6 +60,8 @@ class RankInput:
     stall_max_s: float
     layout_digest: str
     trainer_lives: bool
+    ended_s: float = 0.0
+    """Time since the trainer's process ended; 0 while it lives, or when that is not known."""
 
 
 Ranks = Mapping[int, RankInput]
@@ -96,15 +98,22 @@ def certificate(expires_s: float | None, now_s: float, config: AlertConfig) -> I
 
 
 def stale_ranks(now: Ranks, config: AlertConfig) -> Iterator[Finding]:
-    """Ranks that do not report, and those whose trainer has ended."""
-    for rank in now.values():
+    """Ranks that do not report, and those whose trainer has ended: the first to end is critical,
+    for others end because of it."""
+    first = max(now.values(), key=lambda rank: rank.ended_s, default=None)
+    for rank in sorted(now.values(), key=lambda rank: -rank.ended_s):
         # Ranks are missing for a while as a mesh starts: those get the patience of others.
         silent = rank.membership == "gone" or rank.age_s >= config.stale_after_s
         if rank.membership != "left" and (silent or not rank.trainer_lives):
             why = (
                 f"its last report is {rank.age_s:.0f} s old" if silent else "its trainer has ended"
             )
-            yield _of_rank(Rule.STALE_RANK, rank, Severity.CRITICAL, rank.reason or why)
+            why = rank.reason or why
+            if first is not None and 0 < rank.ended_s < first.ended_s:
+                why += f"; {_s(first.ended_s - rank.ended_s)} after rank {first.rank}"
+                yield _of_rank(Rule.STALE_RANK, rank, Severity.WARNING, why)
+            else:
+                yield _of_rank(Rule.STALE_RANK, rank, Severity.CRITICAL, why)
 
 
 def stalled_ranks(now: Ranks, config: AlertConfig) -> Iterator[Finding]:
@@ -240,6 +249,7 @@ def _input(rank: RankView, watched_s: float) -> RankInput:
         stall_max_s=state.stall_max_ns / _NS,
         layout_digest=report.layout_digest if report is not None else "",
         trainer_lives=state.phase not in _ENDED,
+        ended_s=ended_s_of(rank),
     )
 
 

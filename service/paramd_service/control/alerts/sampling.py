@@ -11,6 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing, closing, suppress
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
@@ -42,6 +43,11 @@ TENSOR_RULES = frozenset({Rule.NON_FINITE, Rule.NORM_JUMP})
 
 # Unordered, or without arithmetic in torch: sidecars refuse statistics of these.
 NO_STATS = frozenset(name for name, one in DTYPES.items() if not one.reduced)
+
+GRADIENT_FLOOR = 1e-3
+"""Of the median over all gradients: the root mean square below which one counts as this."""
+VANISHED = 0.01
+"""A gradient this much below its usual norm, and below what others have shrunk by, vanishes."""
 
 MAX_PLACES = 8
 """Most differences per round that are located; each costs a few calls."""
@@ -121,6 +127,40 @@ def norm_jump(tensor: TensorInput, norms: Sequence[float], config: AlertConfig) 
     if ratio < 1 / config.norm_jump_ratio and usual > floor:
         return f"its norm fell to {ratio:.3g} of the median of the last {len(norms)} rounds"
     return ""
+
+
+def gradient_findings(
+    tensors: Sequence[TensorInput], history: NormHistory, step: int, config: AlertConfig
+) -> list[Finding]:
+    """Gradients that explode or vanish, compared with their own earlier norms.
+
+    All of them shrink as training converges: one vanishes only if it shrinks more than they do. A
+    gradient far below the others counts as growing from nothing.
+    """
+    usual = {
+        tensor.fqn: median(norms) / tensor.count**0.5
+        for tensor in tensors
+        if tensor.count and len(norms := history.of(tensor.fqn)) >= config.norm_least
+    }
+    floor = GRADIENT_FLOOR * median(usual.values()) if usual else 0.0
+    ratios = {
+        tensor.fqn: tensor.norm / tensor.count**0.5 / max(usual[tensor.fqn], floor)
+        for tensor in tensors
+        if usual.get(tensor.fqn, 0.0) > 0 and math.isfinite(tensor.norm)
+    }
+    common = min(median(ratios.values()), 1.0) if ratios else 1.0
+    why: dict[str, str] = {}
+    for fqn, ratio in ratios.items():
+        if ratio > config.norm_jump_ratio:
+            why[fqn] = f"its gradient explodes: {ratio:.3g} times its usual norm"
+        elif ratio < common * VANISHED and usual[fqn] > floor:
+            why[fqn] = f"its gradient vanishes: {ratio:.3g} of its usual norm"
+    # The one that is farthest off is the likely cause: it is told first.
+    worst = sorted(
+        (tensor for tensor in tensors if tensor.fqn in why),
+        key=lambda tensor: -abs(math.log(ratios[tensor.fqn] or 1e-300)),
+    )
+    return _told(worst, Rule.GRADIENT_JUMP, Severity.WARNING, lambda t: why[t.fqn], step)
 
 
 def _why_non_finite(tensor: TensorInput) -> str:
@@ -209,7 +249,7 @@ class MeshSampler:
 
         async def attempt(sidecars: Sidecars) -> StatsRound:
             index = await reach.index(sidecars)
-            plan = plan_read(index.layout, chosen, prefer=reach.costs())
+            plan = plan_read(index.layout, chosen, costs=reach.costs())
             if not plan.ranks:
                 return StatsRound(step=-1, tensors=())
             spans: Spans = {read.rank: read.spans for read in plan.ranks}
@@ -231,6 +271,32 @@ class MeshSampler:
             return StatsRound(step=table.step, tensors=rows)
 
         return await reach.attempts(attempt, deadline_s)
+
+    async def gradients(self, patterns: Sequence[str], *, timeout_s: float) -> StatsRound:
+        """Statistics of the gradients that one of the next updates consumes; of none when no
+        update comes in time, as in training that is held."""
+        from paramd.mesh.frames.grads import GradRequest, open_stream
+        from paramd.mesh.reading.transfer import Transfer
+
+        wanted = GradRequest(patterns=tuple(patterns), every=1, kind="stats", transport="auto")
+        reach = await self._reaching()
+        with closing(Transfer()) as transfer, suppress(TimeoutError):
+            stream = await open_stream(reach, transfer, wanted)
+            async with aclosing(stream.frames()) as frames, asyncio.timeout(timeout_s):
+                async for frame in frames:
+                    rows = tuple(
+                        TensorInput(
+                            fqn=row["name"],
+                            count=row["count"],
+                            nan_count=row["nan_count"],
+                            inf_count=row["inf_count"],
+                            norm=row["norm"] if row["norm"] is not None else math.nan,
+                        )
+                        for row in frame.document()["params"]
+                        if row["none"] is None
+                    )
+                    return StatsRound(step=frame.step, tensors=rows)
+        return StatsRound(step=-1, tensors=())
 
     async def digests(self, groups: Sequence[ReplicaGroup], *, timeout_s: float) -> DigestRound:
         """Compare the groups' replicas."""

@@ -13,11 +13,14 @@ from paramd.errors import ParamdError, UsageError
 from paramd.mesh.insight.reports import Alert
 from paramd_service.aio import kept
 from paramd_service.control.alerts.config import AlertConfig
+from paramd_service.control.alerts.looks import Look
 from paramd_service.control.alerts.numbers import ASK_TIMEOUT_S
 from paramd_service.control.alerts.sampling import MeshSampler
 from paramd_service.control.alerts.watcher import Offer, Watcher
 from paramd_service.control.alerts.webhook import Webhooks
 from paramd_service.control.base.config import settings_of, table_of_file, table_of_text
+from paramd_service.control.insight.verdict import Evidence
+from paramd_service.control.insight.why import chosen, evidence_of, inspect
 from paramd_service.control.mesh.jobs import Incarnation, Jobs
 from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.mesh.watch import Publish
@@ -31,6 +34,14 @@ ENVIRONMENT = "PARAMD_ALERTS"
 """The table as JSON; its keys override those of files."""
 
 STALL_BUDGET = "PARAMD_STALL_BUDGET_MS"
+
+
+def _look_at(mesh: Incarnation) -> Look:
+    async def look() -> Sequence[Evidence]:
+        ranks = chosen(mesh.registry.view().ranks, ())
+        return [evidence_of(one) for one in await inspect(mesh.calls, ranks, log_lines=0)]
+
+    return look
 
 
 @dataclass(kw_only=True, eq=False)
@@ -81,6 +92,7 @@ class Watchers:
             ask_logged=lambda report, request: mesh.calls.ask(
                 report.rank, report.address, request, timeout_s=ASK_TIMEOUT_S
             ),
+            look=_look_at(mesh),
             reaching=mesh.reaching,
             webhooks=self.webhooks,
             store=self.store,

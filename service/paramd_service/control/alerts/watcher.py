@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,10 +19,12 @@ from paramd.errors import ParamdError
 from paramd.layout.types import Layout
 from paramd.mesh.insight.reports import Alert
 from paramd_service.aio import stopped
+from paramd_service.control.alerts import looks
 from paramd_service.control.alerts.bits import BitRounds
 from paramd_service.control.alerts.book import Book, Covered, Finding, series_of
 from paramd_service.control.alerts.config import AlertConfig, Rule
 from paramd_service.control.alerts.drift import Sample, drift_findings, groups_of, next_sample
+from paramd_service.control.alerts.looks import Look
 from paramd_service.control.alerts.numbers import Ask, LoggedRounds
 from paramd_service.control.alerts.rules import (
     MESH_RULES,
@@ -36,6 +38,7 @@ from paramd_service.control.alerts.sampling import (
     TENSOR_RULES,
     MeshSampler,
     NormHistory,
+    gradient_findings,
     tensor_findings,
 )
 from paramd_service.control.alerts.webhook import Webhooks
@@ -48,6 +51,7 @@ if TYPE_CHECKING:
     from paramd.mesh.peers.discovery import SidecarFinder
 
 _DRIFT = frozenset({Rule.REPLICA_DRIFT})
+_GRADIENTS = frozenset({Rule.GRADIENT_JUMP})
 
 log = logging.getLogger("paramd.control.alerts")
 
@@ -81,7 +85,10 @@ class Rounds:
         self._view = view
         self._sampler = sampler
         self._norms = NormHistory(watcher.config.norm_window)
+        self._gradients = NormHistory(watcher.config.norm_window)
+        self._suspected: frozenset[str] = frozenset()
         self._stats_begin = 0
+        self._gradients_begin = 0
         self._digests_begin = 0
         self._turn = 0
 
@@ -100,16 +107,44 @@ class Rounds:
         # Only now: a round must not be part of its own baseline.
         self._norms.seen(found.tensors)
         self._watcher.observe(findings, _covers(TENSOR_RULES, {one.fqn for one in found.tensors}))
+        self._measured("norm", found.step, {one.fqn: one.norm for one in found.tensors})
+
+    async def gradients(self) -> None:
+        """Check the gradients of one update. Raises ParamdError.
+
+        One update alone may be an outlier: told is what two rounds in a row find. What is found
+        does not become usual by going on.
+        """
+        if not self._config.looks_for(Rule.GRADIENT_JUMP):
+            return
+        layout = await self._sampler.layout()
+        begin = self._gradients_begin
+        sample = self._next(layout, begin, _GRADIENTS)
+        if not sample.tensors:
+            return
+        whole = sample.next_begin == begin
+        names = ["*"] if whole else [tensor.fqn for tensor in sample.tensors]
+        found = await self._sampler.gradients(names, timeout_s=self._config.sample_timeout_s)
+        self._gradients_begin = sample.next_begin
+        findings = gradient_findings(found.tensors, self._gradients, found.step, self._config)
+        fqns = frozenset(finding.fqn for finding in findings)
+        self._gradients.seen(one for one in found.tensors if one.fqn not in fqns)
+        told = [one for one in findings if one.fqn in self._suspected]
+        covered = {one.fqn for one in found.tensors}
+        self._suspected = self._suspected - covered | fqns
+        self._watcher.observe(told, _covers(_GRADIENTS, covered))
+        norms = {one.fqn: one.norm for one in found.tensors}
+        total = {"total": math.hypot(*norms.values())} if whole and norms else {}
+        self._measured("grad_norm", found.step, norms | total)
+
+    def _measured(self, name: str, step: int, values: Mapping[str, float]) -> None:
         now_s = self._watcher.clock()
         self._watcher.offer(
             Measured(
-                series=self._watcher.series("norm", one.fqn),
-                step=found.step,
-                time_s=now_s,
-                value=one.norm,
+                series=self._watcher.series(name, subject), step=step, time_s=now_s, value=value
             )
-            for one in found.tensors
-            if math.isfinite(one.norm)
+            for subject, value in values.items()
+            if math.isfinite(value)
         )
 
     async def digests(self) -> None:
@@ -159,6 +194,8 @@ class Watcher:
     """Adds to the history. Never blocks, never fails; drops what it cannot keep."""
     ask_logged: Ask | None = None
     """Calls GetLogged of a sidecar; None takes no logged numbers."""
+    look: Look | None = None
+    """Asks the ranks what they do; None never does."""
     reaching: Callable[[], Awaitable[SidecarFinder]] | None = None
     """Opens the connections to the sidecars; None compares samples alone."""
     tell: Tell = lambda alert: None
@@ -184,6 +221,7 @@ class Watcher:
         self._logged = None
         if self.ask_logged is not None:
             self._logged = LoggedRounds(self, view, self.ask_logged)
+        self._look_rounds = looks.LookRounds(self, self.look) if self.look is not None else None
         self._bits = None
         if self.reaching is not None and config.compare and config.compare_steps:
             self._bits = BitRounds(
@@ -209,6 +247,7 @@ class Watcher:
             digests = (BETWEEN_PARTS_S, self._bits.one)
         rounds = (
             ("stats", self.config.watch, self.config.stats_every_s, self.rounds.stats),
+            ("gradients", self.config.watch, self.config.gradients_every_s, self.rounds.gradients),
             ("digests", self.config.compare, *digests),
         )
         self._tasks += [
@@ -216,6 +255,9 @@ class Watcher:
             for name, is_on, every_s, look in rounds
             if is_on
         ]
+        if self._look_rounds is not None and self.config.watch:
+            looked = self._run("looks", looks.EVERY_S, self._look_rounds.round)
+            self._tasks.append(asyncio.create_task(looked, name="paramd-watch-looks"))
         if self._logged is not None:
             logged = self._run("logged numbers", LOGGED_EVERY_S, self._logged.round)
             self._tasks.append(asyncio.create_task(logged, name="paramd-watch-logged"))

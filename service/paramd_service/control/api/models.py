@@ -498,6 +498,11 @@ class JobSummary(BaseModel):
     hold: str = Field(
         description="running, held or stepping, as the ranks last reported; see get_hold"
     )
+    health: str = Field(
+        description="One word: ok, starting, held, warning, degraded, critical, down or ended"
+    )
+    why: str = Field(description="The likely cause in words; empty when all is well")
+    cause: str = Field(description="Id of the alert that is the likely cause; empty: none is")
     critical_count: int = Field(description="Critical alerts firing")
     warning_count: int = Field(description="Other alerts firing")
 

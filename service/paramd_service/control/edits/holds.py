@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, replace
 
@@ -32,7 +32,7 @@ from paramd_service.control.mesh.coordinator import (
     token_of,
 )
 from paramd_service.control.mesh.jobs import Incarnation
-from paramd_service.control.mesh.registry import MeshView, waited_for
+from paramd_service.control.mesh.registry import MeshView, Report, waited_for
 from paramd_service.control.mesh.sidecars import on_all
 from paramd_service.control.records.records import Records
 
@@ -353,3 +353,9 @@ def hold_of(state: common_pb2.RankState, step: int) -> HoldView:
         steps_left=state.hold_steps_left,
         lease_left_s=state.hold_left_ms / 1000,
     )
+
+
+def hold_word(joined: Sequence[Report]) -> HoldState:
+    """The hold that a mesh is in, by any of its ranks."""
+    held = next((report for report in joined if is_held(report.state)), None)
+    return hold_of(held.state, held.step).state if held is not None else HoldState.RUNNING

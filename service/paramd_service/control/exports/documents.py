@@ -21,6 +21,7 @@ from paramd.documents import read_document
 from paramd.errors import ConflictError, ExhaustedError, NotFoundError, UnreachableError, UsageError
 from paramd.layout.exports.settings import CAST_DTYPES, FORMATS, ExportSettings, NameMap, parse_size
 from paramd.mesh.exports.calls import MAX_ASSETS, MAX_ASSETS_BYTES, ExportFile, ExportInfo
+from paramd.v1 import export_pb2
 from paramd_service.admission import CALLER, Shares, Who
 from paramd_service.control.base.config import table_of_file
 from paramd_service.control.store.exports import ExportRow, File, ScheduleRow
@@ -32,6 +33,8 @@ from paramd_service.destinations.destinations import (
     parse_destinations,
 )
 
+MAX_MISSING = 1000
+"""Names of what an export has not, in one document."""
 MAX_OWNERS: Final = 64
 UNOWNED_S: Final = 3600.0
 """Assets that no export or schedule has claimed after this long are removed."""
@@ -369,9 +372,11 @@ def export_document(
     """
     if size is None:
         size = sum(one.size_bytes for one in files), sum(one.written_bytes for one in files)
+    told = export_pb2.ExportPlan.FromString(row.plan).missing if files else ()
     return read_document(
         ExportInfo,
         asdict(row),
+        missing=tuple(told[:MAX_MISSING]),
         files=tuple(read_document(ExportFile, asdict(file)) for file in files),
         size_bytes=size[0],
         written_bytes=size[1],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -30,6 +31,8 @@ class Evidence:
     step: int = -1
     gone: str = ""
     """Why nothing more is known: its sidecar does not answer, its trainer has ended."""
+    ended_s: float = 0.0
+    """Seconds since its trainer's process ended; 0 while it lives or when that is not known."""
     stopped: bool = False
     """Its process is stopped by a signal."""
     held: bool = False
@@ -54,14 +57,18 @@ _OWN = frozenset({"dataloader", "checkpoint", "debugger", "lock"})
 """What a rank does on its own, even with an asynchronous collective under way."""
 
 
-def verdict_of(ranks: Sequence[Evidence]) -> str:
-    """One or a few sentences; the rank to look at first comes first."""
+def verdict_of(ranks: Sequence[Evidence], before: Sequence[Sequence[Evidence]] = ()) -> str:
+    """One or a few sentences; the rank to look at first comes first.
+
+    Args:
+        before: The same ranks at looks just before, which tell chance from habit.
+    """
     gone = [one for one in ranks if one.gone]
     stopped = [one for one in ranks if one.stopped and not one.gone]
     here = [one for one in ranks if not one.gone and not one.stopped]
     busy = [one for one in here if one.overdue and not one.waits]
     if not (gone or stopped or any(one.overdue for one in here)):
-        return _running(here)
+        return _running(here, before)
     # Who waits for a rank that is overdue is about to be so, too.
     waiting = [one for one in here if one.waits]
     causes = [*_gone(gone), *_stopped(stopped), *_busy(busy)]
@@ -72,7 +79,7 @@ def verdict_of(ranks: Sequence[Evidence]) -> str:
     return _sentence(_apart(waiting, len(ranks)))
 
 
-def _running(here: Sequence[Evidence]) -> str:
+def _running(here: Sequence[Evidence], before: Sequence[Sequence[Evidence]]) -> str:
     if not here:
         return "No rank is known."
     if all(one.held for one in here):
@@ -84,27 +91,61 @@ def _running(here: Sequence[Evidence]) -> str:
     at = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     age = seconds(slowest.boundary_age_s)
     text = f"Nothing is stuck: {at}; the last boundary of rank {slowest.rank} was {age} ago."
-    return " ".join([text, *_holding_up(here)])
+    # One look alone may be chance.
+    found = slowing([*before, here], least=max(2, (len(before) + 1) * _HABIT))
+    return f"{text} {found.text}" if found is not None else text
 
 
-def _holding_up(here: Sequence[Evidence]) -> list[str]:
-    """The one rank that is elsewhere than all others, which are where ranks wait for each other.
+@dataclass(frozen=True, slots=True)
+class Slowing:
+    """What slows training down, by several looks at it."""
 
-    Where ranks meet at every step their step times are equal, so no alert can name the slow one.
+    ranks: tuple[int, ...]
+    text: str
+
+
+def slowing(looks: Sequence[Sequence[Evidence]], *, least: float) -> Slowing | None:
+    """The one rank that is elsewhere than all others, which are where ranks wait for each other,
+    or the data that all of them read, in `least` looks or more; None when there is none.
+
+    Where ranks meet at every step their step times are equal, and tell nothing of them.
     """
-    meeting: list[Evidence] = []
-    elsewhere: list[Evidence] = []
-    for one in here:
-        (meeting if one.waits or one.kind == "backward" else elsewhere).append(one)
-    if not meeting or len(elsewhere) != 1 or not elsewhere[0].what:
-        return []
-    (slow,) = elsewhere
-    verb = "was" if len(meeting) == 1 else "were"
-    doing = " and ".join(sorted({one.what for one in meeting}))
-    return [
-        f"At this look {ranks_text(one.rank for one in meeting)} {verb} {doing}, and rank "
-        f"{slow.rank} {slow.what}: if it is the same rank when you ask again, it slows the others."
-    ]
+    alone = [one for look in looks if (one := _alone(look)) is not None]
+    share = f"In {{}} of {len(looks)} looks"
+    for rank, count in Counter(one.rank for one in alone).most_common(1):
+        if count >= least and len(alone) - count <= count * _CHANCE:
+            what = Counter(one.what for one in alone if one.rank == rank).most_common(1)[0][0]
+            others = ranks_text(one.rank for one in looks[-1] if one.rank != rank)
+            said = f"{share.format(count)} rank {rank} was {what} while {others} waited for it"
+            return Slowing((rank,), f"{said}: it slows the others.")
+    reading = sum(bool(look) and all(one.kind == "dataloader" for one in look) for look in looks)
+    if reading >= least:
+        ranks = tuple(one.rank for one in looks[-1])
+        said = f"{share.format(reading)} {ranks_text(ranks)} waited for data"
+        return Slowing(ranks, f"{said}: reading it slows training.")
+    return None
+
+
+_HABIT = 0.6
+"""A share of looks that is a habit ..."""
+_CHANCE = 0.2
+"""... unless other ranks are seen so as well, in this share of them: then all of them jitter."""
+
+
+def culprits(ranks: Sequence[Evidence]) -> tuple[int, ...]:
+    """Of ranks that are stuck, those that the others wait for; all, when all wait."""
+    busy = [one.rank for one in ranks if one.gone or one.stopped or (one.overdue and not one.waits)]
+    return tuple(busy or [one.rank for one in ranks if one.overdue])
+
+
+def _alone(look: Sequence[Evidence]) -> Evidence | None:
+    """The only rank that is elsewhere than those that meet, and not for a while of its own will."""
+    apart = [one for one in look if not (one.waits or one.kind == "backward")]
+    lone = apart[0] if len(apart) == 1 < len(look) else None
+    return lone if lone is not None and lone.what and lone.kind not in _WILFUL else None
+
+
+_WILFUL = frozenset({"checkpoint", "debugger"})
 
 
 def _gone(found: Sequence[Evidence]) -> list[str]:
@@ -171,7 +212,7 @@ def _alike(
 ) -> list[str]:
     ordered = sorted(found, key=lambda one: (key(one), one.rank))
     groups = [(what, list(some)) for what, some in groupby(ordered, key)]
-    groups.sort(key=lambda pair: pair[1][0].rank)
+    groups.sort(key=lambda pair: (-max(one.ended_s for one in pair[1]), pair[1][0].rank))
     return [text(ranks_text(one.rank for one in some), what, some) for what, some in groups]
 
 

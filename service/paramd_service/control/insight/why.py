@@ -6,6 +6,7 @@ The end of a rank's logs is from its sidecar, else from what lies on this host.
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Collection, Iterable, Sequence
 
 from paramd import places, state_files
@@ -23,6 +24,10 @@ MAX_ASKED = 64
 
 ASK_TIMEOUT_S = 8.0
 """A sidecar gives its trainer 2 s to answer, then a second for the signal."""
+
+LOOKS = 7
+LOOK_S = 0.25
+"""Time between two looks, on average: one look alone may be chance."""
 
 Found = tuple[RankView, pb.InspectTrainerResponse | ParamdError | None]
 """A rank with its sidecar's answer; None where it was not asked."""
@@ -80,6 +85,19 @@ async def inspect(calls: SidecarCalls, ranks: Sequence[RankView], *, log_lines: 
     return found
 
 
+async def looks(calls: SidecarCalls, ranks: Sequence[RankView]) -> list[list[Evidence]]:
+    """What the ranks do at several moments, the last one last; ends early once one is stuck."""
+    found: list[list[Evidence]] = []
+    while len(found) < LOOKS and len(ranks) > 1:
+        seen = [evidence_of(one) for one in await inspect(calls, ranks, log_lines=0)]
+        if any(one.gone or one.stopped or one.overdue or one.held for one in seen):
+            break
+        found.append(seen)
+        # Not in step with the training's steps.
+        await asyncio.sleep(LOOK_S * (0.5 + random.random()))
+    return found
+
+
 def evidence_of(found: Found) -> Evidence:
     """What an answer means for the verdict."""
     rank, answer = found
@@ -89,7 +107,8 @@ def evidence_of(found: Found) -> Evidence:
         return Evidence(rank=rank.rank, gone=f"its sidecar does not answer ({answer})")
     state = answer.state
     if state.phase in (common_pb2.PHASE_ORPHANED, common_pb2.PHASE_TORN, common_pb2.PHASE_WAITING):
-        return Evidence(rank=rank.rank, step=state.step, gone=state.phase_reason)
+        ended_s = state.trainer_ended_ms / 1e3
+        return Evidence(rank=rank.rank, step=state.step, gone=state.phase_reason, ended_s=ended_s)
     return Evidence(
         rank=rank.rank,
         step=state.step,

@@ -244,6 +244,12 @@ def trains(view: MeshView) -> bool:
     )
 
 
+def ended_s_of(rank: RankView) -> float:
+    """Seconds since the process of the rank's trainer ended; 0 while it lives or is not known."""
+    ended_ms = rank.report.state.trainer_ended_ms if rank.report is not None else 0
+    return ended_ms / 1e3 + rank.age_s if ended_ms else 0.0
+
+
 def _rank_view(rank: int, report: Report | None, now_s: float, silent_after_s: float) -> RankView:
     age_s = max(now_s - report.changed_s, 0.0) if report is not None else 0.0
     membership, state, reason = _standing(report, age_s, silent_after_s)
@@ -297,7 +303,8 @@ def _mesh_reason(ranks: Sequence[RankView], digest_count: int) -> str:
         return f"{len(ranks) - len(absent)} of {len(ranks)} ranks are joined; not: {listed(absent)}"
     if digest_count > 1:
         return "the ranks report different layouts"
-    troubled = [rank for rank in ranks if rank.reason]
+    # The first whose trainer ended: others end because of it.
+    troubled = sorted((rank for rank in ranks if rank.reason), key=lambda rank: -ended_s_of(rank))
     if troubled:
         also = f" (and {len(troubled) - 1} more)" if len(troubled) > 1 else ""
         return f"rank {troubled[0].rank}: {troubled[0].reason}{also}"

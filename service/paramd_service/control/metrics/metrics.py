@@ -19,7 +19,9 @@ from prometheus_client.registry import Collector
 from paramd.layout.exports.files import EXPORT_ENDS
 from paramd.v1 import common_pb2
 from paramd_service.control.alerts.config import Rule
+from paramd_service.control.alerts.health import WORDS, health_of
 from paramd_service.control.alerts.service import Watchers
+from paramd_service.control.edits.holds import hold_word
 from paramd_service.control.edits.service import EditRegistry
 from paramd_service.control.exports.service import ExportService
 from paramd_service.control.mesh.jobs import Jobs
@@ -168,6 +170,7 @@ def _job_metrics(jobs: Jobs, watchers: Watchers, exports: ExportService) -> Iter
     text = "Requests waiting for the next round"
     yield _family(Gauge, "paramd_boundary_waiting", text, "job", waiting)
     yield from _alert_metrics(watchers)
+    yield _health_metric(views, watchers)
     yield from _export_metrics(exports, [job for job, _ in views])
 
 
@@ -182,6 +185,17 @@ def _mesh_metrics(views: Sequence[tuple[str, MeshView]]) -> Iterator[Metric]:
     yield _family(Gauge, "paramd_joined_ranks", "Ranks that are joined", "job", joined)
     ok = [((job,), view.state is State.OK) for job, view in views]
     yield _family(Gauge, "paramd_mesh_ok", "1 while the mesh is OK", "job", ok)
+
+
+def _health_metric(views: Sequence[tuple[str, MeshView]], watchers: Watchers) -> Metric:
+    rows: list[Row] = []
+    for job, view in views:
+        watcher = watchers.get(job)
+        firing = watcher.book.firing if watcher is not None else ()
+        hold = hold_word(view.joined)
+        now, _, _ = health_of(state=view.state, reason="", hold=hold, firing=firing)
+        rows += [((job, word), word == now) for word in WORDS]
+    return _family(Gauge, "paramd_job_health", "1 at a job's present health", "job health", rows)
 
 
 def _export_metrics(exports: ExportService, jobs: Sequence[str]) -> Iterator[Metric]:

@@ -60,6 +60,8 @@ _SPECIFIC = (
         "in {}",
         r"^(?!_|P2POp|Work)",
     ),
+    # Where FSDP waits for what the other ranks send.
+    _rule("collective", r"/torch/distributed/fsdp/_fully_shard/_fsdp_collectives\.py", "in {}"),
     _rule("collective", r"/torch/distributed/rendezvous\.py", "in the rendezvous"),
     _rule(
         "dataloader",

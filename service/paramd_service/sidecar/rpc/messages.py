@@ -161,6 +161,10 @@ def rank_state(rank: RankSidecar) -> common_pb2.RankState:
         stream_port=rank.stream_port,
         logged_count=rank.logged_count,
     )
+    if rank.end is not None and rank.ownership is not Ownership.OWNED:
+        ended_s, how = rank.end
+        state.trainer_ended_ms = max(1, round(1e3 * (time.monotonic() - ended_s)))
+        state.phase_reason = f"{how}: {state.phase_reason}" if how else state.phase_reason
     attached = rank.attached
     if attached is None:
         return state

@@ -27,6 +27,8 @@ from paramd_service.control.mesh.jobs import Incarnation
 from paramd_service.control.store.history import LATEST_S, MAX_POINTS
 
 MAX_SERIES = 5000
+TOTAL = "total"
+"""Subject of the norm of all gradients."""
 
 Metric = Annotated[
     Literal["norm", "grad_norm", "step", "step_time_s", "stall_total_s"]
@@ -38,8 +40,8 @@ Subject = Annotated[
     Query(
         min_length=1,
         max_length=1024,
-        description="For norm, a tensor's name; else a rank, or (above 64 ranks) min, median or "
-        "max over all ranks",
+        description="For norms, a tensor's name, or total of grad_norm; else a rank, or (above 64 "
+        "ranks) min, median or max over all ranks",
     ),
 ]
 Time = Annotated[
@@ -195,7 +197,8 @@ def _add_points(routes: APIRouter, services: Services) -> None:
         tensors that the watch sampled; those of small tensors need a reader's token.
         """
         mesh = services.jobs.get(job)
-        if metric == "norm" and not may_read(request):
+        of_tensor = metric == "norm" or (metric == "grad_norm" and subject != TOTAL)
+        if of_tensor and not may_read(request):
             await _check_large(mesh, subject)
         found_incarnation = incarnation if incarnation is not None else mesh.number
         begin = begin_s if begin_s is not None else 0.0

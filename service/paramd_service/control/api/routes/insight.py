@@ -32,6 +32,7 @@ from paramd_service.control.insight.why import (
     chosen,
     evidence_of,
     inspect,
+    looks,
     tails_of,
 )
 from paramd_service.logs import without_secrets
@@ -148,11 +149,12 @@ def router(services: Services) -> APIRouter:
         mesh = services.jobs.get(job)
         ranks = chosen(mesh.registry.view().ranks, rank or ())
         sees_logs = may_see_logs(request)
+        before = await looks(mesh.calls, ranks)
         found = await inspect(mesh.calls, ranks, log_lines=log_lines if sees_logs else 0)
         return WhyDocument(
             job=mesh.job,
             incarnation=mesh.number,
-            verdict=verdict_of([evidence_of(one) for one in found]),
+            verdict=verdict_of([evidence_of(one) for one in found], before),
             world_size=mesh.bootstrap.world_size,
             ranks=[_row(one, no_log="" if sees_logs else NO_LOG) for one in found],
         )

@@ -11,13 +11,13 @@ from starlette.responses import Response, StreamingResponse
 
 from paramd import clock
 from paramd.errors import UnreachableError, UsageError
-from paramd.mesh.edits.calls import HoldState
 from paramd.security.tickets import RANK_TICKET_TTL_S, Role, mint_of_ranks
 from paramd.security.tls import is_of_job
 from paramd_service.control.access.authority import Principal
 from paramd_service.control.access.doorway import check_job, principal_of
 from paramd_service.control.access.roles import ticket_role
 from paramd_service.control.alerts.book import Severity
+from paramd_service.control.alerts.health import health_of
 from paramd_service.control.api import rank_text
 from paramd_service.control.api.models import (
     IncarnationList,
@@ -30,9 +30,9 @@ from paramd_service.control.api.models import (
     TlsDocument,
 )
 from paramd_service.control.api.services import Services
-from paramd_service.control.edits.holds import hold_of, is_held
+from paramd_service.control.edits.holds import hold_word
 from paramd_service.control.mesh.jobs import Incarnation
-from paramd_service.control.mesh.registry import MeshView, Report
+from paramd_service.control.mesh.registry import MeshView
 
 MINTED_AT_ONCE = 32
 """Ranks whose two tickets, of 60 us each, are signed before the event loop serves others."""
@@ -160,6 +160,8 @@ def _summary(services: Services, mesh: Incarnation, view: MeshView) -> JobSummar
     firing = watcher.book.firing if watcher is not None else ()
     joined = view.joined
     critical = sum(alert.severity == Severity.CRITICAL for alert in firing)
+    reason, hold = str(mesh.over) if mesh.over is not None else view.reason, hold_word(joined)
+    health, why, cause = health_of(state=view.state, reason=reason, hold=hold, firing=firing)
     return JobSummary(
         job=mesh.job,
         incarnation=mesh.number,
@@ -167,17 +169,14 @@ def _summary(services: Services, mesh: Incarnation, view: MeshView) -> JobSummar
         joined_count=len(joined),
         step=min((report.step for report in joined), default=-1),
         state=view.state.value,
-        reason=str(mesh.over) if mesh.over is not None else view.reason,
-        hold=_hold(joined),
+        reason=reason,
+        hold=hold,
+        health=health,
+        why=why,
+        cause=cause,
         critical_count=critical,
         warning_count=len(firing) - critical,
     )
-
-
-def _hold(joined: Sequence[Report]) -> str:
-    held = (report for report in joined if is_held(report.state))
-    first = next(held, None)
-    return hold_of(first.state, first.step).state if first is not None else HoldState.RUNNING
 
 
 def job_document(services: Services, mesh: Incarnation, principal: Principal) -> JobDocument:

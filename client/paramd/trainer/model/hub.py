@@ -1,0 +1,129 @@
+"""What a state dict has beside tensors, and how transformers would lay a model out in files.
+
+Since version 5 transformers renames tensors and fuses experts when it loads a model, and reverts
+that in `save_pretrained`. Its own function does so here on tensors without memory: where each
+result lies in its source tells which part of which tensor it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paramd.layout.merge import LocalLayout
+from paramd.layout.types import Box, HubPart, TensorLayout, row_major
+from paramd.trainer.model.local_shard import loaded_class, walk
+
+log = logging.getLogger("paramd")
+
+
+def described(model: nn.Module, local: LocalLayout) -> LocalLayout:
+    """A layout with the names of a state dict's other entries, and with transformers' layout."""
+    found = replace(local, missing=tuple(_missing(model, local.tensors)))
+    kind = loaded_class("transformers.modeling_utils", "PreTrainedModel")
+    root = next((module for prefix, module in walk(model) if not prefix), model)
+    if kind is None or not isinstance(root, kind):
+        return found
+    try:
+        parts = _converted(root, local.tensors)
+    except Exception as error:
+        # Its code, its errors: the export has the layout in memory then, and says so.
+        log.debug("paramd: the layout of %s", type(root).__name__, exc_info=True)
+        told = f"{type(root).__name__} is as in memory, not as save_pretrained writes it: {error}"
+        return replace(found, hub_note=told[:500])
+    tensors = (replace(one, hub=parts.get(one.fqn, ())) for one in local.tensors)
+    return replace(found, tensors=tuple(tensors))
+
+
+def _missing(model: nn.Module, tensors: Sequence[TensorLayout]) -> list[str]:
+    """Names in the state dict of what is neither parameter nor persistent buffer."""
+    known = {name for one in tensors for name in (one.fqn, *one.aliases)}
+    found: dict[str, None] = {}
+    for prefix, module in walk(model):
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            found[f"{prefix}_extra_state"] = None
+        if type(module)._save_to_state_dict is nn.Module._save_to_state_dict:
+            continue
+        told: dict[str, Any] = {}
+        try:
+            with torch.no_grad():
+                module._save_to_state_dict(told, prefix, True)
+        except Exception as error:
+            log.debug("paramd: state of %s: %s", prefix, error)
+            told = {f"{prefix}({type(module).__name__}'s own state)": None}
+        found |= dict.fromkeys(name for name in told if name not in known)
+    return list(found)
+
+
+class _KeepViews(TorchDispatchMode):
+    """Copies are their sources."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.clone.default:
+            return args[0]
+        return func(*args, **(kwargs if kwargs is not None else {}))
+
+
+def _converted(model: nn.Module, tensors: Sequence[TensorLayout]) -> dict[str, tuple[HubPart, ...]]:
+    """By fqn, the parts that transformers writes it as; only of those that it changes.
+
+    Raises:
+        ValueError: a result is no part of one tensor.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with torch.device("meta"):
+        state = {one.fqn: torch.empty(one.shape, dtype=torch.uint8) for one in tensors}
+    sources = {each.untyped_storage()._cdata: name for name, each in state.items()}
+    with _KeepViews(), torch.no_grad():  # type: ignore[no-untyped-call]
+        written = revert_weight_conversion(_as_written(model), dict(state))
+    parts: dict[str, list[HubPart]] = {}
+    for name, tensor in written.items():
+        source = sources.get(tensor.untyped_storage()._cdata)
+        if source is None:
+            raise ValueError(f"{name} is made of several tensors, or of other values")
+        parts.setdefault(source, []).append(_part(name, tensor, state[source].shape))
+    for name, whole in state.items():
+        if sum(prod(one.box.sizes) for one in parts.get(name, ())) != whole.numel():
+            raise ValueError(f"{name} is not written once")
+    return {
+        name: tuple(of)
+        for name, of in parts.items()
+        if [(one.name, one.shape) for one in of] != [(name, tuple(state[name].shape))]
+    }
+
+
+def _as_written(module: Any) -> Any:
+    """A stand-in of the module whose classes are those of its author, by whose names transformers
+    finds what it converts: `fully_shard` and `replicate` give a module a class of their own."""
+    found: Any = object.__new__(next(cls for cls in type(module).__mro__ if not _is_torch_s(cls)))
+    modules = {name: child and _as_written(child) for name, child in module._modules.items()}
+    found.__dict__.update(module.__dict__, _modules=modules)
+    return found
+
+
+def _is_torch_s(cls: type) -> bool:
+    return any(base.__module__.startswith("torch.distributed.") for base in cls.__mro__)
+
+
+def _part(name: str, tensor: torch.Tensor, shape: Sequence[int]) -> HubPart:
+    sizes, strides = [1] * len(shape), row_major(shape)
+    wanted = [one for one in zip(tensor.shape, tensor.stride(), strict=True) if one[0] != 1]
+    for dim, size in enumerate(shape):
+        if wanted and size > 1 and wanted[0][1] == strides[dim]:
+            sizes[dim] = wanted.pop(0)[0]
+    begin, rest = [], tensor.storage_offset()
+    for stride in strides:
+        begin.append(rest // stride)
+        rest %= stride
+    end = tuple(b + s for b, s in zip(begin, sizes, strict=True))
+    if wanted or any(e > size for e, size in zip(end, shape, strict=True)):
+        raise ValueError(f"{name} is not a box of its tensor in memory")
+    return HubPart(name, Box(tuple(begin), end), tuple(tensor.shape))

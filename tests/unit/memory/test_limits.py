@@ -1,0 +1,40 @@
+"""What cgroups leave, as containers and schedulers lay them out."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paramd.memory.descriptors import _cgroups_leave_bytes
+
+V2 = ("memory.max", "memory.current", "inactive_file")
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+NOTHING = 9223372036854771712
+"""As v1 says that there is no limit."""
+
+
+@pytest.mark.parametrize(
+    ("own", "limits", "left"),
+    [
+        ("0::/", {"": (V2, 300, 100, 0)}, 200),
+        ("0::/slurm/job/step", {"slurm/job": (V2, 300, 290, 40), "slurm": (V2, 900, 300, 0)}, 50),
+        ("0::/slurm/job", {"slurm": (V2, 300, 280, 0), "slurm/job": (V2, "max", 10, 0)}, 20),
+        ("4:memory:/", {"memory": (V1, 300, 260, 0)}, 40),
+        ("5:cpu:/x\n4:memory:/a/b", {"memory/a": (V1, 90, 60, 0), "memory": (V1, NOTHING, 60, 0)}, 30),  # noqa: E501
+        # A container's own is mounted at the root; the path is the host's.
+        ("4:memory:/docker/0af1\n0::/init", {"memory": (V1, 300, 270, 10)}, 40),
+        ("0::/", {}, None),
+    ],
+)  # fmt: skip
+def test_every_limit_around_this_process_counts(
+    tmp_path: Path, own: str, limits: dict[str, tuple[Any, ...]], left: int | None
+) -> None:
+    (tmp_path / "own").write_text(own + "\n")
+    for folder, (files, *values) in limits.items():
+        cgroup = tmp_path / folder
+        cgroup.mkdir(parents=True, exist_ok=True)
+        for name, value in zip(files[:2], values[:2], strict=True):
+            (cgroup / name).write_text(f"{value}\n")
+        (cgroup / "memory.stat").write_text(f"cache 7\n{files[2]} {values[2]}\n")
+    found = min(_cgroups_leave_bytes(str(tmp_path), str(tmp_path / "own")))
+    assert found == left if left is not None else found > 1 << 60

@@ -235,20 +235,17 @@ def raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+@dataclass(kw_only=True, eq=False)
 class Doors(grpc.aio.ServerInterceptor):
     """Admits calls. Must run after the interceptor that identifies the caller."""
 
-    def __init__(
-        self,
-        *,
-        counted: Callable[[str], bool],
-        calls: Shares,
-        who: Callable[[], Who],
-    ) -> None:
-        """`counted`: whether another method takes a place of `calls`; `who`: the current caller."""
-        self._counted = counted
-        self._calls = calls
-        self._who = who
+    counted: Callable[[str], bool]
+    """Whether another method takes a place of `calls`."""
+    calls: Shares
+    who: Callable[[], Who]
+    """The current caller."""
+
+    def __post_init__(self) -> None:
         self._open_calls = Shares(MAX_OPEN_CALLS, "calls without a ticket")
 
     async def intercept_service(
@@ -260,8 +257,8 @@ class Doors(grpc.aio.ServerInterceptor):
             return None
         if method in OPEN_METHODS:
             return _Guarded(handler, method, lambda: self._open_calls.one(None)).handler()
-        if self._counted(method):
-            return _Guarded(handler, method, lambda: self._calls.one(self._who())).handler()
+        if self.counted(method):
+            return _Guarded(handler, method, lambda: self.calls.one(self.who())).handler()
         if handler.request_deserializer is None:
             return handler  # parses its own bytes
         return _Guarded(handler, method, nullcontext).handler()

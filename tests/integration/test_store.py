@@ -245,7 +245,7 @@ async def test_alerts_and_the_rest_are_kept_when_silences_go(address: StoreAddre
             )
     async with started(address) as store:
         alerts = AlertStore(store)
-        (last, new), (first, old) = await alerts.page("run", limit=9)
+        (last, new), (first, old) = await alerts.page("run", limit=9, incarnation=2)
         assert last > first
         assert (new.id, new.state) == ("run-2-2-abd", "firing")
         expected = Alert(
@@ -256,7 +256,11 @@ async def test_alerts_and_the_rest_are_kept_when_silences_go(address: StoreAddre
         assert old == expected
         # A later alert comes after those that were there.
         await alerts.save([replace(expected, id="run-2-3-abe")])
-        assert [alert.id[6] for _, alert in await alerts.page("run", limit=9)] == ["3", "2", "1"]
+        assert [alert.id[6] for _, alert in await alerts.page("run", limit=9, incarnation=2)] == [
+            "3",
+            "2",
+            "1",
+        ]
         assert await TokenStore(store).get("ci") == token
         assert await store.read(_difference) == []
 
@@ -347,18 +351,18 @@ async def test_alerts_are_raised_resolved_and_paged(address: StoreAddress) -> No
         alerts = AlertStore(store)
         await alerts.save(raised[:2])
         await alerts.save(raised[2:])
-        page = await alerts.page("run", limit=2)
+        page = await alerts.page("run", limit=2, incarnation=2)
         assert [alert for _, alert in page] == [raised[2], raised[1]]
-        rest = await alerts.page("run", limit=9, before=page[1][0])
+        rest = await alerts.page("run", limit=9, incarnation=2, before=page[1][0])
         assert [alert for _, alert in rest] == [raised[0]]
         over = replace(raised[1], state="resolved", resolved_s=20.0)
         await alerts.save([over])
-        still = await alerts.page("run", limit=9, state=State.FIRING)
+        still = await alerts.page("run", limit=9, incarnation=2, state=State.FIRING)
         assert [alert for _, alert in still] == [raised[2], raised[0]]
-        resolved = await alerts.page("run", limit=9, state=State.RESOLVED)
+        resolved = await alerts.page("run", limit=9, incarnation=2, state=State.RESOLVED)
         assert [alert for _, alert in resolved] == [over]
         assert await alerts.page("run", limit=9, incarnation=3) == []
-        assert await alerts.page("other", limit=9) == []
+        assert await alerts.page("other", limit=9, incarnation=2) == []
 
 
 async def test_an_id_is_found_by_its_first_characters_in_its_job_alone(

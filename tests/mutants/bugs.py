@@ -354,15 +354,15 @@ BUGS = (
     Bug(
         name="gRPC of the control plane ignores revocations",
         file=CONTROL + "access/join.py",
-        old="        self._check_revoked(claims)\n",
+        old="        self.check_revoked(claims)\n",
         new="",
         tests=("unit/control/test_revocations.py", "integration/test_revocation.py"),
     ),
     Bug(
         name="the limiter's burst is not capped",
         file=CONTROL + "access/join.py",
-        old="left = min(self._burst, left + (now_s - seen_s) * self._per_s)",
-        new="left = left + (now_s - seen_s) * self._per_s",
+        old="left = min(self.burst, left + (now_s - seen_s) * self.per_s)",
+        new="left = left + (now_s - seen_s) * self.per_s",
         tests=("unit/control/test_auth_guard.py", "unit/control/test_control_http.py"),
     ),
     Bug(

@@ -92,7 +92,7 @@ def _read_alerts(key: str) -> object:
 
 
 def _read_edits(key: str) -> object:
-    return load_edits([], {"PARAMD_EDITS": json.dumps({key: 3})}, strict=True)
+    return load_edits([], {"PARAMD_EDITS": json.dumps({key: 3})})
 
 
 READERS = {"alerts": _read_alerts, "edits": _read_edits}

@@ -385,6 +385,14 @@ class SelectedTensor:
     names: tuple[str, ...]
     """All of its names that matched; more than one only for tied tensors."""
 
+    @property
+    def pattern(self) -> str:
+        """A pattern that selects exactly this part of this tensor."""
+        if self.box == full_box(self.tensor.shape):
+            return self.name
+        bounds = zip(self.box.begin, self.box.end, strict=True)
+        return f"{self.name}[{', '.join(f'{begin}:{end}' for begin, end in bounds)}]"
+
 
 @dataclass(frozen=True, slots=True)
 class _Reading:

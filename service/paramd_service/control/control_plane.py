@@ -6,23 +6,23 @@ import asyncio
 import contextlib
 import logging
 import math
-import os
 import socket
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from paramd import places
 from paramd.errors import UnreachableError
-from paramd.state_files import file_places
-from paramd_service.control.access.authority import Tokens, no_audit
+from paramd_service.control.access.authority import Tokens
 from paramd_service.control.access.doorway import Doorway
 from paramd_service.control.access.join import FailureLimit
 from paramd_service.control.access.revocations import Revocations
-from paramd_service.control.alerts.service import Watchers, open_alerts
+from paramd_service.control.alerts.config import AlertConfig
+from paramd_service.control.alerts.service import Watchers, load_alerts
 from paramd_service.control.api.app import build_app
 from paramd_service.control.api.services import Services
-from paramd_service.control.base.config import Bootstrap, ControlConfig
+from paramd_service.control.base.config import Bootstrap, ControlConfig, loaded
 from paramd_service.control.base.endpoint import Claim, Whereabouts, successor
 from paramd_service.control.base.site import (
     IncarnationNotes,
@@ -33,8 +33,8 @@ from paramd_service.control.base.site import (
     site_dir,
 )
 from paramd_service.control.edits.service import EditRegistry
-from paramd_service.control.edits.spec import load_edits
-from paramd_service.control.exports.documents import open_destinations
+from paramd_service.control.edits.spec import EditConfig, load_edits
+from paramd_service.control.exports.documents import load_destinations
 from paramd_service.control.exports.service import ExportService
 from paramd_service.control.grpc_server import GrpcServer
 from paramd_service.control.http_server import HttpServer
@@ -44,6 +44,7 @@ from paramd_service.control.metrics.metrics import LoopLag, Metrics
 from paramd_service.control.records.events import EventBus
 from paramd_service.control.records.records import Records, open_records
 from paramd_service.control.store.engine import StoreError
+from paramd_service.destinations.destinations import Destination
 from paramd_service.tls import JobPems, ServerTls, advertised
 
 TICK_S = 1.0
@@ -118,17 +119,26 @@ class ControlPlane:
         jobs = self._open_jobs(self._records)
         files = self._tls_of_files
         self._watchers = Watchers(
-            open_alerts(watch=not self._config.no_watch, strict=jobs.is_site),
+            config=loaded(
+                partial(load_alerts, watch=not self._config.no_watch),
+                strict=jobs.is_site,
+                otherwise=AlertConfig(),
+                told="invalid alert configuration, using the defaults",
+            ),
             publish=self._events.publish,
             store=self._records.alerts,
             offer=self._records.history.offer,
             expires_s=lambda: files.expires_s if files is not None else None,
         )
-        self._exports = ExportService(
-            self._records, open_destinations(strict=jobs.is_site), publish=self._events.publish
+        destinations = loaded(
+            load_destinations,
+            strict=jobs.is_site,
+            otherwise=dict[str, Destination](),
+            told="exports are disabled, the destinations are invalid",
         )
+        self._exports = ExportService(self._records, destinations, publish=self._events.publish)
         # 3. Serve gRPC.
-        await self._start_grpc(jobs)
+        await self._start_grpc(jobs, self._records)
         self._grpc_target = where.grpc_address
         # 4. Serve REST. A training that resumes runs by now, and is asked for at once.
         if self._bootstrap is not None and self._bootstrap.resumes:
@@ -143,7 +153,9 @@ class ControlPlane:
         # 6. Announce the address to the job's programs, now that all of it works.
         if self._bootstrap is not None:
             self._claim.announce(self._bootstrap)
-        log.info("serving %s at %s", self._whose(), where.url)
+        mine = self._bootstrap
+        whose = f"job {mine.job}, incarnation {mine.incarnation}" if mine is not None else "a site"
+        log.info("serving %s at %s", whose, where.url)
         return self._claim.whereabouts(await self._whole_exports(self._exports))
 
     async def _whole_exports(self, exports: ExportService) -> tuple[Mapping[str, Any], ...]:
@@ -243,7 +255,12 @@ class ControlPlane:
             noted.append(lambda mesh: self._incarnations.note(mesh.job, mesh.record()))
         jobs.on_begin.append(records.incarnation_began)
         jobs.on_end.append(records.incarnation_ended)
-        config = load_edits(file_places(), os.environ, strict=mine is None)
+        config = loaded(
+            load_edits,
+            strict=mine is None,
+            otherwise=EditConfig(),
+            told="invalid [edits] configuration, using the default limits",
+        )
         self._edits = edits = EditRegistry(records, config, publish=self._events.publish)
         jobs.on_begin.append(edits.began)
         jobs.on_end.append(edits.is_over)
@@ -252,10 +269,6 @@ class ControlPlane:
         if mine is not None:
             jobs.open(mine)
         return jobs
-
-    def _whose(self) -> str:
-        mine = self._bootstrap
-        return f"job {mine.job}, incarnation {mine.incarnation}" if mine is not None else "a site"
 
     def _why_end(self, jobs: Jobs) -> str | None:
         """Why to stop, or None. Only an embedded control plane ends on its own."""
@@ -272,12 +285,11 @@ class ControlPlane:
         over = jobs.get(self._bootstrap.job).over
         return str(over) if over is not None else None
 
-    async def _start_grpc(self, jobs: Jobs) -> None:
+    async def _start_grpc(self, jobs: Jobs, records: Records) -> None:
         ranks = self._bootstrap.world_size if self._bootstrap is not None else SITE_RANKS
-        denied = self._records.denied if self._records is not None else no_audit
         wanted = self._claim.give_grpc()
         bound = await self._grpc.start(
-            jobs, self._revocations, wanted, ranks=ranks, denied=denied, tls=self._grpc_tls
+            jobs, self._revocations, wanted, ranks=ranks, denied=records.denied, tls=self._grpc_tls
         )
         if bound != wanted:
             raise UnreachableError(f"another process took {wanted}, which was to be gRPC's")
@@ -296,10 +308,10 @@ class ControlPlane:
             else b"",
             jobs=jobs,
             metrics=Metrics(
-                jobs,
-                self._lag,
-                self._watchers,
-                self._tls_of_files,
+                jobs=jobs,
+                lag=self._lag,
+                watchers=self._watchers,
+                tls=self._tls_of_files,
                 exports=self._exports,
                 edits=self._edits,
                 records=records,

@@ -101,7 +101,7 @@ def watcher_of(
     config = config if config is not None else AlertConfig(watch=True)
     store = store if store is not None else MemoryStore()
     return Watcher(
-        config,
+        config=config,
         webhooks=webhooks if webhooks is not None else Webhooks(config.webhooks),
         job="job",
         incarnation=1,

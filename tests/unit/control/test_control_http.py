@@ -6,6 +6,7 @@ import errno
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -29,6 +30,7 @@ from paramd_service.control.mesh.jobs import ControlIdentity, Jobs
 from paramd_service.control.metrics.metrics import LoopLag, Metrics
 from paramd_service.control.records.events import EventBus
 from paramd_service.control.records.records import Records
+from tests.memory_stores import MemoryTokens
 
 TOKEN = "a-token-of-the-user"
 BOOTSTRAP = Bootstrap(job="run", incarnation=3, world_size=2, private_key=bytes(32), token=TOKEN)
@@ -39,24 +41,24 @@ def services() -> Services:
     jobs = Jobs(ControlIdentity(generation=1, silent_after_s=10.0), site=None)
     jobs.open(BOOTSTRAP)
     records = Records("", Path("/nonexistent"), chain="run")
+    alerts, publish = AlertConfig(watch=False), EventBus().publish
     watchers = Watchers(
-        AlertConfig(watch=False),
-        publish=lambda kind, data, *, job: None,
-        store=records.alerts,
-        offer=records.history.offer,
+        config=alerts, publish=publish, store=records.alerts, offer=records.history.offer
     )
+    exports = ExportService(records, {}, publish=publish)
+    parts: dict[str, Any] = {
+        "jobs": jobs, "watchers": watchers, "records": records, "exports": exports,
+        "edits": EditRegistry(records, EditConfig(), publish=publish),
+    }  # fmt: skip
     return Services(
         config=ControlConfig(job="run"),
         listen_host="127.0.0.1",
         grpc_address="127.0.0.1:8471",
-        jobs=jobs,
-        metrics=Metrics(jobs, LoopLag(), watchers),
-        watchers=watchers,
-        tokens=Tokens(TOKEN),
+        metrics=Metrics(lag=LoopLag(), tls=None, **parts),
+        **parts,
+        tokens=Tokens(TOKEN, MemoryTokens()),
         revocations=Revocations(ticket_ttl_s=600.0),
-        records=records,
-        edits=EditRegistry(records, EditConfig(), publish=lambda kind, data, *, job: None),
-        exports=ExportService(records, {}, publish=lambda kind, data, *, job: None),
+        denied=lambda *told: None,
         failures=FailureLimit(burst=1000.0),
         events=EventBus(),
         stopping=lambda: False,

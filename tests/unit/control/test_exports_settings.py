@@ -75,8 +75,8 @@ def test_names_that_are_no_plain_files_are_refused(name: str, tmp_path: Path) ->
 
 def test_small_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assets = Assets(tmp_path)
-    monkeypatch.setattr(assets_module, "MAX_BYTES", 10)
-    monkeypatch.setattr(assets_module, "MAX_FILES", 2)
+    monkeypatch.setattr(assets_module, "MAX_ASSETS_BYTES", 10)
+    monkeypatch.setattr(assets_module, "MAX_ASSETS", 2)
     monkeypatch.setattr(assets_module, "MAX_OWNERS", 1)
     put(assets, "a", bytes(6))
     with pytest.raises(ExhaustedError):

@@ -222,7 +222,7 @@ def test_grpc_looks_whether_a_tickets_token_was_revoked() -> None:
         if claims.token_id == "gone":
             raise DeniedError("revoked")
 
-    gate = TicketInterceptor(lambda job, incarnation: Verifier(signer.public_key), check)
+    gate = TicketInterceptor(lambda job, incarnation: Verifier(signer.public_key), check, print)
     method = "/paramd.v1.ControlService/ScheduleBoundary"
     for name in ("kept", "gone"):
         ticket = signer.mint(job="j", incarnation=1, role=Role.READER, ttl_s=60.0, token_id=name)

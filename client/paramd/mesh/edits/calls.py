@@ -397,10 +397,16 @@ class EditCalls:
         self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float
     ) -> Hold:
         """Send a hold request; `path` is appended to "/hold"."""
+        found = await self.send(method, f"/hold{path}", body, deadline_s)
+        return self.rest.read(lambda: read_document(Hold, found))
+
+    async def send(
+        self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float
+    ) -> Any:
+        """Send a request that is answered once the ranks have agreed."""
         # Not the usual timeout: agreement can take as long as a training step.
         timeout_s = max(1.0, deadline_s - time.monotonic()) + _ANSWER_S
-        found = await self.rest.send(method, f"/hold{path}", body, timeout_s=timeout_s)
-        return self.rest.read(lambda: read_document(Hold, found))
+        return await self.rest.send(method, path, body, timeout_s=timeout_s)
 
     async def _again(self, path: str, body: Mapping[str, Any], deadline_s: float) -> Edit:
         timeout_s = _WAIT_S + REST_TIMEOUT_S
@@ -492,12 +498,8 @@ class Holder:
             await asyncio.sleep(self._lease_s / 3)
             # If renewing fails, the hold ends with its lease.
             with suppress(ParamdError):
-                await self._calls.hold(
-                    "POST",
-                    "/renew",
-                    {"lease_s": self._lease_s},
-                    time.monotonic() + _RENEW_TIMEOUT_S,
-                )
+                deadline_s = time.monotonic() + _RENEW_TIMEOUT_S
+                await self._calls.hold("POST", "/renew", {"lease_s": self._lease_s}, deadline_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -548,16 +550,16 @@ class MarkCalls:
 
     async def make(self, name: str, deadline_s: float) -> Mark:
         """Keep the present state."""
-        return self._mark(await self._send("POST", "", {"name": name}, deadline_s))
+        return self._mark(await self._edits.send("POST", "/marks", {"name": name}, deadline_s))
 
     async def all(self, deadline_s: float) -> Marks:
         """The states that there are."""
-        found = await self._send("GET", "", None, deadline_s)
+        found = await self._edits.send("GET", "/marks", None, deadline_s)
         return Marks(map(self._mark, found["marks"]))
 
     async def drop(self, name: str, deadline_s: float) -> None:
         """Forget a mark."""
-        await self._send("DELETE", f"/{segment(name)}", None, deadline_s)
+        await self._edits.send("DELETE", f"/marks/{segment(name)}", None, deadline_s)
 
     async def roll_back(self, to: str | int, note: str, deadline_s: float) -> Edit:
         """Create the edit that puts training back."""
@@ -579,12 +581,6 @@ class MarkCalls:
             "note": note,
         }
         return await self._edits.begin("/hyperparameters", body, deadline_s)
-
-    async def _send(
-        self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float
-    ) -> Any:
-        timeout_s = max(1.0, deadline_s - time.monotonic())
-        return await self._edits.rest.send(method, f"/marks{path}", body, timeout_s=timeout_s)
 
     def _mark(self, found: Mapping[str, Any]) -> Mark:
         return self._edits.rest.read(lambda: read_document(Mark, found))

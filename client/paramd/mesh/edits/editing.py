@@ -34,7 +34,6 @@ from paramd.errors import (
 from paramd.layout.edits.ops import EditTerms, OpSpec, manifest_of
 from paramd.layout.edits.plan import RankEdit
 from paramd.layout.select import Pattern, Selection, select
-from paramd.layout.types import Box, full_box
 from paramd.mesh.edits.calls import Edit, EditCalls, check_applied, new_edit_id
 from paramd.mesh.edits.lending import Lender, Sender
 from paramd.mesh.peers.bulk import BulkStream, NoStreamError, on_thread
@@ -80,24 +79,19 @@ class Sending:
     """Of the whole edit, on the monotonic clock."""
 
 
+@dataclass(eq=False)
 class Uploads:
     """The upload of one edit to all ranks; `run` may be called once."""
 
-    def __init__(
-        self,
-        sidecars: Sidecars,
-        transfer: Transfer,
-        manifest: sidecar_pb2.EditManifest,
-        operands: Operands,
-        sending: Sending,
-    ) -> None:
-        self._sidecars = sidecars
-        self._transfer = transfer
-        self._manifest = manifest
-        self._operands = operands
-        self._how = sending
+    sidecars: Sidecars
+    transfer: Transfer
+    manifest: sidecar_pb2.EditManifest
+    operands: Operands
+    how: Sending
+
+    def __post_init__(self) -> None:
         self._sent_bytes = 0
-        self._total_bytes = sum(rank.data_bytes for rank in operands.plan.ranks)
+        self._total_bytes = sum(rank.data_bytes for rank in self.operands.plan.ranks)
 
     async def run(self) -> None:
         """Stage the edit on all ranks; bytes that are already staged are not sent again.
@@ -106,7 +100,7 @@ class Uploads:
             RankUnreachableError: a sidecar does not respond; a new upload resumes there.
             UsageError, ConflictError, ExhaustedError: a sidecar refused it.
         """
-        await all_ended([self._stage(rank) for rank in self._operands.plan.ranks])
+        await all_ended([self._stage(rank) for rank in self.operands.plan.ranks])
 
     async def _stage(self, rank: RankEdit) -> None:
         lane = self._lane(rank) if rank.data_bytes else "grpc"
@@ -115,13 +109,13 @@ class Uploads:
             begin = await self._staged_bytes(rank.rank)
         requests = self._requests(rank, begin, with_data=lane == "grpc")
         try:
-            await self._sidecars.stage(
+            await self.sidecars.stage(
                 rank.rank,
                 requests,
-                timeout_s=call_timeout_s(self._how.deadline_s - time.monotonic()),
+                timeout_s=call_timeout_s(self.how.deadline_s - time.monotonic()),
             )
         except grpc.aio.AioRpcError as error:
-            found = error_of(error, self._sidecars.who(rank.rank))
+            found = error_of(error, self.sidecars.who(rank.rank))
             if error.code() is grpc.StatusCode.UNAVAILABLE:
                 raise RankUnreachableError(rank.rank, str(found)) from error
             raise found from error
@@ -131,38 +125,36 @@ class Uploads:
             try:
                 await self._stream(rank)
             except NoStreamError as error:
-                if self._how.transport == "stream":
+                if self.how.transport == "stream":
                     raise RankUnreachableError(rank.rank, str(error)) from error
-                self._sidecars.keep_to_grpc(rank.rank)
+                self.sidecars.keep_to_grpc(rank.rank)
                 await self._stage(rank)
 
     def _lane(self, rank: RankEdit) -> Transport:
         """How a rank's data goes there."""
-        if self._how.transport in ("stream", "grpc"):
-            return self._how.transport
-        if self._how.transport == "auto" and rank.data_bytes < LENT_FROM_BYTES:
+        if self.how.transport in ("stream", "grpc"):
+            return self.how.transport
+        if self.how.transport == "auto" and rank.data_bytes < LENT_FROM_BYTES:
             return "grpc"
-        if is_same_host(self._sidecars.document.peer(rank.rank)):
+        if is_same_host(self.sidecars.document.peer(rank.rank)):
             return "same-host"
-        return "stream" if self._sidecars.has_streams(rank.rank) else "grpc"
+        return "stream" if self.sidecars.has_streams(rank.rank) else "grpc"
 
     async def _lend(self, rank: RankEdit) -> None:
-        document = self._sidecars.document
+        document = self.sidecars.document
         peer = document.peer(rank.rank)
 
         def work() -> None:
             from paramd.mesh.edits.operands import lent_memories, parts
 
-            with self._how.lender.loan(
-                peer, document.ticket, lent_memories(self._operands)
-            ) as loan:
-                staged_bytes = loan.stage(document.ticket, self._manifest.edit_id)
+            with self.how.lender.loan(peer, document.ticket, lent_memories(self.operands)) as loan:
+                staged_bytes = loan.stage(document.ticket, self.manifest.edit_id)
                 self._told(staged_bytes)
-                data = parts(self._operands, rank, staged_bytes)
+                data = parts(self.operands, rank, staged_bytes)
                 Sender(loan, staged_bytes, self._told).send(data)
 
         try:
-            await self._transfer.run(work)
+            await self.transfer.run(work)
         except UnreachableError as error:
             raise RankUnreachableError(rank.rank, str(error)) from error
 
@@ -172,13 +164,13 @@ class Uploads:
         Raises:
             NoStreamError: the port for streams cannot be used.
         """
-        number, sidecars = rank.rank, self._sidecars
-        request = sidecar_pb2.GrantStreamRequest(edit_id=self._manifest.edit_id)
+        number, sidecars = rank.rank, self.sidecars
+        request = sidecar_pb2.GrantStreamRequest(edit_id=self.manifest.edit_id)
         offer = await sidecars.offer(number, request)
         stream = BulkStream(offer, offer.staged_bytes, rank.data_bytes)
         sending = on_thread(partial(self._send, stream, rank), stream.stop)
         try:
-            async with asyncio.timeout(max(self._how.deadline_s - time.monotonic(), 0.0)):
+            async with asyncio.timeout(max(self.how.deadline_s - time.monotonic(), 0.0)):
                 await watched(sending, lambda: sidecars.probe(number))
         except TimeoutError as error:
             raise DeadlineError(
@@ -203,7 +195,7 @@ class Uploads:
             stream.open()
             at = stream.begin
             self._told(at)
-            for part in parts(self._operands, rank, at):
+            for part in parts(self.operands, rank, at):
                 if stream.has_word():
                     break  # a refusal: what would follow is not wanted
                 xxh3 = checksum_of(part, at) if stream.checksums else 0
@@ -216,8 +208,8 @@ class Uploads:
 
     async def _staged_bytes(self, rank: int) -> int:
         try:
-            request = sidecar_pb2.GetEditRequest(edit_id=self._manifest.edit_id)
-            found = await self._sidecars.ask(rank, request, sidecar_pb2.GetEditResponse, _ASK_S)
+            request = sidecar_pb2.GetEditRequest(edit_id=self.manifest.edit_id)
+            found = await self.sidecars.ask(rank, request, sidecar_pb2.GetEditResponse, _ASK_S)
         except NotFoundError:
             return 0
         return int(found.progress.staged_bytes)
@@ -227,19 +219,19 @@ class Uploads:
     ) -> AsyncIterator[bytes]:
         from paramd.mesh.edits.operands import parts
 
-        yield sidecar_pb2.StageEditRequest(manifest=self._manifest).SerializeToString()
+        yield sidecar_pb2.StageEditRequest(manifest=self.manifest).SerializeToString()
         if not with_data:
             return
         self._told(begin)
-        for part in parts(self._operands, rank, begin):
+        for part in parts(self.operands, rank, begin):
             yield data_chunk(part, begin)
             begin += len(part)
             self._told(len(part))
 
     def _told(self, size_bytes: int) -> None:
         self._sent_bytes += size_bytes
-        if self._how.progress is not None and self._total_bytes:
-            self._how.progress(min(self._sent_bytes, self._total_bytes), self._total_bytes)
+        if self.how.progress is not None and self._total_bytes:
+            self.how.progress(min(self._sent_bytes, self._total_bytes), self._total_bytes)
 
 
 def check_mode(mode: str | None, *, hold: bool) -> Mode:
@@ -289,11 +281,10 @@ class Changes:
         self._known: dict[str, _Known] = {}
         tensors = [found[item.name] for item in selection]
         for item, tensor, known_digest in zip(selection, tensors, _digests(tensors), strict=True):
-            whole = item.box == full_box(item.tensor.shape)
             by_delta = mode == "delta" and item.tensor.dtype != "bool"
             self._known[item.name] = _Known(
                 names=item.names,
-                pattern=item.name if whole else _sliced(item.name, item.box),
+                pattern=item.pattern,
                 tensor=tensor,
                 digest=known_digest,
                 copy=_copied(tensor, room.get(item.name)) if by_delta else None,
@@ -305,7 +296,11 @@ class Changes:
         Raises:
             UsageError: names were added or removed, or a shape or dtype changed.
         """
-        _check_names(self._found, self._names)
+        if strange := sorted(self._names.symmetric_difference(self._found)):
+            raise UsageError(
+                f"{strange[0]!r} was added to or removed from the summoned tensors; change tensors "
+                "in place, or assign others of the same shape to their names. Nothing was written"
+            )
         ops: list[OpSpec] = []
         now = {name: self._now(known) for name, known in self._known.items()}
         for name, known in self._known.items():
@@ -373,20 +368,6 @@ def digest(tensor: Tensor) -> bytes:
     if not size_bytes:
         return b""
     return xxh3_128_digest((ctypes.c_ubyte * size_bytes).from_address(tensor.data_ptr()))
-
-
-def _check_names(found: Mapping[str, object], names: set[str]) -> None:
-    if set(found) != names:
-        strange: Sequence[str] = sorted(names.symmetric_difference(found))
-        raise UsageError(
-            f"{strange[0]!r} was added to or removed from the summoned tensors; change tensors in "
-            "place, or assign others of the same shape to their names. Nothing was written"
-        )
-
-
-def _sliced(name: str, box: Box) -> str:
-    ranges = (f"{begin}:{end}" for begin, end in zip(box.begin, box.end, strict=True))
-    return f"{name}[{', '.join(ranges)}]"
 
 
 async def make_edit(

@@ -14,7 +14,6 @@ until it is complete and renamed, and a file of another user, or a link, is refu
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import os
 import stat
@@ -46,7 +45,7 @@ from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.grpc import LeaseEndedError
 from paramd.mesh.peers.sidecars import Pinned, RankPin, Sidecars, pinned_at
 from paramd.mesh.reading.pin import Pinner, choose, spans_of
-from paramd.mesh.reading.stream import Reading, Transport
+from paramd.mesh.reading.stream import Reading, Transport, memory_at
 from paramd.mesh.reading.transfer import Chosen, Transfer
 from paramd.state import StateName
 
@@ -304,14 +303,6 @@ def file_layout(wanted: Wanted, pinned: Pinned) -> FileLayout:
     )
 
 
-def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor, which the caller keeps alive."""
-    size_bytes = tensor.numel() * tensor.element_size()
-    if not size_bytes:
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * size_bytes).from_address(tensor.data_ptr())).cast("B")
-
-
 def batches(
     items: Iterable[Result], size_bytes: Callable[[Result], int], most_bytes: int
 ) -> Iterator[list[Result]]:
@@ -537,7 +528,8 @@ class Download:
             found = await self._patiently(wanted, batch, pinned, deadline_s)
             for index in batch:
                 tensor = found[wanted.chosen.names[index][0]]
-                await asyncio.to_thread(self.file.append, memory_of(tensor))
+                data = memory_at(tensor.data_ptr(), tensor.nbytes)
+                await asyncio.to_thread(self.file.append, data)
             self.moved(self.file.size_bytes, layout.size_bytes)
 
     async def _patiently(

@@ -350,4 +350,6 @@ class StreamReader(Reader):
 
 def memory_at(address: int, size_bytes: int) -> memoryview:
     """Writable bytes at an address, which must outlive the view."""
+    if not size_bytes:
+        return memoryview(bytearray())
     return memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")

@@ -24,10 +24,10 @@ from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 
 from paramd.clock import now_s
-from paramd.errors import UnreachableError, UsageError
+from paramd.errors import UsageError
 from paramd.security.tickets import MAX_TOKEN_CHARS, holds_token, new_token
 from paramd.state_files import replace
-from paramd_service.control.access.roles import Action, UserRole, may, parse_role
+from paramd_service.control.access.roles import Action, UserRole, may
 from paramd_service.control.store.tokens import TokenRow, TokenStore
 
 MAX_OF_TOKEN = 16
@@ -58,7 +58,6 @@ KEPT_S = 2.0
 """How long a token stays valid here after another control plane of the store has revoked it."""
 
 _KEPT = 1024
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _JOBS = re.compile(r"[A-Za-z0-9._*?-]+(,[A-Za-z0-9._*?-]+)*")
 MAX_JOBS_CHARS = 256
 _MAX_CHARS = 4096
@@ -244,25 +243,15 @@ Denied = Callable[[str, str, str, str], None]
 """Refusal callback: actor (empty when unknown), role, operation, reason."""
 
 
-def no_audit(_actor: str, _role: str, _operation: str, _reason: str) -> None:
-    """A `Denied` that does nothing."""
-
-
-def _unrecorded(
-    _who: Principal, _method: str, _detail: dict[str, object]
-) -> AbstractAsyncContextManager[object]:
-    return nullcontext()
-
-
 class Tokens:
     """The authority on tokens. Single event loop."""
 
     def __init__(
         self,
         own_token: str,
-        store: TokenStore | None = None,
+        store: TokenStore,
         *,
-        recorded: Mutation = _unrecorded,
+        recorded: Mutation = lambda by, operation, detail: nullcontext(),
         on_revoked: Callable[[TokenRow], None] = lambda row: None,
         clock: Callable[[], float] = now_s,
     ) -> None:
@@ -304,8 +293,6 @@ class Tokens:
         """Like `principal`, from the digest of a token seen before."""
         if hmac.compare_digest(digest, self._own_digest):
             return OWNER
-        if self._store is None:
-            return None
         row = await self._row(digest)
         return _principal(row, self._clock()) if row is not None else None
 
@@ -313,53 +300,52 @@ class Tokens:
         self,
         by: Principal,
         *,
-        role: str,
+        role: UserRole,
         ttl_s: float = DEFAULT_TTL_S,
         name: str | None = None,
         jobs: str | None = None,
     ) -> tuple[TokenRow, str]:
         """Create a token; return its row and the token, which is not kept and never shown again.
 
+        `TokenRequest` has checked the arguments.
+
         Raises:
-            UsageError: role, validity, name or patterns of jobs are invalid.
+            UsageError: the name is the owner's, or a token; or the patterns of jobs are invalid.
             ConflictError: the name has been used.
             UnreachableError: the store or the audit cannot be written.
         """
-        found = parse_role(role)
-        if not (math.isfinite(ttl_s) and 0 < ttl_s <= MAX_TTL_S):
-            raise UsageError(f"ttl_s: {ttl_s}; expected above 0, up to {MAX_TTL_S:.0f} (a year)")
-        name = name if name is not None else f"{found.value}-{secrets.token_hex(4)}"
-        if not _NAME.fullmatch(name) or holds_token(name) or name == OWNER.name:
+        name = name if name is not None else f"{role}-{secrets.token_hex(4)}"
+        if holds_token(name) or name == OWNER.name:
             raise UsageError(
                 f"name: {name[:64]!r}; expected 1 to {MAX_NAME_CHARS} of A-Z a-z 0-9 . _ @ - "
                 "beginning with a letter or digit, and not 'owner'"
             )
         if jobs is not None and (
-            found is UserRole.ADMIN or len(jobs) > MAX_JOBS_CHARS or not _JOBS.fullmatch(jobs)
+            role == UserRole.ADMIN or len(jobs) > MAX_JOBS_CHARS or not _JOBS.fullmatch(jobs)
         ):
             raise UsageError(
-                f"jobs: {jobs[:64]!r}, role {found.value}; expected patterns such as team-a-*, "
+                f"jobs: {jobs[:64]!r}, role {role}; expected patterns such as team-a-*, "
                 "separated by commas, and another role than admin, whose tokens are for all jobs"
             )
-        store, token, now_s = self._the_store(), new_token(), self._clock()
+        token, now_s = new_token(), self._clock()
         row = TokenRow(
             name=name,
             digest=_digest(token),
-            role=found.value,
+            role=str(role),
             created_s=now_s,
             expires_s=now_s + ttl_s,
             jobs=jobs,
         )
-        detail: dict[str, object] = {"name": name, "role": found.value, "ttl_s": ttl_s}
+        detail: dict[str, object] = {"name": name, "role": str(role), "ttl_s": ttl_s}
         if jobs is not None:
             detail["jobs"] = jobs
         async with self._recorded(by, "token.create", detail):
-            await store.create(row)
+            await self._store.create(row)
         return row, token
 
     async def list(self) -> list[TokenRow]:
         """All tokens in the store, including expired and revoked ones. Raises UnreachableError."""
-        return await self._the_store().list()
+        return await self._store.list()
 
     async def revoke(self, by: Principal, name: str) -> TokenRow:
         """Revoke a token permanently, effective at once. Idempotent.
@@ -368,9 +354,8 @@ class Tokens:
             NotFoundError: there is no such token.
             UnreachableError: the store or the audit cannot be written.
         """
-        store = self._the_store()
         async with self._recorded(by, "token.revoke", {"name": name[:MAX_NAME_CHARS]}):
-            row = await store.revoke(name, now_s=self._clock())
+            row = await self._store.revoke(name, now_s=self._clock())
         # Only once the store has it: before that, a concurrent lookup would cache the old row.
         self._found.pop(row.digest, None)
         self._revoked_count += 1
@@ -380,13 +365,6 @@ class Tokens:
     def _is_own(self, offered: str) -> bool:
         return hmac.compare_digest(_digest(offered), self._own_digest)
 
-    def _the_store(self) -> TokenStore:
-        if self._store is None:
-            raise UnreachableError(
-                "this control plane has no store, so its own token is the only one"
-            )
-        return self._store
-
     async def _row(self, digest: str) -> TokenRow | None:
         now_s = time.monotonic()
         kept = self._found.get(digest)
@@ -394,7 +372,7 @@ class Tokens:
             return kept[0]
         self._found.pop(digest, None)
         before = self._revoked_count
-        row = await self._the_store().find(digest)
+        row = await self._store.find(digest)
         if row is None or not hmac.compare_digest(row.digest, digest):
             return None
         if self._revoked_count != before:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote
 
@@ -114,32 +115,25 @@ async def run_until(
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
+@dataclass(eq=False)
 class TokenGate:
     """ASGI middleware: every path but the open ones needs a valid token, even if it is a 404."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        tokens: Tokens,
-        sessions: Sessions,
-        revocations: Revocations,
-        doorway: Doorway,
-        failures: FailureLimit,
-        denied: Denied,
-    ) -> None:
-        self._app = app
-        self._doorway = doorway
+    app: ASGIApp
+    _: KW_ONLY
+    tokens: Tokens
+    sessions: Sessions
+    revocations: Revocations
+    doorway: Doorway
+    failures: FailureLimit
+    denied: Denied
+
+    def __post_init__(self) -> None:
         self._requests = Shares(MAX_REQUESTS, "concurrent requests")
-        self._revocations = revocations
-        self._tokens = tokens
-        self._sessions = sessions
-        self._failures = failures
-        self._denied = denied
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         try:
             principal = await self._principal(scope)
@@ -147,12 +141,12 @@ class TokenGate:
             await problem(503, "unreachable", str(error))(scope, receive, send)
             return
         if principal is None:
-            self._denied("", "", f"{scope['method']} {scope['path']}", "no valid token")
+            self.denied("", "", f"{scope['method']} {scope['path']}", "no valid token")
             await self._refusal(scope)(scope, receive, send)
             return
         scope.setdefault("state", {})[_STATE] = principal
         if door := scope["state"].get(DOOR):
-            self._doorway.shown(door)
+            self.doorway.shown(door)
         try:
             self._requests.take(principal.token_id)
         except ExhaustedError as error:
@@ -169,29 +163,29 @@ class TokenGate:
         self, principal: Principal, scope: Scope, receive: Receive, send: Send
     ) -> None:
         if principal.token_id is None or scope["method"] != "GET":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
-        with self._revocations.following(principal.token_id) as ended:
-            await run_until(ended, self._app, scope, receive, send)
+        with self.revocations.following(principal.token_id) as ended:
+            await run_until(ended, self.app, scope, receive, send)
 
     async def _principal(self, scope: Scope) -> Principal | None:
         """A token takes precedence over a session, which does not make up for a bad token."""
         if code := _credential(scope, CODE_SCHEME):
             if (scope["method"], scope["path"]) != SIGN_IN:
                 return None
-            digest = self._sessions.redeem(code)
+            digest = self.sessions.redeem(code)
             scope.setdefault("state", {})[_DIGEST] = digest
-            return await self._tokens.principal_of_digest(digest) if digest else None
+            return await self.tokens.principal_of_digest(digest) if digest else None
         if _values(scope, b"authorization"):
-            return await self._tokens.principal(bearer_of(scope))
+            return await self.tokens.principal(bearer_of(scope))
         keys = _values(scope, KEY_HEADER.encode())
         key = keys[0] if len(keys) == 1 else ""
-        digest = self._sessions.token_digest(cookie_of(scope), key)
-        return await self._tokens.principal_of_digest(digest) if digest else None
+        digest = self.sessions.token_digest(cookie_of(scope), key)
+        return await self.tokens.principal_of_digest(digest) if digest else None
 
     def _refusal(self, scope: Scope) -> ASGIApp:
         client = scope.get("client")
-        if not self._failures.allows(client[0] if client else ""):
+        if not self.failures.allows(client[0] if client else ""):
             return problem(
                 429, "denied", "too many invalid tokens; wait a second", {"retry-after": "1"}
             )
@@ -221,7 +215,9 @@ def permitted(denied: Denied, *, readonly: bool = False) -> Callable[[Request], 
         keeps = not readonly or action is not Action.ADMINISTER or request.method == "GET"
         if keeps and action in allowed(principal.role, readonly=readonly):
             return
-        reason = _reason(principal, action)
+        reason = f"the role {principal.role} does not permit the action {action.value!r}"
+        if principal.may(action):
+            reason = "this control plane runs with --readonly, so nothing can be changed"
         denied(principal.name, principal.role, operation, reason)
         raise DeniedError(
             f"{reason}; ask an admin for another token (paramd token create --role ...)"
@@ -285,12 +281,6 @@ def _credential(scope: Scope, wanted: str) -> str:
     found = _values(scope, b"authorization")
     scheme, _, text = (found[0] if len(found) == 1 else "").partition(" ")
     return text.strip() if scheme.lower() == wanted else ""
-
-
-def _reason(principal: Principal, action: Action) -> str:
-    if principal.may(action):
-        return "this control plane runs with --readonly, so nothing can be changed"
-    return f"the role {principal.role} does not permit the action {action.value!r}"
 
 
 def _values(scope: Scope, name: bytes) -> list[str]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Final, Never
 
 import grpc
@@ -20,7 +21,7 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 from paramd.errors import ConflictError, DeniedError, ParamdError, codes_of, exhausted_of, reason_of
 from paramd.security.tickets import Claims, Role, Verifier, claimed
 from paramd_service.admission import OPEN_METHODS
-from paramd_service.control.access.authority import Denied, no_audit
+from paramd_service.control.access.authority import Denied
 
 DOMAIN = "paramd"
 MAX_DETAIL_CHARS = 2048
@@ -73,21 +74,15 @@ async def errors_as_statuses(context: Any, method: str) -> AsyncIterator[None]:
         await abort(context, hidden)
 
 
+@dataclass(eq=False)
 class TicketInterceptor(grpc.aio.ServerInterceptor):
     """First in the chain: admits a call if its ticket's role may make it."""
 
-    def __init__(
-        self,
-        verifier_of: Callable[[str, int], Verifier],
-        check_revoked: Callable[[Claims], None],
-        denied: Denied = no_audit,
-    ) -> None:
-        """`verifier_of(job, incarnation)` raises DeniedError for those not ours;
-        `check_revoked` does for a ticket whose token has ended.
-        """
-        self._verifier_of = verifier_of
-        self._check_revoked = check_revoked
-        self._denied = denied
+    verifier_of: Callable[[str, int], Verifier]
+    """Raises DeniedError for a job and incarnation that are not ours."""
+    check_revoked: Callable[[Claims], None]
+    """Raises it for a ticket whose token has ended."""
+    denied: Denied
 
     async def intercept_service(
         self,
@@ -103,8 +98,8 @@ class TicketInterceptor(grpc.aio.ServerInterceptor):
             # The handler runs in this same task, so it sees the context variable.
             _caller.set(self._check(method, handler_call_details.invocation_metadata))
         except DeniedError as error:
-            self._denied("", "", str(method), str(error))
-            return _denial(error, _status(error))
+            self.denied("", "", str(method), str(error))
+            return _denial(error)
         return await continuation(handler_call_details)
 
     def _check(self, method: str, metadata: Any) -> Claims:
@@ -113,10 +108,8 @@ class TicketInterceptor(grpc.aio.ServerInterceptor):
             raise DeniedError("expected metadata 'authorization: Bearer <ticket>', once")
         ticket = found[0].removeprefix("Bearer ")
         job, incarnation = claimed(ticket)
-        claims = self._verifier_of(job, incarnation).verify(
-            ticket, job=job, incarnation=incarnation
-        )
-        self._check_revoked(claims)
+        claims = self.verifier_of(job, incarnation).verify(ticket, job=job, incarnation=incarnation)
+        self.check_revoked(claims)
         if claims.role not in METHOD_ROLES.get(method, frozenset()):
             raise RoleError(f"a ticket of role {claims.role.value!r} may not call {method[:200]}")
         return claims
@@ -154,29 +147,25 @@ class RoleError(DeniedError):
     """The ticket is valid, but its role is not sufficient."""
 
 
+@dataclass(kw_only=True, eq=False)
 class FailureLimit:
     """Token bucket of failures by sender: `burst` at once, then `per_s` a second.
 
     Good tokens never count, so guessing cannot lock the owner out.
     """
 
-    def __init__(
-        self,
-        *,
-        burst: float = 20.0,
-        per_s: float = 1.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._burst = burst
-        self._per_s = per_s
-        self._clock = clock
+    burst: float = 20.0
+    per_s: float = 1.0
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._left: dict[str, tuple[float, float]] = {}
 
     def allows(self, source: str = "") -> bool:
         """Count one failure of a source (an address); False when it has had too many."""
-        now_s = self._clock()
-        left, seen_s = self._left.pop(source, (self._burst, now_s))
-        left = min(self._burst, left + (now_s - seen_s) * self._per_s)
+        now_s = self.clock()
+        left, seen_s = self._left.pop(source, (self.burst, now_s))
+        left = min(self.burst, left + (now_s - seen_s) * self.per_s)
         allowed = left >= 1.0
         # Reinserted at the end, so that the first entry is the one quiet for longest.
         self._left[source] = (left - 1.0 if allowed else left, now_s)
@@ -185,13 +174,10 @@ class FailureLimit:
         return allowed
 
 
-def _status(error: DeniedError) -> grpc.StatusCode:
-    if isinstance(error, RoleError):
-        return grpc.StatusCode.PERMISSION_DENIED
-    return grpc.StatusCode.UNAUTHENTICATED
+def _denial(error: DeniedError) -> Any:
+    of_role = isinstance(error, RoleError)
+    code = grpc.StatusCode.PERMISSION_DENIED if of_role else grpc.StatusCode.UNAUTHENTICATED
 
-
-def _denial(error: DeniedError, code: grpc.StatusCode) -> Any:
     async def deny(_requests: Any, context: Any) -> AsyncIterator[bytes]:
         await abort(context, error, code)
         yield b""

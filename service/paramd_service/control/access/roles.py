@@ -12,7 +12,6 @@ from __future__ import annotations
 from enum import Enum, StrEnum
 from typing import Final
 
-from paramd.errors import UsageError
 from paramd.security.tickets import Role
 
 
@@ -175,11 +174,3 @@ def ticket_role(role: UserRole, *, readonly: bool = False) -> Role:
     if Action.EDIT in may_do:
         return Role.EDITOR
     return Role.READER if Action.READ in may_do else Role.VIEWER
-
-
-def parse_role(text: str) -> UserRole:
-    """The role of that name. Raises UsageError when there is none."""
-    try:
-        return UserRole(text)
-    except ValueError:
-        raise UsageError(f"role: {text[:64]!r}; expected one of {', '.join(UserRole)}") from None

@@ -76,22 +76,17 @@ def due_step(begun_step: int, number: int, count: int, every: int) -> int:
     return begun_step + number * every // count
 
 
+@dataclass(eq=False)
 class BitRounds:
     """Compares all replicas of one incarnation, part by part. Event loop only."""
 
-    def __init__(
-        self,
-        config: AlertConfig,
-        *,
-        reaching: Callable[[], Awaitable[SidecarFinder]],
-        joined: Callable[[], set[int]],
-        observe: Observe,
-    ) -> None:
-        """No I/O. `joined`: ranks whose sidecars report."""
-        self._config = config
-        self._reaching = reaching
-        self._joined = joined
-        self._observe = observe
+    config: AlertConfig
+    reaching: Callable[[], Awaitable[SidecarFinder]]
+    joined: Callable[[], set[int]]
+    """Ranks whose sidecars report."""
+    observe: Observe
+
+    def __post_init__(self) -> None:
         self._parts: list[Part] = []
         self._number = 0
         self._begun_step = -1
@@ -102,10 +97,10 @@ class BitRounds:
 
     async def one(self) -> bool:
         """Compare the next part at its step; return whether there was one. Raises ParamdError."""
-        if not self._config.looks_for(Rule.REPLICA_DRIFT):
+        if not self.config.looks_for(Rule.REPLICA_DRIFT):
             return False
-        reach = await self._reaching()
-        deadline_s = time.monotonic() + self._config.sample_timeout_s
+        reach = await self.reaching()
+        deadline_s = time.monotonic() + self.config.sample_timeout_s
 
         async def attempt(sidecars: Sidecars) -> bool:
             return await self._one(reach, sidecars)
@@ -114,14 +109,14 @@ class BitRounds:
 
     async def _one(self, reach: SidecarFinder, sidecars: Sidecars) -> bool:
         layout = (await reach.index(sidecars)).layout
-        if layout.mirrored and not self._config.watch:
+        if layout.mirrored and not self.config.watch:
             return False
-        ranks = sorted(self._joined())
+        ranks = sorted(self.joined())
         if not ranks:
             return False
         header = (await sidecars.state(ranks[0], STATE_TIMEOUT_S)).header
         now, history = header.step, header.history
-        every = self._config.compare_steps
+        every = self.config.compare_steps
         if history != self._history:
             # Steps come again after a rollback: a cycle that is due at a later one would wait.
             self._history, self._begun_step, self._parts = history, now - every, []
@@ -130,11 +125,11 @@ class BitRounds:
                 groups_of(
                     layout.tensors,
                     set(ranks),
-                    most_ranks=self._config.sample_ranks,
+                    most_ranks=self.config.sample_ranks,
                     turn=self._turn,
                 ),
                 await self._keys(sidecars, ranks, At(history, now)),
-                most_bytes=self._config.sample_bytes,
+                most_bytes=self.config.sample_bytes,
             )
             self._number, self._turn = 0, self._turn + 1
             # A cycle that took longer than its steps begins the next one at once.
@@ -153,14 +148,14 @@ class BitRounds:
         self._ahead = AHEAD
         self._number += 1
         findings = drift_findings(found.differences, found.places, found.step)
-        self._observe(findings, _covers(part.names))
+        self.observe(findings, _covers(part.names))
         return True
 
     async def _keys(self, sidecars: Sidecars, ranks: Sequence[int], now: At) -> list[str]:
         """Kinds of optimizer state that sidecars have in memory."""
         from paramd.mesh.insight.steps import facts_of, hold
 
-        deadline_s = time.monotonic() + self._config.sample_timeout_s
+        deadline_s = time.monotonic() + self.config.sample_timeout_s
         at = At(now.history, now.step + self._ahead)
         try:
             async with AsyncExitStack() as stack:
@@ -178,7 +173,7 @@ class BitRounds:
         from paramd.mesh.insight.steps import hold
 
         spans = spans_of(part.groups)
-        deadline_s = time.monotonic() + self._config.sample_timeout_s
+        deadline_s = time.monotonic() + self.config.sample_timeout_s
         async with AsyncExitStack() as stack:
             held = await hold(stack, sidecars, spans, part.key, at, deadline_s)
             reading = Reading(sidecars, held.pinned, deadline_s)

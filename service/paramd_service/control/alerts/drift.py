@@ -5,18 +5,15 @@ Only digests are requested: alerts name the differing bits, never values.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import TYPE_CHECKING, TypeAlias
 
 import xxhash
 
 from paramd.layout.dtypes import ITEM_BYTES, item_bytes
-from paramd.layout.types import Layout, Piece, Region, TensorKind, TensorLayout
-from paramd.layout.types import joined as joined_spans
+from paramd.layout.types import Layout, Piece, Region, TensorKind, TensorLayout, joined
 from paramd_service.control.alerts.book import Finding, Severity
 from paramd_service.control.alerts.config import Rule
 from paramd_service.control.mesh.registry import listed
@@ -243,19 +240,7 @@ def spans_of(groups: Sequence[ReplicaGroup]) -> Spans:
     for group in groups:
         for rank, begin in group.begins.items():
             pieces.setdefault(rank, []).append((begin, begin + group.size_bytes))
-    return {rank: joined_spans(found, 0) for rank, found in pieces.items()}
-
-
-def place_of(spans: Sequence[tuple[int, int]]) -> Callable[[int], int]:
-    """Return a function mapping an arena byte to its offset in a snapshot of `spans`."""
-    begins = [begin for begin, _ in spans]
-    offsets = list(accumulate((end - begin for begin, end in spans), initial=0))
-
-    def offset_of(at: int) -> int:
-        index = bisect_right(begins, at) - 1
-        return offsets[index] + at - begins[index]
-
-    return offset_of
+    return {rank: joined(found, 0) for rank, found in pieces.items()}
 
 
 async def ask_where(digests: Digests, difference: Difference) -> str:

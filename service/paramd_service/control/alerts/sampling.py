@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from paramd.layout.dtypes import DTYPES
 from paramd.layout.select import SelectedTensor
-from paramd.layout.types import Layout, TensorLayout, full_box
+from paramd.layout.types import Layout, TensorLayout, full_box, offsets_in
 from paramd.mesh.reading.pin import Pinner
 from paramd.mesh.reading.stream import Reading
 from paramd_service.control.alerts.book import Finding, Severity
@@ -29,7 +29,6 @@ from paramd_service.control.alerts.drift import (
     Spans,
     ask_where,
     compare,
-    place_of,
     spans_of,
 )
 
@@ -324,7 +323,7 @@ class Digests:
 
     async def ask(self, rank: int, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Digests of byte ranges of the rank's arena, all within its spans."""
-        offset_of = place_of(self.spans[rank])
+        offset_of = offsets_in(self.spans[rank])
         moved = [(offset_of(begin), offset_of(begin) + end - begin) for begin, end in ranges]
         return await self.reading.digests(rank, moved)
 

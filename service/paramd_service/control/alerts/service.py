@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from paramd.errors import ParamdError, UsageError
 from paramd.mesh.insight.reports import Alert
-from paramd.state_files import file_places
-from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.aio import kept
 from paramd_service.control.alerts.config import AlertConfig
 from paramd_service.control.alerts.looks import Look
-from paramd_service.control.alerts.numbers import ASK_TIMEOUT_S, Ask
+from paramd_service.control.alerts.numbers import ASK_TIMEOUT_S
 from paramd_service.control.alerts.sampling import MeshSampler
 from paramd_service.control.alerts.watcher import Offer, Watcher
 from paramd_service.control.alerts.webhook import Webhooks
@@ -25,11 +22,10 @@ from paramd_service.control.base.config import settings_of, table_of_file, table
 from paramd_service.control.insight.verdict import Evidence
 from paramd_service.control.insight.why import chosen, evidence_of, inspect
 from paramd_service.control.mesh.jobs import Incarnation, Jobs
-from paramd_service.control.mesh.registry import MeshView, Report
+from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.mesh.watch import Publish
 from paramd_service.control.store.alerts import AlertStore, State
 
-MakeSampler = Callable[[Incarnation], MeshSampler]
 Hold = Callable[[str, str], Awaitable[None]]
 
 log = logging.getLogger("paramd.control.alerts")
@@ -40,16 +36,6 @@ ENVIRONMENT = "PARAMD_ALERTS"
 STALL_BUDGET = "PARAMD_STALL_BUDGET_MS"
 
 
-def _ask_logged(mesh: Incarnation) -> Ask:
-    async def ask(report: Report, request: pb.GetLoggedRequest) -> pb.GetLoggedResponse:
-        found: pb.GetLoggedResponse = await mesh.calls.ask(
-            report.rank, report.address, request, timeout_s=ASK_TIMEOUT_S
-        )
-        return found
-
-    return ask
-
-
 def _look_at(mesh: Incarnation) -> Look:
     async def look() -> Sequence[Evidence]:
         ranks = chosen(mesh.registry.view().ranks, ())
@@ -58,31 +44,23 @@ def _look_at(mesh: Incarnation) -> Look:
     return look
 
 
+@dataclass(kw_only=True, eq=False)
 class Watchers:
     """All jobs' watchers: `start` follows `Jobs`, `close` ends them. Single event loop."""
 
-    def __init__(
-        self,
-        config: AlertConfig,
-        *,
-        publish: Publish,
-        store: AlertStore,
-        offer: Offer,
-        make_sampler: MakeSampler = lambda mesh: MeshSampler(mesh.reaching),
-        expires_s: Callable[[], float | None] = lambda: None,
-    ) -> None:
-        """No I/O. `store`, `offer` and `expires_s` as in `Watcher`."""
-        self._expires_s = expires_s
-        self.config = config
-        self.webhooks = Webhooks(config.webhooks)
-        self._publish = publish
-        self._store = store
-        self._offer = offer
-        self._make_sampler = make_sampler
+    config: AlertConfig
+    publish: Publish
+    store: AlertStore
+    """As in `Watcher`, like the next one and `expires_s`."""
+    offer: Offer
+    expires_s: Callable[[], float | None] = lambda: None
+    hold: Hold | None = None
+    """Pauses the training of a job, and says whom for; None: nothing can."""
+
+    def __post_init__(self) -> None:
+        self.webhooks = Webhooks(self.config.webhooks)
         self._watchers: dict[str, Watcher] = {}
         self._ending: set[asyncio.Task[None]] = set()
-        self.hold: Hold | None = None
-        """Pauses the training of a job, and says whom for; None: nothing can."""
 
     def start(self, jobs: Jobs) -> None:
         """Watch the open jobs and every later one."""
@@ -106,19 +84,21 @@ class Watchers:
 
     def _begin(self, mesh: Incarnation) -> None:
         watcher = Watcher(
-            self.config,
+            config=self.config,
             job=mesh.job,
             incarnation=mesh.number,
             view=mesh.registry.view,
-            sampler=self._make_sampler(mesh),
-            ask_logged=_ask_logged(mesh),
+            sampler=MeshSampler(mesh.reaching),
+            ask_logged=lambda report, request: mesh.calls.ask(
+                report.rank, report.address, request, timeout_s=ASK_TIMEOUT_S
+            ),
             look=_look_at(mesh),
             reaching=mesh.reaching,
             webhooks=self.webhooks,
-            store=self._store,
-            offer=self._offer,
+            store=self.store,
+            offer=self.offer,
             tell=self._tell,
-            expires_s=self._expires_s,
+            expires_s=self.expires_s,
         )
         watcher.start()
         self._watchers[mesh.job] = watcher
@@ -135,7 +115,7 @@ class Watchers:
             watcher.tick(view)
 
     def _tell(self, alert: Alert) -> None:
-        self._publish("alert", asdict(alert), job=alert.job)
+        self.publish("alert", asdict(alert), job=alert.job)
         if self.hold and alert.state == State.FIRING and alert.rule in self.config.hold:
             # Once: who resumes it has seen the alert, which may go on firing.
             kept(self._ending, self._paused(alert, self.hold), "paramd-alert-hold")
@@ -146,26 +126,6 @@ class Watchers:
             await hold(alert.job, f"alert {alert.rule}")
         except ParamdError as error:
             log.warning("job %s is not paused for an alert: %s", alert.job, error)
-
-
-def open_alerts(*, watch: bool, strict: bool) -> AlertConfig:
-    """The current config.
-
-    Args:
-        watch: False never samples parameters.
-        strict: Raise on an invalid config. An embedded control plane is not strict: it logs the
-            error and uses the defaults.
-
-    Raises:
-        UsageError: the config is invalid, and `strict`.
-    """
-    try:
-        return load_alerts(file_places(), os.environ, watch=watch)
-    except UsageError as error:
-        if strict:
-            raise
-        log.error("invalid alert configuration, using the defaults: %s", error)
-        return AlertConfig()
 
 
 def parse_alerts(table: Mapping[str, Any], *, place: str, trusted: bool = True) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paramd.clock import now_s
@@ -175,52 +176,39 @@ def _covers(rules: frozenset[Rule], fqns: set[str]) -> Covered:
     return lambda alert: alert.rule in rules and (not alert.name or alert.name in fqns)
 
 
+@dataclass(kw_only=True, eq=False)
 class Watcher:
     """Life cycle: `start`, `tick` once a second, `close`; the results are in `book`."""
 
-    def __init__(
-        self,
-        config: AlertConfig,
-        *,
-        job: str,
-        incarnation: int,
-        view: Callable[[], MeshView],
-        sampler: MeshSampler,
-        webhooks: Webhooks,
-        store: AlertStore,
-        offer: Offer,
-        ask_logged: Ask | None = None,
-        look: Look | None = None,
-        reaching: Callable[[], Awaitable[SidecarFinder]] | None = None,
-        tell: Tell = lambda alert: None,
-        expires_s: Callable[[], float | None] = lambda: None,
-        clock: Callable[[], float] = now_s,
-    ) -> None:
-        """No I/O. Single event loop.
+    config: AlertConfig
+    job: str
+    incarnation: int
+    view: Callable[[], MeshView]
+    """Returns the current mesh, for the rounds."""
+    sampler: MeshSampler
+    webhooks: Webhooks
+    """Closed by the caller; shared by all jobs."""
+    store: AlertStore
+    """Keeps the alerts. It and what `offer` adds to are the caller's to close."""
+    offer: Offer
+    """Adds to the history. Never blocks, never fails; drops what it cannot keep."""
+    ask_logged: Ask | None = None
+    """Calls GetLogged of a sidecar; None takes no logged numbers."""
+    look: Look | None = None
+    """Asks the ranks what they do; None never does."""
+    reaching: Callable[[], Awaitable[SidecarFinder]] | None = None
+    """Opens the connections to the sidecars; None compares samples alone."""
+    tell: Tell = lambda alert: None
+    """Called with every alert that starts firing or is resolved, for the event bus."""
+    expires_s: Callable[[], float | None] = lambda: None
+    """When the control plane's certificate expires; None without TLS."""
+    clock: Callable[[], float] = now_s
+    """Seconds since the Unix epoch."""
 
-        Args:
-            view: Returns the current mesh, for the rounds.
-            webhooks: Closed by the caller; shared by all jobs.
-            store: Keeps the alerts. It and what `offer` adds to are the caller's to close.
-            offer: Adds to the history. Never blocks, never fails; drops what it cannot keep.
-            reaching: Opens the connections to the sidecars; None compares samples alone.
-            ask_logged: Calls GetLogged of a sidecar; None takes no logged numbers.
-            look: Asks the ranks what they do; None never does.
-            tell: Called with every alert that starts firing or is resolved, for the event bus.
-            expires_s: When the control plane's certificate expires; None without TLS.
-            clock: Seconds since the Unix epoch.
-        """
-        self.config = config
-        self.book = Book(job=job, incarnation=incarnation)
-        self._job = job
-        self._incarnation = incarnation
-        self._webhooks = webhooks
-        self._store = store
-        self.offer = offer
-        self._tell = tell
-        self._expires_s = expires_s
-        self.clock = clock
-        self._began_s = clock()
+    def __post_init__(self) -> None:
+        config, view = self.config, self.view
+        self.book = Book(job=self.job, incarnation=self.incarnation)
+        self._began_s = self.clock()
         self._window: deque[tuple[float, Ranks]] = deque()
         self._look_due_s = 0.0
         self._points_due_s = 0.0
@@ -229,15 +217,15 @@ class Watcher:
         self._to_keep = asyncio.Event()
         self._trouble: dict[str, str] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self.rounds = Rounds(self, view, sampler)
+        self.rounds = Rounds(self, view, self.sampler)
         self._logged = None
-        if ask_logged is not None:
-            self._logged = LoggedRounds(self, view, ask_logged)
-        self._look_rounds = looks.LookRounds(self, look) if look is not None else None
+        if self.ask_logged is not None:
+            self._logged = LoggedRounds(self, view, self.ask_logged)
+        self._look_rounds = looks.LookRounds(self, self.look) if self.look is not None else None
         self._bits = None
-        if reaching is not None and config.compare and config.compare_steps:
+        if self.reaching is not None and config.compare and config.compare_steps:
             self._bits = BitRounds(
-                config, reaching=reaching, joined=lambda: {one.rank for one in view().joined},
+                config, reaching=self.reaching, joined=lambda: {one.rank for one in view().joined},
                 observe=self.observe,
             )  # fmt: skip
         self.round_counts = {"stats": 0, "digests": 0}
@@ -299,7 +287,7 @@ class Watcher:
         try:
             self._look(rank_inputs(view, watched_s=now_s - self._began_s), now_s)
         except Exception:
-            log.exception("job %s: checking the mesh failed", self._job)
+            log.exception("job %s: checking the mesh failed", self.job)
 
     def _look(self, now: Ranks, now_s: float) -> None:
         while len(self._window) > 1 and self._window[1][0] <= now_s - self.config.stall_window_s:
@@ -309,7 +297,7 @@ class Watcher:
         self.observe(
             [
                 *mesh_findings(now, before, self.config),
-                *certificate(self._expires_s(), now_s, self.config),
+                *certificate(self.expires_s(), now_s, self.config),
             ],
             # After a restart of the control plane, a rank's alert is not over before it is back.
             lambda alert: alert.rule in MESH_RULES and missing.isdisjoint(alert.ranks),
@@ -319,7 +307,7 @@ class Watcher:
             self._window.append((now_s, now))
         if now_s >= self._points_due_s:
             self._points_due_s = now_s + POINTS_EVERY_S
-            self.offer(points_of(now, job=self._job, incarnation=self._incarnation, time_s=now_s))
+            self.offer(points_of(now, job=self.job, incarnation=self.incarnation, time_s=now_s))
 
     async def _run(
         self, kind: str, every_s: float, one: Callable[[], Awaitable[bool | None]]
@@ -332,22 +320,22 @@ class Watcher:
             except ParamdError as error:
                 self._failed(kind, f"{type(error).__name__}: {error}")
             except Exception as error:
-                log.exception("job %s: a round of %s failed", self._job, kind)
+                log.exception("job %s: a round of %s failed", self.job, kind)
                 self._failed(kind, type(error).__name__)
             else:
                 self.round_counts[kind] = self.round_counts.get(kind, 0) + 1
                 if self._trouble.pop(kind, None):
-                    log.info("job %s: rounds of %s work again", self._job, kind)
+                    log.info("job %s: rounds of %s work again", self.job, kind)
 
     def _failed(self, kind: str, reason: str) -> None:
         self.failed_counts[kind] = self.failed_counts.get(kind, 0) + 1
         if self._trouble.get(kind) != reason:
             self._trouble[kind] = reason
-            log.warning("job %s: a round of %s failed: %s", self._job, kind, reason)
+            log.warning("job %s: a round of %s failed: %s", self.job, kind, reason)
 
     def series(self, name: str, subject: str) -> SeriesKey:
         """The history of a metric of one subject; see `series_of`."""
-        return series_of(self._job, self._incarnation, name, subject)
+        return series_of(self.job, self.incarnation, name, subject)
 
     def observe(self, findings: Sequence[Finding], covered: Covered) -> None:
         """Take the findings of one check; see `Book.observe`."""
@@ -366,17 +354,17 @@ class Watcher:
                 alert.reason,
                 extra=_extra(alert),
             )
-            self._tell(alert)
+            self.tell(alert)
             self._unkept[alert.id] = alert
         if changes:
-            self._webhooks.post(changes)
+            self.webhooks.post(changes)
             self._to_keep.set()
 
     async def _keep(self) -> None:
         while True:
             try:
                 if not self._restored:
-                    self.book.restore(await self._store.load_firing(self._job, self._incarnation))
+                    self.book.restore(await self.store.load_firing(self.job, self.incarnation))
                     self._restored = True
                 await self._save()
             except ParamdError as error:
@@ -384,7 +372,7 @@ class Watcher:
                 self._restored = True
                 if self._trouble.get("store") != str(error):
                     self._trouble["store"] = str(error)
-                    log.warning("job %s: alerts are not kept: %s", self._job, error)
+                    log.warning("job %s: alerts are not kept: %s", self.job, error)
                 await asyncio.sleep(KEEP_AGAIN_S)
                 continue
             self._trouble.pop("store", None)
@@ -395,7 +383,7 @@ class Watcher:
         self._to_keep.clear()
         changed = dict(self._unkept)
         if changed:
-            await self._store.save(list(changed.values()))
+            await self.store.save(list(changed.values()))
         for key, alert in changed.items():
             # Unless it has changed since: then the new state is still to be written.
             if self._unkept.get(key) is alert:

@@ -6,11 +6,11 @@ Only health and the page need no token; health tells only whether the server run
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Path
-from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
@@ -99,7 +99,7 @@ def build_app(services: Services) -> FastAPI:
         dependencies=[Depends(permitted(services.denied, readonly=services.config.readonly))],
         # `install_openapi` adds the other statuses; this one brings the schema.
         responses={422: {"model": problems.Problem}},
-        generate_unique_id_function=_operation_id,
+        generate_unique_id_function=attrgetter("name"),
     )
     # The last one added runs first.
     app.add_middleware(Gone)
@@ -126,22 +126,15 @@ def build_app(services: Services) -> FastAPI:
     for router in _ROUTES:
         app.include_router(router(services), prefix=API)
     app.include_router(metrics_router(services))
-    app.add_api_route(f"{API}/openapi.json", _openapi(app), include_in_schema=False)
+
+    @app.get(f"{API}/openapi.json", include_in_schema=False)
+    async def get_openapi() -> dict[str, Any]:
+        return app.openapi()
+
     install_openapi(app)
     # Plain Starlette routes: the dependency above does not apply to them.
     app.router.routes.extend(open_routes(services))
     return app
-
-
-def _openapi(app: FastAPI) -> Callable[[], Awaitable[dict[str, Any]]]:
-    async def get_openapi() -> dict[str, Any]:
-        return app.openapi()
-
-    return get_openapi
-
-
-def _operation_id(route: APIRoute) -> str:
-    return route.name
 
 
 def open_routes(services: Services) -> Sequence[BaseRoute]:

@@ -13,7 +13,7 @@ from paramd.clock import now_s
 from paramd.errors import DeniedError, NotFoundError, UsageError
 from paramd.filters import Facts, Filter
 from paramd.layout.select import NameIndex, SelectedTensor, select
-from paramd.layout.types import TensorLayout, full_box
+from paramd.layout.types import TensorLayout
 from paramd.v1 import common_pb2
 from paramd_service.control.access.roles import SMALL_NUMEL
 from paramd_service.control.alerts.book import series_name
@@ -113,14 +113,6 @@ def facts_of(tensor: TensorLayout) -> Facts:
         names=(tensor.fqn, *tensor.aliases),
         ranks=frozenset(piece.rank for piece in tensor.pieces if piece.region.numel),
     )
-
-
-def pattern_of(item: SelectedTensor) -> str:
-    """A pattern that selects exactly this slice of this tensor."""
-    if item.box == full_box(item.tensor.shape):
-        return item.name
-    bounds = zip(item.box.begin, item.box.end, strict=True)
-    return f"{item.name}[{', '.join(f'{begin}:{end}' for begin, end in bounds)}]"
 
 
 def split(

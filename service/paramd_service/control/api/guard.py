@@ -219,9 +219,8 @@ _RIGHT = re.compile(rb"[A-Za-z0-9._-]{1,64}\Z")
 class RequestIdMiddleware:
     """Give each request an id, or keep the caller's, and return it in the response."""
 
-    def __init__(self, app: ASGIApp, *, send_timeout_s: float = SEND_TIMEOUT_S) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._send_timeout_s = send_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -234,7 +233,7 @@ class RequestIdMiddleware:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), (REQUEST_ID, own_id)]
             # A stalled reader must not occupy a viewer slot or pin its response's data.
-            async with asyncio.timeout(self._send_timeout_s):
+            async with asyncio.timeout(SEND_TIMEOUT_S):
                 await send(message)
 
         try:

@@ -71,7 +71,15 @@ class Request(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class EditRequest(Request):
+class WaitRequest(Request):
+    """How long to wait."""
+
+    wait_s: float = Field(
+        30.0, ge=0, le=300, allow_inf_nan=False, description="Seconds to wait for it to end"
+    )
+
+
+class EditRequest(WaitRequest):
     """An edit, applied on all ranks at one step or on none."""
 
     id: str | None = Field(
@@ -91,17 +99,6 @@ class EditRequest(Request):
     )
     note: str = Field("", max_length=1000, description="Reason, for the audit")
     dry_run: bool = Field(False, description="Only compute the statistics before and after")
-    wait_s: float = Field(
-        30.0, ge=0, le=300, allow_inf_nan=False, description="Seconds to wait for it to end"
-    )
-
-
-class WaitRequest(Request):
-    """How long to wait."""
-
-    wait_s: float = Field(
-        30.0, ge=0, le=300, allow_inf_nan=False, description="Seconds to wait for it to end"
-    )
 
 
 class UndoRequest(WaitRequest):

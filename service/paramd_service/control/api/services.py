@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from paramd_service.control.access.authority import Denied, Sessions, Tokens, no_audit
+from paramd_service.control.access.authority import Denied, Sessions, Tokens
 from paramd_service.control.access.doorway import Doorway
 from paramd_service.control.access.join import FailureLimit
 from paramd_service.control.access.revocations import Revocations
@@ -47,6 +47,8 @@ class Services:
     failures: FailureLimit
     events: EventBus
     """`events.publish(kind, data, job=)` pushes to all viewers of the job."""
+    denied: Denied
+    """Called for every refused request."""
     stopping: Callable[[], bool]
     """True while draining."""
     tls: ServerTls | None = None
@@ -57,5 +59,3 @@ class Services:
     """REST connections, and which of them are authenticated."""
     sessions: Sessions = field(default_factory=Sessions)
     """Browser sessions."""
-    denied: Denied = no_audit
-    """Called for every refused request."""

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from paramd import gone
 from paramd.errors import UsageError
 from paramd.places import check_job_name
 from paramd.security.tickets import Signer, key_from_hex
+from paramd.state_files import file_places
 from paramd_service.control.base.certificates import JobCertificates
 
 if TYPE_CHECKING:
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
 MAX_BOOTSTRAP_BYTES = 16 << 20
 MAX_WORLD_SIZE = 1 << 16
 MIN_TOKEN_CHARS = 16
+
+Loaded = TypeVar("Loaded")
+
+log = logging.getLogger("paramd.control")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +198,14 @@ def read_bootstrap(stdin: BinaryIO, *, job: str) -> Bootstrap:
         raise UsageError(f"stdin: cannot be read ({type(error).__name__})") from None
     if bootstrap.job != job:
         raise UsageError(f"stdin: the job is {bootstrap.job!r}; expected {job!r} as in --job")
-    _check_bounds(bootstrap)
+    if bootstrap.incarnation < 1:
+        raise UsageError(f"stdin: incarnation {bootstrap.incarnation}; expected 1 or more")
+    if not 1 <= bootstrap.world_size <= MAX_WORLD_SIZE:
+        raise UsageError(
+            f"stdin: world_size {bootstrap.world_size}; expected 1 to {MAX_WORLD_SIZE}"
+        )
+    if len(bootstrap.token) < MIN_TOKEN_CHARS or not bootstrap.token.isascii():
+        raise UsageError(f"stdin: token is not {MIN_TOKEN_CHARS} or more ASCII characters")
     return bootstrap
 
 
@@ -205,17 +218,6 @@ def _check_no_password(store: str) -> None:
             "store: a password on the command line is visible to other users of this machine; "
             "set PARAMD_STORE_URL, or keep it in ~/.pgpass"
         )
-
-
-def _check_bounds(bootstrap: Bootstrap) -> None:
-    if bootstrap.incarnation < 1:
-        raise UsageError(f"stdin: incarnation {bootstrap.incarnation}; expected 1 or more")
-    if not 1 <= bootstrap.world_size <= MAX_WORLD_SIZE:
-        raise UsageError(
-            f"stdin: world_size {bootstrap.world_size}; expected 1 to {MAX_WORLD_SIZE}"
-        )
-    if len(bootstrap.token) < MIN_TOKEN_CHARS or not bootstrap.token.isascii():
-        raise UsageError(f"stdin: token is not {MIN_TOKEN_CHARS} or more ASCII characters")
 
 
 def table_of_file(path: Path, name: str) -> Mapping[str, Any]:
@@ -249,6 +251,25 @@ def table_of_text(text: str, name: str) -> Mapping[str, Any]:
     if not isinstance(table, dict):
         raise UsageError(f"{name}: expected a JSON object")
     return table
+
+
+def loaded(load: Callable[..., Loaded], *, strict: bool, otherwise: Loaded, told: str) -> Loaded:
+    """What `load` finds in the current files and environment, with `given` as its last arguments.
+
+    Args:
+        strict: Raise on an invalid source. A training's embedded control plane is not strict: it
+            logs what is `told`, with the error, and goes on with `otherwise`.
+
+    Raises:
+        UsageError: a source is invalid, and `strict`.
+    """
+    try:
+        return load(file_places(), os.environ)
+    except UsageError as error:
+        if strict:
+            raise
+        log.error("%s: %s", told, error)
+        return otherwise
 
 
 def settings_of(

@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 from paramd.errors import ConflictError, DeadlineError, ParamdError
 from paramd.mesh.edits.calls import Hold as HoldView
@@ -47,22 +47,17 @@ log = logging.getLogger("paramd.control.holds")
 OnChange = Callable[[str, HoldView], None]
 
 
+@dataclass(eq=False)
 class Hold:
     """The hold of one incarnation. Use on one event loop."""
 
-    def __init__(
-        self,
-        mesh: Incarnation,
-        records: Records,
-        *,
-        agree_s: Callable[[MeshView], float],
-        on_change: OnChange,
-    ) -> None:
-        self._mesh = mesh
-        self._calls = mesh.calls
-        self._records = records
-        self._agree_s = agree_s
-        self._on_change = on_change
+    mesh: Incarnation
+    records: Records
+    _: KW_ONLY
+    agree_s: Callable[[MeshView], float]
+    on_change: OnChange
+
+    def __post_init__(self) -> None:
         self._holder = ""
         self._owner = ""
         self._since_s: float | None = None
@@ -74,13 +69,13 @@ class Hold:
 
     async def view(self) -> HoldView:
         """The hold as a rank reports it now; its last report if it does not answer."""
-        view = self._mesh.registry.view()
+        view = self.mesh.registry.view()
         state, step = common_pb2.RankState(), -1
         for report in view.joined[:1]:
             state, step = report.state, report.step
             try:
                 request = sidecar_pb2.GetStateRequest()
-                fresh = await self._calls.ask(report.rank, report.address, request)
+                fresh = await self.mesh.calls.ask(report.rank, report.address, request)
                 state, step = fresh.state, fresh.header.step
             except ParamdError as error:
                 log.debug("rank %d did not report its hold: %s", report.rank, error)
@@ -93,7 +88,7 @@ class Hold:
                     now,
                     state=HoldState.PAUSING,
                     holder=self._holder,
-                    waits_for=waited_for(self._mesh.registry.view()),
+                    waits_for=waited_for(self.mesh.registry.view()),
                 )
             self._forget()
             return now
@@ -103,7 +98,7 @@ class Hold:
         """STEPPING until every rank has passed the granted steps; then `first`."""
         try:
             request = sidecar_pb2.GetStateRequest()
-            found = await on_all(view, lambda rank, at: self._calls.ask(rank, at, request))
+            found = await on_all(view, lambda rank, at: self.mesh.calls.ask(rank, at, request))
         except ParamdError as error:
             # Until every rank answers, at least one step is assumed to be left.
             log.debug("not every rank reported its step: %s", error)
@@ -143,7 +138,7 @@ class Hold:
     async def _begin(
         self, by: Principal, lease_s: float, holder: str, for_all: bool, timeout_s: float | None
     ) -> HoldView:
-        self._mesh.check()
+        self.mesh.check()
         present = await self.view()
         if present.state is not HoldState.RUNNING:
             if holder and holder == self._holder:
@@ -158,7 +153,7 @@ class Hold:
         self._tell(HoldView(state=HoldState.PAUSING, holder=self._holder))
         try:
             detail = {"holder": self._holder, "lease_s": lease_s}
-            async with self._records.recorded(by, "hold.begin", detail, self._mesh) as entry:
+            async with self.records.recorded(by, "hold.begin", detail, self.mesh) as entry:
                 verdict = await self._ask(
                     BoundaryAction.HOLD, lease_ms=round(1000 * lease_s), timeout_s=timeout_s
                 )
@@ -202,7 +197,7 @@ class Hold:
         """
         before = await self._check_holder(by, holder)
         detail = {"holder": self._holder, "steps": steps}
-        async with self._records.recorded(by, "hold.step", detail, self._mesh):
+        async with self.records.recorded(by, "hold.step", detail, self.mesh):
             verdict = await self._ask(BoundaryAction.STEP, step_count=steps)
             # The verdict has no step (-1) if the answers were lost after agreement: then count
             # from the step at which training was held.
@@ -224,7 +219,7 @@ class Hold:
             log.warning("could not end the hold by agreement (%s); ending its lease", error)
             await self._renew(END_NOW_MS)
         # Recorded afterwards, and best effort: training must not wait for the audit store.
-        await self._records.happened(by, "hold.end", {"holder": self._holder}, self._mesh)
+        await self.records.happened(by, "hold.end", {"holder": self._holder}, self.mesh)
         self._forget()
         return await self._told_now()
 
@@ -285,18 +280,18 @@ class Hold:
         lease_ms: int = 0,
         timeout_s: float | None = None,
     ) -> Verdict:
-        async with self._mesh.coordinator.turn() as turn:
+        async with self.mesh.coordinator.turn() as turn:
             request = BoundaryRequest(
                 number=turn.number,
-                token=token_of(self._mesh.terms.generation, turn.number, action),
+                token=token_of(self.mesh.terms.generation, turn.number, action),
                 action=action,
                 step_count=step_count,
                 lease_ms=lease_ms,
             )
             if timeout_s is None:
-                timeout_s = self._agree_s(turn.view)
+                timeout_s = self.agree_s(turn.view)
             try:
-                verdict = await self._mesh.coordinator.round(
+                verdict = await self.mesh.coordinator.round(
                     request, {}, turn.view, timeout_s=timeout_s
                 )
             except ParamdError as error:
@@ -310,7 +305,7 @@ class Hold:
             return verdict
 
     def _why_not_agreed(self, timeout_s: float) -> str:
-        waited = waited_for(self._mesh.registry.view())
+        waited = waited_for(self.mesh.registry.view())
         return f"the trainers did not agree in {timeout_s:.3g} s, waiting for {waited}; {MORE_TIME}"
 
     async def _was_agreed(self, number: int, view: MeshView) -> bool:
@@ -318,7 +313,7 @@ class Hold:
 
         async def withdraw(rank: int, address: str) -> Outcome:
             try:
-                return await withdrawn(self._calls, rank, address, number)
+                return await withdrawn(self.mesh.calls, rank, address, number)
             except ParamdError:
                 return Outcome.IN_DOUBT
 
@@ -326,9 +321,9 @@ class Hold:
         return bool(fates & {Outcome.AGREED, Outcome.DONE})
 
     async def _renew(self, lease_ms: int) -> None:
-        view = self._mesh.registry.view()
+        view = self.mesh.registry.view()
         request = sidecar_pb2.RenewHoldRequest(lease_ms=lease_ms)
-        await on_all(view, lambda rank, at: self._calls.ask(rank, at, request))
+        await on_all(view, lambda rank, at: self.mesh.calls.ask(rank, at, request))
 
     async def _told_now(self) -> HoldView:
         now = await self.view()
@@ -340,7 +335,7 @@ class Hold:
         self._step_to = 0
 
     def _tell(self, now: HoldView) -> None:
-        self._on_change(self._mesh.job, now)
+        self.on_change(self.mesh.job, now)
 
 
 def is_held(state: common_pb2.RankState) -> bool:

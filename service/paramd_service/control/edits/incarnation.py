@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from paramd.errors import ParamdError
@@ -48,28 +49,24 @@ _NS = 1e9
 log = logging.getLogger("paramd.control.edits")
 
 
+@dataclass(eq=False)
 class IncarnationEdits:
     """Use on one event loop. `begin` comes first, `close` last."""
 
-    def __init__(
-        self,
-        mesh: Incarnation,
-        records: Records,
-        config: EditConfig,
-        *,
-        on_change: Callable[[EditRow], None],
-        on_hold: Callable[[str, HoldView], None],
-    ) -> None:
-        self._mesh = mesh
-        self._records = records
-        self._config = config
-        self._on_change = on_change
+    mesh: Incarnation
+    records: Records
+    config: EditConfig
+    _: KW_ONLY
+    on_change: Callable[[EditRow], None]
+    on_hold: Callable[[str, HoldView], None]
+
+    def __post_init__(self) -> None:
         self._loading: asyncio.Task[None] | None = None
         self._committing: set[str] = set()
         self._ending: set[asyncio.Task[None]] = set()
         self.open: dict[str, EditRun] = {}
         """Drivers of edits that have not ended, by id."""
-        self.hold = Hold(mesh, records, agree_s=self.agree_s, on_change=on_hold)
+        self.hold = Hold(self.mesh, self.records, agree_s=self.agree_s, on_change=self.on_hold)
 
     def begin(self) -> None:
         """Resolve what an earlier control plane left open; no turns are given until then."""
@@ -78,7 +75,7 @@ class IncarnationEdits:
     def drive(self, row: EditRow, check: SameData) -> EditRun:
         """Start driving an edit from the state in its row."""
         machine = EditMachine(
-            world_size=self._mesh.bootstrap.world_size,
+            world_size=self.mesh.bootstrap.world_size,
             manifest_digest=bytes.fromhex(row.digest),
             same_data=check,
             # STAGED is never trusted from the store: sidecars may have dropped the staged data.
@@ -89,9 +86,9 @@ class IncarnationEdits:
         driver = self.open[row.id] = EditRun(
             machine,
             row,
-            calls=self._mesh.calls,
-            view=self._mesh.registry.view,
-            save=self._records.edits.save,
+            calls=self.mesh.calls,
+            view=self.mesh.registry.view,
+            save=self.records.edits.save,
             on_change=self._changed,
         )
         return driver
@@ -108,14 +105,12 @@ class IncarnationEdits:
             if planned.manifest.HasField("rollback") and self._ending:
                 # A rank has room for one: the last one's is free once the rank has forgotten it.
                 await asyncio.wait(self._ending, timeout=FORGOTTEN_S)
-            view = self._mesh.coordinator.joined()
+            view = self.mesh.coordinator.joined()
             manifest = planned.manifest
-            staged = await on_all(
-                view, lambda rank, at: stage(self._mesh.calls, rank, at, manifest)
-            )
+            staged = await on_all(view, lambda rank, at: stage(self.mesh.calls, rank, at, manifest))
             feed_staged(driver, staged)
             if driver.row.detail.get("dry_run"):
-                found = await preview_all(self._mesh.calls, view, driver.row.id, index, planned.ops)
+                found = await preview_all(self.mesh.calls, view, driver.row.id, index, planned.ops)
                 driver.describe(**found)
                 driver.feed(CallOff("dry run: nothing was changed"))
                 return
@@ -148,7 +143,7 @@ class IncarnationEdits:
         self._committing.add(row.id)
         try:
             method = "edit.undo" if row.undo_of else "edit.commit"
-            async with self._records.recorded(by, method, audit_detail(row), self._mesh) as entry:
+            async with self.records.recorded(by, method, audit_detail(row), self.mesh) as entry:
                 driver.describe(committed_by=by.name)
                 await self._ranges(driver, index, ops)
                 await self._in_turn(driver, index, ops)
@@ -167,12 +162,12 @@ class IncarnationEdits:
         for edit_id, driver in list(self.open.items()):
             driver.tell_who_waits()
             waits = driver.machine.state in (EditState.STAGING, EditState.STAGED)
-            late = now_s - driver.touched_s > self._config.staged_s
+            late = now_s - driver.touched_s > self.config.staged_s
             if waits and late and edit_id not in self._committing:
-                reason = f"it was not committed within {self._config.staged_s:g} s"
+                reason = f"it was not committed within {self.config.staged_s:g} s"
                 driver.feed(CallOff(reason))
                 detail = {"id": edit_id, "staged_by": driver.row.actor, "reason": reason}
-                self._records.note(self._mesh, "edit.abort", detail)
+                self.records.note(self.mesh, "edit.abort", detail)
 
     def incarnation_ended(self, reason: str) -> None:
         """End every open edit: the trainers are gone, and their agreements with them."""
@@ -189,14 +184,14 @@ class IncarnationEdits:
     def agree_s(self, view: MeshView) -> float:
         """Seconds the trainers have to agree: agree_s plus four of the slowest rank's steps."""
         slowest_ns = max((report.state.step_time_ns for report in view.joined), default=0)
-        return self._config.agree_s + 4 * slowest_ns / _NS
+        return self.config.agree_s + 4 * slowest_ns / _NS
 
     async def changed_since(
         self, index: NameIndex, done: EditRow, ops: Sequence[PlannedOp]
     ) -> EditRow | None:
         """The newest edit after `done` that overlaps `ops` and is still in effect; of one that was
         undone and done again, the edit that did it again."""
-        since = await self._records.edits.of_job(
+        since = await self.records.edits.of_job(
             done.job, (EditState.APPLIED,), incarnation=done.incarnation
         )
         own = pb.EditManifest.FromString(done.manifest)
@@ -206,13 +201,13 @@ class IncarnationEdits:
         return None
 
     async def _in_turn(self, driver: EditRun, index: NameIndex, ops: tuple[PlannedOp, ...]) -> None:
-        async with self._mesh.coordinator.turn() as turn:
+        async with self.mesh.coordinator.turn() as turn:
             if reason := await self._why_not_now(driver.row, turn.view, index, ops):
                 driver.feed(CallOff(reason))
             elif driver.machine.state is EditState.STAGED:
                 machine = driver.machine
                 digests = [machine.manifest_digest, *machine.data_digests]
-                generation = self._mesh.terms.generation
+                generation = self.mesh.terms.generation
                 token = token_of(generation, turn.number, BoundaryAction.EDIT, digests)
                 driver.reach_s = self.agree_s(turn.view)
                 driver.feed(Commit(turn.number, token))
@@ -228,7 +223,7 @@ class IncarnationEdits:
             return moved
         if not row.undo_of or row.detail.get("force"):
             return ""
-        done = await self._records.edits.find(row.undo_of)
+        done = await self.records.edits.find(row.undo_of)
         if done is None or not (later := await self.changed_since(index, done, ops)):
             return ""
         return (
@@ -238,7 +233,7 @@ class IncarnationEdits:
 
     async def _moved(self, view: MeshView, wanted: int) -> str:
         request = pb.GetStateRequest()
-        found = await on_all(view, lambda rank, at: self._mesh.calls.ask(rank, at, request))
+        found = await on_all(view, lambda rank, at: self.mesh.calls.ask(rank, at, request))
         moved = {rank: one.header.step for rank, one in found.items() if one.header.step > wanted}
         if not moved:
             return ""
@@ -247,7 +242,7 @@ class IncarnationEdits:
 
     async def _ranges(self, driver: EditRun, index: NameIndex, ops: tuple[PlannedOp, ...]) -> None:
         """Add statistics before and after for the audit if they arrive within range_s."""
-        row, config = driver.row, self._config
+        row, config = driver.row, self.config
         if (
             not ops
             or row.detail.get("before")
@@ -255,34 +250,34 @@ class IncarnationEdits:
             or row.size_bytes > config.range_bytes
         ):
             return
-        view = self._mesh.registry.view()
-        asking = preview_all(self._mesh.calls, view, row.id, index, ops, timeout_s=config.range_s)
+        view = self.mesh.registry.view()
+        asking = preview_all(self.mesh.calls, view, row.id, index, ops, timeout_s=config.range_s)
         with suppress(ParamdError):
             driver.describe(**await asking)
 
     async def _load(self) -> None:
         while True:
             with suppress(StoreError):
-                async with self._mesh.coordinator.pause():
-                    rows = await self._records.edits.of_job(self._mesh.job, OPEN_STATES)
+                async with self.mesh.coordinator.pause():
+                    rows = await self.records.edits.of_job(self.mesh.job, OPEN_STATES)
                     resolving = [driver for row in rows if (driver := self._take_up(row))]
                     for driver in resolving:
                         await driver.until()
-                        await self._records.audit.event(self._resolved(driver.row))
+                        await self.records.audit.event(self._resolved(driver.row))
                 return
             await asyncio.sleep(LOAD_AGAIN_S)
 
     def _take_up(self, row: EditRow) -> EditRun | None:
         """Drive an edit left open by an earlier control plane; None if nothing is to resolve."""
-        if row.incarnation > self._mesh.number or row.id in self.open:
+        if row.incarnation > self.mesh.number or row.id in self.open:
             return None
         driver = self.drive(row, no_data)
-        if row.incarnation < self._mesh.number:
+        if row.incarnation < self.mesh.number:
             driver.feed(IncarnationEnded(f"incarnation {row.incarnation} ended"))
             return driver
         if row.state != EditState.COMMITTED:
             return None
-        self._mesh.coordinator.used(row.boundary)
+        self.mesh.coordinator.used(row.boundary)
         driver.feed(Restarted())
         return driver
 
@@ -290,7 +285,7 @@ class IncarnationEdits:
         if row.ended_s is not None and (driver := self.open.pop(row.id, None)) is not None:
             # Its background calls (Forget on the ranks) still run to their end.
             kept(self._ending, driver.finish(), "paramd-edit-end")
-        self._on_change(row)
+        self.on_change(row)
 
     def _resolved(self, row: EditRow) -> Action:
         return Action(

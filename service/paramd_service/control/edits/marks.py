@@ -33,27 +33,22 @@ class KeptState(Mark):
     edits: int
 
 
+@dataclass(eq=False)
 class Marks:
     """The marks of one incarnation's ranks. Use on one event loop."""
 
-    def __init__(
-        self,
-        mesh: Incarnation,
-        hold: Hold,
-        records: Records,
-        *,
-        on_change: Callable[[str, str, KeptState | None], None],
-    ) -> None:
-        """`on_change(job, name, mark)` is told of each mark made, and with None of each dropped."""
-        self._mesh = mesh
-        self._hold = hold
-        self._records = records
-        self._on_change = on_change
+    mesh: Incarnation
+    hold: Hold
+    records: Records
+    on_change: Callable[[str, str, KeptState | None], None]
+    """`on_change(job, name, mark)` is told of each mark made, and with None of each dropped."""
+
+    def __post_init__(self) -> None:
         self._making = asyncio.Lock()
 
     async def all(self) -> list[KeptState]:
         """Every state that some rank keeps, by step. Raises UnreachableError: no rank answers."""
-        view = self._mesh.registry.view()
+        view = self.mesh.registry.view()
         found: dict[int, list[pb.KeptState]] = {}
         failure: ParamdError | None = None
 
@@ -61,7 +56,7 @@ class Marks:
             nonlocal failure
             try:
                 request = pb.ListKeptStatesRequest()
-                answer = await self._mesh.calls.ask(rank, address, request)
+                answer = await self.mesh.calls.ask(rank, address, request)
                 found[rank] = list(answer.states)
             except ParamdError as error:
                 failure = error
@@ -69,7 +64,7 @@ class Marks:
         await asyncio.gather(*(ask(report.rank, report.address) for report in view.joined))
         if not found:
             raise failure if failure is not None else UnreachableError("no rank is joined")
-        return merged(found, self._mesh.bootstrap.world_size)
+        return merged(found, self.mesh.bootstrap.world_size)
 
     async def find(self, to: str | int) -> KeptState:
         """The state named by a mark, or the newest of a step.
@@ -101,48 +96,46 @@ class Marks:
             ConflictError: this training keeps no states, or is held by somebody else.
             UnreachableError: not all ranks are joined.
         """
-        self._mesh.check()
+        self.mesh.check()
         async with self._making:
             if any(one.name == name for one in await self.all()):
                 raise ExistsError(
                     f"mark {name!r} exists already; choose another name, or drop it (paramd unmark)"
                 )
-            async with self._records.recorded(
-                by, "mark.create", {"mark": name}, self._mesh
-            ) as entry:
+            async with self.records.recorded(by, "mark.create", {"mark": name}, self.mesh) as entry:
                 made = await self._made(by, name)
                 entry.outcome(step=made.step, size_bytes=made.size_bytes)
-        self._on_change(self._mesh.job, name, made)
+        self.on_change(self.mesh.job, name, made)
         return made
 
     async def drop(self, by: Principal, name: str) -> bool:
         """Forget a mark on all ranks; False if there was none. Idempotent."""
-        async with self._records.recorded(by, "mark.delete", {"mark": name}, self._mesh):
-            view = self._mesh.coordinator.joined()
+        async with self.records.recorded(by, "mark.delete", {"mark": name}, self.mesh):
+            view = self.mesh.coordinator.joined()
             dropped = await self._forget(view, name)
         if dropped:
-            self._on_change(self._mesh.job, name, None)
+            self.on_change(self.mesh.job, name, None)
         return dropped
 
     async def _forget(self, view: MeshView, name: str) -> bool:
         request = pb.DropMarkRequest(mark=name)
-        found = await on_all(view, lambda rank, at: self._mesh.calls.ask(rank, at, request))
+        found = await on_all(view, lambda rank, at: self.mesh.calls.ask(rank, at, request))
         return any(one.dropped for one in found.values())
 
     async def _made(self, by: Principal, name: str) -> KeptState:
-        view = self._mesh.coordinator.joined()
+        view = self.mesh.coordinator.joined()
 
         async def make(rank: int, address: str, *, fill: bool) -> pb.KeptState:
             """Have memory made for it, or with `fill` have the state copied."""
             request = pb.MakeMarkRequest(mark=name, by=by.name, fill=fill)
-            answer = await self._mesh.calls.ask(rank, address, request, timeout_s=STAGE_S)
+            answer = await self.mesh.calls.ask(rank, address, request, timeout_s=STAGE_S)
             state: pb.KeptState = answer.state
             return state
 
         try:
             # Before training is held: making memory takes longer than the copy.
             await on_all(view, lambda rank, at: make(rank, at, fill=False))
-            async with self._hold.during(by):
+            async with self.hold.during(by):
                 found = await on_all(view, lambda rank, at: make(rank, at, fill=True))
             (made,) = merged({rank: [one] for rank, one in found.items()}, len(view.ranks))[:1]
             if made.reason:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 from paramd.errors import ConflictError, NotFoundError, ParamdError, asked_by
@@ -17,7 +17,6 @@ from paramd.layout.stats import stats_of
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.aio import kept, stopped
 from paramd_service.control.edits.machine import (
-    Action,
     Applied,
     CallOff,
     EditMachine,
@@ -95,29 +94,24 @@ def applied_of(answer: pb.GetEditResponse) -> Applied | None:
     )
 
 
+@dataclass(eq=False)
 class EditRun:
     """Drives one edit until it has ended. Use on one event loop; `close` when done."""
 
-    def __init__(
-        self,
-        machine: EditMachine,
-        row: EditRow,
-        *,
-        calls: SidecarCalls,
-        view: Callable[[], MeshView],
-        save: Callable[[EditRow], Awaitable[None]],
-        on_change: Callable[[EditRow], None],
-    ) -> None:
-        """Start driving. `on_change` is called with each new row, after it is saved."""
-        self.machine = machine
-        self.row = row
-        self.touched_s = time.monotonic()
-        self.reach_s = 60.0
-        """Time for ReachBoundary, in seconds."""
-        self._calls = calls
-        self._view = view
-        self._save = save
-        self._on_change = on_change
+    machine: EditMachine
+    row: EditRow
+    _: KW_ONLY
+    calls: SidecarCalls
+    view: Callable[[], MeshView]
+    save: Callable[[EditRow], Awaitable[None]]
+    on_change: Callable[[EditRow], None]
+    """Called with each new row, after it is saved."""
+    touched_s: float = field(default_factory=time.monotonic)
+    reach_s: float = 60.0
+    """Time for ReachBoundary, in seconds."""
+
+    def __post_init__(self) -> None:
+        """Start driving."""
         self._changed = asyncio.Event()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -150,7 +144,7 @@ class EditRun:
         if self.row.state == EditState.COMMITTED:
             machine = self.machine
             told = f"being called off ({machine.reason}), " if machine.calling_off else ""
-            self.row = replace(self.row, reason=f"{told}waits for {waited_for(self._view())}")
+            self.row = replace(self.row, reason=f"{told}waits for {waited_for(self.view())}")
 
     def describe(self, **detail: Any) -> None:
         """Add to the row's detail; saved with the next state."""
@@ -171,19 +165,13 @@ class EditRun:
     async def _run(self) -> None:
         while True:
             event = await self._events.get()
-            actions = self.machine.handle(event)
-            await self._perform(actions)
-
-    async def _perform(self, actions: list[Action]) -> None:
-        for action in actions:
-            if isinstance(action, Persist):
-                if not await self._persist():
-                    self.feed(
-                        CallOff("the store could not be written; no rank was asked to apply it")
-                    )
-                    return
-            else:
-                self.start(self._do(action))
+            for action in self.machine.handle(event):
+                if not isinstance(action, Persist):
+                    self.start(self._do(action))
+                elif not await self._persist():
+                    why = "the store could not be written; no rank was asked to apply it"
+                    self.feed(CallOff(why))
+                    break
 
     async def _persist(self) -> bool:
         """Save the machine's state. False: a commit was not saved, so no rank may be asked.
@@ -201,7 +189,7 @@ class EditRun:
         # STAGED is not saved: after a restart the ranks are asked again anyway.
         while machine.state is not EditState.STAGED:
             try:
-                await self._save(now)
+                await self.save(now)
                 break
             except StoreError as error:
                 if machine.state is EditState.COMMITTED:
@@ -211,31 +199,28 @@ class EditRun:
         self.row = replace(now, detail=self.row.detail)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-        self._on_change(self.row)
+        self.on_change(self.row)
         return True
 
-    async def _do(self, action: Action) -> None:
-        if isinstance(action, Forget):
-            await self._forget(action.rank)
-        elif not isinstance(action, Persist):
-            try:
-                event: Event = await self._asked(action)
-            except Exception:
-                # The machine waits for an answer to everything it asks.
-                log.exception("edit %s, rank %d: a fault of paramd", self.row.id, action.rank)
-                event = Unreported(action.rank)
-                if isinstance(action, Reach):
-                    event = NotReached(action.rank, f"rank {action.rank}: a fault of paramd")
-            self.feed(event)
-
-    async def _asked(self, action: Reach | Withdraw | Show) -> Event:
-        match action:
-            case Reach(rank):
-                return await self._reach(rank)
-            case Withdraw(rank, later):
-                return await self._withdraw(rank, later=later)
-            case Show(rank):
-                return await self._show(rank)
+    async def _do(self, action: Reach | Withdraw | Show | Forget) -> None:
+        event: Event
+        try:
+            match action:
+                case Forget(rank):
+                    return await self._forget(rank)
+                case Reach(rank):
+                    event = await self._reach(rank)
+                case Withdraw(rank, later):
+                    event = await self._withdraw(rank, later=later)
+                case Show(rank):
+                    event = await self._show(rank)
+        except Exception:
+            # The machine waits for an answer to everything it asks.
+            log.exception("edit %s, rank %d: a fault of paramd", self.row.id, action.rank)
+            event = Unreported(action.rank)
+            if isinstance(action, Reach):
+                event = NotReached(action.rank, f"rank {action.rank}: a fault of paramd")
+        self.feed(event)
 
     async def _reach(self, rank: int) -> Event:
         machine = self.machine
@@ -246,8 +231,8 @@ class EditRun:
             edit_id=self.row.id,
         )
         try:
-            address = address_of(self._view(), rank)
-            answer = await self._calls.reach(rank, address, request, (), self.reach_s)
+            address = address_of(self.view(), rank)
+            answer = await self.calls.reach(rank, address, request, (), self.reach_s)
         except ParamdError as error:
             return NotReached(rank, str(error))
         if answer.captured:
@@ -260,16 +245,16 @@ class EditRun:
             self._pauses[rank] = min(2 * pause_s, MAX_AGAIN_S)
             await asyncio.sleep(pause_s)
         try:
-            address = address_of(self._view(), rank)
-            fate = await withdrawn(self._calls, rank, address, self.machine.boundary)
+            address = address_of(self.view(), rank)
+            fate = await withdrawn(self.calls, rank, address, self.machine.boundary)
             return Reported(rank, fate)
         except ParamdError:
             return Unreported(rank)
 
     async def _show(self, rank: int) -> Event:
         try:
-            address = address_of(self._view(), rank)
-            answer = await self._calls.ask(rank, address, pb.GetEditRequest(edit_id=self.row.id))
+            address = address_of(self.view(), rank)
+            answer = await self.calls.ask(rank, address, pb.GetEditRequest(edit_id=self.row.id))
         except NotFoundError:
             return Shown(rank, None)
         except ParamdError:
@@ -285,10 +270,10 @@ class EditRun:
         pause_s, end_s = AGAIN_S, time.monotonic() + FORGET_S
         while time.monotonic() < end_s:
             try:
-                address = address_of(self._view(), rank)
+                address = address_of(self.view(), rank)
                 if self.machine.boundary:
-                    await withdrawn(self._calls, rank, address, self.machine.boundary)
-                await self._calls.ask(rank, address, pb.DropEditRequest(edit_id=self.row.id))
+                    await withdrawn(self.calls, rank, address, self.machine.boundary)
+                await self.calls.ask(rank, address, pb.DropEditRequest(edit_id=self.row.id))
                 return
             except ParamdError as error:
                 log.debug("edit %s at rank %d: %s", self.row.id, rank, error)

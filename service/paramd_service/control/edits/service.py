@@ -9,8 +9,8 @@ import secrets
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
-from dataclasses import replace
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paramd.errors import ConflictError, DeniedError, ExistsError, NotFoundError, ParamdError
@@ -50,26 +50,17 @@ ABORT_WAIT_S = 5.0
 log = logging.getLogger("paramd.control.edits")
 
 
+@dataclass(frozen=True, eq=False)
 class EditService:
     """The edits of one incarnation. Use on one event loop."""
 
-    def __init__(
-        self,
-        mesh: Incarnation,
-        work: IncarnationEdits,
-        records: Records,
-        config: EditConfig,
-        pace: Pace,
-        marks: Marks,
-    ) -> None:
-        self.marks = marks
-        self.mesh = mesh
-        self._records = records
-        self._store = records.edits
-        self._config = config
-        self._pace = pace
-        self._creating = asyncio.Lock()
-        self.work = work
+    mesh: Incarnation
+    work: IncarnationEdits
+    records: Records
+    config: EditConfig
+    pace: Pace
+    marks: Marks
+    _creating: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def create(self, by: Principal, spec: EditSpec, edit_id: str | None) -> EditRow:
         """Create an edit. Idempotent: the same id and content return the existing row.
@@ -101,10 +92,10 @@ class EditService:
         return await self._begun(by, planned, index, spec.note, detail)
 
     def _check_share(self, share: float) -> None:
-        if share > self._config.max_share:
+        if share > self.config.max_share:
             raise ConflictError(
                 f"the edit changes {share:.1%} of the model; the limit of this control "
-                f"plane is {self._config.max_share:.1%} ([edits] max_share)"
+                f"plane is {self.config.max_share:.1%} ([edits] max_share)"
             )
 
     async def change(
@@ -171,12 +162,39 @@ class EditService:
         undo_of: str = "",
     ) -> EditRow:
         """Open an edit, and unless it waits for data have it staged and committed."""
-        row, driver = await self._opened(by, planned, index, note, detail, undo_of=undo_of)
-        if driver is None:
-            # The previous control plane may have stored the row and died before staging it.
-            waiting = self.work.open.get(row.id)
-            driver = waiting if waiting is not None and waiting.is_idle else None
-        if driver is not None and not detail.get("with_data"):
+        edit_id, with_data = planned.manifest.edit_id, bool(detail.get("with_data"))
+        async with self._creating:
+            known = self.work.open.get(edit_id)
+            row = known.row if known is not None else await self.records.edits.find(edit_id)
+            if row is not None:
+                if row.digest != planned.digest.hex() or row.job != self.mesh.job:
+                    raise ExistsError(f"edit {edit_id} exists with different content; use a new id")
+                # The previous control plane may have stored the row and died before staging it.
+                driver = self.work.open.get(edit_id)
+            else:
+                self.pace.take(time.monotonic())
+                row = EditRow(
+                    id=edit_id,
+                    job=self.mesh.job,
+                    incarnation=self.mesh.number,
+                    state=EditState.STAGING,
+                    actor=by.name,
+                    role=by.role.value,
+                    note=note,
+                    created_s=time.time(),
+                    size_bytes=planned.size_bytes,
+                    manifest=planned.manifest.SerializeToString(deterministic=True),
+                    digest=planned.digest.hex(),
+                    detail={"ops": planned.documents, **detail},
+                    undo_of=undo_of,
+                )
+                # The creation of an edit without data is recorded by its commit.
+                creating = self.records.recorded(by, "edit.create", audit_detail(row), self.mesh)
+                async with creating if with_data else nullcontext():
+                    row = replace(row, number=await self.records.edits.add(row))
+                check = no_data if undo_of else same_data(index, planned.ops)
+                driver = self.work.drive(row, check)
+        if driver is not None and driver.is_idle and not with_data:
             _check_own(by, row)
             driver.start(self.work.stage_and_commit(driver, by, planned, index))
         return row
@@ -194,7 +212,9 @@ class EditService:
         self.mesh.check()
         if reason := self.why_no_undo(done):
             raise ConflictError(f"edit {done.id} cannot be undone: {reason}")
-        nonfinite = await self._brings_back_nonfinite(done)
+        # As when it is itself the undo of an edit that was allowed to write NaN.
+        undone = await self.records.edits.find(done.undo_of) if done.undo_of else None
+        nonfinite = undone is not None and bool(undone.detail.get("allow_nonfinite"))
         if nonfinite and by.role is not UserRole.ADMIN:
             raise DeniedError(
                 f"edit {done.id} removed NaN or infinities; only an admin may restore them"
@@ -259,7 +279,7 @@ class EditService:
             return row
         _check_own(by, row)
         detail = {"id": row.id, "staged_by": row.actor}
-        async with self._records.recorded(by, "edit.abort", detail, self.mesh) as entry:
+        async with self.records.recorded(by, "edit.abort", detail, self.mesh) as entry:
             driver.feed(CallOff(f"aborted by {by.name}"))
             with suppress(TimeoutError):
                 await asyncio.wait_for(driver.until(), ABORT_WAIT_S)
@@ -287,57 +307,6 @@ class EditService:
         if row.incarnation != self.mesh.number or self.mesh.over is not None:
             return f"its incarnation {row.incarnation} has ended"
         return ""
-
-    async def _opened(
-        self,
-        by: Principal,
-        planned: Planned,
-        index: NameIndex,
-        note: str,
-        detail: Mapping[str, object],
-        *,
-        undo_of: str = "",
-    ) -> tuple[EditRow, EditRun | None]:
-        """(row, driver) of a new edit, or (row, None) if the same edit already exists."""
-        edit_id = planned.manifest.edit_id
-        async with self._creating:
-            known = self.work.open.get(edit_id)
-            row = known.row if known is not None else await self._store.find(edit_id)
-            if row is not None:
-                if row.digest != planned.digest.hex() or row.job != self.mesh.job:
-                    raise ExistsError(f"edit {edit_id} exists with different content; use a new id")
-                return row, None
-            self._pace.take(time.monotonic())
-            row = EditRow(
-                id=edit_id,
-                job=self.mesh.job,
-                incarnation=self.mesh.number,
-                state=EditState.STAGING,
-                actor=by.name,
-                role=by.role.value,
-                note=note,
-                created_s=time.time(),
-                size_bytes=planned.size_bytes,
-                manifest=planned.manifest.SerializeToString(deterministic=True),
-                digest=planned.digest.hex(),
-                detail={"ops": planned.documents, **detail},
-                undo_of=undo_of,
-            )
-            async with self._staged(by, row):
-                row = replace(row, number=await self._store.add(row))
-            check = no_data if undo_of else same_data(index, planned.ops)
-            return row, self.work.drive(row, check)
-
-    def _staged(self, by: Principal, row: EditRow) -> AbstractAsyncContextManager[object]:
-        """Audit record of the creation. Edits without data are recorded by their commit."""
-        if not row.detail.get("with_data"):
-            return nullcontext()
-        return self._records.recorded(by, "edit.create", audit_detail(row), self.mesh)
-
-    async def _brings_back_nonfinite(self, done: EditRow) -> bool:
-        """Whether `done` is itself the undo of an edit that was allowed to write NaN."""
-        undone = await self._store.find(done.undo_of) if done.undo_of else None
-        return undone is not None and bool(undone.detail.get("allow_nonfinite"))
 
     async def _layout(self) -> tuple[NameIndex, str]:
         # joined() requires all ranks: an edit that a missing rank cannot take part in never starts.

@@ -5,7 +5,6 @@ Limits come from [edits] in paramd.toml, overridden by PARAMD_EDITS (JSON).
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,8 +37,6 @@ NAMES_TOLD = 100
 MAX_MANIFEST_BYTES = 15 << 20
 """Must fit into one gRPC message."""
 _MINUTE_S = 60.0
-
-log = logging.getLogger("paramd.control.edits")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,30 +91,21 @@ class Pace:
 _settings = partial(settings_of, kind=EditConfig, name="edits")
 
 
-def load_edits(
-    files: Sequence[tuple[Path, bool]], environment: Mapping[str, str], *, strict: bool
-) -> EditConfig:
-    """Load the limits. An invalid config raises if `strict`; else it is logged and ignored.
+def load_edits(files: Sequence[tuple[Path, bool]], environment: Mapping[str, str]) -> EditConfig:
+    """Load the limits.
 
     Args:
         files: (path, is_own) of paramd.toml files; earlier ones win. Files that are not the
             user's own are ignored, because they could lift limits.
 
     Raises:
-        UsageError: `strict`, and a source is unreadable or a value out of range.
+        UsageError: a source is unreadable or a value out of range.
     """
-    try:
-        merged: dict[str, Any] = {}
-        for path in [path for path, is_own in reversed(files) if is_own]:
-            merged |= _settings(table_of_file(path, "edits"), place=f"{path}: [edits]")
-        table = table_of_text(environment.get(ENVIRONMENT, ""), ENVIRONMENT)
-        merged |= _settings(table, place=ENVIRONMENT)
-        return EditConfig(**merged)
-    except UsageError as error:
-        if strict:
-            raise
-        log.error("invalid [edits] configuration, using the default limits: %s", error)
-        return EditConfig()
+    merged: dict[str, Any] = {}
+    for path in [path for path, is_own in reversed(files) if is_own]:
+        merged |= _settings(table_of_file(path, "edits"), place=f"{path}: [edits]")
+    table = table_of_text(environment.get(ENVIRONMENT, ""), ENVIRONMENT)
+    return EditConfig(**merged | _settings(table, place=ENVIRONMENT))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,6 @@ Also loads the destinations: [destinations] of paramd.toml, overridden by PARAMD
 from __future__ import annotations
 
 import base64
-import logging
 import os
 import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -21,8 +20,7 @@ from paramd import clock
 from paramd.documents import read_document
 from paramd.errors import ConflictError, ExhaustedError, NotFoundError, UnreachableError, UsageError
 from paramd.layout.exports.settings import CAST_DTYPES, FORMATS, ExportSettings, NameMap, parse_size
-from paramd.mesh.exports.calls import ExportFile, ExportInfo
-from paramd.state_files import file_places
+from paramd.mesh.exports.calls import MAX_ASSETS, MAX_ASSETS_BYTES, ExportFile, ExportInfo
 from paramd.v1 import export_pb2
 from paramd_service.admission import CALLER, Shares, Who
 from paramd_service.control.base.config import table_of_file
@@ -35,11 +33,8 @@ from paramd_service.destinations.destinations import (
     parse_destinations,
 )
 
-MAX_BYTES: Final = 64 << 20
-"""Most bytes of all assets of one owner."""
 MAX_MISSING = 1000
 """Names of what an export has not, in one document."""
-MAX_FILES: Final = 64
 MAX_OWNERS: Final = 64
 UNOWNED_S: Final = 3600.0
 """Assets that no export or schedule has claimed after this long are removed."""
@@ -54,8 +49,6 @@ if TYPE_CHECKING:
     CastDtype = str
 else:
     FormatName, CastDtype = Literal[tuple(FORMATS)], Literal[CAST_DTYPES]
-
-log = logging.getLogger("paramd.control.exports")
 
 
 class Assets:
@@ -97,10 +90,10 @@ class Assets:
         path = folder / name
         others = [other for other in folder.iterdir() if other != path]
         size_bytes = sum(other.stat().st_size for other in others) + offset_bytes + len(part)
-        if len(others) >= MAX_FILES or size_bytes > MAX_BYTES:
+        if len(others) >= MAX_ASSETS or size_bytes > MAX_ASSETS_BYTES:
             raise ExhaustedError(
-                f"assets: an export can have at most {MAX_FILES} files with {MAX_BYTES:,} bytes in "
-                "total; copy larger files to the destination by other means"
+                f"assets: an export can have at most {MAX_ASSETS} files with {MAX_ASSETS_BYTES:,} "
+                "bytes in total; copy larger files to the destination by other means"
             )
         with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
             found_bytes = file.seek(0, os.SEEK_END)
@@ -163,29 +156,10 @@ def check_asset_name(name: str) -> str:
     return name
 
 
-def open_destinations(*, strict: bool) -> dict[str, Destination]:
-    """Load the destinations from the current files and environment, by name.
-
-    Args:
-        strict: Raise on an invalid table. A training's embedded control plane is not strict: it
-            logs the error and has no destinations.
-
-    Raises:
-        UsageError: the table is invalid, and `strict`.
-    """
-    try:
-        return load_destinations(file_places(), os.environ)
-    except UsageError as error:
-        if strict:
-            raise
-        log.error("exports are disabled, the destinations are invalid: %s", error)
-        return {}
-
-
 def load_destinations(
     files: Sequence[tuple[Path, bool]], environment: Mapping[str, str]
 ) -> dict[str, Destination]:
-    """Destinations of the user's own paramd.toml, overridden by the environment.
+    """Destinations by name: of the user's own paramd.toml, overridden by the environment.
 
     Args:
         files: (path, is_own) of paramd.toml files. One that is not the user's own may come with a
@@ -296,7 +270,7 @@ class ExportOptions(BaseModel):
     )
     assets: list[AssetName] = Field(
         [],
-        max_length=64,
+        max_length=MAX_ASSETS,
         description="Files uploaded with store_export_asset, to copy into the export",
     )
 
@@ -330,7 +304,9 @@ class AssetRequest(BaseModel):
 
     owner: Id = Field(description="Id of the export or schedule to be created with it")
     name: AssetName = Field(description="A plain file name")
-    offset_bytes: int = Field(ge=0, le=64 << 20, description="Offset of the part in the file")
+    offset_bytes: int = Field(
+        ge=0, le=MAX_ASSETS_BYTES, description="Offset of the part in the file"
+    )
     data: str = Field(max_length=720_000, description="Base64 of at most 512 KiB")
 
     model_config = ConfigDict(extra="forbid")

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from paramd.errors import ExhaustedError, ParamdError
@@ -28,33 +28,23 @@ log = logging.getLogger("paramd.control.exports")
 Ended = Callable[[ExportJob], Awaitable[None]]
 
 
+@dataclass(kw_only=True, eq=False)
 class IncarnationExports:
     """Life cycle: `start`, any number of `add` and `cancel`, then `end` or `close`."""
 
-    def __init__(
-        self,
-        mesh: Incarnation,
-        store: ExportStore,
-        *,
-        place: Place,
-        assets: Callable[[ExportRow], Awaitable[Mapping[str, bytes]]],
-        on_change: OnChange,
-        ended: Ended,
-    ) -> None:
-        """No I/O.
+    mesh: Incarnation
+    store: ExportStore
+    place: Place
+    assets: Callable[[ExportRow], Awaitable[Mapping[str, bytes]]]
+    """Reads the small files copied into an export."""
+    on_change: OnChange
+    ended: Ended
+    """Awaited with every export that ended here."""
 
-        Args:
-            assets: Reads the small files copied into an export.
-            ended: Awaited with every export that ended here.
-        """
-        self.mesh = mesh
-        self.group = SidecarGroup(mesh)
-        self.store = store
-        self.place = place
-        self._assets = assets
-        self.on_change = on_change
-        self._ended = ended
-        self._runs: dict[str, ExportRun] = {}
+    def __post_init__(self) -> None:
+        self.group = SidecarGroup(self.mesh)
+        self.runs: dict[str, ExportRun] = {}
+        """Running and queued exports, by id."""
         self._slots = asyncio.Semaphore(MAX_RUNNING)
         self._tasks: set[asyncio.Task[None]] = set()
         self._over = ""
@@ -63,38 +53,27 @@ class IncarnationExports:
         """Resume the job's unfinished exports from the store."""
         self._task(self._take_over(), "paramd-exports-found")
 
-    def get(self, export_id: str) -> ExportJob | None:
-        """A running or queued export."""
-        return self._runs.get(export_id)
-
-    def all(self) -> list[ExportJob]:
-        """All running and queued exports."""
-        return list(self._runs.values())
-
     def check_room(self) -> None:
         """Raises ExhaustedError when the queue is full."""
-        if len(self._runs) >= MAX_RUNNING + MAX_WAITING:
+        if len(self.runs) >= MAX_RUNNING + MAX_WAITING:
             raise ExhaustedError(
                 f"{MAX_WAITING} exports of job {self.mesh.job!r} are queued already; retry later"
             )
 
     def add(self, row: ExportRow, files: list[File]) -> ExportJob:
         """Queue an export, new or resumed. Idempotent by id."""
-        if row.id in self._runs:
-            return self._runs[row.id]
-        run = self._runs[row.id] = ExportRun(row, files, self)
+        if row.id in self.runs:
+            return self.runs[row.id]
+        run = self.runs[row.id] = ExportRun(row, files, self)
         if self._over:
             run.fail(self._over)
         self._task(self._run(run), f"paramd-export-slot-{row.id[:8]}")
         return run
 
     async def cancel(self, export_id: str, reason: str) -> None:
-        """Cancel an export and wait for its end; nothing to do if it is not here.
-
-        Raises:
-            ConflictError: it can no longer be cancelled.
-        """
-        run = self._runs.get(export_id)
+        """Cancel an export and wait for its end; nothing to do if it is not here. Raises
+        ConflictError: it can no longer be cancelled."""
+        run = self.runs.get(export_id)
         if run is not None:
             run.cancel(reason)
             await run.over.wait()
@@ -102,7 +81,7 @@ class IncarnationExports:
     async def end(self, reason: str) -> None:
         """Fail all exports: the incarnation ended, and its sidecars with it."""
         self._over = reason
-        for run in list(self._runs.values()):
+        for run in list(self.runs.values()):
             run.fail(reason)
         await self._wait()
         await self.group.close()
@@ -115,22 +94,18 @@ class IncarnationExports:
         await self._wait()
         await self.group.close()
 
-    def job_of(self, row: ExportRow, files: list[File]) -> ExportJob:
-        """The export of a stored row, not queued."""
-        return ExportJob(row, files, self)
-
     async def _run(self, run: ExportRun) -> None:
         try:
             async with self._turn(run):
                 try:
-                    run.assets = await self._assets(run.row)
+                    run.assets = await self.assets(run.row)
                 except ParamdError as error:
                     run.fail(str(error))
                 await run.run()
         finally:
-            self._runs.pop(run.row.id, None)
+            self.runs.pop(run.row.id, None)
             run.over.set()
-        await self._ended(run)
+        await self.ended(run)
 
     @asynccontextmanager
     async def _turn(self, run: ExportRun) -> AsyncIterator[None]:
@@ -150,7 +125,7 @@ class IncarnationExports:
         while True:
             try:
                 for row in await self.store.unfinished(self.mesh.job):
-                    if row.id not in self._runs:
+                    if row.id not in self.runs:
                         await self._take(row)
                 return
             except StoreError as error:
@@ -174,7 +149,7 @@ class IncarnationExports:
 
     async def _drop_owed(self, row: ExportRow, files: list[File]) -> None:
         await self.group.wait_for([0])
-        if await drop(self.job_of(row, files)):
+        if await drop(ExportJob(row, files, self)):
             await self.store.save(replace(row, drop_owed=False))
 
     def _task(self, work: Coroutine[Any, Any, None], name: str) -> None:

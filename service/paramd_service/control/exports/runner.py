@@ -73,17 +73,23 @@ class ExportJob:
         """No I/O. `files`: those in the store; none before a step is pinned."""
         self.row = row
         self.spec: ExportSpec = read_spec(row.request)
-        self.export = _restored(row, files)
+        self.export = Export(
+            state=ExportState(row.state),
+            reason=row.reason,
+            incarnation=row.incarnation,
+            step=row.step,
+            files={file.name: file for file in files},
+        )
+        self.committing = False
+        """From the commit on, which may have made the export visible."""
         self.group = queue.group
-        self._place = queue.place
         self.assets: Mapping[str, bytes] = {}
         """Contents of small files to copy into it, by name."""
         self.message = export_pb2.ExportPlan.FromString(row.plan)
         """The plan with its pins; empty before a step is pinned."""
         self.plan: ExportPlan | None = None
         self.leases: Leases | None = None
-        self._store = queue.store
-        self._on_change = queue.on_change
+        self._queue = queue
         self._saved_s = 0.0
 
     @property
@@ -94,7 +100,7 @@ class ExportJob:
     @property
     def target(self) -> export_pb2.ExportTarget:
         """Raises UsageError or NotFoundError when the destination no longer exists."""
-        return self._place(self.row)
+        return self._queue.place(self.row)
 
     @property
     def files(self) -> list[File]:
@@ -105,7 +111,7 @@ class ExportJob:
         """Its destination, once its step is known. Raises StoreError."""
         taken: set[str] = set()
         if self.row.schedule:
-            earlier = await self._store.of_schedule(self.row.schedule)
+            earlier = await self._queue.store.of_schedule(self.row.schedule)
             taken = {row.destination for row in earlier if not row.removed}
         return named_anew(self.row.destination, incarnation=incarnation, step=step, taken=taken)
 
@@ -120,7 +126,7 @@ class ExportJob:
             incarnation=export.incarnation,
             step=export.step,
         )
-        self._on_change(self, whole)
+        self._queue.on_change(self, whole)
 
     def rank_lost(self, rank: int, why: str) -> None:
         """Treat a rank that does not answer, and the snapshot it held, as lost."""
@@ -140,7 +146,7 @@ class ExportJob:
             TakenOverError: another control plane has taken over the export.
         """
         self._saved_s = time.monotonic()
-        await self._store.save(self.row, self.files)
+        await self._queue.store.save(self.row, self.files)
 
     async def save_progress(self) -> None:
         """Save at most once per SAVE_EVERY_S; store errors are only logged.
@@ -154,16 +160,6 @@ class ExportJob:
             await self.save()
         except StoreError as error:
             log.warning("progress of export %s could not be saved: %s", self.row.id, error)
-
-
-def _restored(row: ExportRow, files: Sequence[File]) -> Export:
-    return Export(
-        state=ExportState(row.state),
-        reason=row.reason,
-        incarnation=row.incarnation,
-        step=row.step,
-        files={file.name: file for file in files},
-    )
 
 
 class Writing:
@@ -200,22 +196,16 @@ class Writing:
     async def _prepare(self) -> None:
         """Have a rank prepare the destination and check that the files fit."""
         job = self._job
-        request = export_pb2.BeginExportRequest(
-            target=job.target,
-            size_bytes=job.export.size_bytes,
-        )
+        request = export_pb2.BeginExportRequest(target=job.target, size_bytes=job.export.size_bytes)
         await job.group.any(job.group.asking(request), lost=job.rank_lost)
 
     def _give(self) -> None:
-        job, ranks = self._job, self._healthy()
+        job, joined = self._job, self._job.group.ranks()
+        ranks = {rank: address for rank, address in joined.items() if address not in self._gone}
         for name, rank in machine.next_files(job.export, ranks, per_rank=PER_RANK):
             job.change(machine.given(job.export, name, rank))
             task = asyncio.create_task(self._write(name, rank, ranks[rank]))
             self._tasks[task] = (name, rank)
-
-    def _healthy(self) -> dict[int, str]:
-        joined = self._job.group.ranks()
-        return {rank: address for rank, address in joined.items() if address not in self._gone}
 
     async def _write(self, name: str, rank: int, address: str) -> export_pb2.ExportedFile:
         job, joined = self._job, self._job.group.ranks()
@@ -403,31 +393,41 @@ def _file(plan: ExportPlan, index: int) -> File:
     )
 
 
-async def finish(job: ExportJob, *, committing: Callable[[], None]) -> None:
+async def finish(job: ExportJob) -> None:
     """Store the assets, verify all files and commit. Idempotent.
-
-    Args:
-        committing: Called right before the commit: from then on the export may be visible.
 
     Raises:
         DataLossError: a file read back differs from what was written.
         ParamdError: the destination failed.
     """
-    files = [_exported(file) for file in job.export.files.values()]
+    files = [
+        export_pb2.ExportedFile(
+            name=file.name, size_bytes=file.size_bytes, xxh3=bytes.fromhex(file.checksum)
+        )
+        for file in job.export.files.values()
+    ]
     for name, data in job.assets.items():
         store = partial(stored, job.group.calls, target=job.target, name=name, data=data)
         files.append((await job.group.any(store))[1])
     if job.spec.verify:
         await _verify(job, files)
-    committing()
+    job.committing = True
     request = export_pb2.FinishExportRequest(
-        target=job.target,
-        plan=job.message,
-        files=files,
-        created_s=job.row.created_s,
+        target=job.target, plan=job.message, files=files, created_s=job.row.created_s
     )
     rank, answer = await job.group.any(job.group.asking(request))
-    beside = [_beside(one, rank) for one in answer.files if one.name not in job.export.files]
+    beside = [
+        File(
+            name=one.name,
+            size_bytes=one.size_bytes,
+            written_bytes=one.size_bytes,
+            rank=rank,
+            state=FileState.VERIFIED,
+            checksum=one.xxh3.hex(),
+        )
+        for one in answer.files
+        if one.name not in job.export.files
+    ]
     job.change(machine.committed(job.export, beside))
 
 
@@ -457,23 +457,6 @@ async def _verify_share(
             await job.save_progress()
 
 
-def _exported(file: File) -> export_pb2.ExportedFile:
-    return export_pb2.ExportedFile(
-        name=file.name, size_bytes=file.size_bytes, xxh3=bytes.fromhex(file.checksum)
-    )
-
-
-def _beside(file: export_pb2.ExportedFile, rank: int) -> File:
-    return File(
-        name=file.name,
-        size_bytes=file.size_bytes,
-        written_bytes=file.size_bytes,
-        rank=rank,
-        state=FileState.VERIFIED,
-        checksum=file.xxh3.hex(),
-    )
-
-
 async def drop(job: ExportJob, *, finished: bool = False) -> bool:
     """Remove an export's files from its destination; return whether that succeeded.
 
@@ -482,9 +465,7 @@ async def drop(job: ExportJob, *, finished: bool = False) -> bool:
     """
     try:
         request = export_pb2.DropExportRequest(
-            target=job.target,
-            names=list(job.export.files),
-            finished=finished,
+            target=job.target, names=list(job.export.files), finished=finished
         )
         waiting = export_pb2.DropExportRequest(wait_only=True)
         waiting.MergeFrom(request)
@@ -496,12 +477,6 @@ async def drop(job: ExportJob, *, finished: bool = False) -> bool:
         log.warning("export %s: its files could not be removed: %s", job.row.id, error)
         return False
     return True
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, ParamdError):
-        return str(error)
-    return f"internal error ({type(error).__name__}); see the control plane's log"
 
 
 class ExportRun(ExportJob):
@@ -516,11 +491,10 @@ class ExportRun(ExportJob):
         """Set by the queue when it has stopped running."""
         self._work: asyncio.Task[None] | None = None
         self._ending: tuple[ExportState, str] | None = None
-        self._committing = False
 
     def fail(self, reason: str) -> None:
         """End it as FAILED, unless it is being committed."""
-        if not self._committing:
+        if not self.committing:
             self._end(ExportState.FAILED, reason)
 
     def cancel(self, reason: str) -> None:
@@ -529,7 +503,7 @@ class ExportRun(ExportJob):
         Raises:
             ConflictError: it has ended or is being committed.
         """
-        if self.export.is_over or self._committing:
+        if self.export.is_over or self.committing:
             raise ConflictError(
                 f"export {self.row.id} is {self.export.state}; it can no longer be cancelled"
             )
@@ -592,16 +566,16 @@ class ExportRun(ExportJob):
         assert self.leases is not None
         # All bytes are written: the snapshots are no longer needed.
         await self.leases.close(release=True)
-        await finish(self, committing=self._commits)
-
-    def _commits(self) -> None:
-        self._committing = True
+        await finish(self)
 
     def _ended(self, error: BaseException | None) -> None:
         if error is not None:
+            reason = str(error)
             if not isinstance(error, ParamdError):
                 log.error("export %s failed with an internal error", self.row.id, exc_info=error)
-            self.change(machine.failed(self.export, _reason(error)))
+                told = type(error).__name__
+                reason = f"internal error ({told}); see the control plane's log"
+            self.change(machine.failed(self.export, reason))
         elif self._ending is not None:
             state, reason = self._ending
             end = machine.cancelled if state is ExportState.CANCELLED else machine.failed
@@ -621,7 +595,7 @@ class ExportRun(ExportJob):
             await self.leases.close(release=True)
         if self.export.state is not ExportState.DONE and self.has_begun:
             gone = await drop(self)
-            if self._committing:
+            if self.committing:
                 # The commit got no answer, so the export may be visible: remove that as well.
                 gone = await drop(self, finished=True) and gone
             self.row = replace(self.row, drop_owed=not gone)

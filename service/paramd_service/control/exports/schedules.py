@@ -13,7 +13,7 @@ from paramd import clock
 from paramd.errors import ParamdError, UsageError
 from paramd_service.aio import stopped
 from paramd_service.control.exports.incarnation import IncarnationExports
-from paramd_service.control.exports.runner import drop
+from paramd_service.control.exports.runner import ExportJob, drop
 from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.store.exports import ExportRow, ExportStore, ScheduleRow
 from paramd_service.control.store.store import only
@@ -39,10 +39,6 @@ class Cadence:
     """Also keep every n-th, counted from the first."""
 
     def __post_init__(self) -> None:
-        for name in ("every_steps", "keep_last", "keep_every"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{name}: {value}; expected 1 or more")
         if self.keep_every is not None and self.keep_last is None:
             raise UsageError("keep_every: requires keep_last; without it everything is kept")
 
@@ -107,7 +103,7 @@ class Schedules:
         """Start a check for due schedules unless one is running. Never fails, never blocks."""
         if self._looking is None or self._looking.done():
             step = min((report.step for report in view.joined), default=-1)
-            self._running = {job.row.schedule for job in queue.all() if job.row.schedule}
+            self._running = {job.row.schedule for job in queue.runs.values() if job.row.schedule}
             self._looking = asyncio.create_task(self._look(step), name="paramd-schedules")
 
     async def close(self) -> None:
@@ -118,16 +114,6 @@ class Schedules:
         """Active schedules, oldest first. Raises StoreError."""
         return list((await self._known()).values())
 
-    async def get(self, schedule_id: str) -> ScheduleRow:
-        """An active schedule, by its id or its first characters.
-
-        Raises:
-            NotFoundError, UsageError: none, or several, begin so.
-        """
-        known = await self._known()
-        found = [one for one in known if one.startswith(schedule_id)]
-        return known[only(found, schedule_id, see="paramd export-schedule list")]
-
     async def add(self, row: ScheduleRow) -> ScheduleRow:
         """Add a schedule; if the id exists, return the existing one."""
         known = await self._known()
@@ -137,10 +123,17 @@ class Schedules:
         return known[row.id]
 
     async def delete(self, schedule_id: str) -> ScheduleRow:
-        """Delete a schedule, keeping its exports. Raises NotFoundError."""
-        row = replace(await self.get(schedule_id), deleted_s=clock.now_s())
+        """Delete a schedule, keeping its exports, by its id or its first characters.
+
+        Raises:
+            NotFoundError, UsageError: none, or several, begin so.
+        """
+        known = await self._known()
+        found = [one for one in known if one.startswith(schedule_id)]
+        one = known[only(found, schedule_id, see="paramd export-schedule list")]
+        row = replace(one, deleted_s=clock.now_s())
         await self._store.save_schedule(row)
-        (await self._known()).pop(row.id, None)
+        known.pop(row.id, None)
         return row
 
     async def retain(self, schedule_id: str, queue: IncarnationExports) -> None:
@@ -156,7 +149,7 @@ class Schedules:
 
     async def _remove(self, row: ExportRow, queue: IncarnationExports) -> None:
         row = replace(row, generation=queue.mesh.terms.generation)
-        job = queue.job_of(row, await self._store.files(row.id))
+        job = ExportJob(row, await self._store.files(row.id), queue)
         if await drop(job, finished=True):
             await self._store.save(replace(row, removed=True))
             log.info("export %s at %s: removed by its schedule", row.id, row.destination)

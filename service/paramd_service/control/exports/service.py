@@ -85,7 +85,7 @@ class ExportService:
 
     def running(self) -> list[ExportJob]:
         """All running and queued exports."""
-        return [job for queue in self._queues.values() for job in queue.all()]
+        return [job for queue in self._queues.values() for job in queue.runs.values()]
 
     def check(self, request: Mapping[str, Any]) -> None:
         """Validate a request. Raises UsageError, NotFoundError."""
@@ -162,7 +162,8 @@ class ExportService:
         """
         rows = await self.store.page(job, limit=WHOLE_COUNT, state="DONE")
         applied = await self._records.edits.of_job(job, (EditState.APPLIED,))
-        back = sorted((row for row in applied if row.detail.get("rollback")), key=_in_order)
+        applied.sort(key=lambda row: (row.incarnation, row.edits))
+        back = [row for row in applied if row.detail.get("rollback")]
         return [
             {"id": row.id, "step": row.step, "format": row.format, "destination": row.destination}
             | self._directory(row.destination)
@@ -204,8 +205,7 @@ class ExportService:
 
     async def cancel(self, job: str, export_id: str, *, actor: str) -> ExportInfo:
         """Cancel an export and wait for its end. Raises NotFoundError, ConflictError."""
-        queue = self._queues.get(job)
-        if queue is not None and queue.get(export_id) is not None:
+        if (queue := self._queues.get(job)) is not None:
             await queue.cancel(export_id, f"cancelled by {actor}")
         found = await self.get(job, export_id)
         if found.state != "CANCELLED":
@@ -260,7 +260,7 @@ class ExportService:
 
     def _live(self, job: str, export_id: str) -> ExportJob | None:
         queue = self._queues.get(job)
-        return queue.get(export_id) if queue is not None else None
+        return queue.runs.get(export_id) if queue is not None else None
 
     async def _same(
         self, job: str, export_id: str, request: Mapping[str, Any]
@@ -275,8 +275,8 @@ class ExportService:
 
     def _begin(self, mesh: Incarnation) -> None:
         queue = IncarnationExports(
-            mesh,
-            self.store,
+            mesh=mesh,
+            store=self.store,
             place=self._place,
             assets=self._assets_of,
             on_change=self._tell,
@@ -351,10 +351,6 @@ class ExportService:
             "written_bytes": job.export.written_bytes,
         }
         self._publish(Kind.EXPORT, data, job=row.job)
-
-
-def _in_order(row: EditRow) -> tuple[int, int]:
-    return row.incarnation, row.edits
 
 
 def _is_on_the_way(export: ExportRow, rollbacks: Sequence[EditRow]) -> bool:

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -254,25 +255,22 @@ class SidecarGroup:
         await self.calls.close()
 
 
+@dataclass(eq=False)
 class Leases:
     """Leases of one export's snapshots, renewed until released or lost."""
 
-    def __init__(
-        self,
-        group: SidecarGroup,
-        pins: Iterable[export_pb2.ExportPin],
-        lost: Callable[[int, str], None],
-    ) -> None:
-        """`lost` is called with a rank whose snapshot is gone, and the reason."""
-        self._group = group
-        self._pins = list(pins)
-        self._lost = lost
-        self._heard_s = dict.fromkeys((pin.rank for pin in self._pins), time.monotonic())
+    group: SidecarGroup
+    pins: Sequence[export_pb2.ExportPin]
+    lost: Callable[[int, str], None]
+    """Called with a rank whose snapshot is gone, and the reason."""
+
+    def __post_init__(self) -> None:
+        self._heard_s = dict.fromkeys((pin.rank for pin in self.pins), time.monotonic())
         self._keeping: asyncio.Task[None] | None = None
 
     async def renew(self) -> None:
         """Renew all once. Raises the first ParamdError."""
-        await asyncio.gather(*(self._renew(pin) for pin in self._pins))
+        await asyncio.gather(*(self._renew(pin) for pin in self.pins))
 
     def keep(self) -> None:
         """Keep renewing in the background until `close`."""
@@ -286,25 +284,25 @@ class Leases:
         """
         await stopped(self._keeping)
         if release:
-            pins, self._pins = self._pins, []
+            pins, self.pins = self.pins, ()
             await asyncio.gather(*(self._release(pin) for pin in pins), return_exceptions=True)
 
     async def _keep(self) -> None:
         while True:
             await asyncio.sleep(EXPORT_LEASE_S / 4)
             for pin, found in zip(
-                self._pins,
-                await asyncio.gather(*map(self._renew, self._pins), return_exceptions=True),
+                self.pins,
+                await asyncio.gather(*map(self._renew, self.pins), return_exceptions=True),
                 strict=True,
             ):
                 if isinstance(found, NotFoundError):
-                    self._lost(pin.rank, f"its lease has ended: {found}")
+                    self.lost(pin.rank, f"its lease has ended: {found}")
                 # Other errors may be transient; the snapshot is gone once its lease ran out.
                 elif (
                     isinstance(found, ParamdError)
                     and time.monotonic() - self._heard_s[pin.rank] > EXPORT_LEASE_S
                 ):
-                    self._lost(pin.rank, f"its lease could not be renewed: {found}")
+                    self.lost(pin.rank, f"its lease could not be renewed: {found}")
 
     async def _renew(self, pin: export_pb2.ExportPin) -> None:
         request = sidecar_pb2.RenewSnapshotRequest(
@@ -318,8 +316,8 @@ class Leases:
         await self._ask(pin.rank, request, timeout_s=2.0)
 
     async def _ask(self, rank: int, request: Message, *, timeout_s: float) -> None:
-        address = address_of(self._group.mesh.registry.view(), rank)
-        await self._group.calls.ask_long(rank, address, request, timeout_s=timeout_s)
+        address = address_of(self.group.mesh.registry.view(), rank)
+        await self.group.calls.ask_long(rank, address, request, timeout_s=timeout_s)
 
 
 def target_of(

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily as Counted
@@ -116,49 +118,42 @@ class LoopLag:
         self.max_s = max(self.max_s, self.last_s)
 
 
+@dataclass(kw_only=True, eq=False)
 class Metrics(Collector):
     """Collects and renders the metrics of one control plane."""
 
-    content_type = "text/plain; version=0.0.4; charset=utf-8"
+    content_type: ClassVar = "text/plain; version=0.0.4; charset=utf-8"
 
-    def __init__(
-        self,
-        jobs: Jobs,
-        lag: LoopLag,
-        watchers: Watchers,
-        tls: ServerTls | None = None,
-        *,
-        exports: ExportService | None = None,
-        edits: EditRegistry | None = None,
-        records: Records | None = None,
-    ) -> None:
-        self._jobs = jobs
-        self._lag = lag
-        self._watchers = watchers
-        self._tls = tls
-        self._exports = exports
-        self._edits = edits
-        self._records = records
+    jobs: Jobs
+    lag: LoopLag
+    watchers: Watchers
+    tls: ServerTls | None
+    exports: ExportService
+    edits: EditRegistry
+    records: Records
+
+    def __post_init__(self) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        if self._records is not None:
-            yield from _record_metrics(self._records)
-        if self._edits is not None:
-            yield from _edit_metrics(self._edits)
-        yield from _job_metrics(self._jobs, self._watchers, self._exports)
-        if self._tls is not None:
-            yield from _tls_metrics(self._tls)
-        yield _gauge("paramd_loop_lag_seconds", "Event loop's last lag", self._lag.last_s)
-        yield _gauge("paramd_loop_lag_max_seconds", "Event loop's longest lag", self._lag.max_s)
+        yield from _record_metrics(self.records)
+        yield from _edit_metrics(self.edits)
+        yield from _job_metrics(self.jobs, self.watchers, self.exports)
+        if (tls := self.tls) is not None:
+            text = "Expiry of the current certificate"
+            yield _gauge("paramd_tls_expiry_timestamp_seconds", text, tls.expires_s)
+            text = "0 while newer TLS files cannot be used"
+            yield _gauge("paramd_tls_files_ok", text, not tls.failure)
+        yield _gauge("paramd_loop_lag_seconds", "Event loop's last lag", self.lag.last_s)
+        yield _gauge("paramd_loop_lag_max_seconds", "Event loop's longest lag", self.lag.max_s)
 
     def render(self) -> bytes:
         """Metrics in the Prometheus text format."""
         return generate_latest(self._registry)
 
 
-def _job_metrics(jobs: Jobs, watchers: Watchers, exports: ExportService | None) -> Iterator[Metric]:
+def _job_metrics(jobs: Jobs, watchers: Watchers, exports: ExportService) -> Iterator[Metric]:
     meshes = jobs.all()
     views = [(i.job, i.registry.view()) for i in meshes]
     yield from _mesh_metrics(views)
@@ -176,19 +171,11 @@ def _job_metrics(jobs: Jobs, watchers: Watchers, exports: ExportService | None) 
     yield _family(Gauge, "paramd_boundary_waiting", text, "job", waiting)
     yield from _alert_metrics(watchers)
     yield _health_metric(views, watchers)
-    if exports is not None:
-        yield from _export_metrics(exports, [job for job, _ in views])
+    yield from _export_metrics(exports, [job for job, _ in views])
 
 
 def _gauge(name: str, text: str, value: float) -> Gauge:
     return Gauge(name, text, value=value)
-
-
-def _tls_metrics(tls: ServerTls) -> Iterator[Metric]:
-    yield _gauge(
-        "paramd_tls_expiry_timestamp_seconds", "Expiry of the current certificate", tls.expires_s
-    )
-    yield _gauge("paramd_tls_files_ok", "0 while newer TLS files cannot be used", not tls.failure)
 
 
 def _mesh_metrics(views: Sequence[tuple[str, MeshView]]) -> Iterator[Metric]:

@@ -227,12 +227,9 @@ class Denials:
         if not self._limit.allows():
             self._unrecorded += 1
             return
-        detail: dict[str, object] = {"method": method[:MAX_TEXT_CHARS]}
-        detail["reason"] = reason[:MAX_TEXT_CHARS]
-        if self._unrecorded:
-            detail["unrecorded_before"] = self._unrecorded
-            self._unrecorded = 0
-        action = Action(actor=actor, role=role, method="denied", job=self._job, detail=detail)
+        action = self._action(
+            actor, role, method=method[:MAX_TEXT_CHARS], reason=reason[:MAX_TEXT_CHARS]
+        )
         kept(self._tasks, self._audit.event(action), "paramd-audit-denied")
 
     async def close(self) -> None:
@@ -240,8 +237,9 @@ class Denials:
         if self._tasks:
             await asyncio.wait(self._tasks)
         if self._unrecorded:
-            detail = {"unrecorded_before": self._unrecorded}
-            self._unrecorded = 0
-            await self._audit.event(
-                Action(actor="", role="", method="denied", job=self._job, detail=detail)
-            )
+            await self._audit.event(self._action("", ""))
+
+    def _action(self, actor: str, role: str, **detail: object) -> Action:
+        if self._unrecorded:
+            detail["unrecorded_before"], self._unrecorded = self._unrecorded, 0
+        return Action(actor=actor, role=role, method="denied", job=self._job, detail=detail)

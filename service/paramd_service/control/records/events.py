@@ -100,7 +100,6 @@ class EventBus:
         self,
         *,
         ring_count: int = RING_COUNT,
-        max_viewers: int = MAX_VIEWERS,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._ring: deque[Event] = deque(maxlen=ring_count)
@@ -109,7 +108,7 @@ class EventBus:
         # Numbers restart with each process; the name marks ids of another one.
         self._name = secrets.token_hex(4)
         self._news = asyncio.Event()
-        self._viewers = Shares(max_viewers, "viewers that follow the events")
+        self._viewers = Shares(MAX_VIEWERS, "viewers that follow the events")
         self._closed = False
 
     def publish(self, kind: str, data: Mapping[str, Any], *, job: str = "") -> Event:

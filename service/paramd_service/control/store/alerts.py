@@ -59,28 +59,25 @@ class AlertStore:
         job: str,
         *,
         limit: int,
+        incarnation: int,
         before: int | None = None,
         state: State | None = None,
-        incarnation: int | None = None,
     ) -> list[tuple[int, Alert]]:
-        """A job's alerts with their numbers in the table, newest first.
+        """Alerts of one incarnation with their numbers in the table, newest first.
 
         Args:
             before: Only alerts with a lower number: continues from a previous page.
             state: None for both.
-            incarnation: None for all.
         """
         row = alerts.c
         chosen = (
             select(row.number, row.body)
-            .where(row.job == job)
+            .where(row.job == job, row.incarnation == incarnation)
             .order_by(row.number.desc())
             .limit(limit)
         )
         if before is not None:
             chosen = chosen.where(row.number < before)
-        if incarnation is not None:
-            chosen = chosen.where(row.incarnation == incarnation)
         if state is not None:
             firing = row.resolved_s.is_(None)
             chosen = chosen.where(firing if state is State.FIRING else ~firing)

@@ -81,8 +81,8 @@ class TokenStore:
 
     async def list(self) -> list[TokenRow]:
         """All tokens, including revoked ones, ordered by name."""
-        chosen = select(tokens).order_by(tokens.c.name)
-        return [_token(row) for row in await self._store.all(chosen)]
+        rows = await self._store.all(select(tokens).order_by(tokens.c.name))
+        return [_token(row) for row in rows]
 
     async def ended(self, *, since_s: float, now_s: float, limit: int) -> Sequence[TokenRow]:
         """Tokens revoked or expired after `since_s`, in order of ending; the last `limit` of them.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
@@ -167,15 +167,7 @@ def session_router(services: Services) -> APIRouter:
         """
         digest = sign_in_digest(request) or _own_digest(services, request)
         opened = services.sessions.open(digest)
-        is_tls = request.url.scheme == "https"
-        response.set_cookie(
-            cookie_name(request.headers["host"], is_tls=is_tls),
-            opened.cookie,
-            path="/",
-            secure=is_tls,
-            httponly=True,
-            samesite="strict",
-        )
+        response.set_cookie(value=opened.cookie, **_cookie_of(request))
         return NewSession(**_session_document(services, request).model_dump(), key=opened.key)
 
     @routes.post("/session/codes", status_code=201)
@@ -190,17 +182,17 @@ def session_router(services: Services) -> APIRouter:
         """Sign out: the session ends here and the cookie is removed. Idempotent."""
         services.sessions.close(cookie_of(request.scope))
         response = Response(status_code=204)
-        is_tls = request.url.scheme == "https"
-        response.delete_cookie(
-            cookie_name(request.headers["host"], is_tls=is_tls),
-            path="/",
-            secure=is_tls,
-            httponly=True,
-            samesite="strict",
-        )
+        response.delete_cookie(**_cookie_of(request))
         return response
 
     return routes
+
+
+def _cookie_of(request: Request) -> dict[str, Any]:
+    """Name and attributes of the session's cookie, which is removed by the same ones."""
+    is_tls = request.url.scheme == "https"
+    name = cookie_name(request.headers["host"], is_tls=is_tls)
+    return {"key": name, "path": "/", "secure": is_tls, "httponly": True, "samesite": "strict"}
 
 
 def _own_digest(services: Services, request: Request) -> str:

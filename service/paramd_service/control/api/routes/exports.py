@@ -48,7 +48,7 @@ _PAGE = "exports"
 _BYTES: dict[int | str, dict[str, Any]] = {
     200: {"content": {"application/octet-stream": {"schema": {"type": "string"}}}}
 }
-_CADENCE = ("every_steps", "keep_last", "keep_every")
+_CADENCE = {"every_steps", "keep_last", "keep_every"}
 
 
 def router(services: Services) -> APIRouter:
@@ -147,9 +147,9 @@ def _schedules(services: Services, routes: APIRouter) -> None:
     ) -> ScheduleDocument:
         """Create a schedule that starts exports. Idempotent with an id."""
         mesh = services.jobs.get(job)
-        cadence = Cadence(**wanted.model_dump(include=set(_CADENCE)))
+        detail = wanted.model_dump(exclude={"id"})
+        cadence = Cadence(**wanted.model_dump(include=_CADENCE))
         asked = wanted.model_dump(exclude={"id", *_CADENCE})
-        detail = {**asked, **wanted.model_dump(include=set(_CADENCE))}
         async with _recorded(services, mesh, request, "export-schedule.create", detail) as entry:
             row = await services.exports.add_schedule(
                 mesh, asked, cadence, actor=principal_of(request).name, schedule_id=wanted.id

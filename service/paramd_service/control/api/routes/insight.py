@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from math import isfinite
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request
 from pydantic import BaseModel, Field
 
+from paramd.documents import Finite
 from paramd.errors import ParamdError
 from paramd.mesh.insight.reports import (
     Collective,
@@ -21,7 +21,7 @@ from paramd.mesh.insight.updates import UpdateRow
 from paramd.v1 import common_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.control.access.doorway import may_see_logs, principal_of
-from paramd_service.control.api.choice import choose_one, pattern_of
+from paramd_service.control.api.choice import choose_one
 from paramd_service.control.api.routes.jobs import job_document
 from paramd_service.control.api.routes.params import Name
 from paramd_service.control.api.services import Services
@@ -87,7 +87,7 @@ class LargestRow(BaseModel):
     """A row of a tensor, and how far it is from the same row of the other state."""
 
     row: int
-    norm: float | None
+    norm: Finite
 
 
 class DiffDocument(BaseModel):
@@ -96,17 +96,17 @@ class DiffDocument(BaseModel):
     name: str
     shape: list[int]
     dtype: str
-    norm: float | None = Field(description="Of b - a")
-    relative: float | None = Field(description="That divided by the norm of a")
-    norm_a: float | None
-    norm_b: float | None
-    cosine: float | None
-    max_abs: float | None
+    norm: Finite = Field(description="Of b - a")
+    relative: Finite = Field(description="That divided by the norm of a")
+    norm_a: Finite
+    norm_b: Finite
+    cosine: Finite
+    max_abs: Finite
     changed: int = Field(description="Elements that differ")
     numel: int
     largest_rows: list[LargestRow]
     problem: str = Field(description="Why it was not compared; empty when it was")
-    cells: list[list[float | None]] = Field(
+    cells: list[list[Finite]] = Field(
         description="With `heat`: mean of b - a in each cell of a grid over the tensor"
     )
 
@@ -221,13 +221,14 @@ def router(services: Services) -> APIRouter:
         found = await comparisons.compare(
             job, one, other, filter or ["*"], jobs=documents, heat=heat
         )
-        tensors = [DiffDocument(**_diff_row(row)) for row in found["rows"]]
+        for row in found["rows"]:
+            row["largest_rows"] = [{"row": at, "norm": norm} for at, norm in row["largest_rows"]]
         return DiffList(
             job=job,
             incarnation=mesh.number,
             a=one.get("label", found["a"]),
             b=other.get("label", found["b"]),
-            tensors=tensors,
+            tensors=[DiffDocument(**row) for row in found["rows"]],
         )
 
     @routes.get("/jobs/{job}/params/spectrum")
@@ -238,21 +239,9 @@ def router(services: Services) -> APIRouter:
         mesh = services.jobs.get(job)
         _, index = await mesh.layouts.get(mesh.registry.view())
         item = choose_one(index, name)
-        return await mesh.statistics.spectrum(pattern_of(item), k)
+        return await mesh.statistics.spectrum(item.pattern, k)
 
     return routes
-
-
-def _diff_row(row: dict[str, Any]) -> dict[str, Any]:
-    cells = [[value if isfinite(value) else None for value in line] for line in row["cells"]]
-    largest = [
-        {"row": at, "norm": norm if isfinite(norm) else None} for at, norm in row["largest_rows"]
-    ]
-    return _finite(row) | {"cells": cells, "largest_rows": largest}
-
-
-def _finite(row: dict[str, Any]) -> dict[str, Any]:
-    return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in row.items()}
 
 
 _AS_TOLD = ("overdue", "source", "missing", "collectives_missing", "process_state")

@@ -11,15 +11,14 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from paramd.errors import ConflictError, DeniedError, UnreachableError
-from paramd.filters import Filter, parse_filter
+from paramd.filters import parse_filter
 from paramd.layout.select import SelectedTensor
 from paramd_service.control.access.doorway import may_read
 from paramd_service.control.access.roles import ELEMENTS_OF_BIN
-from paramd_service.control.api.choice import choose, choose_one, pattern_of, split, without_small
+from paramd_service.control.api.choice import choose, choose_one, split, without_small
 from paramd_service.control.api.models import (
     HeatmapDocument,
     HistogramDocument,
-    MissingDocument,
     StatsDocument,
     StatsList,
     ValuesDocument,
@@ -88,7 +87,21 @@ def _add_numbers(routes: APIRouter, services: Services) -> None:
         chosen, small = without_small(
             choose(index, found_filter, with_buffers=buffers), may_read=may_read(request)
         )
-        return await _stats(mesh, found_filter, chosen, small, buffers=buffers, histogram=histogram)
+        present, missing = available(mesh, chosen)
+        missing += small
+        table = await mesh.statistics.get(
+            [item.pattern for item in present], with_buffers=buffers, with_histogram=histogram
+        )
+        if len(table) != len(present):
+            raise ConflictError("the layout changed during the request; try again")
+        return StatsList(
+            incarnation=table.incarnation,
+            step=table.step,
+            stats=[_row(row) for row in table if found_filter.matches_numbers(row.summary)],
+            total=_row(table.total),
+            partial=bool(missing),
+            missing=missing,
+        )
 
     @routes.get("/jobs/{job}/params/histogram")
     async def get_histogram(
@@ -113,9 +126,7 @@ def _add_numbers(routes: APIRouter, services: Services) -> None:
                 raise DeniedError(
                     "low, high: freely chosen bounds reveal values, which needs a reader's token"
                 )
-        table, edges = await mesh.statistics.histogram(
-            pattern_of(item), bins=bins, low=low, high=high
-        )
+        table, edges = await mesh.statistics.histogram(item.pattern, bins=bins, low=low, high=high)
         found = table.total.summary
         counts = found.edge_counts if found.edge_counts else (0,) * (len(edges) + 1)
         return HistogramDocument(
@@ -145,7 +156,7 @@ def _add_heatmap(routes: APIRouter, services: Services) -> None:
         mesh = services.jobs.get(job)
         item = await _one(mesh, name)
         incarnation, step, shown = await mesh.statistics.heatmap(
-            pattern_of(item), mode=mode.value, rows=rows, columns=columns, row_dims=row_dims
+            item.pattern, mode=mode.value, rows=rows, columns=columns, row_dims=row_dims
         )
         document: dict[str, Any] = {
             "incarnation": incarnation,
@@ -172,7 +183,7 @@ def _add_values(routes: APIRouter, services: Services) -> None:
         """Elements of one tensor or a slice of it, as exact text."""
         mesh = services.jobs.get(job)
         item = await _one(mesh, name)
-        incarnation, step, texts = await mesh.statistics.values(pattern_of(item))
+        incarnation, step, texts = await mesh.statistics.values(item.pattern)
         return ValuesDocument(
             incarnation=incarnation,
             step=step,
@@ -182,33 +193,6 @@ def _add_values(routes: APIRouter, services: Services) -> None:
             shape=list(item.box.sizes),
             values=texts,
         )
-
-
-async def _stats(
-    mesh: Incarnation,
-    wanted: Filter,
-    chosen: list[SelectedTensor],
-    small: list[MissingDocument],
-    *,
-    buffers: bool,
-    histogram: bool,
-) -> StatsList:
-    present, missing = available(mesh, chosen)
-    missing += small
-    table = await mesh.statistics.get(
-        [pattern_of(item) for item in present], with_buffers=buffers, with_histogram=histogram
-    )
-    if len(table) != len(present):
-        raise ConflictError("the layout changed during the request; try again")
-    rows = [row for row in table if wanted.matches_numbers(row.summary)]
-    return StatsList(
-        incarnation=table.incarnation,
-        step=table.step,
-        stats=[_row(row) for row in rows],
-        total=_row(table.total),
-        partial=bool(missing),
-        missing=missing,
-    )
 
 
 async def _one(mesh: Incarnation, name: str) -> SelectedTensor:

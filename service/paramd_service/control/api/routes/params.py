@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response
 
@@ -20,7 +20,6 @@ from paramd_service.control.api.choice import (
     choose,
     choose_one,
     choose_whole,
-    pattern_of,
     split,
     without_small,
 )
@@ -186,7 +185,7 @@ async def _find(mesh: Incarnation, wanted: Filter, *, reads: bool) -> Found:
     chosen, small = without_small(chosen, may_read=reads)
     present, missing = available(mesh, chosen)
     missing += small
-    table = await mesh.statistics.get([pattern_of(item) for item in present], with_buffers=False)
+    table = await mesh.statistics.get([item.pattern for item in present], with_buffers=False)
     tensors = tuple(
         item.tensor
         for item, row in zip(present, table, strict=True)
@@ -217,18 +216,14 @@ def available(
     return present, missing
 
 
+_SAME = ("aliases", "dtype", "shape", "numel", "placement", "trainable")
+"""Of a tensor's layout and of its document."""
+
+
 def document_of(tensor: TensorLayout) -> ParamDocument:
     """The document of one tensor."""
-    return ParamDocument(
-        name=tensor.fqn,
-        aliases=list(tensor.aliases),
-        dtype=tensor.dtype,
-        shape=list(tensor.shape),
-        numel=tensor.numel,
-        kind=tensor.kind.value,
-        placement=tensor.placement,
-        trainable=tensor.trainable,
-    )
+    same: dict[str, Any] = {name: getattr(tensor, name) for name in _SAME}
+    return ParamDocument(name=tensor.fqn, kind=tensor.kind.value, **same)
 
 
 def _piece(piece: Piece, dtype: str) -> PieceDocument:

@@ -12,7 +12,7 @@ from paramd.filters import parse_filter
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.control.access.doorway import principal_of
 from paramd_service.control.access.roles import Action
-from paramd_service.control.api.choice import choose, pattern_of
+from paramd_service.control.api.choice import choose
 from paramd_service.control.api.models import (
     HeldDocument,
     LeaseDocument,
@@ -90,7 +90,7 @@ def _add_pinning(routes: APIRouter, services: Services) -> None:
         patterns = list(wanted.patterns)
         if wanted.facts:
             available(mesh, chosen)
-            patterns = [pattern_of(item) for item in chosen]
+            patterns = [item.pattern for item in chosen]
         held = await mesh.statistics.pin(
             patterns,
             with_buffers=request.buffers,
@@ -130,28 +130,22 @@ def _is_admin(request: Request) -> bool:
 
 
 async def _rank(mesh: Incarnation, rank: RankView) -> RankSnapshots:
-    if rank.report is None or not rank.connected:
-        return _silent(rank.rank, rank.reason)
-    try:
-        request = pb.ListSnapshotsRequest()
-        found = await mesh.calls.ask(rank.rank, rank.report.address, request)
-    except ParamdError as error:
-        return _silent(rank.rank, str(error))
+    found, reason = pb.ListSnapshotsResponse(), rank.reason
+    if rank.report is not None and rank.connected:
+        try:
+            request = pb.ListSnapshotsRequest()
+            found, reason = await mesh.calls.ask(rank.rank, rank.report.address, request), ""
+        except ParamdError as error:
+            reason = str(error)
     return RankSnapshots(
         rank=rank.rank,
-        reason="",
+        reason=reason,
         lease_count=found.lease_count,
         used_bytes=found.used_bytes,
         budget_bytes=found.budget_bytes,
         snapshots=[
             LeaseDocument.model_validate(lease, from_attributes=True) for lease in found.snapshots
         ],
-    )
-
-
-def _silent(rank: int, reason: str) -> RankSnapshots:
-    return RankSnapshots(
-        rank=rank, reason=reason, lease_count=0, used_bytes=0, budget_bytes=0, snapshots=[]
     )
 
 

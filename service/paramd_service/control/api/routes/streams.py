@@ -15,7 +15,7 @@ from starlette.responses import StreamingResponse
 from paramd.errors import ParamdError, UsageError, codes_of
 from paramd.filters import parse_filter
 from paramd_service.control.access.doorway import may_read
-from paramd_service.control.api.choice import NormHistory, choose, pattern_of, without_small
+from paramd_service.control.api.choice import NormHistory, choose, without_small
 from paramd_service.control.api.routes.params import Wanted
 from paramd_service.control.api.services import Services
 from paramd_service.control.mesh.jobs import Incarnation
@@ -167,4 +167,4 @@ async def _patterns(mesh: Incarnation, wanted: str, *, reads: bool) -> list[str]
         )
     # Streams with the same globs share one capture; names selected by facts do not.
     by_glob = not found.facts and not small
-    return list(found.patterns) if by_glob else [pattern_of(item) for item in chosen]
+    return list(found.patterns) if by_glob else [item.pattern for item in chosen]

@@ -304,13 +304,12 @@ class SidecarLink:
         if self._settings.sidecar == "external":
             with self._ask_host(arguments, stdin) as host:
                 return self._await_socket(lambda: _ended(host))
-        self._process, output = spawn(
+        self._process = spawn(
             "paramd_service.sidecar",
             [*arguments, "--trainer-pid", str(os.getpid())],
             log_path=self._socket_path.with_suffix(".log"),
             stdin=stdin.encode() if stdin is not None else None,
         )
-        output.close()
         return self._await_socket(self._process.poll)
 
     def _ask_host(self, arguments: list[str], stdin: str | None) -> socket.socket:

@@ -265,6 +265,10 @@ class Discovering:
         first = self._together(stage)[0]
         # Scattered, not gathered: a rank learns only its own ticket, and no private key of others.
         mine = json.loads(exchange.scatter(_secrets(taken[0]) if taken else None))
+        own_tls = None
+        if self._meeting is not None and "tls" in mine:
+            here = self._meeting.addresses[exchange.rank]
+            own_tls = OwnTls(name=here.name, ip=here.ip, pems=Pems.of_json(mine["tls"]))
         return Identity(
             job=self._job,
             incarnation=first["incarnation"],
@@ -275,14 +279,8 @@ class Discovering:
             copy_ticket=mine.get("copy_ticket", ""),
             private_key=bytes.fromhex(mine["private_key"]) if "private_key" in mine else None,
             control_token=mine.get("control_token", ""),
-            own_tls=self._own_tls(mine.get("tls")),
+            own_tls=own_tls,
         )
-
-    def _own_tls(self, pems: dict[str, str] | None) -> OwnTls | None:
-        if self._meeting is None or pems is None:
-            return None
-        mine = self._meeting.addresses[self._exchange.rank]
-        return OwnTls(name=mine.name, ip=mine.ip, pems=Pems.of_json(pems))
 
     def _pass(self, point: str) -> None:
         if self._at_point is not None:

@@ -10,6 +10,7 @@ import signal
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import aclosing, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,7 +24,6 @@ from paramd.cli.summon import load_torch
 
 if TYPE_CHECKING:
     from paramd.integrations.engines import Update
-    from paramd.integrations.trackers import Tracker
 
 TOKEN_VARIABLE = "PARAMD_ENGINE_TOKEN"
 
@@ -63,14 +63,10 @@ def log(
     extra: pip install 'paramd\\[trackers]'.
     """
 
-    def opened(run: str, history: int) -> Tracker:
-        from paramd.integrations.trackers import open_tracker
-
-        return open_tracker(to, run, history, project=project, directory=directory)
-
     async def run() -> None:
-        from paramd.integrations.trackers import Following
+        from paramd.integrations.trackers import Following, open_tracker
 
+        opened = partial(open_tracker, to, project=project, directory=directory)
         async with target.async_connect() as mesh:
             following = Following(mesh, opened, glob or ["*"], also or [])
             task, ended = asyncio.current_task(), ""

@@ -208,9 +208,7 @@ def _with_options(command: Callable[..., None], shared: dict[str, Any]) -> Calla
         # A command's own --output counts, too.
         own_output = settings.Flags(output=given.get("output"))
         flags = own_output.over(settings.Flags(**{name: given.pop(name) for name in shared}))
-        before = context.find_root().obj
-        if isinstance(before, settings.Flags):
-            flags = flags.over(before)
+        flags = flags.over(context.find_root().obj)
         command(Target(settings.load(flags, stdin=sys.stdin)), **given)
 
     signature = own.replace(parameters=[context, *moved, *added, debug])

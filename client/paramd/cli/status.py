@@ -181,15 +181,11 @@ async def open_door(target: Target) -> AsyncIterator[Door]:
         UnreachableError, DeniedError: from the control plane.
     """
     async with target.rest() as (client, job):
-        yield Door(client, job if job is not None else await _only_job(client))
-
-
-async def _only_job(client: RestClient) -> str:
-    jobs = await client.jobs()
-    if len(jobs) != 1:
-        found = ", ".join(sorted(jobs)) or "no jobs"
-        raise UsageError(f"give --job; {client.url} serves {found}")
-    return jobs[0]
+        jobs = [job] if job is not None else await client.jobs()
+        if len(jobs) != 1:
+            found = ", ".join(sorted(jobs)) or "no jobs"
+            raise UsageError(f"give --job; {client.url} serves {found}")
+        yield Door(client, jobs[0])
 
 
 class Outage:

@@ -47,14 +47,15 @@ def bar(what: str, *, hidden: bool = False) -> Iterator[Moved]:
         TransferSpeedColumn,
     )
 
-    columns = (
+    with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+        console=Console(stderr=True),
+        transient=True,
+    ) as shown:
         task = shown.add_task(what, total=None, visible=not hidden)
 
         def moved(now: str, done_bytes: int, size_bytes: int) -> None:

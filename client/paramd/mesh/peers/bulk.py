@@ -161,8 +161,8 @@ class BulkStream:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 if offer.tls is not None:
                     sock = offer.tls.wrap_socket(sock, server_hostname=offer.host)
-                sock.settimeout(LOOK_S)
-                if offer.tls is None:
+                    sock.settimeout(LOOK_S)
+                else:
                     # The kernel waits, without the interpreter's lock, and returns now and then.
                     sock.settimeout(None)
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(LOOK_S))

@@ -52,6 +52,9 @@ Answer = dict[str, Any]
 
 log = logging.getLogger("paramd")
 
+_SAME = ("resume", "keep_every", "standing_every", "replicas")
+"""Settings that must be the same on every rank."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
@@ -132,15 +135,12 @@ class Discovering:
                 "hostname": socket.gethostname(),
                 "mirrored": home.mirrored,
                 "step": step if step is not None else steps_done(optimizers),
-                "resume": self._settings.resume,
-                "keep_every": self._settings.keep_every,
-                "standing_every": self._settings.standing_every,
-                "replicas": self._settings.replicas,
+                **{name: getattr(self._settings, name) for name in _SAME},
             }
 
         answers = self._together(stage)
         check_versions(answers)
-        for name in ("job", "resume", "keep_every", "standing_every", "replicas"):
+        for name in ("job", *_SAME):
             for rank, answer in enumerate(answers):
                 if answer[name] != answers[0][name]:
                     raise UsageError(

@@ -410,21 +410,21 @@ class SidecarLink:
         connection.settimeout(self._settings.sidecar_start_timeout_s + self._arena_bytes / 1e9)
         handover.send(connection, message, ours)
         answer, received = _answer(connection, "attached")
-        if self.descriptors is None:
-            self.descriptors = self._received(received)
-        else:
+        if self.descriptors is not None:
             # Duplicates of those handed over; the originals stay in use.
             close_all(received)
+        else:
+            on_device = self._device is not None
+            try:
+                shared = Descriptors.received(received, self._arena_bytes, on_device=on_device)
+            except UsageError as error:
+                close_all(received)
+                raise ConflictError(
+                    f"the sidecar handed over unusable descriptors: {error}"
+                ) from error
+            self.descriptors = shared
         self._connection = connection
         self.address = str(answer["address"])
-
-    def _received(self, fds: list[int]) -> Descriptors:
-        try:
-            on_device = self._device is not None
-            return Descriptors.received(fds, self._arena_bytes, on_device=on_device)
-        except UsageError as error:
-            close_all(fds)
-            raise ConflictError(f"the sidecar handed over unusable descriptors: {error}") from error
 
     def _served(self) -> int:
         """Send mesh and layout, and open the line; return a pidfd of the sidecar."""

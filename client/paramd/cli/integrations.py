@@ -196,21 +196,17 @@ async def _serve(target: Target, *, changes: bool, port: int | None) -> None:
             await server.run_stdio_async()
             return
         say(f"serving {mesh.job!r} at http://127.0.0.1:{port}/mcp")
-        await _serve_http(server, target, port)
+        import uvicorn
 
+        from paramd.mesh.connect import resolve
 
-async def _serve_http(server: Any, target: Target, port: int) -> None:
-    import uvicorn
-
-    from paramd.mesh.connect import resolve
-
-    chosen = target.settings
-    _, token, _ = resolve(chosen.url, chosen.token, chosen.job)
-    app = guarded(server.streamable_http_app(host="127.0.0.1"), token)
-    config = uvicorn.Config(
-        app, host="127.0.0.1", port=port, log_level="warning", lifespan="on", http=_impatient()
-    )
-    await uvicorn.Server(config).serve()
+        chosen = target.settings
+        _, token, _ = resolve(chosen.url, chosen.token, chosen.job)
+        app = guarded(server.streamable_http_app(host="127.0.0.1"), token)
+        config = uvicorn.Config(
+            app, host="127.0.0.1", port=port, log_level="warning", lifespan="on", http=_impatient()
+        )
+        await uvicorn.Server(config).serve()
 
 
 HEAD_S = 10.0

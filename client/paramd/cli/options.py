@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from functools import wraps
@@ -131,6 +132,15 @@ class Target:
             yield client, job
         finally:
             await client.close()
+
+    def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The control plane's answer to one request. Raises as `RestClient.send`."""
+
+        async def answer() -> Any:
+            async with self.rest() as (client, _):
+                return await client.send(method, path, body)
+
+        return asyncio.run(answer())
 
     def show(
         self,

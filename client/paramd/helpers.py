@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
-from typing import IO
 
 # glibc returns large blocks to the kernel and takes fresh pages for the next one; the first
 # touch of a fresh page costs more than copying it (docs/decisions.md).
@@ -14,33 +14,37 @@ _MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str
 
 
 def spawn(
-    module: str, arguments: list[str], *, log_path: Path, stdin: bytes | None = None
-) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
-    """Start `python -m module` in its own session; return the process and its stdout.
+    module: str,
+    arguments: list[str],
+    *,
+    log_path: Path,
+    stdin: bytes | None = None,
+    piped: bool = False,
+    without: Collection[str] = ("PARAMD_TOKEN",),
+) -> subprocess.Popen[bytes]:
+    """Start `python -m module` in its own session, without these variables.
 
     The new session shields it from a Ctrl-C in the trainer's terminal. stderr is appended to
-    `log_path` (0600). `stdin` carries secrets, which must not appear in argv or environment.
+    `log_path` (0600), and stdout unless it is `piped`. `stdin` carries secrets, which must not
+    appear in argv or environment.
     """
     environment = os.environ | _MALLOC | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
-    environment.pop("PARAMD_TOKEN", None)
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE if stdin is not None else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            stdout=subprocess.PIPE if piped else log,
             stderr=log,
-            env=environment,
+            env={name: text for name, text in environment.items() if name not in without},
             start_new_session=True,
         )
     finally:
         os.close(log)
-    assert process.stdout is not None
-    if stdin is not None:
-        assert process.stdin is not None
+    if process.stdin is not None and stdin is not None:
         with process.stdin:
             process.stdin.write(stdin)
-    return process, process.stdout
+    return process
 
 
 def end(process: subprocess.Popen[bytes], *, grace_s: float) -> None:

@@ -26,7 +26,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from paramd.documents import Document
+from paramd.documents import Document, read_document
 from paramd.errors import ConflictError, NotFoundError, UnreachableError, UsageError
 from paramd.state_files import check_job_name as check_job_name
 from paramd.state_files import host_id as host_id
@@ -296,16 +296,8 @@ def incarnations(job: str) -> list[IncarnationRecord]:
 
 def _take_in(found: dict[int, IncarnationRecord], line: bytes) -> None:
     try:
-        said = json.loads(line)
-        ended_s = said.get("ended_s")
-        record = IncarnationRecord(
-            incarnation=int(said["incarnation"]),
-            world_size=int(said["world_size"]),
-            began_s=float(said["began_s"]),
-            ended_s=float(ended_s) if ended_s is not None else None,
-            reason=str(said.get("reason", "")),
-            step=int(said.get("step", -1)),
-        )
+        absent = {"ended_s": None, "reason": "", "step": -1}
+        record = read_document(IncarnationRecord, absent | json.loads(line))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return
     # A restarted control plane notes the beginning again: the earliest time counts.

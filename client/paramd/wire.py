@@ -108,7 +108,12 @@ class Chunk:
 def parse_chunk(message: bytes) -> Chunk:
     """Parse one `ReadSnapshotResponse`, copying nothing on the fast path."""
     chunk = _parse_known_order(message)
-    return chunk if chunk is not None else _parse_any_order(message)
+    if chunk is not None:
+        return chunk
+    parsed = sidecar_pb2.ReadSnapshotResponse.FromString(message)
+    data = parsed.data
+    header = parsed.header if parsed.HasField("header") else None
+    return Chunk(data, 0, len(data), parsed.xxh3, parsed.offset_bytes, header)
 
 
 def _parse_known_order(message: bytes) -> Chunk | None:
@@ -143,10 +148,3 @@ def _varint(message: bytes, position: int) -> tuple[int, int]:
         shift += 7
         if shift > 63:
             raise IndexError("a varint has at most ten bytes")
-
-
-def _parse_any_order(message: bytes) -> Chunk:
-    parsed = sidecar_pb2.ReadSnapshotResponse.FromString(message)
-    data = parsed.data
-    header = parsed.header if parsed.HasField("header") else None
-    return Chunk(data, 0, len(data), parsed.xxh3, parsed.offset_bytes, header)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from datetime import UTC, datetime
 from functools import wraps
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 from typer import Option
@@ -139,7 +140,7 @@ async def _verified(target: Target, site: bool) -> tuple[str, ChainCheck]:
 
 async def _pages(
     target: Target, site: bool, order: str, limit: int
-) -> AsyncIterator[dict[str, Any]]:
+) -> AsyncIterator[Mapping[str, Any]]:
     past = ended.find(target) if not site else None
     if past is not None:
         past.say()
@@ -148,18 +149,9 @@ async def _pages(
     async with target.rest() as (client, named):
         try:
             job = _only(await client.jobs()) if named is None and not site else named
-            page_token = ""
-            while True:
-                page = await client.audit(
-                    None if site else job,
-                    order=order,
-                    limit=min(limit, PAGE),
-                    page_token=page_token,
-                )
+            path = f"/jobs/{quote(str(job), safe='')}/audit" if not site else "/audit"
+            async for page in client.pages(path, min(limit, PAGE), order=order):
                 yield page
-                page_token = str(page["next_page_token"])
-                if not page_token:
-                    return
         except (KeyError, TypeError, ValueError) as error:
             raise ParamdError(
                 f"{client.url} returned an audit page that this client cannot parse ({error!r}); "

@@ -11,7 +11,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,25 +92,20 @@ def names(ask: Ask, incomplete: str) -> Iterator[Item]:
         yield one["name"], f"{one['dtype']} {'x'.join(map(str, one['shape']))}"
 
 
-def _ids(rows: Iterable[Mapping[str, Any]], incomplete: str, *about: str) -> Iterator[Item]:
-    chars = SHORT_ID if len(incomplete) <= SHORT_ID else None
-    for row in rows:
-        yield str(row["id"])[:chars], " ".join(str(row[key]) for key in about if row[key])
+def _ids(path: str, name: str, *about: str) -> Complete:
+    """The ids in the list `name` at a path below the job's, with these keys of each as help."""
+
+    def items(ask: Ask, incomplete: str) -> Iterator[Item]:
+        chars = SHORT_ID if len(incomplete) <= SHORT_ID else None
+        for row in ask(f"/jobs/{{job}}/{path}")[name]:
+            yield str(row["id"])[:chars], " ".join(str(row[key]) for key in about if row[key])
+
+    return _served(items)
 
 
-@_served
-def edit_ids(ask: Ask, incomplete: str) -> Iterator[Item]:
-    return _ids(ask("/jobs/{job}/edits?limit=100")["edits"], incomplete, "state", "note")
-
-
-@_served
-def export_ids(ask: Ask, incomplete: str) -> Iterator[Item]:
-    return _ids(ask("/jobs/{job}/exports?limit=100")["exports"], incomplete, "state", "destination")
-
-
-@_served
-def schedule_ids(ask: Ask, incomplete: str) -> Iterator[Item]:
-    return _ids(ask("/jobs/{job}/export-schedules")["schedules"], incomplete, "actor")
+edit_ids = _ids("edits?limit=100", "edits", "state", "note")
+export_ids = _ids("exports?limit=100", "exports", "state", "destination")
+schedule_ids = _ids("export-schedules", "schedules", "actor")
 
 
 @_served

@@ -162,9 +162,7 @@ def _free_port() -> int:
 def _wait_for(process: subprocess.Popen[bytes], port: int, host: str) -> None:
     """Wait until the forwarded port is open. Raises UnreachableError."""
     deadline_s = time.monotonic() + START_S
-    while time.monotonic() < deadline_s:
-        if process.poll() is not None:
-            break
+    while process.poll() is None and time.monotonic() < deadline_s:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 return

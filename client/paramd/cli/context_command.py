@@ -60,21 +60,18 @@ def show(
     debug: Debug = False,
 ) -> None:
     """Show one context. Its token is never read, only whether the file is readable."""
-    found, used = settings.own_contexts(), _used(root, context_name)
+    used = _used(root, context_name)
     wanted = name if name is not None else used
     if wanted is None:
         raise UsageError(
             "no context is set; name one, set PARAMD_CONTEXT, or see: paramd context list"
         )
-    _show([_row(choose(found, wanted, settings.own_file()), used)], DETAILS, output)
+    _show([_row(choose(wanted), used)], DETAILS, output)
 
 
 def _used(root: typer.Context, context_name: str | None) -> str | None:
     flags = settings.Flags(context_name=context_name)
-    before = root.find_root().obj
-    if isinstance(before, settings.Flags):
-        flags = flags.over(before)
-    found = settings.context_in_force(flags)
+    found = settings.context_in_force(flags.over(root.find_root().obj))
     return found.name if found is not None else None
 
 

@@ -19,7 +19,6 @@ import os
 import re
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -239,7 +238,12 @@ def end(
                 "alive; stop it first, paramd end never ends a training"
             )
     told = asyncio.run(_tell_control(target, job))
-    rows = [_ended(one) for one in found]
+    rows: list[dict[str, Any]] = []
+    for one in found:
+        how, left = _asked(one)
+        freed_bytes = one.resident_bytes if left else 0
+        told_of = {"rank": one.rank, "pid": one.pid, "freed_bytes": freed_bytes}
+        rows.append(told_of | {"left": left, "how": how})
     if rows or target.format is not Format.TABLE:
         target.show("sidecars", rows, SIDECAR_COLUMNS, id_key="rank", job=job)
     kept = [row for row in rows if not row["left"]]
@@ -319,25 +323,17 @@ async def _tell_control(target: Target, job: str) -> str:
         return ""
 
 
-def _ended(one: Sidecar) -> dict[str, Any]:
-    how, left = _asked(one)
-    return {
-        "rank": one.rank,
-        "pid": one.pid,
-        "freed_bytes": one.resident_bytes if left else 0,
-        "left": left,
-        "how": how,
-    }
-
-
 def _asked(one: Sidecar) -> tuple[str, bool]:
     """(what happened, whether it has left)."""
     from paramd.memory import handover
+    from paramd.memory.descriptors import close_all
 
     with _process(one) as process:
         try:
             with handover.connect(one.path, timeout_s=ANSWER_S) as connection:
-                answer = _answer(connection)
+                handover.send(connection, {"op": "leave"})
+                answer, descriptors = handover.receive(connection)
+                close_all(descriptors)
         except (ParamdError, OSError, EOFError):
             answer = {"op": "silent"}
         if answer.get("code") == "FAILED_PRECONDITION":
@@ -354,16 +350,6 @@ def _asked(one: Sidecar) -> tuple[str, bool]:
         if _wait(one, process):
             return how, True
         return f"it has not left within {LEAVE_S:.0f} s; see rank-{one.rank}.log", False
-
-
-def _answer(connection: socket.socket) -> dict[str, Any]:
-    from paramd.memory import handover
-    from paramd.memory.descriptors import close_all
-
-    handover.send(connection, {"op": "leave"})
-    answer, descriptors = handover.receive(connection)
-    close_all(descriptors)
-    return answer
 
 
 @contextmanager

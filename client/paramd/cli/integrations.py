@@ -10,6 +10,7 @@ import signal
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import aclosing, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,7 +24,6 @@ from paramd.cli.summon import load_torch
 
 if TYPE_CHECKING:
     from paramd.integrations.engines import Update
-    from paramd.integrations.trackers import Tracker
 
 TOKEN_VARIABLE = "PARAMD_ENGINE_TOKEN"
 
@@ -63,14 +63,10 @@ def log(
     extra: pip install 'paramd\\[trackers]'.
     """
 
-    def opened(run: str, history: int) -> Tracker:
-        from paramd.integrations.trackers import open_tracker
-
-        return open_tracker(to, run, history, project=project, directory=directory)
-
     async def run() -> None:
-        from paramd.integrations.trackers import Following
+        from paramd.integrations.trackers import Following, open_tracker
 
+        opened = partial(open_tracker, to, project=project, directory=directory)
         async with target.async_connect() as mesh:
             following = Following(mesh, opened, glob or ["*"], also or [])
             task, ended = asyncio.current_task(), ""
@@ -200,21 +196,17 @@ async def _serve(target: Target, *, changes: bool, port: int | None) -> None:
             await server.run_stdio_async()
             return
         say(f"serving {mesh.job!r} at http://127.0.0.1:{port}/mcp")
-        await _serve_http(server, target, port)
+        import uvicorn
 
+        from paramd.mesh.connect import resolve
 
-async def _serve_http(server: Any, target: Target, port: int) -> None:
-    import uvicorn
-
-    from paramd.mesh.connect import resolve
-
-    chosen = target.settings
-    _, token, _ = resolve(chosen.url, chosen.token, chosen.job)
-    app = guarded(server.streamable_http_app(host="127.0.0.1"), token)
-    config = uvicorn.Config(
-        app, host="127.0.0.1", port=port, log_level="warning", lifespan="on", http=_impatient()
-    )
-    await uvicorn.Server(config).serve()
+        chosen = target.settings
+        _, token, _ = resolve(chosen.url, chosen.token, chosen.job)
+        app = guarded(server.streamable_http_app(host="127.0.0.1"), token)
+        config = uvicorn.Config(
+            app, host="127.0.0.1", port=port, log_level="warning", lifespan="on", http=_impatient()
+        )
+        await uvicorn.Server(config).serve()
 
 
 HEAD_S = 10.0

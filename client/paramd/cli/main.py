@@ -52,111 +52,88 @@ RUN = "Run and administer"
 
 
 def _add(panel: str, command: Callable[..., None], *lines: str) -> None:
-    """Register a command under a help panel, with its examples, without "paramd" before each."""
-    app.command(rich_help_panel=panel, epilog=examples(*(f"paramd {line}" for line in lines)))(
-        command
-    )
+    """Register a command under a help panel, with examples of what may follow its name."""
+    name = command.__name__.replace("_", "-")
+    told = examples(*(f"paramd {name} {line}".rstrip() for line in lines))
+    app.command(rich_help_panel=panel, epilog=told)(command)
 
 
-_add(LOOK, jobs, "jobs", "jobs --all")
-_add(LOOK, status, "status", "status --job my-run -o json", "status -w")
-_add(LOOK, dashboard, "dashboard", "dashboard --job my-run --no-browser")
-_add(LOOK, top, "top", "top --every 5")
-_add(LOOK, why, "why", "why --rank 3", "why -o json")
-_add(LOOK, logs, "logs 3", "logs 3 -n 20 --job my-run", "logs 0 -o json")
-_add(LOOK, alerts, "alerts", "alerts --all -o json", "alerts -w")
-_add(LOOK, params, "params", "params 'layers.*.weight' -o name", "params '*' --buffers")
-_add(LOOK, stats, "stats '*'", "stats 'layers.0.*' -o json", "stats head.weight --histogram")
-_add(
-    LOOK,
-    grads,
-    "grads '*'",
-    "grads 'layers.*' --every 10 -o jsonl",
-    "grads head.weight --histogram -n 1 -o json",
-)
-_add(LOOK, updates, "updates", "updates 'layers.*' -o json")
-_add(
-    LOOK,
-    spectrum,
-    "spectrum layers.0.up.weight",
-    "spectrum 'layers.0.up.weight[0:512]' -k 16 -o json",
-)
-_add(LOOK, check, "check", "check 'layers.*' --rank 3", "check -n 100")
+_add(LOOK, jobs, "", "--all")
+_add(LOOK, status, "", "--job my-run -o json", "-w")
+_add(LOOK, dashboard, "", "--job my-run --no-browser")
+_add(LOOK, top, "", "--every 5")
+_add(LOOK, why, "", "--rank 3", "-o json")
+_add(LOOK, logs, "3", "3 -n 20 --job my-run", "0 -o json")
+_add(LOOK, alerts, "", "--all -o json", "-w")
+_add(LOOK, params, "", "'layers.*.weight' -o name", "'*' --buffers")
+_add(LOOK, stats, "'*'", "'layers.0.*' -o json", "head.weight --histogram")
+_add(LOOK, grads, "'*'", "'layers.*' --every 10 -o jsonl", "head.weight --histogram -n 1 -o json")
+_add(LOOK, updates, "", "'layers.*' -o json")
+_add(LOOK, spectrum, "layers.0.up.weight", "'layers.0.up.weight[0:512]' -k 16 -o json")
+_add(LOOK, check, "", "'layers.*' --rank 3", "-n 100")
 _add(
     LOOK,
     diff,
-    "diff checkpoints/step-1000",
-    "diff checkpoints/step-1000 checkpoints/step-2000",
-    "diff +0 +100 --filter 'layers.*'",
-    "diff job:other now -o json",
+    "checkpoints/step-1000",
+    "checkpoints/step-1000 checkpoints/step-2000",
+    "+0 +100 --filter 'layers.*'",
+    "job:other now -o json",
 )
-_add(LOOK, log, "log --to tensorboard --dir runs", "log --to wandb 'layers.*' --every 60")
+_add(LOOK, log, "--to tensorboard --dir runs", "--to wandb 'layers.*' --every 60")
 _add(
     LOOK,
     follow,
-    "follow --to vllm http://127.0.0.1:8000 --dir /dev/shm/weights --every 10",
-    "follow --to sglang http://127.0.0.1:30000 --dir /dev/shm/weights --deltas",
+    "--to vllm http://127.0.0.1:8000 --dir /dev/shm/weights --every 10",
+    "--to sglang http://127.0.0.1:30000 --dir /dev/shm/weights --deltas",
 )
 _add(
     LOOK,
     summon,
-    "summon '*' -o model.safetensors",
-    "summon 'layers.0.*' --dtype bfloat16 -o layer0.safetensors --force",
-    "summon 'head.weight[0:4]' -o rows.safetensors",
+    "'*' -o model.safetensors",
+    "'layers.0.*' --dtype bfloat16 -o layer0.safetensors --force",
+    "'head.weight[0:4]' -o rows.safetensors",
 )
 _add(
     CHANGE,
     edit,
-    "edit 'layers.0.up.bias' --fill 0",
-    "edit 'layers.*.norm.weight' --mul 0.5 --dry-run",
-    "edit 'head.weight[0:4]' --from fixed.safetensors --note 'dead rows'",
+    "'layers.0.up.bias' --fill 0",
+    "'layers.*.norm.weight' --mul 0.5 --dry-run",
+    "'head.weight[0:4]' --from fixed.safetensors --note 'dead rows'",
 )
-_add(CHANGE, edits, "edits", "edits --state APPLIED -o json", "edits 3f2a9c01")
-_add(CHANGE, undo, "undo 3f2a9c01")
+_add(CHANGE, edits, "", "--state APPLIED -o json", "3f2a9c01")
+_add(CHANGE, undo, "3f2a9c01")
 _add(
     CHANGE,
     restore,
-    "restore checkpoints/step-1000",
-    "restore checkpoints/step-1000 --reset-moments --note 'before the spike'",
+    "checkpoints/step-1000",
+    "checkpoints/step-1000 --reset-moments --note 'before the spike'",
 )
-_add(CHANGE, mark, "mark before-lr-bump")
-_add(LOOK, marks, "marks", "marks -o json")
-_add(CHANGE, unmark, "unmark before-lr-bump")
-_add(CHANGE, rollback, "rollback before-lr-bump", "rollback 1200 --yes --note 'loss jumped'")
+_add(CHANGE, mark, "before-lr-bump")
+_add(LOOK, marks, "", "-o json")
+_add(CHANGE, unmark, "before-lr-bump")
+_add(CHANGE, rollback, "before-lr-bump", "1200 --yes --note 'loss jumped'")
 _add(
     CHANGE,
     set_hyperparameters,
-    "set-hyperparameters 0 lr=1e-4",
-    "set-hyperparameters 'optimizer 1 group 0' betas=0.9,0.98 weight_decay=0.1",
+    "0 lr=1e-4",
+    "'optimizer 1 group 0' betas=0.9,0.98 weight_decay=0.1",
 )
-_add(CHANGE, pause, "pause", "pause --lease 120", "pause --keep")
-_add(CHANGE, step, "step", "step 10")
-_add(CHANGE, resume, "resume")
+_add(CHANGE, pause, "", "--lease 120", "--keep")
+_add(CHANGE, step, "", "10")
+_add(CHANGE, resume, "")
 _add(
     LOOK,
     export,
-    "export checkpoints/step-{step} --wait",
-    "export checkpoints/final --max-shard-size 2GB --dtype bfloat16 --assets hf-config",
-    "export checkpoints/resume --format dcp",
+    "checkpoints/step-{step} --wait",
+    "checkpoints/final --max-shard-size 2GB --dtype bfloat16 --assets hf-config",
+    "checkpoints/resume --format dcp",
 )
-_add(
-    LOOK,
-    exports,
-    "exports",
-    "exports --state FAILED -o json",
-    "exports 3f2a9c01 --wait",
-    "exports 3f2a9c01 --cancel",
-)
-_add(RUN, mcp, "mcp --job my-run", "mcp --job my-run --changes --http 8765")
-_add(RUN, end, "end my-run")
-_add(
-    RUN,
-    connect,
-    "connect me@login.example",
-    "connect gpu-17 --job my-run --remote '~/venv/bin/paramd'",
-)
-_add(RUN, doctor, "doctor", "doctor -o json")
-_add(RUN, demo, "demo", "demo --keep")
+_add(LOOK, exports, "", "--state FAILED -o json", "3f2a9c01 --wait", "3f2a9c01 --cancel")
+_add(RUN, mcp, "--job my-run", "--job my-run --changes --http 8765")
+_add(RUN, end, "my-run")
+_add(RUN, connect, "me@login.example", "gpu-17 --job my-run --remote '~/venv/bin/paramd'")
+_add(RUN, doctor, "", "-o json")
+_add(RUN, demo, "", "--keep")
 app.add_typer(schedule_group, name="export-schedule", rich_help_panel=LOOK)
 for group, name in (
     (audit, "audit"),

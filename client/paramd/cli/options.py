@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from functools import wraps
@@ -132,6 +133,15 @@ class Target:
         finally:
             await client.close()
 
+    def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The control plane's answer to one request. Raises as `RestClient.send`."""
+
+        async def answer() -> Any:
+            async with self.rest() as (client, _):
+                return await client.send(method, path, body)
+
+        return asyncio.run(answer())
+
     def show(
         self,
         name: str,
@@ -208,9 +218,7 @@ def _with_options(command: Callable[..., None], shared: dict[str, Any]) -> Calla
         # A command's own --output counts, too.
         own_output = settings.Flags(output=given.get("output"))
         flags = own_output.over(settings.Flags(**{name: given.pop(name) for name in shared}))
-        before = context.find_root().obj
-        if isinstance(before, settings.Flags):
-            flags = flags.over(before)
+        flags = flags.over(context.find_root().obj)
         command(Target(settings.load(flags, stdin=sys.stdin)), **given)
 
     signature = own.replace(parameters=[context, *moved, *added, debug])

@@ -50,29 +50,14 @@ class Context:
     job: str | None = None
     tls_ca: str | None = None
 
-    def said(self) -> dict[str, str]:
-        """Its keys and values, as in a file."""
-        texts = {key: getattr(self, key) for key in KEYS}
-        return {key: text for key, text in texts.items() if text is not None}
 
-
-def parse(path: Path, tables: object) -> dict[str, Context]:
-    """The contexts in table `[contexts]` of the file `path`, by name.
+def choose(name: str) -> Context:
+    """The context called `name` in the user's own paramd.toml.
 
     Raises:
-        UsageError: one is malformed.
+        UsageError: there is none; the message suggests others. Or as `own_contexts`.
     """
-    if not isinstance(tables, Mapping):
-        raise UsageError(f"{path}: {TABLE} must be a table of tables, such as [{TABLE}.lab]")
-    return {name: _context(path, name, table) for name, table in tables.items()}
-
-
-def choose(found: Mapping[str, Context], name: str, path: Path) -> Context:
-    """The context called `name`.
-
-    Raises:
-        UsageError: there is none; the message suggests others.
-    """
+    found = own_contexts()
     if name in found:
         return found[name]
     near = difflib.get_close_matches(name, found, n=1)
@@ -82,7 +67,7 @@ def choose(found: Mapping[str, Context], name: str, path: Path) -> Context:
         hint = f"expected one of {', '.join(sorted(found))}"
     else:
         hint = f"it has no contexts; add a table [{TABLE}.{name}] with a url"
-    raise UsageError(f"context {name!r} is not in {path}; {hint}")
+    raise UsageError(f"context {name!r} is not in {own_file()}; {hint}")
 
 
 def _context(path: Path, name: str, table: object) -> Context:
@@ -141,7 +126,11 @@ def load(flags: Flags, *, stdin: TextIO) -> Settings:
     context = context_in_force(flags, files)
     if context is not None:
         flags, files = _with_context(context, flags, files)
-    merged = _merge(files)
+    # Each key's value from the environment, else from the first file that has it.
+    named = {key: os.environ.get(f"PARAMD_{key.upper()}") for key in ENVIRONMENT_KEYS}
+    merged = {key: value for key, value in named.items() if value}
+    for found in files:
+        merged = {**found, **merged}
     token = read_token(flags.token, stdin=stdin) if flags.token is not None else None
     if token is None:
         token = os.environ.get("PARAMD_TOKEN") or None
@@ -171,7 +160,7 @@ def context_in_force(
         name = os.environ.get("PARAMD_CONTEXT") or None
     if name is None:
         name = next((found["context"] for found in files if "context" in found), None)
-    return choose(own_contexts(), name, own_file()) if name is not None else None
+    return choose(name) if name is not None else None
 
 
 def _with_context(
@@ -195,16 +184,8 @@ def _with_context(
         token = f"@{context.token_file}" if context.token_file is not None else None
         said = Flags(job=context.job, url=context.url, token=token, tls_ca=context.tls_ca)
         return flags.over(said), rest
-    return flags, [context.said(), *rest]
-
-
-def _merge(files: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Each key's value from the environment, else from the first file that has it."""
-    named = {key: os.environ.get(f"PARAMD_{key.upper()}") for key in ENVIRONMENT_KEYS}
-    merged = {key: value for key, value in named.items() if value}
-    for found in files:
-        merged = {**found, **merged}
-    return merged
+    said_by = {key: getattr(context, key) for key in KEYS}
+    return flags, [{key: text for key, text in said_by.items() if text is not None}, *rest]
 
 
 def _read_files() -> list[dict[str, str]]:
@@ -244,7 +225,10 @@ def own_contexts() -> dict[str, Context]:
         UsageError: the file or one of them is malformed.
     """
     path = own_file()
-    return parse(path, _parsed(path).get(TABLE, {}))
+    tables = _parsed(path).get(TABLE, {})
+    if not isinstance(tables, Mapping):
+        raise UsageError(f"{path}: {TABLE} must be a table of tables, such as [{TABLE}.lab]")
+    return {name: _context(path, name, table) for name, table in tables.items()}
 
 
 def _parsed(path: Path) -> dict[str, Any]:

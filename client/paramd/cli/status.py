@@ -181,15 +181,11 @@ async def open_door(target: Target) -> AsyncIterator[Door]:
         UnreachableError, DeniedError: from the control plane.
     """
     async with target.rest() as (client, job):
-        yield Door(client, job if job is not None else await _only_job(client))
-
-
-async def _only_job(client: RestClient) -> str:
-    jobs = await client.jobs()
-    if len(jobs) != 1:
-        found = ", ".join(sorted(jobs)) or "no jobs"
-        raise UsageError(f"give --job; {client.url} serves {found}")
-    return jobs[0]
+        jobs = [job] if job is not None else await client.jobs()
+        if len(jobs) != 1:
+            found = ", ".join(sorted(jobs)) or "no jobs"
+            raise UsageError(f"give --job; {client.url} serves {found}")
+        yield Door(client, jobs[0])
 
 
 class Outage:
@@ -198,13 +194,12 @@ class Outage:
     def __init__(self) -> None:
         self._said = ""
 
-    def news(self, error: ParamdError | None) -> str:
-        """The line to print; "" if nothing changed."""
+    def tell(self, error: ParamdError | None) -> None:
+        """Print what is new; nothing if nothing changed."""
         text = str(error) if error is not None else ""
-        before, self._said = self._said, text
-        if text == before:
-            return ""
-        return text or "connection restored"
+        if text != self._said:
+            say(text or "connection restored")
+        self._said = text
 
 
 def _check_streamed(form: Format) -> None:
@@ -254,7 +249,7 @@ def status(
     say(f"job {found.job}, incarnation {found.incarnation}, step {found.step}")
     if target.format is Format.TABLE:
         with suppress(ParamdError):
-            say(asyncio.run(_health(target, found.job)))
+            say(_health(target, found.job))
         say(f"dashboard: {url} (paramd dashboard opens it, signed in)")
     if found and all(row.phase in ("orphaned", "torn") for row in found):
         say(f"the training has ended; to free its memory: paramd end {found.job}")
@@ -267,11 +262,9 @@ def status(
         )
 
 
-async def _health(target: Target, job: str) -> str:
+def _health(target: Target, job: str) -> str:
     """What the control plane makes of it, in the page's words."""
-    async with target.rest() as (client, _):
-        found = await client.send("GET", "/jobs")
-    one = next(one for one in found["jobs"] if one["job"] == job)
+    one = next(one for one in target.ask("GET", "/jobs")["jobs"] if one["job"] == job)
     return ": ".join(filter(None, ("health", str(one["health"]), str(one["why"]))))
 
 
@@ -299,14 +292,8 @@ def _just_ended(target: Target, job: str | None) -> Past | None:
 
 def _is_starting(target: Target, job: str) -> bool:
     """Whether the control plane says that the job is starting."""
-
-    async def ask() -> bool:
-        async with target.rest() as (client, _):
-            said = await client.send("GET", f"/jobs/{quote(job, safe='')}")
-            return bool(said["state"] == "starting")
-
     with suppress(ParamdError):
-        return asyncio.run(ask())
+        return bool(target.ask("GET", f"/jobs/{quote(job, safe='')}")["state"] == "starting")
     return False
 
 
@@ -323,9 +310,8 @@ def follow(
         try:
             found = look()
         except ParamdError as error:
-            said = outage.news(error)
+            outage.tell(error)
         else:
-            said = outage.news(None)
             text = io.StringIO()
             emit(listing(found), form, out=text, width=terminal_width(out))
             now = datetime.now().astimezone().strftime("%H:%M:%S")
@@ -333,7 +319,7 @@ def follow(
             out.write((CLEAR if clears else "") + (head if form.is_table else ""))
             out.write(text.getvalue())
             out.flush()
-        _say(said)
+            outage.tell(None)
         time.sleep(max(began_s + every_s - time.monotonic(), 0.05))
 
 
@@ -399,9 +385,9 @@ async def _follow_alerts(target: Target) -> None:
             try:
                 found = await door.alerts("all")
             except ParamdError as error:
-                _say(outage.news(error))
+                outage.tell(error)
             else:
-                _say(outage.news(None))
+                outage.tell(None)
                 fresh = news(found["alerts"], told)
                 if fresh:
                     _show_alerts(target, door.job, found["incarnation"], fresh)
@@ -426,11 +412,6 @@ def news(found: Sequence[Mapping[str, Any]], told: dict[str, str]) -> list[Mappi
     # Without any alert, `told` must still say that the first call is over.
     told.setdefault("", "")
     return changed
-
-
-def _say(text: str) -> None:
-    if text:
-        say(text)
 
 
 def _show_alerts(

@@ -47,14 +47,15 @@ def bar(what: str, *, hidden: bool = False) -> Iterator[Moved]:
         TransferSpeedColumn,
     )
 
-    columns = (
+    with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+        console=Console(stderr=True),
+        transient=True,
+    ) as shown:
         task = shown.add_task(what, total=None, visible=not hidden)
 
         def moved(now: str, done_bytes: int, size_bytes: int) -> None:
@@ -129,7 +130,17 @@ def fetch(
                 said=say,
             )
     except KeyboardInterrupt:
-        _say_interrupted(path)
+        from paramd.mesh.exports.download import is_resumable
+
+        if path.exists() and not is_resumable(path):
+            say(f"interrupted; {path} is complete")
+        elif is_resumable(path):
+            say(
+                f"interrupted; {path} is not there yet, but what has arrived is kept: the same "
+                "command resumes at the same step for 2 minutes, later it starts over"
+            )
+        else:
+            say("interrupted before anything arrived; nothing was written")
         raise
     from paramd.mesh.results import UNSETTLED_TEXT
 
@@ -138,20 +149,6 @@ def fetch(
         f"incarnation {found.incarnation}, step {found.step}"
         f"{UNSETTLED_TEXT if found.unsettled else ''}, read in {seconds(found.seconds)}"
     )
-
-
-def _say_interrupted(path: Path) -> None:
-    from paramd.mesh.exports.download import is_resumable
-
-    if path.exists() and not is_resumable(path):
-        say(f"interrupted; {path} is complete")
-    elif is_resumable(path):
-        say(
-            f"interrupted; {path} is not there yet, but what has arrived is kept: the same command "
-            "resumes at the same step for 2 minutes, later it starts over"
-        )
-    else:
-        say("interrupted before anything arrived; nothing was written")
 
 
 def check_destination(path: Path, *, force: bool) -> None:

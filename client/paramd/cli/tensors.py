@@ -195,7 +195,11 @@ def listing(found: StatsTable, *, age_s: float, with_histogram: bool) -> Listing
     names = ("job", "incarnation", "step", "unsettled", "label")
     return Listing(
         name="stats",
-        rows=[_row(row, with_histogram) for row in found],
+        rows=[
+            {"name": row.name, "shape": list(row.shape), "dtype": row.dtype}
+            | _numbers(row, with_histogram)
+            for row in found
+        ],
         columns=STATS_COLUMNS,
         about={name: getattr(found, name) for name in names} | {"age_s": age_s},
         total={**_numbers(found.total, with_histogram), "name": "total"},
@@ -209,11 +213,6 @@ def print_histograms(found: StatsTable) -> None:
         print(f"\n{one_line(row.name)}: elements x by the power of 2 at or below |x|")
         for line in histogram(summary.exponents, zero_count=summary.zero_count):
             print(line)
-
-
-def _row(row: TensorStats, with_histogram: bool) -> dict[str, Any]:
-    shown = {"name": row.name, "shape": list(row.shape), "dtype": row.dtype}
-    return {**shown, **_numbers(row, with_histogram)}
 
 
 def _numbers(row: TensorStats, with_histogram: bool) -> dict[str, Any]:
@@ -256,8 +255,9 @@ def grads(
             for frame in found:
                 print(json_text(frame.document()), flush=True)
         elif form is Format.NAME:
-            for name in _first_names(found):
-                print(one_line(name))
+            for frame in islice(found, 1):
+                for name in (name for name in frame if name not in frame.none):
+                    print(one_line(name))
         elif form is Format.TABLE and sys.stdout.isatty():
             _live(found)
         else:
@@ -295,29 +295,17 @@ def spark(values: Sequence[float | None]) -> str:
     return "".join("·" if v is None else BARS[round((v - low) / step)] for v in values)
 
 
-class History:
-    """Norms of the last frames, by name."""
-
-    def __init__(self) -> None:
-        self._norms: dict[str, deque[float | None]] = {}
-
-    def add(self, document: Mapping[str, Any]) -> None:
-        """Append a frame's norms."""
-        for row in (*document["params"], {**document["total"], "name": "total"}):
-            norms = self._norms.setdefault(row["name"], deque(maxlen=SPARK_FRAMES))
-            norms.append(row.get("norm"))
-
-    def spark(self, name: str) -> str:
-        """The norms of one name."""
-        return spark(list(self._norms.get(name, ())))
-
-
-def table_of(document: Mapping[str, Any], history: History, width: int) -> list[str]:
-    """One frame as the lines of a live table that fits `width`."""
+def table_of(frames: Sequence[Mapping[str, Any]], width: int) -> list[str]:
+    """The last of these frames as the lines of a live table that fits `width`."""
+    document = frames[-1]
     found = frame_listing(document)
-    rows = [{**row, "norms": history.spark(row["name"])} for row in found.rows[:SHOWN_ROWS]]
+    past = [{row["name"]: row.get("norm") for row in one["params"]} for one in frames]
+    rows = [
+        {**row, "norms": spark([norms.get(row["name"]) for norms in past])}
+        for row in found.rows[:SHOWN_ROWS]
+    ]
     assert found.total is not None
-    total = {**found.total, "norms": history.spark("total")}
+    total = {**found.total, "norms": spark([one["total"].get("norm") for one in frames])}
     columns = (*GRAD_COLUMNS, Column("norms", "NORMS"))
     lines, note = table_lines(replace(found, rows=rows, total=total, columns=columns), width)
     hidden = len(found.rows) - len(rows)
@@ -330,16 +318,9 @@ def _live(found: Iterator[GradFrame[Any]]) -> None:
     from rich.live import Live
     from rich.text import Text
 
-    history = History()
+    frames: deque[Mapping[str, Any]] = deque(maxlen=SPARK_FRAMES)
     with Live(auto_refresh=False, transient=False) as live:
         for frame in found:
-            document = frame.document()
-            history.add(document)
-            lines = table_of(document, history, live.console.width)
+            frames.append(frame.document())
+            lines = table_of(frames, live.console.width)
             live.update(Text("\n".join(lines)), refresh=True)
-
-
-def _first_names(found: Iterator[GradFrame[Any]]) -> list[str]:
-    for frame in found:
-        return [name for name in frame if name not in frame.none]
-    return []

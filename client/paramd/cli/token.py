@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -56,7 +55,7 @@ def create(
         body["name"] = name
     if jobs is not None:
         body["jobs"] = jobs
-    made = _ask(target, "POST", "/tokens", body)
+    made = target.ask("POST", "/tokens", body)
     if output is None:
         say(f"token {made['name']}, role {made['role']}; save it, it is not shown again")
         print(made["token"])
@@ -68,7 +67,7 @@ def create(
 @with_output
 def list_all(target: Target) -> None:
     """List names, roles and validity of all tokens, never the tokens themselves."""
-    _show(target, _ask(target, "GET", "/tokens")["tokens"])
+    _show(target, target.ask("GET", "/tokens")["tokens"])
 
 
 @token.command("revoke", epilog=examples("paramd token revoke notebook"))
@@ -80,19 +79,8 @@ def revoke(
     ],
 ) -> None:
     """Revoke a token, immediately and permanently."""
-    _ask(target, "DELETE", f"/tokens/{quote(name, safe='')}")
+    target.ask("DELETE", f"/tokens/{quote(name, safe='')}")
     say(f"token {name} is revoked; joined sidecars refuse its tickets within seconds")
-
-
-def _ask(
-    target: Target, method: str, path: str, body: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    async def ask() -> dict[str, Any]:
-        async with target.rest() as (client, _):
-            found: dict[str, Any] = await client.send(method, path, body)
-            return found
-
-    return asyncio.run(ask())
 
 
 def _show(target: Target, rows: list[dict[str, Any]]) -> None:

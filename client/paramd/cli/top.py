@@ -27,23 +27,19 @@ def top(
     Without a terminal, as in a pipe or under cron, it prints the state once as
     text and exits; `paramd status -w` keeps printing.
     """
-    if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
-        asyncio.run(_print(target))
-        return
-    extras.need("paramd top", "top")
-    asyncio.run(_show(target, every))
+    on_screen = all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
+    if on_screen:
+        extras.need("paramd top", "top")
+    asyncio.run(_show(target, every, on_screen))
 
 
-async def _show(target: Target, every_s: float) -> None:
-    from paramd.cli.top_screen import TopApp
-
+async def _show(target: Target, every_s: float, on_screen: bool) -> None:
     async with open_door(target) as door:
         # The first request runs before the screen opens, so that its error stays on the shell.
         first = await door.look()
+        if not on_screen:
+            print(*text_of(first), sep="\n")
+            return
+        from paramd.cli.top_screen import TopApp
+
         await TopApp(door.look, first=first, source=door.url, every_s=every_s).run_async()
-
-
-async def _print(target: Target) -> None:
-    async with open_door(target) as door:
-        for line in text_of(await door.look()):
-            print(line)

@@ -97,11 +97,6 @@ class TopApp(App[None]):
         # A reply may arrive while the screen is being torn down.
         if not self.query("#about"):
             return
-        self._draw_about()
-        self._draw_ranks()
-        self._draw_alerts()
-
-    def _draw_about(self) -> None:
         seen = self._seen
         age_s = max(time.monotonic() - seen.at_s, 0.0)
         age = seconds(age_s) if age_s >= 1 else "now"
@@ -111,6 +106,9 @@ class TopApp(App[None]):
         if self._trouble:
             text += f"  {self._trouble}"
         self.query_one("#about", Static).update(one_line(text))
+        lines = [alert_line(alert) for alert in seen.alerts]
+        self.query_one("#alerts", Static).update("\n".join(lines) or "no alerts")
+        self._draw_ranks()
 
     def _draw_ranks(self) -> None:
         table = self._table
@@ -127,10 +125,6 @@ class TopApp(App[None]):
             for column, cell in zip(columns, row, strict=True):
                 if str(table.get_cell(key, column)) != cell:
                     table.update_cell(key, column, Text(cell))
-
-    def _draw_alerts(self) -> None:
-        lines = [alert_line(alert) for alert in self._seen.alerts]
-        self.query_one("#alerts", Static).update("\n".join(lines) or "no alerts")
 
     def action_filter(self) -> None:
         box = self.query_one("#filter", Input)

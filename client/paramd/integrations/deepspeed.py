@@ -64,11 +64,7 @@ def attach(engine: Any, *, job: str, **options: Any) -> Attachment:
 
 
 def _partitions(engine: Any) -> Partitions:
-    """What is known of the engine's partitions.
-
-    Raises:
-        UsageError: not an engine, or not supported.
-    """
+    """What is known of the engine's partitions. Raises UsageError."""
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.pipe.engine import PipelineEngine
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3

@@ -52,8 +52,6 @@ CHUNK_BYTES = 16 << 20
 class Engine:
     """One inference server, called by JSON over HTTP; errors name the route."""
 
-    name: str
-
     def __init__(self, url: str, *, token: str = "", pause: Pause = "wait") -> None:
         """No I/O yet. Raises UsageError."""
         parts = urlsplit(url)
@@ -126,8 +124,6 @@ class VllmEngine(Engine):
     Source: vllm/entrypoints/rl/online/api_router.py and serve/dev/rpc/api_router.py of 0.33.
     """
 
-    name = "vllm"
-
     async def serving(self) -> tuple[str, str]:
         found = await self._call("GET", "/weight_info")
         models = await self._call("GET", "/v1/models")
@@ -152,8 +148,6 @@ class VllmEngine(Engine):
 
 class SglangEngine(Engine):
     """An SGLang server. Source: sglang/srt/entrypoints/http_server.py of 0.5.23."""
-
-    name = "sglang"
 
     _MODES: Mapping[str, str] = {"abort": "abort", "keep": "retract"}
 

@@ -80,11 +80,7 @@ def attach(model: Any, optimizer: Any, *, job: str, **options: Any) -> Attachmen
 
 
 def _module(model: Any) -> Any:
-    """The DistributedDataParallel.
-
-    Raises:
-        UsageError: not one, or not supported.
-    """
+    """The DistributedDataParallel. Raises UsageError."""
     from megatron.core.distributed import DistributedDataParallel
 
     chunks = model if isinstance(model, list | tuple) else [model]
@@ -111,11 +107,7 @@ def _module(model: Any) -> Any:
 
 
 def _inner(optimizer: Any) -> list[Any]:
-    """The optimizers that it consists of.
-
-    Raises:
-        UsageError: not Megatron-Core's, or not supported.
-    """
+    """The optimizers that it consists of. Raises UsageError."""
     from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 

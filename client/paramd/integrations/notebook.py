@@ -42,6 +42,7 @@ MAX_COLUMNS = 120
 LEAST_S = 0.5
 SHOWN_NAMES = 20
 _PARAMS = ("name", "shape", "dtype")
+_STATUS = ("job", "incarnation", "step", "world_size")
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
@@ -275,10 +276,7 @@ def _documents(view: View, wanted: str) -> dict[str, Any]:
     matching = [row for row in view.params if wanted.casefold() in row.name.casefold()]
     return {
         "status": {
-            "job": status.job,
-            "incarnation": status.incarnation,
-            "step": status.step,
-            "world_size": status.world_size,
+            **{name: getattr(status, name) for name in _STATUS},
             "summary": status.summary(),
             "phases": phases,
             "ranks": ranks if status.world_size <= MAX_RANKS else [],

@@ -33,11 +33,7 @@ class Training:
     @cached_property
     def resumes(self) -> bool:
         """Whether it is to go on from memory after it was killed."""
-        chosen = self._options.get("resume")
-        if chosen is None:
-            settings = self._options.get("settings") or AttachSettings.from_environment()
-            chosen = settings.resume
-        return bool(chosen == "auto")
+        return bool(_chosen("resume", self._options) == "auto")
 
     def check_no_resume(self, framework: str, instead: str) -> None:
         """Refuse to go on from memory where the framework's loop cannot be told of it.
@@ -117,6 +113,12 @@ class Callback:
         return self._training.attachment
 
 
+def _chosen(name: str, options: Mapping[str, Any]) -> Any:
+    """What `attach` makes of these arguments: the one of this name, else the setting."""
+    settings = options.get("settings") or AttachSettings.from_environment()
+    return options[name] if options.get(name) is not None else getattr(settings, name)
+
+
 def attach_partitioned(
     module: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
@@ -134,12 +136,7 @@ def attach_partitioned(
     Raises:
         UsageError, ConflictError: as `paramd.attach`; also if it is to resume.
     """
-    settings = options.get("settings") or AttachSettings.from_environment()
-    resume, replicas = (
-        options[name] if options.get(name) is not None else getattr(settings, name)
-        for name in ("resume", "replicas")
-    )
-    if resume != "never" or replicas:
+    if _chosen("resume", options) != "never" or _chosen("replicas", options):
         raise UsageError(
             f"resume and replicas are not supported with {package}, whose optimizer has a state "
             "of its own; resume from its checkpoint, then attach"

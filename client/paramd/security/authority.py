@@ -56,7 +56,7 @@ Signed = tuple[ec.EllipticCurvePrivateKey, x509.Certificate]
 class JobAuthority:
     """Issues the certificates of one incarnation of a job. Holds a key: never log or pickle it."""
 
-    __slots__ = ("_ca", "_pem")
+    __slots__ = ("_ca", "pem")
 
     def __init__(self, private_key: bytes, *, job: str, incarnation: int) -> None:
         """`private_key` signs the incarnation's tickets."""
@@ -69,17 +69,13 @@ class JobAuthority:
         key = ec.derive_private_key(number, ec.SECP256R1())
         name = common_name(f"paramd job {job[:40]}, incarnation {incarnation}")
         self._ca: Signed = new_ca(key, name, begin=_BEGIN, end=_END)
-        self._pem = _pem(self._ca[1])
-
-    @property
-    def pem(self) -> bytes:
+        self.pem = _pem(self._ca[1])
         """The CA's certificate."""
-        return self._pem
 
     @property
     def pin(self) -> str:
         """Fingerprint of the CA's public key, "sha256:" and 64 hexadecimal digits."""
-        return pin_of(self._pem)
+        return pin_of(self.pem)
 
     def issue(
         self, name: str, hosts: Sequence[str] = (), *, lifetime_s: float = RANK_TICKET_TTL_S
@@ -105,7 +101,7 @@ class JobAuthority:
             begin=datetime.now(UTC) - BACKDATED,
             end=datetime.now(UTC) + timedelta(seconds=lifetime_s),
         )
-        return Pems(ca=self._pem, cert=_pem(certificate), key=_private_pem(key))
+        return Pems(ca=self.pem, cert=_pem(certificate), key=_private_pem(key))
 
     def issue_ranks(self, hosts: Sequence[str], first: int = 0) -> list[Pems]:
         """A certificate for each rank from `first` on, by its address. Raises as `issue`."""

@@ -299,31 +299,29 @@ def _parse(payload: str) -> Claims:
     """Parse a payload's claims. Ours are always well-formed; another signer's may not be."""
     try:
         found = json.loads(base64.urlsafe_b64decode(payload + "=="))
-        job, incarnation, expires_s = found["job"], found["incarnation"], float(found["exp"])
-        role, ticket_id, rank = Role(found["role"]), found["jti"], found.get("rank")
-        issued_s, token_id = float(found.get("iat", 0.0)), found.get("token")
+        claims = Claims(
+            job=found["job"],
+            incarnation=found["incarnation"],
+            role=Role(found["role"]),
+            expires_s=float(found["exp"]),
+            issued_s=float(found.get("iat", 0.0)),
+            ticket_id=found["jti"],
+            rank=found.get("rank"),
+            token_id=found.get("token"),
+        )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise DeniedError(f"the ticket's claims cannot be read; {_ASK_AGAIN}") from None
-    texts = all(
-        isinstance(text, str) for text in (job, ticket_id, token_id if token_id is not None else "")
-    )
-    numbers = type(incarnation) is int and (rank is None or type(rank) is int)
-    if not (texts and numbers and math.isfinite(expires_s) and math.isfinite(issued_s)):
+    texts = isinstance(claims.job, str) and isinstance(claims.ticket_id, str)
+    texts = texts and isinstance(claims.token_id, str | None)
+    numbers = type(claims.incarnation) is int and type(claims.rank) in (int, type(None))
+    finite = math.isfinite(claims.expires_s) and math.isfinite(claims.issued_s)
+    if not (texts and numbers and finite):
         raise DeniedError(f"the ticket's claims have wrong types; {_ASK_AGAIN}")
-    if role in OF_RANKS and rank is None:
+    if claims.role in OF_RANKS and claims.rank is None:
         raise DeniedError(
-            f"a ticket of role {role.value} names a rank, this does not; {_ASK_AGAIN}"
+            f"a ticket of role {claims.role.value} names a rank, this does not; {_ASK_AGAIN}"
         )
-    return Claims(
-        job=job,
-        incarnation=incarnation,
-        role=role,
-        expires_s=expires_s,
-        issued_s=issued_s,
-        ticket_id=ticket_id,
-        rank=rank,
-        token_id=token_id,
-    )
+    return claims
 
 
 def key_from_hex(message: Mapping[str, object], name: str) -> bytes:

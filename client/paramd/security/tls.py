@@ -148,11 +148,8 @@ class ClientTls:
         if self.pems is not None:
             pems = self.pems
             return grpc.ssl_channel_credentials(pems.ca, pems.key or None, pems.cert or None)
-        return grpc.ssl_channel_credentials(
-            root_certificates=read_pem(self.ca) if self.ca is not None else None,
-            private_key=read_pem(self.key) if self.key is not None else None,
-            certificate_chain=read_pem(self.cert) if self.cert is not None else None,
-        )
+        files = (self.ca, self.key, self.cert)
+        return grpc.ssl_channel_credentials(*(read_pem(one) if one else None for one in files))
 
     def ssl_context(self, least: ssl.TLSVersion = ssl.TLSVersion.TLSv1_2) -> ssl.SSLContext:
         """For HTTPS and streams. Raises UsageError when a file cannot be used."""

@@ -126,13 +126,12 @@ class Host:
         config, arguments, stdin = asked_for(message)
         if len(self._sidecars) >= MAX_SIDECARS or self._leaving.is_set():
             raise UsageError(f"start: {MAX_SIDECARS} sidecars run here, or this host is leaving")
-        process, output = spawn(
+        process = spawn(
             "paramd_service.sidecar",
             arguments,
             log_path=config.socket_path.with_suffix(".log"),
             stdin=stdin.encode() if stdin is not None else None,
         )
-        output.close()
         self._sidecars[process.pid] = process
         ended = pidfd(process.pid)
         asyncio.get_running_loop().add_reader(ended, self._ended, ended, process, trainer)

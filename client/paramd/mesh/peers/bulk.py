@@ -11,6 +11,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Final, TypeVar
 
@@ -160,8 +161,8 @@ class BulkStream:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 if offer.tls is not None:
                     sock = offer.tls.wrap_socket(sock, server_hostname=offer.host)
-                sock.settimeout(LOOK_S)
-                if offer.tls is None:
+                    sock.settimeout(LOOK_S)
+                else:
                     # The kernel waits, without the interpreter's lock, and returns now and then.
                     sock.settimeout(None)
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(LOOK_S))
@@ -187,22 +188,14 @@ async def on_thread(work: Callable[[], Result], stop: Callable[[], None]) -> Res
     If cancelled, `stop` is called first: otherwise the thread could write into memory that the
     caller has freed.
     """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Result] = loop.create_future()
-
-    def settle(result: Result | None, error: BaseException | None) -> None:
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(result)  # type: ignore[arg-type]
+    made: Future[Result] = Future()
+    done = asyncio.wrap_future(made)
 
     def run() -> None:
-        result, error = None, None
         try:
-            result = work()
-        except BaseException as found:
-            error = found
-        loop.call_soon_threadsafe(settle, result, error)
+            made.set_result(work())
+        except BaseException as error:
+            made.set_exception(error)
 
     threading.Thread(target=run, name="paramd-stream", daemon=True).start()
     try:

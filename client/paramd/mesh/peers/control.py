@@ -6,11 +6,11 @@ import asyncio
 import json
 import os
 import ssl
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 import httpx2
 
@@ -25,6 +25,7 @@ from paramd.errors import (
     ParamdError,
     UnreachableError,
     UsageError,
+    reason_of,
 )
 from paramd.mesh.peers import tunnels
 from paramd.mesh.peers.grpc import Asked, RankUnreachableError, check_way, is_relayed
@@ -196,17 +197,20 @@ class RestClient:
         listed = found.get("ranks", []) if isinstance(found, Mapping) else found
         return [dict(rank) for rank in listed]
 
-    async def audit(
-        self, job: str | None, *, order: str, limit: int, page_token: str = ""
-    ) -> dict[str, Any]:
-        """A page of a job's audit log, or with None of the control plane's own.
-
-        Raises:
-            UnreachableError, DeniedError, NotFoundError.
-        """
-        path = f"/jobs/{quote(job, safe='')}/audit" if job is not None else "/audit"
-        path += f"?order={order}&limit={limit}&page_token={quote(page_token, safe='')}"
-        return dict(await self.send("GET", path))
+    async def pages(
+        self, path: str, limit: int, **query: object
+    ) -> AsyncIterator[Mapping[str, Any]]:
+        """The pages of a list, until none is left; arguments that are None are not sent."""
+        given = {name: value for name, value in query.items() if value is not None}
+        token = ""
+        while True:
+            page = await self.send(
+                "GET", f"{path}?{urlencode(given | {'limit': limit, 'page_token': token})}"
+            )
+            yield page
+            token = str(page.get("next_page_token") or "")
+            if not token:
+                return
 
     async def close(self) -> None:
         """Closes the connections. Idempotent."""
@@ -396,14 +400,9 @@ def error_of_http(url: str, status: int, text: str, kind: str = "") -> ParamdErr
     return ParamdError(f"{url} answered HTTP {status}: {text}")
 
 
-def _type_of(error: type[ParamdError]) -> str:
-    """Its problem type, for example "urn:paramd:error:not-found"."""
-    name = error.__name__.removesuffix("Error")
-    words = "".join(f"-{c}" if c.isupper() and at else c for at, c in enumerate(name))
-    return f"urn:paramd:error:{words.lower()}"
-
-
-_BY_TYPE: dict[str, type[ParamdError]] = {_type_of(error): error for error in CODES}
+_BY_TYPE: dict[str, type[ParamdError]] = {
+    f"urn:paramd:error:{reason_of(kind()).lower().replace('_', '-')}": kind for kind in CODES
+}
 
 # For proxies in front of the control plane, and for its HTTP-level errors.
 _BY_STATUS: dict[int, type[ParamdError]] = {

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol, TypeAlias, TypeVar
-from urllib.parse import quote, urlencode
+from urllib.parse import quote
 
 from paramd.errors import ConflictError, DeniedError, ParamdError, UnreachableError, UsageError
 from paramd.layout.codec import join_batches
@@ -378,19 +378,9 @@ class JobRest:
                     raise
                 await asyncio.sleep(AGAIN_S)
 
-    async def pages(
-        self, path: str, limit: int, **query: object
-    ) -> AsyncIterator[Mapping[str, Any]]:
-        """The pages of a list, until none is left; arguments that are None are not sent."""
-        given = {name: value for name, value in query.items() if value is not None}
-        token = ""
-        while True:
-            asked = {**given, "limit": min(PAGE, limit), "page_token": token}
-            page = await self.send("GET", f"{path}?{urlencode(asked)}")
-            yield page
-            token = str(page.get("next_page_token") or "")
-            if not token:
-                return
+    def pages(self, path: str, limit: int, **query: object) -> AsyncIterator[Mapping[str, Any]]:
+        """The pages of a list, as `RestClient.pages`."""
+        return self._rest.pages(self.path(path), min(PAGE, limit), **query)
 
     async def rows(self, name: str, limit: int, **query: object) -> list[Any]:
         """Up to `limit` entries of the list `name`, over as many pages as it takes."""

@@ -134,7 +134,9 @@ class TunnelRelay:
         near_in, near_out = await asyncio.open_unix_connection(sock=connection, limit=PART_BYTES)
         try:
             try:
-                far_in, far_out = await self._control.tunnel(self._tunnel_path(who))
+                job = quote(self._job, safe="")
+                of = "" if who == CONTROL else f"/ranks/{who}"
+                far_in, far_out = await self._control.tunnel(f"/jobs/{job}{of}/tunnel")
             except ParamdError as error:
                 self._failures[who] = str(error)
                 return  # gRPC sees the end of its connection, and tries again
@@ -145,10 +147,6 @@ class TunnelRelay:
                 far_out.close()
         finally:
             near_out.close()
-
-    def _tunnel_path(self, who: str) -> str:
-        job = quote(self._job, safe="")
-        return f"/jobs/{job}/tunnel" if who == CONTROL else f"/jobs/{job}/ranks/{who}/tunnel"
 
 
 async def _reached(addresses: Iterable[str]) -> set[str]:

@@ -32,6 +32,7 @@ from paramd.mesh.peers.grpc import (
     LeaseEndedError,
     NotTrustedError,
     RankUnreachableError,
+    all_ended,
     boundary_age_s,
     cancelled,
     is_relayed,
@@ -523,13 +524,7 @@ class Sidecars:
         return SnapshotSource(self, self._channels, pin, end_bytes=end_bytes)
 
     async def _probe_all(self, ranks: Sequence[int], told: _Waiting) -> None:
-        probes = [asyncio.ensure_future(self.probe(rank)) for rank in ranks]
-        try:
-            for probe in asyncio.as_completed(probes):
-                await probe
-            told.on(zip(ranks, (probe.result() for probe in probes), strict=True))
-        finally:
-            await asyncio.gather(*(cancelled(probe) for probe in probes))
+        told.on(zip(ranks, await all_ended(map(self.probe, ranks)), strict=True))
 
     async def probe(self, rank: int) -> common_pb2.RankState | None:
         """Check that the sidecar of `rank` responds at all; return what it says of itself.

@@ -342,13 +342,9 @@ class Attachment:
         if self._tracking is not None:
             # While there is still something to ask: a look in progress ends well.
             self._tracking.close()
-        self._boundary.close()
-        self._gradients.close()
-        self._editor.close()
-        if self._record is not None:
-            self._record.close()
-        if self._rewinder is not None:
-            self._rewinder.close()
+        for one in (self._boundary, self._gradients, self._editor, self._record, self._rewinder):
+            if one is not None:
+                one.close()
         if self.keeper is not None and self._state is not None:
             self.keeper.close()
             self._state.close()

@@ -52,6 +52,9 @@ Answer = dict[str, Any]
 
 log = logging.getLogger("paramd")
 
+_SAME = ("resume", "keep_every", "standing_every", "replicas")
+"""Settings that must be the same on every rank."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
@@ -132,15 +135,12 @@ class Discovering:
                 "hostname": socket.gethostname(),
                 "mirrored": home.mirrored,
                 "step": step if step is not None else steps_done(optimizers),
-                "resume": self._settings.resume,
-                "keep_every": self._settings.keep_every,
-                "standing_every": self._settings.standing_every,
-                "replicas": self._settings.replicas,
+                **{name: getattr(self._settings, name) for name in _SAME},
             }
 
         answers = self._together(stage)
         check_versions(answers)
-        for name in ("job", "resume", "keep_every", "standing_every", "replicas"):
+        for name in ("job", *_SAME):
             for rank, answer in enumerate(answers):
                 if answer[name] != answers[0][name]:
                     raise UsageError(
@@ -265,6 +265,10 @@ class Discovering:
         first = self._together(stage)[0]
         # Scattered, not gathered: a rank learns only its own ticket, and no private key of others.
         mine = json.loads(exchange.scatter(_secrets(taken[0]) if taken else None))
+        own_tls = None
+        if self._meeting is not None and "tls" in mine:
+            here = self._meeting.addresses[exchange.rank]
+            own_tls = OwnTls(name=here.name, ip=here.ip, pems=Pems.of_json(mine["tls"]))
         return Identity(
             job=self._job,
             incarnation=first["incarnation"],
@@ -275,14 +279,8 @@ class Discovering:
             copy_ticket=mine.get("copy_ticket", ""),
             private_key=bytes.fromhex(mine["private_key"]) if "private_key" in mine else None,
             control_token=mine.get("control_token", ""),
-            own_tls=self._own_tls(mine.get("tls")),
+            own_tls=own_tls,
         )
-
-    def _own_tls(self, pems: dict[str, str] | None) -> OwnTls | None:
-        if self._meeting is None or pems is None:
-            return None
-        mine = self._meeting.addresses[self._exchange.rank]
-        return OwnTls(name=mine.name, ip=mine.ip, pems=Pems.of_json(pems))
 
     def _pass(self, point: str) -> None:
         if self._at_point is not None:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import select
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -256,14 +254,14 @@ class ControlLink:
             "resumes": resumes,
         }
         log_path = self._directory / "control.log"
-        self._process, output = spawn(
+        self._process = spawn(
             "paramd_service.control",
             arguments,
             log_path=log_path,
             stdin=json.dumps(secrets).encode() + b"\n",
+            piped=True,
         )
-        with output:
-            ready = _first_line(output, self._settings.sidecar_start_timeout_s)
+        ready = _first_line(self._process.stdout, self._settings.sidecar_start_timeout_s)
         if ready is None:
             end(self._process, grace_s=0.0)
             raise UnreachableError(f"the control plane did not start; see {log_path}")
@@ -282,15 +280,16 @@ class ControlLink:
         return bindable(self._settings.listen)
 
 
-def _first_line(output: IO[bytes], timeout_s: float) -> dict[str, Any] | None:
-    poller = select.poll()
-    poller.register(output, select.POLLIN)
-    if not poller.poll(timeout_s * 1000):
-        return None
-    line = output.readline()
+def _first_line(output: IO[bytes] | None, timeout_s: float) -> dict[str, Any] | None:
+    assert output is not None
+    with output:
+        poller = select.poll()
+        poller.register(output, select.POLLIN)
+        line = output.readline() if poller.poll(timeout_s * 1000) else b""
     return json.loads(line) if line else None
 
 
+@dataclass(eq=False, slots=True)
 class Tracking:
     """`paramd log` of this job, into each tracker that was asked for.
 
@@ -298,11 +297,10 @@ class Tracking:
     itself when the job no longer answers, or begins anew.
     """
 
-    def __init__(self, job: str, settings: AttachSettings, directory: Path) -> None:
-        self._job = job
-        self._settings = settings
-        self._directory = directory
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+    _job: str
+    _settings: AttachSettings
+    _directory: Path
+    _processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def open(self) -> None:
         """Start the processes; one that cannot be started costs its tracker, not the training."""
@@ -314,30 +312,12 @@ class Tracking:
 
     def _start(self, kind: str) -> subprocess.Popen[bytes]:
         arguments = ["log", "--to", kind, "--job", self._job]
-        # A person's own settings may name another control plane.
-        environment = {key: value for key, value in os.environ.items() if key not in _OTHERS}
         token = None
         if self._settings.control:
             arguments += ["--url", self._settings.control, "--token", "-"]
             token = token_of(self._settings).encode() + b"\n"
         path = self._directory / f"log-{kind}.log"
-        output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "paramd.cli", *arguments],
-                stdin=subprocess.PIPE if token is not None else subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=environment,
-                # Ctrl-C in the training's terminal is the training's.
-                start_new_session=True,
-            )
-        finally:
-            os.close(output)
-        if process.stdin is not None and token is not None:
-            with process.stdin:
-                process.stdin.write(token)
-        return process
+        return spawn("paramd.cli", arguments, log_path=path, stdin=token, without=_OTHERS)
 
     def close(self) -> None:
         """Have what was logged written, and end the processes. Idempotent."""
@@ -355,3 +335,4 @@ class Tracking:
 
 
 _OTHERS = ("PARAMD_URL", "PARAMD_TOKEN", "PARAMD_TOKEN_FILE", "PARAMD_CONTEXT", "PARAMD_JOB")
+"""A person's own settings, which may name another control plane."""

@@ -304,13 +304,12 @@ class SidecarLink:
         if self._settings.sidecar == "external":
             with self._ask_host(arguments, stdin) as host:
                 return self._await_socket(lambda: _ended(host))
-        self._process, output = spawn(
+        self._process = spawn(
             "paramd_service.sidecar",
             [*arguments, "--trainer-pid", str(os.getpid())],
             log_path=self._socket_path.with_suffix(".log"),
             stdin=stdin.encode() if stdin is not None else None,
         )
-        output.close()
         return self._await_socket(self._process.poll)
 
     def _ask_host(self, arguments: list[str], stdin: str | None) -> socket.socket:
@@ -386,18 +385,14 @@ class SidecarLink:
 
     def _attach(self, connection: socket.socket) -> None:
         identity = self._identity
+        named = ("job", "incarnation", "rank", "world_size", "rank_ticket", "copy_ticket")
         message = {
             "op": "attach",
-            "job": identity.job,
-            "incarnation": identity.incarnation,
-            "rank": identity.rank,
-            "world_size": identity.world_size,
+            **{name: getattr(identity, name) for name in named},
             "pid": os.getpid(),
             "start": places.process_start(os.getpid()),
             "arena_bytes": self._arena_bytes,
             "public_key": identity.public_key.hex(),
-            "rank_ticket": identity.rank_ticket,
-            "copy_ticket": identity.copy_ticket,
             "version": __version__,
             "continues": list(self.continues),
         }
@@ -415,21 +410,21 @@ class SidecarLink:
         connection.settimeout(self._settings.sidecar_start_timeout_s + self._arena_bytes / 1e9)
         handover.send(connection, message, ours)
         answer, received = _answer(connection, "attached")
-        if self.descriptors is None:
-            self.descriptors = self._received(received)
-        else:
+        if self.descriptors is not None:
             # Duplicates of those handed over; the originals stay in use.
             close_all(received)
+        else:
+            on_device = self._device is not None
+            try:
+                shared = Descriptors.received(received, self._arena_bytes, on_device=on_device)
+            except UsageError as error:
+                close_all(received)
+                raise ConflictError(
+                    f"the sidecar handed over unusable descriptors: {error}"
+                ) from error
+            self.descriptors = shared
         self._connection = connection
         self.address = str(answer["address"])
-
-    def _received(self, fds: list[int]) -> Descriptors:
-        try:
-            on_device = self._device is not None
-            return Descriptors.received(fds, self._arena_bytes, on_device=on_device)
-        except UsageError as error:
-            close_all(fds)
-            raise ConflictError(f"the sidecar handed over unusable descriptors: {error}") from error
 
     def _served(self) -> int:
         """Send mesh and layout, and open the line; return a pidfd of the sidecar."""

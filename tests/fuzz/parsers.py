@@ -127,7 +127,7 @@ def glob(data: bytes) -> None:
     pattern = text_of(data[:256])
     if any(begin > end for begin, end in re.findall(r"\[(.)-(.)", pattern, re.DOTALL)):
         return  # After an empty range fnmatch takes a "!" for the class's "not".
-    found = {INDEX.names[at] for at in INDEX.columns.positions(INDEX.match(pattern))}
+    found = {INDEX.names[at] for at in INDEX.columns.positions(INDEX._match(pattern))}
     assert found == set(fnmatch.filter(INDEX.names, pattern)), found
 
 

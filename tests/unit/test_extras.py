@@ -10,6 +10,7 @@ import tomllib
 import pytest
 
 from paramd import extras
+from paramd.integrations.trackers import _PACKAGES
 from tests.launch import ROOT
 
 MODULE_OF = {
@@ -60,6 +61,7 @@ def ranges_of_integrations() -> dict[str, set[str]]:
     for path in (ROOT / "client/paramd/integrations").glob("*.py"):
         for package, least, below, extra in RANGE.findall(path.read_text()):
             found.setdefault(extra, set()).add(f"{package}>={least},<{below}")
+    found["trackers"] = {f"{name}>={least},<{end}" for name, least, end in _PACKAGES.values()}
     return found
 
 

@@ -177,7 +177,7 @@ async def test_leases_are_renewed_while_their_boundary_is_waited_for() -> None:
     ranks.captures = [captured(9)]
     async with asyncio.timeout(10):
         async with pinner(ranks).pinned(SPANS, deadline_s=110, with_buffers=True) as found:
-            assert found.step == 9
+            assert found.state.step == 9
 
 
 async def test_the_reason_of_earlier_tries_outlives_a_last_one_without_any() -> None:

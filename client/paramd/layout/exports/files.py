@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import struct
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from paramd.errors import UsageError
 from paramd.layout.dtypes import DTYPES, item_bytes
-from paramd.layout.plan import MAX_GAP_BYTES
+from paramd.layout.plan import MAX_GAP_BYTES, offsets_in
 from paramd.layout.types import Box, Piece, Region, TensorLayout, cover_numel, joined, row_major
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ def make_source(
             begin = piece.arena_begin
             wanted.setdefault(piece.rank, []).append((begin, begin + piece_bytes(piece, dtype)))
     spans = {rank: tuple(joined(wanted[rank], MAX_GAP_BYTES)) for rank in sorted(wanted)}
-    offsets = {rank: _offsets(spans[rank]) for rank in spans}
+    offsets = {rank: offsets_in(spans[rank]) for rank in spans}
     tensors = tuple(
         SourceTensor(
             tensor.fqn,
@@ -94,20 +93,6 @@ def make_source(
         for tensor, dtype, pieces in items
     )
     return Source(state_key, tensors, spans)
-
-
-def _offsets(spans: Sequence[tuple[int, int]]) -> Callable[[int], int]:
-    """A function from an arena offset to the offset in the snapshot of `spans`, in bytes."""
-    begins = [begin for begin, _ in spans]
-    before = [0]
-    for begin, end in spans:
-        before.append(before[-1] + end - begin)
-
-    def offset(arena_begin: int) -> int:
-        at = bisect_right(begins, arena_begin) - 1
-        return before[at] + arena_begin - begins[at]
-
-    return offset
 
 
 class ExportState(StrEnum):

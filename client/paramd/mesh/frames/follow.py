@@ -272,9 +272,6 @@ class FollowRequest(StreamRequest):
     deltas: bool = False
     """Have the elements that changed sent, where that takes fewer bytes."""
 
-    def __post_init__(self) -> None:
-        self.check()
-
 
 class _Handed:
     """Tensors that a user has, given again where they have not changed in the training.

@@ -14,10 +14,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from paramd.errors import UsageError
-from paramd.layout.plan import Costs, ReadPlan, plan_read
+from paramd.layout.plan import Costs, ReadPlan, holders_of, plan_read
 from paramd.layout.select import NameIndex, Pattern, SelectedTensor, select
 from paramd.layout.stats import Part, Stats, Summary, merge_all, summarize
-from paramd.layout.types import Box, Layout, Piece, Region, TensorLayout
+from paramd.layout.types import Box, Layout, TensorLayout
 
 if TYPE_CHECKING:
     import torch
@@ -214,18 +214,15 @@ def _layers(tensor: TensorLayout, groups: Mapping[int, int] | None) -> Iterator[
     `groups` None means that all holders of a region form one group. A region with fewer holders
     is missing in later layers.
     """
-    holders: dict[Region, list[Piece]] = {}
-    for piece in sorted(tensor.pieces, key=lambda piece: piece.rank):
-        holders.setdefault(piece.region, []).append(piece)
-    for region, pieces in holders.items():
-        if groups is None:
-            continue
-        group = groups.get(pieces[0].rank, 0)
-        same = [piece for piece in pieces if groups.get(piece.rank, 0) == group]
-        # Group 0: every holder has the full gradient, so read just one.
-        holders[region] = same if group else same[:1]
-    for layer in range(max(map(len, holders.values()), default=0)):
-        found = [pieces[layer] for pieces in holders.values() if layer < len(pieces)]
+    holders = holders_of(tensor.pieces)
+    if groups is not None:
+        for index, pieces in enumerate(holders):
+            group = groups.get(pieces[0].rank, 0)
+            same = [piece for piece in pieces if groups.get(piece.rank, 0) == group]
+            # Group 0: every holder has the full gradient, so read just one.
+            holders[index] = same if group else same[:1]
+    for layer in range(max(map(len, holders), default=0)):
+        found = [pieces[layer] for pieces in holders if layer < len(pieces)]
         yield replace(tensor, pieces=tuple(found))
 
 

@@ -69,7 +69,7 @@ class GradRequest(StreamRequest):
     """Updates wait for this reader, if the trainer's operator allows it."""
 
     def __post_init__(self) -> None:
-        self.check()
+        StreamRequest.__post_init__(self)
         if self.kind not in KINDS:
             raise UsageError(f"kind: {self.kind!r}; expected one of {', '.join(KINDS)}")
         if self.kind != "full" and self.dtype is not None:

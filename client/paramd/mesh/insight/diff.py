@@ -89,7 +89,7 @@ async def live_state(
         async def attempt(sidecars: Sidecars) -> State:
             chosen = await choose(reach, sidecars, patterns, buffers=False)
             job = sidecars.document.job
-            mark = at.removeprefix(MARK) if isinstance(at, str) and at.startswith(MARK) else ""
+            mark = at.removeprefix(MARK) if isinstance(at, str) and is_mark(at) else ""
             if isinstance(at, int | At):
                 named = at if isinstance(at, At) else At((await present(sidecars)).history, at)
                 pins = await pin_step(stack, sidecars, chosen.plan, named, deadline_s)
@@ -207,13 +207,9 @@ async def compute_diff(
             first = await next_step(reach, deadline_s)
             ahead = [first.step + int(s) if is_ahead(s) else s for s in (a, b)]
             steps = [At(first.history, step) for step in ahead]
-            found: dict[str, State] = {}
-
-            async def keep(name: str, at: At) -> None:
-                found[name] = await opened(stack, at, name)
-
-            await all_ended([keep("a", steps[0]), keep("b", steps[1])])
-            one, other = found["a"], found["b"]
+            one, other = await all_ended(
+                [opened(stack, at, name) for at, name in zip(steps, "ab", strict=True)]
+            )
         else:
             one, other = await opened(stack, a, "a"), await opened(stack, b, "b")
         names = dict.fromkeys([*one.names, *other.names])

@@ -489,7 +489,7 @@ class Transfer:
                 if read.rank in shared
             ]
             if jobs:
-                works.append(self.run(lambda: fill_from(jobs, self._copiers, self._copy_threads)))
+                works.append(self.land(jobs))
             await all_ended(works)
 
     async def view(self, reading: Reading, chosen: Chosen, stack: AsyncExitStack) -> SnapshotView:

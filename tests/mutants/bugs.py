@@ -199,8 +199,8 @@ BUGS = (
     Bug(
         name="a replica counts twice",
         file=CLIENT + "layout/plan.py",
-        old="holders.setdefault(piece.region, []).append(piece)",
-        new="holders.setdefault((piece.region, piece.rank), []).append(piece)",
+        old="found.setdefault(piece.region, []).append(piece)",
+        new="found.setdefault((piece.region, piece.rank), []).append(piece)",
         tests=("unit/layout/test_plan.py", "unit/layout/test_stats.py"),
     ),
     Bug(

@@ -28,8 +28,6 @@ Item = TypeVar("Item")
 UNSETTLED_TEXT = "; not settled: training has not continued since"
 """Printed after the step of unsettled values."""
 
-_TENSOR_COLUMNS = ["name", "shape", "dtype", "device"]
-
 STATE_TIMEOUT_S = 2.0
 """A sidecar that takes longer to report its state is shown as unreachable."""
 
@@ -261,12 +259,6 @@ class StatsTable(Table[TensorStats]):
         """As `Table._names`, with each number of the summary by its own name."""
         return ["name", "shape", "dtype", *(one.name for one in fields(Summary))]
 
-    @classmethod
-    def _record(cls, row: Any) -> dict[str, Any]:
-        """As `Table._record`."""
-        numbers = {one.name: getattr(row.summary, one.name) for one in fields(Summary)}
-        return {"name": row.name, "shape": row.shape, "dtype": row.dtype, **numbers}
-
     def cells(self) -> list[list[str]]:
         """As `Table.cells`; the last row is the total, which a slice does not have."""
         counted = sum(row.summary.count for row in self) == self.total.summary.count
@@ -334,67 +326,9 @@ class MeshStatus(Table[RankStatus]):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class OptimizerState(dict[str, "dict[str, torch.Tensor | float]"]):
-    """An optimizer's state by parameter name and kind ("exp_avg"), all of one step.
+class _OneStep(dict[str, Item]):
+    """Values by name, all of one step; prints as a table."""
 
-    Tensors have the parameter's full shape, or that of the slice; state of one number, such as
-    "step", is a number. A parameter without state, or without elements, has an empty dict.
-    """
-
-    states: InitVar[Mapping[str, dict[str, torch.Tensor | float]]] = field(kw_only=False)
-    groups: Sequence[Mapping[str, Any]]
-    """Parameter groups of all optimizers: their hyper-parameters, and under "params" the names
-    of those of their parameters that were asked for."""
-    job: str
-    """Name of the job."""
-    incarnation: int
-    """Incarnation of the job."""
-    step: int
-    """Number of finished updates that every value here is of."""
-    edits: int
-    """Edits applied in this incarnation."""
-    seconds: float
-    """Duration of the call."""
-    bytes: int
-    """Bytes of state read from the sidecars."""
-
-    def __post_init__(self, states: Mapping[str, dict[str, torch.Tensor | float]]) -> None:
-        self.update(states)
-        self.groups = tuple(self.groups)
-
-    def __repr__(self) -> str:
-        return text_table(("name", "state"), self._cells(), self._below())
-
-    def _repr_html_(self) -> str:
-        return html_table(("name", "state"), self._cells(), self._below())
-
-    def _cells(self) -> list[list[str]]:
-        return [
-            [name, ", ".join(f"{key} {_told(value)}" for key, value in state.items()) or "none"]
-            for name, state in list(self.items())[:SHOWN_ROWS]
-        ]
-
-    def _below(self) -> str:
-        hidden = len(self) - SHOWN_ROWS
-        return (
-            f"optimizer state of {len(self)} parameters of {self.job!r} at step {self.step} "
-            f"(incarnation {self.incarnation}), {bytes_text(self.bytes)} in {self.seconds:.3f} s"
-            + (f" ({hidden} not shown)" if hidden > 0 else "")
-        )
-
-
-def _told(value: torch.Tensor | float) -> str:
-    return f"{value:g}" if isinstance(value, int | float) else shape_text(value.shape)
-
-
-@dataclass(kw_only=True, eq=False, repr=False)
-class Summoned(dict[str, "torch.Tensor"]):
-    """Full tensors by name, all at one step.
-
-    Tied names are keys of the same tensor object.
-    """
-
-    tensors: InitVar[Mapping[str, torch.Tensor]] = field(kw_only=False)
     job: str
     """Name of the job."""
     incarnation: int
@@ -405,6 +339,71 @@ class Summoned(dict[str, "torch.Tensor"]):
     """Duration of the call."""
     bytes: int
     """Bytes read from the sidecars."""
+
+    def __repr__(self) -> str:
+        return text_table(*self._table())
+
+    def _repr_html_(self) -> str:
+        return html_table(*self._table())
+
+    def _table(self) -> tuple[Sequence[str], list[list[str]], str]:
+        header, what, rests = self._about()
+        hidden = len(self) - SHOWN_ROWS
+        below = (
+            f"{what} of {self.job!r} at step {self.step} (incarnation {self.incarnation}{rests}), "
+            f"{bytes_text(self.bytes)} in {self.seconds:.3f} s"
+            + (f" ({hidden} not shown)" if hidden > 0 else "")
+        )
+        rows = [[name, *self._cells(one)] for name, one in list(self.items())[:SHOWN_ROWS]]
+        return header, rows, below
+
+    def _about(self) -> tuple[Sequence[str], str, str]:
+        """The columns, what is in the rows, and what is said after the step."""
+        raise NotImplementedError
+
+    def _cells(self, value: Item) -> list[str]:
+        """The texts beside a name."""
+        raise NotImplementedError
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class OptimizerState(_OneStep["dict[str, torch.Tensor | float]"]):
+    """An optimizer's state by parameter name and kind ("exp_avg"), all of one step.
+
+    Tensors have the parameter's full shape, or that of the slice; state of one number, such as
+    "step", is a number. A parameter without state, or without elements, has an empty dict.
+    """
+
+    states: InitVar[Mapping[str, dict[str, torch.Tensor | float]]] = field(kw_only=False)
+    groups: Sequence[Mapping[str, Any]]
+    """Parameter groups of all optimizers: their hyper-parameters, and under "params" the names
+    of those of their parameters that were asked for."""
+    edits: int
+    """Edits applied in this incarnation."""
+
+    def __post_init__(self, states: Mapping[str, dict[str, torch.Tensor | float]]) -> None:
+        self.update(states)
+        self.groups = tuple(self.groups)
+
+    def _about(self) -> tuple[Sequence[str], str, str]:
+        return ("name", "state"), f"optimizer state of {len(self)} parameters", ""
+
+    def _cells(self, value: dict[str, torch.Tensor | float]) -> list[str]:
+        return [", ".join(f"{key} {_told(one)}" for key, one in value.items()) or "none"]
+
+
+def _told(value: torch.Tensor | float) -> str:
+    return f"{value:g}" if isinstance(value, int | float) else shape_text(value.shape)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class Summoned(_OneStep["torch.Tensor"]):
+    """Full tensors by name, all at one step.
+
+    Tied names are keys of the same tensor object.
+    """
+
+    tensors: InitVar[Mapping[str, torch.Tensor]] = field(kw_only=False)
     edits: int = 0
     """Edits applied in this incarnation."""
     history: int = 0
@@ -458,27 +457,13 @@ class Summoned(dict[str, "torch.Tensor"]):
 
     def __exit__(self, *_: object) -> None: ...
 
-    def __repr__(self) -> str:
-        return text_table(_TENSOR_COLUMNS, self._cells(), self._below())
+    def _about(self) -> tuple[Sequence[str], str, str]:
+        rests = unsettled_text(unsettled=self.unsettled, label=self.label)
+        return ("name", "shape", "dtype", "device"), f"{len(self)} tensors", rests
 
-    def _repr_html_(self) -> str:
-        return html_table(_TENSOR_COLUMNS, self._cells(), self._below())
-
-    def _cells(self) -> list[list[str]]:
-        return [
-            [name, shape_text(t.shape), str(t.dtype).removeprefix("torch."), str(t.device)]
-            for name, t in list(self.items())[:SHOWN_ROWS]
-        ]
-
-    def _below(self) -> str:
-        hidden = len(self) - SHOWN_ROWS
-        return (
-            f"{len(self)} tensors of {self.job!r} at step {self.step} (incarnation "
-            f"{self.incarnation}"
-            f"{unsettled_text(unsettled=self.unsettled, label=self.label)}), "
-            f"{bytes_text(self.bytes)} in {self.seconds:.3f} s"
-            + (f" ({hidden} not shown)" if hidden > 0 else "")
-        )
+    def _cells(self, value: torch.Tensor) -> list[str]:
+        dtype = str(value.dtype).removeprefix("torch.")
+        return [shape_text(value.shape), dtype, str(value.device)]
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], below: str) -> str:

@@ -200,7 +200,7 @@ async def compute_diff(
         return await asyncio.to_thread(stored_state, Path(source), patterns)
 
     async with AsyncExitStack() as stack:
-        from paramd.mesh.insight.compare import Diff
+        from paramd.mesh.insight.compare import Diff, order
 
         if is_to_come(a) and is_to_come(b):
             # Both are asked for before either comes: steps may follow each other quickly.
@@ -214,7 +214,7 @@ async def compute_diff(
             one, other = await opened(stack, a, "a"), await opened(stack, b, "b")
         names = dict.fromkeys([*one.names, *other.names])
         rows = [await _row(name, one, other, cells) for name in names]
-        return Diff(rows, a=one.label, b=other.label)
+        return Diff(sorted(rows, key=order), a=one.label, b=other.label)
 
 
 def check_order(a: Source, b: Source) -> None:

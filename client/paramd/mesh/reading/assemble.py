@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -191,25 +190,14 @@ def _places(landing: Landing, tensor: ResultTensor, target: torch.Tensor) -> Ite
 def _store(
     block: Block, strides: tuple[int, ...], dtype: torch.dtype, target: torch.Tensor
 ) -> Callable[[int], None]:
-    region = tuple(slice(b, e) for b, e in zip(block.target.begin, block.target.end, strict=True))
+    part = target[tuple(map(slice, block.target.begin, block.target.end))]
     numel = (block.end_bytes - block.begin_bytes) // dtype.itemsize
-    return partial(
-        _copy_strided, numel=numel, sizes=block.target.sizes, strides=strides, dtype=dtype,
-        target=target[region] if region else target,
-    )  # fmt: skip
 
+    def store(address: int) -> None:
+        with torch.no_grad():
+            part.copy_(tensor_at(address, numel, dtype).as_strided(part.shape, strides))
 
-def _copy_strided(
-    address: int,
-    *,
-    numel: int,
-    sizes: tuple[int, ...],
-    strides: tuple[int, ...],
-    dtype: torch.dtype,
-    target: torch.Tensor,
-) -> None:
-    with torch.no_grad():
-        target.copy_(tensor_at(address, numel, dtype).as_strided(sizes, strides))
+    return store
 
 
 Shard: TypeAlias = tuple[Region, torch.Tensor]

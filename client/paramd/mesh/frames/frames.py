@@ -248,6 +248,13 @@ class Frame(Mapping[str, Value], Generic[Value]):
     """Frames skipped since the last one."""
     replica: int = 0
     """As in `Summoned`."""
+    _made: Mapping[str, Any] = field(init=False)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._made)
+
+    def __len__(self) -> int:
+        return len(self._made)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -277,19 +284,13 @@ class GradFrame(Frame[Value]):
         made: Mapping[str, Callable[[], Value]],
         parts: Mapping[str, Sequence[Part]] | None,
     ) -> None:
-        self._make, self._parts = made, parts
+        self._made, self._parts = made, parts
         self._values: dict[str, Value] = {}
 
     def __getitem__(self, name: str) -> Value:
         if name not in self._values:
-            self._values[name] = self._make[name]()
+            self._values[name] = self._made[name]()
         return self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._make)
-
-    def __len__(self) -> int:
-        return len(self._make)
 
     @cached_property
     def total(self) -> Summary:
@@ -353,16 +354,11 @@ class ParamFrame(Frame["torch.Tensor"]):
     deltas."""
 
     def __post_init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors, self.changed = dict(tensors), tuple(self.changed)
+        self._made, self.changed = dict(tensors), tuple(self.changed)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
+        found: torch.Tensor = self._made[name]
+        return found
 
     def __repr__(self) -> str:
         return (

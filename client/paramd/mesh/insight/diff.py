@@ -184,18 +184,17 @@ async def compute_diff(
             step = getattr(source, "step", None)
             label = f"{name} (step {step})" if step is not None else name
             return held_state(matching(source, patterns), label)
-        other = reach_of(source)
-        if other is not None:
-            return await stack.enter_async_context(
-                live_state(other, transfer, patterns, "now", deadline_s)
-            )
+        whose = reach_of(source)
+        if whose is not None:
+            source = "now"
         if is_ahead(source):
             # Looked up as late as possible: what is open before takes steps, too.
             first = await next_step(reach, deadline_s)
             source = At(first.history, first.step + int(source))
         if isinstance(source, int | At) or source == "now" or is_mark(source):
+            whose = whose if whose is not None else reach
             return await stack.enter_async_context(
-                live_state(reach, transfer, patterns, source, deadline_s)
+                live_state(whose, transfer, patterns, source, deadline_s)
             )
         return await asyncio.to_thread(stored_state, Path(source), patterns)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -265,15 +265,14 @@ def _typed(value: Any) -> tuple[str, float]:
 
 
 def _groups(params: Mapping[str, _Param], ranks: Mapping[int, _Rank]) -> tuple[dict[str, Any], ...]:
-    first = ranks[min(ranks)]
-    found: list[dict[str, Any]] = []
-    for optimizer, groups in enumerate(first.groups):
-        for number, settings in enumerate(groups):
-            names: Sequence[str] = [
-                fqn for fqn, param in params.items() if param.place == (optimizer, number)
-            ]
-            found.append({**settings, "params": list(names)})
-    return tuple(found)
+    found: dict[tuple[int, int], list[str]] = {}
+    for fqn, param in params.items():
+        found.setdefault(param.place, []).append(fqn)
+    return tuple(
+        {**settings, "params": found.get((optimizer, number), [])}
+        for optimizer, groups in enumerate(ranks[min(ranks)].groups)
+        for number, settings in enumerate(groups)
+    )
 
 
 def _param(one: Mapping[str, Any]) -> _Param:

@@ -8,7 +8,7 @@ single offsets, since a `_StridedShard` may give a rank several runs.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
+from itertools import accumulate, product
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -164,18 +164,13 @@ def _positions(runs: Runs, begin: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def _boxes(runs: tuple[Runs, ...], local: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-    placed = []
-    for dim_runs in runs:
-        position, dim_placed = 0, []
-        for begin, end in dim_runs:
-            dim_placed.append((begin, end, position))
-            position += end - begin
-        placed.append(dim_placed)
+    places = [accumulate((end - begin for begin, end in of), initial=0) for of in runs]
+    # A dim has one place more than runs: the end of the last one.
+    placed = [list(zip(of, at, strict=False)) for of, at in zip(runs, places, strict=True)]
     for corner in product(*placed):
-        view = local
-        for dim, (begin, end, position) in enumerate(corner):
-            view = view.narrow(dim, position, end - begin)
-        yield Box(tuple(c[0] for c in corner), tuple(c[1] for c in corner)), view
+        at = tuple(slice(place, place + end - begin) for (begin, end), place in corner)
+        begins, ends = tuple(run[0] for run, _ in corner), tuple(run[1] for run, _ in corner)
+        yield Box(begins, ends), local[at]
 
 
 def _empty_box(shape: tuple[int, ...]) -> Box:

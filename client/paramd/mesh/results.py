@@ -92,7 +92,9 @@ class Table(tuple[Item, ...], Generic[Item]):
 
     def __new__(cls, rows: Iterable[Item] = (), **about: Any) -> Self:
         """`about`: values of the attributes that a class declares beside its rows."""
-        return _restored(cls, rows, about)  # type: ignore[no-any-return]
+        self = super().__new__(cls, rows)
+        vars(self).update(about)
+        return self
 
     @overload
     def __getitem__(self, at: SupportsIndex | str) -> Item: ...
@@ -106,22 +108,13 @@ class Table(tuple[Item, ...], Generic[Item]):
                     return row
             raise NotFoundError(f"no row is called {at!r}; this table has {len(self)} rows")
         if isinstance(at, slice):
-            return self._with(super().__getitem__(at))
+            return type(self)(super().__getitem__(at), **vars(self))
         return super().__getitem__(at)
 
     def __contains__(self, item: object) -> bool:
         """Whether it is a row, or the name of one."""
         named = isinstance(item, str) and any(getattr(row, self.key, None) == item for row in self)
         return named or super().__contains__(item)
-
-    def __reduce__(self) -> Any:
-        # As it stands: a class may require what its rows do not say.
-        return _restored, (type(self), tuple(self), vars(self))
-
-    def _with(self, rows: Iterable[Item]) -> Self:
-        """A table of these rows of it."""
-        found: Self = _restored(type(self), rows, vars(self))
-        return found
 
     def cells(self) -> list[list[str]]:
         """Cell texts of the first `SHOWN_ROWS` rows."""
@@ -173,13 +166,6 @@ class Table(tuple[Item, ...], Generic[Item]):
     def _below(self) -> str:
         hidden = len(self) - SHOWN_ROWS
         return self.summary() + (f" ({hidden} not shown)" if hidden > 0 else "")
-
-
-def _restored(kind: Any, rows: Iterable[Any], about: Mapping[str, Any]) -> Any:
-    """A table of `kind`, without its constructor."""
-    self = tuple.__new__(kind, rows)
-    vars(self).update(about)
-    return self
 
 
 class Params(Table[ParamInfo]):

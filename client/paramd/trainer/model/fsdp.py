@@ -27,7 +27,6 @@ from paramd.trainer.model.local_shard import (
     Managed,
     Names,
     Slot,
-    add_managed,
     dtype_name,
     of_class,
 )
@@ -46,10 +45,10 @@ def managed(modules: Sequence[nn.Module]) -> Managed:
     found: Managed = {}
     for state in flat_modules(modules):
         for module, name, index in flat_places(state._handle):
-            add_managed(found, module, name, _flat_entry(state._handle, index))
+            found.setdefault(id(module), {})[name] = _flat_entry(state._handle, index)
     for fsdp_param in _fsdp_params(modules):
         for module, name in sharded_places(fsdp_param):
-            add_managed(found, module, name, _sharded_entry(fsdp_param))
+            found.setdefault(id(module), {})[name] = _sharded_entry(fsdp_param)
     return found
 
 

@@ -26,7 +26,6 @@ from paramd.trainer.model.local_shard import (
     Managed,
     Names,
     Slot,
-    add_managed,
     dtype_name,
 )
 
@@ -116,7 +115,8 @@ def managed(model: nn.Module, modules: Iterable[nn.Module]) -> Managed:
         for name, param in module._parameters.items():
             kept = partitions.kept(param) if param is not None else None
             if kept is not None:
-                add_managed(found, module, name, _entry(partitions.dtype, slots, param, kept))
+                entry = _entry(partitions.dtype, slots, param, kept)
+                found.setdefault(id(module), {})[name] = entry
     return found
 
 

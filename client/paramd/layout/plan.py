@@ -8,11 +8,9 @@ of its spans; a `Landing` places part of it in a result, by its offset in the sn
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate
 from operator import itemgetter
 from typing import TypeAlias
 
@@ -32,6 +30,7 @@ from paramd.layout.types import (
     intersection,
     is_row_major,
     joined,
+    offsets_in,
     row_major,
 )
 
@@ -430,15 +429,3 @@ def _rank_read(rank: int, found: list[_Found]) -> RankRead:
             replace(view, tensor=number, begin_bytes=offset(begin)) for begin, number, view in found
         ),
     )
-
-
-def offsets_in(spans: Sequence[tuple[int, int]]) -> Callable[[int], int]:
-    """A function from an arena offset to the offset in the snapshot of `spans`, in bytes."""
-    begins = [begin for begin, _ in spans]
-    before = [0, *accumulate(end - begin for begin, end in spans)]
-
-    def offset(arena_begin: int) -> int:
-        at = bisect_right(begins, arena_begin) - 1
-        return before[at] + arena_begin - begins[at]
-
-    return offset

@@ -6,9 +6,11 @@ a region count elements.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate
 from math import prod
 from typing import TypeAlias
 
@@ -216,3 +218,15 @@ def joined(spans: Iterable[tuple[int, int]], gap: int) -> list[tuple[int, int]]:
         else:
             found.append((begin, end))
     return found
+
+
+def offsets_in(spans: Sequence[tuple[int, int]]) -> Callable[[int], int]:
+    """A function from a byte of an arena to its offset in the spans one after the other."""
+    begins = [begin for begin, _ in spans]
+    before = list(accumulate((end - begin for begin, end in spans), initial=0))
+
+    def offset(at: int) -> int:
+        index = bisect_right(begins, at) - 1
+        return before[index] + at - begins[index]
+
+    return offset

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, SupportsIndex, T
 
 from paramd.errors import NotFoundError, ParamdError, UsageError
 from paramd.layout.stats import STATISTICS, Statistic, Summary
-from paramd.layout.types import TensorKind, TensorLayout
+from paramd.layout.types import TensorKind, TensorLayout, joined
 from paramd.mesh.peers.sidecars import Sidecars
 from paramd.v1 import common_pb2, sidecar_pb2
 
@@ -481,13 +481,8 @@ def shape_text(shape: Iterable[int]) -> str:
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """For example "0-3, 6"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join(str(b) if b == e else f"{b}-{e}" for b, e in runs)
+    runs = joined(((rank, rank + 1) for rank in ranks), 0)
+    return ", ".join(str(b) if e == b + 1 else f"{b}-{e - 1}" for b, e in runs)
 
 
 def unsettled_text(*, unsettled: bool, label: str) -> str:

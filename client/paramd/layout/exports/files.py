@@ -15,8 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 from paramd.errors import UsageError
 from paramd.layout.dtypes import DTYPES, item_bytes
-from paramd.layout.plan import MAX_GAP_BYTES, offsets_in
-from paramd.layout.types import Box, Piece, Region, TensorLayout, cover_numel, joined, row_major
+from paramd.layout.plan import MAX_GAP_BYTES
+from paramd.layout.types import (
+    Box,
+    Piece,
+    Region,
+    TensorLayout,
+    cover_numel,
+    joined,
+    offsets_in,
+    row_major,
+)
 
 if TYPE_CHECKING:
     from paramd.layout.exports.dcp import TorchArchive

@@ -115,7 +115,6 @@ class Call:
 
     def meet(self, timeout_s: float) -> None:
         """Check the module and wait for the other ranks; change nothing else."""
-        refusal: ParamdError | None = None
         try:
             guards.check_idle(self._module)
             self._flat.check_idle()
@@ -125,9 +124,7 @@ class Call:
             guards.check_not_summoned(p for holding in self._holdings for p in holding.places)
             if self._arguments.with_grads:
                 meeting.check_gradients(self._holdings, self._flat, self._sharded)
-        except ParamdError as error:
-            refusal = error
-        if refusal is not None:
+        except ParamdError as refusal:
             # Still meet: the others learn the reason instead of waiting out their timeout.
             try:
                 self._rendezvous.enter(

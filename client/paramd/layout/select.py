@@ -517,7 +517,11 @@ class Selection(Sequence[SelectedTensor]):
         return self.with_buffers or self._index.layout.mirrored
 
     def __len__(self) -> int:
-        return len(self._positions())
+        tied = self._mask & self._index.tied
+        if not tied:
+            return self._mask.bit_count()
+        owners = {self._index.owners[at] for at in self._index.columns.positions(tied)}
+        return (self._mask ^ tied).bit_count() + len(owners)
 
     def __iter__(self) -> Iterator[SelectedTensor]:
         return map(self._item, self._positions())

@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from itertools import compress, groupby
+from itertools import compress, groupby, islice
 from typing import TypeAlias, overload
 
 from paramd.errors import NotFoundError, UsageError
@@ -278,8 +278,8 @@ def _neighbours(names: Sequence[str], columns: NameColumns, wanted: str) -> list
                 (middle, high) if columns.match(globs(wanted, middle)) else (low, middle - 1)
             )
         if low:
-            near = columns.positions(columns.match(globs(wanted, low)))
-            found.extend(names[at] for at in near[:NEAR_COUNT])
+            flags = columns.flags(columns.match(globs(wanted, low)))
+            found.extend(islice(compress(names, flags), NEAR_COUNT))
     return found
 
 

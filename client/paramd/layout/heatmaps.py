@@ -16,8 +16,8 @@ from math import inf, nan, prod
 
 from paramd.errors import UsageError
 from paramd.layout.dtypes import DTYPES, item_bytes
-from paramd.layout.plan import Landing, ReadPlan
-from paramd.layout.types import Box, Interval, boxes_of_interval, row_major
+from paramd.layout.plan import Landing, ReadPlan, as_boxes
+from paramd.layout.types import Box, Interval, row_major
 from paramd.v1 import sidecar_pb2 as pb
 
 MAX_CELLS = 512
@@ -84,30 +84,20 @@ def heatmap_items(plan: ReadPlan, matrix: Matrix) -> dict[int, tuple[pb.PoolItem
 
 def _items(landing: Landing, matrix: Matrix, size_bytes: int) -> Iterator[pb.PoolItem]:
     if isinstance(landing.target, Interval):
-        begin_bytes = landing.begin_bytes
-        for box in boxes_of_interval(landing.target, (matrix.rows, matrix.columns)):
-            yield pb.PoolItem(
-                begin_bytes=begin_bytes,
-                sizes=box.sizes,
-                strides=row_major(box.sizes),
-                steps=(1, 1),
-                row_dims=1,
-                row_begin=box.begin[0],
-                col_begin=box.begin[1],
-            )
-            begin_bytes += box.numel * size_bytes
-        return
+        matrix = Matrix((matrix.rows, matrix.columns), 1)
     k, steps = matrix.row_dims, matrix.steps
-    offsets = [b * step for b, step in zip(landing.target.begin, steps, strict=True)]
-    yield pb.PoolItem(
-        begin_bytes=landing.begin_bytes,
-        sizes=landing.sizes,
-        strides=landing.strides,
-        steps=steps,
-        row_dims=k,
-        row_begin=sum(offsets[:k]),
-        col_begin=sum(offsets[k:]),
-    )
+    for part in as_boxes(landing, matrix.shape, size_bytes):
+        assert isinstance(part.target, Box)
+        offsets = [b * step for b, step in zip(part.target.begin, steps, strict=True)]
+        yield pb.PoolItem(
+            begin_bytes=part.begin_bytes,
+            sizes=part.sizes,
+            strides=part.strides,
+            steps=steps,
+            row_dims=k,
+            row_begin=sum(offsets[:k]),
+            col_begin=sum(offsets[k:]),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,23 +61,13 @@ def defect(shape: tuple[int, ...], regions: tuple[Region, ...]) -> str | None:
     distinct = [region for region in dict.fromkeys(regions) if region.numel]
     boxes = [region for region in distinct if isinstance(region, Box)]
     if boxes and len(boxes) < len(distinct):
-        intervals = _as_intervals(distinct, shape)
-        if intervals is None:
+        intervals = {flat_interval(r, shape) if isinstance(r, Box) else r for r in distinct}
+        if None in intervals:
             return "its ranks mix boxes with intervals"
-        return _defect_of_intervals(intervals, prod(shape))
+        return _defect_of_intervals([one for one in intervals if one is not None], prod(shape))
     if boxes:
         return _defect_of_boxes(boxes, shape)
     return _defect_of_intervals([r for r in distinct if isinstance(r, Interval)], prod(shape))
-
-
-def _as_intervals(regions: Iterable[Region], shape: tuple[int, ...]) -> list[Interval] | None:
-    result: dict[Interval, None] = {}
-    for region in regions:
-        interval = flat_interval(region, shape) if isinstance(region, Box) else region
-        if interval is None:
-            return None
-        result[interval] = None
-    return list(result)
 
 
 def _defect_of_intervals(intervals: list[Interval], numel: int) -> str | None:

@@ -29,6 +29,8 @@ from paramd.layout.types import (
     flat_interval,
     intersection,
     is_row_major,
+    joined,
+    offsets_in,
     row_major,
 )
 
@@ -136,6 +138,24 @@ class _Cut:
                 tuple(o + e for o, e in zip(origin, end, strict=True)),
             ),
         )
+
+
+def as_boxes(landing: Landing, shape: Sequence[int], item_bytes: int) -> Iterator[Landing]:
+    """A landing as one or several whose targets are boxes of a result of this shape."""
+    if isinstance(landing.target, Box):
+        yield landing
+        return
+    begin_bytes = landing.begin_bytes
+    for box in boxes_of_interval(landing.target, shape):
+        yield Landing(
+            tensor=landing.tensor,
+            begin_bytes=begin_bytes,
+            sizes=box.sizes,
+            strides=row_major(box.sizes),
+            target=box,
+            size_bytes=box.numel * item_bytes,
+        )
+        begin_bytes += box.numel * item_bytes
 
 
 @lru_cache(maxsize=8192)
@@ -281,13 +301,13 @@ class Replica:
         self._places: dict[int, int] = {}
         """By the number of holders, for tensors of which the rank has no part."""
         for tensor in layout.tensors if rank else ():
-            place, count = self._place(_holders(tensor.pieces))
+            place, count = self._place(holders_of(tensor.pieces))
             if place is not None:
                 self._places.setdefault(count, place)
 
     def pieces(self, tensor: TensorLayout) -> list[Piece]:
         """One piece for every region that is not empty."""
-        holders = _holders(tensor.pieces)
+        holders = holders_of(tensor.pieces)
         if not self.rank or all(len(one) == 1 for one in holders):
             return [one[0] for one in holders]
         place, _ = self._place(holders)
@@ -304,7 +324,7 @@ class Replica:
         return None, 0
 
 
-def _holders(pieces: Iterable[Piece]) -> list[list[Piece]]:
+def holders_of(pieces: Iterable[Piece]) -> list[list[Piece]]:
     """The pieces of each region that is not empty, by rank."""
     found: dict[Region, list[Piece]] = {}
     for piece in pieces:
@@ -399,21 +419,13 @@ _Found: TypeAlias = tuple[int, int, Landing]
 
 def _rank_read(rank: int, found: list[_Found]) -> RankRead:
     found.sort(key=itemgetter(0, 1))
-    spans: list[tuple[int, int]] = []
-    landings: list[Landing] = []
-    before_bytes = 0  # of the spans before the last one
-    for begin, number, view in found:
-        end = begin + view.size_bytes
-        if spans and begin <= spans[-1][1] + MAX_GAP_BYTES:
-            spans[-1] = (spans[-1][0], max(end, spans[-1][1]))
-        else:
-            before_bytes += spans[-1][1] - spans[-1][0] if spans else 0
-            spans.append((begin, end))
-        at = before_bytes + begin - spans[-1][0]
-        landings.append(replace(view, tensor=number, begin_bytes=at))
+    spans = joined(((begin, begin + view.size_bytes) for begin, _, view in found), MAX_GAP_BYTES)
+    offset = offsets_in(spans)
     return RankRead(
         rank=rank,
         spans=tuple(spans),
         size_bytes=sum(end - begin for begin, end in spans),
-        landings=tuple(landings),
+        landings=tuple(
+            replace(view, tensor=number, begin_bytes=offset(begin)) for begin, number, view in found
+        ),
     )

@@ -180,10 +180,6 @@ class NameColumns:
         """The indices of a mask's names, ascending."""
         return list(compress(range(self.count), self.flags(mask)))
 
-    def first(self, mask: int, count: int) -> list[int]:
-        """The first `count` of `positions`."""
-        return list(islice(compress(range(self.count), self.flags(mask)), count))
-
     def flags(self, mask: int) -> bytes:
         """One byte per name: 1 if it is in the mask, else 0."""
         return format(mask, f"0{self.count}b").encode().translate(_DIGITS)[::-1]
@@ -282,9 +278,8 @@ def _neighbours(names: Sequence[str], columns: NameColumns, wanted: str) -> list
                 (middle, high) if columns.match(globs(wanted, middle)) else (low, middle - 1)
             )
         if low:
-            found.extend(
-                names[at] for at in columns.first(columns.match(globs(wanted, low)), NEAR_COUNT)
-            )
+            flags = columns.flags(columns.match(globs(wanted, low)))
+            found.extend(islice(compress(names, flags), NEAR_COUNT))
     return found
 
 
@@ -452,7 +447,7 @@ class Names:
         return [one for one in dict.fromkeys([*found, _Reading(plain)]) if one.mask]
 
     def _told(self, reading: _Reading) -> str:
-        first = repr(self.names[self.columns.first(reading.mask, 1)[0]])
+        first = repr(self.names[self.columns.positions(reading.mask)[0]])
         more = reading.mask.bit_count() - 1
         part = f"the part {reading.suffix} of " if reading.suffix else ""
         return part + first + (f" and {more} more" if more else "")

@@ -104,6 +104,9 @@ class AsyncMesh:
 
     Every result is of one (incarnation, step). Methods may run concurrently. A cancelled call
     releases its pins; `close` leaves no task behind.
+
+    `timeout=` is in seconds, or a text such as "5s", for a whole call; None means no limit. Every
+    call raises UnreachableError if the control plane, or a sidecar that it needs, does not respond.
     """
 
     def __init__(
@@ -199,11 +202,7 @@ class AsyncMesh:
         return (await self.summon(*(patterns or "*"), buffers=True)).state_dict()
 
     async def read_layout(self) -> Layout:
-        """All tensors and their pieces in the current incarnation.
-
-        Raises:
-            UnreachableError: no sidecar responds.
-        """
+        """All tensors and their pieces in the current incarnation."""
 
         async def attempt(sidecars: Sidecars) -> Layout:
             return (await self._reach.index(sidecars)).layout
@@ -233,7 +232,6 @@ class AsyncMesh:
 
         Raises:
             UsageError: an argument is wrong.
-            UnreachableError: the control plane does not respond.
         """
         return await ask_alerts(self._job_rest, state, incarnation, limit)
 
@@ -251,7 +249,6 @@ class AsyncMesh:
         Raises:
             UsageError: an argument is wrong. NotFoundError: the job has no such rank.
             DeniedError: the token may not read.
-            UnreachableError: the control plane does not respond.
         """
         return await ask_why(self._job_rest, ranks, log_lines)
 
@@ -268,7 +265,6 @@ class AsyncMesh:
         Raises:
             UsageError: an argument is wrong. NotFoundError: the job has no such rank.
             DeniedError: the token may not see logs.
-            UnreachableError: the control plane does not respond.
         """
         return await ask_log(self._job_rest, rank, lines)
 
@@ -286,7 +282,6 @@ class AsyncMesh:
             buffers: List buffers too.
             trainable: True or False lists only the parameters that did or did not require a
                 gradient when the job was attached (`ParamInfo.trainable`), and no buffers.
-            timeout: Seconds; None means no limit.
 
         Raises:
             NotFoundError: a pattern matches nothing; the message suggests similar names.
@@ -315,7 +310,6 @@ class AsyncMesh:
             buffers: Match buffers too.
             histogram: Also count binary exponents, at several times the cost of the rest.
             unsettled: As in `summon`.
-            timeout: Seconds; None means no limit.
 
         Raises: as `summon`.
         """
@@ -391,7 +385,6 @@ class AsyncMesh:
         Args:
             patterns: Globs over names; none means all parameters.
             steps: How many updates together.
-            timeout: Seconds; None means no limit.
 
         Raises:
             UsageError: `steps` is out of range. ConflictError: the parameters are mirrored.
@@ -413,7 +406,6 @@ class AsyncMesh:
             name: A parameter of 2 dims or more (those beyond the second count as columns) and
                 floating-point numbers, or a slice of it.
             k: How many singular values, 1 to 32.
-            timeout: Seconds; None means no limit.
 
         Raises:
             UsageError: not exactly one matrix, k is out of range, or numpy is not installed.
@@ -431,7 +423,6 @@ class AsyncMesh:
         Args:
             patterns: Globs over names; none means all parameters.
             rank: Whose update.
-            timeout: Seconds; None means no limit.
 
         Returns:
             A row per parameter and kind of state, those that differ first; `clean` and `summary()`
@@ -447,11 +438,7 @@ class AsyncMesh:
         return await compute_replay(self._reach, rank, patterns or ("*",), self._deadline(timeout))
 
     async def lanes(self) -> list[Lane]:
-        """How this process would read each rank with `transport="auto"`, and why not faster.
-
-        Raises:
-            UnreachableError: the control plane does not respond.
-        """
+        """How this process would read each rank with `transport="auto"`, and why not faster."""
         return await find_lanes(await self._reach.sidecars())
 
     async def reaches(self) -> list[Reach]:
@@ -459,9 +446,6 @@ class AsyncMesh:
 
         One sidecar of each host tries one of each other host. None for a job on one host, but for
         the control plane.
-
-        Raises:
-            UnreachableError: the control plane does not respond.
         """
         return await find_reaches(await self._reach.sidecars())
 
@@ -498,7 +482,6 @@ class AsyncMesh:
             replica: A rank, where ranks hold the same tensors (or should: buffers and local SGD
                 need not be equal): everything is read from its replica. None: rank 0's, or the
                 first whose ranks all respond; the result's `replica` tells.
-            timeout: Seconds; None means no limit.
             transport: "same-host" for shared memory, "stream" for bulk streams over TCP, "grpc"
                 for gRPC alone, "auto" for the first of these that a rank has. `lanes` tells.
 
@@ -575,7 +558,6 @@ class AsyncMesh:
         Args:
             patterns: Globs over names, as in `summon`; none means all parameters.
             device: Device of the results; None means CPU.
-            timeout: Seconds; None means no limit.
             transport: As in `summon`.
 
         Returns:
@@ -672,7 +654,6 @@ class AsyncMesh:
             dry_run: Change nothing; `before` and `after` show what the edit would do.
             note: Reason, for the log.
             wait: False returns once the edit is committed; see `get_edit`.
-            timeout: Seconds; None means no limit.
             progress: Called with bytes sent and total bytes while operands are uploaded.
             transport: For operands: "grpc" for streams; "auto" and "same-host" use shared
                 memory where sidecars run on this host.
@@ -1142,7 +1123,6 @@ class AsyncMesh:
             buffers: Match buffers too.
             replace: Replace an existing file.
             name_map: Names in the model to names in the file; each may hold one "*".
-            timeout: Seconds; None means no limit.
             transport: As in `summon`.
             moved: Called with bytes done and total bytes.
             said: Called with a message when the download resumes, retries or starts over.
@@ -1192,7 +1172,6 @@ class AsyncMesh:
             if_step: As in `edit`.
             reset_moments: Also zero the parameters' optimizer state.
             note: Reason, for the log; None names the export.
-            timeout: Seconds; None means no limit.
             moved: Called with bytes read and total bytes.
 
         Raises: as `edit`, and

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
     from paramd.mesh.edits.editing import Progress
     from paramd.mesh.insight.compare import Diff
-    from paramd.mesh.reading.assemble import SnapshotView
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -78,11 +77,7 @@ def _called(
 def _blocking(
     method: Callable[Concatenate[AsyncMesh, P], Coroutine[Any, Any, Result]],
 ) -> Callable[Concatenate[Mesh, P], Result]:
-    @_as(method)
-    def run(mesh: Mesh, /, *args: P.args, **kwargs: P.kwargs) -> Result:
-        return mesh._run(_called(method, mesh, *args, **kwargs))
-
-    return run
+    return _blocking_as(method, lambda _, found: found)
 
 
 def _blocking_as(
@@ -121,7 +116,11 @@ def _iterating(
 
 def _block(
     method: Callable[Concatenate[AsyncMesh, P], AbstractAsyncContextManager[Result]],
+    *,
+    ends_with_mesh: bool = False,
 ) -> Callable[Concatenate[Mesh, P], AbstractContextManager[Result]]:
+    """`ends_with_mesh`: closing the mesh in the block has done what its end does."""
+
     @_as(method)
     @contextmanager
     def entered(mesh: Mesh, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[Result]:
@@ -130,9 +129,11 @@ def _block(
         try:
             yield found
         except BaseException as error:
-            mesh._run(_awaited(block.__aexit__(type(error), error, error.__traceback__)))
+            if mesh._end.alive or not ends_with_mesh:
+                mesh._run(_awaited(block.__aexit__(type(error), error, error.__traceback__)))
             raise
-        mesh._run(_awaited(block.__aexit__(None, None, None)))
+        if mesh._end.alive or not ends_with_mesh:
+            mesh._run(_awaited(block.__aexit__(None, None, None)))
 
     return entered
 
@@ -323,23 +324,7 @@ class Mesh:
                 params["head.weight"].mul_(0.5)
         """
 
-    @contextmanager
-    def view(
-        self, *patterns: Pattern, buffers: bool = False, timeout: Timeout = UNSET
-    ) -> Iterator[SnapshotView]:
-        """Zero-copy view of the shards of one step in the sidecars' memory; same host only.
-
-        Tensors taken from the view stay valid after it ends. Raises: as `summon`.
-        """
-        viewing = self._mesh.view(*patterns, buffers=buffers, timeout=timeout)
-        found = self._run(viewing.__aenter__())
-        try:
-            yield found
-        finally:
-            found.drop()
-            # Closing the mesh has already ended its views.
-            if self._end.alive:
-                self._run(viewing.__aexit__(None, None, None))
+    view = _block(AsyncMesh.view, ends_with_mesh=True)
 
     def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
         if not self._end.alive:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, SupportsIndex, T
 
 from paramd.errors import NotFoundError, ParamdError, UsageError
 from paramd.layout.stats import STATISTICS, Statistic, Summary
-from paramd.layout.types import TensorKind, TensorLayout
+from paramd.layout.types import TensorKind, TensorLayout, joined
 from paramd.mesh.peers.sidecars import Sidecars
 from paramd.v1 import common_pb2, sidecar_pb2
 
@@ -27,8 +27,6 @@ Item = TypeVar("Item")
 
 UNSETTLED_TEXT = "; not settled: training has not continued since"
 """Printed after the step of unsettled values."""
-
-_TENSOR_COLUMNS = ["name", "shape", "dtype", "device"]
 
 STATE_TIMEOUT_S = 2.0
 """A sidecar that takes longer to report its state is shown as unreachable."""
@@ -94,7 +92,9 @@ class Table(tuple[Item, ...], Generic[Item]):
 
     def __new__(cls, rows: Iterable[Item] = (), **about: Any) -> Self:
         """`about`: values of the attributes that a class declares beside its rows."""
-        return _restored(cls, rows, about)  # type: ignore[no-any-return]
+        self = super().__new__(cls, rows)
+        vars(self).update(about)
+        return self
 
     @overload
     def __getitem__(self, at: SupportsIndex | str) -> Item: ...
@@ -108,22 +108,13 @@ class Table(tuple[Item, ...], Generic[Item]):
                     return row
             raise NotFoundError(f"no row is called {at!r}; this table has {len(self)} rows")
         if isinstance(at, slice):
-            return self._with(super().__getitem__(at))
+            return type(self)(super().__getitem__(at), **vars(self))
         return super().__getitem__(at)
 
     def __contains__(self, item: object) -> bool:
         """Whether it is a row, or the name of one."""
         named = isinstance(item, str) and any(getattr(row, self.key, None) == item for row in self)
         return named or super().__contains__(item)
-
-    def __reduce__(self) -> Any:
-        # As it stands: a class may require what its rows do not say.
-        return _restored, (type(self), tuple(self), vars(self))
-
-    def _with(self, rows: Iterable[Item]) -> Self:
-        """A table of these rows of it."""
-        found: Self = _restored(type(self), rows, vars(self))
-        return found
 
     def cells(self) -> list[list[str]]:
         """Cell texts of the first `SHOWN_ROWS` rows."""
@@ -175,13 +166,6 @@ class Table(tuple[Item, ...], Generic[Item]):
     def _below(self) -> str:
         hidden = len(self) - SHOWN_ROWS
         return self.summary() + (f" ({hidden} not shown)" if hidden > 0 else "")
-
-
-def _restored(kind: Any, rows: Iterable[Any], about: Mapping[str, Any]) -> Any:
-    """A table of `kind`, without its constructor."""
-    self = tuple.__new__(kind, rows)
-    vars(self).update(about)
-    return self
 
 
 class Params(Table[ParamInfo]):
@@ -261,12 +245,6 @@ class StatsTable(Table[TensorStats]):
         """As `Table._names`, with each number of the summary by its own name."""
         return ["name", "shape", "dtype", *(one.name for one in fields(Summary))]
 
-    @classmethod
-    def _record(cls, row: Any) -> dict[str, Any]:
-        """As `Table._record`."""
-        numbers = {one.name: getattr(row.summary, one.name) for one in fields(Summary)}
-        return {"name": row.name, "shape": row.shape, "dtype": row.dtype, **numbers}
-
     def cells(self) -> list[list[str]]:
         """As `Table.cells`; the last row is the total, which a slice does not have."""
         counted = sum(row.summary.count for row in self) == self.total.summary.count
@@ -334,67 +312,9 @@ class MeshStatus(Table[RankStatus]):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class OptimizerState(dict[str, "dict[str, torch.Tensor | float]"]):
-    """An optimizer's state by parameter name and kind ("exp_avg"), all of one step.
+class _OneStep(dict[str, Item]):
+    """Values by name, all of one step; prints as a table."""
 
-    Tensors have the parameter's full shape, or that of the slice; state of one number, such as
-    "step", is a number. A parameter without state, or without elements, has an empty dict.
-    """
-
-    states: InitVar[Mapping[str, dict[str, torch.Tensor | float]]] = field(kw_only=False)
-    groups: Sequence[Mapping[str, Any]]
-    """Parameter groups of all optimizers: their hyper-parameters, and under "params" the names
-    of those of their parameters that were asked for."""
-    job: str
-    """Name of the job."""
-    incarnation: int
-    """Incarnation of the job."""
-    step: int
-    """Number of finished updates that every value here is of."""
-    edits: int
-    """Edits applied in this incarnation."""
-    seconds: float
-    """Duration of the call."""
-    bytes: int
-    """Bytes of state read from the sidecars."""
-
-    def __post_init__(self, states: Mapping[str, dict[str, torch.Tensor | float]]) -> None:
-        self.update(states)
-        self.groups = tuple(self.groups)
-
-    def __repr__(self) -> str:
-        return text_table(("name", "state"), self._cells(), self._below())
-
-    def _repr_html_(self) -> str:
-        return html_table(("name", "state"), self._cells(), self._below())
-
-    def _cells(self) -> list[list[str]]:
-        return [
-            [name, ", ".join(f"{key} {_told(value)}" for key, value in state.items()) or "none"]
-            for name, state in list(self.items())[:SHOWN_ROWS]
-        ]
-
-    def _below(self) -> str:
-        hidden = len(self) - SHOWN_ROWS
-        return (
-            f"optimizer state of {len(self)} parameters of {self.job!r} at step {self.step} "
-            f"(incarnation {self.incarnation}), {bytes_text(self.bytes)} in {self.seconds:.3f} s"
-            + (f" ({hidden} not shown)" if hidden > 0 else "")
-        )
-
-
-def _told(value: torch.Tensor | float) -> str:
-    return f"{value:g}" if isinstance(value, int | float) else shape_text(value.shape)
-
-
-@dataclass(kw_only=True, eq=False, repr=False)
-class Summoned(dict[str, "torch.Tensor"]):
-    """Full tensors by name, all at one step.
-
-    Tied names are keys of the same tensor object.
-    """
-
-    tensors: InitVar[Mapping[str, torch.Tensor]] = field(kw_only=False)
     job: str
     """Name of the job."""
     incarnation: int
@@ -405,6 +325,71 @@ class Summoned(dict[str, "torch.Tensor"]):
     """Duration of the call."""
     bytes: int
     """Bytes read from the sidecars."""
+
+    def __repr__(self) -> str:
+        return text_table(*self._table())
+
+    def _repr_html_(self) -> str:
+        return html_table(*self._table())
+
+    def _table(self) -> tuple[Sequence[str], list[list[str]], str]:
+        header, what, rests = self._about()
+        hidden = len(self) - SHOWN_ROWS
+        below = (
+            f"{what} of {self.job!r} at step {self.step} (incarnation {self.incarnation}{rests}), "
+            f"{bytes_text(self.bytes)} in {self.seconds:.3f} s"
+            + (f" ({hidden} not shown)" if hidden > 0 else "")
+        )
+        rows = [[name, *self._cells(one)] for name, one in list(self.items())[:SHOWN_ROWS]]
+        return header, rows, below
+
+    def _about(self) -> tuple[Sequence[str], str, str]:
+        """The columns, what is in the rows, and what is said after the step."""
+        raise NotImplementedError
+
+    def _cells(self, value: Item) -> list[str]:
+        """The texts beside a name."""
+        raise NotImplementedError
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class OptimizerState(_OneStep["dict[str, torch.Tensor | float]"]):
+    """An optimizer's state by parameter name and kind ("exp_avg"), all of one step.
+
+    Tensors have the parameter's full shape, or that of the slice; state of one number, such as
+    "step", is a number. A parameter without state, or without elements, has an empty dict.
+    """
+
+    states: InitVar[Mapping[str, dict[str, torch.Tensor | float]]] = field(kw_only=False)
+    groups: Sequence[Mapping[str, Any]]
+    """Parameter groups of all optimizers: their hyper-parameters, and under "params" the names
+    of those of their parameters that were asked for."""
+    edits: int
+    """Edits applied in this incarnation."""
+
+    def __post_init__(self, states: Mapping[str, dict[str, torch.Tensor | float]]) -> None:
+        self.update(states)
+        self.groups = tuple(self.groups)
+
+    def _about(self) -> tuple[Sequence[str], str, str]:
+        return ("name", "state"), f"optimizer state of {len(self)} parameters", ""
+
+    def _cells(self, value: dict[str, torch.Tensor | float]) -> list[str]:
+        return [", ".join(f"{key} {_told(one)}" for key, one in value.items()) or "none"]
+
+
+def _told(value: torch.Tensor | float) -> str:
+    return f"{value:g}" if isinstance(value, int | float) else shape_text(value.shape)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class Summoned(_OneStep["torch.Tensor"]):
+    """Full tensors by name, all at one step.
+
+    Tied names are keys of the same tensor object.
+    """
+
+    tensors: InitVar[Mapping[str, torch.Tensor]] = field(kw_only=False)
     edits: int = 0
     """Edits applied in this incarnation."""
     history: int = 0
@@ -458,27 +443,13 @@ class Summoned(dict[str, "torch.Tensor"]):
 
     def __exit__(self, *_: object) -> None: ...
 
-    def __repr__(self) -> str:
-        return text_table(_TENSOR_COLUMNS, self._cells(), self._below())
+    def _about(self) -> tuple[Sequence[str], str, str]:
+        rests = unsettled_text(unsettled=self.unsettled, label=self.label)
+        return ("name", "shape", "dtype", "device"), f"{len(self)} tensors", rests
 
-    def _repr_html_(self) -> str:
-        return html_table(_TENSOR_COLUMNS, self._cells(), self._below())
-
-    def _cells(self) -> list[list[str]]:
-        return [
-            [name, shape_text(t.shape), str(t.dtype).removeprefix("torch."), str(t.device)]
-            for name, t in list(self.items())[:SHOWN_ROWS]
-        ]
-
-    def _below(self) -> str:
-        hidden = len(self) - SHOWN_ROWS
-        return (
-            f"{len(self)} tensors of {self.job!r} at step {self.step} (incarnation "
-            f"{self.incarnation}"
-            f"{unsettled_text(unsettled=self.unsettled, label=self.label)}), "
-            f"{bytes_text(self.bytes)} in {self.seconds:.3f} s"
-            + (f" ({hidden} not shown)" if hidden > 0 else "")
-        )
+    def _cells(self, value: torch.Tensor) -> list[str]:
+        dtype = str(value.dtype).removeprefix("torch.")
+        return [shape_text(value.shape), dtype, str(value.device)]
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], below: str) -> str:
@@ -510,13 +481,8 @@ def shape_text(shape: Iterable[int]) -> str:
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """For example "0-3, 6"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join(str(b) if b == e else f"{b}-{e}" for b, e in runs)
+    runs = joined(((rank, rank + 1) for rank in ranks), 0)
+    return ", ".join(str(b) if e == b + 1 else f"{b}-{e - 1}" for b, e in runs)
 
 
 def unsettled_text(*, unsettled: bool, label: str) -> str:

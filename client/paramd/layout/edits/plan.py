@@ -153,13 +153,12 @@ def check_ops(
 
 def rank_edits(planned: Sequence[PlannedOp], ranks: Iterable[int]) -> tuple[RankEdit, ...]:
     """The items of each of `ranks`."""
-    builders = {rank: _Builder(rank) for rank in ranks}
+    held: dict[int, list[tuple[int, PlannedOp, Piece]]] = {rank: [] for rank in ranks}
     for number, one in enumerate(planned):
         for piece in one.tensor.pieces:
-            builder = builders.get(piece.rank)
-            if builder is not None:
-                builder.add(number, one, piece)
-    return tuple(builder.built() for builder in builders.values())
+            if piece.rank in held:
+                held[piece.rank].append((number, one, piece))
+    return tuple(_rank_edit(rank, found) for rank, found in held.items())
 
 
 def overlap(ops: Iterable[PlannedOp], others: Iterable[PlannedOp]) -> str | None:
@@ -230,15 +229,10 @@ def _check_memory(tensors: Iterable[TensorLayout]) -> None:
                 )
 
 
-class _Builder:
-    """Collects one rank's items."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._items: list[EditItem] = []
-        self._data_bytes = 0
-
-    def add(self, number: int, planned: PlannedOp, piece: Piece) -> None:
+def _rank_edit(rank: int, held: Iterable[tuple[int, PlannedOp, Piece]]) -> RankEdit:
+    items: list[EditItem] = []
+    data_bytes = 0
+    for number, planned, piece in held:
         tensor, size = planned.tensor, item_bytes(planned.tensor.dtype)
         for view in views_of(piece.region, piece.strides, tensor.shape, planned.box, size):
             begin, strides = _source(view, planned.box)
@@ -248,17 +242,15 @@ class _Builder:
                 dtype=tensor.dtype,
                 sizes=view.sizes,
                 strides=view.strides,
-                data_begin=self._data_bytes if planned.op.with_data else -1,
+                data_begin=data_bytes if planned.op.with_data else -1,
                 source_begin=begin,
                 source_strides=strides,
             )
-            self._items.append(item)
+            items.append(item)
             if planned.op.with_data:
-                end = self._data_bytes + item.size_bytes
-                self._data_bytes = -(-end // DATA_ALIGNMENT_BYTES) * DATA_ALIGNMENT_BYTES
-
-    def built(self) -> RankEdit:
-        return RankEdit(rank=self._rank, items=tuple(self._items), data_bytes=self._data_bytes)
+                end = data_bytes + item.size_bytes
+                data_bytes = -(-end // DATA_ALIGNMENT_BYTES) * DATA_ALIGNMENT_BYTES
+    return RankEdit(rank=rank, items=tuple(items), data_bytes=data_bytes)
 
 
 def _source(view: Landing, wanted: Box) -> tuple[int, tuple[int, ...]]:

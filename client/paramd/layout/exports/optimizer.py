@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any
 
 from paramd.errors import ConflictError, UsageError
@@ -171,32 +172,18 @@ def optimizer_table(
             raise ConflictError(f"rank {rank}: no optimizer state can be read: {found.failure}")
     if len({found.step for found in ranks.values()}) > 1:
         raise ConflictError("the ranks' optimizer states are of different steps; try again")
-    found_replicas = _Replicas(layout, replica)
+    replica_of = cache(partial(Replica, layout))
     params: dict[str, _Param] = {}
     replicas: dict[str, int] = {}
     for tensor in layout.tensors:
         if tensor.kind is not TensorKind.PARAMETER or not tensor.numel:
             continue
-        rank, param = _of_tensor(tensor, ranks, found_replicas)
+        rank, param = _of_tensor(tensor, ranks, replica, replica_of)
         if param is not None:
             params[tensor.fqn] = param
         if rank != replica:
             replicas[tensor.fqn] = rank
     return replace(_table(params, ranks), replicas=replicas)
-
-
-@dataclass(slots=True)
-class _Replicas:
-    """Replicas by rank, made when first asked for."""
-
-    layout: Layout
-    first: int
-    _made: dict[int, Replica] = field(default_factory=dict)
-
-    def of(self, rank: int) -> Replica:
-        if rank not in self._made:
-            self._made[rank] = Replica(self.layout, rank)
-        return self._made[rank]
 
 
 def spread(layout: Layout, table: OptimizerTable) -> bool:
@@ -211,7 +198,10 @@ def spread(layout: Layout, table: OptimizerTable) -> bool:
 
 
 def _of_tensor(
-    tensor: TensorLayout, ranks: Mapping[int, _Rank], replicas: _Replicas
+    tensor: TensorLayout,
+    ranks: Mapping[int, _Rank],
+    preferred: int,
+    replica_of: Callable[[int], Replica],
 ) -> tuple[int, _Param | None]:
     """The optimizer state of a tensor, and the replica it is of; None if it has none.
 
@@ -223,7 +213,7 @@ def _of_tensor(
         raise UsageError(f"no holder of {tensor.fqn!r} sent a table of optimizer state")
     having = {rank: one for rank, one in found.items() if one is not None and one.has_state}
     if not having:
-        return replicas.first, next(iter(found.values()))
+        return preferred, next(iter(found.values()))
     first = next(iter(having.values()))
     if first.left_out:
         key, reason = next(iter(first.left_out.items()))
@@ -232,8 +222,8 @@ def _of_tensor(
             "optimizer"
         )
     if all(_facts(first) == _facts(other) for other in having.values()):
-        for rank in dict.fromkeys([replicas.first, *having]):
-            if all(piece.rank in having for piece in replicas.of(rank).pieces(tensor)):
+        for rank in dict.fromkeys([preferred, *having]):
+            if all(piece.rank in having for piece in replica_of(rank).pieces(tensor)):
                 return rank, first
     raise ConflictError(
         f"the ranks disagree on the optimizer state of {tensor.fqn!r}; export without it"
@@ -275,15 +265,14 @@ def _typed(value: Any) -> tuple[str, float]:
 
 
 def _groups(params: Mapping[str, _Param], ranks: Mapping[int, _Rank]) -> tuple[dict[str, Any], ...]:
-    first = ranks[min(ranks)]
-    found: list[dict[str, Any]] = []
-    for optimizer, groups in enumerate(first.groups):
-        for number, settings in enumerate(groups):
-            names: Sequence[str] = [
-                fqn for fqn, param in params.items() if param.place == (optimizer, number)
-            ]
-            found.append({**settings, "params": list(names)})
-    return tuple(found)
+    found: dict[tuple[int, int], list[str]] = {}
+    for fqn, param in params.items():
+        found.setdefault(param.place, []).append(fqn)
+    return tuple(
+        {**settings, "params": found.get((optimizer, number), [])}
+        for optimizer, groups in enumerate(ranks[min(ranks)].groups)
+        for number, settings in enumerate(groups)
+    )
 
 
 def _param(one: Mapping[str, Any]) -> _Param:

@@ -122,7 +122,8 @@ def plan_export(
         # Names share the bytes, and loaders expect all of them.
         settings = replace(settings, keep_tied=True)
     chosen = _chosen(layout, settings)
-    tensors = [t for t in layout.tensors if _included(t, settings) and t.fqn in chosen]
+    included = {TensorKind.PARAMETER: settings.parameters, TensorKind.BUFFER: settings.buffers}
+    tensors = [t for t in layout.tensors if included[t.kind] and t.fqn in chosen]
     if optimizer is not None and settings.patterns:
         optimizer = optimizer.of(chosen)
     if not tensors:
@@ -159,12 +160,6 @@ def _chosen(layout: Layout, settings: ExportSettings) -> Collection[str]:
 def _is_renamed(tensor: TensorLayout) -> bool:
     """Whether transformers only has another name for it."""
     return [one.shape for one in tensor.hub] == [tensor.shape]
-
-
-def _included(tensor: TensorLayout, settings: ExportSettings) -> bool:
-    if tensor.kind is TensorKind.BUFFER:
-        return settings.buffers
-    return settings.parameters
 
 
 def _written_names(tensors: Iterable[TensorLayout], settings: ExportSettings) -> list[str]:

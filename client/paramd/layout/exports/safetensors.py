@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -217,18 +217,11 @@ def _assign(
     ranks = [min(loads)] * len(shards)
     sizes = [sum(item.size_bytes for item in shard) for shard in shards]
     for number in sorted(range(len(shards)), key=lambda n: -sizes[n]):
-        held = _held_bytes(shards[number], pieces)
-        cost = _costs(loads, 2 * sizes[number], held)
-        rank = min(loads, key=cost)
-        loads[rank] = cost(rank)[0]
-        ranks[number] = rank
+        held, size = _held_bytes(shards[number], pieces), 2 * sizes[number]
+        costs = ((load + size - held.get(rank, 0), rank) for rank, load in loads.items())
+        cost, rank = min(costs)
+        loads[rank], ranks[number] = cost, rank
     return ranks
-
-
-def _costs(
-    loads: Mapping[int, int], size: int, held: Mapping[int, int]
-) -> Callable[[int], tuple[int, int]]:
-    return lambda rank: (loads[rank] + size - held.get(rank, 0), rank)
 
 
 def _held_bytes(shard: Sequence[_Item], pieces: Mapping[str, Sequence[Piece]]) -> dict[int, int]:

@@ -74,11 +74,8 @@ class NameRule:
         if name == self.source:
             return self.target
         head, star, tail = self.source.partition("*")
-        if not star:
-            return None
-        if len(name) < len(head) + len(tail):
-            return None
-        if not name.startswith(head) or not name.endswith(tail):
+        fits = len(name) >= len(head) + len(tail) and name.startswith(head) and name.endswith(tail)
+        if not star or not fits:
             return None
         return self.target.replace("*", name[len(head) : len(name) - len(tail)])
 

@@ -158,13 +158,9 @@ class Mirrors:
             DataLossError: what was read whole does not match the rank's digest of it.
             ParamdError: as `Transfer.read_parts`. What has come is kept for the next refresh.
         """
-        asked: dict[int, tuple[list[int], int, int]] = {}
-
-        async def ask(rank: int, mirror: RankMirror) -> None:
-            asked[rank] = await self._ask(reading, mirror)
-
         # None goes on into the next refresh when another one fails.
-        await all_ended([ask(rank, mirror) for rank, mirror in self._mirrors.items()])
+        answers = await all_ended([self._ask(reading, one) for one in self._mirrors.values()])
+        asked = dict(zip(self._mirrors, answers, strict=True))
         sent_bytes = sum(found[1] for found in asked.values())
         changed_bytes = sum(found[2] for found in asked.values())
         whole = {rank: asked[rank][0] for rank in self._mirrors if asked[rank][0]}
@@ -271,9 +267,6 @@ class FollowRequest(StreamRequest):
 
     deltas: bool = False
     """Have the elements that changed sent, where that takes fewer bytes."""
-
-    def __post_init__(self) -> None:
-        self.check()
 
 
 class _Handed:

@@ -14,10 +14,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from paramd.errors import UsageError
-from paramd.layout.plan import Costs, ReadPlan, plan_read
+from paramd.layout.plan import Costs, ReadPlan, holders_of, plan_read
 from paramd.layout.select import NameIndex, Pattern, SelectedTensor, select
 from paramd.layout.stats import Part, Stats, Summary, merge_all, summarize
-from paramd.layout.types import Box, Layout, Piece, Region, TensorLayout
+from paramd.layout.types import Box, Layout, TensorLayout
 
 if TYPE_CHECKING:
     import torch
@@ -214,18 +214,15 @@ def _layers(tensor: TensorLayout, groups: Mapping[int, int] | None) -> Iterator[
     `groups` None means that all holders of a region form one group. A region with fewer holders
     is missing in later layers.
     """
-    holders: dict[Region, list[Piece]] = {}
-    for piece in sorted(tensor.pieces, key=lambda piece: piece.rank):
-        holders.setdefault(piece.region, []).append(piece)
-    for region, pieces in holders.items():
-        if groups is None:
-            continue
-        group = groups.get(pieces[0].rank, 0)
-        same = [piece for piece in pieces if groups.get(piece.rank, 0) == group]
-        # Group 0: every holder has the full gradient, so read just one.
-        holders[region] = same if group else same[:1]
-    for layer in range(max(map(len, holders.values()), default=0)):
-        found = [pieces[layer] for pieces in holders.values() if layer < len(pieces)]
+    holders = holders_of(tensor.pieces)
+    if groups is not None:
+        for index, pieces in enumerate(holders):
+            group = groups.get(pieces[0].rank, 0)
+            same = [piece for piece in pieces if groups.get(piece.rank, 0) == group]
+            # Group 0: every holder has the full gradient, so read just one.
+            holders[index] = same if group else same[:1]
+    for layer in range(max(map(len, holders), default=0)):
+        found = [pieces[layer] for pieces in holders if layer < len(pieces)]
         yield replace(tensor, pieces=tuple(found))
 
 
@@ -251,6 +248,13 @@ class Frame(Mapping[str, Value], Generic[Value]):
     """Frames skipped since the last one."""
     replica: int = 0
     """As in `Summoned`."""
+    _made: Mapping[str, Any] = field(init=False)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._made)
+
+    def __len__(self) -> int:
+        return len(self._made)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -280,19 +284,13 @@ class GradFrame(Frame[Value]):
         made: Mapping[str, Callable[[], Value]],
         parts: Mapping[str, Sequence[Part]] | None,
     ) -> None:
-        self._make, self._parts = made, parts
+        self._made, self._parts = made, parts
         self._values: dict[str, Value] = {}
 
     def __getitem__(self, name: str) -> Value:
         if name not in self._values:
-            self._values[name] = self._make[name]()
+            self._values[name] = self._made[name]()
         return self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._make)
-
-    def __len__(self) -> int:
-        return len(self._make)
 
     @cached_property
     def total(self) -> Summary:
@@ -356,16 +354,11 @@ class ParamFrame(Frame["torch.Tensor"]):
     deltas."""
 
     def __post_init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors, self.changed = dict(tensors), tuple(self.changed)
+        self._made, self.changed = dict(tensors), tuple(self.changed)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
+        found: torch.Tensor = self._made[name]
+        return found
 
     def __repr__(self) -> str:
         return (

@@ -69,7 +69,7 @@ class GradRequest(StreamRequest):
     """Updates wait for this reader, if the trainer's operator allows it."""
 
     def __post_init__(self) -> None:
-        self.check()
+        StreamRequest.__post_init__(self)
         if self.kind not in KINDS:
             raise UsageError(f"kind: {self.kind!r}; expected one of {', '.join(KINDS)}")
         if self.kind != "full" and self.dtype is not None:
@@ -125,13 +125,9 @@ class GradSteps:
         """What is asked for next; None: to be planned anew."""
         self.ranks: tuple[int, ...] = ()
 
-    async def prepare(self, sidecars: Sidecars) -> None:
-        """Make the first plan."""
-        await self._planned(sidecars)
-
     async def hold(self, sidecars: Sidecars, at: At, timeout_s: float) -> _Held:
         """As `Steps.hold`."""
-        asking = await self._planned(sidecars)
+        asking = await self.planned(sidecars)
         requests = [asked for asked in (asking.requests, asking.sums) if asked]
         # Concurrently: once the update has begun it is too late to pin its gradients.
         found = await all_ended(
@@ -185,7 +181,7 @@ class GradSteps:
             bad_ranks=bad,
         )
 
-    async def _planned(self, sidecars: Sidecars) -> _Asking:
+    async def planned(self, sidecars: Sidecars) -> _Asking:
         """What is asked for now."""
         if self._asking is None:
             index = await self._reach.index(sidecars)
@@ -279,7 +275,7 @@ async def open_stream(
         index = await reach.index(sidecars)
         asked = ask_for(index, wanted.patterns, wanted.rows)
         steps = GradSteps(reach, transfer, wanted, asked)
-        await steps.prepare(sidecars)
+        await steps.planned(sidecars)
         return steps
 
     steps = await reach.attempts(attempt, time.monotonic() + READ_S)

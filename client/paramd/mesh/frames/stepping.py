@@ -318,8 +318,7 @@ class StreamRequest:
     """Of the tensors; None keeps each parameter's own."""
     transport: Transport = "auto"
 
-    def check(self) -> None:
-        """Raise UsageError: nothing is asked for, or not of a number of updates."""
+    def __post_init__(self) -> None:
         if not self.patterns:
             raise UsageError("no pattern was given; expected at least one, '*' means all")
         if self.every < 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -62,11 +61,6 @@ class Diff(Table[TensorDiff]):
     b: str
     """What was compared, in words."""
 
-    def __new__(cls, rows: Iterable[TensorDiff], *, a: str, b: str) -> Diff:
-        self = super().__new__(cls, sorted(rows, key=_order))
-        self.a, self.b = a, b
-        return self
-
     def summary(self) -> str:
         compared = [row for row in self if not row.problem]
         same = sum(row.changed == 0 for row in compared)
@@ -78,7 +72,8 @@ class Diff(Table[TensorDiff]):
         )
 
 
-def _order(row: TensorDiff) -> tuple[bool, float, str]:
+def order(row: TensorDiff) -> tuple[bool, float, str]:
+    """Of the rows of a `Diff`."""
     relative = row.relative if not math.isnan(row.relative) else math.inf
     return bool(row.problem), -relative, row.name
 

@@ -89,7 +89,7 @@ async def live_state(
         async def attempt(sidecars: Sidecars) -> State:
             chosen = await choose(reach, sidecars, patterns, buffers=False)
             job = sidecars.document.job
-            mark = at.removeprefix(MARK) if isinstance(at, str) and at.startswith(MARK) else ""
+            mark = at.removeprefix(MARK) if isinstance(at, str) and is_mark(at) else ""
             if isinstance(at, int | At):
                 named = at if isinstance(at, At) else At((await present(sidecars)).history, at)
                 pins = await pin_step(stack, sidecars, chosen.plan, named, deadline_s)
@@ -184,41 +184,36 @@ async def compute_diff(
             step = getattr(source, "step", None)
             label = f"{name} (step {step})" if step is not None else name
             return held_state(matching(source, patterns), label)
-        other = reach_of(source)
-        if other is not None:
-            return await stack.enter_async_context(
-                live_state(other, transfer, patterns, "now", deadline_s)
-            )
+        whose = reach_of(source)
+        if whose is not None:
+            source = "now"
         if is_ahead(source):
             # Looked up as late as possible: what is open before takes steps, too.
             first = await next_step(reach, deadline_s)
             source = At(first.history, first.step + int(source))
         if isinstance(source, int | At) or source == "now" or is_mark(source):
+            whose = whose if whose is not None else reach
             return await stack.enter_async_context(
-                live_state(reach, transfer, patterns, source, deadline_s)
+                live_state(whose, transfer, patterns, source, deadline_s)
             )
         return await asyncio.to_thread(stored_state, Path(source), patterns)
 
     async with AsyncExitStack() as stack:
-        from paramd.mesh.insight.compare import Diff
+        from paramd.mesh.insight.compare import Diff, order
 
         if is_to_come(a) and is_to_come(b):
             # Both are asked for before either comes: steps may follow each other quickly.
             first = await next_step(reach, deadline_s)
             ahead = [first.step + int(s) if is_ahead(s) else s for s in (a, b)]
             steps = [At(first.history, step) for step in ahead]
-            found: dict[str, State] = {}
-
-            async def keep(name: str, at: At) -> None:
-                found[name] = await opened(stack, at, name)
-
-            await all_ended([keep("a", steps[0]), keep("b", steps[1])])
-            one, other = found["a"], found["b"]
+            one, other = await all_ended(
+                [opened(stack, at, name) for at, name in zip(steps, "ab", strict=True)]
+            )
         else:
             one, other = await opened(stack, a, "a"), await opened(stack, b, "b")
         names = dict.fromkeys([*one.names, *other.names])
         rows = [await _row(name, one, other, cells) for name in names]
-        return Diff(rows, a=one.label, b=other.label)
+        return Diff(sorted(rows, key=order), a=one.label, b=other.label)
 
 
 def check_order(a: Source, b: Source) -> None:

@@ -8,9 +8,10 @@ replicas, and the training goes on meanwhile.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from paramd.errors import AbortedError, DeadlineError, NotFoundError, UsageError
 from paramd.layout.select import Pattern, SelectedTensor, select
@@ -184,28 +185,28 @@ async def _one(
 
 def spans_of(facts: Facts, rank: int, chosen: Sequence[SelectedTensor]) -> list[tuple[int, int]]:
     """The bytes of all optimizers' parameters on a rank that have a piece of what is chosen."""
-    found = {
-        (param["begin"], param["end"])
-        for item in chosen
-        for piece in item.tensor.pieces
-        if piece.rank == rank and piece.region.numel
-        for param in [facts.param_at(piece.arena_begin)]
-        if param is not None
-    }
-    return joined(found, 0)
+    return joined(
+        {(param["begin"], param["end"]) for param, _ in _params_of(facts, rank, chosen)}, 0
+    )
 
 
 def names_of(facts: Facts, rank: int, chosen: Sequence[SelectedTensor]) -> Mapping[int, str]:
     """Names of the optimizers' parameters on a rank, by their first byte."""
-    found: dict[int, list[str]] = {}
+    found: dict[int, dict[str, None]] = {}
+    for param, fqn in _params_of(facts, rank, chosen):
+        found.setdefault(param["begin"], {})[fqn] = None
+    return {begin: ", ".join(names) for begin, names in found.items()}
+
+
+def _params_of(
+    facts: Facts, rank: int, chosen: Sequence[SelectedTensor]
+) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """The optimizers' parameter of each piece on a rank of what is chosen, and that one's fqn."""
     for item in chosen:
         for piece in item.tensor.pieces:
             param = facts.param_at(piece.arena_begin)
             if piece.rank == rank and piece.region.numel and param is not None:
-                names = found.setdefault(param["begin"], [])
-                if item.tensor.fqn not in names:
-                    names.append(item.tensor.fqn)
-    return {begin: ", ".join(names) for begin, names in found.items()}
+                yield param, item.tensor.fqn
 
 
 def _row(one: pb.ReplayedTensor, names: Mapping[int, str]) -> ReplayRow:

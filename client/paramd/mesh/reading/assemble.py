@@ -5,15 +5,22 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import TypeAlias
 
 import torch
 
 from paramd.errors import NotFoundError, UsageError
 from paramd.layout.dtypes import item_bytes
-from paramd.layout.plan import Block, Landing, RankRead, ReadPlan, ResultTensor, blocks
-from paramd.layout.types import Box, Interval, Region, boxes_of_interval, full_box, row_major
+from paramd.layout.plan import (
+    Block,
+    Landing,
+    RankRead,
+    ReadPlan,
+    ResultTensor,
+    as_boxes,
+    blocks,
+)
+from paramd.layout.types import Region, full_box
 from paramd.mesh.reading.places import MAX_BLOCK_BYTES, Place
 from paramd.mesh.results import text_table
 
@@ -173,53 +180,24 @@ def _places(landing: Landing, tensor: ResultTensor, target: torch.Tensor) -> Ite
         address = target.data_ptr() + landing.target_begin_bytes
         yield Place(landing.begin_bytes, landing.end_bytes, address)
         return
-    for part in _as_boxes(landing, tensor):
-        for block in blocks(part, item_bytes(tensor.dtype), MAX_BLOCK_BYTES):
+    size = item_bytes(tensor.dtype)
+    for part in as_boxes(landing, tensor.shape, size):
+        for block in blocks(part, size, MAX_BLOCK_BYTES):
             store = _store(block, part.strides, torch_dtype(tensor.dtype), target)
             yield Place(block.begin_bytes, block.end_bytes, store=store)
-
-
-def _as_boxes(landing: Landing, tensor: ResultTensor) -> Iterator[Landing]:
-    if isinstance(landing.target, Box):
-        yield landing
-        return
-    assert isinstance(landing.target, Interval)
-    begin_bytes = landing.begin_bytes
-    for box in boxes_of_interval(landing.target, tensor.shape):
-        size_bytes = box.numel * item_bytes(tensor.dtype)
-        yield Landing(
-            tensor=landing.tensor,
-            begin_bytes=begin_bytes,
-            sizes=box.sizes,
-            strides=row_major(box.sizes),
-            target=box,
-            size_bytes=size_bytes,
-        )
-        begin_bytes += size_bytes
 
 
 def _store(
     block: Block, strides: tuple[int, ...], dtype: torch.dtype, target: torch.Tensor
 ) -> Callable[[int], None]:
-    region = tuple(slice(b, e) for b, e in zip(block.target.begin, block.target.end, strict=True))
+    part = target[tuple(map(slice, block.target.begin, block.target.end))]
     numel = (block.end_bytes - block.begin_bytes) // dtype.itemsize
-    return partial(
-        _copy_strided, numel=numel, sizes=block.target.sizes, strides=strides, dtype=dtype,
-        target=target[region] if region else target,
-    )  # fmt: skip
 
+    def store(address: int) -> None:
+        with torch.no_grad():
+            part.copy_(tensor_at(address, numel, dtype).as_strided(part.shape, strides))
 
-def _copy_strided(
-    address: int,
-    *,
-    numel: int,
-    sizes: tuple[int, ...],
-    strides: tuple[int, ...],
-    dtype: torch.dtype,
-    target: torch.Tensor,
-) -> None:
-    with torch.no_grad():
-        target.copy_(tensor_at(address, numel, dtype).as_strided(sizes, strides))
+    return store
 
 
 Shard: TypeAlias = tuple[Region, torch.Tensor]

@@ -89,8 +89,9 @@ class Pinner:
             ConflictError: torn, no trainer, stale incarnation or layout, no such mark.
             DeadlineError: no common step in time; the message says why.
         """
-        how = PinKind(with_buffers=with_buffers, unsettled=unsettled, mark=mark)
-        found = await self._pin(spans, how, deadline_s)
+        found = await self.pin(
+            spans, deadline_s=deadline_s, with_buffers=with_buffers, unsettled=unsettled, mark=mark
+        )
         pins = list(found.pins.values())
         renewing = asyncio.create_task(self._renew(pins), name="paramd-leases")
         try:
@@ -107,15 +108,13 @@ class Pinner:
         deadline_s: float,
         with_buffers: bool = False,
         unsettled: bool = False,
+        mark: str = "",
     ) -> Pinned:
         """Snapshots of `spans` at one step; the caller renews and releases their leases.
 
         Args, Raises: as `pinned`.
         """
-        how = PinKind(with_buffers=with_buffers, unsettled=unsettled)
-        return await self._pin(spans, how, deadline_s)
-
-    async def _pin(self, spans: Spans, how: PinKind, deadline_s: float) -> Pinned:
+        how = PinKind(with_buffers=with_buffers, unsettled=unsettled, mark=mark)
         reason = ""
         backoff_s = _FIRST_BACKOFF_S
         patience_until_s = self._clock() + _BUDGET_PATIENCE_S

@@ -489,7 +489,7 @@ class Transfer:
                 if read.rank in shared
             ]
             if jobs:
-                works.append(self.run(lambda: fill_from(jobs, self._copiers, self._copy_threads)))
+                works.append(self.land(jobs))
             await all_ended(works)
 
     async def view(self, reading: Reading, chosen: Chosen, stack: AsyncExitStack) -> SnapshotView:
@@ -501,11 +501,8 @@ class Transfer:
         from paramd.mesh.reading.assemble import SnapshotView
 
         shared = await self._share(replace(reading, transport="same-host"), stack)
-        memories: dict[int, mmap.mmap] = {}
-        for rank, snapshot in shared.items():
-            memory = snapshot.map_private()
-            if memory is not None:
-                memories[rank] = memory
+        mapped = {rank: snapshot.map_private() for rank, snapshot in shared.items()}
+        memories = {rank: memory for rank, memory in mapped.items() if memory is not None}
         return SnapshotView(
             chosen.plan,
             chosen.names,
@@ -521,17 +518,9 @@ class Transfer:
         if reading.transport in ("stream", "grpc"):
             return {}
         pins = [pin for pin in reading.pinned.pins.values() if pin.size_bytes]
-        found = await asyncio.gather(
-            *(self._open(reading, pin, stack) for pin in pins), return_exceptions=True
-        )
-        for one in found:
-            if isinstance(one, BaseException):
-                raise one
-        return {
-            pin.rank: one
-            for pin, one in zip(pins, found, strict=True)
-            if isinstance(one, SharedSnapshot)
-        }
+        found = await all_ended([self._open(reading, pin, stack) for pin in pins])
+        opened = zip(pins, found, strict=True)
+        return {pin.rank: one for pin, one in opened if one is not None}
 
     async def _open(
         self, reading: Reading, pin: RankPin, stack: AsyncExitStack

@@ -8,14 +8,14 @@ single offsets, since a `_StridedShard` may give a rank several runs.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
+from itertools import accumulate, product
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from paramd.errors import ConflictError
-from paramd.layout.types import Box
-from paramd.trainer.model.local_shard import loaded_class
+from paramd.layout.types import Box, joined
+from paramd.trainer.model.local_shard import of_class
 
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -26,8 +26,7 @@ Runs: TypeAlias = tuple[tuple[int, int], ...]
 
 def is_dtensor(value: object) -> bool:
     """Whether `value` is a DTensor; never imports the DTensor package."""
-    cls = loaded_class("torch.distributed.tensor._api", "DTensor")
-    return cls is not None and isinstance(value, cls)
+    return of_class(value, "torch.distributed.tensor._api", "DTensor")
 
 
 def split(tensor: torch.Tensor) -> tuple[torch.Tensor, DTensorSpec | None]:
@@ -145,7 +144,7 @@ def shard_runs(runs: Runs, chunks: int, index: int, split_factor: int = 1) -> Ru
         begin, end = _chunk(size, split_factor, block)
         inner_begin, inner_end = _chunk(end - begin, chunks, index)
         taken.extend(_positions(runs, begin + inner_begin, begin + inner_end))
-    return _joined(taken)
+    return tuple(joined(taken, 0))
 
 
 def _chunk(size: int, chunks: int, index: int) -> tuple[int, int]:
@@ -164,29 +163,14 @@ def _positions(runs: Runs, begin: int, end: int) -> Iterator[tuple[int, int]]:
         passed += run_end - run_begin
 
 
-def _joined(runs: list[tuple[int, int]]) -> Runs:
-    joined: list[tuple[int, int]] = []
-    for begin, end in runs:
-        if joined and joined[-1][1] == begin:
-            joined[-1] = (joined[-1][0], end)
-        else:
-            joined.append((begin, end))
-    return tuple(joined)
-
-
 def _boxes(runs: tuple[Runs, ...], local: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-    placed = []
-    for dim_runs in runs:
-        position, dim_placed = 0, []
-        for begin, end in dim_runs:
-            dim_placed.append((begin, end, position))
-            position += end - begin
-        placed.append(dim_placed)
+    places = [accumulate((end - begin for begin, end in of), initial=0) for of in runs]
+    # A dim has one place more than runs: the end of the last one.
+    placed = [list(zip(of, at, strict=False)) for of, at in zip(runs, places, strict=True)]
     for corner in product(*placed):
-        view = local
-        for dim, (begin, end, position) in enumerate(corner):
-            view = view.narrow(dim, position, end - begin)
-        yield Box(tuple(c[0] for c in corner), tuple(c[1] for c in corner)), view
+        at = tuple(slice(place, place + end - begin) for (begin, end), place in corner)
+        begins, ends = tuple(run[0] for run, _ in corner), tuple(run[1] for run, _ in corner)
+        yield Box(begins, ends), local[at]
 
 
 def _empty_box(shape: tuple[int, ...]) -> Box:

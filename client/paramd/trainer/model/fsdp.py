@@ -27,9 +27,7 @@ from paramd.trainer.model.local_shard import (
     Managed,
     Names,
     Slot,
-    add_managed,
     dtype_name,
-    loaded_class,
     of_class,
 )
 
@@ -47,17 +45,16 @@ def managed(modules: Sequence[nn.Module]) -> Managed:
     found: Managed = {}
     for state in flat_modules(modules):
         for module, name, index in flat_places(state._handle):
-            add_managed(found, module, name, _flat_entry(state._handle, index))
+            found.setdefault(id(module), {})[name] = _flat_entry(state._handle, index)
     for fsdp_param in _fsdp_params(modules):
         for module, name in sharded_places(fsdp_param):
-            add_managed(found, module, name, _sharded_entry(fsdp_param))
+            found.setdefault(id(module), {})[name] = _sharded_entry(fsdp_param)
     return found
 
 
 def flat_modules(modules: Iterable[nn.Module]) -> list[Any]:
     """The FullyShardedDataParallel modules among these."""
-    cls = loaded_class(*_FLAT)
-    return [module for module in modules if cls is not None and isinstance(module, cls)]
+    return [module for module in modules if of_class(module, *_FLAT)]
 
 
 def flat_places(handle: Any | None) -> Iterator[tuple[nn.Module, str, int]]:
@@ -77,10 +74,8 @@ def flat_places(handle: Any | None) -> Iterator[tuple[nn.Module, str, int]]:
 
 def sharded_states(modules: Iterable[nn.Module]) -> list[Any]:
     """The states of the modules among these that `fully_shard` made, each once."""
-    cls: Any = loaded_class(*_SHARDED)
-    sharded = [module for module in modules if cls is not None and isinstance(module, cls)]
-    states = [module._get_fsdp_state() for module in sharded]
-    return list({id(state): state for state in states}.values())
+    sharded: list[Any] = [module for module in modules if of_class(module, *_SHARDED)]
+    return list({id(state): state for state in (one._get_fsdp_state() for one in sharded)}.values())
 
 
 def groups_of(state: Any) -> list[Any]:

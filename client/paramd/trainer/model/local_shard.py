@@ -135,11 +135,6 @@ Managed = dict[int, dict[str, Entry]]
 """Parameters managed by a wrapper, by their module's id and their name in it."""
 
 
-def add_managed(managed: Managed, module: nn.Module, name: str, entry: Entry) -> None:
-    """Record `module.name` as managed."""
-    managed.setdefault(id(module), {})[name] = entry
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     """The dtype's name in layouts, for example "bfloat16"."""
     return str(dtype).removeprefix("torch.")

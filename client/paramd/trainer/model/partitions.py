@@ -26,7 +26,6 @@ from paramd.trainer.model.local_shard import (
     Managed,
     Names,
     Slot,
-    add_managed,
     dtype_name,
 )
 
@@ -116,7 +115,8 @@ def managed(model: nn.Module, modules: Iterable[nn.Module]) -> Managed:
         for name, param in module._parameters.items():
             kept = partitions.kept(param) if param is not None else None
             if kept is not None:
-                add_managed(found, module, name, _entry(partitions.dtype, slots, param, kept))
+                entry = _entry(partitions.dtype, slots, param, kept)
+                found.setdefault(id(module), {})[name] = entry
     return found
 
 
@@ -165,39 +165,29 @@ def _entry(dtype: str, slots: list[Slot], param: object, kept: Kept) -> Entry:
 
 
 def _shards(dtype: str, slots: list[Slot], kept: Kept, names: Names) -> list[LocalShard]:
-    if kept.parts:
-        return [_shard(slots[part.partition], part, kept, names) for part in kept.parts]
-    nothing = torch.empty(0, dtype=getattr(torch, dtype))
-    slot = Slot({names[0]: nothing}, names[0])
-    return [_described(Interval(0, 0), nothing, slot, (), kept, names)]
-
-
-def _shard(slot: Slot, part: Part, kept: Kept, names: Names) -> LocalShard:
-    whole = slot.tensor()
-    plain.check_supported(names[0], whole)
-    view = whole.detach().view(-1)[part.offset : part.offset + part.region.numel]
-    if isinstance(part.region, Box):
-        view = view.view(part.region.sizes)
-    return _described(part.region, view, slot, (whole,), kept, names)
-
-
-def _described(
-    region: Region,
-    view: torch.Tensor,
-    slot: Slot,
-    holders: tuple[torch.Tensor, ...],
-    kept: Kept,
-    names: Names,
-) -> LocalShard:
-    return LocalShard(
-        fqn=names[0],
-        aliases=names[1:],
-        dtype=dtype_name(view.dtype),
-        shape=kept.shape,
-        kind=TensorKind.PARAMETER,
-        placement=kept.placement,
-        region=region,
-        tensor=view,
-        slot=slot,
-        holders=holders,
-    )
+    found: list[tuple[Region, torch.Tensor, Slot, tuple[torch.Tensor, ...]]] = []
+    for part in kept.parts:
+        whole = slots[part.partition].tensor()
+        plain.check_supported(names[0], whole)
+        view = whole.detach().view(-1)[part.offset : part.offset + part.region.numel]
+        if isinstance(part.region, Box):
+            view = view.view(part.region.sizes)
+        found.append((part.region, view, slots[part.partition], (whole,)))
+    if not found:
+        nothing = torch.empty(0, dtype=getattr(torch, dtype))
+        found = [(Interval(0, 0), nothing, Slot({names[0]: nothing}, names[0]), ())]
+    return [
+        LocalShard(
+            fqn=names[0],
+            aliases=names[1:],
+            dtype=dtype_name(view.dtype),
+            shape=kept.shape,
+            kind=TensorKind.PARAMETER,
+            placement=kept.placement,
+            region=region,
+            tensor=view,
+            slot=slot,
+            holders=holders,
+        )
+        for region, view, slot, holders in found
+    ]

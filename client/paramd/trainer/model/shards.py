@@ -73,25 +73,17 @@ def find_tensors(model: nn.Module) -> list[FoundTensor]:
 def _entries_of(
     module: nn.Module, managed: dict[str, Entry], localized: bool
 ) -> Iterator[tuple[TensorKind, str, Entry]]:
-    for name, entry in _parameters_of(module, managed, localized):
-        yield TensorKind.PARAMETER, name, entry
-    for name, buffer in module._buffers.items():
-        if buffer is not None and name not in module._non_persistent_buffers_set:
-            yield (
-                TensorKind.BUFFER,
-                name,
-                plain.entry(Slot(module._buffers, name), TensorKind.BUFFER),
-            )
-
-
-def _parameters_of(
-    module: nn.Module, managed: dict[str, Entry], localized: bool
-) -> Iterator[tuple[str, Entry]]:
+    kind = TensorKind.PARAMETER
     for name, param in module._parameters.items():
         if name in managed:
-            yield name, managed.pop(name)
+            yield kind, name, managed.pop(name)
         elif param is not None and not getattr(param, "_is_flat_param", False):
-            yield name, plain.entry(Slot(module._parameters, name), TensorKind.PARAMETER)
-    yield from managed.items()
+            yield kind, name, plain.entry(Slot(module._parameters, name), kind)
+    for name, entry in managed.items():
+        yield kind, name, entry
     for slot in plain.localized_slots(module) if localized else ():
-        yield slot.key, plain.entry(slot, TensorKind.PARAMETER)
+        yield kind, slot.key, plain.entry(slot, kind)
+    kind = TensorKind.BUFFER
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield kind, name, plain.entry(Slot(module._buffers, name), kind)

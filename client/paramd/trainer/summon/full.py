@@ -12,6 +12,7 @@ from torch import nn
 
 from paramd.layout.codec import decode_local, encode_local
 from paramd.layout.merge import LocalLayout, merge_layouts
+from paramd.layout.plan import holders_of
 from paramd.layout.types import Interval, Layout, Piece, Region, TensorKind, TensorLayout
 from paramd.trainer.model.local_shard import LocalShard
 from paramd.trainer.summon.guards import summoned
@@ -237,10 +238,7 @@ def region_of(full: torch.Tensor, region: Region) -> torch.Tensor:
     """The region's view of a row-major full tensor: a box, or 1-D for an interval."""
     if isinstance(region, Interval):
         return full.view(-1)[region.begin : region.end]
-    view = full
-    for dim, (begin, end) in enumerate(zip(region.begin, region.end, strict=True)):
-        view = view.narrow(dim, begin, end - begin)
-    return view
+    return full[tuple(map(slice, region.begin, region.end))]
 
 
 def _regions(parts: Iterable[_Part], full: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -294,12 +292,8 @@ def _described(index: int, locals: Sequence[Local]) -> LocalLayout:
 
 
 def _parts(layout: Layout) -> list[_Part]:
-    parts = []
-    for tensor in layout.tensors:
-        holders: dict[Region, list[int]] = {}
-        for piece in tensor.pieces:
-            holders.setdefault(piece.region, []).append(piece.rank)
-        parts += [
-            _Part(tensor.fqn, region, tuple(sorted(ranks))) for region, ranks in holders.items()
-        ]
-    return parts
+    return [
+        _Part(tensor.fqn, pieces[0].region, tuple(piece.rank for piece in pieces))
+        for tensor in layout.tensors
+        for pieces in holders_of(tensor.pieces)
+    ]

@@ -177,16 +177,6 @@ _stale_keys: dict[str, list[str]] = {}
 """Keys of finished meetings, by series, that this rank will delete."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Proposal:
-    """A rank's message on arrival."""
-
-    question: str
-    """Must be the same on all ranks."""
-    refusal: str = ""
-    """Why this rank cannot proceed; then no rank does."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Verdict:
     state: str
@@ -211,18 +201,22 @@ class Rendezvous:
         everybody = self._alone or len(ranks) == dist.get_world_size()
         self._series = "all" if everybody else "-".join(map(str, ranks))
 
-    def enter(self, word: Proposal, *, timeout_s: float) -> int:
+    def enter(self, question: str, refusal: str = "", *, timeout_s: float) -> int:
         """Wait until all ranks have arrived. Return the number of the call.
 
         All or none: returns on all ranks, or raises on every rank that arrived.
+
+        Args:
+            question: must be the same on all ranks.
+            refusal: why this rank cannot proceed; then no rank does.
 
         Raises:
             DeadlineError: ranks missing after `timeout_s`; the message names them.
             ConflictError: a rank refused, or ranks asked different questions.
         """
         if self._store is None:
-            if word.refusal:
-                raise ConflictError(word.refusal)
+            if refusal:
+                raise ConflictError(refusal)
             return 0
         while True:
             number = _next_numbers.get(self._series, 0)
@@ -230,8 +224,7 @@ class Rendezvous:
             # A call decided without this rank has failed: meet the others at the next.
             if not self._has(number, "enter", "verdict"):
                 break
-        message = json.dumps([word.question, word.refusal])
-        verdict = self._meet(number, "enter", message, timeout_s)
+        verdict = self._meet(number, "enter", json.dumps([question, refusal]), timeout_s)
         if verdict.state == "failed":
             raise DeadlineError(f"{self._name}: {verdict.text}")
         if verdict.state == "refused":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from paramd.trainer.model.local_shard import LocalShard
 from paramd.trainer.summon import guards, meeting
 from paramd.trainer.summon.full import FullTensors, Local, Swap
 from paramd.trainer.summon.guards import Arguments, FlatParameters, ShardedParameters
-from paramd.trainer.summon.meeting import GradientHolding, LocalParam, Proposal
+from paramd.trainer.summon.meeting import GradientHolding, LocalParam
 
 NAME = "summon_full_params"
 GRADIENT = "gradient of "
@@ -96,14 +95,6 @@ def summon_full_params(
     call.finish(edits)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Edits:
-    """Result of the block: full tensors by name, or why they cannot be written back."""
-
-    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    problem: UsageError | None = None
-
-
 class Call:
     """One rank's side. Call `meet`, `show`, then `abandon`, or `edits` and `finish`."""
 
@@ -124,7 +115,6 @@ class Call:
 
     def meet(self, timeout_s: float) -> None:
         """Check the module and wait for the other ranks; change nothing else."""
-        refusal: ParamdError | None = None
         try:
             guards.check_idle(self._module)
             self._flat.check_idle()
@@ -134,17 +124,16 @@ class Call:
             guards.check_not_summoned(p for holding in self._holdings for p in holding.places)
             if self._arguments.with_grads:
                 meeting.check_gradients(self._holdings, self._flat, self._sharded)
-        except ParamdError as error:
-            refusal = error
-        if refusal is not None:
+        except ParamdError as refusal:
             # Still meet: the others learn the reason instead of waiting out their timeout.
-            word = Proposal(question="", refusal=str(refusal))
             try:
-                self._rendezvous.enter(word, timeout_s=min(timeout_s, REFUSAL_TIMEOUT_S))
+                self._rendezvous.enter(
+                    "", str(refusal), timeout_s=min(timeout_s, REFUSAL_TIMEOUT_S)
+                )
             except ParamdError:
                 raise refusal from None
         question = f"{self._arguments}, parameters {meeting.digest(self._holdings)}"
-        self._number = self._rendezvous.enter(Proposal(question=question), timeout_s=timeout_s)
+        self._number = self._rendezvous.enter(question, timeout_s=timeout_s)
 
     @torch.no_grad()
     def show(self, inside: ExitStack) -> dict[str, nn.Parameter]:
@@ -177,11 +166,11 @@ class Call:
             self._put(holding, full)
         return {name: self._params[h.names[0]] for h in self._holdings for name in h.names}
 
-    def edits(self) -> Edits:
-        """Collect what the block left in each parameter's place."""
+    def edits(self) -> dict[str, torch.Tensor] | UsageError:
+        """What the block left in each parameter's place, or why it cannot be written back."""
         found: dict[str, torch.Tensor] = {}
         if not self._arguments.writeback:
-            return Edits()
+            return found
         try:
             for holding in self._holdings if self._params else ():
                 value = self._value(holding)
@@ -191,8 +180,8 @@ class Call:
                     if grad is not None:
                         found[GRADIENT + holding.names[0]] = grad
         except UsageError as problem:
-            return Edits(problem=problem)
-        return Edits(tensors=found)
+            return problem
+        return found
 
     def abandon(self, error: BaseException) -> None:
         """Tell the other ranks that the block raised here, so that no rank keeps edits."""
@@ -200,18 +189,18 @@ class Call:
             self._rendezvous.leave(self._number, f"raised {type(error).__name__} in its block")
 
     @torch.no_grad()
-    def finish(self, edits: Edits) -> None:
+    def finish(self, edits: Mapping[str, torch.Tensor] | UsageError) -> None:
         """Write the edits back, on all ranks or none. Collective if `writeback`."""
         if not self._arguments.writeback:
             return
-        problem = edits.problem
+        failed = isinstance(edits, UsageError)
         # No rank writes before all have ended their blocks well: all or none.
-        self._rendezvous.leave(self._number, "" if problem is None else f"cannot: {problem}")
-        if problem is not None:
-            raise problem
+        self._rendezvous.leave(self._number, f"cannot: {edits}" if failed else "")
+        if isinstance(edits, UsageError):
+            raise edits
         assert self._full is not None
         with _updates(self._modules):
-            self._full.write_back(edits.tensors)
+            self._full.write_back(edits)
             for gradient in self._gradients.values():
                 if gradient.commit is not None:
                     gradient.commit()

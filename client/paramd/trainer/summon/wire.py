@@ -306,10 +306,7 @@ def _pieces(view: torch.Tensor, cut: Cut) -> Iterator[torch.Tensor]:
         yield view.view(-1)[cut.begin : cut.end]
         return
     for box in boxes_of_interval(Interval(cut.begin, cut.end), view.shape):
-        piece = view
-        for dim, (begin, end) in enumerate(zip(box.begin, box.end, strict=True)):
-            piece = piece.narrow(dim, begin, end - begin)
-        yield piece
+        yield view[tuple(map(slice, box.begin, box.end))]
 
 
 def _typed(buffer: torch.Tensor, at: int, like: torch.Tensor) -> torch.Tensor:

@@ -134,7 +134,7 @@ def test_ctrl_c_while_waiting_for_an_export_says_that_it_goes_on() -> None:
         finally:
             sidecar.resume()
         found = mesh.exports()[0]
-    assert f"export {found.id[:8]} goes on" in err
+    assert f"export {found.id[:8]} continues" in err
     assert f"paramd exports {found.id[:8]} --cancel" in err
     with paramd.connect(job=JOB) as mesh:
         # It may fail for the sidecar that stood still; the interrupt did not cancel it.

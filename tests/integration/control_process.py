@@ -62,7 +62,7 @@ class Control:
     def get(self, path: str, token: str | None = TOKEN, **headers: str) -> httpx2.Response:
         if token is not None:
             headers["authorization"] = f"Bearer {token}"
-        return httpx2.get(self.url + path, headers=headers, trust_env=False)
+        return httpx2.get(self.url + path, headers=headers, trust_env=False, timeout=60.0)
 
     def job(self) -> Any:
         return self.get(f"/api/v1/jobs/{self.job_name}").json()

@@ -54,6 +54,7 @@ def test_status_shows_every_rank(job: Job, capsys: Capture) -> None:
     assert [line.split()[:2] for line in out.splitlines()[1:]] == [["0", "idle"], ["1", "idle"]]
     assert err == (
         f"paramd: job {JOB}, incarnation 1, step 0\n"
+        "paramd: health: ok\n"
         f"paramd: dashboard: {job.url} (paramd dashboard opens it, signed in)\n"
     )
     found = document(capsys, "status")

@@ -64,7 +64,7 @@ def test_the_demo_shows_a_running_training_and_ends_it_on_ctrl_c(
             timeout=60,
         )
         assert shown.returncode == 0, shown.stderr
-        assert "layers.0.up.weight" in shown.stdout
+        assert "layers.0.norm1.weight" in shown.stdout
     finally:
         demo.send_signal(signal.SIGINT)
         code = demo.wait(60)

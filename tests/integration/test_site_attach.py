@@ -161,6 +161,7 @@ def test_a_site_that_is_being_restarted_is_waited_for(caplog: pytest.LogCaptureF
 def test_the_token_comes_from_a_file_when_none_is_given(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text("from-a-file\n")
+    path.chmod(0o600)
     assert token_of(AttachSettings(control="http://x", token_file=str(path))) == "from-a-file"
     assert token_of(AttachSettings(control="http://x", token="t", token_file="x")) == "t"
     with pytest.raises(UsageError, match="token_file"):

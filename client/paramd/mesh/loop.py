@@ -94,6 +94,8 @@ class LoopThread:
                 task.cancel()
             if tasks:
                 self._loop.run_until_complete(asyncio.wait(tasks))
+            # Of a generator that is interrupted once more while it ends, asyncio would tell.
+            self._loop.set_exception_handler(lambda *_: None)
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
             self._loop.close()

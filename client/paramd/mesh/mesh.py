@@ -19,7 +19,12 @@ from collections.abc import (
     Iterator,
     Mapping,
 )
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    contextmanager,
+    suppress,
+)
 from difflib import get_close_matches
 from types import AsyncGeneratorType
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, overload
@@ -106,10 +111,11 @@ def _iterating(
                 yield frame
         finally:
             # Leaving the loop ends the subscription; closing the mesh has already done so.
-            # One that an interrupt could not end in time ends with the mesh.
+            # One that an interrupt could not end in time still runs, and ends with the mesh.
             ours = mesh._end.alive and not mesh._thread.is_parents
             if ours and isinstance(frames, AsyncGeneratorType) and not frames.ag_running:
-                mesh._run(_ended(frames))
+                with suppress(RuntimeError):
+                    mesh._run(_ended(frames))
 
     return each
 

@@ -149,7 +149,7 @@ PLANTED = [
     (Boundary, "__init__"),
     (Attachment, "__init__"),
     (Attachment, "follow"),
-    (SidecarLink, "_send_mesh"),
+    (SidecarLink, "serve"),
     (threading.Thread, "start"),
 ]
 """What attaching does, in order; each is made to raise once it has done its work."""

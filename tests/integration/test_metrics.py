@@ -20,7 +20,7 @@ from tests.needs import check_with_promtool
 pytestmark = pytest.mark.usefixtures("grpc_is_up")
 
 ARENA_BYTES = 1 << 16
-LABELS = {"cause", "job", "rank", "rule", "kind", "ok", "captured", "le", "state"}
+LABELS = {"cause", "job", "rank", "rule", "kind", "ok", "captured", "le", "state", "health"}
 
 
 @contextmanager

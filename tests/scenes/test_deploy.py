@@ -97,6 +97,7 @@ def test_a_site_takes_its_token_from_a_file_and_keeps_no_copy(tmp_path: Path) ->
 def test_a_file_without_a_good_token_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "token"
     path.write_text(text)
+    path.chmod(0o600)
     with pytest.raises(UsageError, match="token_file") as caught:
         read_token(str(path))
     assert not text.strip() or text.strip() not in str(caught.value)

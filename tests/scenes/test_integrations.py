@@ -95,7 +95,7 @@ def test_memory_and_a_checkpoint_are_not_both_gone_on_from() -> None:
     callback = ParamdCallback(job="none", resume="auto")
     args: Any = SimpleNamespace(deepspeed=None)
     state: Any = SimpleNamespace(global_step=3)
-    with pytest.raises(UsageError, match=r"resume_from_checkpoint are two ways.*use one"):
+    with pytest.raises(UsageError, match="resume_from_checkpoint cannot be combined; choose one"):
         callback.on_train_begin(args, state, Any)
 
 

@@ -364,7 +364,9 @@ def declared(run: Run) -> None:
 
 
 def skipped_on_one_rank(run: Run) -> None:
-    """One rank's update raises once, and the loop goes on with the next batch."""
+    """One rank's update raises once, and the loop goes on with the next batch. An answer is of one
+    replica, and right for that one; what needs all ranks is refused (`integration/test_sidecar_pins`).
+    """
     if run.round == 5 and dist.get_rank() == 1:
         run.optimizer.zero_grad()
         run.forward_backward()
@@ -438,9 +440,6 @@ HALVES = {
 """Patterns that add a half after each update."""
 
 REFUSED = {
-    "skipped_on_one_rank": (
-        "rank [01].*not at the same step of training|not at the same step of training.*by rank [01]"
-    ),
     "adapters_injected": "adapter.*was absent",
     "functional": "functional_call.*attachment.update",
     "made_bfloat16": "bfloat16",

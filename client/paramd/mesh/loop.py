@@ -94,8 +94,6 @@ class LoopThread:
                 task.cancel()
             if tasks:
                 self._loop.run_until_complete(asyncio.wait(tasks))
-            # Of a generator that is interrupted once more while it ends, asyncio would tell.
-            self._loop.set_exception_handler(lambda *_: None)
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
             self._loop.close()
@@ -108,14 +106,16 @@ class _Call(Generic[Result]):
         self, event_loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Result]
     ) -> None:
         self._loop = event_loop
+        self._work = work
         self._ended = threading.Event()
         self._task: asyncio.Task[Result] | None = None
         self._cancelled = False
-        event_loop.call_soon_threadsafe(self._start, work)
 
     def result(self) -> Result:
-        """What it returned or raised. An interrupt cancels it first."""
+        """Run it; what it returned or raised. An interrupt cancels it first."""
         try:
+            # In here: an interrupt right after it would leave behind what nobody waits for.
+            self._loop.call_soon_threadsafe(self._start)
             self._ended.wait()
         except BaseException:
             self._end()
@@ -123,8 +123,8 @@ class _Call(Generic[Result]):
         assert self._task is not None
         return self._task.result()
 
-    def _start(self, work: Coroutine[Any, Any, Result]) -> None:
-        self._task = self._loop.create_task(work)
+    def _start(self) -> None:
+        self._task = self._loop.create_task(self._work)
         self._task.add_done_callback(self._note)
 
     def _note(self, task: asyncio.Task[Result]) -> None:
@@ -143,9 +143,15 @@ class _Call(Generic[Result]):
 
     def _cancel(self) -> None:
         # Once: a second time would cut its cleanup short.
-        if self._task is not None and not self._cancelled:
-            self._cancelled = True
+        if self._cancelled:
+            return
+        self._cancelled = True
+        if self._task is not None:
             self._task.cancel()
+        else:
+            # The interrupt came before its start: calls are made in order.
+            self._work.close()
+            self._ended.set()
 
 
 class _Shared:

@@ -19,12 +19,7 @@ from collections.abc import (
     Iterator,
     Mapping,
 )
-from contextlib import (
-    AbstractAsyncContextManager,
-    AbstractContextManager,
-    contextmanager,
-    suppress,
-)
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from difflib import get_close_matches
 from types import AsyncGeneratorType
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, overload
@@ -114,8 +109,7 @@ def _iterating(
             # One that an interrupt could not end in time still runs, and ends with the mesh.
             ours = mesh._end.alive and not mesh._thread.is_parents
             if ours and isinstance(frames, AsyncGeneratorType) and not frames.ag_running:
-                with suppress(RuntimeError):
-                    mesh._run(_ended(frames))
+                mesh._run(_ended(frames))
 
     return each
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 EVERY_S = 2.0
 KEPT = 12
 LEAST = 10
-"""Looks of those kept in which a rank is to be slow: jitter of equal ranks reaches it in none of
-ten thousand hours."""
+"""Looks of those kept in which one rank is to be slow: of equal ranks, chance picks now one and now
+another."""
 
 RULES = frozenset({Rule.SLOW_RANK, Rule.STUCK})
 

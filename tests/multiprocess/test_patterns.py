@@ -15,7 +15,13 @@ import pytest
 import paramd
 from paramd.errors import ParamdError
 from tests.launch import Ranks, start_ranks
-from tests.multiprocess.workers.patterns import OF_TWO_RANKS, PATTERNS, REFUSED, final
+from tests.multiprocess.workers.patterns import (
+    EDITS_REFUSED,
+    OF_TWO_RANKS,
+    PATTERNS,
+    REFUSED,
+    final,
+)
 
 WORKER = "tests.multiprocess.workers.patterns"
 AT_LEAST = 8
@@ -59,6 +65,13 @@ def read(state_dir: Path, job: str, wrong: Callable[[paramd.mesh.results.Summone
             seen.steps.add(params.step)
             if found := wrong(params):
                 seen.wrong.append(found)
+        if job in EDITS_REFUSED:
+            try:
+                edit = mesh.edit("*", mul=1.0, timeout=20)
+            except ParamdError as error:
+                seen.refused[str(error)] += 1
+            else:
+                seen.refused[f"{edit.state}: {edit.reason}"] += 1
     return seen
 
 
@@ -115,8 +128,8 @@ def test_every_answer_is_right_or_refused_with_the_reason(
         print(name, seen.answers, seen.resting, len(seen.steps), len(seen.wrong), seen.refused)
     assert {name: seen.wrong[:3] for name, seen in found.items() if seen.wrong} == {}
     for name, seen in found.items():
-        if name in REFUSED:
-            assert any(re.search(REFUSED[name], told) for told in seen.refused), (name, seen)
-        else:
+        if why := {**REFUSED, **EDITS_REFUSED}.get(name):
+            assert any(re.search(why, told) for told in seen.refused), (name, seen)
+        if name not in REFUSED:
             assert seen.answers >= AT_LEAST, (name, seen)
             assert len(seen.steps) > 1, (name, seen)

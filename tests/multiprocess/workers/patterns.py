@@ -364,8 +364,8 @@ def declared(run: Run) -> None:
 
 
 def skipped_on_one_rank(run: Run) -> None:
-    """One rank's update raises once, and the loop goes on with the next batch. An answer is of one
-    replica, and right for that one; what needs all ranks is refused (`integration/test_sidecar_pins`).
+    """One rank's update raises once, and the loop continues with the next. Each replica can be
+    read, and is right for itself; what needs all ranks is refused.
     """
     if run.round == 5 and dist.get_rank() == 1:
         run.optimizer.zero_grad()
@@ -447,6 +447,13 @@ REFUSED = {
     "pruned": "changed their layout",
 }
 """Patterns that cannot be served after a while, and what their readers are told."""
+
+EDITS_REFUSED = {
+    "skipped_on_one_rank": (
+        "rank [01].*not at the same step of training|not at the same step of training.*by rank [01]"
+    ),
+}
+"""Patterns that each replica can be read in, but not edited, which takes all ranks."""
 
 
 def final(pattern: str, step: int) -> float:

@@ -105,11 +105,7 @@ def _mesh(
         for begin in range(0, ranks, ranks_of_a_worker):
             stack.enter_context(
                 simulated(
-                    answer.json(),
-                    ranks,
-                    begin,
-                    worker=worker,
-                    ranks_of_a_worker=ranks_of_a_worker,
+                    answer.json(), ranks, begin, worker=worker, ranks_of_a_worker=ranks_of_a_worker
                 )
             )
         await_all(client, ranks)

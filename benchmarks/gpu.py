@@ -35,10 +35,7 @@ def run(*, quick: bool) -> Report:
     found = steps(QUICK if quick else BILLION)
     found["restarts"] = restarts(RESTART_QUICK if quick else RESTART, 1 if quick else RESTARTS)
     return Report(
-        name="gpu",
-        tables=tables(found),
-        goals=[] if quick else goals(found),
-        numbers=found,
+        name="gpu", tables=tables(found), goals=[] if quick else goals(found), numbers=found
     )
 
 

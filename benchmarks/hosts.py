@@ -127,11 +127,7 @@ def _environment(process: psutil.Process) -> dict[str, str]:
 
 
 def _report(
-    found: dict[str, Any],
-    took_s: dict[str, list[float]],
-    control: dict[str, float],
-    *,
-    quick: bool,
+    found: dict[str, Any], took_s: dict[str, list[float]], control: dict[str, float], *, quick: bool
 ) -> Report:
     seconds, size_bytes = found["seconds"], found["bytes"]
     ratio = statistics.median(

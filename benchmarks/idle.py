@@ -123,9 +123,7 @@ def _start() -> float:
         begin_s = time.perf_counter()
         command = [sys.executable, "-m", "paramd_service.sidecar", "--job", JOB, "--rank", "0"]
         process = subprocess.Popen(
-            [*command, "--socket", str(path)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            [*command, "--socket", str(path)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         try:
             while True:

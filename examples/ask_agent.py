@@ -33,9 +33,7 @@ async def main() -> None:
     job = parser.parse_args().job
 
     server = StdioServerParameters(
-        command=sys.executable,
-        args=["-m", "paramd.cli", "mcp", "--job", job],
-        env=dict(os.environ),
+        command=sys.executable, args=["-m", "paramd.cli", "mcp", "--job", job], env=dict(os.environ)
     )
     async with Client(stdio_client(server)) as client:
         print("tools:", ", ".join(tool.name for tool in (await client.list_tools()).tools))

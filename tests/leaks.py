@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -102,6 +103,15 @@ def _threads() -> dict[threading.Thread, str]:
         for thread in threading.enumerate()
         if not thread.daemon or thread.name.startswith(THREAD_PREFIX)
     }
+
+
+def open_files(pid: int) -> dict[Path, str]:
+    """The links of a process' descriptors and where each leads, less what it closes meanwhile."""
+    found = {}
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):
+            found[link] = os.readlink(link)
+    return found
 
 
 def _descriptors() -> dict[tuple[int, str], str]:

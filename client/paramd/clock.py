@@ -67,10 +67,7 @@ class SteadyClock:
     """Call it for the time. Thread-safe."""
 
     def __init__(
-        self,
-        *,
-        wall: Callable[[], float] = time.time,
-        steady: Callable[[], float] = _since_boot_s,
+        self, *, wall: Callable[[], float] = time.time, steady: Callable[[], float] = _since_boot_s
     ) -> None:
         self._wall = wall
         self._steady = steady

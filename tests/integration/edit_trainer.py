@@ -98,11 +98,7 @@ class Editing:
     ) -> pb.EditManifest:
         fields = {"undoable": True, **fields}
         return pb.EditManifest(
-            edit_id=f"{number:032x}",
-            incarnation=1,
-            layout_digest=self.digest,
-            ops=ops,
-            **fields,
+            edit_id=f"{number:032x}", incarnation=1, layout_digest=self.digest, ops=ops, **fields
         )
 
     def call(

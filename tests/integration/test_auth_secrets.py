@@ -22,6 +22,7 @@ from paramd.cli.main import main as paramd_command
 from paramd.errors import UnreachableError
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from tests.integration.client_job import JOB, Job, running_job
+from tests.leaks import open_files
 
 PATIENCE_S = 20.0
 
@@ -85,11 +86,7 @@ def texts(job: Job, tmp_path: Path) -> Iterator[tuple[str, bytes]]:
     for pid in (*(process.pid for process in processes()), os.getpid()):
         for name in ("cmdline", "environ", "maps", "comm"):
             yield f"{pid} {name}", Path(f"/proc/{pid}/{name}").read_bytes()
-        links = Path(f"/proc/{pid}/fd").iterdir()
-        yield (
-            f"{pid} fd",
-            "\n".join(os.readlink(link) for link in links if link.is_symlink()).encode(),
-        )
+        yield f"{pid} fd", "\n".join(open_files(pid).values()).encode()
     for path in (*places.state_dir().rglob("*"), *tmp_path.rglob("*")):
         # Where the owner's token is meant to be, 0600.
         if path.is_file() and path.name != places.ENDPOINT_FILE:
@@ -214,8 +211,8 @@ def test_another_local_user_gets_at_nothing(job: Job, tmp_path: Path) -> None:
         ]
         assert not named, "memory has no name"
         tries += [("list", f"/proc/{pid}/fd"), ("read", f"/proc/{pid}/environ")]
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            if link.is_symlink() and os.readlink(link).startswith("/memfd:"):
+        for link, target in open_files(pid).items():
+            if target.startswith("/memfd:"):
                 memories += 1
                 tries.append(("read", str(link)))
     assert memories > 4, "arenas, pages and snapshots of two ranks, at both their ends"

@@ -26,6 +26,7 @@ from paramd.v1 import sidecar_pb2 as pb
 from paramd.v1 import sidecar_pb2_grpc
 from tests.integration.fake_trainer import SIGNER, FakeTrainer, TrainerSettings, attach
 from tests.integration.sidecar_process import SidecarProcess, wait_until
+from tests.leaks import open_files
 
 ARENA_BYTES = 8 << 20
 NUMEL = ARENA_BYTES // 8
@@ -219,10 +220,10 @@ def check_damage(keeper: Rank) -> None:
     offers = [RankOffer(), RankOffer(copies=held)]
     assert copies.prepare(mark, {0: 1}, offers) == []
     pid = keeper.process.process.pid
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        # Others open and close meanwhile.
+    for link, target in open_files(pid).items():
+        # It may close this one, too, before it is opened here.
         with suppress(FileNotFoundError):
-            if "memfd:paramd-snapshot" not in os.readlink(link):
+            if "memfd:paramd-snapshot" not in target:
                 continue
             with link.open("r+b", buffering=0) as memory:
                 memory.seek(ARENA_BYTES // 2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from paramd.mesh.mesh import Mesh
 from paramd.trainer.faults import ATTACH_POINTS
 from paramd.trainer.faults import POINTS as TRAINER_FAULTS
 from paramd_service.sidecar.faults import POINTS as SIDECAR_FAULTS
+from tests.leaks import open_files
 from tests.longer import sample
 from tests.multiprocess.edit_matrix import (
     CELLS,
@@ -174,8 +174,7 @@ def test_a_program_that_a_trainer_cannot_run_is_refused_with_its_reason(
 
 def spoil_programs(pid: int) -> int:
     """Zeroes the head of every edit program in a trainer's memory of edits; how many."""
-    descriptors = Path(f"/proc/{pid}/fd")
-    path = next(p for p in descriptors.iterdir() if "paramd-edits" in os.readlink(p))
+    path = next(link for link, target in open_files(pid).items() if "paramd-edits" in target)
     magic, count = MAGIC.to_bytes(8, "little"), 0
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         at = memory.find(magic)

@@ -17,6 +17,7 @@ import pytest
 import paramd
 from paramd.memory import handover
 from tests.launch import ROOT, Ranks, run_ranks, start_ranks
+from tests.leaks import open_files
 from tests.longer import sample, times
 
 WORKER = "tests.multiprocess.workers.resuming"
@@ -265,8 +266,8 @@ def damage(socket_path: Path, name: str) -> None:
     """Change the first byte of a sidecar's memory."""
     with handover.connect(socket_path) as connection:
         pid = handover.check_peer(connection)
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        if os.readlink(link).startswith(f"/{name}"):
+    for link, target in open_files(pid).items():
+        if target.startswith(f"/{name}"):
             with link.open("r+b", buffering=0) as memory:
                 (first,) = memory.read(1)
                 memory.seek(0)

@@ -176,7 +176,6 @@ def _bare(context: typer.Context, **given: Any) -> None:
 _EXAMPLES = ("paramd audit", "paramd audit -n 20 -o json", "paramd audit verify")
 audit.callback(invoke_without_command=True, epilog=examples(*_EXAMPLES))(_bare)
 audit.command("list", epilog=examples("paramd audit list -o jsonl"))(list_records)
-audit.command(
-    "verify",
-    epilog=examples("paramd audit verify", "paramd audit verify --job my-run"),
-)(verify)
+audit.command("verify", epilog=examples("paramd audit verify", "paramd audit verify --job my-run"))(
+    verify
+)

@@ -49,12 +49,7 @@ class TopApp(App[None]):
     ]
 
     def __init__(
-        self,
-        look: Callable[[], Awaitable[Look]],
-        *,
-        first: Look,
-        source: str,
-        every_s: float,
+        self, look: Callable[[], Awaitable[Look]], *, first: Look, source: str, every_s: float
     ) -> None:
         """No I/O. `look` may raise ParamdErrors; `source` is the control plane's URL."""
         super().__init__()

@@ -19,12 +19,7 @@ from paramd.trainer.resume.codec import random_state, set_random_state
 require("transformers", at_least="5.0", below="6", extra="hf")
 require("accelerate", at_least="1.10", below="2", extra="hf")
 
-from transformers import (  # noqa: E402
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments  # noqa: E402
 
 log = logging.getLogger("paramd")
 
@@ -54,11 +49,7 @@ class ParamdCallback(Callback, TrainerCallback):
     """Random states to begin the first step with, after a resume."""
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **given: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
         """Attach, after wrapping and after a checkpoint was loaded."""
         if getattr(args, "deepspeed", None):

@@ -29,12 +29,7 @@ else:
     require("lightning", at_least="2.5", below="3", extra="lightning")
     from lightning.pytorch import Callback
 
-STRATEGIES = (
-    "SingleDeviceStrategy",
-    "DDPStrategy",
-    "FSDPStrategy",
-    "ModelParallelStrategy",
-)
+STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy")
 """Strategies that are served."""
 
 

@@ -21,11 +21,7 @@ from paramd.mesh.insight.reports import MAX_WHY_LINES, RankActivity, Why
 
 try:
     # Where torch 2.13 has them; its server is still experimental.
-    from torch.distributed.debug._frontend import (  # type: ignore[import-not-found,unused-ignore]
-        DebugHandler,
-        NavLink,
-        Route,
-    )
+    from torch.distributed.debug._frontend import DebugHandler, NavLink, Route  # type: ignore[import-not-found,unused-ignore]
 except ImportError as error:
     raise UsageError(
         f"torch's debug server cannot be imported here ({error}); it needs torch 2.13, jinja2, "

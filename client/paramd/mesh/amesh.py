@@ -1009,11 +1009,7 @@ class AsyncMesh:
         check_transport(transport)
         cast = await self._transfer.dtype(dtype)
         wanted = FollowRequest(
-            patterns=patterns,
-            every=every,
-            dtype=cast,
-            transport=transport,
-            deltas=deltas,
+            patterns=patterns, every=every, dtype=cast, transport=transport, deltas=deltas
         )
         stream = await open_following(self._reach, self._transfer, wanted)
         async with frames_of(stream, self._streams) as frames:
@@ -1221,11 +1217,7 @@ class AsyncMesh:
         body = export_body(
             destination, format, max_shard_size, dtype, include, tied, name_map, verify
         )
-        cadence = {
-            "every_steps": every_steps,
-            "keep_last": keep_last,
-            "keep_every": keep_every,
-        }
+        cadence = {"every_steps": every_steps, "keep_last": keep_last, "keep_every": keep_every}
         body |= {key: value for key, value in cadence.items() if value is not None}
         return await self._exports.create_schedule(body, assets)
 

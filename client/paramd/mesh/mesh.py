@@ -11,14 +11,7 @@ import inspect
 import os
 import threading
 import weakref
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Callable,
-    Coroutine,
-    Iterator,
-    Mapping,
-)
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from difflib import get_close_matches
 from types import AsyncGeneratorType
@@ -241,12 +234,7 @@ class Mesh:
     stats = _blocking(AsyncMesh.stats)
 
     def diff(
-        self,
-        a: Any,
-        b: Any = "now",
-        *patterns: Pattern,
-        cells: int = 0,
-        timeout: Timeout = UNSET,
+        self, a: Any, b: Any = "now", *patterns: Pattern, cells: int = 0, timeout: Timeout = UNSET
     ) -> Diff:
         """Args, Returns, Raises: as `AsyncMesh.diff`; another mesh is a `Mesh` here."""
         one, other = (source._mesh if isinstance(source, Mesh) else source for source in (a, b))

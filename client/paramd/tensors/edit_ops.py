@@ -43,10 +43,7 @@ class Views:
 
 
 def run(
-    record: Record,
-    target: torch.Tensor,
-    data: torch.Tensor | None,
-    preimage: torch.Tensor | None,
+    record: Record, target: torch.Tensor, data: torch.Tensor | None, preimage: torch.Tensor | None
 ) -> None:
     """Apply a record to `target` in its own dtype, saving the old values in `preimage`.
 

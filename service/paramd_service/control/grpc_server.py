@@ -18,13 +18,7 @@ from paramd.clock import now_s
 from paramd.errors import DeadlineError, DeniedError, ExhaustedError, UsageError
 from paramd.security.tls import RANK_NAME
 from paramd.v1 import common_pb2, control_pb2, control_pb2_grpc
-from paramd_service.admission import (
-    CONNECTION_OPTIONS,
-    Doors,
-    Notice,
-    Shares,
-    TokenRevokedError,
-)
+from paramd_service.admission import CONNECTION_OPTIONS, Doors, Notice, Shares, TokenRevokedError
 from paramd_service.control.access.authority import Denied
 from paramd_service.control.access.join import (
     TicketInterceptor,

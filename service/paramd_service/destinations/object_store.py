@@ -19,11 +19,7 @@ from functools import cached_property
 from typing import Any
 
 import obstore
-from obstore.exceptions import (
-    AlreadyExistsError,
-    PermissionDeniedError,
-    UnauthenticatedError,
-)
+from obstore.exceptions import AlreadyExistsError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import S3Store
 
 from paramd.errors import (

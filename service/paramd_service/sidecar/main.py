@@ -173,11 +173,7 @@ async def run(config: SidecarConfig, faults: Faults, pems: Pems | None = None) -
 
 
 async def _drain(
-    rank: RankSidecar,
-    server: GrpcServer,
-    unix: UnixServer,
-    joining: Joining,
-    sending: Sending,
+    rank: RankSidecar, server: GrpcServer, unix: UnixServer, joining: Joining, sending: Sending
 ) -> None:
     """Drain in numbered steps. A second signal ends the process at once."""
     log = rank.log

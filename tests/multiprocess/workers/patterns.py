@@ -451,7 +451,7 @@ REFUSED = {
 EDITS_REFUSED = {
     "skipped_on_one_rank": (
         "rank [01].*not at the same step of training|not at the same step of training.*by rank [01]"
-    ),
+    )
 }
 """Patterns that each replica can be read in, but not edited, which takes all ranks."""
 

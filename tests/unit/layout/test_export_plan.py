@@ -57,9 +57,7 @@ def test_only_what_is_named_is_written_with_its_optimizer_state() -> None:
     plan = plan_export(both, settings, table)
     assert plan.names == {"a": "adapter"}
     assert plan.optimizer == OptimizerTable(
-        {"exp_avg": {"a": "float32"}},
-        {"a": scalars["a"]},
-        ({"lr": 0.1, "params": ["a"]},),
+        {"exp_avg": {"a": "float32"}}, {"a": scalars["a"]}, ({"lr": 0.1, "params": ["a"]},)
     )
     with pytest.raises(NotFoundError, match="c"):
         plan_export(both, ExportSettings(patterns=("a", "c")))

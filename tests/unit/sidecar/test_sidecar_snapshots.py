@@ -6,13 +6,7 @@ import pytest
 
 from paramd.errors import ExhaustedError, NotFoundError
 from paramd.memory.descriptors import pages
-from paramd_service.sidecar.snapshots.store import (
-    Block,
-    Fill,
-    Key,
-    Snapshot,
-    SnapshotStore,
-)
+from paramd_service.sidecar.snapshots.store import Block, Fill, Key, Snapshot, SnapshotStore
 
 PAGE = 4096
 

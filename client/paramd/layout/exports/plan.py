@@ -176,10 +176,7 @@ def _all_names(tensors: Iterable[TensorLayout], names: Mapping[str, str]) -> dic
 
 
 def _reads(
-    layout: Layout,
-    tensors: Sequence[TensorLayout],
-    replica: int,
-    optimizer: OptimizerTable | None,
+    layout: Layout, tensors: Sequence[TensorLayout], replica: int, optimizer: OptimizerTable | None
 ) -> Reads:
     others = optimizer.replicas if optimizer is not None else {}
     replicas = {rank: Replica(layout, rank) for rank in {replica, *others.values()}}
@@ -191,9 +188,7 @@ def _reads(
 
 
 def _sources(
-    tensors: Sequence[TensorLayout],
-    reads: Reads,
-    optimizer: OptimizerTable | None,
+    tensors: Sequence[TensorLayout], reads: Reads, optimizer: OptimizerTable | None
 ) -> dict[str, Source]:
     found = {"": make_source("", ((t, t.dtype, reads.model[t.fqn]) for t in tensors))}
     if optimizer is None:

@@ -206,9 +206,7 @@ def _cut(items: Iterator[_Item], settings: ExportSettings) -> list[list[_Item]]:
 
 
 def _assign(
-    shards: Sequence[Sequence[_Item]],
-    loads: dict[int, int],
-    pieces: Mapping[str, Sequence[Piece]],
+    shards: Sequence[Sequence[_Item]], loads: dict[int, int], pieces: Mapping[str, Sequence[Piece]]
 ) -> list[int]:
     """A writer for each shard, balancing bytes; of `pieces`, those of the writer cost half.
 
@@ -266,10 +264,7 @@ def _indexes(files: Iterable[ExportFile]) -> dict[str, bytes]:
             entries = [(entry, shard.name) for shard in shards for entry in shard.entries]
             weights = {entry.name: name for entry, name in entries}
             total = sum(entry.data_bytes for entry, _ in entries)
-            index = {
-                "metadata": {"total_size": total},
-                "weight_map": dict(sorted(weights.items())),
-            }
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
             found[f"{base}{SUFFIX}{INDEX}"] = json_bytes(index)
     return found
 

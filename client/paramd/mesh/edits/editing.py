@@ -264,12 +264,7 @@ class Changes:
     """Finds what a writeback block changed in the tensors it was given."""
 
     def __init__(
-        self,
-        found: Summoned,
-        selection: Selection,
-        *,
-        mode: Mode,
-        room: Mapping[str, Tensor],
+        self, found: Summoned, selection: Selection, *, mode: Mode, room: Mapping[str, Tensor]
     ) -> None:
         """Record the current contents of `found`: digests, and in delta mode copies.
 

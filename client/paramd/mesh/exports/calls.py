@@ -207,11 +207,7 @@ class ExportCalls:
         return [name for name, _ in files]
 
     async def _again(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None,
-        within_s: float = _CREATE_S,
+        self, method: str, path: str, body: Mapping[str, Any] | None, within_s: float = _CREATE_S
     ) -> Any:
         return await self._rest.again(method, path, body, time.monotonic() + within_s)
 

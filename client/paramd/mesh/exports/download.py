@@ -501,9 +501,7 @@ class Download:
     async def _pin(self, sidecars: Sidecars, wanted: Wanted, deadline_s: float) -> Pinned:
         chosen = wanted.chosen
         pinned = await Pinner(sidecars, backoff=self.reach.backoff).pin(
-            spans_of(sidecars, chosen.plan),
-            deadline_s=deadline_s,
-            with_buffers=chosen.at_boundary,
+            spans_of(sidecars, chosen.plan), deadline_s=deadline_s, with_buffers=chosen.at_boundary
         )
         await _renewed(sidecars, pinned)
         layout = file_layout(wanted, pinned)

@@ -141,21 +141,14 @@ def _asked(item: SelectedTensor, rows: int | None) -> GradSelection:
     begin = item.box.begin[0]
     chosen = tuple(begin + number * sizes[0] // rows for number in range(rows))
     parts = tuple(
-        replace(
-            item,
-            box=Box((row, *item.box.begin[1:]), (row + 1, *item.box.end[1:])),
-        )
+        replace(item, box=Box((row, *item.box.begin[1:]), (row + 1, *item.box.end[1:])))
         for row in chosen
     )
     return GradSelection(item.name, item.tensor, parts, (rows, *sizes[1:]), chosen)
 
 
 def make_plan(
-    layout: Layout,
-    asked: Sequence[GradSelection],
-    learnt: PartialGroups,
-    *,
-    costs: Costs | None,
+    layout: Layout, asked: Sequence[GradSelection], learnt: PartialGroups, *, costs: Costs | None
 ) -> GradPlan:
     """Plan the reads of `asked`, given what is known about Partial gradients.
 
@@ -280,9 +273,7 @@ class GradFrame(Frame[Value]):
     """Ranks that hold NaN or infinities, by name; for statistics only."""
 
     def __post_init__(
-        self,
-        made: Mapping[str, Callable[[], Value]],
-        parts: Mapping[str, Sequence[Part]] | None,
+        self, made: Mapping[str, Callable[[], Value]], parts: Mapping[str, Sequence[Part]] | None
     ) -> None:
         self._made, self._parts = made, parts
         self._values: dict[str, Value] = {}

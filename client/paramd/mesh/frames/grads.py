@@ -310,11 +310,7 @@ def pin_request(
 
 
 async def read_parts(
-    asking: _Asking,
-    held: PinnedStep | None,
-    bad: dict[str, list[int]],
-    *,
-    with_exponents: bool,
+    asking: _Asking, held: PinnedStep | None, bad: dict[str, list[int]], *, with_exponents: bool
 ) -> list[list[Part]]:
     """Statistics of each rank's part, by index into the plan's `asked`.
 

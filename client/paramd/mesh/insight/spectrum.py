@@ -376,12 +376,7 @@ async def _singular_values(shards: _Shards, k: int) -> tuple[tuple[float, ...], 
     exact = basis.shape[1] == short
     smallest = float(values[-1])
     condition = float(values[0]) / smallest if smallest else math.inf
-    return (
-        tuple(float(value) for value in values[:k]),
-        0.0 if exact else error,
-        condition,
-        exact,
-    )
+    return (tuple(float(value) for value in values[:k]), 0.0 if exact else error, condition, exact)
 
 
 def _orthogonal(basis: Numbers, block: Numbers) -> Numbers:

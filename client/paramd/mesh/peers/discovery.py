@@ -107,10 +107,7 @@ class SidecarFinder:
         self._refreshing = asyncio.Lock()
         self._looking: asyncio.Task[JobDocument] | None = None
         self._channels = Channels(
-            lambda: self.document.ticket,
-            tls=tls,
-            job_tls=lambda: self.document.tls,
-            relay=relay,
+            lambda: self.document.ticket, tls=tls, job_tls=lambda: self.document.tls, relay=relay
         )
         self._background = Background()
         self._index: tuple[tuple[int, str], NameIndex] | None = None

@@ -265,9 +265,7 @@ class SnapshotSource:
             # Only the proof is missing; a size of 0 would mean all that follows.
             offset_bytes = self._pin.size_bytes
         request = sidecar_pb2.ReadSnapshotRequest(
-            snapshot_id=self._pin.snapshot_id,
-            offset_bytes=offset_bytes,
-            size_bytes=size_bytes,
+            snapshot_id=self._pin.snapshot_id, offset_bytes=offset_bytes, size_bytes=size_bytes
         )
         return self._channels.read(self._asked, request, timeout_s=timeout_s)
 

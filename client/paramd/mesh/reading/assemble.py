@@ -11,15 +11,7 @@ import torch
 
 from paramd.errors import NotFoundError, UsageError
 from paramd.layout.dtypes import item_bytes
-from paramd.layout.plan import (
-    Block,
-    Landing,
-    RankRead,
-    ReadPlan,
-    ResultTensor,
-    as_boxes,
-    blocks,
-)
+from paramd.layout.plan import Block, Landing, RankRead, ReadPlan, ResultTensor, as_boxes, blocks
 from paramd.layout.types import Region, full_box
 from paramd.mesh.reading.places import MAX_BLOCK_BYTES, Place
 from paramd.mesh.results import text_table

@@ -260,8 +260,7 @@ class Pinner:
             await asyncio.sleep(lease_s / 3)
             # A failed renewal surfaces as NOT_FOUND at the next read.
             await asyncio.gather(
-                *(self._transport.renew(pin) for pin in pins),
-                return_exceptions=True,
+                *(self._transport.renew(pin) for pin in pins), return_exceptions=True
             )
 
 
@@ -290,9 +289,7 @@ async def choose(
     plan = plan_read(index.layout, selection, costs=reach.costs(), replica=replica)
     sidecars.check_not_stopped(read.rank for read in plan.ranks)
     return Chosen(
-        names=[item.names for item in selection],
-        plan=plan,
-        at_boundary=selection.at_boundary,
+        names=[item.names for item in selection], plan=plan, at_boundary=selection.at_boundary
     )
 
 

@@ -85,11 +85,7 @@ class Discovering:
     """The ranks' addresses if they are on several hosts and paramd makes certificates."""
 
     def __init__(
-        self,
-        exchange: Exchange,
-        settings: AttachSettings,
-        job: str | None,
-        keep: Mapping[str, Any],
+        self, exchange: Exchange, settings: AttachSettings, job: str | None, keep: Mapping[str, Any]
     ) -> None:
         self._exchange = exchange
         self._settings = settings

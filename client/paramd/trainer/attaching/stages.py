@@ -62,10 +62,7 @@ class Stages(Discovering):
             path = places.socket_path(self._job, identity.rank)
             if identity.rank == 0 and not self._settings.control:
                 self._control = ControlLink(
-                    identity,
-                    self._settings,
-                    directory=path.parent,
-                    token=identity.control_token,
+                    identity, self._settings, directory=path.parent, token=identity.control_token
                 )
                 self._undo.callback(self._control.close)
             self._sidecar = SidecarLink(
@@ -294,11 +291,7 @@ class Stages(Discovering):
         return self._succession.resumed if self._succession is not None else None
 
     def _optimizer_home(
-        self,
-        memory: SparseMemory,
-        on_device: DeviceState | None,
-        page: ControlPage,
-        found: Found,
+        self, memory: SparseMemory, on_device: DeviceState | None, page: ControlPage, found: Found
     ) -> OptimizerHome:
         resumable = self._succession is not None
         state = OptimizerHome(memory, page, found.optimizers, on_device, resumable=resumable)

@@ -17,13 +17,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from paramd.errors import (
-    ConflictError,
-    DeniedError,
-    ParamdError,
-    UnreachableError,
-    UsageError,
-)
+from paramd.errors import ConflictError, DeniedError, ParamdError, UnreachableError, UsageError
 from paramd.helpers import end, spawn
 from paramd.memory import descriptors
 from paramd.security.tickets import key_from_hex

@@ -287,9 +287,7 @@ def checked_numbers(numbers: Mapping[str, float | torch.Tensor]) -> dict[str, An
 def collectives() -> dict[str, Any]:
     """The latest collectives by torch's flight recorder, as plain data; or why there are none."""
     try:
-        from torch._C._distributed_c10d import (  # type: ignore[attr-defined,unused-ignore]
-            _dump_fr_trace_json,
-        )
+        from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined,unused-ignore]
 
         found = json.loads(_dump_fr_trace_json(includeCollectives=True, onlyActive=False))
         entries = list(found.get("entries") or ())

@@ -63,9 +63,7 @@ class ArenaPlan:
 
 
 def plan_arena(
-    shards: Sequence[LocalShard],
-    tensors: Sequence[torch.Tensor],
-    align_bytes: int = ALIGN_BYTES,
+    shards: Sequence[LocalShard], tensors: Sequence[torch.Tensor], align_bytes: int = ALIGN_BYTES
 ) -> ArenaPlan:
     """Assign a span to every storage a parameter uses, and one to every buffer.
 

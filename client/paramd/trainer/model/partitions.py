@@ -20,14 +20,7 @@ from torch import nn
 from paramd.errors import ConflictError
 from paramd.layout.types import Box, Interval, Region, TensorKind
 from paramd.trainer.model import plain
-from paramd.trainer.model.local_shard import (
-    Entry,
-    LocalShard,
-    Managed,
-    Names,
-    Slot,
-    dtype_name,
-)
+from paramd.trainer.model.local_shard import Entry, LocalShard, Managed, Names, Slot, dtype_name
 
 
 @dataclass(frozen=True, slots=True)

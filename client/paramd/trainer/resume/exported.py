@@ -108,12 +108,7 @@ class Exported:
         """How many of the model's buffers are not in it."""
         return sum(self._found(one) is None for one in self._tensors)
 
-    def open(
-        self,
-        optimizers: Sequence[torch.optim.Optimizer],
-        *,
-        share: tuple[int, int],
-    ) -> str:
+    def open(self, optimizers: Sequence[torch.optim.Optimizer], *, share: tuple[int, int]) -> str:
         """Check that it is whole and of this model; a digest of what it says it is.
 
         Args:

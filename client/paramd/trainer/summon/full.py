@@ -129,12 +129,7 @@ class FullTensors:
     """
 
     def __init__(
-        self,
-        wire: Wire,
-        locals: Sequence[Local],
-        *,
-        rank0_only: bool,
-        device: torch.device | None,
+        self, wire: Wire, locals: Sequence[Local], *, rank0_only: bool, device: torch.device | None
     ) -> None:
         self._wire = wire
         self._rank0_only = rank0_only

@@ -123,10 +123,7 @@ class BitRounds:
         if self._number >= len(self._parts):
             self._parts = parts_of(
                 groups_of(
-                    layout.tensors,
-                    set(ranks),
-                    most_ranks=self.config.sample_ranks,
-                    turn=self._turn,
+                    layout.tensors, set(ranks), most_ranks=self.config.sample_ranks, turn=self._turn
                 ),
                 await self._keys(sidecars, ranks, At(history, now)),
                 most_bytes=self.config.sample_bytes,

@@ -47,13 +47,7 @@ class Rule(StrEnum):
 
 
 HOLDING = frozenset(
-    {
-        Rule.NON_FINITE,
-        Rule.NORM_JUMP,
-        Rule.GRADIENT_JUMP,
-        Rule.REPLICA_DRIFT,
-        Rule.LOGGED_NUMBER,
-    }
+    {Rule.NON_FINITE, Rule.NORM_JUMP, Rule.GRADIENT_JUMP, Rule.REPLICA_DRIFT, Rule.LOGGED_NUMBER}
 )
 """Rules that may pause training: what they find is in its state."""
 

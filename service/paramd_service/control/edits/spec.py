@@ -16,13 +16,7 @@ from typing import Any
 from paramd.errors import ExhaustedError, UsageError
 from paramd.layout.dtypes import item_bytes
 from paramd.layout.edits.kinds import numbers_of
-from paramd.layout.edits.ops import (
-    EditTerms,
-    OpSpec,
-    edit_ops,
-    manifest_digest,
-    manifest_of,
-)
+from paramd.layout.edits.ops import EditTerms, OpSpec, edit_ops, manifest_digest, manifest_of
 from paramd.layout.edits.plan import PlannedOp, RankEdit, check_ops, finder, rank_edits
 from paramd.layout.select import NameIndex
 from paramd.layout.stats import Stats, merge_all, summarize

@@ -21,11 +21,7 @@ from paramd.v1 import export_pb2, sidecar_pb2
 from paramd.wire import checksum_of
 from paramd_service.aio import stopped
 from paramd_service.control.mesh.jobs import Incarnation
-from paramd_service.control.mesh.sidecars import (
-    SidecarCalls,
-    address_of,
-    on_all,
-)
+from paramd_service.control.mesh.sidecars import SidecarCalls, address_of, on_all
 from paramd_service.destinations.destinations import MANIFEST, Destination, locate
 
 if TYPE_CHECKING:

@@ -340,12 +340,7 @@ class Jobs:
         return mesh
 
     async def register(
-        self,
-        job: str,
-        *,
-        world_size: int,
-        incarnation_floor: int = 0,
-        owner: str | None = None,
+        self, job: str, *, world_size: int, incarnation_floor: int = 0, owner: str | None = None
     ) -> Incarnation:
         """Begin an attaching job's new incarnation, above `incarnation_floor` and all earlier ones.
 

@@ -16,13 +16,7 @@ from google.protobuf.message import Message
 
 from paramd import clock
 from paramd.clock import now_s
-from paramd.errors import (
-    READS_KEY,
-    DeadlineError,
-    NotFoundError,
-    ParamdError,
-    UnreachableError,
-)
+from paramd.errors import READS_KEY, DeadlineError, NotFoundError, ParamdError, UnreachableError
 from paramd.layout.codec import LayoutBound, decode_layout
 from paramd.layout.merge import layout_digest
 from paramd.layout.select import NameIndex

@@ -97,10 +97,7 @@ class EventBus:
     """Distributes events to readers. Event loop only; publishing never blocks."""
 
     def __init__(
-        self,
-        *,
-        ring_count: int = RING_COUNT,
-        clock: Callable[[], float] = time.time,
+        self, *, ring_count: int = RING_COUNT, clock: Callable[[], float] = time.time
     ) -> None:
         self._ring: deque[Event] = deque(maxlen=ring_count)
         self._last = 0

@@ -80,12 +80,7 @@ def body_of(begin: int, end: int, *, record_count: int, undoable: bool) -> Body:
 
 
 def records_of(
-    edit: RankEdit,
-    body: Body,
-    *,
-    ops: Sequence[PlannedOp],
-    undoable: bool,
-    reset_moments: bool,
+    edit: RankEdit, body: Body, *, ops: Sequence[PlannedOp], undoable: bool, reset_moments: bool
 ) -> Iterator[Record]:
     """The records of an edit's program."""
     preimage = body.preimage_begin

@@ -36,14 +36,7 @@ from typing import Any
 from paramd.errors import AbortedError, ExhaustedError, ParamdError
 from paramd.memory.control_page import Word, Words, history_of, in_time, step_of
 from paramd.memory.descriptors import PAGE, SparseMemory
-from paramd.memory.gradient_program import (
-    MAX_SPANS,
-    Notes,
-    Slot,
-    covers,
-    digest_of_spans,
-    united,
-)
+from paramd.memory.gradient_program import MAX_SPANS, Notes, Slot, covers, digest_of_spans, united
 from paramd.memory.handover import GRADIENT_SLOTS
 from paramd_service.aio import post, uncancelled
 from paramd_service.sidecar.owner import AttachedMemory

@@ -28,12 +28,7 @@ from paramd_service.formats.filling import manifest
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc import messages
 from paramd_service.sidecar.rpc.auth import check_range
-from paramd_service.sidecar.rpc.export_write import (
-    Digesting,
-    Job,
-    Memories,
-    write_file,
-)
+from paramd_service.sidecar.rpc.export_write import Digesting, Job, Memories, write_file
 
 MAX_STORED_BYTES = 256 << 20
 """Largest file that may be stored besides the planned ones."""

@@ -41,10 +41,7 @@ async def _reach(rank: RankSidecar, request: pb.ReachBoundaryRequest, timeout_s:
     header = messages.header(rank, outcome.step, outcome.edits)
     header.history = outcome.history
     return pb.ReachBoundaryResponse(
-        header=header,
-        captured=outcome.captured,
-        reason=outcome.reason,
-        stop_ns=outcome.stop_ns,
+        header=header, captured=outcome.captured, reason=outcome.reason, stop_ns=outcome.stop_ns
     )
 
 
@@ -171,17 +168,9 @@ async def _gradients(
             )
             header = messages.header(rank, request.at_step)
             header.iteration, header.history = notes.iteration, notes.history
-            return pb.PinSnapshotResponse(
-                header=header,
-                gradients=_facts(notes),
-                stats=stats,
-            )
+            return pb.PinSnapshotResponse(header=header, gradients=_facts(notes), stats=stats)
         lease = await pins.pin(
-            key,
-            request.at_step,
-            history=_history(request),
-            lease_s=lease_s,
-            timeout_s=timeout_s,
+            key, request.at_step, history=_history(request), lease_s=lease_s, timeout_s=timeout_s
         )
     except EndedError:
         return pb.PinSnapshotResponse(header=messages.header(rank), ended=True)

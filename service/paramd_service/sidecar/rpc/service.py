@@ -40,16 +40,7 @@ from paramd.wire import CHUNK_BYTES, data_chunk
 from paramd_service import admission
 from paramd_service.admission import Shares, TokenRevokedError
 from paramd_service.sidecar.rank import RankSidecar
-from paramd_service.sidecar.rpc import (
-    auth,
-    copies,
-    deltas,
-    edits,
-    insight,
-    late,
-    messages,
-    pins,
-)
+from paramd_service.sidecar.rpc import auth, copies, deltas, edits, insight, late, messages, pins
 from paramd_service.sidecar.rpc.auth import (
     CALLER,
     SERVICE,
@@ -283,11 +274,7 @@ class SidecarServicer:
         return self._gathering(call.requests, call.part or partial(_parse, request))
 
     def _unary(
-        self,
-        method: Unary,
-        request_type: type[Message],
-        *,
-        heavy: bool | Callable[[Any], bool],
+        self, method: Unary, request_type: type[Message], *, heavy: bool | Callable[[Any], bool]
     ) -> grpc.RpcMethodHandler[Any, Any]:
         async def serve(data: bytes, context: Context) -> bytes:
             async with self._admitted(context, heavy=heavy is True) as timeout_s:

@@ -43,10 +43,7 @@ the request leaves the snapshot or is out of range.
 
 
 def digest(
-    _rank: RankSidecar,
-    data: memoryview,
-    request: pb.DigestSnapshotRequest,
-    stop: Sequence[bool],
+    _rank: RankSidecar, data: memoryview, request: pb.DigestSnapshotRequest, stop: Sequence[bool]
 ) -> pb.DigestSnapshotResponse:
     """One digest of 16 bytes per range."""
     parts = checked_ranges(request.ranges, len(data))

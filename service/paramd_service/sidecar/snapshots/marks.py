@@ -30,12 +30,7 @@ from paramd.memory.control_page import Word
 from paramd.memory.descriptors import SparseMemory
 from paramd.memory.gate import LateError
 from paramd_service.sidecar.owner import AttachedMemory, check_keeps_states
-from paramd_service.sidecar.snapshots.standing import (
-    Standing,
-    StandingLabel,
-    label_of,
-    spans_of,
-)
+from paramd_service.sidecar.snapshots.standing import Standing, StandingLabel, label_of, spans_of
 from paramd_service.sidecar.snapshots.store import Block, BlockMaker
 
 MAX_MARKS = 64

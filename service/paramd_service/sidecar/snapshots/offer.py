@@ -23,11 +23,7 @@ from typing import Any
 from xxhash import xxh3_64
 
 from paramd.errors import DataLossError, ExhaustedError, NotFoundError, UsageError
-from paramd.memory.control_page import (
-    Word,
-    label_of,
-    sample_digest,
-)
+from paramd.memory.control_page import Word, label_of, sample_digest
 from paramd.memory.gate import resting_state, state_of
 from paramd_service.sidecar.owner import AttachedMemory, Ownership
 from paramd_service.sidecar.snapshots.standing import BUFFERS, Standing, StandingLabel, rebased

@@ -575,11 +575,7 @@ def _order(snapshot: Snapshot | None) -> tuple[int, ...]:
 
 
 def _answers(
-    snapshot: Snapshot | None,
-    key: Key,
-    history: int | None,
-    step: int | None,
-    proof: int | None,
+    snapshot: Snapshot | None, key: Key, history: int | None, step: int | None, proof: int | None
 ) -> bool:
     return (
         snapshot is not None

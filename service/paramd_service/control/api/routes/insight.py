@@ -9,13 +9,7 @@ from pydantic import BaseModel, Field
 
 from paramd.documents import Finite
 from paramd.errors import ParamdError
-from paramd.mesh.insight.reports import (
-    Collective,
-    RankActivity,
-    RankLog,
-    StackFrame,
-    ThreadStack,
-)
+from paramd.mesh.insight.reports import Collective, RankActivity, RankLog, StackFrame, ThreadStack
 from paramd.mesh.insight.spectrum import Spectrum
 from paramd.mesh.insight.updates import UpdateRow
 from paramd.v1 import common_pb2
@@ -27,14 +21,7 @@ from paramd_service.control.api.routes.params import Name
 from paramd_service.control.api.services import Services
 from paramd_service.control.insight.diff import Comparisons, state_of
 from paramd_service.control.insight.verdict import verdict_of
-from paramd_service.control.insight.why import (
-    Found,
-    chosen,
-    evidence_of,
-    inspect,
-    looks,
-    tails_of,
-)
+from paramd_service.control.insight.why import Found, chosen, evidence_of, inspect, looks, tails_of
 from paramd_service.logs import without_secrets
 
 NO_LOG = "what the training prints is for editors and admins"

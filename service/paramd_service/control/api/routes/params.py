@@ -16,13 +16,7 @@ from paramd.layout.dtypes import item_bytes
 from paramd.layout.select import SelectedTensor
 from paramd.layout.types import Box, Piece, TensorLayout
 from paramd_service.control.access.doorway import may_read
-from paramd_service.control.api.choice import (
-    choose,
-    choose_one,
-    choose_whole,
-    split,
-    without_small,
-)
+from paramd_service.control.api.choice import choose, choose_one, choose_whole, split, without_small
 from paramd_service.control.api.models import (
     MissingDocument,
     ParamDetail,

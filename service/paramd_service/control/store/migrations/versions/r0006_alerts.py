@@ -26,11 +26,7 @@ def upgrade() -> None:
     table = op.create_table(
         "alerts",
         sa.Column(
-            "number",
-            _Id,
-            sa.Identity(),
-            nullable=False,
-            comment="rises with every new alert",
+            "number", _Id, sa.Identity(), nullable=False, comment="rises with every new alert"
         ),
         sa.Column("id", sa.Text, nullable=False),
         sa.Column("job", sa.String(64), nullable=False),

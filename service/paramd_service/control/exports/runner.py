@@ -70,7 +70,7 @@ class ExportJob:
     """State of one export. Use on one event loop."""
 
     def __init__(self, row: ExportRow, files: Sequence[File], queue: IncarnationExports) -> None:
-        """No I/O. `files`: those in the store; none before a step is pinned."""
+        """No I/O. `files` are those in the store; none before a step is pinned."""
         self.row = row
         self.spec: ExportSpec = read_spec(row.request)
         self.export = Export(
@@ -81,7 +81,7 @@ class ExportJob:
             files={file.name: file for file in files},
         )
         self.committing = False
-        """From the commit on, which may have made the export visible."""
+        """True from the commit on, which may have made the export visible."""
         self.group = queue.group
         self.assets: Mapping[str, bytes] = {}
         """Contents of small files to copy into it, by name."""
@@ -116,7 +116,7 @@ class ExportJob:
         return named_anew(self.row.destination, incarnation=incarnation, step=step, taken=taken)
 
     def change(self, export: Export) -> None:
-        """Set a new state and call `on_change`."""
+        """Set a new state and report it to `on_change`."""
         whole = export.state is not self.export.state
         self.export = export
         self.row = replace(
@@ -139,21 +139,13 @@ class ExportJob:
         return self.leases
 
     async def save(self) -> None:
-        """Save all state.
-
-        Raises:
-            StoreError: the store is unavailable.
-            TakenOverError: another control plane has taken over the export.
-        """
+        """Save all state. Raises StoreError when the store is unavailable, TakenOverError when
+        another control plane has taken over the export."""
         self._saved_s = time.monotonic()
         await self._queue.store.save(self.row, self.files)
 
     async def save_progress(self) -> None:
-        """Save at most once per SAVE_EVERY_S; store errors are only logged.
-
-        Raises:
-            TakenOverError: another control plane has taken over the export.
-        """
+        """As `save`, at most once per SAVE_EVERY_S; errors of the store are only logged."""
         if time.monotonic() - self._saved_s < SAVE_EVERY_S:
             return
         try:
@@ -194,7 +186,7 @@ class Writing:
             await self._cancel(list(self._tasks))
 
     async def _prepare(self) -> None:
-        """Have a rank prepare the destination and check that the files fit."""
+        """Have one rank prepare the destination and check that the files fit."""
         job = self._job
         request = export_pb2.BeginExportRequest(target=job.target, size_bytes=job.export.size_bytes)
         await job.group.any(job.group.asking(request), lost=job.rank_lost)
@@ -458,11 +450,8 @@ async def _verify_share(
 
 
 async def drop(job: ExportJob, *, finished: bool = False) -> bool:
-    """Remove an export's files from its destination; return whether that succeeded.
-
-    Args:
-        finished: Also remove a committed export.
-    """
+    """Remove an export's files from its destination, with `finished` also those of a committed one;
+    return whether that succeeded."""
     try:
         request = export_pb2.DropExportRequest(
             target=job.target, names=list(job.export.files), finished=finished
@@ -488,7 +477,7 @@ class ExportRun(ExportJob):
         self.asked_to_end = asyncio.Event()
         """Set by `cancel` and `fail`."""
         self.over = asyncio.Event()
-        """Set by the queue when it has stopped running."""
+        """Set when the queue has stopped running it."""
         self._work: asyncio.Task[None] | None = None
         self._ending: tuple[ExportState, str] | None = None
 

@@ -101,7 +101,7 @@ def store_errors(address: StoreAddress) -> Iterator[None]:
     try:
         yield
     except (SQLAlchemyError, sqlite3.Error, OSError) as error:
-        # The driver's own text: SQLAlchemy's includes the statement.
+        # The driver's text: SQLAlchemy's includes the statement.
         told = getattr(error, "orig", None) or error
         text = " ".join(str(told).split())[:MAX_TOLD_CHARS]
         raise StoreError(f"the store {address} cannot be used: {text}") from error

@@ -67,7 +67,7 @@ class TokenStore:
         return _token(row) if row is not None else None
 
     async def of_id(self, token_id: str) -> TokenRow | None:
-        """The token that tickets name so, even if it has ended; None when there is none."""
+        """The token with this id in tickets, even if it has ended; None when there is none."""
         row = await self._store.first(select(tokens).where(tokens.c.digest.startswith(token_id)))
         return _token(row) if row is not None else None
 
@@ -86,7 +86,6 @@ class TokenStore:
 
     async def ended(self, *, since_s: float, now_s: float, limit: int) -> Sequence[TokenRow]:
         """Tokens revoked or expired after `since_s`, in order of ending; the last `limit` of them.
-
         Times are in seconds since the Unix epoch."""
         revoked = tokens.c.revoked_s > since_s
         expires_s = tokens.c.expires_s

@@ -1,4 +1,4 @@
-"""Who may call what, and what every request must satisfy before anything is done for it.
+"""Permission to call methods, and checks of every request before it is served.
 
 The interceptor runs first; methods that are not in its table are denied. Each subject's module
 has `calls(rank)`, a table of its methods by name; the servicer merges the tables and treats all
@@ -35,7 +35,7 @@ MAX_SPANS = 100_000
 MAX_STATS_ITEMS = 100_000
 MAX_SNAPSHOT_IDS = 1_024
 
-# Reserved from a caller's deadline, so that an error arrives before it.
+# Reserved from a caller's deadline, so that an error arrives in time.
 _MARGIN_S = 0.25
 _MARGIN_PART = 0.1
 
@@ -103,10 +103,8 @@ def granted_lease_s(lease_ms: int, default_s: float, max_s: float) -> float:
 
 Unary: TypeAlias = Callable[[Any, float], Awaitable[Message]]
 """(request, seconds left) -> answer"""
-
 Answers: TypeAlias = Callable[[Any, float], AsyncGenerator[bytes, None]]
 """(request, seconds left) -> serialized answers"""
-
 Requests: TypeAlias = Callable[[AsyncIterator[Any], float], Awaitable[Message]]
 """(requests, seconds left) -> answer"""
 
@@ -138,7 +136,7 @@ _VIEWERS = READERS | {Role.VIEWER}
 _CONTROL = frozenset({Role.CONTROL})
 
 _METHODS: dict[frozenset[Role], str] = {
-    # The sidecars of other ranks ask where the control plane is.
+    # The sidecars of other ranks ask for the control plane's address.
     _VIEWERS | {Role.SIDECAR}: "GetState",
     _VIEWERS: "GetMesh GetLayout ListKeptStates GetMetrics ReachPeers",
     READERS: (
@@ -159,11 +157,10 @@ ROLES: dict[str, frozenset[Role]] = {
 } | {"/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _VIEWERS}
 
 CALLER_TICKET: ContextVar[str] = ContextVar("paramd_caller_ticket")
-"""What the call being served by the current task reads other ranks with: its own ticket or, as the
-control plane's is for this rank alone, the one that came beside it."""
-
+"""Ticket that the current task's call reads other ranks with: the call's own or, as the control
+plane's is for this rank alone, the one sent with it."""
 CALLER: ContextVar[Claims] = ContextVar("paramd_caller")
-"""The claims of that ticket."""
+"""The claims of the call's own ticket."""
 
 
 def _who(claims: Claims, metadata: Iterable[Any]) -> Who:
@@ -185,8 +182,8 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         refused: Callable[[str, str], None] = lambda method, reason: None,
         allowed: Callable[[str], None] = lambda method: None,
     ) -> None:
-        """`refused` is called with the method and the reason of every denied call, `allowed` with
-        the method of every other one that needs a ticket."""
+        """`refused` is called with method and reason of every denied call, `allowed` with the
+        method of every other call that needs a ticket."""
         self._verify = verify
         self._refused = refused
         self._allowed = allowed

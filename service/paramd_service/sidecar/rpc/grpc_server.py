@@ -40,7 +40,7 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class GrpcServer:
-    """Health of "" means that the process runs; that of the service, that there is a mesh."""
+    """Health of "" means that the process runs; that of the service, that it has a mesh."""
 
     def __init__(self, rank: RankSidecar) -> None:
         self.address = ""
@@ -107,7 +107,7 @@ class GrpcServer:
         try:
             return add(listen)
         except RuntimeError:
-            # A successor gets its predecessor's port, which may be taken by now.
+            # A restarted sidecar gets the port of the last one, which may be taken by now.
             self._rank.log("port-taken", listen=listen)
         try:
             return add(f"{listen.rpartition(':')[0]}:0")

@@ -3,12 +3,12 @@
     PARAMD_DESTINATIONS='{"checkpoints": "/data/checkpoints",
                           "cloud": {"root": "s3://bucket/prefix", "region": "eu-west-1"}}'
 
-A client names "checkpoints/run-7/step-100": a destination and a relative key. Nothing else
-it sends is ever opened, and the key is checked here first.
+A client names "checkpoints/run-7/step-100": a destination and a relative key. Nothing else it
+sends is ever opened, and the key is checked here first.
 
-A `Place` is the interface between exports and where they go; everything of it blocks: use threads.
-It belongs to one export at one key. It keeps no state in memory that another process would need:
-any sidecar may write, verify, finish or drop, even after another one died.
+A `Place` is the interface between exports and storage; all of it blocks: use threads. It belongs to
+one export at one key. It keeps no state in memory that another process would need: any sidecar may
+write, verify, finish or drop, even after another one died.
 """
 
 from __future__ import annotations
@@ -178,18 +178,15 @@ def parse_root(text: str, name: str) -> tuple[DestinationKind, str]:
 
 
 MANIFEST = "paramd-export.json"
-"""Written last: an export without it is not one."""
-
+"""Written last: an export without it does not count."""
 
 AtPoint: TypeAlias = Callable[[str], None]
 """Passes a named fault injection point."""
 
 
 class FileSink(Protocol):
-    """A file being written. `write` in order; then `finish` or `abort`, which is idempotent.
-
-    Raises ParamdError with what to do.
-    """
+    """A file being written: `write` in order, then `finish` or `abort`, which is idempotent. Raises
+    ParamdError with what to do."""
 
     def write(self, data: memoryview) -> None:
         """Write the next bytes; their memory may be reused once it returns."""
@@ -198,7 +195,7 @@ class FileSink(Protocol):
         """Make the file complete and durable under its name."""
 
     def abort(self) -> None:
-        """Remove what was written."""
+        """Remove the part written."""
 
 
 class FileSource(Protocol):
@@ -214,7 +211,7 @@ class FileSource(Protocol):
 
 
 class Place(Protocol):
-    """Where an export is assembled and then published."""
+    """Storage in which an export is assembled and then published."""
 
     def begin(self, size_bytes: int) -> None:
         """Prepare the place; refuse early what cannot succeed. Idempotent for the same export."""
@@ -235,4 +232,4 @@ class Place(Protocol):
         """
 
     def drop(self, names: Sequence[str], *, finished: bool) -> None:
-        """Remove what the export left behind, or the finished export. Idempotent."""
+        """Remove the export's leftovers, or the finished export. Idempotent."""

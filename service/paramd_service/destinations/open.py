@@ -24,7 +24,7 @@ def open_place(target: ExportTarget) -> Place:
     kind, root = parse_root(target.root, target.destination)
     if kind is DestinationKind.DIRECTORY:
         return DirectoryPlace(root, target)
-    # Loaded by who exports to a store alone.
+    # Loaded only for exports to a store.
     from paramd_service.destinations.object_store import ObjectPlace
 
     return ObjectPlace(root, target)

@@ -1,7 +1,7 @@
 """`.metadata` of torch.distributed.checkpoint, written by torch itself in a separate process.
 
-Importing torch would keep the sidecar from serving for seconds, and stay in its memory. The
-process reads text and returns the files' bytes.
+Importing torch would block the sidecar for seconds, and stay in its memory. The process reads text
+and returns the files' bytes.
 """
 
 from __future__ import annotations

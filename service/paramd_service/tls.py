@@ -87,11 +87,8 @@ TlsSource: TypeAlias = TlsFiles | JobPems
 
 
 def tls_files(cert: str, key: str, client_ca: str) -> TlsFiles | None:
-    """The files named by options, else by the environment; None if there are none.
-
-    Raises:
-        UsageError: only one of certificate and key is given, or a client CA without them.
-    """
+    """The files named by options, else by the environment; None if there are none. Raises
+    UsageError if only one of certificate and key is given, or a client CA without them."""
     names = ("PARAMD_TLS_CERT", "PARAMD_TLS_KEY", "PARAMD_TLS_CLIENT_CA")
     given = zip((cert, key, client_ca), names, strict=True)
     cert, key, client_ca = (value or os.environ.get(name, "") for value, name in given)
@@ -110,11 +107,8 @@ def tls_files(cert: str, key: str, client_ca: str) -> TlsFiles | None:
 
 
 def check_exposure(host: str, *, option: str, tls: bool) -> None:
-    """Return if a server may listen on `host`: every server takes tokens or tickets.
-
-    Raises:
-        UsageError: other hosts could reach it, and there is no TLS.
-    """
+    """Return if a server may listen on `host`: every server takes tokens or tickets. Raises
+    UsageError if other hosts could reach it, and there is no TLS."""
     if is_loopback(host):
         return
     if not tls:
@@ -224,10 +218,7 @@ class ServerTls:
 
 def advertised(listen_host: str, advertise: str, *, tls: bool) -> str:
     """The host that others connect to: `advertise` (or PARAMD_ADVERTISE), else where it listens.
-
-    Raises:
-        UsageError: it listens on every address with TLS, and no name was given.
-    """
+    Raises UsageError if it listens on every address with TLS, and no name was given."""
     advertise = advertise or os.environ.get("PARAMD_ADVERTISE", "")
     if advertise:
         return advertise

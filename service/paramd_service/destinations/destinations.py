@@ -56,20 +56,14 @@ class Destination:
 
 
 def parse_destinations(table: Mapping[str, object]) -> dict[str, Destination]:
-    """The destinations of a configuration, by name.
-
-    Raises:
-        UsageError: a name, a root or an option is invalid.
-    """
+    """The destinations of a configuration, by name. Raises UsageError if a name, a root or an
+    option is invalid."""
     return {name: _destination(name, value) for name, value in table.items()}
 
 
 def destinations_of(text: str) -> dict[str, Destination]:
-    """As `parse_destinations`, from JSON; empty text means none.
-
-    Raises:
-        UsageError: it is not a JSON object, or as `parse_destinations`.
-    """
+    """As `parse_destinations`, from JSON; empty text means none. Raises UsageError if it is not a
+    JSON object, or as `parse_destinations`."""
     if not text.strip():
         return {}
     try:
@@ -82,12 +76,8 @@ def destinations_of(text: str) -> dict[str, Destination]:
 
 
 def locate(destinations: Mapping[str, Destination], text: str) -> tuple[Destination, str]:
-    """Resolve "name/key" to a destination and a key. Opens nothing.
-
-    Raises:
-        UsageError: it has no key, or an invalid one.
-        NotFoundError: there is no destination of that name.
-    """
+    """Resolve "name/key" to a destination and a key. Opens nothing. Raises UsageError if it has no
+    key, or an invalid one; NotFoundError if there is no destination of that name."""
     name, slash, key = text.partition("/")
     if not _NAME.fullmatch(name) or not slash:
         raise UsageError(
@@ -103,11 +93,8 @@ def locate(destinations: Mapping[str, Destination], text: str) -> tuple[Destinat
 
 
 def check_key(key: str) -> tuple[str, ...]:
-    """Check a relative key; return its segments.
-
-    Raises:
-        UsageError: not plain names joined by single slashes.
-    """
+    """Check a relative key; return its segments. Raises UsageError if it is not plain names joined
+    by single slashes."""
     segments = tuple(key.split("/"))
     if len(key) > MAX_KEY_BYTES or len(segments) > MAX_SEGMENTS:
         raise UsageError(
@@ -120,11 +107,7 @@ def check_key(key: str) -> tuple[str, ...]:
 
 
 def check_file_name(name: str) -> str:
-    """Check a plain file name, and return it.
-
-    Raises:
-        UsageError: it is not one.
-    """
+    """Check a plain file name, and return it. Raises UsageError if it is not one."""
     plain = _SEGMENT.fullmatch(name) is not None and len(name) <= MAX_SEGMENT_BYTES
     if not plain or _DEVICE.match(name):
         raise UsageError(
@@ -156,11 +139,8 @@ def _destination(name: str, value: object) -> Destination:
 
 
 def parse_root(text: str, name: str) -> tuple[DestinationKind, str]:
-    """Kind and canonical form of a root.
-
-    Raises:
-        UsageError: neither an absolute path nor "s3://bucket/prefix".
-    """
+    """Kind and canonical form of a root. Raises UsageError if it is neither an absolute path nor
+    "s3://bucket/prefix"."""
     scheme, separator, rest = text.partition("://")
     if scheme == "s3" and separator:
         bucket, _, prefix = rest.rstrip("/").partition("/")

@@ -155,11 +155,7 @@ class Boundaries:
         return fate
 
     def renew_hold(self, lease_s: float) -> None:
-        """Extend the lease of a hold.
-
-        Raises:
-            ConflictError: this rank is not held.
-        """
+        """Extend the lease of a hold. Raises ConflictError if this rank is not held."""
         page = self._attached.page
         if not page[Word.HELD]:
             raise ConflictError("training is not held: the hold's lease has ended, or none began")

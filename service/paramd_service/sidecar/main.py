@@ -79,11 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> SidecarConfig:
-    """Parse the command line. Secrets arrive over the socket, never in argv.
-
-    Raises:
-        UsageError: a value is out of range.
-    """
+    """Parse the command line. Secrets arrive over the socket, never in argv. Raises UsageError if a
+    value is out of range."""
     defaults = SidecarConfig(job="job", rank=0, socket_path=Path("socket"))
     parser = argparse.ArgumentParser(
         prog="paramd sidecar serve", description="Serves the parameters of one training rank."

@@ -409,11 +409,8 @@ class Pins:
         return state
 
     async def _while_others_stand_in(self) -> None:
-        """Wait briefly for the training's own weights, since no boundary comes before.
-
-        Raises:
-            ConflictError: they are still swapped out.
-        """
+        """Wait briefly for the training's own weights, since no boundary comes before. Raises
+        ConflictError if they are still swapped out."""
         page, until_s = self._attached.page, self._loop.time() + UNSERVED_NS / 1e9
         while label_of(page):
             if self._loop.time() > until_s:

@@ -228,22 +228,16 @@ class RankSidecar:
 
     @property
     def pins(self) -> Pins:
-        """Snapshots of the current incarnation.
-
-        Raises:
-            UnreachableError: no trainer has attached yet.
-        """
+        """Snapshots of the current incarnation. Raises UnreachableError if no trainer has attached
+        yet."""
         if self._pins is None:
             raise UnreachableError(f"{Ownership.WAITING.value}; try again when training runs")
         return self._pins
 
     @property
     def edits(self) -> Edits:
-        """Edits of the current incarnation.
-
-        Raises:
-            UnreachableError: no trainer has attached yet, or edit memory could not be allocated.
-        """
+        """Edits of the current incarnation. Raises UnreachableError if no trainer has attached yet,
+        or edit memory could not be allocated."""
         if self._edits is None:
             why = self.ownership.value if self._pins is None else "edits have no memory here"
             raise UnreachableError(f"{why}; try again when training runs")
@@ -578,11 +572,8 @@ class RankSidecar:
         self.leaving.set()
 
     def leave(self) -> None:
-        """Leave on the user's request instead of lingering. Idempotent.
-
-        Raises:
-            ConflictError: a trainer is attached or expected.
-        """
+        """Leave on the user's request instead of lingering. Idempotent. Raises ConflictError if a
+        trainer is attached or expected."""
         if self.ownership is Ownership.OWNED or self._attaching.locked():
             raise ConflictError(
                 "its trainer is alive; stop the training first, nothing here ends it"

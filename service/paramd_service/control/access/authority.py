@@ -326,12 +326,8 @@ class Tokens:
         return await self._store.list()
 
     async def revoke(self, by: Principal, name: str) -> TokenRow:
-        """Revoke a token permanently, effective at once. Idempotent.
-
-        Raises:
-            NotFoundError: there is no such token.
-            UnreachableError: the store or the audit cannot be written.
-        """
+        """Revoke a token permanently, effective at once. Idempotent. Raises NotFoundError if there
+        is no such token; UnreachableError if the store or the audit cannot be written."""
         async with self._recorded(by, "token.revoke", {"name": name[:MAX_NAME_CHARS]}):
             row = await self._store.revoke(name, now_s=self._clock())
         # Only once the store has it: before that, a concurrent lookup would cache the old row.

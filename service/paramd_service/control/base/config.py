@@ -98,11 +98,7 @@ class ControlConfig:
     @classmethod
     def from_arguments(cls, arguments: Sequence[str]) -> ControlConfig:
         """Parse the command line; `--listen` defaults to PARAMD_LISTEN, `--store` to
-        PARAMD_STORE_URL.
-
-        Raises:
-            UsageError: a value is out of range.
-        """
+        PARAMD_STORE_URL. Raises UsageError if a value is out of range."""
         parser = argparse.ArgumentParser(
             prog="python -m paramd_service.control",
             description="Run the control plane of a site, where jobs register; with --job, the "
@@ -216,11 +212,8 @@ def _check_no_password(store: str) -> None:
 
 
 def table_of_file(path: Path, name: str) -> Mapping[str, Any]:
-    """The table `[name]` of a paramd.toml; empty when the table or the file is missing.
-
-    Raises:
-        UsageError: the file cannot be read, or `name` is not a table.
-    """
+    """The table `[name]` of a paramd.toml; empty when the table or the file is missing. Raises
+    UsageError if the file cannot be read, or `name` is not a table."""
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -234,11 +227,8 @@ def table_of_file(path: Path, name: str) -> Mapping[str, Any]:
 
 
 def table_of_text(text: str, name: str) -> Mapping[str, Any]:
-    """A table given as JSON in the environment variable `name`; empty for "".
-
-    Raises:
-        UsageError: it is not a JSON object.
-    """
+    """A table given as JSON in the environment variable `name`; empty for "". Raises UsageError if
+    it is not a JSON object."""
     try:
         table = json.loads(text) if text else {}
     except (ValueError, RecursionError):

@@ -57,12 +57,8 @@ class Claim:
     """
 
     def __init__(self, config: ControlConfig, bootstrap: Bootstrap | None) -> None:
-        """Take the wanted ports, or the next free ones. `close` it.
-
-        Raises:
-            UsageError: an address cannot be used.
-            UnreachableError: no port is free.
-        """
+        """Take the wanted ports, or the next free ones. `close` it. Raises UsageError if an address
+        cannot be used; UnreachableError if no port is free."""
         self.files = tls_files(config.tls_cert, config.tls_key, config.tls_client_ca)
         self.of_job = self.files is None and bootstrap is not None and bootstrap.own_tls
         """Whether it serves TLS with the job's CA."""
@@ -116,11 +112,8 @@ class Claim:
 
 
 def parse_listen(text: str, *, option: str, tls: bool = False) -> Address:
-    """Parse "host:port".
-
-    Raises:
-        UsageError: it is malformed, or other hosts could reach it and there is no TLS.
-    """
+    """Parse "host:port". Raises UsageError if it is malformed, or other hosts could reach it and
+    there is no TLS."""
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isdecimal() or int(port) > 65_535:
@@ -136,11 +129,8 @@ def parse_listen(text: str, *, option: str, tls: bool = False) -> Address:
 
 
 def open_listener(wanted: Address) -> tuple[socket.socket, Address]:
-    """A listening socket on the wanted port or the next free one.
-
-    Raises:
-        UnreachableError: none of the ports tried is free.
-    """
+    """A listening socket on the wanted port or the next free one. Raises UnreachableError if none
+    of the ports tried is free."""
     for port in _candidates(wanted.port):
         listener = _try_listen(Address(wanted.host, port))
         if listener is not None:

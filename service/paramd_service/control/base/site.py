@@ -110,12 +110,8 @@ class Site:
 
 
 def site_dir() -> Path:
-    """The site's directory, created if missing; 0700 and ours.
-
-    Raises:
-        UsageError: the state dir cannot be used.
-        ConflictError: the directory belongs to another user or is open to others.
-    """
+    """The site's directory, created if missing; 0700 and ours. Raises UsageError if the state dir
+    cannot be used; ConflictError if the directory belongs to another user or is open to others."""
     path = places.state_dir() / SITE_DIRECTORY
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -142,11 +138,8 @@ def open_site(token: str | None) -> Site:
 
 
 def read_token(path: str) -> str | None:
-    """The token in the first line of a file; None when `path` is empty.
-
-    Raises:
-        UsageError: it cannot be read or holds no valid token. The text never quotes it.
-    """
+    """The token in the first line of a file; None when `path` is empty. Raises UsageError if it
+    cannot be read or holds no valid token. The text never quotes it."""
     if not path:
         return None
     check_private(Path(path))

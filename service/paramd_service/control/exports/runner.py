@@ -167,11 +167,8 @@ class Writing:
         """Addresses that stopped answering; a respawned sidecar has a new address."""
 
     async def run(self) -> None:
-        """Return when all files are written or the export has failed.
-
-        Raises:
-            UnreachableError: no sidecar is left to write.
-        """
+        """Return when all files are written or the export has failed. Raises UnreachableError if no
+        sidecar is left to write."""
         try:
             await self._prepare()
             nobody_since_s = time.monotonic()
@@ -282,11 +279,8 @@ class Writing:
 
 
 async def begin(job: ExportJob) -> None:
-    """Plan the export and pin one step; saved before any byte is written.
-
-    Raises:
-        ParamdError: planning, pinning or saving failed.
-    """
+    """Plan the export and pin one step; saved before any byte is written. Raises ParamdError if
+    planning, pinning or saving failed."""
     from paramd.layout.exports.plan import plan_export
     from paramd.mesh.exports.pins import encode_plan
 
@@ -332,12 +326,8 @@ async def _pinned(job: ExportJob, plan: ExportPlan) -> PinnedExport:
 
 
 async def adopt(job: ExportJob) -> None:
-    """Resume an export of an earlier control plane if its snapshots are still leased.
-
-    Raises:
-        ParamdError: as `begin`.
-        ConflictError: it cannot be resumed.
-    """
+    """Resume an export of an earlier control plane if its snapshots are still leased. Raises
+    ParamdError as `begin` does; ConflictError if it cannot be resumed."""
     pins = list(job.message.pins)
     lives = job.message.incarnation == job.group.mesh.number
     if lives:
@@ -386,12 +376,8 @@ def _file(plan: ExportPlan, index: int) -> File:
 
 
 async def finish(job: ExportJob) -> None:
-    """Store the assets, verify all files and commit. Idempotent.
-
-    Raises:
-        DataLossError: a file read back differs from what was written.
-        ParamdError: the destination failed.
-    """
+    """Store the assets, verify all files and commit. Idempotent. Raises DataLossError if a file
+    read back differs from what was written; ParamdError if the destination failed."""
     files = [
         export_pb2.ExportedFile(
             name=file.name, size_bytes=file.size_bytes, xxh3=bytes.fromhex(file.checksum)
@@ -487,11 +473,8 @@ class ExportRun(ExportJob):
             self._end(ExportState.FAILED, reason)
 
     def cancel(self, reason: str) -> None:
-        """End it as CANCELLED. Idempotent.
-
-        Raises:
-            ConflictError: it has ended or is being committed.
-        """
+        """End it as CANCELLED. Idempotent. Raises ConflictError if it has ended or is being
+        committed."""
         if self.export.is_over or self.committing:
             raise ConflictError(
                 f"export {self.row.id} is {self.export.state}; it can no longer be cancelled"

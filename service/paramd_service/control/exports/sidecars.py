@@ -107,11 +107,8 @@ async def part_of(
     name: str,
     offset_bytes: int,
 ) -> tuple[int, bytes]:
-    """Part of a finished export's file: (its size, up to READ_BYTES from the offset).
-
-    Raises:
-        DataLossError: bytes do not match their checksum.
-    """
+    """Part of a finished export's file: (its size, up to READ_BYTES from the offset). Raises
+    DataLossError if bytes do not match their checksum."""
     request = export_pb2.ReadExportFileRequest(
         target=target, name=name, finished=True, offset_bytes=offset_bytes
     )
@@ -330,11 +327,8 @@ def target_of(
 async def read_file(
     group: SidecarGroup, target: export_pb2.ExportTarget, name: str, offset_bytes: int
 ) -> tuple[int, bytes]:
-    """Read a finished export's manifest or file: (its size, up to 8 MiB from the offset).
-
-    Raises:
-        NotFoundError: there is no export, or it has no such file.
-    """
+    """Read a finished export's manifest or file: (its size, up to 8 MiB from the offset). Raises
+    NotFoundError if there is no export, or it has no such file."""
     read = partial(part_of, group.calls, target=target)
     if name != MANIFEST:
         _, (_, text) = await group.any(partial(read, name=MANIFEST, offset_bytes=0))

@@ -195,12 +195,8 @@ class StatsSource:
     async def get(
         self, patterns: str | Sequence[str], *, with_buffers: bool, with_histogram: bool = False
     ) -> StatsTable:
-        """Statistics of all matching tensors, at one step.
-
-        Raises:
-            ExhaustedError: too many concurrent queries.
-            ParamdError: as `AsyncMesh.stats`.
-        """
+        """Statistics of all matching tensors, at one step. Raises ExhaustedError if too many
+        queries run; ParamdError as `AsyncMesh.stats` does."""
         from paramd.mesh.reading.reductions import compute_stats
 
         work = partial(compute_stats, with_exponents=with_histogram)
@@ -350,10 +346,7 @@ class StatsSource:
 
 def bin_edges(low: float, high: float, bins: int) -> list[float]:
     """`bins + 1` increasing edges from `low` to `high`; fewer if the range has too few floats.
-
-    Raises:
-        UsageError: a bound is not finite, or `low` is not below `high`.
-    """
+    Raises UsageError if a bound is not finite, or `low` is not below `high`."""
     if not (math.isfinite(low) and math.isfinite(high)):
         raise UsageError("low, high: there is no finite element to take the range from; set both")
     if not low < high or not math.isfinite(high - low):

@@ -120,11 +120,8 @@ class Store:
     def submit(
         self, work: Callable[[Connection], T], *, then: Callable[[T], None] = lambda _: None
     ) -> Future[T]:
-        """Like `write`, for callers that do not wait. Never blocks.
-
-        Raises:
-            StoreError: too many writes are queued, or the store has stopped.
-        """
+        """Like `write`, for callers that do not wait. Never blocks. Raises StoreError if too many
+        writes are queued, or the store has stopped."""
         if self._stopping or self._writer is None:
             raise StoreError("the store is not running")
         done: Future[T] = Future()
@@ -138,11 +135,8 @@ class Store:
         return done
 
     async def read(self, work: Callable[[Connection], T]) -> T:
-        """Run `work` on a reader thread, in a transaction that must not write.
-
-        Raises:
-            StoreError: it cannot be read.
-        """
+        """Run `work` on a reader thread, in a transaction that must not write. Raises StoreError if
+        it cannot be read."""
         if self._stopping or self._readers is None:
             raise StoreError("the store is not running")
         return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, work)

@@ -131,11 +131,8 @@ class EditMemory:
         self._resident.add(begin, end)
 
     async def reserve(self, size_bytes: int) -> Range:
-        """Reserve a range of whole pages, all populated; contents are arbitrary.
-
-        Raises:
-            ExhaustedError: no room in this memory, or the machine has no pages left.
-        """
+        """Reserve a range of whole pages, all populated; contents are arbitrary. Raises
+        ExhaustedError if this memory has no room, or the machine has no pages left."""
         size_bytes = pages(max(size_bytes, 1))
         begin = self._free.first_fit(size_bytes)
         if begin is None:

@@ -158,11 +158,8 @@ def write_change(memory: memoryview, body: Body, manifest: pb.EditManifest) -> N
 
 
 def write_rollback(memory: memoryview, body: Body, found: Found, sizes: StateSizes) -> None:
-    """Copy a kept state into the body, and write program and note.
-
-    Raises:
-        DataLossError: the kept bytes are damaged.
-    """
+    """Copy a kept state into the body, and write program and note. Raises DataLossError if the kept
+    bytes are damaged."""
     label = found.label
     arena_begin = body.preimage_begin
     optimizer_begin = arena_begin + pages(label.arena_bytes)

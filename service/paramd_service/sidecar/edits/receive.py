@@ -286,11 +286,8 @@ class Lent:
         return {"op": "taken", **self._progress()}
 
     def named(self, message: dict[str, Any]) -> list[Part]:
-        """The data named by a message, checked as a whole before any of it is taken.
-
-        Raises:
-            UsageError: it names bytes that were not lent, or too many, or is malformed.
-        """
+        """The data named by a message, checked as a whole before any of it is taken. Raises
+        UsageError if it names bytes that were not lent, or too many, or is malformed."""
         offset_bytes, spans = message.get("offset_bytes"), message.get("spans")
         if type(offset_bytes) is not int or offset_bytes < 0 or not isinstance(spans, list):
             raise UsageError(

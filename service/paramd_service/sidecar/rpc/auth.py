@@ -41,11 +41,7 @@ _MARGIN_PART = 0.1
 
 
 def check_deadline(remaining_s: float | None, max_deadline_s: float) -> float:
-    """Seconds that a call may take.
-
-    Raises:
-        UsageError: the call has none, or one too far away.
-    """
+    """Seconds that a call may take. Raises UsageError if the call has none, or one too far away."""
     if remaining_s is None or remaining_s > max_deadline_s + 1:
         given = "no deadline" if remaining_s is None else f"a deadline in {remaining_s:.0f} s"
         raise UsageError(
@@ -55,11 +51,8 @@ def check_deadline(remaining_s: float | None, max_deadline_s: float) -> float:
 
 
 def check_spans(spans: Sequence[pb.Span], arena_bytes: int) -> tuple[tuple[int, int], ...]:
-    """The spans as pairs.
-
-    Raises:
-        UsageError: too many, empty, not sorted, overlapping, or outside of the arena.
-    """
+    """The spans as pairs. Raises UsageError if they are too many, empty, not sorted, overlapping,
+    or outside of the arena."""
     if len(spans) > MAX_SPANS:
         raise UsageError(f"spans: {len(spans):,}; expected at most {MAX_SPANS:,}")
     checked: list[tuple[int, int]] = []
@@ -77,11 +70,8 @@ def check_spans(spans: Sequence[pb.Span], arena_bytes: int) -> tuple[tuple[int, 
 
 
 def check_range(offset_bytes: int, size_bytes: int, total_bytes: int) -> tuple[int, int]:
-    """[begin, end) of a read; size 0 means up to the end.
-
-    Raises:
-        UsageError: it leaves what is read.
-    """
+    """[begin, end) of a read; size 0 means up to the end. Raises UsageError if it leaves what is
+    read."""
     if not 0 <= offset_bytes <= total_bytes or not 0 <= size_bytes <= total_bytes - offset_bytes:
         raise UsageError(
             f"offset_bytes, size_bytes: {offset_bytes}, {size_bytes}; expected a range within "
@@ -91,11 +81,8 @@ def check_range(offset_bytes: int, size_bytes: int, total_bytes: int) -> tuple[i
 
 
 def granted_lease_s(lease_ms: int, default_s: float, max_s: float) -> float:
-    """Lease granted to a request, in seconds: 0 means the default, `max_s` is the cap.
-
-    Raises:
-        UsageError: it is negative.
-    """
+    """Lease granted to a request, in seconds: 0 means the default, `max_s` is the cap. Raises
+    UsageError if it is negative."""
     if lease_ms < 0:
         raise UsageError(f"lease_ms: {lease_ms}; expected 0 (the default) or more")
     return min(lease_ms / 1000, max_s) if lease_ms else default_s

@@ -51,11 +51,8 @@ def digest(
 
 
 def checked_ranges(ranges: Sequence[pb.Span], size_bytes: int) -> list[tuple[int, int]]:
-    """The ranges as pairs, all within [0, size_bytes).
-
-    Raises:
-        UsageError: too many, or one that leaves the snapshot.
-    """
+    """The ranges as pairs, all within [0, size_bytes). Raises UsageError if there are too many, or
+    one leaves the snapshot."""
     if len(ranges) > MAX_RANGES:
         raise UsageError(f"ranges: {len(ranges):,}; expected at most {MAX_RANGES:,}")
     for part in ranges:
@@ -314,12 +311,8 @@ class ReplaySnapshots:
 
 
 async def replay_update(rank: RankSidecar, snapshots: ReplaySnapshots) -> pb.ReplayUpdateResponse:
-    """Compute the update again.
-
-    Raises:
-        UsageError: the snapshots are not of one update and the same spans.
-        AbortedError: it did more than the update; capture another one.
-    """
+    """Compute the update again. Raises UsageError if the snapshots are not of one update and the
+    same spans; AbortedError if it did more than the update; capture another one."""
     _check(snapshots)
     rows = await on_stats_thread(rank, lambda stop: _replay(snapshots, stop))
     header = messages.header_of(rank, snapshots.after[""])

@@ -398,11 +398,7 @@ class SnapshotStore:
         return lease
 
     def get(self, snapshot_id: str) -> Lease:
-        """The live lease with that id.
-
-        Raises:
-            NotFoundError: it has ended, or never existed.
-        """
+        """The live lease with that id. Raises NotFoundError if it has ended, or never existed."""
         lease = self._leases.get(snapshot_id)
         if lease is None or lease.expires_ns <= self._clock_ns():
             raise NotFoundError(

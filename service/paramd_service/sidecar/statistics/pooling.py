@@ -146,11 +146,8 @@ def make_view(
     data_bytes: int,
     dtype: str,
 ) -> View:
-    """Make a view, checked against the snapshot and the matrix.
-
-    Raises:
-        UsageError: it is malformed or exceeds one of them.
-    """
+    """Make a view, checked against the snapshot and the matrix. Raises UsageError if it is
+    malformed or exceeds one of them."""
     if not (len(sizes) == len(strides) == len(steps) <= 16 and 0 <= row_dims <= len(sizes)):
         raise UsageError("items: sizes, strides and steps must be equally many, at most 16")
     if any(s < 1 or t < 0 or p < 0 for s, t, p in zip(sizes, strides, steps, strict=True)):

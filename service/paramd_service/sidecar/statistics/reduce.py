@@ -151,11 +151,7 @@ def set_up() -> None:
 
 
 def item_bytes(dtype: str) -> int:
-    """Bytes of one element.
-
-    Raises:
-        UsageError: there are no statistics of that dtype.
-    """
+    """Bytes of one element. Raises UsageError if there are no statistics of that dtype."""
     if dtype not in _WIDENED:
         why = " (complex numbers have no order)" if "complex" in dtype else ""
         raise UsageError(
@@ -170,11 +166,8 @@ def widened(dtype: str) -> torch.dtype:
 
 
 def make_edges(edges: Sequence[float]) -> torch.Tensor | None:
-    """Edges to count between, or None when there are none.
-
-    Raises:
-        UsageError: too many, not finite, or not strictly rising.
-    """
+    """Edges to count between, or None when there are none. Raises UsageError if they are too many,
+    not finite, or not strictly rising."""
     if not edges:
         return None
     rising = all(a < b for a, b in pairwise(edges))

@@ -140,7 +140,7 @@ class DirectorySink:
     def finish(self) -> None:
         with explained(self._target):
             # Synced before the rename: the final name never stands for missing data.
-            # Synced before the rename: the final name never stands for missing data.
+            os.fsync(self._file)
             os.rename(self._part, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
             self._close()
 

@@ -111,7 +111,7 @@ def process_state(pid: int) -> str:
 
 
 def exit_text(pid: int) -> str:
-    """How a process ended: "killed by SIGKILL", "exited with code 1". Empty once it is reaped."""
+    """How a zombie process ended: "killed by SIGKILL", "exited with code 1"; empty for others."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         if not pid or status[0] not in "ZX":

@@ -389,7 +389,7 @@ class RankSidecar:
             self._linger_timer = None
 
     def starter_ended(self) -> None:
-        """The trainer that started this sidecar has ended: without its memory, leave."""
+        """Leave if the trainer that started this sidecar ended before any had attached."""
         self._starter_gone = True
         # An attach in progress calls `wait_for_trainer` itself if it fails.
         if not self._had_trainer and not self._attaching.locked():

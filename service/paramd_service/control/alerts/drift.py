@@ -54,7 +54,7 @@ class ReplicaGroup:
 
 
 def replica_groups(tensor: TensorLayout) -> list[ReplicaGroup]:
-    """Replicated pieces of a tensor; none for buffers, which every rank has its own of."""
+    """Replicated pieces of a tensor; none for buffers: every rank has its own."""
     if tensor.kind is not TensorKind.PARAMETER:
         return []
     holders: dict[tuple[Region, tuple[int, ...] | None], list[Piece]] = {}

@@ -54,7 +54,7 @@ class Due(Enum):
 def due(every_steps: int, *, last_step: int, step: int, running: bool) -> Due:
     """Decide whether a schedule fires now, at the job's last finished update (-1: unknown).
 
-    If its last export is still `running`, the export is skipped, not made up for: the caller
+    If its last export is still `running`, the new one is skipped, not made up for: the caller
     records its step as the last one, like that of an export that began.
 
     Args:

@@ -64,7 +64,7 @@ OPENING_S = 3.0
 STALL_S = 60
 """A stream whose peer takes or sends nothing for this long is ended."""
 DRAIN_S = 2.0
-"""How long to wait for the sender of an edit to read the last window."""
+"""How long to wait for the sender of an edit to read the answer."""
 UPLOAD_SHARES = 4
 """Streams that an upload counts for: it has two windows of memory."""
 LOOK_S = 0.25
@@ -490,7 +490,7 @@ def _fill(sock: socket.socket, part: memoryview) -> None:
 
 
 def _drain(sock: socket.socket) -> None:
-    """Read what still arrives after the last window, which closing at once could destroy."""
+    """Read what still arrives after the answer, which closing at once could destroy."""
     socket.socket.shutdown(sock, socket.SHUT_WR)
     until_s = time.monotonic() + DRAIN_S
     rest = bytearray(1 << 16)

@@ -152,9 +152,10 @@ def router(services: Services) -> APIRouter:
     ) -> RankLog:
         """The last lines of a rank's sidecar, and of its trainer if that writes to a file.
 
-        While a sidecar outlives its trainer, the control plane's host has the sidecar's log only.
-        A sidecar's log covers all incarnations, which its lines name. Tokens and credentials in
-        URLs are hidden; other secrets that a script prints are not.
+        Also after the trainer has died, while its sidecar lingers; after that, only the sidecar's,
+        if it ran on the control plane's host. A sidecar's log covers all incarnations, which its
+        lines name. Tokens and credentials in URLs are hidden; other secrets that a script prints
+        are not.
         """
         mesh = services.jobs.get(job)
         (asked,) = chosen(mesh.registry.view().ranks, [rank])
@@ -188,8 +189,8 @@ def router(services: Services) -> APIRouter:
         heat: Annotated[bool, Query(description="Also a heat map of each tensor")] = False,
     ) -> DiffList:
         """How two states of the weights differ, tensor by tensor. A separate process on the control
-        plane's host reads both within 30 s, with the caller's rights; training continues. An
-        export is read from that host's disk.
+        plane's host reads both, with the caller's rights; training continues. An export is read
+        from that host's disk. Both states must be available within 30 s.
         """
         mesh, who = services.jobs.get(job), principal_of(request)
         jobs = {job: job_document(services, mesh, who)}

@@ -1,14 +1,13 @@
 """Admission: shares of a cap, the revocation list, and a place for every gRPC call.
 
 A quarter of every cap is reserved for the control plane and the owner. One token gets at most
-half of the rest, so that its holder can exhaust its own share and nothing else. Calls that need
-no ticket have places of their own, so that strangers who hold streams open cannot lock out
-ticket holders.
+half of the rest, so that its holder can exhaust only its own share. Calls that need no ticket have
+separate places, so that strangers who hold streams open cannot lock out ticket holders.
 
 Tickets are verified offline, so verifiers must learn which tokens were revoked. An id is kept
 only as long as tickets of its token can be valid. When the list overflows, every ticket issued
-for a token before that moment is refused: holders of good tokens get new ones, and nothing that
-was revoked comes back.
+for a token before that moment is refused: holders of good tokens get new ones, and no revoked
+token works again.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class Shares:
             )
 
     def count(self, who: Who, amount: int = 1) -> None:
-        """Count what is already taken, even beyond the cap."""
+        """Count an amount that is already taken, even beyond the cap."""
         self._taken[who] += amount
 
     def take(self, who: Who, amount: int = 1) -> None:
@@ -86,7 +85,7 @@ class Shares:
         self._taken[who] += amount
 
     def give_back(self, who: Who, amount: int = 1) -> None:
-        """Give back what was taken."""
+        """Return an amount that was taken."""
         self._taken[who] -= amount
         assert self._taken[who] >= 0
         if not self._taken[who]:
@@ -104,7 +103,6 @@ class Shares:
 
 MAX_REVOKED: Final = 4096
 """Ids kept at once."""
-
 MAX_ID_CHARS: Final = 64
 
 
@@ -141,7 +139,7 @@ class RevokedTokens:
         self.refused_before_s = 0.0
         """Tickets issued for a token before this time are refused; 0: none."""
         self.serial = 0
-        """Rises with everything new."""
+        """Rises with every change."""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -188,7 +186,7 @@ class RevokedTokens:
         """Whether the ticket's token was revoked."""
         if claims.token_id is None:
             return False
-        # Nobody can renew a rank's: its token is looked up when it joins.
+        # Ranks' tickets cannot be renewed: their token is looked up when they join.
         early = claims.issued_s < self.refused_before_s and claims.role not in OF_RANKS
         return claims.token_id in self or early
 
@@ -202,8 +200,7 @@ class RevokedTokens:
 
 
 OPEN_METHODS: Final = frozenset(f"/grpc.health.v1.Health/{m}" for m in ("Check", "List", "Watch"))
-"""They reveal only whether the server is serving: probes have no ticket."""
-
+"""Methods that reveal only whether the server is serving: probes have no ticket."""
 MAX_OPEN_CALLS: Final = 64
 """Concurrent calls of methods that need no ticket."""
 
@@ -213,7 +210,7 @@ CONNECTION_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.max_connection_idle_ms", 300_000),
     # Bounds what a stranger can hold by resetting streams and opening new ones.
     ("grpc.max_concurrent_streams", 256),
-    # What a stranger sends before it is known: two tickets of 1 KiB, and what goes with a call.
+    # Metadata that an unknown caller may send: two tickets of 1 KiB, and a call's other keys.
     ("grpc.max_metadata_size", 4 << 10),
     ("grpc.absolute_max_metadata_size", 4 << 10),
 )
@@ -225,11 +222,8 @@ Continuation: TypeAlias = Callable[
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the soft limit on descriptors to the hard one.
-
-    gRPC has no cap on connections, and a shell's default of 1,024 descriptors is soon used up by
-    idle strangers.
-    """
+    """Raise the soft limit on descriptors to the hard one: gRPC has no cap on connections, and idle
+    strangers soon use up a shell's default of 1,024 descriptors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -240,7 +234,7 @@ class Doors(grpc.aio.ServerInterceptor):
     """Admits calls. Must run after the interceptor that identifies the caller."""
 
     counted: Callable[[str], bool]
-    """Whether another method takes a place of `calls`."""
+    """Whether a method that needs a ticket takes a place of `calls`."""
     calls: Shares
     who: Callable[[], Who]
     """The current caller."""
@@ -265,10 +259,8 @@ class Doors(grpc.aio.ServerInterceptor):
 
 
 class _Guarded:
-    """Parses a handler's requests, and holds its place while it runs.
-
-    gRPC itself would log a traceback for each malformed request, and answer UNKNOWN.
-    """
+    """Parses a handler's requests, and holds its place while it runs. gRPC itself would log a
+    traceback for each malformed request, and answer UNKNOWN."""
 
     def __init__(
         self, inner: Handler, method: str, place: Callable[[], AbstractContextManager[None]]

@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 
 
 async def all_of(works: Iterable[Coroutine[Any, Any, object]]) -> None:
-    """Run them concurrently; the first error cancels the others and is raised bare, in no group."""
+    """Run them concurrently; the first error cancels the others and is raised, not in a group."""
     try:
         async with asyncio.TaskGroup() as group:
             for work in works:
@@ -24,7 +24,7 @@ async def all_of(works: Iterable[Coroutine[Any, Any, object]]) -> None:
 def kept(
     tasks: set[asyncio.Task[Any]], work: Coroutine[Any, Any, Result], name: str | None = None
 ) -> asyncio.Task[Result]:
-    """Start `work` as a task, which is in `tasks` until it has ended."""
+    """Start `work` as a task that stays in `tasks` until it has ended."""
     task = asyncio.create_task(work, name=name)
     tasks.add(task)
     task.add_done_callback(tasks.discard)
@@ -32,13 +32,13 @@ def kept(
 
 
 def post(loop: asyncio.AbstractEventLoop, action: Callable[..., object], *args: object) -> None:
-    """Call into an event loop from another thread; nothing happens once the loop is closed."""
+    """Call into an event loop from another thread; a no-op once the loop is closed."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(action, *args)
 
 
 async def stopped(*tasks: asyncio.Task[Any] | None) -> None:
-    """Cancel the tasks that there are, and wait for them; their errors stay in them."""
+    """Cancel those that are tasks, and wait for them; their errors stay in them."""
     there = [task for task in tasks if task is not None]
     for task in there:
         task.cancel()
@@ -73,7 +73,7 @@ async def uncancelled(
         return await asyncio.shield(running)
     except asyncio.CancelledError:
         on_cancel()
-        # A timed-out call is cancelled twice: by us, then by gRPC.
+        # A timed-out call is cancelled twice: by its timeout, then by gRPC.
         while not running.done():
             with suppress(asyncio.CancelledError):
                 await asyncio.wait([running])

@@ -1,4 +1,4 @@
-"""Keep a helper's memory off the disk: it holds tickets, a private key, parameters."""
+"""Keep a helper's memory off the disk: it has tickets, a private key, parameters."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Log lines of the control plane: one JSON object per line, without secrets.
 
-Every line has time, level, logger and event; then job, incarnation, rank and step where the call
-gives them (`extra=`), and the id of the current request. Sidecars write the same format with
-less machinery (sidecar/log.py).
+Every line has time, level, logger and event; then job, incarnation, rank and step if the call gives
+them (`extra=`), and the id of the current request. Sidecars write the same format with less
+machinery (sidecar/log.py).
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ from paramd.errors import request_id
 
 FIELDS = ("job", "incarnation", "rank", "step")
 """Fields that `extra=` may add; any others are dropped."""
-
 MAX_EVENT_CHARS = 4000
 HIDDEN = "(hidden)"
-
 QUIET = ("httpx2", "httpcore2", "asyncio", "alembic", "sqlalchemy")
-"""Loggers silenced below WARNING: some log URLs, and URLs may hold secrets."""
+"""Loggers silenced below WARNING: some log URLs, which may contain secrets."""
 
 # User tokens, anything after "Bearer", signed tickets, and credentials in URLs.
 _SECRETS = re.compile(
@@ -68,20 +66,14 @@ class JsonFormatter(logging.Formatter):
 
 
 def without_secrets(line: str) -> str:
-    """The line with tokens, tickets and credentials in URLs hidden: what looks like one of ours, or
-    stands where they do. Others, which a script prints, cannot be told from text."""
+    """The line with tokens, tickets and credentials in URLs hidden, by their form or position.
+    Other secrets that a script prints cannot be distinguished from text."""
     return _SECRETS.sub(HIDDEN, line)
 
 
 def configure(*, level: str, stream: TextIO | None = None) -> JsonFormatter:
-    """Send all log lines of this process to `stream`, standard error by default.
-
-    Returns:
-        The formatter; its `hide` takes secrets.
-
-    Raises:
-        ValueError: there is no such level.
-    """
+    """Send all log lines of this process to `stream`, standard error by default. Returns the
+    formatter, whose `hide` takes secrets. Raises ValueError for an unknown level."""
     formatter = JsonFormatter()
     handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
     handler.setFormatter(formatter)

@@ -1,8 +1,8 @@
 """Server-side TLS: certificate, key and client CA from files that may be replaced, or from memory.
 
-The files are checked in every handshake, so a new certificate is in force with the next one,
-while existing connections keep theirs. Files that do not match (one of two has been replaced)
-leave the last good ones in force.
+The files are checked in every handshake: a new certificate takes effect with the next one, while
+existing connections keep theirs. While files do not match (one of two has been replaced), the last
+good ones stay in force.
 
     PARAMD_TLS_CERT        certificate, with the chain to its CA
     PARAMD_TLS_KEY         its private key
@@ -48,13 +48,13 @@ class TlsFiles:
     """None: clients need no certificate, only their token or ticket."""
 
     def stamp(self) -> tuple[int, ...]:
-        """Changes when any of them does."""
+        """Changes when any of the files does."""
         return stamp_of(path for path in (self.cert, self.key, self.client_ca) if path is not None)
 
     def read(self) -> tuple[bytes, bytes, bytes | None]:
-        """Certificate, key, client CA; without the last, clients need no certificate.
+        """Certificate, key, client CA (None: clients need no certificate).
 
-        Raises UsageError if one cannot be read, or the key can be by everybody.
+        Raises UsageError if one cannot be read, or if everybody can read the key.
         """
         check_private(self.key)
         client_ca = read_pem(self.client_ca) if self.client_ca is not None else None
@@ -68,17 +68,15 @@ class JobPems:
     """A job's own certificate, in memory."""
 
     def __init__(self, pems: Pems, *, mutual: bool) -> None:
-        """With `mutual`, clients must show a certificate of the job, too."""
+        """With `mutual`, clients must also show a certificate of the job."""
         self.pems = pems
-        """Another one is in force from the next handshake on."""
+        """A replacement takes effect from the next handshake on."""
         self._mutual = mutual
 
     def stamp(self) -> tuple[int, ...]:
-        """See `TlsFiles`."""
         return self.pems.stamp()
 
     def read(self) -> tuple[bytes, bytes, bytes | None]:
-        """See `TlsFiles`."""
         return self.pems.cert, self.pems.key, self.pems.ca if self._mutual else None
 
     def __str__(self) -> str:
@@ -89,11 +87,8 @@ TlsSource: TypeAlias = TlsFiles | JobPems
 
 
 def tls_files(cert: str, key: str, client_ca: str) -> TlsFiles | None:
-    """The files named by options, else by the environment; None if there are none.
-
-    Raises:
-        UsageError: only one of certificate and key, or a client CA without them.
-    """
+    """The files named by options, else by the environment; None if there are none. Raises
+    UsageError if only one of certificate and key is given, or a client CA without them."""
     names = ("PARAMD_TLS_CERT", "PARAMD_TLS_KEY", "PARAMD_TLS_CLIENT_CA")
     given = zip((cert, key, client_ca), names, strict=True)
     cert, key, client_ca = (value or os.environ.get(name, "") for value, name in given)
@@ -112,12 +107,8 @@ def tls_files(cert: str, key: str, client_ca: str) -> TlsFiles | None:
 
 
 def check_exposure(host: str, *, option: str, tls: bool) -> None:
-    """Return if a server may listen on `host`.
-
-    Raises:
-        UsageError: other hosts could reach it, and there is no TLS. Every server takes tokens or
-            tickets.
-    """
+    """Return if a server may listen on `host`: every server takes tokens or tickets. Raises
+    UsageError if other hosts could reach it, and there is no TLS."""
     if is_loopback(host):
         return
     if not tls:
@@ -157,7 +148,7 @@ class ServerTls:
 
     @property
     def names(self) -> frozenset[str]:
-        """DNS names and IP addresses that the certificate is for, in lower case."""
+        """The certificate's DNS names and IP addresses, in lower case."""
         return self._loaded.names
 
     def refresh(self) -> bool:
@@ -177,12 +168,12 @@ class ServerTls:
         return True
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """For one call of `add_secure_port`; checks the files in every handshake.
+        """Credentials for one call of `add_secure_port`; checks the files in every handshake.
 
-        gRPC takes the initial certificate only once from each credentials object: a second port,
-        even one tried because the first was taken, needs a new object.
+        gRPC takes the initial certificate only once from each credentials object, so a second
+        port needs a new object, even one tried because the first was taken.
         """
-        # Imported only here: a control plane tells its addresses before it has gRPC.
+        # Imported only here: a control plane publishes its addresses before it loads gRPC.
         import grpc
 
         seen = [self._loaded]
@@ -227,10 +218,7 @@ class ServerTls:
 
 def advertised(listen_host: str, advertise: str, *, tls: bool) -> str:
     """The host that others connect to: `advertise` (or PARAMD_ADVERTISE), else where it listens.
-
-    Raises:
-        UsageError: it listens on every address with TLS, and no name was given.
-    """
+    Raises UsageError if it listens on every address with TLS, and no name was given."""
     advertise = advertise or os.environ.get("PARAMD_ADVERTISE", "")
     if advertise:
         return advertise
@@ -258,7 +246,7 @@ def _load(source: TlsSource) -> _Loaded:
     from cryptography import x509
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-    # Before reading: files replaced meanwhile then count as changed again.
+    # Before reading, so that files replaced meanwhile count as changed again.
     stamp = source.stamp()
     cert, key, client_ca = source.read()
     try:

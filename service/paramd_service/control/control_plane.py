@@ -51,8 +51,7 @@ TICK_S = 1.0
 JOINED_S = 2.0
 """How long REST waits for the sidecars of a training that resumes."""
 LOOKS = 100
-"""How often the control plane checks during that time."""
-
+"""Number of checks during that time."""
 SITE_RANKS = 16_384
 """Most ranks admitted across all jobs of a site."""
 
@@ -62,8 +61,8 @@ log = logging.getLogger("paramd.control")
 class ControlPlane:
     """Life cycle: `start`, `wait_until_done`, `stop`. Single event loop.
 
-    A site and an embedded control plane differ only in who opens jobs: those that register, or
-    `start` with the one job its parent named.
+    A site's jobs register themselves; an embedded control plane opens the one job of its parent in
+    `start`. They do not differ otherwise.
     """
 
     def __init__(self, config: ControlConfig, bootstrap: Bootstrap | None, claim: Claim) -> None:
@@ -95,7 +94,7 @@ class ControlPlane:
 
     @property
     def asked_to_stop(self) -> bool:
-        """Whether it was told, or has decided, to stop."""
+        """Whether it was asked, or has decided, to stop."""
         return self._done.is_set()
 
     def ask_to_stop(self, reason: str) -> None:
@@ -115,7 +114,7 @@ class ControlPlane:
         # 1. Open the records, and load ended tokens before anyone is let in.
         self._records = await open_records(self._config, self._bootstrap)
         await self._revocations.start(self._records.tokens)
-        # 2. Settle our generation and secrets; an embedded one opens its job.
+        # 2. Settle generation and secrets; an embedded control plane opens its job.
         jobs = self._open_jobs(self._records)
         files = self._tls_of_files
         self._watchers = Watchers(
@@ -140,7 +139,7 @@ class ControlPlane:
         # 3. Serve gRPC.
         await self._start_grpc(jobs, self._records)
         self._grpc_target = where.grpc_address
-        # 4. Serve REST. A training that resumes runs by now, and is asked for at once.
+        # 4. Serve REST. A training that resumes is running already, and clients ask for it at once.
         if self._bootstrap is not None and self._bootstrap.resumes:
             await self._all_joined(jobs.get(self._bootstrap.job))
         services = self._services(jobs, self._records, where.grpc_address)
@@ -159,7 +158,7 @@ class ControlPlane:
         return self._claim.whereabouts(await self._whole_exports(self._exports))
 
     async def _whole_exports(self, exports: ExportService) -> tuple[Mapping[str, Any], ...]:
-        """Newest first; none if they are not known, or this one is for several jobs."""
+        """Newest first; none if they are unknown, or for several jobs."""
         if self._bootstrap is None:
             return ()
         try:
@@ -175,7 +174,7 @@ class ControlPlane:
             await asyncio.sleep(JOINED_S / LOOKS)
 
     async def wait_until_done(self) -> str:
-        """Run until there is nothing left to do; return why."""
+        """Run until nothing is left to do; return why."""
         while True:
             before_s = time.monotonic()
             with contextlib.suppress(TimeoutError):
@@ -213,18 +212,17 @@ class ControlPlane:
             await self._records.stop()
 
     def _take_own_tls(self) -> None:
-        """Serve TLS of the job's own: REST for everyone with a token, gRPC within the job."""
+        """Serve TLS with the job's CA: REST for everyone with a token, gRPC within the job."""
         assert self._bootstrap is not None
         host = advertised(self._claim.http.host, self._config.advertise, tls=True)
         names = (host, socket.gethostname())
         pems = self._bootstrap.certificates.served([name for name in names if name])
-        # REST is for everyone with a token, gRPC within the job.
         self._tls = ServerTls(JobPems(pems, mutual=False))
         self._grpc_tls = ServerTls(JobPems(pems, mutual=True))
 
     @property
     def _tls_of_files(self) -> ServerTls | None:
-        """TLS that the operator has to renew; None if there is none, or it is the job's own."""
+        """TLS that the operator must renew; None without TLS, or with the job's CA."""
         return None if self._claim.of_job else self._tls
 
     def _open_jobs(self, records: Records) -> Jobs:
@@ -271,7 +269,7 @@ class ControlPlane:
         return jobs
 
     def _why_end(self, jobs: Jobs) -> str | None:
-        """Why to stop, or None. Only an embedded control plane ends on its own."""
+        """Why to stop, or None. Only an embedded control plane ends by itself."""
         if self._bootstrap is None or self._claim.endpoint is None:
             return None
         newer = successor(self._claim.endpoint)

@@ -1,8 +1,8 @@
-"""`python -m paramd_service.control.ended`: what the store on disk says of a job that has ended.
+"""`python -m paramd_service.control.ended`: the store's data about a job that has ended.
 
-Prints one JSON document with the shapes of REST, for the command line, which knows no database.
-Reads only: no server is started, nothing is created or migrated, and the job's directory must
-be the caller's own.
+Prints one JSON document with the shapes of REST, for the command line, which uses no database.
+Only reads: no server is started, nothing is created or migrated, and the job's directory must
+belong to the caller.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def read(given: argparse.Namespace) -> dict[str, Any]:
-    """The document asked for.
+    """The requested document.
 
     Raises:
-        NotFoundError: there is no such job, or no store of it here.
+        NotFoundError: no such job, or no store of it here.
         ConflictError: the directory is not private, or the store is another version's.
         StoreError: it cannot be read.
     """
@@ -70,7 +70,7 @@ def read(given: argparse.Namespace) -> dict[str, Any]:
     try:
         with store_errors(address), engine.connect() as connection:
             if address.path is not None:
-                # Whatever is asked below: this connection cannot write.
+                # For any request below: this connection cannot write.
                 connection.exec_driver_sql("PRAGMA query_only=ON")
             revision = revision_of(connection)
             if revision != REVISION:
@@ -84,7 +84,7 @@ def read(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _directory(job: str) -> Path:
-    """Where the job's store lies: its own directory, else the site's of this state dir."""
+    """Directory of the job's store: the job's own, else the site's of this state dir."""
     state = places.state_dir()
     if not (state / job).is_dir():
         raise NotFoundError(f"job {job!r} is not known here; state dir searched: {state}")
@@ -96,7 +96,7 @@ def _directory(job: str) -> Path:
 
 
 def _step(connection: Connection, given: argparse.Namespace) -> dict[str, Any]:
-    """The last step in the metric history: all there is when nobody noted the end."""
+    """The last step in the metric history: the only trace when the end was not recorded."""
     steps = (
         select(func.max(metric_points.c.step))
         .join(metric_series, metric_series.c.id == metric_points.c.series_id)

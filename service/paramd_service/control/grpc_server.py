@@ -39,11 +39,9 @@ MAX_TIMEOUT_S = 600.0
 MAX_SNAPSHOTS = 100_000
 MAX_SNAPSHOT_ID_CHARS = 128
 MAX_STREAMS_OF_RANK = 4
-"""Join streams per rank: its sidecar's, and those left by stopped predecessors."""
-
+"""Join streams per rank: its sidecar's, and those left by stopped sidecars before it."""
 FIRST_REPORT_S = 10.0
 """Time limit for a Join stream's first report, which identifies it."""
-
 LOGGED_RANKS = 64
 """Largest mesh whose joins and leaves are logged at INFO."""
 
@@ -51,7 +49,6 @@ SERVICE = "paramd.v1.ControlService"
 JOIN = f"/{SERVICE}/Join"
 CALLERS = 256
 """Most concurrent calls other than sidecars' Join."""
-
 STRANGERS = 256
 """Most concurrent calls that are not yet authenticated or need no ticket."""
 
@@ -59,7 +56,7 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     *CONNECTION_OPTIONS,
     # With reuseport, binding a taken port would succeed.
     ("grpc.so_reuseport", 0),
-    # Detect a stopped sidecar or client within seconds, and let them ping us as often.
+    # Detect a stopped sidecar or client within seconds, and let them ping as often.
     ("grpc.keepalive_time_ms", 2_500),
     ("grpc.keepalive_timeout_ms", 2_000),
     ("grpc.http2.ping_timeout_ms", 2_000),
@@ -125,7 +122,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         origin = await origin_of(
             header.rank, first.peer.address, context.peer(), mesh.terms.sidecar_networks
         )
-        # Before it counts as joined: whoever waits for the rank calls it right away.
+        # Before it counts as joined: waiting callers call the rank right away.
         await mesh.calls.is_back(header.rank, first.peer.address)
         member = mesh.registry.join(first, origin)
         _log_join(mesh, member, f"joined from {first.peer.address}")
@@ -168,11 +165,8 @@ def _token_ended() -> TokenRevokedError:
 
 
 def _check_certificate(context: Any, rank: int) -> None:
-    """Within a job, where every rank has a certificate of its own, it must be the ticket's rank.
-
-    Raises:
-        DeniedError: it is another's.
-    """
+    """Raise DeniedError unless the certificate is of the ticket's rank, in a job where every rank
+    has its own."""
     names = context.auth_context().get("x509_common_name", ())
     told = [name.decode(errors="replace") for name in names]
     if any(name.startswith(RANK_NAME) and name != f"{RANK_NAME}{rank}" for name in told):
@@ -185,7 +179,7 @@ async def _read(mesh: Incarnation, member: Member, requests: Requests) -> None:
 
 
 def _log_join(mesh: Incarnation, member: Member, what: str) -> None:
-    # Thousands of ranks would each log a line, again and again: only at DEBUG.
+    # Thousands of ranks would each log a line, repeatedly: only at DEBUG.
     small = mesh.bootstrap.world_size <= LOGGED_RANKS
     level = logging.INFO if small else logging.DEBUG
     job, incarnation = mesh.job, mesh.number
@@ -268,7 +262,7 @@ class GrpcServer:
         server = grpc.aio.server(
             interceptors=[TicketInterceptor(jobs.verifier, revocations.check, denied), doors],
             options=OPTIONS,
-            # Every rank's Join streams plus the calls of everyone else, which `doors` caps lower.
+            # Every rank's Join streams and all other calls, which `doors` caps lower.
             maximum_concurrent_rpcs=MAX_STREAMS_OF_RANK * ranks + CALLERS + STRANGERS,
         )
         control_pb2_grpc.add_ControlServiceServicer_to_server(

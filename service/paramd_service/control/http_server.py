@@ -1,4 +1,4 @@
-"""REST server: uvicorn on our event loop, with a listener that we opened beforehand."""
+"""REST server: uvicorn on the control plane's event loop, with a listener opened beforehand."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ from paramd_service.tls import ServerTls
 
 HEAD_S: Final = 10.0
 """Time limit for a request's head, TLS handshake included. Trickling bytes does not extend it."""
-
 BODY_S: Final = 30.0
 """Time limit for the whole body, after the head."""
 
 
 class Connection(asyncio.Protocol):
-    """One connection of uvicorn's, with a place in the doorway and a time limit for heads.
+    """One connection of uvicorn's, with a place in the doorway and a time limit for heads: uvicorn
+    waits forever for a silent peer, and asyncio a minute for a handshake.
 
-    On its own uvicorn waits forever for a silent peer, and asyncio a minute for a handshake.
-    It calls uvicorn's protocol as asyncio does, and knows nothing of what is inside. A request
-    finds its own in `scope["state"]`, under `DOOR`.
+    It calls uvicorn's protocol as asyncio does, and does not depend on its internals. A request
+    finds its connection in `scope["state"]`, under `DOOR`.
     """
 
     def __init__(
@@ -42,14 +41,14 @@ class Connection(asyncio.Protocol):
         app_state: dict[str, Any],
         **options: Any,
     ) -> None:
-        """`app_state` and `options`: of uvicorn's `Config(http=...)`."""
+        """`app_state` and `options` are those of uvicorn's `Config(http=...)`."""
         self.host = ""
         """The peer's address."""
         self._doorway = doorway
         self._context = context
         self._http = H11Protocol(app_state={**app_state, DOOR: self}, **options)
         self._inner: asyncio.Protocol = self._http
-        """What takes the data: uvicorn's protocol, or a tunnel's."""
+        """The protocol that takes the data: uvicorn's, or a tunnel's."""
         self._transport: asyncio.Transport
         self._early: bytes | None = b""
         """Data that arrived with the end of the TLS handshake; None once uvicorn takes it."""
@@ -120,10 +119,8 @@ class Connection(asyncio.Protocol):
         self._transport.abort()
 
     def carry(self, tunnel: asyncio.Protocol) -> asyncio.Transport:
-        """From now on the connection is `tunnel`'s, which has to answer the current request.
-
-        What the peer sent before the answer is lost.
-        """
+        """Give the connection to `tunnel`, which must answer the current request. Data that the
+        peer sent before the answer is lost."""
         self._inner = tunnel
         self._doorway.tunnels.add(self)
         # uvicorn may have stopped reading at the end of the head.
@@ -160,7 +157,7 @@ class Connection(asyncio.Protocol):
             await app(scope, receive_in_time, send)
         finally:
             self._request_count -= 1
-            # The next one may have begun while this one tidies up.
+            # The next request may have begun while this one is cleaned up.
             if not self._request_count:
                 self._await_head()
 
@@ -183,11 +180,8 @@ class HttpServer:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, app: FastAPI, listener: socket.socket, *, tls: ServerTls | None) -> None:
-        """Start serving; return once it accepts connections.
-
-        Raises:
-            UnreachableError: it ended at once.
-        """
+        """Start serving; return once it accepts connections. Raises UnreachableError if it ended at
+        once."""
         context = tls.ssl_context() if tls is not None else None
 
         async def timed(scope: Scope, receive: Receive, send: Send) -> None:
@@ -199,7 +193,7 @@ class HttpServer:
             ws="none",
             lifespan="off",
             log_config=None,
-            # Its warnings tell of what strangers send, and of tunnels, which are no WebSockets.
+            # Its warnings are about strangers' requests, and tunnels, which are no WebSockets.
             log_level="error",
             # The app logs requests itself, without the query, which may contain secrets.
             access_log=False,

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         formatter = logs.configure(level=_level(os.environ.get("PARAMD_LOG_LEVEL", "INFO")))
         config = ControlConfig.from_arguments(arguments)
-        # A job's own one has its trainer's environment, and the trainer has warned.
+        # An embedded one has its trainer's environment, and the trainer has warned.
         for left in gone.variables(os.environ) if not config.job else ():
             log.warning("%s", left)
         bootstrap = read_bootstrap(sys.stdin.buffer, job=config.job) if config.job else None
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         folder = places.job_dir(config.job) if config.job else site_dir()
         with clock.kept(folder / "control.clock"), closing(Claim(config, bootstrap)) as claim:
             if bootstrap is not None and bootstrap.resumes:
-                # Now: a training that goes on from memory is to wait for as little as possible.
+                # Now: a training that continues from memory should wait as little as possible.
                 claim.announce(bootstrap)
                 _tell(claim.whereabouts())
             asyncio.run(_run(config, bootstrap, claim))
@@ -67,7 +67,7 @@ def _tell(where: Whereabouts) -> None:
 
 
 async def _run(config: ControlConfig, bootstrap: Bootstrap | None, claim: Claim) -> None:
-    # Imported here, with gRPC, FastAPI and SQLAlchemy: what is above takes a tenth of that.
+    # Imported here, with gRPC, FastAPI and SQLAlchemy: the imports above take a tenth of the time.
     from paramd_service.control.control_plane import ControlPlane
 
     control = ControlPlane(config, bootstrap, claim)

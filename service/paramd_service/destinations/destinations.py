@@ -3,12 +3,12 @@
     PARAMD_DESTINATIONS='{"checkpoints": "/data/checkpoints",
                           "cloud": {"root": "s3://bucket/prefix", "region": "eu-west-1"}}'
 
-A client names "checkpoints/run-7/step-100": a destination and a relative key. Nothing else
-it sends is ever opened, and the key is checked here first.
+A client names "checkpoints/run-7/step-100": a destination and a relative key. Nothing else it
+sends is ever opened, and the key is checked here first.
 
-A `Place` is the interface between exports and where they go; everything of it blocks: use threads.
-It belongs to one export at one key. It keeps no state in memory that another process would need:
-any sidecar may write, verify, finish or drop, even after another one died.
+A `Place` is the interface between exports and storage; all of it blocks: use threads. It belongs to
+one export at one key. It keeps no state in memory that another process would need: any sidecar may
+write, verify, finish or drop, even after another one died.
 """
 
 from __future__ import annotations
@@ -56,20 +56,14 @@ class Destination:
 
 
 def parse_destinations(table: Mapping[str, object]) -> dict[str, Destination]:
-    """The destinations of a configuration, by name.
-
-    Raises:
-        UsageError: a name, a root or an option is invalid.
-    """
+    """The destinations of a configuration, by name. Raises UsageError if a name, a root or an
+    option is invalid."""
     return {name: _destination(name, value) for name, value in table.items()}
 
 
 def destinations_of(text: str) -> dict[str, Destination]:
-    """As `parse_destinations`, from JSON; empty text means none.
-
-    Raises:
-        UsageError: it is not a JSON object, or as `parse_destinations`.
-    """
+    """As `parse_destinations`, from JSON; empty text means none. Raises UsageError if it is not a
+    JSON object, or as `parse_destinations`."""
     if not text.strip():
         return {}
     try:
@@ -82,12 +76,8 @@ def destinations_of(text: str) -> dict[str, Destination]:
 
 
 def locate(destinations: Mapping[str, Destination], text: str) -> tuple[Destination, str]:
-    """Resolve "name/key" to a destination and a key. Opens nothing.
-
-    Raises:
-        UsageError: it has no key, or an invalid one.
-        NotFoundError: there is no destination of that name.
-    """
+    """Resolve "name/key" to a destination and a key. Opens nothing. Raises UsageError if it has no
+    key, or an invalid one; NotFoundError if there is no destination of that name."""
     name, slash, key = text.partition("/")
     if not _NAME.fullmatch(name) or not slash:
         raise UsageError(
@@ -103,11 +93,8 @@ def locate(destinations: Mapping[str, Destination], text: str) -> tuple[Destinat
 
 
 def check_key(key: str) -> tuple[str, ...]:
-    """Check a relative key; return its segments.
-
-    Raises:
-        UsageError: not plain names joined by single slashes.
-    """
+    """Check a relative key; return its segments. Raises UsageError if it is not plain names joined
+    by single slashes."""
     segments = tuple(key.split("/"))
     if len(key) > MAX_KEY_BYTES or len(segments) > MAX_SEGMENTS:
         raise UsageError(
@@ -120,11 +107,7 @@ def check_key(key: str) -> tuple[str, ...]:
 
 
 def check_file_name(name: str) -> str:
-    """Check a plain file name, and return it.
-
-    Raises:
-        UsageError: it is not one.
-    """
+    """Check a plain file name, and return it. Raises UsageError if it is not one."""
     plain = _SEGMENT.fullmatch(name) is not None and len(name) <= MAX_SEGMENT_BYTES
     if not plain or _DEVICE.match(name):
         raise UsageError(
@@ -156,11 +139,8 @@ def _destination(name: str, value: object) -> Destination:
 
 
 def parse_root(text: str, name: str) -> tuple[DestinationKind, str]:
-    """Kind and canonical form of a root.
-
-    Raises:
-        UsageError: neither an absolute path nor "s3://bucket/prefix".
-    """
+    """Kind and canonical form of a root. Raises UsageError if it is neither an absolute path nor
+    "s3://bucket/prefix"."""
     scheme, separator, rest = text.partition("://")
     if scheme == "s3" and separator:
         bucket, _, prefix = rest.rstrip("/").partition("/")
@@ -178,18 +158,15 @@ def parse_root(text: str, name: str) -> tuple[DestinationKind, str]:
 
 
 MANIFEST = "paramd-export.json"
-"""Written last: an export without it is not one."""
-
+"""Written last: an export without it does not count."""
 
 AtPoint: TypeAlias = Callable[[str], None]
 """Passes a named fault injection point."""
 
 
 class FileSink(Protocol):
-    """A file being written. `write` in order; then `finish` or `abort`, which is idempotent.
-
-    Raises ParamdError with what to do.
-    """
+    """A file being written: `write` in order, then `finish` or `abort`, which is idempotent. Raises
+    ParamdError with what to do."""
 
     def write(self, data: memoryview) -> None:
         """Write the next bytes; their memory may be reused once it returns."""
@@ -198,7 +175,7 @@ class FileSink(Protocol):
         """Make the file complete and durable under its name."""
 
     def abort(self) -> None:
-        """Remove what was written."""
+        """Remove the part written."""
 
 
 class FileSource(Protocol):
@@ -214,7 +191,7 @@ class FileSource(Protocol):
 
 
 class Place(Protocol):
-    """Where an export is assembled and then published."""
+    """Storage in which an export is assembled and then published."""
 
     def begin(self, size_bytes: int) -> None:
         """Prepare the place; refuse early what cannot succeed. Idempotent for the same export."""
@@ -235,4 +212,4 @@ class Place(Protocol):
         """
 
     def drop(self, names: Sequence[str], *, finished: bool) -> None:
-        """Remove what the export left behind, or the finished export. Idempotent."""
+        """Remove the export's leftovers, or the finished export. Idempotent."""

@@ -1,7 +1,7 @@
 """Exports to a directory: written to a hidden sibling, synced, renamed.
 
-Every name below the root is opened relative to its parent and never through a symbolic
-link, so nothing outside the root can be reached, whoever else writes there.
+Every name below the root is opened relative to its parent and never through a symbolic link, so
+nothing outside the root can be reached, whoever else writes there.
 """
 
 from __future__ import annotations
@@ -28,10 +28,8 @@ from paramd_service.destinations.destinations import MANIFEST, AtPoint, check_fi
 
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 """Flags that open a directory, and nothing else."""
-
 NOREPLACE = 1
 """Flag of `rename`: fail if the target exists."""
-
 EXCHANGE = 2
 """Flag of `rename`: swap source and target."""
 
@@ -45,7 +43,7 @@ _libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, 
 
 def checked(name: str) -> str:
     """Check the name of an export's file, and return it. Raises UsageError."""
-    # The only name with a leading dot: it is the format's own.
+    # The only name with a leading dot: the format requires it.
     return name if name == ".metadata" else check_file_name(name)
 
 
@@ -53,7 +51,7 @@ def open_file(parent: int, folder_name: str, name: str) -> int:
     """Open a plain file in a folder of `parent` for reading; its descriptor. Raises OSError."""
     folder = os.open(folder_name, DIRECTORY, dir_fd=parent)
     try:
-        # Non-blocking: a FIFO of that name must not hang us.
+        # Non-blocking: a FIFO of that name must not hang this process.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         return os.open(name, flags, dir_fd=folder)
     finally:
@@ -61,7 +59,7 @@ def open_file(parent: int, folder_name: str, name: str) -> int:
 
 
 def export_id_at(parent: int, folder_name: str) -> str | None:
-    """The id of the export in that folder; None if it is not one."""
+    """The id of the export in that folder; None if it is no export."""
     try:
         file = open_file(parent, folder_name, MANIFEST)
     except OSError:
@@ -76,7 +74,7 @@ def export_id_at(parent: int, folder_name: str) -> str | None:
 
 
 def check_sizes(folder: int, sizes: Mapping[str, int]) -> None:
-    """Raise DataLossError if a file is not as long as what was written."""
+    """Raise DataLossError if a file does not have the size that was written."""
     for name, size_bytes in sizes.items():
         found = os.stat(checked(name), dir_fd=folder, follow_symlinks=False).st_size
         if found != size_bytes:
@@ -101,7 +99,7 @@ def remove(parent: int, name: str) -> None:
 
 
 def rename(parent: int, source: str, target: str, flags: int) -> bool:
-    """renameat2; False if the target is in the way or the file system does not support it."""
+    """renameat2; False if the target exists or the file system does not support it."""
     done: int = _libc.renameat2(
         parent, os.fsencode(source), parent, os.fsencode(target), ctypes.c_uint(flags)
     )

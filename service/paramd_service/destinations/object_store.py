@@ -1,8 +1,8 @@
 """Exports to S3 and compatible stores, through obstore: multipart uploads, the manifest last.
 
-An object store cannot rename, so each file appears under its final name once it is complete.
-What makes them an export is the manifest, which is put last and only if there is none. While an
-export is in progress, an object `.paramd-export` reserves the key.
+An object store cannot rename, so each file appears under its final name once it is complete. The
+manifest makes them an export; it is put last and only if there is none. While an export is in
+progress, an object `.paramd-export` reserves the key.
 
 Credentials come from the environment of this process (AWS_ACCESS_KEY_ID and so on).
 """
@@ -183,7 +183,7 @@ class ObjectPlace:
             if manifest is not None and manifest.get("export_id") == self.target.export_id:
                 return
             if manifest is None and self._reserved_by() == self.target.export_id:
-                # Begun before, by a control plane that died: the files belong to this export.
+                # Begun by a control plane that died: the files belong to this export.
                 return
             self._reserve()
             names = [name for name in self._names() if name != RESERVATION]
@@ -250,13 +250,13 @@ class ObjectPlace:
                 assert manifest is not None
                 self._delete_export(manifest)
             elif not ours and self._reserved_by() == self.target.export_id:
-                # Only under our own reservation: otherwise the files may be another export's.
+                # Only under this export's reservation: otherwise the files may be another's.
                 self._delete(names)
             self._unreserve()
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Translate a store's errors into ours."""
+        """Translate a store's errors into domain errors."""
         try:
             yield
         except ParamdError:

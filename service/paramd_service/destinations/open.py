@@ -13,18 +13,15 @@ _EXPORT_ID = re.compile(r"[0-9a-f]{32}")
 
 
 def open_place(target: ExportTarget) -> Place:
-    """The place of a target. No I/O yet; the key is checked.
-
-    Raises:
-        UsageError: a malformed target.
-    """
+    """The place of a target. No I/O yet; the key is checked. Raises UsageError if the target is
+    malformed."""
     check_key(target.key)
     if not _EXPORT_ID.fullmatch(target.export_id):
         raise UsageError("export_id: expected 32 hexadecimal digits")
     kind, root = parse_root(target.root, target.destination)
     if kind is DestinationKind.DIRECTORY:
         return DirectoryPlace(root, target)
-    # Loaded by who exports to a store alone.
+    # Loaded only for exports to a store.
     from paramd_service.destinations.object_store import ObjectPlace
 
     return ObjectPlace(root, target)

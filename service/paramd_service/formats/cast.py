@@ -1,4 +1,4 @@
-"""Casts between floating-point dtypes, rounded as torch does, and strided copies, by numpy alone.
+"""Casts between floating-point dtypes, rounded as torch does, and strided copies, with numpy alone.
 
 A sidecar without torch stays small. torch rounds to nearest, ties to even, and casts to 16 bits
 by way of 32.
@@ -15,7 +15,7 @@ from paramd.layout.types import Box
 
 _NAN_BITS = 0x7FC0
 _NAN_OF_FLOAT32 = 0xFFFF if platform.machine() in ("x86_64", "AMD64") else _NAN_BITS
-"""torch writes all ones for x86 where it uses vectors: of float64 not for the last elements."""
+"""On x86 torch's vectorized code writes all ones, except in the tail of a float64 cast."""
 _QUIET = {"float16": 1 << 9, "float32": 1 << 22, "float64": 1 << 51}
 """The bit that conversion sets in a NaN, whose other bits stay."""
 
@@ -42,12 +42,8 @@ def place(
     box: Box,
     width: int,
 ) -> None:
-    """Copy elements of `width` bytes that lie strided in `source` into a box of a dense `target`.
-
-    Args:
-        strides: in elements.
-        shape: of the target.
-    """
+    """Copy elements of `width` bytes, which are strided in `source` (by `strides` elements), into a
+    box of a dense `target` of `shape`."""
     element = np.dtype(f"V{width}") if width > 8 else np.dtype(f"u{width}")
     values = np.ndarray(sizes, element, source, strides=tuple(one * width for one in strides))
     inner = tuple(slice(b, e) for b, e in zip(box.begin, box.end, strict=True))
@@ -63,7 +59,7 @@ def _store(target: memoryview, wanted: str, values: np.ndarray[Any, Any]) -> Non
         return
     bits = found.view(f"u{found.itemsize}")
     if wanted == "float16":
-        # numpy adds a bit of its own to a NaN whose upper bits are 0.
+        # numpy adds a bit to a NaN whose upper bits are 0.
         wide = values[nan].view(np.uint32)
         bits[nan] = (wide >> 16 & 0x8000 | 0x7C00 | wide >> 13 & 0x3FF).astype(np.uint16)
     bits[nan] |= bits.dtype.type(_QUIET[wanted])

@@ -1,7 +1,7 @@
 """`.metadata` of torch.distributed.checkpoint, written by torch itself in a separate process.
 
-Importing torch would keep the sidecar from serving for seconds, and stay in its memory. The
-process reads text and returns the files' bytes.
+Importing torch would block the sidecar for seconds, and stay in its memory. The process reads text
+and returns the files' bytes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,8 @@ _TIMEOUT_S = 300.0
 
 
 def dcp_files(description: Mapping[str, Any]) -> dict[str, bytes]:
-    """The files that torch writes, the metadata last; blocks for seconds.
-
-    Raises:
-        ParamdError: torch could not.
-    """
+    """The files that torch writes, the metadata last; blocks for seconds. Raises ParamdError if
+    torch could not."""
     told = json.dumps(description).encode()
     command = [sys.executable, "-m", "paramd_service.formats.dcp_writer"]
     try:

@@ -1,7 +1,7 @@
 """A short-lived process in which torch writes the metadata of a checkpoint.
 
-Reads a description from standard input (see dcp.py), builds torch's own metadata from it, has
-torch's own `FileSystemWriter.finish` write it, and prints the files.
+Reads a description from standard input (see dcp.py), builds torch's metadata from it, has torch's
+`FileSystemWriter.finish` write it, and prints the files.
 """
 
 from __future__ import annotations

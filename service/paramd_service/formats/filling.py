@@ -34,7 +34,7 @@ def manifest(
     job: str,
     created_s: float,
 ) -> bytes:
-    """The manifest: which state was exported, and every file with size and checksum."""
+    """The manifest: the exported state, and every file with size and checksum."""
     settings = plan.settings
     document = {
         "paramd_export": 1,
@@ -62,7 +62,6 @@ def manifest(
 
 BATCH_BYTES = 8 << 20
 """Most bytes of a batch, not counting one frame."""
-
 BLOCK_BYTES = 4 << 20
 """Most bytes in the scratch buffer at once."""
 
@@ -92,7 +91,7 @@ class Window:
     entry: Entry
     shape: tuple[int, ...]
     dtype: str
-    """Of the snapshots; the entry's differs when it is cast."""
+    """Dtype of the snapshots; the entry's differs when it is cast."""
     extents: tuple[Extent, ...]
     begins: bool
     """Whether it is the entry's first window."""
@@ -212,8 +211,7 @@ class Memory(Protocol):
 
 
 Memories = Mapping[tuple[int, str], Memory]
-"""By rank and state key."""
-
+"""Snapshots by rank and state key."""
 Fetched = Mapping[tuple[int, int], memoryview]
 """Bytes fetched from peers, by index of window and extent."""
 

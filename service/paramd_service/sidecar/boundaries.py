@@ -39,7 +39,7 @@ GAVE_UP_REASON = (
     "their logs say when, attach again to restore it"
 )
 _HOPE_S = 0.2
-"""Pause between looks whether what is waited for can still come."""
+"""Interval of checks whether agreement is still possible."""
 _ROUNDS_APART = 3
 """Rounds in which the ranks were apart, after which they do not meet by themselves."""
 
@@ -88,7 +88,7 @@ class Boundaries:
         """Make the rank ready for a request; return once it was carried out or has failed.
 
         Idempotent: a repeated request gets the same answer. One not reached in time is withdrawn;
-        `withdraw` returns whether it was agreed all the same.
+        `withdraw` returns whether it was agreed nevertheless.
 
         Raises:
             NotFoundError: a snapshot's lease has ended, or the edit is unknown.
@@ -132,10 +132,8 @@ class Boundaries:
         return outcome
 
     async def withdraw(self, number: int) -> pb.BoundaryFate.ValueType:
-        """Withdraw a request and return its fate. Idempotent.
-
-        Waits some milliseconds, and a little longer while the trainer's promise stands.
-        """
+        """Withdraw a request and return its fate. Idempotent. Waits some milliseconds, and a little
+        longer while the trainer's promise lasts."""
         self._copier.withdraw(number, f"boundary request {number} was withdrawn")
         taken: asyncio.Future[None] = self._loop.create_future()
         self._copier.take_back(number, lambda: post(self._loop, taken.set_result, None))
@@ -157,11 +155,7 @@ class Boundaries:
         return fate
 
     def renew_hold(self, lease_s: float) -> None:
-        """Extend the lease of a hold.
-
-        Raises:
-            ConflictError: this rank is not held.
-        """
+        """Extend the lease of a hold. Raises ConflictError if this rank is not held."""
         page = self._attached.page
         if not page[Word.HELD]:
             raise ConflictError("training is not held: the hold's lease has ended, or none began")

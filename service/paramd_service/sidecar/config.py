@@ -13,14 +13,14 @@ from paramd_service.tls import TlsFiles, check_exposure, tls_files
 
 @dataclass(frozen=True, kw_only=True)
 class SidecarConfig:
-    """Everything a sidecar needs before a trainer attaches. Contains no secrets."""
+    """Settings of a sidecar before a trainer attaches. Contains no secrets."""
 
     job: str
     """Name of the job."""
     rank: int
     """Rank whose parameters it owns; 0 or more."""
     socket_path: Path
-    """Unix socket for the handover, in a directory that is ours with mode 0700."""
+    """Unix socket for the handover, in a private directory with mode 0700."""
     listen: str = "127.0.0.1:0"
     """gRPC address "host:port"; port 0 picks a free one. Beyond loopback only with TLS."""
     stream_port: int = 0
@@ -38,8 +38,8 @@ class SidecarConfig:
     linger_s: float = 600.0
     """How long to keep serving after the trainer ends, or to wait for the first one; above 0."""
     trainer_pid: int = 0
-    """The trainer that started this sidecar; if it ends before any has attached, nobody is to be
-    waited for. 0: started by something else."""
+    """The trainer that started this sidecar: if it ends before any has attached, the sidecar ends.
+    0: started by something else."""
     budget_bytes: int | None = None
     """Snapshot budget, above 0; None: three times the arena plus 1 MiB. A third is reserved for
     the control plane and the owner; one token gets at most a third."""
@@ -63,15 +63,15 @@ class SidecarConfig:
     undo_budget_bytes: int = 256 << 20
     """Budget of bytes kept to undo applied edits; 0 or more."""
     standing_budget_bytes: int | None = None
-    """Budget of standing snapshots, kept for other ranks included; None: what the machine has, up
-    to two of the whole state of this rank and of each rank whose copies it keeps."""
+    """Budget of standing snapshots, including those of other ranks; None: all memory of the
+    machine, up to two of the whole state of this rank and of each rank whose copies it keeps."""
     copy_rate_bytes: int = 64 << 20
     """Most bytes a second at which standing snapshots are sent to another host; above 0."""
     marks_budget_bytes: int | None = None
-    """Budget of marks; None: what the machine has."""
+    """Budget of marks; None: all memory of the machine."""
     delta_budget_bytes: int | None = None
     """Budget of states kept for followers that read deltas, 0 or more; None: twice the arena plus
-    1 MiB, the state that they have and the one that they are about to have."""
+    1 MiB, for the state that they have and the next one."""
     edit_expiry_s: float = 600.0
     """How long an untouched staged edit is kept; above 0."""
     report_s: float = 2.0

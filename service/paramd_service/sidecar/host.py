@@ -1,8 +1,8 @@
 """`python -m paramd_service.sidecar.host`: starts sidecars for trainings in other containers.
 
-A trainer with PARAMD_SIDECAR=external asks over a Unix socket in the state dir, with the options
-that it would start its sidecar with itself, and its certificate for standard input. It is told when
-the sidecar ends. Sidecars outlive the trainer's connection: they are for its successor, too.
+A trainer with PARAMD_SIDECAR=external sends its request over a Unix socket in the state dir: the
+options with which it would start the sidecar itself, and its certificate for standard input. It is
+notified when the sidecar ends. Sidecars outlive the trainer's connection, for a restarted trainer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from paramd_service.sidecar.log import Log
 from paramd_service.sidecar.main import MAX_PEMS_BYTES, parse
 
 MAX_SIDECARS = 64
-"""More ranks than that have no place on one host."""
+"""Most sidecars: one host has no room for more ranks."""
 
 
 def main() -> int:
@@ -64,11 +64,8 @@ class Host:
         self._log = Log(fields={"pid": os.getpid()})
 
     async def serve(self) -> None:
-        """Serve until `leave`, then wait for the sidecars to drain.
-
-        Raises:
-            UsageError: another one listens there.
-        """
+        """Serve until `leave`, then wait for the sidecars to drain. Raises UsageError if another
+        host listens there."""
         loop = asyncio.get_running_loop()
         listener = handover.listen(self._path)
         loop.add_reader(listener.fileno(), self._accept, listener)
@@ -162,7 +159,7 @@ class Host:
 
 
 def asked_for(message: dict[str, Any]) -> tuple[SidecarConfig, list[str], str | None]:
-    """What a trainer asks to start. Raises UsageError: it is no sidecar of this state dir."""
+    """The sidecar that a trainer requests. Raises UsageError if it is none of this state dir."""
     arguments, stdin = message.get("arguments"), message.get("stdin")
     if message["op"] != "start" or not isinstance(arguments, list) or not arguments:
         raise UsageError("expected start, with the arguments of a sidecar")

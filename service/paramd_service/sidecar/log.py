@@ -1,7 +1,6 @@
 """Log lines as JSON on standard error.
 
-The sidecar's few lines do not justify a logging framework: structlog costs 5.5 MiB and a
-third of the start time (docs/decisions.md).
+No logging framework: structlog costs 5.5 MiB and a third of the start time (docs/decisions.md).
 """
 
 from __future__ import annotations

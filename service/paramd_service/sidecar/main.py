@@ -53,7 +53,7 @@ _SWITCH_INTERVAL_S = 0.0005
 
 
 def keep_memory() -> None:
-    """Raise malloc's mmap and trim thresholds, where libc has mallopt (musl has not)."""
+    """Raise malloc's mmap and trim thresholds where libc has mallopt (musl does not)."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
@@ -61,7 +61,7 @@ def keep_memory() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one sidecar until it is to leave; return the exit code."""
+    """Run one sidecar until it should leave; return the exit code."""
     core_dumps.forbid()
     try:
         config = parse(argv)
@@ -79,11 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> SidecarConfig:
-    """Parse the command line. Secrets arrive over the socket, never in argv.
-
-    Raises:
-        UsageError: a value is out of range.
-    """
+    """Parse the command line. Secrets arrive over the socket, never in argv. Raises UsageError if a
+    value is out of range."""
     defaults = SidecarConfig(job="job", rank=0, socket_path=Path("socket"))
     parser = argparse.ArgumentParser(
         prog="paramd sidecar serve", description="Serves the parameters of one training rank."
@@ -107,7 +104,7 @@ def parse(argv: Sequence[str] | None) -> SidecarConfig:
         "--job-tls", action="store_true",
         help="serve mutual TLS within the job; reads {ca, cert, key} as one JSON line from stdin",
     )  # fmt: skip
-    # The interval of reports is the control plane's to say.
+    # The control plane sets the interval of reports.
     for name in (one.name for one in fields(defaults) if one.name != "report_s"):
         option, default = "--" + name.replace("_", "-"), getattr(defaults, name)
         if name.endswith("_s"):
@@ -129,9 +126,10 @@ def read_pems(stdin: BinaryIO) -> Pems:
 
 
 async def run(config: SidecarConfig, faults: Faults, pems: Pems | None = None) -> None:
-    """Start the servers, wait until the sidecar is to leave, then drain.
+    """Start the servers, wait until the sidecar should leave, then drain.
 
-    `pems` is its certificate with `config.job_tls`.
+    Args:
+        pems: The sidecar's certificate, with `config.job_tls`.
 
     Raises:
         UsageError: cannot listen on the socket or the address.
@@ -192,7 +190,7 @@ async def _drain(
 
 
 def _leave_with(pid: int, rank: RankSidecar) -> None:
-    """Have the rank told when the process that started this one has ended."""
+    """Tell the rank when the process that started this one has ended."""
     loop = asyncio.get_running_loop()
     try:
         pidfd = descriptors.pidfd(pid)

@@ -8,9 +8,9 @@ One trainer at a time owns it, identified by pid and start time:
     WAITING, ORPHANED, GONE, TORN --linger--> the sidecar leaves
     WAITING --the trainer that started it ends--> the sidecar leaves
 
-GONE is ORPHANED with a mirrored arena: the arena holds an earlier step, so only snapshots that
-are already held are served. The memory is kept unchanged in ORPHANED and TORN, so that the last
-step is still served (or refused, if torn).
+GONE is ORPHANED with a mirrored arena, which holds an earlier step: only existing snapshots are
+served. In ORPHANED and TORN the memory stays unchanged, so that the last step is still served (or
+refused, if torn).
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class Mesh:
     layout: bytes
     """A serialized paramd.v1.Layout."""
     buddies: tuple[int, ...] = ()
-    """By rank, the rank whose sidecar keeps copies of its standing snapshots; empty: none does."""
+    """By rank, the rank whose sidecar keeps copies of its standing snapshots; empty: no copies."""
 
     def address_of(self, rank: int) -> str:
-        """Of that rank's sidecar; empty if it is not known."""
+        """The address of that rank's sidecar; empty if unknown."""
         return next((peer.address for peer in self.peers if peer.rank == rank), "")
 
     def buddy_of(self, rank: int) -> int:
-        """Who keeps that rank's copies; -1 nobody."""
+        """The rank that keeps that rank's copies; -1: none."""
         return self.buddies[rank] if 0 <= rank < len(self.buddies) else -1
 
 
@@ -69,7 +69,7 @@ NO_STATES = (
 
 
 def check_keeps_states(page: ControlPage) -> None:
-    """Raise ConflictError unless the training keeps what belongs to a state."""
+    """Raise ConflictError unless the training keeps the parts of a state."""
     if not page[Word.LINEAGE]:
         raise ConflictError(NO_STATES)
 
@@ -111,8 +111,7 @@ def process_state(pid: int) -> str:
 
 
 def exit_text(pid: int) -> str:
-    """How a process ended: "killed by SIGKILL", "exited with code 1". Empty unless its parent has
-    still to ask for that."""
+    """How a zombie process ended: "killed by SIGKILL", "exited with code 1"; empty for others."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         if not pid or status[0] not in "ZX":
@@ -128,7 +127,7 @@ def _killed_text(number: int) -> str:
 
 
 class Ownership(Enum):
-    """See the module docstring."""
+    """The states of the module's diagram."""
 
     WAITING = "no trainer has attached yet"
     OWNED = "the trainer is attached"
@@ -153,21 +152,18 @@ class AttachRequest:
     rank_ticket: str = field(repr=False)
     """Ticket with which this sidecar joins the control plane as its rank."""
     continues: tuple[int, int, int] = (0, 0, -1)
-    """Lineage, the lineage it becomes, and the step up to which standing snapshots stay."""
+    """Lineage, the lineage it becomes, and the last step whose standing snapshots stay."""
     copy_ticket: str = field(default="", repr=False)
-    """Ticket with which this sidecar sends copies of them to another host; empty: it sends none."""
+    """Ticket with which this sidecar sends copies to another host; empty: it sends none."""
     device: DeviceArenaRequest | None = None
-    """Where the arena is; None: in host memory."""
+    """Where the arena is; None: host memory."""
     allocations: tuple[int, ...] = ()
-    """Sizes of those for optimizer state there that the trainer hands over."""
+    """Sizes of the allocations for optimizer state that the trainer hands over."""
 
 
 def parse_attach(message: dict[str, Any]) -> AttachRequest:
-    """Parse an "attach" message.
-
-    Raises:
-        UsageError: a field is missing, of the wrong type, or out of range.
-    """
+    """Parse an "attach" message. Raises UsageError if a field is missing, of the wrong type, or out
+    of range."""
     least = {"incarnation": 1, "rank": 0, "world_size": 1, "pid": 1, "start": 1, "arena_bytes": 0}
     told: dict[str, Any] = {}
     for name, at_least in least.items():
@@ -200,11 +196,8 @@ def parse_attach(message: dict[str, Any]) -> AttachRequest:
 
 
 def check_sidecar(job: str, rank: int, request: AttachRequest) -> None:
-    """Return if the trainer belongs to the sidecar of this job's rank.
-
-    Raises:
-        UsageError: it belongs to another job or rank. ConflictError: the versions differ.
-    """
+    """Return if the trainer belongs to the sidecar of this job's rank. Raises UsageError if it
+    belongs to another job or rank; ConflictError if the versions differ."""
     if (request.job, request.rank) != (job, rank):
         raise UsageError(
             f"this sidecar serves rank {rank} of job {job!r}, not rank "
@@ -229,11 +222,11 @@ def check_successor(
 
     Args:
         elsewhere: The owner runs in another container, where pids mean other processes.
-        holds_page: It hands the owner's control page back, and so is the owner, even in another
-            container.
+        holds_page: It hands back the owner's control page, which proves that it is the owner, even
+            from another container.
 
     Raises:
-        ConflictError: another trainer lives, or the incarnation is stale.
+        ConflictError: another trainer is alive, or the incarnation is stale.
     """
     same = (request.pid, request.start) == (owner.pid, owner.start)
     same = same and (holds_page or not elsewhere)
@@ -254,8 +247,8 @@ def check_successor(
 def ownership_after_end(words: Words) -> Ownership:
     """The ownership after the trainer's process ended with these words.
 
-    An edit that was agreed but not fully applied tears the rank too, even before its first
-    byte: the other ranks have applied it.
+    An edit agreed but not fully applied tears the rank, even before its first byte: other ranks
+    have applied it.
     """
     # A resting state has odd SEQ too, but no update is in progress.
     inside = words[Word.SEQ] & 1 and not words[Word.REST]
@@ -266,7 +259,7 @@ def ownership_after_end(words: Words) -> Ownership:
 
 
 class AttachedMemory:
-    """What an attached trainer and its sidecar share. Owns the descriptors."""
+    """The memory that a trainer shares with its sidecar. Owns the descriptors."""
 
     def __init__(
         self, request: AttachRequest, shared: Descriptors, pidfd: int, *, elsewhere: bool = False
@@ -275,7 +268,7 @@ class AttachedMemory:
         self.shared = shared
         self.pidfd = pidfd
         self.trainer_pid = 0 if elsewhere else request.pid
-        """The trainer's process; 0: it runs in another container, where pids are others."""
+        """The trainer's process; 0: it runs in another container, whose pids mean nothing here."""
         self.page = ControlPage(shared.page)
         device, words = request.device, self.page.words
         self.arena: HostArena | DeviceReader = (
@@ -295,16 +288,16 @@ class AttachedMemory:
 
     @property
     def host_bytes(self) -> memoryview:
-        """The arena's bytes as far as they are in host memory: all or none."""
+        """The arena's bytes if it is in host memory; otherwise empty."""
         return self.arena.buffer if isinstance(self.arena, HostArena) else memoryview(b"")
 
     @property
     def move(self) -> Move | None:
-        """Copies bytes from the arena's device, or from host memory; None: it is on no device."""
+        """Copies bytes from the arena's device, or from host memory; None without a device."""
         return self.arena.move if isinstance(self.arena, DeviceReader) else None
 
     def copy(self, spans: Sequence[CopySpan]) -> None:
-        """Copy bytes that nobody changes meanwhile. Raises as `move`."""
+        """Copy bytes that nobody changes during the copy. Raises as `move`."""
         if isinstance(self.arena, DeviceReader):
             self.arena.move(spans)
             return
@@ -312,13 +305,14 @@ class AttachedMemory:
             span.copy()
 
     def add_state(self, known_count: int, size_bytes: int) -> Allocation:
-        """Make device memory for more of the optimizer's state. Slow.
+        """Allocate device memory for more optimizer state. Slow.
 
         Args:
-            known_count: how many the trainer has; a later one never reached it, and goes.
+            known_count: Allocations that the trainer has; later ones never reached it and are
+                freed.
 
         Raises:
-            UsageError: there is no device, or never so much state on it.
+            UsageError: there is no device, or the size exceeds its limit.
             ExhaustedError, DeviceError: the driver refused.
         """
         request, known = self.request, self.shared.state
@@ -345,7 +339,7 @@ class AttachedMemory:
         return allocation
 
     def fault_in(self) -> None:
-        """Prefault the arena for reading, so that the first copy is a warm one. Slow."""
+        """Prefault the arena for reading, so that the first copy does not pay for it. Slow."""
         memory = self.host_bytes.obj
         if self.request.arena_bytes and isinstance(memory, mmap.mmap):
             with suppress(OSError):  # older kernels: the first copy takes the faults
@@ -370,7 +364,7 @@ def attach_memory(
     Slow: call it off the event loop. Takes ownership of `handed_back`, even on failure.
 
     Args:
-        elsewhere: A pidfd of a trainer in another container, which stays the caller's.
+        elsewhere: A pidfd of a trainer in another container; the caller closes it.
 
     Raises:
         UsageError: the descriptors or the process do not match the message.
@@ -410,7 +404,7 @@ def _trainer_pidfd(request: AttachRequest) -> int:
         descriptor = descriptors.pidfd(request.pid)
     except OSError as error:
         raise UsageError(f"attach: there is no process {request.pid} ({error.strerror})") from error
-    # After opening the pidfd: checked before, the pid could have been reused in between.
+    # After opening the pidfd: a pid checked before could have been reused.
     if places.process_start(request.pid) != request.start:
         os.close(descriptor)
         raise UsageError(f"attach: process {request.pid} did not start at {request.start}")
@@ -418,17 +412,17 @@ def _trainer_pidfd(request: AttachRequest) -> int:
 
 
 def _greet(attached: AttachedMemory) -> None:
-    """Initialize the sidecar's words; after a respawn, settle what the predecessor left open."""
+    """Initialize the sidecar's words; after a respawn, settle what the dead sidecar left open."""
     page = attached.page
     # 0: a fresh page. The trainer makes the page if no sidecar could be started.
     if page[Word.MAGIC] not in (0, MAGIC):
         raise ConflictError("attach: the control page is of another version of paramd")
     page[Word.MAGIC] = MAGIC
     page[Word.SIDECAR_PID] = os.getpid()
-    # Requests to a predecessor must be repeated under a higher number; what the trainer has
-    # already promised stays promised.
+    # The dead sidecar's requests must be repeated under a higher number; the trainer keeps its
+    # promises.
     page[Word.READY] = 0
     page[Word.ARM_STEP] = page[Word.ARM_SLOT0] = page[Word.ARM_SLOT1] = 0
-    # Or the trainer's next update would wait for copies that died with the predecessor.
+    # Otherwise the trainer's next update would wait for copies that died with the old sidecar.
     page[Word.COPY_ENDED] = page[Word.COPY_BEGUN]
     page[Word.SERVED] = page[Word.ANNOUNCE]

@@ -1,6 +1,4 @@
-"""What a rank is doing now.
-
-The phase of a rank, judged by its control page, the clock and its trainer's process:
+"""What a rank is doing now, judged by its control page, the clock and its trainer's process:
 
     PHASE              reported when
     WAITING            no trainer has attached
@@ -13,8 +11,8 @@ The phase of a rank, judged by its control page, the clock and its trainer's pro
     IDLE               no boundary yet, or none for longer than a step takes
     FORWARD_BACKWARD   otherwise: between two updates of a running training
 
-The first match wins. STALLED comes before UPDATE because an optimizer may hang too. Copies
-depend on none of this; their correctness rests on SEQ alone (memory/gate.py).
+The first match wins. STALLED comes before UPDATE because an optimizer may hang too. Copies do not
+depend on the phase; their correctness rests on SEQ alone (memory/gate.py).
 """
 
 from __future__ import annotations
@@ -27,17 +25,16 @@ from paramd.v1 import common_pb2
 from paramd_service.sidecar.owner import Ownership
 
 STALL_STEPS = 20
-"""A boundary is long overdue after this many of the trainer's smoothed step times ..."""
-
 STALL_LEAST_S = 30.0
-"""... but not before this time: a validation or a checkpoint takes longer than a step."""
+"""A boundary is long overdue after this many of the trainer's smoothed step times, but not before
+this time: a validation or a checkpoint takes longer than a step."""
 
 IDLE_STEPS = 4
 IDLE_LEAST_S = 1.0
 """A rank is idle after this many step times without a boundary, and at least this long."""
 
 STOPPED_STATES = frozenset("Tt")
-"""States in /proc/<pid>/stat: stopped by a signal, or by a debugger."""
+"""States in /proc/<pid>/stat: stopped by a signal or by a debugger."""
 
 LASTING = frozenset(
     {
@@ -48,7 +45,7 @@ LASTING = frozenset(
         common_pb2.PHASE_HELD,
     }
 )
-"""Phases reported at once when entered or left; the others change many times a second."""
+"""Phases reported as soon as entered or left; the others change many times a second."""
 
 _HELD = 1
 

@@ -41,11 +41,10 @@ from paramd_service.sidecar.snapshots.store import (
 )
 
 STAND_IN_POLL_S = 0.05
-"""Poll interval of a request that waits for the training's own weights."""
-
+"""Poll interval of a request that waits until the training's own weights are back."""
 
 _Named: TypeAlias = tuple[Key, int, int, bool]
-"""What a filling is of, its history, its exact step or 0, whether changed values are accepted."""
+"""Key, history, exact step or 0, and whether changed values are accepted."""
 
 
 @dataclass(eq=False, slots=True)
@@ -55,11 +54,10 @@ class _Filling:
     snapshot: Snapshot
     done: asyncio.Future[None]
     at_step: int
-    """Exact step wanted; 0: any."""
+    """Exact step requested; 0: any."""
     history: int
-    """The history that it is of."""
     who: Who
-    """Caller that began it; charged for it until it is done."""
+    """The caller that started it and is charged for it until it is done."""
     unsettled: bool = False
     waiters: int = 0
     job: CopyJob | None = None
@@ -67,7 +65,7 @@ class _Filling:
 
     @property
     def named(self) -> _Named:
-        """Key under which equal requests find it."""
+        """The key under which equal requests find it."""
         return self.snapshot.key, self.history, self.at_step, self.unsettled
 
 
@@ -123,17 +121,17 @@ class Pins:
         history: int | None = None,
         unsettled: bool = False,
     ) -> Lease:
-        """Lease the spans' bytes at the current step, or at a future one of a history (None: of
-        the present one).
+        """Lease the spans' bytes at the current step, or at a future one of a history (None: the
+        current history).
 
-        Equal requests share one copy. `unsettled` also accepts parameters that were changed
-        after their update, while training has not continued; such a copy is nobody else's.
+        Equal requests share one copy. `unsettled` also accepts parameters changed after their
+        update, while training has not continued; such a copy is never shared.
 
         Raises:
             TornError: the trainer ended inside an update, and no equal snapshot is left.
-            ExhaustedError: the snapshot budget, or the machine, has no room.
-            AbortedError: no copy fitted between two updates in time; or `at_step` has passed, or is
-                of a history that a rollback has left.
+            ExhaustedError: the snapshot budget or the machine has no room.
+            AbortedError: no copy fitted between two updates in time; or `at_step` has passed, or
+                belongs to a history that was rolled back.
             ConflictError: the arena is a mirror, whose bytes are of an earlier step, or the
                 trainer cannot serve its parameters; the message says why.
         """
@@ -161,7 +159,7 @@ class Pins:
         at_step: int,
         history: int | None = None,
     ) -> Lease:
-        """As `pin`, of optimizer state or of its table.
+        """Like `pin`, for optimizer state or its table.
 
         Raises:
             ConflictError: it is not in shared memory; the trainer ended before it was recorded.
@@ -180,7 +178,7 @@ class Pins:
     async def pin_mark(
         self, key: Key, read: Callable[[memoryview], StandingLabel], *, lease_s: float
     ) -> Lease:
-        """Lease the spans' bytes of a mark, which `read` copies on a thread. Raises as `read`."""
+        """Lease a mark's bytes, which `read` copies on a thread. Raises as `read`."""
         self.sweep()
         who = CALLER.get()
 
@@ -189,12 +187,12 @@ class Pins:
                 snapshot.block = self._blocks.make(snapshot.size_bytes)
             return read(snapshot.view())
 
-        # Never shared: a mark of the same name may be another one by the next request.
+        # Never shared: by the next request, the name may mean another mark.
         snapshot = self.store.reserve(key, at_boundary=True, who=who)
         try:
             label = await in_executor(self._executor, fill)
             snapshot.step, snapshot.edits, snapshot.fill = label.step, label.edits, Fill.FILLED
-            # A mark is of a history that may be long left, even of an earlier incarnation's.
+            # The history of a mark may have been rolled back, or be an earlier incarnation's.
             snapshot.history = label.lineage
         except BaseException:
             self.store.drop(snapshot)
@@ -206,7 +204,7 @@ class Pins:
     def _found(self, key: Key, at_step: int) -> Snapshot | None:
         page = self._attached.page
         if at_step:
-            # The present step may have been edited since: then what was kept is an earlier state.
+            # The present step may have been edited since; a kept snapshot is then an earlier state.
             settled = page[Word.STEP] == at_step and not page[Word.SEQ] & 1
             proof = page[Word.SEQ] if settled else None
             history = page[Word.REWOUND]
@@ -216,21 +214,17 @@ class Pins:
         if not page[Word.SEQ] & 1:
             state: State | None = state_of(page)
         else:
-            # With a live trainer, a resting state needs a look after the copy: copy anew.
+            # With a live trainer, a resting state needs a check after the copy: copy again.
             state = resting_state(page) if self.copier.capture.trainer_ended else None
         if state is None or is_stray(page.words, state.proof):
             return None
         return self.store.find(key, proof=state.proof)
 
     def check_true(self, snapshot: Snapshot) -> None:
-        """Check that the trainer has not since found the bytes to mix two states.
-
-        Raises:
-            AbortedError: it has; pin again.
-        """
+        """Raise AbortedError if the trainer has since found that the bytes mix two states."""
         if snapshot.is_true:
             return
-        # Read first: what is found afterwards is final if the state was over by then.
+        # Read first: if the state was over by then, the result below is final.
         over = self._attached.page[Word.SEQ] != snapshot.proof
         if not is_stray(self._attached.page.words, snapshot.proof):
             snapshot.is_true = over
@@ -244,8 +238,8 @@ class Pins:
         """Lease room for the spans, to be filled at an agreed boundary (boundaries.py).
 
         Raises:
-            ConflictError: the trainer has ended, so no boundary will come; or other weights stand
-                in for the training's.
+            ConflictError: the trainer has ended, so no boundary will come; or the training's
+                weights are swapped out.
             ExhaustedError: as `pin`.
         """
         self.sweep()
@@ -266,7 +260,7 @@ class Pins:
             self.store.uncharge(snapshot, who)
 
     def trainer_ended(self, ownership: Ownership) -> None:
-        """No further boundary will come; if torn, no copy either."""
+        """End what waits for a boundary, and if torn, copies too."""
         self.ownership = ownership
         self.boundaries.end(ownership.value)
         self.gradient_pins.gradients.end(ConflictError(f"no further update: {ownership.value}"))
@@ -314,7 +308,7 @@ class Pins:
     async def _join_filling(
         self, key: Key, timeout_s: float, at_step: int, unsettled: bool
     ) -> Snapshot:
-        """Hold a snapshot of `key` whose filling ends after this call began."""
+        """Hold a snapshot of `key` whose filling ends after this call begins."""
         if self.ownership is Ownership.TORN:
             raise TornError(
                 f"{self.ownership.value}, and no equal snapshot of an earlier step is "
@@ -329,7 +323,7 @@ class Pins:
         snapshot = self.store.hold(filling.snapshot)
         try:
             async with asyncio.timeout(timeout_s):
-                # Shielded: others may share the copy; the last to leave abandons it.
+                # Shielded: others may share the copy; the last waiter to leave abandons it.
                 await asyncio.shield(filling.done)
         except BaseException as error:
             self.store.drop(snapshot)
@@ -350,7 +344,7 @@ class Pins:
         history = self._attached.page[Word.REWOUND]
         done = self._loop.create_future()
         filling = _Filling(snapshot, done, at_step, history, who, unsettled)
-        # Before it is filled: whoever comes to see it must know that it is not for sharing.
+        # Before it is filled, so that nobody shares it.
         snapshot.private = unsettled
         self._fillings[filling.named] = filling
         kept(self._tasks, self._fill(filling))
@@ -415,11 +409,8 @@ class Pins:
         return state
 
     async def _while_others_stand_in(self) -> None:
-        """Wait a moment for the training's own weights, since no boundary comes before.
-
-        Raises:
-            ConflictError: others still stand in for them.
-        """
+        """Wait briefly for the training's own weights, since no boundary comes before. Raises
+        ConflictError if they are still swapped out."""
         page, until_s = self._attached.page, self._loop.time() + UNSERVED_NS / 1e9
         while label_of(page):
             if self._loop.time() > until_s:
@@ -441,7 +432,7 @@ class Pins:
             self.copier.cancel(filling.job)
 
     async def _make_block(self, snapshot: Snapshot) -> None:
-        """Allocate the snapshot's memory if needed; in any case drop one holder."""
+        """Allocate the snapshot's memory if needed; always drop one holder."""
         try:
             if snapshot.block is None and snapshot.size_bytes:
                 snapshot.block = await self._loop.run_in_executor(

@@ -75,14 +75,11 @@ if TYPE_CHECKING:
 _PROGRAM_BYTES = 4 << 20
 
 CLOSE_S = 5.0
-"""Closing an attachment takes milliseconds; after this long the log says what it waits for."""
-
+"""Closing an attachment takes milliseconds; after this long, the log says what it waits for."""
 ENDING_S = 1.0
 """How long an offer waits for a trainer that is just ending."""
-
 DIGEST_S = 5.0
-"""How long it waits for the digests of what the trainer left. Later than that it goes without."""
-
+"""How long an offer waits for the digests of what the trainer left, before it goes without."""
 CLIENT_NS = 10_000_000_000
 """How long a caller counts as a client that may soon ask for a boundary."""
 
@@ -121,7 +118,7 @@ def make_pins(rank: RankSidecar, attached: AttachedMemory) -> Pins:
 
 
 def make_edits(rank: RankSidecar, attached: AttachedMemory) -> Edits:
-    """Set up edits of a trainer's memory; `Edits.start` must be called."""
+    """Set up edits of a trainer's memory; call `Edits.start` next."""
     config, arena_bytes = rank.config, attached.request.arena_bytes
     memory = EditMemory(
         attached.shared.edits,
@@ -170,7 +167,7 @@ class RankSidecar:
         """TCP port for bulk streams; 0 if there is none."""
         self.mesh: Mesh | None = None
         self.leaving = asyncio.Event()
-        """Set when the sidecar is to drain: on detach, on a signal, or after the linger time."""
+        """Set when the sidecar should drain: on detach, on a signal, or after the linger time."""
         self.detached = False
         self.control_generation = 0
         """Highest control plane generation seen in this incarnation; lower ones are fenced."""
@@ -181,7 +178,7 @@ class RankSidecar:
         self.tls: ServerTls | None = None
         """The gRPC server's, once it listens; None without TLS."""
         self.own_pems: JobPems | None = None
-        """The job's certificate of this rank; None without TLS of the job's own."""
+        """This rank's certificate from the job; None unless the job has its own TLS."""
         self.blocks = blocks
         self.standing = Standing(
             blocks, self.log, budget_bytes=config.standing_budget_bytes, at_point=faults.at
@@ -190,17 +187,17 @@ class RankSidecar:
         """Standing snapshots of other ranks."""
         self.marks = Marks(blocks, self.standing, budget_bytes=config.marks_budget_bytes)
         self.using_memory = asyncio.Lock()
-        """Held while a mark is copied: the attachment's memory stays mapped."""
+        """Held while a mark is copied, to keep the attachment's memory mapped."""
         self.attached: AttachedMemory | None = None
         """Memory shared with the trainer; None before the first attach."""
         self._verifier: Verifier | None = None
         self._pins: Pins | None = None
         self._edits: Edits | None = None
         self.layout_digest = ""
-        """Of the last mesh."""
+        """The last mesh's."""
         self._ended = asyncio.Event()
         self.end: tuple[float, str] | None = None
-        """When the trainer's process ended, on the monotonic clock, and how; empty: not known."""
+        """When the trainer's process ended (monotonic clock), and how; empty if unknown."""
         self._ending_on_device: asyncio.Task[None] | None = None
         self._insight: TrainerInsight | None = None
         self._attaching = asyncio.Lock()
@@ -208,7 +205,7 @@ class RankSidecar:
         self._starter_gone = False
         self._had_trainer = False
         self._tickets_time: float | None = None
-        """The control plane's time less the monotonic clock's, if this host's is another."""
+        """The control plane's time minus the monotonic clock, if this host's clock differs."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -231,22 +228,16 @@ class RankSidecar:
 
     @property
     def pins(self) -> Pins:
-        """Snapshots of the current incarnation.
-
-        Raises:
-            UnreachableError: no trainer has attached yet.
-        """
+        """Snapshots of the current incarnation. Raises UnreachableError if no trainer has attached
+        yet."""
         if self._pins is None:
             raise UnreachableError(f"{Ownership.WAITING.value}; try again when training runs")
         return self._pins
 
     @property
     def edits(self) -> Edits:
-        """Edits of the current incarnation.
-
-        Raises:
-            UnreachableError: no trainer has attached yet, or edit memory could not be allocated.
-        """
+        """Edits of the current incarnation. Raises UnreachableError if no trainer has attached yet,
+        or edit memory could not be allocated."""
         if self._edits is None:
             why = self.ownership.value if self._pins is None else "edits have no memory here"
             raise UnreachableError(f"{why}; try again when training runs")
@@ -264,7 +255,7 @@ class RankSidecar:
 
     @property
     def insight(self) -> TrainerInsight:
-        """What is known of the trainer's doing. Raises UnreachableError before the first attach."""
+        """What the trainer is doing. Raises UnreachableError before the first attach."""
         if self._insight is None:
             raise UnreachableError(f"{Ownership.WAITING.value}; try again when training runs")
         return self._insight
@@ -300,7 +291,7 @@ class RankSidecar:
             )
 
     def identity(self) -> dict[str, Any]:
-        """Job, rank and incarnation, for the Unix socket; gRPC answers have a header."""
+        """Job, rank and incarnation, for the Unix socket; gRPC responses have a header."""
         return {"job": self.config.job, "incarnation": self.incarnation, "rank": self.config.rank}
 
     def check_meant(self, rank: object) -> None:
@@ -321,10 +312,7 @@ class RankSidecar:
         self.control_generation = generation
 
     async def find_control(self) -> str:
-        """Where the control plane is; one that was started again may be at another port.
-
-        It tells that in the state dir, which is the same for all ranks of its host.
-        """
+        """The control plane's address, from the host's state dir: a restart may change the port."""
         with suppress(ParamdError, OSError):
             found = await asyncio.to_thread(places.read_endpoint, self.config.job)
             if found.incarnation == self.incarnation and not found.via:
@@ -339,9 +327,9 @@ class RankSidecar:
             self._changed()
 
     def take_time(self, now_s: float) -> None:
-        """Take the control plane's time, 0 if unknown, for what expires by it.
+        """Take the control plane's time (0: unknown), which decides what has expired.
 
-        Hosts' clocks agree, as a rule, and then ours counts: it follows corrections.
+        If this host's clock agrees, as usual, it is used instead: it follows corrections.
         """
         apart_s = clock.now_s() - now_s if now_s else 0.0
         known = self._tickets_time is not None
@@ -350,11 +338,11 @@ class RankSidecar:
             self.log("clock-differs", ahead_of_control_plane_s=round(apart_s, 1))
 
     def verify(self, ticket: str) -> Claims:
-        """Verify a ticket, and that the token it names (if any) is not revoked; return its claims.
+        """Verify a ticket, and that its token (if any) is not revoked; return its claims.
 
         Raises:
             DeniedError: the ticket is invalid.
-            UnreachableError: no trainer has attached yet, or it is the control plane's ticket for
+            UnreachableError: no trainer has attached yet, or the ticket is the control plane's for
                 another rank.
         """
         if self.attached is None or self._verifier is None:
@@ -368,18 +356,18 @@ class RankSidecar:
             now_s=other + time.monotonic() if other is not None else None,
         )
         if claims.role is Role.CONTROL:
-            # Another rank may have been shown it, and plays it here.
+            # Another rank may have received it and replay it here.
             self.check_meant(claims.rank)
         self.revocations.check(claims)
         return claims
 
     def job_tls(self) -> Pems | None:
-        """What to speak mutual TLS with within the job; None without."""
+        """The certificate for mutual TLS within the job; None without."""
         return self.own_pems.pems if self.own_pems is not None else None
 
     def note_client(self, method: str) -> None:
-        """Have the trainers stay attentive: whoever called may ask for a boundary next."""
-        # Metrics are scraped and copies sent for ever, by nobody who waits for a boundary.
+        """Keep the trainers attentive: a caller may request a boundary next."""
+        # Metrics and copies are sent all the time, by callers that never wait for a boundary.
         alike = method.endswith(("/GetMetrics", "/PutCopy"))
         if self.attached is not None and not alike:
             self.attached.page[Word.CLIENTS_UNTIL_NS] = time.monotonic_ns() + CLIENT_NS
@@ -387,7 +375,7 @@ class RankSidecar:
     def wait_for_trainer(self) -> None:
         """Leave unless a trainer attaches within the linger time."""
         self._stop_waiting()
-        # Once it had one it may be waiting with that one's snapshots: a successor's attach failed.
+        # A sidecar that had a trainer may keep its snapshots: the restarted one failed to attach.
         if self._starter_gone and not self._had_trainer:
             self.log("leaving", reason="the trainer that started it ended before it attached")
             self.leaving.set()
@@ -401,9 +389,9 @@ class RankSidecar:
             self._linger_timer = None
 
     def starter_ended(self) -> None:
-        """The trainer that started this sidecar has ended: only memory is worth lingering for."""
+        """Leave if the trainer that started this sidecar ended before any had attached."""
         self._starter_gone = True
-        # An attach in progress waits again by itself if it fails.
+        # An attach in progress calls `wait_for_trainer` itself if it fails.
         if not self._had_trainer and not self._attaching.locked():
             self.wait_for_trainer()
 
@@ -412,10 +400,8 @@ class RankSidecar:
     ) -> AttachedMemory:
         """Give the sidecar to a trainer. Takes ownership of the descriptors, even on failure.
 
-        `elsewhere`: as of `attach_memory`.
-
-        Raises:
-            UsageError, ConflictError, ExhaustedError: see owner.py.
+        `elsewhere`: see `attach_memory`. Raises UsageError, ConflictError, ExhaustedError: see
+        owner.py.
         """
         await self._device_looked_at()
         async with self._attaching:
@@ -430,7 +416,7 @@ class RankSidecar:
             try:
                 attached = await self._successive(request, handed_back, elsewhere)
             except BaseException:
-                # The trainer died, for example. What the one before left stays, or its snapshots.
+                # For example, the trainer died. What the earlier one left stays, or its snapshots.
                 self.wait_for_trainer()
                 raise
             self.standing.rebase(*request.continues, reached=reached)
@@ -460,7 +446,7 @@ class RankSidecar:
     async def _successive(
         self, request: AttachRequest, handed_back: Sequence[int], elsewhere: int | None
     ) -> AttachedMemory:
-        """The new trainer's memory, in place of the former's."""
+        """Replace the former trainer's memory with the new one's."""
 
         def make() -> asyncio.Future[AttachedMemory]:
             return asyncio.get_running_loop().run_in_executor(
@@ -468,7 +454,7 @@ class RankSidecar:
             )
 
         if handed_back:
-            # First: it may be the former's, which nobody else has if this one has just died.
+            # First: this may be the former's memory, with no other owner if this one just died.
             attached = await make()
             try:
                 await self._drop_attached()
@@ -480,9 +466,9 @@ class RankSidecar:
         return await make()
 
     async def offer(self, rank: object, job: object) -> tuple[dict[str, Any], list[int]]:
-        """What this sidecar has for a successor; the caller closes the descriptors.
+        """What this sidecar has for a restarted trainer; the caller closes the descriptors.
 
-        Waits a moment for a trainer that is just ending, and for digests of what it left.
+        Waits briefly for a trainer that is just ending, and for digests of what it left.
 
         Raises:
             UsageError: it serves another rank or job.
@@ -498,9 +484,9 @@ class RankSidecar:
             return offer_of(self.attached, self.ownership, self.layout_digest, self.standing)
 
     async def offer_copies(self, rank: object, job: object) -> dict[str, Any]:
-        """Whose standing snapshots are here: copies of other ranks', and this rank's own.
+        """The standing snapshots here: copies of other ranks' and this rank's own.
 
-        Waits a moment for a trainer that is just ending.
+        Waits briefly for a trainer that is just ending.
 
         Raises:
             UsageError: it serves another rank or job.
@@ -518,7 +504,7 @@ class RankSidecar:
         }
 
     def open_copy(self, rank: object, job: object, of: int, lineage: int, step: int) -> int:
-        """A new descriptor of one of them, read-only. Raises UsageError, NotFoundError."""
+        """A new read-only descriptor of one of them. Raises UsageError, NotFoundError."""
         self._check_predecessor(rank, job)
         if of != self.config.rank:
             return self.copies.opened(of, lineage, step)
@@ -528,7 +514,7 @@ class RankSidecar:
         raise NotFoundError(f"no standing snapshot of step {step} is here")
 
     async def _device_looked_at(self) -> None:
-        """Wait until it is known how an ended trainer left its device, if that is being looked at.
+        """Wait for the check of how an ended trainer left its device, if one is running.
 
         Bounded: the device is polled, never awaited.
         """
@@ -555,12 +541,12 @@ class RankSidecar:
         return max(budget - self.standing.wanted_bytes, 0) if budget is not None else None
 
     async def stands(self, timeout_s: float) -> None:
-        """Wait for a standing snapshot of the training's present history; at most `timeout_s`."""
+        """Wait up to `timeout_s` for a standing snapshot of the current history."""
         attached, until_s = self.attached, time.monotonic() + timeout_s
         while attached is not None and attached is self.attached and self.trainer_lives:
             lineage, held = attached.page[Word.LINEAGE], attached.page[Word.HELD]
             known = any(label.lineage == lineage for label, _ in self.standing.labels())
-            # Nothing is copied once it goes on, nor without memory for it.
+            # Nothing is copied once training continues, nor without memory for it.
             if known or not held or not self.standing.labels() or time.monotonic() > until_s:
                 return
             await asyncio.sleep(0.01)
@@ -569,7 +555,7 @@ class RankSidecar:
         """Set the mesh that the trainers agreed on; from now on everything is served."""
         self.mesh = mesh
         self.layout_digest = mesh.layout_digest
-        # This trainer has told what was lost before it; a later one tells only what it adds.
+        # This trainer has reported what was lost before it; a later one reports only new losses.
         self.standing.reached = 0
         own = self.config.rank
         self.copies.keep_only([rank for rank, buddy in enumerate(mesh.buddies) if buddy == own])
@@ -586,11 +572,8 @@ class RankSidecar:
         self.leaving.set()
 
     def leave(self) -> None:
-        """Leave on its user's request instead of lingering. Idempotent.
-
-        Raises:
-            ConflictError: a trainer is attached, or one is expected.
-        """
+        """Leave on the user's request instead of lingering. Idempotent. Raises ConflictError if a
+        trainer is attached or expected."""
         if self.ownership is Ownership.OWNED or self._attaching.locked():
             raise ConflictError(
                 "its trainer is alive; stop the training first, nothing here ends it"
@@ -609,7 +592,7 @@ class RankSidecar:
         return kept(self._tasks, work)
 
     async def close(self) -> None:
-        """End snapshots and the attachment. Call it once the servers have stopped."""
+        """End snapshots and the attachment. Call it after the servers have stopped."""
         self._stop_waiting()
         await self._drop_attached()
         self.standing.close()
@@ -671,7 +654,7 @@ class RankSidecar:
             self._ending_on_device = self.start_task(self._look_at_device(self.attached))
 
     async def _look_at_device(self, attached: AttachedMemory) -> None:
-        """Find out whether the device finished what an ended trainer had told of."""
+        """Find out whether the device finished what an ended trainer had announced."""
         assert attached.device is not None
         why = await asyncio.get_running_loop().run_in_executor(self.executor, attached.device.end)
         if why:

@@ -1,8 +1,8 @@
 """Cancel calls that run with a revoked token's tickets, and refuse later ones.
 
 The control plane announces revocations on the sidecar's stream to it. While disconnected, the
-sidecar keeps each one until no ticket of that token can still be valid. A sidecar has no audit
-log of its own; its reports carry its refusals.
+sidecar keeps each one until every ticket of that token has expired. It has no audit log of its
+own; its reports include its refusals.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Revocations(RevokedTokens):
         super().__init__()
         self._running: dict[asyncio.Timeout, Claims] = {}
         self.on_news: list[Callable[[], object]] = []
-        """Called when previously valid tickets are now refused."""
+        """Called when tickets that were valid are now refused."""
 
     def update(self, told: control_pb2.Revocations) -> int:
         """Apply revocations from the control plane; return how many running calls were ended."""
@@ -63,15 +63,11 @@ class Revocations(RevokedTokens):
 
     @asynccontextmanager
     async def running(self, claims: Claims) -> AsyncIterator[None]:
-        """Wrap a call: cancel it once its token is revoked.
-
-        Raises:
-            TokenRevokedError: the call was cancelled for that.
-        """
+        """Wrap a call: cancel it once its token is revoked, and raise TokenRevokedError."""
         if claims.token_id is None:
             yield
             return
-        # A cancel scope: `update` makes it expire now, which cancels this call and nothing else.
+        # A cancel scope: `update` makes it expire now, which cancels only this call.
         call = asyncio.timeout(None)
         try:
             async with call:

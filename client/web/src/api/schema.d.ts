@@ -140,9 +140,9 @@ export interface paths {
         };
         /**
          * Get Diff
-         * @description How two states of the weights differ, tensor by tensor. A process of its own on the
-         *     control plane's host reads both, with the caller's rights; training goes on. An export is
-         *     read from that host's disk. Both must be there within 30 s.
+         * @description How two states of the weights differ, tensor by tensor. A separate process on the control
+         *     plane's host reads both, with the caller's rights; training continues. An export is read
+         *     from that host's disk. Both states must be available within 30 s.
          */
         get: operations["get_diff"];
         put?: never;
@@ -592,8 +592,8 @@ export interface paths {
         put?: never;
         /**
          * Set Hyperparameters
-         * @description Set hyper-parameters of a parameter group, on all ranks at one step or on none. An edit,
-         *     which undo_edit undoes. Idempotent by id.
+         * @description Set hyper-parameters of a parameter group, on all ranks at one step or on none. An edit:
+         *     undo_edit restores the old values. Idempotent by id.
          */
         post: operations["set_hyperparameters"];
         delete?: never;
@@ -631,8 +631,7 @@ export interface paths {
         };
         /**
          * List Marks
-         * @description States that training can be put back to: marks, and the standing snapshots that all
-         *     ranks have.
+         * @description States that training can return to: marks, and the standing snapshots of all ranks.
          */
         get: operations["list_marks"];
         put?: never;
@@ -660,7 +659,7 @@ export interface paths {
         post?: never;
         /**
          * Delete Mark
-         * @description Forget a mark and give its memory back. Idempotent.
+         * @description Delete a mark and free its memory. Idempotent.
          */
         delete: operations["delete_mark"];
         options?: never;
@@ -786,9 +785,9 @@ export interface paths {
          * Get Stats
          * @description Statistics of every matching tensor, all at one step.
          *
-         *     The total covers the tensors selected by globs and facts, also those that terms about
+         *     The total covers the tensors selected by globs and facts, including those that terms about
          *     statistics drop. Tensors of unavailable ranks are listed as missing, and so are small
-         *     ones if the caller may not read values.
+         *     tensors if the caller may not read values.
          */
         get: operations["get_stats"];
         put?: never;
@@ -848,11 +847,12 @@ export interface paths {
         };
         /**
          * Get Rank Log
-         * @description The last lines of a rank's sidecar, and of its trainer where that writes to a file.
+         * @description The last lines of a rank's sidecar, and of its trainer if that writes to a file.
          *
-         *     Also after the trainer has died, while its sidecar lingers; then the sidecar's alone, from
-         *     the control plane's host. A sidecar's log is of all incarnations, which its lines name.
-         *     Tokens and credentials in URLs are hidden; other secrets that a script prints are not.
+         *     Also after the trainer has died, while its sidecar lingers; after that, only the sidecar's,
+         *     if it ran on the control plane's host. A sidecar's log covers all incarnations, which its
+         *     lines name. Tokens and credentials in URLs are hidden; other secrets that a script prints
+         *     are not.
          */
         get: operations["get_rank_log"];
         put?: never;
@@ -914,9 +914,8 @@ export interface paths {
         put?: never;
         /**
          * Create Rollback
-         * @description Put training back to a mark, or to a step that is kept: parameters, optimizer state and
-         *     everything in keep, on all ranks or on none. An edit: undo_edit goes forward again.
-         *     Idempotent by id.
+         * @description Return training to a mark or a kept step: parameters, optimizer state and everything in
+         *     keep, on all ranks or on none. An edit: undo_edit goes forward again. Idempotent by id.
          */
         post: operations["create_rollback"];
         delete?: never;
@@ -1026,9 +1025,9 @@ export interface paths {
         };
         /**
          * Get Updates
-         * @description What the next updates do to each parameter that matches: their norm, and its ratio to
-         *     the weight. The sidecars compute it from two steps; training goes on. They must come within
-         *     30 s.
+         * @description What the next updates change in each matching parameter: the norm of the change and its
+         *     ratio to the weight. The sidecars compute both from two steps, which must come within 30 s;
+         *     training continues.
          */
         get: operations["get_updates"];
         put?: never;
@@ -1051,8 +1050,8 @@ export interface paths {
          * @description What every rank is doing now, and which one keeps the others waiting.
          *
          *     Works while the training hangs, and neither stops nor slows it. Stacks name files and
-         *     functions, never values; the trainers' last lines say whatever the script printed, so they
-         *     are for those alone who may see logs.
+         *     functions, never values. The trainers' last lines may contain anything the script prints,
+         *     so only callers that may see logs get them.
          */
         get: operations["get_why"];
         put?: never;
@@ -1532,7 +1531,7 @@ export interface components {
         };
         /**
          * DroppedMark
-         * @description Whether there was a mark to forget.
+         * @description Whether a mark was deleted.
          */
         DroppedMark: {
             /** Dropped */
@@ -1844,7 +1843,7 @@ export interface components {
             exports: components["schemas"]["ExportInfo"][];
             /**
              * Next Page Token
-             * @description Ask with it for the next page; empty at the end
+             * @description Pass it to get the next page; empty at the end
              */
             next_page_token: string;
         };
@@ -1940,12 +1939,6 @@ export interface components {
          * @enum {string}
          */
         ExportState: "PLANNED" | "RUNNING" | "VERIFYING" | "DONE" | "FAILED" | "CANCELLED";
-        /**
-         * GradKind
-         * @description What a frame has of each gradient.
-         * @enum {string}
-         */
-        GradKind: "stats" | "histogram";
         /**
          * HeatmapDocument
          * @description Heat map of a tensor at one step: a matrix reduced to cells.
@@ -2489,7 +2482,7 @@ export interface components {
         };
         /**
          * LargestRow
-         * @description A row of a tensor, and how far it is from the same row of the other state.
+         * @description A row of a tensor, and its distance from the same row of the other state.
          */
         LargestRow: {
             /** Norm */
@@ -2499,7 +2492,7 @@ export interface components {
         };
         /**
          * LeaseDocument
-         * @description One lease at a sidecar, whoever holds it.
+         * @description One lease at a sidecar, of any client.
          */
         LeaseDocument: {
             /** At Boundary */
@@ -2624,12 +2617,6 @@ export interface components {
             /** Reason */
             reason: string;
         };
-        /**
-         * Mode
-         * @description How a cell summarizes its finite elements.
-         * @enum {string}
-         */
-        Mode: "mean" | "absmax" | "min" | "max";
         /**
          * NewSession
          * @description A new session: its key; the cookie is set by the response.
@@ -2880,7 +2867,7 @@ export interface components {
         ParamPage: {
             /**
              * Incarnation
-             * @description Incarnation of the statistics the filter used; -1 for none
+             * @description Incarnation of the filter's statistics; -1 for none
              */
             incarnation: number;
             /** Layout Digest */
@@ -4197,7 +4184,6 @@ export type ExportInfo = components['schemas']['ExportInfo'];
 export type ExportList = components['schemas']['ExportList'];
 export type ExportRequest = components['schemas']['ExportRequest'];
 export type ExportState = components['schemas']['ExportState'];
-export type GradKind = components['schemas']['GradKind'];
 export type HeatmapDocument = components['schemas']['HeatmapDocument'];
 export type HeldDocument = components['schemas']['HeldDocument'];
 export type HistogramDocument = components['schemas']['HistogramDocument'];
@@ -4221,7 +4207,6 @@ export type Mark = components['schemas']['Mark'];
 export type MarkList = components['schemas']['MarkList'];
 export type MarkRequest = components['schemas']['MarkRequest'];
 export type MissingDocument = components['schemas']['MissingDocument'];
-export type Mode = components['schemas']['Mode'];
 export type NewSession = components['schemas']['NewSession'];
 export type NewToken = components['schemas']['NewToken'];
 export type OpRequest = components['schemas']['OpRequest'];
@@ -4390,7 +4375,7 @@ export interface operations {
             query?: {
                 /** @description Alerts in this state, or all */
                 state?: "firing" | "resolved" | "all";
-                /** @description Alerts on a page; all that fire now are on the first one besides */
+                /** @description Alerts on a page; the first page also has all that fire now */
                 limit?: number;
                 /** @description From the previous page */
                 page_token?: string;
@@ -4968,7 +4953,7 @@ export interface operations {
                 /** @description A frame every so many updates */
                 every?: number;
                 /** @description histogram adds counts of binary exponents */
-                kind?: components["schemas"]["GradKind"];
+                kind?: "stats" | "histogram";
             };
             header?: never;
             path: {
@@ -5378,7 +5363,8 @@ export interface operations {
             query: {
                 /** @description One tensor; may end in a slice: "w[0:4, 8:16]" */
                 name: string;
-                mode?: components["schemas"]["Mode"];
+                /** @description How a cell summarizes its finite elements */
+                mode?: "mean" | "absmax" | "min" | "max";
                 /** @description Most cells in this direction */
                 rows?: number;
                 /** @description Most cells in this direction */
@@ -5787,7 +5773,7 @@ export interface operations {
             query?: {
                 /** @description Globs over names; default: all */
                 filter?: string[] | null;
-                /** @description So many updates together */
+                /** @description Number of updates, taken together */
                 steps?: number;
             };
             header?: never;

@@ -1,9 +1,9 @@
-"""Who a REST caller is: tokens (the process's own or the store's) and browser sessions.
+"""The identity of a REST caller: tokens (the process's own or the store's) and browser sessions.
 
-A session is a cookie plus a key, both required, that stand in for a token presented once. The
-cookie is HttpOnly and SameSite=Strict, so no script can read it and no other site can use it.
-But cookies ignore ports: the browser sends them to every server on the same host. So the page
-also sends a key, kept in storage that only its own origin can read.
+A session is a cookie plus a key, both required, in place of a token presented once. The cookie is
+HttpOnly and SameSite=Strict, so no script can read it and no other site can use it. But cookies
+ignore ports: the browser sends them to every server on the same host. So the page also sends a
+key, kept in storage that only its own origin can read.
 """
 
 from __future__ import annotations
@@ -32,34 +32,28 @@ from paramd_service.control.store.tokens import TokenRow, TokenStore
 
 MAX_OF_TOKEN = 16
 """Sessions per token; past the cap, its least recently used one is dropped."""
-
 MAX_SESSIONS = 256
 """Sessions in total; past the cap, the token with the most loses one."""
-
 IDLE_S = 12 * 3600.0
 """Idle time after which a session expires."""
-
 SAVED_EVERY_S = 600.0
-"""How far behind the time of last use may be in the file that keeps sessions."""
-
+"""Longest delay of the time of last use in the file that keeps sessions."""
 KEY_HEADER = "x-paramd-session"
 
 CODE_S = 60.0
-"""How long a sign-in code can be used, once."""
-
+"""Validity of a sign-in code, which works once."""
 MAX_CODES = 64
 """Unused codes; past the cap the token with the most loses its oldest."""
 
 DEFAULT_TTL_S = 30 * 86_400.0
 MAX_TTL_S = 366 * 86_400.0
 MAX_NAME_CHARS = 64
-
+MAX_JOBS_CHARS = 256
 KEPT_S = 2.0
 """How long a token stays valid here after another control plane of the store has revoked it."""
 
 _KEPT = 1024
 _JOBS = re.compile(r"[A-Za-z0-9._*?-]+(,[A-Za-z0-9._*?-]+)*")
-MAX_JOBS_CHARS = 256
 _MAX_CHARS = 4096
 
 
@@ -89,8 +83,8 @@ class Sessions:
         self._codes: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
 
     def keep(self, path: Path) -> None:
-        """Take up the sessions of an earlier process, and keep these in the same file: digests
-        alone, which open nothing. One that cannot be read or written only costs a sign-in."""
+        """Resume the sessions of an earlier process, and keep these in the same file: digests
+        alone, which open nothing. An unreadable or unwritable file only costs a sign-in."""
         self._path = path
         with suppress(OSError, ValueError, TypeError, AttributeError):
             for name, (key, token, used_s) in json.loads(path.read_text()).items():
@@ -119,10 +113,8 @@ class Sessions:
         return opened
 
     def token_digest(self, cookie: str, key: str) -> str:
-        """Digest of the session's token; empty when there is no such session.
-
-        Look the token up on each request: it may have been revoked.
-        """
+        """Digest of the session's token; empty when there is no such session. Look the token up on
+        each request: it may have been revoked."""
         if not cookie or not key:
             return ""
         name = _secret_digest(cookie)
@@ -140,13 +132,11 @@ class Sessions:
         return session.token_digest
 
     def invite(self, token_digest: str) -> str:
-        """A code that opens one session for this token, checked to be valid, within `CODE_S`.
-
-        It may stand in a URL's fragment: by the time that anybody reads a history, it is dead.
-        """
+        """A code that opens one session for this token, checked to be valid, within `CODE_S`. It
+        may be in a URL's fragment: it expires before anybody reads a history."""
         self._forget_codes()
         if len(self._codes) >= MAX_CODES:
-            # The oldest of the token with the most: nobody's codes displace another's.
+            # The oldest of the token with the most, so that no token's codes displace another's.
             ((most, _),) = Counter(of for of, _ in self._codes.values()).most_common(1)
             del self._codes[next(key for key, (of, _) in self._codes.items() if of == most)]
         code = secrets.token_urlsafe(32)
@@ -154,10 +144,8 @@ class Sessions:
         return code
 
     def redeem(self, code: str) -> str:
-        """Digest of the token that the code stands for; empty when it is unknown, used or old.
-
-        Whatever the answer, the code is dead from now on.
-        """
+        """Digest of the token that the code stands for; empty when it is unknown, used or expired.
+        In any case, the code is invalid from now on."""
         self._forget_codes()
         found = self._codes.pop(_secret_digest(code), None)
         return found[0] if found is not None else ""
@@ -178,11 +166,8 @@ class Sessions:
 
 
 def cookie_name(host: str, *, is_tls: bool) -> str:
-    """Name of an origin's cookie. It includes the port, which cookies ignore otherwise.
-
-    Args:
-        host: The request's Host header.
-    """
+    """Name of the cookie of an origin, given its Host header. The port is part of it, because
+    cookies ignore ports otherwise."""
     name, colon, port = host.rpartition(":")
     shown = port if colon and port.isdecimal() and not name.endswith(":") else "default"
     return f"{'__Host-' if is_tls else ''}paramd-{shown}"
@@ -216,10 +201,9 @@ class Principal:
     """Name of the token; for the audit."""
     role: UserRole
     token_id: str | None = field(default=None, compare=False)
-    """The token's id in tickets; None for the process's own, which cannot be revoked."""
+    """The token's id in tickets; None for the process's token, which cannot be revoked."""
     expires_s: float | None = field(default=None, compare=False)
     """When the token expires, in seconds since the Unix epoch; None: never."""
-
     jobs: str | None = field(default=None, compare=False)
     """As in `TokenRow`."""
 
@@ -255,10 +239,8 @@ class Tokens:
         on_revoked: Callable[[TokenRow], None] = lambda row: None,
         clock: Callable[[], float] = now_s,
     ) -> None:
-        """`own_token` is the process owner's, with role admin; it is never stored.
-
-        `on_revoked` is called for each token revoked here, before `revoke` returns.
-        """
+        """`own_token` is the process owner's, with role admin; it is never stored. `on_revoked` is
+        called for each token revoked here, before `revoke` returns."""
         self._own_digest = _digest(own_token)
         self._store = store
         self._recorded = recorded
@@ -272,13 +254,9 @@ class Tokens:
         return holds_token(text) or self._is_own(text)
 
     async def principal(self, offered: str) -> Principal | None:
-        """The principal of a token; None when it is unknown, expired or revoked.
-
-        Digests are compared in constant time; any text may be offered.
-
-        Raises:
-            UnreachableError: the store cannot be reached now.
-        """
+        """The principal of a token; None when it is unknown, expired or revoked. Digests are
+        compared in constant time; any text may be offered. Raises UnreachableError when the store
+        cannot be reached."""
         if not offered or len(offered) > MAX_TOKEN_CHARS:
             return None
         if not holds_token(offered) and not self._is_own(offered):
@@ -348,12 +326,8 @@ class Tokens:
         return await self._store.list()
 
     async def revoke(self, by: Principal, name: str) -> TokenRow:
-        """Revoke a token permanently, effective at once. Idempotent.
-
-        Raises:
-            NotFoundError: there is no such token.
-            UnreachableError: the store or the audit cannot be written.
-        """
+        """Revoke a token permanently, effective at once. Idempotent. Raises NotFoundError if there
+        is no such token; UnreachableError if the store or the audit cannot be written."""
         async with self._recorded(by, "token.revoke", {"name": name[:MAX_NAME_CHARS]}):
             row = await self._store.revoke(name, now_s=self._clock())
         # Only once the store has it: before that, a concurrent lookup would cache the old row.

@@ -1,9 +1,9 @@
 """REST access: connection limits, authentication, and the role each operation needs.
 
-A stranger is a connection that has not shown a good token. Strangers have slots of their own;
-when those are full, the oldest of the address with the most is evicted. So a client that sends its
-request at once gets through however many others stall, and no stranger ever displaces a connection
-that has shown a good token. A request is authenticated before any of its body is read.
+A stranger is a connection that has not shown a good token. Strangers have separate slots; when
+those are full, the oldest of the address with the most is evicted. A client that sends its request
+at once therefore gets through however many others stall, and no stranger ever displaces a
+connection with a good token. A request is authenticated before any of its body is read.
 """
 
 from __future__ import annotations
@@ -39,24 +39,21 @@ if TYPE_CHECKING:
     from paramd_service.control.http_server import Connection
 
 MAX_STRANGERS: Final = 128
-
 MAX_REQUESTS = 256
 """Most concurrent requests, streams included."""
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", CA_PATH})
-"""They reveal only whether the process works, and who signed its certificate: probes and clients
-that know a fingerprint alone have no token."""
+"""Paths that need no token: probes have none, nor have clients that know only a fingerprint. They
+reveal only whether the process works, and who signed its certificate."""
 
 SIGN_IN = ("POST", "/api/v1/session")
-"""The one request that a sign-in code is good for."""
-
+"""The only request that a sign-in code is valid for."""
 CODE_SCHEME = "paramd-code"
 """Scheme of an Authorization header that holds a sign-in code."""
-
 DOOR: Final = "door"
 """Name of a request's connection in its state."""
-
 GONE: Final[Message] = {"type": "http.disconnect"}
+
 _STATE = "principal"
 _DIGEST = "sign_in_digest"
 
@@ -68,7 +65,7 @@ class Doorway:
         self._places = places
         self._strangers: dict[Connection, None] = {}
         self.tunnels: set[Connection] = set()
-        """Connections that carry something else than HTTP."""
+        """Connections upgraded from HTTP."""
 
     def opened(self, door: Connection) -> None:
         """Add a new connection, as a stranger."""
@@ -79,7 +76,7 @@ class Doorway:
             next(one for one in self._strangers if one.host == crowd).shut()
 
     def shown(self, door: Connection) -> None:
-        """It has shown a good token: from now on no stranger takes its place."""
+        """Record that the connection has shown a good token: no stranger takes its place now."""
         self._strangers.pop(door, None)
 
     def closed(self, door: Connection) -> None:
@@ -91,9 +88,8 @@ class Doorway:
 async def run_until(
     ended: asyncio.Future[None], app: ASGIApp, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """Run `app`. Once `ended` is done, the app sees its client disconnect and an open response
-    is closed cleanly; requests other than streams finish before they could notice.
-    """
+    """Run `app`. Once `ended` is done, the app sees its client disconnect and an open response is
+    closed cleanly; requests other than streams finish before they could notice."""
     open_answer = False
 
     async def send_noting(message: Message) -> None:
@@ -169,7 +165,7 @@ class TokenGate:
             await run_until(ended, self.app, scope, receive, send)
 
     async def _principal(self, scope: Scope) -> Principal | None:
-        """A token takes precedence over a session, which does not make up for a bad token."""
+        """The caller. A token takes precedence over a session, even if it is bad."""
         if code := _credential(scope, CODE_SCHEME):
             if (scope["method"], scope["path"]) != SIGN_IN:
                 return None
@@ -202,7 +198,7 @@ class TokenGate:
 def permitted(denied: Denied, *, readonly: bool = False) -> Callable[[Request], Awaitable[None]]:
     """FastAPI dependency of every route: the caller's role must permit the operation.
 
-    With `readonly`, callers may change only what is their own: edits, exports, anything that
+    With `readonly`, callers may change only their own things: edits, exports, anything that
     touches training, and administrative requests other than GET are refused.
     """
 
@@ -227,10 +223,10 @@ def permitted(denied: Denied, *, readonly: bool = False) -> Callable[[Request], 
 
 
 def check_job(principal: Principal, job: str | None, operation: str = "") -> None:
-    """Check that the caller's token is for `job`; None: `operation` is of no job.
+    """Check that the caller's token is for `job`, or for `operation` if that has no job (None).
 
     Raises:
-        NotFoundError: it is not; whether there is such a job is none of its concern.
+        NotFoundError: it is not, whether or not the job exists.
         DeniedError: the operation is about all jobs.
     """
     if job is not None and not principal.sees(job):
@@ -277,7 +273,7 @@ def cookie_of(scope: Scope) -> str:
 
 
 def _credential(scope: Scope, wanted: str) -> str:
-    """What the Authorization header holds under this scheme; empty when it is not the only one."""
+    """The Authorization header's text after this scheme; empty unless it is the only header."""
     found = _values(scope, b"authorization")
     scheme, _, text = (found[0] if len(found) == 1 else "").partition(" ")
     return text.strip() if scheme.lower() == wanted else ""

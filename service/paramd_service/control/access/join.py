@@ -29,7 +29,7 @@ MAX_DETAIL_CHARS = 2048
 log = logging.getLogger("paramd.control")
 
 ANY_ROLE: Final = frozenset(Role) - {Role.CONTROL}
-"""All that are shown to control planes; its own ticket is for sidecars."""
+"""All roles whose tickets control planes accept; CONTROL is for sidecars."""
 _CONTROL = "/paramd.v1.ControlService/"
 _REFLECTION = ".ServerReflection/ServerReflectionInfo"
 
@@ -39,7 +39,7 @@ METHOD_ROLES: Final[dict[str, frozenset[Role]]] = {
     "/grpc.reflection.v1alpha" + _REFLECTION: ANY_ROLE,
     "/grpc.reflection.v1" + _REFLECTION: ANY_ROLE,
 }
-"""Roles that may call each method. A method in neither table is denied."""
+"""Roles that may call each method; a method that is not listed is denied."""
 
 MAX_SOURCES: Final = 1024
 """Senders of bad tokens that are tracked separately."""
@@ -79,9 +79,9 @@ class TicketInterceptor(grpc.aio.ServerInterceptor):
     """First in the chain: admits a call if its ticket's role may make it."""
 
     verifier_of: Callable[[str, int], Verifier]
-    """Raises DeniedError for a job and incarnation that are not ours."""
+    """Raises DeniedError for a job and incarnation that this control plane does not serve."""
     check_revoked: Callable[[Claims], None]
-    """Raises it for a ticket whose token has ended."""
+    """Raises DeniedError for a ticket whose token has ended."""
     denied: Denied
 
     async def intercept_service(
@@ -95,7 +95,7 @@ class TicketInterceptor(grpc.aio.ServerInterceptor):
         if method in OPEN_METHODS:
             return await continuation(handler_call_details)
         try:
-            # The handler runs in this same task, so it sees the context variable.
+            # The handler runs in this task, so it sees the context variable.
             _caller.set(self._check(method, handler_call_details.invocation_metadata))
         except DeniedError as error:
             self.denied("", "", str(method), str(error))
@@ -149,10 +149,8 @@ class RoleError(DeniedError):
 
 @dataclass(kw_only=True, eq=False)
 class FailureLimit:
-    """Token bucket of failures by sender: `burst` at once, then `per_s` a second.
-
-    Good tokens never count, so guessing cannot lock the owner out.
-    """
+    """Token bucket of failures by sender: `burst` at once, then `per_s` a second. Good tokens never
+    count, so guessing cannot lock the owner out."""
 
     burst: float = 20.0
     per_s: float = 1.0
@@ -167,7 +165,7 @@ class FailureLimit:
         left, seen_s = self._left.pop(source, (self.burst, now_s))
         left = min(self.burst, left + (now_s - seen_s) * self.per_s)
         allowed = left >= 1.0
-        # Reinserted at the end, so that the first entry is the one quiet for longest.
+        # Reinserted at the end, so that the first source is the one quiet for longest.
         self._left[source] = (left - 1.0 if allowed else left, now_s)
         if len(self._left) > MAX_SOURCES:
             del self._left[next(iter(self._left))]
@@ -182,5 +180,5 @@ def _denial(error: DeniedError) -> Any:
         await abort(context, error, code)
         yield b""
 
-    # Streaming both ways: it can answer without waiting for a request.
+    # Streaming both ways, so that the answer does not wait for a request.
     return grpc.stream_stream_rpc_method_handler(deny)

@@ -59,10 +59,7 @@ class Revocations:
 
     async def has_ended(self, token_id: str | None) -> bool:
         """Whether a token has been revoked or has expired, however long ago; known for `LOOK_S`.
-
-        Raises:
-            UnreachableError: the store cannot be reached now.
-        """
+        Raises UnreachableError if the store cannot be reached now."""
         if token_id is None or self._store is None:
             return False
         if token_id in self._tokens:
@@ -82,11 +79,9 @@ class Revocations:
 
     @contextlib.asynccontextmanager
     async def telling(self, write: Write) -> AsyncIterator[None]:
-        """Send everything known to a sidecar's stream on entry, and updates within the block.
-
-        One `write` at a time. An error of the first is raised; a later one stops the updates,
-        since the stream has then ended.
-        """
+        """Send everything known to a sidecar's stream on entry, and updates within the block, one
+        `write` at a time. An error of the first is raised; a later error stops the updates, since
+        the stream has then ended."""
         listener = _Listener(self._tokens, write)
         self._listeners.add(listener)
         try:
@@ -141,7 +136,7 @@ class Revocations:
 
 
 class _Listener:
-    """One stream and what it has been sent, one message at a time."""
+    """One stream and the last serial sent to it, one message at a time."""
 
     def __init__(self, tokens: RevokedTokens, write: Write) -> None:
         self._tokens = tokens
@@ -154,7 +149,7 @@ class _Listener:
         """Write until the stream is up to date."""
         while True:
             notice = self._tokens.since(self._heard)
-            # Before the write: what arrives during it has a higher serial and is sent next.
+            # Before the write: tokens that arrive during it have a higher serial and are sent next.
             self._heard = notice.serial
             await self._write(notice)
             if self._heard == self._tokens.serial:
@@ -162,7 +157,7 @@ class _Listener:
                 return
 
     def has_news(self) -> None:
-        """Start writing, unless a write is under way: that loop picks the news up."""
+        """Start writing, unless a write is in progress: its loop sends the news, too."""
         if not self._busy:
             self._busy = True
             self._task = asyncio.create_task(self._tell_news())

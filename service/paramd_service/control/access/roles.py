@@ -35,16 +35,16 @@ class Action(Enum):
     READ = "read"
     """See values of parameters, whole or in part."""
     LOGS = "logs"
-    """See what trainers print and sidecars log. Whatever a script prints is in there, secrets too,
-    so it takes more than reading parameters; a control plane that is read-only still shows it."""
+    """See what trainers print and sidecars log. A script may print anything, secrets too, so this
+    takes more than reading parameters; a read-only control plane still shows it."""
     EDIT = "edit"
     """Change parameters; pause and step training."""
     EDIT_ANY = "edit-any"
-    """Commit and abort edits that another token made; step and end another's hold."""
+    """Commit and abort edits of other tokens; step and end others' holds."""
     EXPORT = "export"
     """Write checkpoints to destinations that the operator allows."""
     TUNNEL = "tunnel"
-    """Reach sidecars through the control plane's port, from where nothing else reaches them."""
+    """Reach sidecars through the control plane's port, where nothing else reaches them."""
     ATTACH = "attach"
     """Register a training job."""
     ADMINISTER = "administer"
@@ -63,76 +63,31 @@ PERMITTED: Final[dict[UserRole, frozenset[Action]]] = {
     UserRole.ADMIN: frozenset(Action),
 }
 
-OPERATIONS: Final[dict[str, Action]] = {
-    "get_openapi": Action.VIEW,
-    "get_metrics": Action.VIEW,
-    "get_rank_metrics": Action.VIEW,
-    "get_session": Action.VIEW,
-    "create_session": Action.VIEW,
-    "create_sign_in_code": Action.VIEW,
-    "delete_session": Action.VIEW,
-    "list_jobs": Action.VIEW,
-    "register_job": Action.ATTACH,
-    "get_job": Action.VIEW,
-    "list_ranks": Action.VIEW,
-    "open_tunnel": Action.TUNNEL,
-    "open_control_tunnel": Action.TUNNEL,
-    "list_incarnations": Action.VIEW,
-    "get_why": Action.READ,
-    "get_rank_log": Action.LOGS,
-    "get_updates": Action.READ,
-    "get_diff": Action.READ,
-    "get_spectrum": Action.READ,
-    "list_alerts": Action.VIEW,
-    "follow_events": Action.VIEW,
-    "follow_grads": Action.VIEW,
-    "get_history": Action.VIEW,
-    "list_series": Action.VIEW,
-    "list_params": Action.VIEW,
-    "get_param": Action.VIEW,
-    "get_stats": Action.VIEW,
-    "get_histogram": Action.VIEW,
-    "get_heatmap": Action.READ,
-    "get_values": Action.READ,
-    "list_snapshots": Action.READ,
-    "create_snapshot": Action.READ,
-    "get_snapshot": Action.READ,
-    "renew_snapshot": Action.READ,
-    "release_snapshot": Action.READ,
-    "list_exports": Action.VIEW,
-    "get_export": Action.VIEW,
-    "create_export": Action.EXPORT,
-    "cancel_export": Action.EXPORT,
-    "store_export_asset": Action.EXPORT,
-    "list_schedules": Action.VIEW,
-    "create_schedule": Action.EXPORT,
-    "delete_schedule": Action.EXPORT,
-    "list_destinations": Action.VIEW,
-    "read_export_file": Action.EDIT,
-    "list_edits": Action.VIEW,
-    "get_edit": Action.VIEW,
-    "create_edit": Action.EDIT,
-    "commit_edit": Action.EDIT,
-    "preview_edit": Action.EDIT,
-    "undo_edit": Action.EDIT,
-    "abort_edit": Action.EDIT,
-    "list_marks": Action.VIEW,
-    "create_mark": Action.EDIT,
-    "delete_mark": Action.EDIT,
-    "create_rollback": Action.EDIT,
-    "set_hyperparameters": Action.EDIT,
-    "get_hold": Action.VIEW,
-    "begin_hold": Action.EDIT,
-    "renew_hold": Action.EDIT,
-    "step_hold": Action.EDIT,
-    "end_hold": Action.EDIT,
-    "end_job": Action.ADMINISTER,
-    "list_audit": Action.ADMINISTER,
-    "list_own_audit": Action.ADMINISTER,
-    "create_token": Action.ADMINISTER,
-    "list_tokens": Action.ADMINISTER,
-    "revoke_token": Action.ADMINISTER,
+_OPERATIONS: Final[dict[Action, str]] = {
+    Action.VIEW: (
+        "get_openapi get_metrics get_rank_metrics get_session create_session create_sign_in_code "
+        "delete_session list_jobs get_job list_ranks list_incarnations list_alerts follow_events "
+        "follow_grads get_history list_series list_params get_param get_stats get_histogram "
+        "list_exports get_export list_schedules list_destinations list_edits get_edit list_marks "
+        "get_hold"
+    ),
+    Action.READ: (
+        "get_why get_updates get_diff get_spectrum get_heatmap get_values list_snapshots "
+        "create_snapshot get_snapshot renew_snapshot release_snapshot"
+    ),
+    Action.LOGS: "get_rank_log",
+    Action.EDIT: (
+        "read_export_file create_edit commit_edit preview_edit undo_edit abort_edit create_mark "
+        "delete_mark create_rollback set_hyperparameters begin_hold renew_hold step_hold end_hold"
+    ),
+    Action.EXPORT: (
+        "create_export cancel_export store_export_asset create_schedule delete_schedule"
+    ),
+    Action.TUNNEL: "open_tunnel open_control_tunnel",
+    Action.ATTACH: "register_job",
+    Action.ADMINISTER: "end_job list_audit list_own_audit create_token list_tokens revoke_token",
 }
+OPERATIONS: Final = {name: action for action, of in _OPERATIONS.items() for name in of.split()}
 """Action of each REST operation, by its operationId."""
 
 OF_NO_JOB: Final = frozenset(
@@ -148,11 +103,8 @@ ELEMENTS_OF_BIN: Final = 16
 
 
 def needed_action(operation: str, query: str = "") -> Action:
-    """The action that an operation needs.
-
-    Statistics of a slice reveal its values, down to a single one, so a bracket anywhere in the
-    (decoded) query requires a reader.
-    """
+    """The action that an operation needs. Statistics of a slice reveal its values, down to a single
+    one, so a bracket anywhere in the (decoded) query requires a reader."""
     needed = OPERATIONS.get(operation, Action.ADMINISTER)
     return Action.READ if needed is Action.VIEW and "[" in query else needed
 

@@ -1,8 +1,8 @@
-"""Every replica's every bit, once in n steps: parameters and optimizer state.
+"""Compares every bit of every replica once in n steps: parameters and optimizer state.
 
-What must be equal is cut into parts of `sample_bytes`, which take their turns evenly over the n
-steps. Each part is pinned at a step to come on all its ranks, so all digests are of one state and
-the bit is named as it was there. A step that was missed is asked for again further ahead.
+The state that must be equal is cut into parts of `sample_bytes`, spread evenly over the n steps.
+Each part is pinned at one future step on all its ranks, so all digests are of one state and a bit
+is named as it was there. A step that was missed is requested again, further ahead.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("paramd.control.alerts")
 
 AHEAD = 3
-"""Steps between asking and the step asked for, at least."""
+"""Least steps between the request and the step requested."""
 
 MOST_AHEAD = 100
 STATE_TIMEOUT_S = 3.0
@@ -37,7 +37,7 @@ STATE_TIMEOUT_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What is compared at one step."""
+    """Groups that are compared at one step."""
 
     groups: tuple[ReplicaGroup, ...]
     """All of the same state key."""
@@ -52,8 +52,8 @@ class Part:
 
 
 def parts_of(groups: Sequence[ReplicaGroup], keys: Iterable[str], *, most_bytes: int) -> list[Part]:
-    """The groups, and their state of each key, in parts of at most `most_bytes` a rank; a larger
-    group is alone."""
+    """The groups, and their state of each key, in parts of at most `most_bytes` a rank. A larger
+    group gets its own part."""
     parts = []
     for key in ("", *keys):
         taken: list[ReplicaGroup] = []
@@ -72,7 +72,7 @@ def parts_of(groups: Sequence[ReplicaGroup], keys: Iterable[str], *, most_bytes:
 
 
 def due_step(begun_step: int, number: int, count: int, every: int) -> int:
-    """When part `number` of `count` has its turn in a cycle of `every` steps."""
+    """When part `number` of `count` is due in a cycle of `every` steps."""
     return begun_step + number * every // count
 
 
@@ -118,7 +118,7 @@ class BitRounds:
         now, history = header.step, header.history
         every = self.config.compare_steps
         if history != self._history:
-            # Steps come again after a rollback: a cycle that is due at a later one would wait.
+            # After a rollback steps repeat: a cycle due at a later step would wait.
             self._history, self._begun_step, self._parts = history, now - every, []
         if self._number >= len(self._parts):
             self._parts = parts_of(
@@ -129,7 +129,7 @@ class BitRounds:
                 most_bytes=self.config.sample_bytes,
             )
             self._number, self._turn = 0, self._turn + 1
-            # A cycle that took longer than its steps begins the next one at once.
+            # A cycle that took longer than its steps is followed by the next one at once.
             self._begun_step = max(self._begun_step + every, now)
         if not self._parts:
             return False
@@ -139,7 +139,7 @@ class BitRounds:
             at = At(history, max(due, now + self._ahead))
             found = await self._compared(reach, sidecars, part, at)
         except (AbortedError, DeadlineError):
-            # Training was quicker than the request, slower than its deadline, or stopped.
+            # Training was faster than the request, slower than its deadline, or stopped.
             self._ahead = min(2 * self._ahead, MOST_AHEAD)
             return False
         self._ahead = AHEAD
@@ -149,7 +149,7 @@ class BitRounds:
         return True
 
     async def _keys(self, sidecars: Sidecars, ranks: Sequence[int], now: At) -> list[str]:
-        """Kinds of optimizer state that sidecars have in memory."""
+        """Kinds of optimizer state that sidecars hold in memory."""
         from paramd.mesh.insight.steps import facts_of, hold
 
         deadline_s = time.monotonic() + self.config.sample_timeout_s

@@ -3,7 +3,7 @@
     nothing --found--> FIRING --not found for CLEAR_AFTER_S--> RESOLVED
 
 Findings repeat; one alert is kept per key, so nothing is reported twice. A finding that returns
-after its alert was resolved starts a new one. Book does no I/O and has no clock.
+after its alert was resolved starts a new one. `Book` does no I/O and has no clock.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from paramd_service.control.store.alerts import MAX_FIRING, State
 from paramd_service.control.store.history import SeriesKey
 
 CLEAR_AFTER_S = 5.0
-"""Seconds without a sighting after which an alert is resolved: a value around its threshold would
-otherwise be told of every second."""
+"""Seconds without a sighting after which an alert is resolved: a value around its threshold must
+not be reported every second."""
 
 MAX_NAME_CHARS = 64
 
@@ -55,7 +55,7 @@ Covered = Callable[[Alert], bool]
 """Whether a check would have found a firing alert's problem again."""
 
 Observe = Callable[[Sequence[Finding], Covered], None]
-"""Takes the findings of one check: into the book, and from there to whoever is told."""
+"""Enters the findings of one check into the book, which reports the changes."""
 
 
 class Book:
@@ -79,8 +79,7 @@ class Book:
         """Process the findings of one check.
 
         Args:
-            findings: Everything found.
-            covered: Tells of firing alerts that were not found whether they may be over.
+            covered: Whether a firing alert that was not found may be over.
             now_s: Seconds since the Unix epoch.
 
         Returns:
@@ -104,7 +103,7 @@ class Book:
             self._firing.setdefault((alert.rule, alert.subject), alert)
 
     def _found(self, key: tuple[str, str], finding: Finding, now_s: float) -> Alert | None:
-        """Note a finding; return its alert if it is new."""
+        """Record a finding; return its alert if that is new."""
         known = self._firing.get(key)
         if known is None:
             if len(self._firing) >= MAX_FIRING:
@@ -135,7 +134,7 @@ class Book:
 
 
 def series_of(job: str, incarnation: int, name: str, subject: str) -> SeriesKey:
-    """A metric's history of one subject: ranks by number, tensors as part of the name."""
+    """History of a metric of one subject: ranks by number, tensors as part of the name."""
     if subject.isdecimal() and name != "norm":
         return SeriesKey(job=job, incarnation=incarnation, rank=int(subject), name=name)
     return SeriesKey(job=job, incarnation=incarnation, name=series_name(name, subject))

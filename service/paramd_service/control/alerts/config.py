@@ -33,9 +33,9 @@ class Rule(StrEnum):
     STRAGGLER = "straggler"
     """A rank's steps take longer than the others'."""
     SLOW_RANK = "slow-rank"
-    """One rank keeps the others waiting, or all wait for data, in most looks at what they do."""
+    """One rank keeps the others waiting, or all wait for data, in most samples of what they do."""
     STUCK = "stuck"
-    """Ranks hang: the reason says in what, and which rank the others wait for."""
+    """Ranks hang: the reason says where, and which rank the others wait for."""
     STALL_BUDGET = "stall-budget"
     """Updates waited for copies longer than the stall budget."""
     LAYOUT_MISMATCH = "layout-mismatch"
@@ -49,7 +49,7 @@ class Rule(StrEnum):
 HOLDING = frozenset(
     {Rule.NON_FINITE, Rule.NORM_JUMP, Rule.GRADIENT_JUMP, Rule.REPLICA_DRIFT, Rule.LOGGED_NUMBER}
 )
-"""Rules that may pause training: what they find is in its state."""
+"""Rules that may pause training: their findings are in the training's state."""
 
 LOGGED = "log:"
 """Prefix of the metrics of logged numbers in the history."""
@@ -101,17 +101,17 @@ class AlertConfig:
     """Compare replicas, at the cost of copying a sample on each rank; needs no torch. Mirrored
     parameters, whose copies stop the trainer, only with `watch`."""
     compare_steps: int = 0
-    """Compare every bit of all replicas, and of their optimizer state where sidecars have it
+    """Compare every bit of all replicas, and of the optimizer state that sidecars have
     (resume="auto"), once in so many steps; 0: parameters alone, in samples by time."""
     disabled: tuple[str, ...] = ()
     """Names of rules that are turned off."""
     hold: tuple[str, ...] = ()
-    """Names of rules that pause training when they fire, once until it goes on again: for at most
-    five minutes, in which somebody may look, roll back, or resume it."""
+    """Names of rules that pause training when they fire, once until training resumes: for at most
+    five minutes, in which somebody may investigate, roll back, or resume it."""
     stats_every_s: float = 60.0
     """Seconds between two rounds of statistics, above 0."""
     gradients_every_s: float = 8.0
-    """Seconds between two looks at the gradients of one update, above 0; only with `watch`."""
+    """Seconds between two samples of the gradients of one update, above 0; only with `watch`."""
     digests_every_s: float = 60.0
     """Seconds between two comparisons of replicas, above 0."""
     sample_bytes: int = 64 << 20
@@ -139,8 +139,8 @@ class AlertConfig:
     straggler_least_s: float = 0.01
     """A rank less than this above the median is never a straggler, in seconds, 0 or more."""
     stall_budget_s: float = STALL_BUDGET_MS / 1e3
-    """Longest wait of one update for a copy, in seconds, above 0. Defaults to the trainers' own
-    where the environment has it."""
+    """Longest wait of one update for a copy, in seconds, above 0. Defaults to the trainers' budget
+    if the environment has it."""
     stall_window_s: float = 60.0
     """Window over which the stall budget is judged, in seconds, above 0. A straggler is slow at
     both ends of it."""
@@ -186,25 +186,13 @@ class AlertConfig:
 
 
 _ABOVE_ZERO = (
-    "stats_every_s",
-    "gradients_every_s",
-    "digests_every_s",
-    "sample_timeout_s",
-    "stale_after_s",
-    "stalled_after_s",
-    "stall_budget_s",
-    "stall_window_s",
-)
+    "stats_every_s", "gradients_every_s", "digests_every_s", "sample_timeout_s", "stale_after_s",
+    "stalled_after_s", "stall_budget_s", "stall_window_s",
+)  # fmt: skip
 _AT_LEAST = {
-    "compare_steps": 0,
-    "sample_bytes": 1,
-    "sample_ranks": 2,
-    "norm_window": 3,
-    "norm_least": 1,
-    "norm_floor": 0,
-    "straggler_least_s": 0,
-    "certificate_days": 0,
-}
+    "compare_steps": 0, "sample_bytes": 1, "sample_ranks": 2, "norm_window": 3, "norm_least": 1,
+    "norm_floor": 0, "straggler_least_s": 0, "certificate_days": 0,
+}  # fmt: skip
 
 
 def _check(name: str, value: float, least: float, *, exclusive: bool) -> None:
@@ -214,19 +202,13 @@ def _check(name: str, value: float, least: float, *, exclusive: bool) -> None:
 
 
 def check_webhook(url: str) -> None:
-    """Check that alerts may be posted to `url`.
-
-    Raises:
-        UsageError: it is neither https nor http on this machine, or contains a user or password.
-            The text does not quote it: such URLs are often secrets themselves.
-    """
+    """Check that alerts may be posted to `url`. Raises UsageError unless it is https, or http on
+    this machine, without user and password; the text does not quote it, as it may be a secret."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     if parts.username or parts.password:
         raise UsageError("webhooks: a URL contains a user or password; expected none")
-    if parts.scheme == "https" and host:
-        return
-    if parts.scheme == "http" and is_loopback(host):
+    if (parts.scheme == "https" and host) or (parts.scheme == "http" and is_loopback(host)):
         return
     raise UsageError(
         f"webhooks: {parts.scheme or 'no scheme'} to {host or 'no host'}; expected https://..., "

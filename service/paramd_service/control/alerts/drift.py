@@ -41,11 +41,11 @@ class ReplicaGroup:
     begins: Mapping[int, int]
     """First byte in the arena, by rank; two ranks or more."""
     state_key: str = ""
-    """The kind of optimizer state that is meant; empty: the parameter itself."""
+    """The kind of optimizer state; empty: the parameter itself."""
 
     @property
     def name(self) -> str:
-        """What it is, in words."""
+        """The tensor or its state, in words."""
         return f"{self.state_key} of {self.fqn}" if self.state_key else self.fqn
 
     def on(self, ranks: Iterable[int]) -> ReplicaGroup:
@@ -54,7 +54,7 @@ class ReplicaGroup:
 
 
 def replica_groups(tensor: TensorLayout) -> list[ReplicaGroup]:
-    """Replicated pieces of a tensor. None for buffers: every rank has its own."""
+    """Replicated pieces of a tensor; none for buffers: every rank has its own."""
     if tensor.kind is not TensorKind.PARAMETER:
         return []
     holders: dict[tuple[Region, tuple[int, ...] | None], list[Piece]] = {}
@@ -86,10 +86,8 @@ class Sample:
 def next_sample(
     layout: Layout, begin: int, *, most_bytes: int, first: Iterable[str] = ()
 ) -> Sample:
-    """Parameters from index `begin` on, cyclically, until a rank would copy too much.
-
-    At least one is chosen. `first` names tensors to sample again before all others.
-    """
+    """Parameters from index `begin` on, cyclically, until a rank would copy too much; at least one.
+    `first` names tensors to sample again before all others."""
     params = [
         tensor
         for tensor in layout.tensors
@@ -119,7 +117,7 @@ def next_sample(
 
 
 def _rank_bytes(tensor: TensorLayout) -> int:
-    """Most bytes of the tensor that one rank holds in one piece."""
+    """Bytes of the largest piece of the tensor on one rank."""
     size = item_bytes(tensor.dtype)
     return max((piece.region.numel for piece in tensor.pieces), default=0) * size
 
@@ -127,7 +125,7 @@ def _rank_bytes(tensor: TensorLayout) -> int:
 def groups_of(
     tensors: Iterable[TensorLayout], joined: set[int], *, most_ranks: int, turn: int
 ) -> list[ReplicaGroup]:
-    """The tensors' replicated pieces on the ranks that are joined, as `choose_holders`."""
+    """The tensors' replicated pieces on the joined ranks, restricted as in `choose_holders`."""
     groups = [
         group.on(joined.intersection(group.begins))
         for tensor in tensors
@@ -142,8 +140,8 @@ def choose_holders(
 ) -> list[ReplicaGroup]:
     """Restrict groups to at most `most_ranks` ranks in total, with two holders or more each.
 
-    All holders if they fit; else as many as do, starting elsewhere on each `turn` so that every
-    rank gets its turn. Groups that do not fit are left out.
+    All holders if they fit. Otherwise as many as fit, starting at another holder on each `turn` so
+    that every rank gets its turn. Groups that do not fit are left out.
     """
     asked: set[int] = set()
     chosen: list[ReplicaGroup] = []
@@ -185,12 +183,8 @@ def compare(group: ReplicaGroup, digests: Mapping[int, bytes]) -> Difference | N
 def drift_findings(
     differences: Sequence[Difference], places: Mapping[int, str], step: int, most: int = 50
 ) -> list[Finding]:
-    """One finding per differing tensor.
-
-    Args:
-        places: Known locations of differences, by index of the difference.
-        most: Most tensors reported by name.
-    """
+    """One finding per differing tensor, at most `most` by name. `places` has known locations of
+    differences, by index of the difference."""
     by_tensor: dict[str, list[int]] = {}
     for index, difference in enumerate(differences):
         by_tensor.setdefault(difference.group.name, []).append(index)
@@ -244,10 +238,8 @@ def spans_of(groups: Sequence[ReplicaGroup]) -> Spans:
 
 
 async def ask_where(digests: Digests, difference: Difference) -> str:
-    """Describe the first differing element and how many of its bits differ.
-
-    Compares the first differing rank with the first one that it differs from.
-    """
+    """Describe the first differing element, and how many of its bits differ, between the first
+    differing rank and the first rank that it differs from."""
     group = difference.group
     one = difference.ranks[0]
     others = [rank for rank in group.begins if rank != one]

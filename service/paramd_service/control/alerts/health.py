@@ -1,4 +1,4 @@
-"""One word for how a job does, and its likely cause: the same for all who show it. Pure."""
+"""A job's health in one word, and its likely cause: the same for all who show it. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paramd_service.control.alerts.config import Rule
 from paramd_service.control.mesh.registry import State
 
 WORDS = ("ok", "starting", "held", "warning", "degraded", "critical", "down", "ended")
-"""From well to bad, and the last."""
+"""From good to bad; then "ended"."""
 
 TOGETHER_S = 5.0
 """Of alerts that begin within this time, a critical one explains the others."""
@@ -24,10 +24,10 @@ WINDOW_S = 120.0
 
 
 def cause_of(firing: Sequence[Alert]) -> Alert | None:
-    """The alert to look at first, the likely cause of the most serious one; None: none fires."""
+    """The alert to examine first, the likely cause of the most serious one; None if none fires."""
     if not firing:
         return None
-    # A loss that is NaN is a symptom of values that are.
+    # A loss that is NaN is a symptom of values that are NaN.
     worst = min(
         firing,
         key=lambda one: (
@@ -48,7 +48,7 @@ def cause_of(firing: Sequence[Alert]) -> Alert | None:
 
 
 def _number(alert: Alert) -> int:
-    """Alerts are numbered as they fire: `job-incarnation-number-time`."""
+    """The alert's number, in order of firing; an id is `job-incarnation-number-time`."""
     number = alert.id.split("-")[-2:-1]
     return int(number[0]) if number and number[0].isdecimal() else 0
 
@@ -57,12 +57,12 @@ def health_of(
     *, state: State, reason: str, hold: HoldState, firing: Sequence[Alert]
 ) -> tuple[str, str, str]:
     """(word, why, id of the alert that is the likely cause or "")."""
-    # A wait of some milliseconds for a copy is worth a line, not a verdict.
+    # A few milliseconds' wait for a copy deserves a line, not a verdict.
     firing = [one for one in firing if one.rule != Rule.STALL_BUDGET]
     cause = cause_of(firing)
     if state is State.ENDED:
         return "ended", reason, ""
-    # A rank whose trainer has ended, or that hangs, has an alert that says more than its state.
+    # The alert of a rank that hangs or lost its trainer says more than the rank's state.
     if cause is not None:
         others = len(firing) - 1
         more = f" (and {others:,} more alert{'s' * (others > 1)})" if others else ""

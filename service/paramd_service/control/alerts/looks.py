@@ -1,6 +1,6 @@
-"""Looks at what all ranks are doing, every few seconds: a slow rank, slow data, a stuck training.
+"""Samples what all ranks are doing, every few seconds, to find a slow rank, slow data or a hang.
 
-Where ranks meet at every step their step times are equal, so that reports alone cannot tell.
+Ranks that meet at every step have equal step times, so their reports alone cannot show this.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 EVERY_S = 2.0
 KEPT = 12
 LEAST = 10
-"""Looks of those kept in which one rank is to be slow: of equal ranks, chance picks now one and now
-another."""
+"""Samples of the last `KEPT` in which one rank must be slow; among equal ranks, chance picks
+another one each time."""
 
 RULES = frozenset({Rule.SLOW_RANK, Rule.STUCK})
 
@@ -28,16 +28,16 @@ Look = Callable[[], Awaitable[Sequence[Evidence]]]
 
 
 class LookRounds:
-    """Single event loop."""
+    """Rounds of samples. Single event loop."""
 
     def __init__(self, watcher: Watcher, look: Look) -> None:
-        """No I/O. What is found goes to the watcher; `look` asks the sidecars."""
+        """No I/O. Findings go to the watcher; `look` asks the sidecars."""
         self._watcher = watcher
         self._look = look
         self._looks: deque[Sequence[Evidence]] = deque(maxlen=KEPT)
 
     async def round(self) -> None:
-        """Look once, and judge the last looks. Never raises for a rank's sake."""
+        """Take one sample, and judge the last ones. A rank that fails raises nothing."""
         seen = await self._look()
         self._looks.append(seen)
         if not seen or any(one.gone or one.held for one in seen):

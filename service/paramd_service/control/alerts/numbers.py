@@ -1,8 +1,8 @@
 """The numbers that training scripts log (`attachment.log`): into the history, and against rules.
 
 A rule is a line of `[alerts] numbers`: "loss > 10", "lr < 0", "loss jumps 5" (above 5 times the
-median of its last values). NaN and infinities are found without a rule. Parsing and judging are
-pure; `LoggedRounds` takes the entries from the sidecars that have new ones.
+median of its last values). NaN and infinities are found without a rule. `NumberHistory` is pure;
+`LoggedRounds` takes new entries from the sidecars.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -25,17 +24,14 @@ if TYPE_CHECKING:
     from paramd_service.control.alerts.watcher import Watcher
 
 MAX_RANKS = 64
-"""Ranks whose numbers are kept, the lowest that log."""
-
+"""Ranks whose numbers are kept: the lowest that log."""
 MAX_NAMES = 256
-"""Names kept of a rank."""
-
+"""Names kept per rank."""
 WINDOW = 20
 LEAST = 5
-"""Values before which nothing counts as a jump."""
-
+"""Values needed before a jump can be detected."""
 POINT_S = 1.0
-"""Of a number that is logged more often, the history has the first of each second."""
+"""The history keeps the first value of a number in each period of this length."""
 
 BATCH = 1000
 ASK_TIMEOUT_S = 3.0
@@ -52,10 +48,8 @@ class NumberHistory:
         self._values: dict[tuple[int, str], deque[float]] = {}
 
     def judge(self, rank: int, name: str, values: Sequence[tuple[int, float]]) -> list[Finding]:
-        """Problems among new (step, value) pairs, oldest first; remembers them.
-
-        One finding per rule: of the last value that violates it.
-        """
+        """Problems among new (step, value) pairs, oldest first, which are then remembered. One
+        finding per rule, for the last value that violates it."""
         known = self._values.setdefault((rank, name), deque(maxlen=WINDOW))
         found: dict[str, Finding] = {}
         for step, value in values:
@@ -66,7 +60,7 @@ class NumberHistory:
         return list(found.values())
 
     def knows(self, rank: int, name: str) -> bool:
-        """Whether the number is followed; more than `MAX_NAMES` of a rank are not."""
+        """Whether the number is followed: at most `MAX_NAMES` of a rank are."""
         if (rank, name) in self._values:
             return True
         return sum(1 for of, _ in self._values if of == rank) < MAX_NAMES
@@ -106,28 +100,21 @@ def _finding(rank: int, name: str, text: str, why: str, step: int) -> Finding:
     )
 
 
-@dataclass(slots=True)
-class _Taken:
-    """How far one sidecar's entries have been taken."""
-
-    sidecar_pid: int
-    number: int = 0
-
-
 class LoggedRounds:
     """Takes new entries from the sidecars. Single event loop."""
 
     def __init__(self, watcher: Watcher, view: Callable[[], MeshView], ask: Ask) -> None:
-        """No I/O. What is found, and measured, goes to the watcher; `ask` calls GetLogged."""
+        """No I/O. Findings and measurements go to the watcher; `ask` calls GetLogged."""
         self._watcher = watcher
         self._view = view
         self._ask = ask
         self._history = NumberHistory(watcher.config.numbers)
-        self._taken: dict[int, _Taken] = {}
+        self._taken: dict[int, tuple[int, int]] = {}
+        """Of each rank, the sidecar's pid and the number of the last entry taken from it."""
         self._point_due_s: dict[tuple[int, str], float] = {}
 
     async def round(self) -> None:
-        """Take what is new. Raises the first ParamdError, after all ranks have been asked."""
+        """Take new entries. Raises the first ParamdError, after all ranks have been asked."""
         logging = [one for one in self._view().joined if one.state.logged_count][:MAX_RANKS]
         answers = await asyncio.gather(*map(self._one, logging), return_exceptions=True)
         for answer in answers:
@@ -135,18 +122,18 @@ class LoggedRounds:
                 raise answer
 
     async def _one(self, report: Report) -> None:
-        taken = self._taken.get(report.rank)
-        if taken is None or taken.sidecar_pid != report.state.sidecar_pid:
-            # A respawned sidecar counts from 1 again.
-            taken = self._taken[report.rank] = _Taken(report.state.sidecar_pid)
-        while taken.number < report.state.logged_count:
-            request = pb.GetLoggedRequest(after=taken.number, limit=BATCH)
-            answer = await self._ask(report, request)
-            if not answer.entries:
-                taken.number = max(taken.number, answer.count)
+        pid = report.state.sidecar_pid
+        # A respawned sidecar counts from 1 again.
+        known_pid, number = self._taken.get(report.rank, (pid, 0))
+        number = number if known_pid == pid else 0
+        while number < report.state.logged_count:
+            answer = await self._ask(report, pb.GetLoggedRequest(after=number, limit=BATCH))
+            found = answer.entries
+            number = found[-1].number if found else max(number, answer.count)
+            self._taken[report.rank] = pid, number
+            if not found:
                 return
-            taken.number = answer.entries[-1].number
-            self._take(report.rank, answer.entries)
+            self._take(report.rank, found)
 
     def _take(self, rank: int, entries: Iterable[pb.LoggedEntry]) -> None:
         values: dict[str, list[tuple[int, float]]] = {}

@@ -22,12 +22,8 @@ PRESENT = frozenset({"joined", "silent"})
 
 MESH_RULES = frozenset(
     {
-        Rule.STALE_RANK,
-        Rule.STALLED_RANK,
-        Rule.STRAGGLER,
-        Rule.STALL_BUDGET,
-        Rule.LAYOUT_MISMATCH,
-        Rule.CERTIFICATE,
+        *(Rule.STALE_RANK, Rule.STALLED_RANK, Rule.STRAGGLER, Rule.STALL_BUDGET),
+        *(Rule.LAYOUT_MISMATCH, Rule.CERTIFICATE),
     }
 )
 """Checked on every report cycle; the others only when parameters are sampled."""
@@ -49,7 +45,7 @@ class RankInput:
     reason: str
     """What is wrong; empty when nothing is."""
     age_s: float
-    """Age of the last report; of a missing rank, how long it has been waited for."""
+    """Age of the last report, or for a missing rank the time since the watch began."""
     step: int
     step_time_s: float
     """Smoothed; 0 before the second boundary."""
@@ -61,7 +57,7 @@ class RankInput:
     layout_digest: str
     trainer_lives: bool
     ended_s: float = 0.0
-    """Time since the trainer's process ended; 0 while it lives, or when that is not known."""
+    """Time since the trainer's process ended; 0 while it lives, or when unknown."""
 
 
 Ranks = Mapping[int, RankInput]
@@ -98,17 +94,17 @@ def certificate(expires_s: float | None, now_s: float, config: AlertConfig) -> I
 
 
 def stale_ranks(now: Ranks, config: AlertConfig) -> Iterator[Finding]:
-    """Ranks that do not report, and those whose trainer has ended: the first to end is critical,
-    for others end because of it."""
+    """Ranks that do not report, and those whose trainer has ended. The first to end is critical;
+    others end because of it."""
     first = max(now.values(), key=lambda rank: rank.ended_s, default=None)
     for rank in sorted(now.values(), key=lambda rank: -rank.ended_s):
-        # Ranks are missing for a while as a mesh starts: those get the patience of others.
+        # While a mesh starts, ranks are missing: they get as much patience as silent ones.
         silent = rank.membership == "gone" or rank.age_s >= config.stale_after_s
         if rank.membership != "left" and (silent or not rank.trainer_lives):
-            why = (
+            old = (
                 f"its last report is {rank.age_s:.0f} s old" if silent else "its trainer has ended"
             )
-            why = rank.reason or why
+            why = rank.reason or old
             if first is not None and 0 < rank.ended_s < first.ended_s:
                 why += f"; {_s(first.ended_s - rank.ended_s)} after rank {first.rank}"
                 yield _of_rank(Rule.STALE_RANK, rank, Severity.WARNING, why)
@@ -142,9 +138,9 @@ def stalled_ranks(now: Ranks, config: AlertConfig) -> Iterator[Finding]:
 
 
 def stragglers(now: Ranks, before: Ranks, config: AlertConfig) -> Iterator[Finding]:
-    """Ranks whose steps are longer than others', as they were a window ago: one long step, such as
-    one with a checkpoint, makes no straggler. Ranks that wait for each other at every step all
-    look alike."""
+    """Ranks whose steps are longer than others', now and a window ago: a single long step, such as
+    one with a checkpoint, makes no straggler. Ranks that wait for each other at every step have
+    equal times."""
     then = {rank.rank for rank, _ in _slow(before, config)}
     for rank, usual_s in _slow(now, config):
         if rank.rank in then:
@@ -254,10 +250,8 @@ def _input(rank: RankView, watched_s: float) -> RankInput:
 
 
 def points_of(ranks: Ranks, *, job: str, incarnation: int, time_s: float) -> list[Sample]:
-    """Measurements for the history: step, step time and stalls of the joined ranks.
-
-    One per rank in small meshes, else the minimum, median and maximum.
-    """
+    """Measurements for the history: step, step time and stalls of the joined ranks, one by one in
+    small meshes, else the minimum, median and maximum."""
     joined = [rank for rank in ranks.values() if rank.membership == "joined"]
     step = min((rank.step for rank in joined), default=-1)
     return [

@@ -1,7 +1,7 @@
-"""Sample parameters from live sidecars, and the rules over their statistics.
+"""Sample parameters from live sidecars, and apply rules to their statistics.
 
-Sampling takes the same path as users' reads (pin, renew, release), so it disturbs training no
-more than they do. The rules (non-finite values, norm jumps) are pure.
+Samples are read as users' reads are (pin, renew, release), and disturb training no more. The rules
+(non-finite values, norm jumps) are pure.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ TENSOR_RULES = frozenset({Rule.NON_FINITE, Rule.NORM_JUMP})
 NO_STATS = frozenset(name for name, one in DTYPES.items() if not one.reduced)
 
 GRADIENT_FLOOR = 1e-3
-"""Of the median over all gradients: the root mean square below which one counts as this."""
+"""Smallest root mean square of a gradient that counts, as a part of the median over all of them."""
 VANISHED = 0.01
-"""A gradient this much below its usual norm, and below what others have shrunk by, vanishes."""
+"""A gradient vanishes when it shrinks to this part of its usual norm, and more than others have."""
 
 MAX_PLACES = 8
 """Most differences per round that are located; each costs a few calls."""
@@ -110,11 +110,8 @@ def tensor_findings(
 
 
 def norm_jump(tensor: TensorInput, norms: Sequence[float], config: AlertConfig) -> str:
-    """Why the norm is a jump; "" when it is none or there are too few rounds.
-
-    Norms below the floor count as the floor: biases that start at zero grow by large factors
-    harmlessly.
-    """
+    """Why the norm is a jump; "" when it is none or there are too few rounds. Norms below the floor
+    count as the floor: biases that start at zero grow by large factors harmlessly."""
     if len(norms) < config.norm_least or not tensor.count:
         return ""
     floor = config.norm_floor * tensor.count**0.5
@@ -134,8 +131,8 @@ def gradient_findings(
 ) -> list[Finding]:
     """Gradients that explode or vanish, compared with their own earlier norms.
 
-    All of them shrink as training converges: one vanishes only if it shrinks more than they do. A
-    gradient far below the others counts as growing from nothing.
+    All gradients shrink as training converges: one vanishes only if it shrinks more than others. A
+    gradient far below the others counts as growing from zero.
     """
     usual = {
         tensor.fqn: median(norms) / tensor.count**0.5
@@ -155,7 +152,7 @@ def gradient_findings(
             why[fqn] = f"its gradient explodes: {ratio:.3g} times its usual norm"
         elif ratio < common * VANISHED and usual[fqn] > floor:
             why[fqn] = f"its gradient vanishes: {ratio:.3g} of its usual norm"
-    # The one that is farthest off is the likely cause: it is told first.
+    # The gradient that is farthest off is the likely cause, so it is reported first.
     worst = sorted(
         (tensor for tensor in tensors if tensor.fqn in why),
         key=lambda tensor: -abs(math.log(ratios[tensor.fqn] or 1e-300)),
@@ -216,7 +213,7 @@ class DigestRound:
     step: int
     differences: tuple[Difference, ...]
     places: Mapping[int, str]
-    """Location of a difference, in words, by its index; only for the first few."""
+    """Location of a difference, in words, by its index; for the first few only."""
 
 
 class MeshSampler:
@@ -273,8 +270,8 @@ class MeshSampler:
         return await reach.attempts(attempt, deadline_s)
 
     async def gradients(self, patterns: Sequence[str], *, timeout_s: float) -> StatsRound:
-        """Statistics of the gradients that one of the next updates consumes; of none when no
-        update comes in time, as in training that is held."""
+        """Statistics of the gradients that one of the next updates consumes; none if no update
+        comes in time, as in paused training."""
         from paramd.mesh.frames.grads import GradRequest, open_stream
         from paramd.mesh.reading.transfer import Transfer
 

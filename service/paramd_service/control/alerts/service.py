@@ -55,7 +55,7 @@ class Watchers:
     offer: Offer
     expires_s: Callable[[], float | None] = lambda: None
     hold: Hold | None = None
-    """Pauses the training of a job, and says whom for; None: nothing can."""
+    """Pauses the training of a job, with the given reason; None: nothing can."""
 
     def __post_init__(self) -> None:
         self.webhooks = Webhooks(self.config.webhooks)
@@ -117,7 +117,7 @@ class Watchers:
     def _tell(self, alert: Alert) -> None:
         self.publish("alert", asdict(alert), job=alert.job)
         if self.hold and alert.state == State.FIRING and alert.rule in self.config.hold:
-            # Once: who resumes it has seen the alert, which may go on firing.
+            # Once: whoever resumes training has seen the alert, which may continue to fire.
             kept(self._ending, self._paused(alert, self.hold), "paramd-alert-hold")
 
     @staticmethod
@@ -134,7 +134,7 @@ def parse_alerts(table: Mapping[str, Any], *, place: str, trusted: bool = True) 
     Args:
         place: Origin of the table, for errors.
         trusted: False for a file that may come with someone else's project: it may set
-            thresholds, but not where alerts are sent.
+            thresholds, but not the receivers of alerts.
 
     Raises:
         UsageError: an unknown key or a value of the wrong type.
@@ -173,11 +173,11 @@ def load_alerts(
 
 
 def _stall_budget(environment: Mapping[str, str]) -> dict[str, Any]:
-    """The trainers' own budget: an embedded control plane inherits a trainer's environment."""
+    """The trainers' budget: an embedded control plane inherits a trainer's environment."""
     text = environment.get(STALL_BUDGET, "")
     try:
         budget_ms = float(text) if text else 0.0
     except ValueError:
         raise UsageError(f"{STALL_BUDGET} must be a number, is {text!r}") from None
-    # A trainer that never waits has no budget to be measured against.
+    # A trainer that never waits has no budget to compare with.
     return {"stall_budget_s": budget_ms / 1e3} if budget_ms > 0 else {}

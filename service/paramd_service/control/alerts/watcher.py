@@ -1,4 +1,4 @@
-"""Watch one incarnation of one job: the sidecars' reports and, now and then, sampled parameters.
+"""Watch one incarnation of one job: the sidecars' reports and, at intervals, sampled parameters.
 
 Findings go into the book; its changes go to the log, the events, the webhooks and the store.
 Nothing here can fail the control plane: a failed round is logged once, and the next one follows.
@@ -60,13 +60,10 @@ RANKS_PER_S = 1024
 
 POINTS_EVERY_S = 10.0
 LOGGED_EVERY_S = 2.0
-"""As often as sidecars report that there is something new."""
-
+"""As often as sidecars report that they have new entries."""
 WINDOW_PARTS = 6
 """Past states kept per stall window."""
-
 KEEP_AGAIN_S = 5.0
-
 BETWEEN_PARTS_S = 0.01
 
 Tell = Callable[[Alert], object]
@@ -79,7 +76,7 @@ class Rounds:
     def __init__(
         self, watcher: Watcher, view: Callable[[], MeshView], sampler: MeshSampler
     ) -> None:
-        """No I/O. What is found, and measured, goes to the watcher."""
+        """No I/O. Findings and measurements go to the watcher."""
         self._watcher = watcher
         self._config = watcher.config
         self._view = view
@@ -104,7 +101,7 @@ class Rounds:
         found = await self._sampler.stats(sample.tensors, timeout_s=self._config.sample_timeout_s)
         self._stats_begin = sample.next_begin
         findings = tensor_findings(found.tensors, self._norms, found.step, self._config)
-        # Only now: a round must not be part of its own baseline.
+        # Only afterwards: a round must not be part of its own baseline.
         self._norms.seen(found.tensors)
         self._watcher.observe(findings, _covers(TENSOR_RULES, {one.fqn for one in found.tensors}))
         self._measured("norm", found.step, {one.fqn: one.norm for one in found.tensors})
@@ -112,8 +109,8 @@ class Rounds:
     async def gradients(self) -> None:
         """Check the gradients of one update. Raises ParamdError.
 
-        One update alone may be an outlier: told is what two rounds in a row find. What is found
-        does not become usual by going on.
+        One update alone may be an outlier, so only findings of two rounds in a row are reported.
+        They never enter the baseline, however long they last.
         """
         if not self._config.looks_for(Rule.GRADIENT_JUMP):
             return
@@ -189,15 +186,15 @@ class Watcher:
     webhooks: Webhooks
     """Closed by the caller; shared by all jobs."""
     store: AlertStore
-    """Keeps the alerts. It and what `offer` adds to are the caller's to close."""
+    """Keeps the alerts. The caller closes it, as it does the history that `offer` adds to."""
     offer: Offer
     """Adds to the history. Never blocks, never fails; drops what it cannot keep."""
     ask_logged: Ask | None = None
-    """Calls GetLogged of a sidecar; None takes no logged numbers."""
+    """Calls GetLogged of a sidecar; None: logged numbers are not taken."""
     look: Look | None = None
-    """Asks the ranks what they do; None never does."""
+    """Asks the ranks what they are doing; None: never."""
     reaching: Callable[[], Awaitable[SidecarFinder]] | None = None
-    """Opens the connections to the sidecars; None compares samples alone."""
+    """Opens the connections to the sidecars; None: only samples are compared."""
     tell: Tell = lambda alert: None
     """Called with every alert that starts firing or is resolved, for the event bus."""
     expires_s: Callable[[], float | None] = lambda: None
@@ -263,12 +260,8 @@ class Watcher:
             self._tasks.append(asyncio.create_task(logged, name="paramd-watch-logged"))
 
     async def close(self, *, incarnation_over: bool = False) -> None:
-        """Stop watching. Idempotent.
-
-        Args:
-            incarnation_over: Resolve all alerts. Otherwise they stay firing in the store, for the
-                next control plane to resume.
-        """
+        """Stop watching. Idempotent. With `incarnation_over`, resolve all alerts; otherwise they
+        stay firing in the store, for the next control plane to resume."""
         await stopped(*self._tasks)
         self._tasks = []
         if incarnation_over:
@@ -299,7 +292,7 @@ class Watcher:
                 *mesh_findings(now, before, self.config),
                 *certificate(self.expires_s(), now_s, self.config),
             ],
-            # After a restart of the control plane, a rank's alert is not over before it is back.
+            # After a restart of the control plane, a rank's alert stays until the rank is back.
             lambda alert: alert.rule in MESH_RULES and missing.isdisjoint(alert.ranks),
         )
         part_s = self.config.stall_window_s / WINDOW_PARTS
@@ -352,7 +345,12 @@ class Watcher:
                 alert.rule,
                 "fires" if firing else "is over",
                 alert.reason,
-                extra=_extra(alert),
+                extra={
+                    "job": alert.job,
+                    "incarnation": alert.incarnation,
+                    "step": alert.step,
+                    **({"rank": alert.ranks[0]} if len(alert.ranks) == 1 else {}),
+                },
             )
             self.tell(alert)
             self._unkept[alert.id] = alert
@@ -368,7 +366,7 @@ class Watcher:
                     self._restored = True
                 await self._save()
             except ParamdError as error:
-                # Alerts matter more than their history: without a store, carry on in memory.
+                # Alerts matter more than their history: without a store, continue in memory.
                 self._restored = True
                 if self._trouble.get("store") != str(error):
                     self._trouble["store"] = str(error)
@@ -385,15 +383,6 @@ class Watcher:
         if changed:
             await self.store.save(list(changed.values()))
         for key, alert in changed.items():
-            # Unless it has changed since: then the new state is still to be written.
+            # Unless it has changed since: the new state must still be written.
             if self._unkept.get(key) is alert:
                 del self._unkept[key]
-
-
-def _extra(alert: Alert) -> dict[str, object]:
-    fields: dict[str, object] = {
-        "job": alert.job,
-        "incarnation": alert.incarnation,
-        "step": alert.step,
-    }
-    return fields | ({"rank": alert.ranks[0]} if len(alert.ranks) == 1 else {})

@@ -1,5 +1,5 @@
-"""Post alerts to the operator's URLs: each change once to each. Whoever needs retries, grouping or
-silences has Prometheus' Alertmanager do it (docs/alerts.md).
+"""Post alerts to the operator's URLs: each change once to each. For retries, grouping or silences,
+use Prometheus' Alertmanager (docs/alerts.md).
 
 URLs come only from the operator's config and are never logged: many are secrets.
 """
@@ -20,7 +20,7 @@ from paramd_service.aio import kept, stopped
 TIMEOUT_S = 5.0
 
 MAX_POSTS = 200
-"""Posts under way; more are counted as failed."""
+"""Concurrent posts; more are counted as failed."""
 
 log = logging.getLogger("paramd.control.alerts")
 
@@ -56,7 +56,7 @@ class Webhooks:
                 kept(self._tasks, self._post(url, alert), "paramd-webhook")
 
     async def close(self) -> None:
-        """Stop; what is under way may not arrive. Idempotent."""
+        """Stop; posts in progress may not arrive. Idempotent."""
         await stopped(*self._tasks)
         await self._client.aclose()
 

@@ -1,7 +1,6 @@
-"""The HTTP app: /api/v1, /metrics, health and the dashboard; the OpenAPI document, which is
-FastAPI's own and what all operations share.
+"""The HTTP app: /api/v1, /metrics, health, the dashboard and the OpenAPI document.
 
-Only health and the page need no token; health tells only whether the server runs.
+Only health and the dashboard need no token; health reports only whether the server runs.
 """
 
 from __future__ import annotations

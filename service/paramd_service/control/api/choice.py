@@ -65,12 +65,8 @@ class NormHistory:
 
 
 def choose(index: NameIndex, wanted: Filter, *, with_buffers: bool) -> list[SelectedTensor]:
-    """Tensors selected by globs and by terms about facts, in layout order.
-
-    Raises:
-        NotFoundError: a glob matches no name, or no tensor meets the terms.
-        UsageError: a slice is out of bounds.
-    """
+    """Tensors selected by globs and by terms about facts, in layout order. Raises NotFoundError if
+    a glob matches no name, or no tensor meets the terms; UsageError if a slice is out of bounds."""
     found = list(select(index, wanted.patterns, with_buffers=with_buffers))
     if not wanted.facts:
         return found
@@ -94,11 +90,8 @@ def _none_meets(wanted: Filter, count: int) -> NoReturn:
 
 
 def choose_one(index: NameIndex, name: str) -> SelectedTensor:
-    """The only tensor that a name or pattern matches, with its slice.
-
-    Raises:
-        NotFoundError: no tensor matches. UsageError: several do.
-    """
+    """The only tensor that a name or pattern matches, with its slice. Raises NotFoundError if no
+    tensor matches; UsageError if several do."""
     found = select(index, name, with_buffers=True)
     if len(found) != 1:
         raise UsageError(f"name: {len(found):,} tensors match {name[:100]!r}; name exactly one")

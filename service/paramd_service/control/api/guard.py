@@ -1,13 +1,11 @@
 """ASGI middleware in front of the API: request ids, request checks, dashboard and manual.
 
-`RequestIdMiddleware` is outermost, then `Guard`, then `Page`, then the token gate; `Gone` is
-innermost. Any web page open on the same
-machine can reach a loopback server, so `Guard` refuses foreign requests: DNS rebinding shows
-in Host, cross-site requests in Origin and Sec-Fetch-Site, forms in the content type.
+From the outside: `RequestIdMiddleware`, `Guard`, `Page`, the token gate, `Gone`. Any web page open
+on the same machine can reach a loopback server, so `Guard` refuses foreign requests. Host shows DNS
+rebinding, Origin and Sec-Fetch-Site show cross-site requests, the content type shows forms.
 
-`Page` serves the built dashboard and the manual (/docs) without a token: the files hold no secret,
-and the data they show comes from the API under the user's own session. Request paths never become
-file paths.
+`Page` serves the built dashboard and manual without a token: the files hold no secret, and their
+data comes from the API under the user's session. Request paths never become file paths.
 """
 
 from __future__ import annotations
@@ -74,14 +72,13 @@ _TYPES = {
     ".svg": "image/svg+xml",
     ".png": "image/png",
 }
-# For names that contain a content hash.
-_FOREVER = "public, max-age=31536000, immutable"
+_FOREVER = "public, max-age=31536000, immutable"  # for names that contain a content hash
 _ALWAYS_ASK = "no-cache"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageFile:
-    """One file of the page."""
+    """One file of the dashboard or manual."""
 
     media_type: str
     cache_control: str
@@ -102,7 +99,7 @@ def page_files(built: Path = BUILT) -> Mapping[str, PageFile]:
 
 
 def manual_files(built: Path = MANUAL) -> Mapping[str, PageFile]:
-    """The same of the manual, below `MANUAL_PATH`."""
+    """The manual's files by URL path, below `MANUAL_PATH`."""
     return _files(built, MANUAL_PATH, UNBUILT_MANUAL)
 
 
@@ -128,7 +125,7 @@ def _files(built: Path, below: str, otherwise: bytes) -> dict[str, PageFile]:
 
 
 class Page:
-    """ASGI middleware: serves the paths of dashboard and manual, passes all others on."""
+    """ASGI middleware: serves the paths of dashboard and manual, passes on all others."""
 
     def __init__(self, app: ASGIApp, *, files: Mapping[str, PageFile] | None = None) -> None:
         self._app = app
@@ -148,10 +145,10 @@ class Page:
 
 
 class Gone:
-    """ASGI middleware: operations that a release took away say what replaces them.
+    """ASGI middleware: a removed operation answers with its replacement.
 
-    Ahead of the routes, whose parameters could match their paths. Behind the token gate, like other
-    paths that are unknown: a stranger learns nothing.
+    Runs ahead of the routes, whose parameters could match such a path, and behind the token gate:
+    strangers learn nothing.
     """
 
     def __init__(self, app: ASGIApp) -> None:

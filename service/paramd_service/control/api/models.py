@@ -66,7 +66,7 @@ class OpRequest(BaseModel):
 
 
 class Request(BaseModel):
-    """A body in which nothing may stand that is not expected."""
+    """A body without unknown members."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -152,7 +152,7 @@ class MarkRequest(Request):
 
 
 class DroppedMark(BaseModel):
-    """Whether there was a mark to forget."""
+    """Whether a mark was deleted."""
 
     dropped: bool
 
@@ -251,23 +251,15 @@ class ParamPage(BaseModel):
     total_count: int = Field(description="Matching tensors on all pages")
     params: list[ParamDocument]
     next_page_token: str = Field(description="Pass it to get the next page; empty at the end")
-    incarnation: int = Field(
-        description="Incarnation of the statistics the filter used; -1 for none"
-    )
+    incarnation: int = Field(description="Incarnation of the filter's statistics; -1 for none")
     step: int = Field(description="Step of those statistics, equal on all pages; -1 for none")
     partial: bool = Field(description="Whether tensors are missing")
     missing: list[MissingDocument]
 
     model_config = _example(
-        layout_digest="5b1c",
-        total_count=2,
-        params=[_PARAM],
-        next_page_token="MTo6NWIxYw==",
-        incarnation=-1,
-        step=-1,
-        partial=False,
-        missing=[],
-    )
+        layout_digest="5b1c", total_count=2, params=[_PARAM], next_page_token="MTo6NWIxYw==",
+        incarnation=-1, step=-1, partial=False, missing=[],
+    )  # fmt: skip
 
 
 class PieceDocument(BaseModel):
@@ -344,16 +336,9 @@ class HistogramDocument(BaseModel):
     inf_count: int
 
     model_config = _example(
-        incarnation=3,
-        step=1200,
-        name="layers.0.up.weight",
-        edges=[-1.0, 0.0, 1.0],
-        counts=[2047, 2049],
-        below_count=0,
-        above_count=0,
-        nan_count=0,
-        inf_count=0,
-    )
+        incarnation=3, step=1200, name="layers.0.up.weight", edges=[-1.0, 0.0, 1.0],
+        counts=[2047, 2049], below_count=0, above_count=0, nan_count=0, inf_count=0,
+    )  # fmt: skip
 
 
 class HeatmapDocument(BaseModel):
@@ -379,19 +364,10 @@ class HeatmapDocument(BaseModel):
     )
 
     model_config = _example(
-        incarnation=3,
-        step=1200,
-        name="layers.0.up.weight",
-        mode="mean",
-        shape=[2, 4],
-        row_dims=1,
-        row_count=2,
-        col_count=4,
-        cell_row_count=1,
-        cell_col_count=2,
-        values=[0.5, -0.25],
+        incarnation=3, step=1200, name="layers.0.up.weight", mode="mean", shape=[2, 4], row_dims=1,
+        row_count=2, col_count=4, cell_row_count=1, cell_col_count=2, values=[0.5, -0.25],
         nonfinite=[],
-    )
+    )  # fmt: skip
 
 
 class ValuesDocument(BaseModel):
@@ -409,14 +385,9 @@ class ValuesDocument(BaseModel):
     )
 
     model_config = _example(
-        incarnation=3,
-        step=1200,
-        name="norm.weight",
-        dtype="bfloat16",
-        begin=[0],
-        shape=[2],
+        incarnation=3, step=1200, name="norm.weight", dtype="bfloat16", begin=[0], shape=[2],
         values=["1.0", "0.99609375"],
-    )
+    )  # fmt: skip
 
 
 class SnapshotRequest(Request):
@@ -456,7 +427,7 @@ class HeldDocument(BaseModel):
 
 
 class LeaseDocument(BaseModel):
-    """One lease at a sidecar, whoever holds it."""
+    """One lease at a sidecar, of any client."""
 
     name: str = Field(description="First 8 characters of the snapshot's id")
     step: int = Field(description="-1 until the bytes are copied")

@@ -1,7 +1,7 @@
 """The `RankList` document as hand-written JSON: 4,096 pydantic models would block the event loop.
 
-Nothing is cached between responses: for 4,096 ranks a cache took some 8 MB as soon as two
-clients watched the mesh, and saved a third of the CPU of some responses.
+Nothing is cached between responses: for 4,096 ranks a cache took 8 MB as soon as two clients
+watched the mesh, and saved a third of the CPU of some responses.
 """
 
 from __future__ import annotations
@@ -36,10 +36,7 @@ RANKS_OF_A_CHUNK = 128
 def chunks(
     registry: Registry, *, world_size: int, incarnation: int, stall_budget_s: float
 ) -> Iterator[str]:
-    """The `RankList` of one incarnation, in chunks; each chunk is current when it is yielded.
-
-    A test compares it with the pydantic model.
-    """
+    """The `RankList` of one incarnation, in chunks; each chunk is current when it is yielded."""
     yield f'{{"incarnation":{incarnation},"stall_budget_s":{stall_budget_s!r},"ranks":['
     for begin in range(0, world_size, RANKS_OF_A_CHUNK):
         views = registry.rank_views(range(begin, min(begin + RANKS_OF_A_CHUNK, world_size)))

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 CLIENT_RENEWED_AT = 0.5
 """Part of its validity after which a client's certificate is issued again."""
-
 MAX_CLIENTS = 1024
 """Most clients' certificates kept; past the cap, the oldest is issued again when next needed."""
 
@@ -45,7 +44,7 @@ class JobCertificates:
     def authority(self) -> JobAuthority:
         """The job's CA."""
         if self._made is None:
-            # Imported only with TLS of a job's own: it is slow to load.
+            # Imported only if the job has a CA: it is slow to load.
             from paramd.security.authority import JobAuthority
 
             self._made = JobAuthority(
@@ -54,15 +53,15 @@ class JobCertificates:
         return self._made
 
     def own(self) -> Pems:
-        """With which the control plane calls sidecars."""
+        """The certificate with which the control plane calls sidecars."""
         return self._of("", "paramd control plane")
 
     def served(self, names: Sequence[str]) -> Pems:
-        """The control plane's own in its handshakes. `names` is what others connect to."""
+        """The certificate that the control plane serves, for the `names` that others connect to."""
         return self.authority.issue("paramd control plane", names)
 
     def client(self, token_id: str | None) -> Pems:
-        """For who shows this token; None is the owner's."""
+        """The certificate for clients with this token; None is the owner's."""
         return self._of(f"client {token_id or ''}", f"paramd client {token_id or ''}".strip())
 
     def _of(self, key: str, name: str) -> Pems:

@@ -98,11 +98,7 @@ class ControlConfig:
     @classmethod
     def from_arguments(cls, arguments: Sequence[str]) -> ControlConfig:
         """Parse the command line; `--listen` defaults to PARAMD_LISTEN, `--store` to
-        PARAMD_STORE_URL.
-
-        Raises:
-            UsageError: a value is out of range.
-        """
+        PARAMD_STORE_URL. Raises UsageError if a value is out of range."""
         parser = argparse.ArgumentParser(
             prog="python -m paramd_service.control",
             description="Run the control plane of a site, where jobs register; with --job, the "
@@ -149,7 +145,7 @@ class Bootstrap:
     own_tls: bool = False
     """Serve over TLS with the job's own CA; for jobs on several hosts."""
     resumes: bool = False
-    """The training goes on from memory: tell the addresses as soon as they are claimed."""
+    """The training continues from memory: announce the addresses as soon as they are claimed."""
     certificates: JobCertificates = field(init=False, repr=False, compare=False)
     """Issued by the job's own CA."""
 
@@ -170,14 +166,9 @@ class Bootstrap:
 
 
 def read_bootstrap(stdin: BinaryIO, *, job: str) -> Bootstrap:
-    """Read the one JSON line `{"job", "incarnation", "world_size", "private_key", "token"}`.
-
-    `"own_tls"` and `"resumes"` are false unless given.
-
-    Raises:
-        UsageError: it is missing, too long, malformed or about another job. The text never
-            quotes what was read.
-    """
+    """Read the one JSON line `{"job", "incarnation", "world_size", "private_key", "token"}`;
+    `"own_tls"` and `"resumes"` are false unless given. Raises UsageError if it is missing, too
+    long, malformed or about another job; the text never quotes it."""
     line = stdin.readline(MAX_BOOTSTRAP_BYTES + 1)
     if not line or len(line) > MAX_BOOTSTRAP_BYTES:
         raise UsageError(
@@ -221,11 +212,8 @@ def _check_no_password(store: str) -> None:
 
 
 def table_of_file(path: Path, name: str) -> Mapping[str, Any]:
-    """The table `[name]` of a paramd.toml; empty when the table or the file is missing.
-
-    Raises:
-        UsageError: the file cannot be read, or `name` is not a table.
-    """
+    """The table `[name]` of a paramd.toml; empty when the table or the file is missing. Raises
+    UsageError if the file cannot be read, or `name` is not a table."""
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -239,11 +227,8 @@ def table_of_file(path: Path, name: str) -> Mapping[str, Any]:
 
 
 def table_of_text(text: str, name: str) -> Mapping[str, Any]:
-    """A table given as JSON in the environment variable `name`; empty for "".
-
-    Raises:
-        UsageError: it is not a JSON object.
-    """
+    """A table given as JSON in the environment variable `name`; empty for "". Raises UsageError if
+    it is not a JSON object."""
     try:
         table = json.loads(text) if text else {}
     except (ValueError, RecursionError):
@@ -254,14 +239,10 @@ def table_of_text(text: str, name: str) -> Mapping[str, Any]:
 
 
 def loaded(load: Callable[..., Loaded], *, strict: bool, otherwise: Loaded, told: str) -> Loaded:
-    """What `load` finds in the current files and environment, with `given` as its last arguments.
+    """The result of `load` for the current files and environment.
 
-    Args:
-        strict: Raise on an invalid source. A training's embedded control plane is not strict: it
-            logs what is `told`, with the error, and goes on with `otherwise`.
-
-    Raises:
-        UsageError: a source is invalid, and `strict`.
+    With `strict`, an invalid source raises UsageError. A training's embedded control plane is not
+    strict: it logs `told` with the error, and continues with `otherwise`.
     """
     try:
         return load(file_places(), os.environ)
@@ -278,9 +259,8 @@ def settings_of(
     """The fields of a config that a table sets, with types checked.
 
     Args:
-        kind: The config's dataclass; every field has a default, which tells its type.
-        name: Of the table.
-        place: Origin of the table, for errors.
+        kind: The config's dataclass; every field has a default, which determines its type.
+        name, place: Of the table: its name and origin, for errors.
 
     Raises:
         UsageError: an unknown key or a value of the wrong type.

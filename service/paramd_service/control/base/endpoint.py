@@ -43,33 +43,29 @@ class Whereabouts:
     url: str
     grpc_address: str
     listen: str
-    """Where REST listens, for a successor to reuse."""
+    """Where REST listens, for a restarted control plane to reuse."""
     grpc_listen: str
     exports: tuple[Mapping[str, Any], ...] = ()
-    """Of the one job that it is for: its last whole exports, newest first."""
+    """The last whole exports of the one job that it is for, newest first."""
 
 
 class Claim:
-    """The ports of a control plane, and the addresses that others are told.
+    """The ports of a control plane, and the addresses that others get.
 
-    Taken before the rest of it is loaded, which costs more than a second of CPU: meanwhile REST's
+    Taken before the rest is loaded, which costs more than a second of CPU: meanwhile REST's
     connections wait in the backlog, and sidecars try again until gRPC answers them.
     """
 
     def __init__(self, config: ControlConfig, bootstrap: Bootstrap | None) -> None:
-        """Take the wanted ports, or the next free ones. `close` it.
-
-        Raises:
-            UsageError: an address cannot be used.
-            UnreachableError: no port is free.
-        """
+        """Take the wanted ports, or the next free ones. `close` it. Raises UsageError if an address
+        cannot be used; UnreachableError if no port is free."""
         self.files = tls_files(config.tls_cert, config.tls_key, config.tls_client_ca)
         self.of_job = self.files is None and bootstrap is not None and bootstrap.own_tls
-        """Whether it serves TLS of the job's own."""
+        """Whether it serves TLS with the job's CA."""
         self._tls = self.of_job or self.files is not None
         self._advertise = config.advertise
         self.endpoint: Endpoint | None = None
-        """What was announced."""
+        """The announced endpoint."""
         wanted = parse_listen(config.listen, option="--listen (PARAMD_LISTEN)", tls=self._tls)
         self.listener, self.http = open_listener(wanted)
         try:
@@ -82,7 +78,7 @@ class Claim:
             raise
 
     def whereabouts(self, exports: tuple[Mapping[str, Any], ...] = ()) -> Whereabouts:
-        """All of them."""
+        """All addresses."""
         host = advertised(self.http.host, self._advertise, tls=self._tls)
         return Whereabouts(
             url=f"{'https' if self._tls else 'http'}://{Address(host, self.http.port)}",
@@ -93,18 +89,18 @@ class Claim:
         )
 
     def announce(self, bootstrap: Bootstrap) -> None:
-        """Tell the job's programs. Idempotent. Raises: as `announce`."""
+        """Announce the addresses to the job's programs. Idempotent. Raises as `announce`."""
         if self.endpoint is None:
             where = self.whereabouts()
             self.endpoint = announce(bootstrap, where.url, where.grpc_address, with_ca=self.of_job)
 
     def give_grpc(self) -> Address:
-        """gRPC's port, for gRPC to bind it right away."""
+        """Release gRPC's port, for gRPC to bind it right away."""
         self._kept.close()
         return self.grpc
 
     def withdraw(self) -> None:
-        """Remove the announcement, if it is still this one's. Idempotent."""
+        """Remove the announcement, unless it was replaced. Idempotent."""
         if self.endpoint is not None:
             places.remove_endpoint(self.endpoint)
 
@@ -116,11 +112,8 @@ class Claim:
 
 
 def parse_listen(text: str, *, option: str, tls: bool = False) -> Address:
-    """Parse "host:port".
-
-    Raises:
-        UsageError: it is malformed, or other hosts could reach it and there is no TLS.
-    """
+    """Parse "host:port". Raises UsageError if it is malformed, or other hosts could reach it and
+    there is no TLS."""
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isdecimal() or int(port) > 65_535:
@@ -136,11 +129,8 @@ def parse_listen(text: str, *, option: str, tls: bool = False) -> Address:
 
 
 def open_listener(wanted: Address) -> tuple[socket.socket, Address]:
-    """A listening socket on the wanted port or the next free one.
-
-    Raises:
-        UnreachableError: none of the ports tried is free.
-    """
+    """A listening socket on the wanted port or the next free one. Raises UnreachableError if none
+    of the ports tried is free."""
     for port in _candidates(wanted.port):
         listener = _try_listen(Address(wanted.host, port))
         if listener is not None:
@@ -175,10 +165,8 @@ def bind_grpc(
 def announce(
     bootstrap: Bootstrap, url: str, grpc_address: str, *, with_ca: bool = False
 ) -> Endpoint:
-    """Write the job's endpoint file, replacing an older incarnation's.
-
-    Args:
-        with_ca: Whether `url` is of the job's own CA, which clients are to trust then.
+    """Write the job's endpoint file, replacing an older incarnation's; `with_ca` if the job's CA
+    signed the certificate of `url`, for clients to trust.
 
     Raises:
         ConflictError: a newer incarnation of the job is already running.
@@ -206,7 +194,7 @@ def successor(mine: Endpoint) -> Endpoint | None:
         found = places.read_endpoint(mine.job)
     except (NotFoundError, UnreachableError):
         return None
-    # Of another host, or shown by `paramd connect`: no word of theirs ends what runs here.
+    # Not one of another host, or of `paramd connect`: neither ends a control plane here.
     here = not found.host_id or kernel_of(found.host_id) == kernel_of(mine.host_id)
     later = found.pid != mine.pid and found.incarnation >= mine.incarnation
     return found if here and later and not found.via else None

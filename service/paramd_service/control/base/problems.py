@@ -27,8 +27,8 @@ class Problem(BaseModel):
 def problem(
     status: int, reason: str, detail: str, headers: dict[str, str] | None = None, **more: str
 ) -> JSONResponse:
-    """The response for one error; `reason` is a stable word such as "not-found"; with `more`
-    members of the document."""
+    """The response for one error; `reason` is a stable word such as "not-found", and `more` has
+    further members of the document."""
     document = Problem(
         type=f"urn:paramd:error:{reason}",
         title=HTTPStatus(status).phrase,

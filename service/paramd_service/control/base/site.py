@@ -7,7 +7,7 @@ restarted control plane recognizes the sidecars of every job without having reco
         key                     0600: 32 random bytes, hexadecimal
         token                   0600: the bearer token of the REST side
         generation              the last generation handed out
-        control.clock           its clock, for its successor
+        control.clock           its clock, for a restarted control plane
 
 The history of a job's incarnations is written here and read by `places.incarnations`.
 """
@@ -49,7 +49,7 @@ class IncarnationNotes:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start writing, including what was noted before."""
+        """Start writing, including lines queued before."""
         self._task = asyncio.create_task(self._run(), name="paramd-incarnations")
 
     def note(self, job: str, record: IncarnationRecord) -> None:
@@ -77,7 +77,7 @@ class IncarnationNotes:
             try:
                 await asyncio.to_thread(_append, job, line)
             except (OSError, ParamdError) as error:
-                # The history is a convenience: the job goes on without it.
+                # The history is a convenience: the job continues without it.
                 log.warning("the history of incarnations was not written: %s", error)
             finally:
                 self._lines.task_done()
@@ -110,12 +110,8 @@ class Site:
 
 
 def site_dir() -> Path:
-    """The site's directory, created if missing; 0700 and ours.
-
-    Raises:
-        UsageError: the state dir cannot be used.
-        ConflictError: the directory belongs to another user or is open to others.
-    """
+    """The site's directory, created if missing; 0700 and ours. Raises UsageError if the state dir
+    cannot be used; ConflictError if the directory belongs to another user or is open to others."""
     path = places.state_dir() / SITE_DIRECTORY
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -128,14 +124,8 @@ def site_dir() -> Path:
 
 
 def open_site(token: str | None) -> Site:
-    """The site's secrets, created if missing. Reads and writes files.
-
-    Args:
-        token: Bearer token of the REST side; None uses the one in its file.
-
-    Raises:
-        UsageError, ConflictError: as `site_dir`, or a file cannot be read.
-    """
+    """The site's secrets, created if missing. Reads and writes files; None as `token` uses the one
+    in its file. Raises as `site_dir`, or when a file cannot be read."""
     directory = site_dir()
     key = _kept(directory / "key", secrets.token_hex(KEY_BYTES))
     if not re.fullmatch(r"[0-9a-f]{64}", key):
@@ -148,11 +138,8 @@ def open_site(token: str | None) -> Site:
 
 
 def read_token(path: str) -> str | None:
-    """The token in the first line of a file; None when `path` is empty.
-
-    Raises:
-        UsageError: it cannot be read or holds no valid token. The text never quotes it.
-    """
+    """The token in the first line of a file; None when `path` is empty. Raises UsageError if it
+    cannot be read or holds no valid token. The text never quotes it."""
     if not path:
         return None
     check_private(Path(path))
@@ -170,13 +157,11 @@ def read_token(path: str) -> str | None:
 
 
 def next_generation(directory: Path, *, now_s: float | None = None) -> int:
-    """A number above those of all earlier control planes of this directory.
+    """A number above those of all earlier control planes of this directory. Raises UsageError when
+    the directory cannot be written.
 
     It also follows the clock, so that of two control planes without a common directory the one
     that started later has the higher number.
-
-    Raises:
-        UsageError: the directory cannot be written.
     """
     now_ms = int((now_s if now_s is not None else clock.now_s()) * 1000)
     path = directory / places.GENERATION_FILE

@@ -6,5 +6,5 @@ runner.py       runs one machine: its actions become calls to sidecars, their an
 incarnation.py  the open edits of one incarnation: staging, turns, timeouts, recovery
 service.py      the operations behind REST: create, commit, preview, undo, abort
 holds.py        hold, step and resume training
-marks.py        states that training can go back to
+marks.py        states that training can return to
 """

@@ -1,8 +1,7 @@
 """Hold training at a boundary: one holder at a time, under a lease.
 
 The trainers wait at a boundary they agreed on and check the lease in every round; once the lease
-of any sidecar expires, all resume together. A control plane that dies therefore cannot keep
-training held.
+of any sidecar expires, all resume together. A control plane that dies cannot keep training held.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ class Hold:
         return replace(now, holder=self._holder, since_s=self._since_s)
 
     async def _last_to_step(self, view: MeshView, first: HoldView) -> HoldView:
-        """STEPPING until every rank has passed the granted steps; then `first`."""
+        """STEPPING until every rank has passed the granted steps, then `first`."""
         try:
             request = sidecar_pb2.GetStateRequest()
             found = await on_all(view, lambda rank, at: self.mesh.calls.ask(rank, at, request))
@@ -123,15 +122,15 @@ class Hold:
         """Hold all ranks at one boundary; return once they wait there.
 
         Args:
-            timeout_s: for all ranks to agree; None: as long as an edit has.
             holder: The holder returned by an earlier call, which makes a retry idempotent.
-            for_all: Whoever may hold training may end this hold, and act within it.
+            for_all: Anyone allowed to hold training may end this hold, and act within it.
+            timeout_s: Time for all ranks to agree; None: as long as for an edit.
 
         Raises:
             ConflictError: another holder holds training, or the ranks did not agree in time.
             UnreachableError: not all ranks are joined.
         """
-        # What holds training for a request of its own is over in a moment: its caller may go on.
+        # The hold of a request is over in a moment: wait for it instead of refusing the caller.
         async with self._acting:
             return await self._begin(by, lease_s, holder, for_all, timeout_s)
 
@@ -168,7 +167,7 @@ class Hold:
             self._pausing = False
         if verdict.step < 0:
             return await self._told_now()
-        # As agreed, not as told: a sidecar that died meanwhile last told of an earlier step.
+        # As agreed, not as reported: a sidecar that died meanwhile last reported an earlier step.
         held = HoldView(
             state=HoldState.HELD,
             holder=self._holder,
@@ -180,21 +179,15 @@ class Hold:
         return held
 
     async def renew(self, by: Principal, lease_s: float, holder: str) -> HoldView:
-        """Renew the lease for `lease_s` seconds from now.
-
-        Raises:
-            ConflictError: training is not held, or held by another holder.
-        """
+        """Renew the lease for `lease_s` seconds from now. Raises ConflictError unless training is
+        held by this holder."""
         await self._check_holder(by, holder)
         await self._renew(round(1000 * lease_s))
         return await self.view()
 
     async def step(self, by: Principal, steps: int, holder: str) -> HoldView:
-        """Let held training pass `steps` boundaries; return once all ranks have agreed.
-
-        Raises:
-            ConflictError: training is not held, or held by another holder.
-        """
+        """Let held training pass `steps` boundaries; return once all ranks have agreed. Raises
+        ConflictError unless training is held by this holder."""
         before = await self._check_holder(by, holder)
         detail = {"holder": self._holder, "steps": steps}
         async with self.records.recorded(by, "hold.step", detail, self.mesh):
@@ -205,11 +198,7 @@ class Hold:
         return await self._told_now()
 
     async def end(self, by: Principal, holder: str) -> HoldView:
-        """Resume training. Idempotent.
-
-        Raises:
-            ConflictError: another holder holds it.
-        """
+        """Resume training. Idempotent. Raises ConflictError when another holder holds it."""
         if (await self.view()).state is HoldState.RUNNING:
             return await self.view()
         await self._check_holder(by, holder)
@@ -225,11 +214,8 @@ class Hold:
 
     @asynccontextmanager
     async def during(self, by: Principal) -> AsyncIterator[None]:
-        """Held while the block runs: by a hold of its own, or within the caller's.
-
-        Raises:
-            ConflictError: somebody else holds training, or it is stepping.
-        """
+        """Hold training while the block runs, by a separate hold or within the caller's. Raises
+        ConflictError when somebody else holds training, or it is stepping."""
         async with self._acting, self._within(by):
             yield
 
@@ -245,12 +231,12 @@ class Hold:
             yield
         finally:
             await stopped(renewing)
-            # If it fails, the hold ends with its lease.
+            # If this fails, the hold ends with its lease.
             with suppress(ParamdError):
                 await asyncio.shield(self.end(by, begun.holder))
 
     async def over(self, timeout_s: float) -> None:
-        """Wait until no request of the control plane's own holds training, at most `timeout_s`."""
+        """Wait until no request of the control plane holds training, at most `timeout_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s), self._acting:
                 pass
@@ -339,7 +325,7 @@ class Hold:
 
 
 def is_held(state: common_pb2.RankState) -> bool:
-    """Whether a rank waits in a hold, or is about to. Cheap: pages ask it of all ranks."""
+    """Whether a rank waits in a hold, or is about to. Cheap: the dashboard asks it of all ranks."""
     return bool(state.hold_left_ms) or state.phase == common_pb2.PHASE_HELD
 
 
@@ -356,6 +342,6 @@ def hold_of(state: common_pb2.RankState, step: int) -> HoldView:
 
 
 def hold_word(joined: Sequence[Report]) -> HoldState:
-    """The hold that a mesh is in, by any of its ranks."""
+    """The hold of a mesh, as any of its ranks reports it."""
     held = next((report for report in joined if is_held(report.state)), None)
     return hold_of(held.state, held.step).state if held is not None else HoldState.RUNNING

@@ -42,7 +42,7 @@ from paramd_service.control.store.engine import StoreError
 
 LOAD_AGAIN_S = 1.0
 FORGOTTEN_S = 10.0
-"""How long a rollback waits until ranks have forgotten what was staged before it."""
+"""How long a rollback waits until ranks have forgotten the one staged before it."""
 OPEN_STATES = (EditState.STAGING, EditState.STAGED, EditState.COMMITTED)
 _NS = 1e9
 
@@ -69,7 +69,7 @@ class IncarnationEdits:
         self.hold = Hold(self.mesh, self.records, agree_s=self.agree_s, on_change=self.on_hold)
 
     def begin(self) -> None:
-        """Resolve what an earlier control plane left open; no turns are given until then."""
+        """Resolve the edits that an earlier control plane left open; no turns are given before."""
         self._loading = asyncio.create_task(self._load(), name="paramd-edits-load")
 
     def drive(self, row: EditRow, check: SameData) -> EditRun:
@@ -103,7 +103,7 @@ class IncarnationEdits:
         """Stage an edit without data on all ranks, then commit it; a dry run stops at preview."""
         try:
             if planned.manifest.HasField("rollback") and self._ending:
-                # A rank has room for one: the last one's is free once the rank has forgotten it.
+                # A rank has room for one rollback, until it has forgotten the last one.
                 await asyncio.wait(self._ending, timeout=FORGOTTEN_S)
             view = self.mesh.coordinator.joined()
             manifest = planned.manifest
@@ -157,8 +157,8 @@ class IncarnationEdits:
             self._committing.discard(row.id)
 
     def tick(self, now_s: float) -> None:
-        """Abort edits left uncommitted for staged_s; tell on whom committed ones wait. `now_s` is
-        monotonic."""
+        """Abort edits left uncommitted for staged_s; have committed ones name the rank they wait
+        for. `now_s` is monotonic."""
         for edit_id, driver in list(self.open.items()):
             driver.tell_who_waits()
             waits = driver.machine.state in (EditState.STAGING, EditState.STAGED)
@@ -175,7 +175,7 @@ class IncarnationEdits:
             driver.feed(IncarnationEnded(reason))
 
     async def close(self) -> None:
-        """Stop all drivers; the next control plane resolves what is COMMITTED."""
+        """Stop all drivers; the next control plane resolves COMMITTED edits."""
         await stopped(self._loading)
         await stopped(*self._ending)
         for driver in list(self.open.values()):
@@ -189,8 +189,8 @@ class IncarnationEdits:
     async def changed_since(
         self, index: NameIndex, done: EditRow, ops: Sequence[PlannedOp]
     ) -> EditRow | None:
-        """The newest edit after `done` that overlaps `ops` and is still in effect; of one that was
-        undone and done again, the edit that did it again."""
+        """The newest edit after `done` that overlaps `ops` and is still in effect. If that was
+        undone and redone, the edit that redid it."""
         since = await self.records.edits.of_job(
             done.job, (EditState.APPLIED,), incarnation=done.incarnation
         )
@@ -268,7 +268,7 @@ class IncarnationEdits:
             await asyncio.sleep(LOAD_AGAIN_S)
 
     def _take_up(self, row: EditRow) -> EditRun | None:
-        """Drive an edit left open by an earlier control plane; None if nothing is to resolve."""
+        """Drive an edit left open by an earlier control plane; None if nothing must be resolved."""
         if row.incarnation > self.mesh.number or row.id in self.open:
             return None
         driver = self.drive(row, no_data)
@@ -300,16 +300,15 @@ class IncarnationEdits:
 
 
 def in_effect(rows: Sequence[EditRow]) -> list[tuple[EditRow, EditRow]]:
-    """The edits of which something is left, newest first: each with the last of the undos, undos of
-    undos and so on that followed it, or itself.
-
-    An even number of them leaves it in effect, an odd number leaves nothing of it or of them.
+    """The edits still in effect, newest first, each with the last of the undos, and undos of undos,
+    that followed it, or itself. An even number of undos leaves the edit in effect; an odd number
+    leaves nothing of it or of them.
     """
     known = {row.id: row for row in rows}
     found = []
     for first in rows:
         if first.undo_of in known:
-            continue  # counted with what it undid
+            continue  # counted with the edit that it undid
         last, undos = first, 0
         while last.undone_by in known:
             last, undos = known[last.undone_by], undos + 1
@@ -321,7 +320,7 @@ def in_effect(rows: Sequence[EditRow]) -> list[tuple[EditRow, EditRow]]:
 def touches(
     index: NameIndex, one: pb.EditManifest, ops: Sequence[PlannedOp], other: pb.EditManifest
 ) -> bool:
-    """Whether an edit and a later one change some of the same. `ops` are the first one's."""
+    """Whether an edit, whose ops are `ops`, and a later one change some of the same state."""
     if one.HasField("rollback") or other.HasField("rollback"):
         return True
     if one.HasField("hyperparameters") or other.HasField("hyperparameters"):
@@ -352,7 +351,7 @@ def _outcome(row: EditRow) -> dict[str, Any]:
 
 
 def _exact(value: Any) -> Any:
-    """Replace NaN and infinities by their repr: JSON has neither."""
+    """The value, or the repr of NaN and infinities, which JSON does not have."""
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

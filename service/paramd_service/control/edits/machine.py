@@ -28,11 +28,11 @@ from typing import TypeAlias
 from paramd.layout.edits.ops import EDIT_ENDS, EditState
 
 SameData = Callable[[Mapping[int, tuple[bytes, ...]]], str]
-"""Data digests by rank -> message saying which replicas differ; empty if none do."""
+"""From data digests by rank, a message that names the replicas that differ; empty if none do."""
 
 
 class Outcome(Enum):
-    """What became of a boundary request, as a sidecar reports it (`paramd.v1.BoundaryFate`)."""
+    """Outcome of a boundary request, as a sidecar reports it (`paramd.v1.BoundaryFate`)."""
 
     WITHDRAWN = 1
     IN_DOUBT = 2
@@ -66,14 +66,14 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class CallOff:
-    """Abort it if still possible: on request, after a timeout, or because staging failed."""
+    """Abort the edit if still possible: on request, after a timeout, or because staging failed."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """It has its turn; ask the ranks to apply it at this boundary."""
+    """The edit has its turn; ask the ranks to apply it at this boundary."""
 
     boundary: int
     token: int
@@ -111,7 +111,7 @@ class Unreported:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A rank's report of how it applied the edit; None if it does not know that it did."""
+    """A rank's report of how it applied the edit; None if the rank does not know that it did."""
 
     rank: int
     applied: Applied | None
@@ -119,7 +119,7 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class IncarnationEnded:
-    """Its incarnation is over."""
+    """The edit's incarnation is over."""
 
     reason: str
 
@@ -130,17 +130,9 @@ class Restarted:
 
 
 Event: TypeAlias = (
-    Staged
-    | CallOff
-    | Commit
-    | Reached
-    | NotReached
-    | Reported
-    | Unreported
-    | Shown
-    | IncarnationEnded
-    | Restarted
-)
+    Staged | CallOff | Commit | Reached | NotReached | Reported | Unreported | Shown
+    | IncarnationEnded | Restarted
+)  # fmt: skip
 
 
 # Actions, performed in order; those after a Persist only once it is durable.
@@ -173,7 +165,7 @@ class Show:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Withdraw what is committed on a rank and drop what is staged. Not answered."""
+    """Withdraw a commit and drop the staged data on a rank. Not answered."""
 
     rank: int
 
@@ -240,7 +232,7 @@ class EditMachine:
             case Reached(rank):
                 return self._agreed_by(rank)
             case NotReached(rank, reason):
-                # If another rank proved agreement, this one only has to be asked until it is done.
+                # If another rank proved agreement, this one is asked until it has applied the edit.
                 return [Withdraw(rank)] if self.agreed else self._called_off(reason)
             case Reported(rank, fate):
                 return self._told(rank, fate)

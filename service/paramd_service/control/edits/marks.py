@@ -1,8 +1,8 @@
-"""Marks of one job, and the standing snapshots beside them: states that training can go back to.
+"""Marks of one job, and its standing snapshots: states that training can return to.
 
-A mark is made of one boundary of all ranks: memory for it is made on all of them, training is held,
-every sidecar copies its rank's state, and the copies count if all are of the same step, history and
-number of edits. Whatever fails, the mark is dropped everywhere.
+A mark is made at one boundary of all ranks. All of them allocate memory for it, training is held,
+and every sidecar copies its rank's state. The copies count if all have the same step, history and
+number of edits. On any failure, the mark is dropped everywhere.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paramd_service.control.records.records import Records
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptState(Mark):
-    """A state that the sidecars keep, and which of the histories it is of."""
+    """A state that the sidecars keep, and the history it belongs to."""
 
     lineage: int
     edits: int
@@ -41,13 +41,13 @@ class Marks:
     hold: Hold
     records: Records
     on_change: Callable[[str, str, KeptState | None], None]
-    """`on_change(job, name, mark)` is told of each mark made, and with None of each dropped."""
+    """Called with job, name and mark for each mark made, and with None for each dropped."""
 
     def __post_init__(self) -> None:
         self._making = asyncio.Lock()
 
     async def all(self) -> list[KeptState]:
-        """Every state that some rank keeps, by step. Raises UnreachableError: no rank answers."""
+        """Every state that some rank keeps, by step. Raises UnreachableError if no rank answers."""
         view = self.mesh.registry.view()
         found: dict[int, list[pb.KeptState]] = {}
         failure: ParamdError | None = None
@@ -67,18 +67,15 @@ class Marks:
         return merged(found, self.mesh.bootstrap.world_size)
 
     async def find(self, to: str | int) -> KeptState:
-        """The state named by a mark, or the newest of a step.
-
-        Raises:
-            NotFoundError: there is none. ConflictError: not all ranks have it.
-        """
+        """The state named by a mark, or the newest of a step. Raises NotFoundError when there is
+        none, ConflictError when not all ranks have it."""
         states = await self.all()
         named = [
             one for one in states if (one.name == to if isinstance(to, str) else one.step == to)
         ]
         whole = [one for one in named if one.whole]
         if whole:
-            # A mark rather than a standing snapshot, which the next one may replace.
+            # Prefer a mark: the next standing snapshot may replace the last one.
             return max(whole, key=lambda one: (bool(one.name), one.edits))
         if named:
             raise ConflictError(f"{_called(to)}: {named[0].reason}")
@@ -109,7 +106,7 @@ class Marks:
         return made
 
     async def drop(self, by: Principal, name: str) -> bool:
-        """Forget a mark on all ranks; False if there was none. Idempotent."""
+        """Delete a mark on all ranks; False if there was none. Idempotent."""
         async with self.records.recorded(by, "mark.delete", {"mark": name}, self.mesh):
             view = self.mesh.coordinator.joined()
             dropped = await self._forget(view, name)
@@ -126,14 +123,14 @@ class Marks:
         view = self.mesh.coordinator.joined()
 
         async def make(rank: int, address: str, *, fill: bool) -> pb.KeptState:
-            """Have memory made for it, or with `fill` have the state copied."""
+            """Have memory allocated for it, or with `fill` the state copied."""
             request = pb.MakeMarkRequest(mark=name, by=by.name, fill=fill)
             answer = await self.mesh.calls.ask(rank, address, request, timeout_s=STAGE_S)
             state: pb.KeptState = answer.state
             return state
 
         try:
-            # Before training is held: making memory takes longer than the copy.
+            # Before training is held: allocating memory takes longer than the copy.
             await on_all(view, lambda rank, at: make(rank, at, fill=False))
             async with self.hold.during(by):
                 found = await on_all(view, lambda rank, at: make(rank, at, fill=True))
@@ -163,7 +160,7 @@ def merged(found: Mapping[int, Sequence[pb.KeptState]], world_size: int) -> list
             groups[state.mark, state.step, state.lineage, state.edits][rank] = state
     merged = []
     for (mark, step, lineage, edits), parts in groups.items():
-        # Standing snapshots of single ranks come and go all the time.
+        # Standing snapshots of single ranks are replaced all the time.
         if not mark and len(parts) < world_size:
             continue
         kept = list(parts.values())

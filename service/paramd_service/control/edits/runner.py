@@ -48,7 +48,7 @@ AGAIN_S = 0.1
 MAX_AGAIN_S = 2.0
 STORE_AGAIN_S = 1.0
 FORGET_S = 600.0
-"""How long a rank is asked to forget what it has staged: after that it does so by itself."""
+"""How long a rank is asked to forget its staged data: after that it does so by itself."""
 
 _FATES = frozenset(one.value for one in Outcome)
 
@@ -140,7 +140,7 @@ class EditRun:
         kept(self._tasks, work).add_done_callback(self._ended)
 
     def tell_who_waits(self) -> None:
-        """While it is COMMITTED, have the row say on which rank it waits; not saved."""
+        """While it is COMMITTED, name the rank that it waits for in the row; not saved."""
         if self.row.state == EditState.COMMITTED:
             machine = self.machine
             told = f"being called off ({machine.reason}), " if machine.calling_off else ""
@@ -151,7 +151,7 @@ class EditRun:
         self.row = replace(self.row, detail={**self.row.detail, **detail})
 
     async def finish(self) -> None:
-        """Wait for background work, then close. For an edit that has ended."""
+        """Wait for the background work of an edit that has ended, then close."""
         try:
             while self._tasks:
                 await asyncio.wait(set(self._tasks))
@@ -174,10 +174,8 @@ class EditRun:
                     break
 
     async def _persist(self) -> bool:
-        """Save the machine's state. False: a commit was not saved, so no rank may be asked.
-
-        Any other state is saved until it succeeds.
-        """
+        """Save the machine's state; any but COMMITTED is retried until it succeeds. False: a commit
+        was not saved, so no rank may be asked."""
         machine = self.machine
         now = replace(
             self.row,
@@ -215,7 +213,7 @@ class EditRun:
                 case Show(rank):
                     event = await self._show(rank)
         except Exception:
-            # The machine waits for an answer to everything it asks.
+            # The machine waits for an answer to every request.
             log.exception("edit %s, rank %d: a fault of paramd", self.row.id, action.rank)
             event = Unreported(action.rank)
             if isinstance(action, Reach):
@@ -266,7 +264,7 @@ class EditRun:
         return Shown(rank, applied_of(answer))
 
     async def _forget(self, rank: int) -> None:
-        # A sidecar that was killed takes seconds to come back, and then still has it.
+        # A sidecar that was killed takes seconds to return, and then still has the data.
         pause_s, end_s = AGAIN_S, time.monotonic() + FORGET_S
         while time.monotonic() < end_s:
             try:
@@ -288,11 +286,8 @@ class EditRun:
 async def verify_staged(
     driver: EditRun, calls: SidecarCalls, view: MeshView, manifest: pb.EditManifest
 ) -> None:
-    """Verify that all ranks have the whole edit; stage it on ranks that need no data.
-
-    Raises:
-        ConflictError: data is missing on a rank, or was uploaded with another token.
-    """
+    """Verify that all ranks have the whole edit; stage it on ranks that need no data. Raises
+    ConflictError when data is missing on a rank, or was uploaded with another token."""
     author = str(driver.row.detail.get("author", ""))
 
     async def progress(rank: int, address: str) -> pb.EditProgress:
@@ -342,6 +337,6 @@ async def preview_all(
 
 
 def feed_staged(driver: EditRun, found: dict[int, pb.EditProgress]) -> None:
-    """Tell an edit what its ranks have staged."""
+    """Feed an edit what its ranks have staged."""
     for rank, progress in found.items():
         driver.feed(Staged(rank, progress.manifest_digest, tuple(progress.data_digests)))

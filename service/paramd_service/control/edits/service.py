@@ -108,10 +108,7 @@ class EditService:
         values: Mapping[str, float | list[float]],
         note: str,
     ) -> EditRow:
-        """Create an edit that sets hyper-parameters. Idempotent as `create`.
-
-        Raises: as `create`.
-        """
+        """Create an edit that sets hyper-parameters. Idempotent, and raises, as `create`."""
         self.mesh.check()
         index, digest = await self._layout()
         text = json.dumps(dict(values), sort_keys=True, allow_nan=False)
@@ -125,11 +122,8 @@ class EditService:
     async def roll_back(
         self, by: Principal, edit_id: str | None, to: str | int, note: str
     ) -> EditRow:
-        """Create an edit that puts training back to a mark, or to a step. Idempotent as `create`.
-
-        Raises:
-            NotFoundError: there is no such state. ConflictError: not all ranks have it.
-        """
+        """Create an edit that returns training to a mark or a step. Idempotent as `create`. Raises
+        NotFoundError for an unknown state, ConflictError if not all ranks have it."""
         self.mesh.check()
         index, digest = await self._layout()
         self._check_share(1.0)
@@ -161,7 +155,7 @@ class EditService:
         *,
         undo_of: str = "",
     ) -> EditRow:
-        """Open an edit, and unless it waits for data have it staged and committed."""
+        """Open an edit, and have it staged and committed unless it waits for data."""
         edit_id, with_data = planned.manifest.edit_id, bool(detail.get("with_data"))
         async with self._creating:
             known = self.work.open.get(edit_id)
@@ -212,7 +206,7 @@ class EditService:
         self.mesh.check()
         if reason := self.why_no_undo(done):
             raise ConflictError(f"edit {done.id} cannot be undone: {reason}")
-        # As when it is itself the undo of an edit that was allowed to write NaN.
+        # `done` may itself be the undo of an edit that was allowed to write NaN.
         undone = await self.records.edits.find(done.undo_of) if done.undo_of else None
         nonfinite = undone is not None and bool(undone.detail.get("allow_nonfinite"))
         if nonfinite and by.role is not UserRole.ADMIN:
@@ -270,10 +264,7 @@ class EditService:
 
     async def abort(self, by: Principal, row: EditRow) -> EditRow:
         """Abort the edit unless the trainers have agreed on it; the returned row has its state.
-
-        Raises:
-            DeniedError: another token created it, and the role may not abort others' edits.
-        """
+        Raises DeniedError when the role may not abort others' edits."""
         driver = self.work.open.get(row.id)
         if driver is None:
             return row
@@ -388,7 +379,7 @@ class EditRegistry:
         return self.service(job).work.hold
 
     async def pause_for(self, job: str, name: str) -> None:
-        """Hold training on nobody's request; who may hold may end it. Raises as `Hold.begin`."""
+        """Hold training under this name; anyone allowed to hold may end it. Raises as `begin`."""
         by = Principal(name, UserRole.VIEWER)
         await self.hold(job).begin(by, MAX_LEASE_S, "", for_all=True)
 
@@ -409,11 +400,8 @@ class EditRegistry:
         return found.work.open if found is not None else {}
 
     async def get(self, job: str, edit_id: str) -> EditRow:
-        """The current row of an edit, by its id or its first characters.
-
-        Raises:
-            NotFoundError, UsageError: none, or several, begin so.
-        """
+        """The current row of an edit, by the first characters of its id. Raises NotFoundError or
+        UsageError when none, or several, begin like this."""
         edit_id = await self._records.edits.whole_id(job, edit_id)
         driver = self._open(job).get(edit_id)
         row = driver.row if driver is not None else await self._records.edits.find(edit_id)
@@ -429,7 +417,7 @@ class EditRegistry:
                 await asyncio.wait_for(driver.until(), wait_s)
         row = driver.row if driver is not None else await self.get(row.job, row.id)
         if row.ended_s is not None and row.detail.get("rollback"):
-            # Told when training goes on again: its caller may want to hold it next.
+            # Report it once training has resumed: the caller may want to hold it next.
             await self.hold(row.job).over(min(ABORT_WAIT_S, wait_s))
         return row
 

@@ -29,7 +29,7 @@ from paramd_service.control.mesh.registry import listed
 ENVIRONMENT = "PARAMD_EDITS"
 NAMES_TOLD = 100
 MAX_MANIFEST_BYTES = 15 << 20
-"""Must fit into one gRPC message."""
+"""A manifest must fit into one gRPC message."""
 _MINUTE_S = 60.0
 
 
@@ -49,7 +49,7 @@ class EditConfig:
     range_s: float = 0.2
     """Seconds an edit waits for the before and after statistics in the audit; 0 collects none."""
     range_bytes: int = 16 << 20
-    """Edits larger than this are not given those statistics; 0 or more."""
+    """Edits larger than this get no such statistics; 0 or more."""
 
     def __post_init__(self) -> None:
         if not 0 < self.max_share <= 1:
@@ -86,15 +86,9 @@ _settings = partial(settings_of, kind=EditConfig, name="edits")
 
 
 def load_edits(files: Sequence[tuple[Path, bool]], environment: Mapping[str, str]) -> EditConfig:
-    """Load the limits.
-
-    Args:
-        files: (path, is_own) of paramd.toml files; earlier ones win. Files that are not the
-            user's own are ignored, because they could lift limits.
-
-    Raises:
-        UsageError: a source is unreadable or a value out of range.
-    """
+    """Load the limits from paramd.toml files, (path, is_own) each; earlier ones win. Files that are
+    not the user's own are ignored: they could lift limits. Raises UsageError for a source that is
+    unreadable or a value out of range."""
     merged: dict[str, Any] = {}
     for path in [path for path, is_own in reversed(files) if is_own]:
         merged |= _settings(table_of_file(path, "edits"), place=f"{path}: [edits]")
@@ -155,7 +149,7 @@ def plan_undo(
     """Plan the undo of an edit applied in the same incarnation and layout."""
     manifest = sidecar_pb2.EditManifest.FromString(done.SerializeToString())
     manifest.edit_id, manifest.undo_of, manifest.undoable = edit_id, done.edit_id, True
-    # It restores the previous values, which may have been NaN or infinite.
+    # The undo restores the previous values, which may have been NaN or infinite.
     manifest.allow_nonfinite = True
     manifest.ClearField("if_step")
     manifest.ClearField("reset_moments")
@@ -165,7 +159,7 @@ def plan_undo(
 def plan_whole(
     index: NameIndex, manifest: sidecar_pb2.EditManifest, size_bytes: int = 0
 ) -> Planned:
-    """Plan an edit without ops: of hyper-parameters, or back to a state of so many bytes."""
+    """Plan an edit without ops: of hyper-parameters, or a rollback to a state of `size_bytes`."""
     return replace(_planned(index, manifest, (), []), size_bytes=size_bytes)
 
 
@@ -259,7 +253,7 @@ def _document(spec: OpSpec, ops: Sequence[PlannedOp]) -> dict[str, Any]:
 
 
 def _keys(edit: RankEdit) -> dict[int, object]:
-    """By op number, the part of the op that a rank applies; replicas have equal values."""
+    """The part of each op that a rank applies, by op number; replicas have equal values."""
     found: dict[int, list[object]] = {}
     for item in edit.items:
         part = (item.sizes, item.source_begin, item.source_strides)

@@ -34,7 +34,7 @@ from paramd_service.destinations.destinations import (
 )
 
 MAX_MISSING = 1000
-"""Names of what an export has not, in one document."""
+"""Names of missing contents in one export's document."""
 MAX_OWNERS: Final = 64
 UNOWNED_S: Final = 3600.0
 """Assets that no export or schedule has claimed after this long are removed."""
@@ -221,7 +221,7 @@ def named_at(destination: str, *, incarnation: int, step: int | str) -> str:
 
 
 def named_anew(destination: str, *, incarnation: int, step: int, taken: Collection[str]) -> str:
-    """As `named_at`; a step that comes again, after a rollback or a restart, is numbered: "7-2"."""
+    """As `named_at`; a step that repeats after a rollback or a restart is numbered: "7-2"."""
     for time in count(1):
         told = f"{step}-{time}" if time > 1 else str(step)
         found = named_at(destination, incarnation=incarnation, step=told)
@@ -238,7 +238,7 @@ def scheduled(destination: str) -> str:
 
 
 class ExportOptions(BaseModel):
-    """What to export, where to, and in which format."""
+    """What to export, the destination and the format."""
 
     destination: str = Field(
         min_length=3, max_length=1100, description='Name of a destination, "/", relative key'
@@ -323,7 +323,7 @@ class ExportList(BaseModel):
     """Exports of a job, newest first."""
 
     exports: list[ExportInfo]
-    next_page_token: str = Field(description="Ask with it for the next page; empty at the end")
+    next_page_token: str = Field(description="Pass it to get the next page; empty at the end")
 
 
 class ScheduleDocument(BaseModel):
@@ -365,11 +365,7 @@ class DestinationList(BaseModel):
 def export_document(
     row: ExportRow, files: list[File], *, size: tuple[int, int] | None = None
 ) -> ExportInfo:
-    """The document of a stored export.
-
-    Args:
-        size: (total bytes, written bytes); None sums the files.
-    """
+    """The document of a stored export. `size` is (total, written) in bytes; None sums the files."""
     if size is None:
         size = sum(one.size_bytes for one in files), sum(one.written_bytes for one in files)
     told = export_pb2.ExportPlan.FromString(row.plan).missing if files else ()

@@ -1,8 +1,8 @@
 """Which exports lie on the way to the present state. Pure.
 
-A rollback leaves the steps that were made since the state it goes back to: their exports are of a
-history that the training has left, however high their step. Within an incarnation a history is
-numbered by the rollbacks before it, undone ones too, as in `paramd.state.StateName`.
+A rollback abandons the steps made since the state it restores: their exports belong to a history
+that the training has left, however high their step. Within an incarnation, a history's number is
+the number of rollbacks before it, undone ones included, as in `paramd.state.StateName`.
 """
 
 from __future__ import annotations
@@ -18,24 +18,20 @@ from paramd_service.control.store.edits import EditRow
 
 @dataclass(frozen=True, slots=True)
 class _History:
-    """One history: what it continues, and up to which step of that."""
+    """One history: the history that it continues, and up to which step."""
 
     lineage: int
-    """Word LINEAGE in it; 0 for that of the incarnation's beginning."""
+    """Word LINEAGE in it; 0 for the history at the incarnation's beginning."""
     before: int = -1
     """Number of the history that it continues; -1: none."""
     step: float = inf
 
 
 def is_on_the_way(step: int, edits: int, rollbacks: Sequence[EditRow]) -> bool:
-    """Whether a state lies on the way to the last one of its incarnation.
-
-    Args:
-        step, edits: of the state.
-        rollbacks: all that were applied in the incarnation, their undos among them, in order.
-    """
+    """Whether a state, given by its step and its number of edits, lies on the way to the last one
+    of its incarnation. `rollbacks` are all that were applied in it, undos included, in order."""
     known = _histories(rollbacks)
-    # The history that the state is of: as many as rollbacks came before it.
+    # The number of the state's history is the number of rollbacks before the state.
     wanted = sum(row.edits <= edits for row in rollbacks)
     at, limit = len(known) - 1, inf
     while at > wanted:
@@ -49,12 +45,12 @@ def _histories(rollbacks: Sequence[EditRow]) -> list[_History]:
     for row in rollbacks:
         undone = numbers.get(row.undo_of, 0)
         if undone:
-            # Back where it was when that one came.
+            # The history that the undone rollback left continues.
             found.append(_History(found[undone - 1].lineage, undone - 1))
             continue
         target = pb.EditManifest.FromString(row.manifest).rollback
         of = [number for number, one in enumerate(found) if one.lineage == target.lineage]
-        # Of a lineage that no rollback began is what the incarnation began with.
+        # A lineage that no rollback began is that of the incarnation's beginning.
         of = of if of else [number for number, one in enumerate(found) if not one.lineage]
         found.append(_History(branch_of(row.token), of[-1], target.step))
     return found

@@ -71,8 +71,8 @@ class IncarnationExports:
         return run
 
     async def cancel(self, export_id: str, reason: str) -> None:
-        """Cancel an export and wait for its end; nothing to do if it is not here. Raises
-        ConflictError: it can no longer be cancelled."""
+        """Cancel an export and wait for its end; no effect if it is not here. Raises ConflictError
+        when it can no longer be cancelled."""
         run = self.runs.get(export_id)
         if run is not None:
             run.cancel(reason)
@@ -109,7 +109,7 @@ class IncarnationExports:
 
     @asynccontextmanager
     async def _turn(self, run: ExportRun) -> AsyncIterator[None]:
-        """Wait for a free slot, or for the request to end, which needs none."""
+        """Wait for a free slot, or for a request to end the run, which needs none."""
         place = asyncio.ensure_future(self._slots.acquire())
         asked = asyncio.ensure_future(run.asked_to_end.wait())
         try:
@@ -134,7 +134,7 @@ class IncarnationExports:
 
     async def _take(self, row: ExportRow) -> None:
         files = await self.store.files(row.id)
-        # Fences the control plane that had it before: its saves and sidecar calls are refused.
+        # Fences the previous control plane: its saves and sidecar calls are refused.
         row = replace(row, generation=self.mesh.terms.generation)
         try:
             await self.store.save(row)

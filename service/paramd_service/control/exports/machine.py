@@ -94,10 +94,8 @@ def returned(export: Export, name: str) -> Export:
 
 
 def lost(export: Export, rank: int, *, why: str) -> Export:
-    """A rank and its snapshot are lost.
-
-    Other ranks write its files; the export fails if an unwritten file needs its snapshot.
-    """
+    """A rank and its snapshot are lost. Other ranks write its files; the export fails if an
+    unwritten file needs its snapshot."""
     if export.is_over:
         return export
     files = {
@@ -142,14 +140,10 @@ def cancelled(export: Export, reason: str) -> Export:
 
 
 def next_files(export: Export, ranks: Collection[int], *, per_rank: int) -> list[tuple[str, int]]:
-    """(file, rank) to assign now.
+    """(file, rank) to assign now, at most `per_rank` files at once to each healthy rank of `ranks`.
 
     Each file goes to its planned rank if that is healthy, else to the rank with the fewest bytes
     left to write.
-
-    Args:
-        ranks: Healthy ranks.
-        per_rank: Most files that one rank writes at once.
     """
     if export.state is not ExportState.RUNNING or not ranks:
         return []
@@ -174,11 +168,13 @@ def next_files(export: Export, ranks: Collection[int], *, per_rank: int) -> list
 
 
 def after_restart(export: Export, *, incarnation: int, snapshot_lives: bool) -> tuple[Export, str]:
-    """How a new control plane resumes an export: (next state, reason).
+    """How a new control plane resumes an export of a job that is now in `incarnation`.
 
     Args:
-        incarnation: The job's current incarnation.
         snapshot_lives: Whether the leases of all pinned snapshots could be renewed.
+
+    Returns:
+        (next state, reason).
     """
     if export.is_over:
         return export, "it has ended"
@@ -197,7 +193,7 @@ def after_restart(export: Export, *, incarnation: int, snapshot_lives: bool) -> 
 
 
 def _waiting(file: File) -> File:
-    """It waits for another attempt if it was being written."""
+    """The file, back to waiting if it was being written."""
     if file.state is not FileState.WRITING:
         return file
     return replace(file, state=FileState.WAITING, written_bytes=0)

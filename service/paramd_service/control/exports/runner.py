@@ -70,7 +70,7 @@ class ExportJob:
     """State of one export. Use on one event loop."""
 
     def __init__(self, row: ExportRow, files: Sequence[File], queue: IncarnationExports) -> None:
-        """No I/O. `files`: those in the store; none before a step is pinned."""
+        """No I/O. `files` are those in the store; none before a step is pinned."""
         self.row = row
         self.spec: ExportSpec = read_spec(row.request)
         self.export = Export(
@@ -81,7 +81,7 @@ class ExportJob:
             files={file.name: file for file in files},
         )
         self.committing = False
-        """From the commit on, which may have made the export visible."""
+        """True from the commit on, which may have made the export visible."""
         self.group = queue.group
         self.assets: Mapping[str, bytes] = {}
         """Contents of small files to copy into it, by name."""
@@ -116,7 +116,7 @@ class ExportJob:
         return named_anew(self.row.destination, incarnation=incarnation, step=step, taken=taken)
 
     def change(self, export: Export) -> None:
-        """Set a new state and call `on_change`."""
+        """Set a new state and report it to `on_change`."""
         whole = export.state is not self.export.state
         self.export = export
         self.row = replace(
@@ -139,21 +139,13 @@ class ExportJob:
         return self.leases
 
     async def save(self) -> None:
-        """Save all state.
-
-        Raises:
-            StoreError: the store is unavailable.
-            TakenOverError: another control plane has taken over the export.
-        """
+        """Save all state. Raises StoreError when the store is unavailable, TakenOverError when
+        another control plane has taken over the export."""
         self._saved_s = time.monotonic()
         await self._queue.store.save(self.row, self.files)
 
     async def save_progress(self) -> None:
-        """Save at most once per SAVE_EVERY_S; store errors are only logged.
-
-        Raises:
-            TakenOverError: another control plane has taken over the export.
-        """
+        """As `save`, at most once per SAVE_EVERY_S; errors of the store are only logged."""
         if time.monotonic() - self._saved_s < SAVE_EVERY_S:
             return
         try:
@@ -175,11 +167,8 @@ class Writing:
         """Addresses that stopped answering; a respawned sidecar has a new address."""
 
     async def run(self) -> None:
-        """Return when all files are written or the export has failed.
-
-        Raises:
-            UnreachableError: no sidecar is left to write.
-        """
+        """Return when all files are written or the export has failed. Raises UnreachableError if no
+        sidecar is left to write."""
         try:
             await self._prepare()
             nobody_since_s = time.monotonic()
@@ -194,7 +183,7 @@ class Writing:
             await self._cancel(list(self._tasks))
 
     async def _prepare(self) -> None:
-        """Have a rank prepare the destination and check that the files fit."""
+        """Have one rank prepare the destination and check that the files fit."""
         job = self._job
         request = export_pb2.BeginExportRequest(target=job.target, size_bytes=job.export.size_bytes)
         await job.group.any(job.group.asking(request), lost=job.rank_lost)
@@ -290,11 +279,8 @@ class Writing:
 
 
 async def begin(job: ExportJob) -> None:
-    """Plan the export and pin one step; saved before any byte is written.
-
-    Raises:
-        ParamdError: planning, pinning or saving failed.
-    """
+    """Plan the export and pin one step; saved before any byte is written. Raises ParamdError if
+    planning, pinning or saving failed."""
     from paramd.layout.exports.plan import plan_export
     from paramd.mesh.exports.pins import encode_plan
 
@@ -340,12 +326,8 @@ async def _pinned(job: ExportJob, plan: ExportPlan) -> PinnedExport:
 
 
 async def adopt(job: ExportJob) -> None:
-    """Resume an export of an earlier control plane if its snapshots are still leased.
-
-    Raises:
-        ParamdError: as `begin`.
-        ConflictError: it cannot be resumed.
-    """
+    """Resume an export of an earlier control plane if its snapshots are still leased. Raises
+    ParamdError as `begin` does; ConflictError if it cannot be resumed."""
     pins = list(job.message.pins)
     lives = job.message.incarnation == job.group.mesh.number
     if lives:
@@ -394,12 +376,8 @@ def _file(plan: ExportPlan, index: int) -> File:
 
 
 async def finish(job: ExportJob) -> None:
-    """Store the assets, verify all files and commit. Idempotent.
-
-    Raises:
-        DataLossError: a file read back differs from what was written.
-        ParamdError: the destination failed.
-    """
+    """Store the assets, verify all files and commit. Idempotent. Raises DataLossError if a file
+    read back differs from what was written; ParamdError if the destination failed."""
     files = [
         export_pb2.ExportedFile(
             name=file.name, size_bytes=file.size_bytes, xxh3=bytes.fromhex(file.checksum)
@@ -458,11 +436,8 @@ async def _verify_share(
 
 
 async def drop(job: ExportJob, *, finished: bool = False) -> bool:
-    """Remove an export's files from its destination; return whether that succeeded.
-
-    Args:
-        finished: Also remove a committed export.
-    """
+    """Remove an export's files from its destination, with `finished` also those of a committed one;
+    return whether that succeeded."""
     try:
         request = export_pb2.DropExportRequest(
             target=job.target, names=list(job.export.files), finished=finished
@@ -488,7 +463,7 @@ class ExportRun(ExportJob):
         self.asked_to_end = asyncio.Event()
         """Set by `cancel` and `fail`."""
         self.over = asyncio.Event()
-        """Set by the queue when it has stopped running."""
+        """Set when the queue has stopped running it."""
         self._work: asyncio.Task[None] | None = None
         self._ending: tuple[ExportState, str] | None = None
 
@@ -498,11 +473,8 @@ class ExportRun(ExportJob):
             self._end(ExportState.FAILED, reason)
 
     def cancel(self, reason: str) -> None:
-        """End it as CANCELLED. Idempotent.
-
-        Raises:
-            ConflictError: it has ended or is being committed.
-        """
+        """End it as CANCELLED. Idempotent. Raises ConflictError if it has ended or is being
+        committed."""
         if self.export.is_over or self.committing:
             raise ConflictError(
                 f"export {self.row.id} is {self.export.state}; it can no longer be cancelled"

@@ -44,7 +44,7 @@ class Cadence:
 
 
 class Due(Enum):
-    """Decision for one schedule."""
+    """Decision about one schedule."""
 
     NOT_YET = "not due yet"
     SKIP = "skipped: the previous export is still running"
@@ -52,15 +52,13 @@ class Due(Enum):
 
 
 def due(every_steps: int, *, last_step: int, step: int, running: bool) -> Due:
-    """Decide whether a schedule fires now.
+    """Decide whether a schedule fires now, at the job's last finished update (-1: unknown).
 
-    If it fires while the previous export is running, that export is skipped, not made up for:
-    the caller records its step as the last one, like that of one that began.
+    If its last export is still `running`, the new one is skipped, not made up for: the caller
+    records its step as the last one, like that of an export that began.
 
     Args:
-        last_step: Step at which it last fired, also if skipped; at first, that of its creation.
-        step: The job's last finished update; -1 if unknown.
-        running: Whether its last export is still running.
+        last_step: Step at which it last fired or was skipped; at first, the step of its creation.
     """
     if step < 0 or step // every_steps <= last_step // every_steps:
         return Due.NOT_YET
@@ -68,12 +66,9 @@ def due(every_steps: int, *, last_step: int, step: int, running: bool) -> Due:
 
 
 def to_remove(cadence: Cadence, finished: Sequence[tuple[int, Key]]) -> list[Key]:
-    """What to remove, oldest first: neither among the newest `keep_last` nor a `keep_every`-th.
-
-    Args:
-        finished: Exports of this schedule that are not removed yet, oldest first, each with its
-            index among all that have finished, from 0.
-    """
+    """Exports to remove, oldest first: those neither among the newest `keep_last` nor a
+    `keep_every`-th. `finished` are those not removed yet, oldest first, each with its index among
+    all that have finished, from 0."""
     if cadence.keep_last is None:
         return []
     old = finished[: max(len(finished) - cadence.keep_last, 0)]
@@ -123,11 +118,8 @@ class Schedules:
         return known[row.id]
 
     async def delete(self, schedule_id: str) -> ScheduleRow:
-        """Delete a schedule, keeping its exports, by its id or its first characters.
-
-        Raises:
-            NotFoundError, UsageError: none, or several, begin so.
-        """
+        """Delete a schedule, keeping its exports, by the first characters of its id. Raises
+        NotFoundError or UsageError when none, or several, begin like this."""
         known = await self._known()
         found = [one for one in known if one.startswith(schedule_id)]
         one = known[only(found, schedule_id, see="paramd export-schedule list")]

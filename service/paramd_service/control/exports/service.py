@@ -42,9 +42,9 @@ from paramd_service.destinations.destinations import Destination, DestinationKin
 FORGET_S: Final = 90 * 86_400.0
 """Unscheduled exports are listed this long after their end."""
 WHOLE_COUNT: Final = 8
-"""So many finished exports a training that begins is told of."""
+"""Number of finished exports reported to a training that begins."""
 TELL_EVERY_S: Final = 1.0
-"""Least time between two events of an export that change only byte counts."""
+"""Least time between two events of an export in which only byte counts changed."""
 
 log = logging.getLogger("paramd.control.exports")
 
@@ -155,11 +155,9 @@ class ExportService:
         return found
 
     async def whole(self, job: str) -> list[Mapping[str, Any]]:
-        """The last finished exports of a job, newest first: where they are. Raises StoreError.
-
-        Those of a history that a rollback has left are not among them: their steps may be higher
-        than the present one, and their user has gone back from them.
-        """
+        """The last finished exports of a job, newest first, and their directories, without those of
+        a history that a rollback has left: their steps may be higher than the present one. Raises
+        StoreError."""
         rows = await self.store.page(job, limit=WHOLE_COUNT, state="DONE")
         applied = await self._records.edits.of_job(job, (EditState.APPLIED,))
         applied.sort(key=lambda row: (row.incarnation, row.edits))
@@ -172,13 +170,9 @@ class ExportService:
         ]
 
     async def directory(self, job: str, given: str) -> tuple[str, str]:
-        """(directory, destination) of a finished export in safetensors files, by the first
-        characters of its id.
-
-        Raises:
-            NotFoundError: there is no such export, or it was removed.
-            ConflictError: it is not finished, of another format, or not in a directory.
-        """
+        """(directory, destination) of a finished safetensors export, by the first characters of its
+        id. Raises NotFoundError for an unknown one, ConflictError for one that is not finished, was
+        removed, has another format or is not in a directory."""
         row = await self.store.get(job, await self.store.whole_id(job, given))
         if row.state != "DONE" or row.removed:
             state = "removed" if row.removed else row.state
@@ -194,7 +188,7 @@ class ExportService:
         return found["directory"], row.destination
 
     def _directory(self, named: str) -> dict[str, str]:
-        """The directory of an export, or why it is in none."""
+        """The directory of an export, or why it has none."""
         try:
             destination, key = locate(self.destinations, named)
         except ParamdError as error:
@@ -306,9 +300,9 @@ class ExportService:
             self.schedules(mesh.job).tick(view, queue)
 
     async def _begin_scheduled(self, row: ScheduleRow) -> None:
-        queue = self._queues[row.job]
         request = {**row.request, "overwrite": False}
-        await self.create(queue.mesh, request, actor=row.actor, schedule=row.id)
+        mesh = self._queues[row.job].mesh
+        await self.create(mesh, request, actor=row.actor, schedule=row.id)
 
     def _place(self, row: ExportRow) -> export_pb2.ExportTarget:
         overwrite = bool(row.request.get("overwrite", False))

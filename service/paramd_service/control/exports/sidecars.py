@@ -65,12 +65,11 @@ async def made(
         RankUnreachableError: the rank or one of its sources does not answer.
         UnreachableError: the call broke although all of them answer.
     """
-    writes = isinstance(request, export_pb2.WriteExportFileRequest)
-    last = "done" if writes else "found"
+    last = "done" if isinstance(request, export_pb2.WriteExportFileRequest) else "found"
     asking = calls.stream(rank, address, request, timeout_s=timeout_s, sources=sources)
     async with asking as messages:
         async for message in messages:
-            if writes:
+            if last == "done":
                 moved(message.written_bytes)
             if message.HasField(last):
                 file: export_pb2.ExportedFile = getattr(message, last)
@@ -108,11 +107,8 @@ async def part_of(
     name: str,
     offset_bytes: int,
 ) -> tuple[int, bytes]:
-    """Part of a finished export's file: (its size, up to READ_BYTES from the offset).
-
-    Raises:
-        DataLossError: bytes do not match their checksum.
-    """
+    """Part of a finished export's file: (its size, up to READ_BYTES from the offset). Raises
+    DataLossError if bytes do not match their checksum."""
     request = export_pb2.ReadExportFileRequest(
         target=target, name=name, finished=True, offset_bytes=offset_bytes
     )
@@ -137,11 +133,11 @@ class SidecarGroup:
     def __init__(self, mesh: Incarnation) -> None:
         """No I/O."""
         self.mesh = mesh
-        # Channels of their own, which outlive the incarnation until its exports have ended.
+        # Separate channels, which outlive the incarnation until its exports have ended.
         self.calls = SidecarCalls(mesh.bootstrap, generation=mesh.terms.generation, reads=True)
 
     def asking(self, request: Message) -> Callable[[int, str], Awaitable[Any]]:
-        """The work of `any` or `all` that sends one request."""
+        """A call for `any` or `all` that sends one request."""
         return partial(self.calls.ask_long, request=request, timeout_s=UNARY_TIMEOUT_S)
 
     def ranks(self) -> dict[int, str]:
@@ -175,9 +171,8 @@ class SidecarGroup:
     async def pin(
         self, plan: ExportPlan, *, timeout_s: float, optimizer: bool = False
     ) -> PinnedExport:
-        """Pin everything the plan reads, at one step; the caller owns the leases.
-
-        With `optimizer` also the optimizer state; the returned plan then includes its files.
+        """Pin everything the plan reads, at one step; the caller owns the leases. With `optimizer`
+        also the optimizer state, whose files the returned plan then includes.
 
         Raises:
             ConflictError: a rank cannot provide the optimizer state.
@@ -209,8 +204,7 @@ class SidecarGroup:
 
         Args:
             first: Rank to try before the others.
-            wait: Wait up to JOIN_S while no rank is joined or answers: a killed sidecar is
-                respawned.
+            wait: Wait up to JOIN_S while no rank is joined or answers: killed sidecars respawn.
             lost: Called with each rank that does not answer, and the reason.
 
         Raises:
@@ -235,10 +229,8 @@ class SidecarGroup:
             await asyncio.sleep(_AGAIN_S)
 
     async def all(self, work: Callable[[int, str], Awaitable[object]]) -> None:
-        """Run `work` on every joined rank concurrently, ignoring ranks that are lost.
-
-        Raises the worst of the other ranks' errors.
-        """
+        """Run `work` on every joined rank concurrently, ignoring ranks that are lost. Raises the
+        worst of the other ranks' errors."""
 
         async def asked(rank: int, address: str) -> None:
             with suppress(RankUnreachableError):
@@ -273,11 +265,8 @@ class Leases:
         self._keeping = asyncio.create_task(self._keep(), name="paramd-export-leases")
 
     async def close(self, *, release: bool) -> None:
-        """Stop renewing. Idempotent.
-
-        Args:
-            release: Release the snapshots; False leaves them leased for the next control plane.
-        """
+        """Stop renewing, and release the snapshots or leave them leased for the next control plane.
+        Idempotent."""
         await stopped(self._keeping)
         if release:
             pins, self.pins = self.pins, ()
@@ -293,7 +282,7 @@ class Leases:
             ):
                 if isinstance(found, NotFoundError):
                     self.lost(pin.rank, f"its lease has ended: {found}")
-                # Other errors may be transient; the snapshot is gone once its lease ran out.
+                # Other errors may be transient; the snapshot is lost once its lease runs out.
                 elif (
                     isinstance(found, ParamdError)
                     and time.monotonic() - self._heard_s[pin.rank] > EXPORT_LEASE_S
@@ -338,11 +327,8 @@ def target_of(
 async def read_file(
     group: SidecarGroup, target: export_pb2.ExportTarget, name: str, offset_bytes: int
 ) -> tuple[int, bytes]:
-    """Read a finished export's manifest or file: (its size, up to 8 MiB from the offset).
-
-    Raises:
-        NotFoundError: there is no export, or it has no such file.
-    """
+    """Read a finished export's manifest or file: (its size, up to 8 MiB from the offset). Raises
+    NotFoundError if there is no export, or it has no such file."""
     read = partial(part_of, group.calls, target=target)
     if name != MANIFEST:
         _, (_, text) = await group.any(partial(read, name=MANIFEST, offset_bytes=0))

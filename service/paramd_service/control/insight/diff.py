@@ -1,4 +1,4 @@
-"""Two states compared for REST, by a process of its own: torch and tensors stay out of this one."""
+"""Two states compared for REST, by a separate process: torch and tensors stay out of this one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from paramd.errors import ConflictError, DeadlineError, ParamdError, UsageError
 from paramd_service.admission import CALLER, Shares
 
 TIMEOUT_S = 30.0
-"""For both states to be there and to be compared."""
-
+"""Time for both states to exist and to be compared."""
 START_S = 12.0
-"""More, for the process to load torch."""
-
+"""Additional time for the process to load torch."""
 MAX_CONCURRENT = 2
 """Most comparisons at a time; each takes some 300 MiB and a core."""
 
@@ -47,12 +45,12 @@ class Comparisons:
         """Labels of both states, and a row for each tensor.
 
         Args:
-            a, b: {"job": NAME}, {"path": DIRECTORY, "label": what callers call it}, or
+            a, b: {"job": NAME}, {"path": DIRECTORY, "label": its name for callers}, or
                 {"text": a state of `job`}.
             jobs: Job documents with the caller's ticket, by name.
 
         Raises:
-            ExhaustedError: others compare already. ParamdError: as `AsyncMesh.diff`.
+            ExhaustedError: other comparisons are running. ParamdError: as `AsyncMesh.diff`.
         """
         asked = {
             "job": job, "a": a, "b": b, "patterns": list(patterns), "jobs": jobs, "heat": heat,
@@ -74,7 +72,7 @@ class Comparisons:
 
 
 async def _asked(request: bytes) -> dict[str, Any]:
-    """What the process answers. It is ended, whatever happens."""
+    """The answer of the process, which is ended in any case."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-P", "-m", PROCESS,
         stdin=asyncio.subprocess.PIPE,
@@ -99,7 +97,7 @@ async def _asked(request: bytes) -> dict[str, Any]:
 
 
 def _too_long() -> ConflictError:
-    # No server error: what was asked for takes longer than REST waits.
+    # No server error: the request takes longer than REST waits.
     return ConflictError(
         f"the states were not there and compared within {TIMEOUT_S:.0f} s: training is slow, "
         "paused or over, or there are too many parameters; ask for fewer of either, or use "
@@ -108,11 +106,8 @@ def _too_long() -> ConflictError:
 
 
 def state_of(text: str) -> tuple[str, str]:
-    """(kind, rest) of a state as REST takes it: "export" and "job" have a rest, else "text".
-
-    Raises:
-        UsageError: it is none of them.
-    """
+    """(kind, rest) of a state in a request: "export" and "job" have a rest, else "text". Raises
+    UsageError for any other text."""
     kind, colon, rest = text.partition(":")
     if kind in ("export", "job") and colon and rest:
         return kind, rest

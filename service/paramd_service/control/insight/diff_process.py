@@ -1,7 +1,7 @@
-"""A process that compares two states for REST, then ends: torch and tensors stay out of ours.
+"""A process that compares two states for REST, then ends: torch and tensors stay out of REST's.
 
-It is an ordinary client of the sidecars, with the ticket of whoever asked. One JSON object comes in
-through standard input, so that the ticket is in no argument; one goes out.
+It is an ordinary client of the sidecars, with the caller's ticket. One JSON object comes in through
+standard input, so that the ticket is in no argument; one goes out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CELLS = 64
 
 
 class GivenDirectory:
-    """Knows the jobs that it was given; implements `Directory`."""
+    """Knows only the jobs that it was given; implements `Directory`."""
 
     def __init__(self, jobs: Mapping[str, JobDocument]) -> None:
         self._jobs = jobs
@@ -41,7 +41,7 @@ class GivenDirectory:
         return "the control plane"
 
     def look_again(self) -> None:
-        """No-op: it is always the same."""
+        """No-op: it never changes."""
 
     async def jobs(self) -> list[str]:
         return list(self._jobs)

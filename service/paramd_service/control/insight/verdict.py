@@ -1,4 +1,4 @@
-"""Which rank keeps the others waiting, judged by what each of them is doing. Pure."""
+"""Finds the rank that keeps the others waiting, by what each rank is doing. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import groupby
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenCollective:
-    """A collective that a rank has called and that is not over."""
+    """A collective that a rank has called and that has not ended."""
 
     name: str
     group: str
@@ -25,14 +25,14 @@ class OpenCollective:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """What one rank's sidecar says of it."""
+    """What one rank's sidecar reports about it."""
 
     rank: int
     step: int = -1
     gone: str = ""
-    """Why nothing more is known: its sidecar does not answer, its trainer has ended."""
+    """Why nothing more is known: its sidecar does not answer, or its trainer has ended."""
     ended_s: float = 0.0
-    """Seconds since its trainer's process ended; 0 while it lives or when that is not known."""
+    """Seconds since its trainer's process ended; 0 while it lives or when unknown."""
     stopped: bool = False
     """Its process is stopped by a signal."""
     held: bool = False
@@ -54,22 +54,19 @@ class Evidence:
 
 
 _OWN = frozenset({"dataloader", "checkpoint", "debugger", "lock"})
-"""What a rank does on its own, even with an asynchronous collective under way."""
+"""Activities of a rank by itself, even with an asynchronous collective in progress."""
 
 
 def verdict_of(ranks: Sequence[Evidence], before: Sequence[Sequence[Evidence]] = ()) -> str:
-    """One or a few sentences; the rank to look at first comes first.
-
-    Args:
-        before: The same ranks at looks just before, which tell chance from habit.
-    """
+    """One or a few sentences, beginning with the rank to examine first. `before` has the same ranks
+    in samples just before, which distinguish chance from habit."""
     gone = [one for one in ranks if one.gone]
     stopped = [one for one in ranks if one.stopped and not one.gone]
     here = [one for one in ranks if not one.gone and not one.stopped]
     busy = [one for one in here if one.overdue and not one.waits]
     if not (gone or stopped or any(one.overdue for one in here)):
         return _running(here, before)
-    # Who waits for a rank that is overdue is about to be so, too.
+    # A rank that waits for an overdue one will soon be overdue, too.
     waiting = [one for one in here if one.waits]
     causes = [*_gone(gone), *_stopped(stopped), *_busy(busy)]
     if not waiting:
@@ -91,24 +88,24 @@ def _running(here: Sequence[Evidence], before: Sequence[Sequence[Evidence]]) -> 
     at = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     age = seconds(slowest.boundary_age_s)
     text = f"Nothing is stuck: {at}; the last boundary of rank {slowest.rank} was {age} ago."
-    # One look alone may be chance.
+    # One sample alone may be chance.
     found = slowing([*before, here], least=max(2, (len(before) + 1) * _HABIT))
     return f"{text} {found.text}" if found is not None else text
 
 
 @dataclass(frozen=True, slots=True)
 class Slowing:
-    """What slows training down, by several looks at it."""
+    """The cause of slow training, by several samples."""
 
     ranks: tuple[int, ...]
     text: str
 
 
 def slowing(looks: Sequence[Sequence[Evidence]], *, least: float) -> Slowing | None:
-    """The one rank that is elsewhere than all others, which are where ranks wait for each other,
-    or the data that all of them read, in `least` looks or more; None when there is none.
+    """The only rank that is elsewhere than the others, which wait for each other, or the data that
+    all of them read, in `least` samples or more; None when there is none.
 
-    Where ranks meet at every step their step times are equal, and tell nothing of them.
+    Ranks that meet at every step have equal step times, which show nothing about them.
     """
     alone = [one for look in looks if (one := _alone(look)) is not None]
     share = f"In {{}} of {len(looks)} looks"
@@ -127,19 +124,19 @@ def slowing(looks: Sequence[Sequence[Evidence]], *, least: float) -> Slowing | N
 
 
 _HABIT = 0.6
-"""A share of looks that is a habit ..."""
+"""A share of samples that is a habit ..."""
 _CHANCE = 0.2
-"""... unless other ranks are seen so as well, in this share of them: then all of them jitter."""
+"""... unless other ranks are seen there in this share of them: then all of them jitter."""
 
 
 def culprits(ranks: Sequence[Evidence]) -> tuple[int, ...]:
-    """Of ranks that are stuck, those that the others wait for; all, when all wait."""
+    """The stuck ranks that the others wait for; all, when all wait."""
     busy = [one.rank for one in ranks if one.gone or one.stopped or (one.overdue and not one.waits)]
     return tuple(busy or [one.rank for one in ranks if one.overdue])
 
 
 def _alone(look: Sequence[Evidence]) -> Evidence | None:
-    """The only rank that is elsewhere than those that meet, and not for a while of its own will."""
+    """The only rank that is apart from those that meet, unless deliberately so for a while."""
     apart = [one for one in look if not (one.waits or one.kind == "backward")]
     lone = apart[0] if len(apart) == 1 < len(look) else None
     return lone if lone is not None and lone.what and lone.kind not in _WILFUL else None
@@ -189,7 +186,7 @@ def _collective(one: Evidence) -> str:
 
 
 def _apart(waiting: Sequence[Evidence], count: int) -> str:
-    """All that are overdue wait in collectives: do they wait for the same one?"""
+    """Text for overdue ranks that all wait in collectives: the same one, or different ones."""
     groups: dict[str, list[Evidence]] = {}
     for one in waiting:
         groups.setdefault(_collective(one), []).append(one)

@@ -1,6 +1,6 @@
-"""Ask the sidecars what their trainers are doing, those that look worst first; ends of logs.
+"""Ask the sidecars what their trainers are doing, worst ranks first; ends of logs.
 
-The end of a rank's logs is from its sidecar, else from what lies on this host.
+The end of a rank's logs comes from its sidecar, else from the files on this host.
 """
 
 from __future__ import annotations
@@ -21,24 +21,19 @@ from paramd_service.logs import without_secrets
 
 MAX_ASKED = 64
 """Most ranks asked at once: of a larger mesh, those without a boundary for the longest."""
-
 ASK_TIMEOUT_S = 8.0
 """A sidecar gives its trainer 2 s to answer, then a second for the signal."""
-
 LOOKS = 7
 LOOK_S = 0.25
-"""Time between two looks, on average: one look alone may be chance."""
+"""Average time between two samples, as one alone may be chance."""
 
 Found = tuple[RankView, pb.InspectTrainerResponse | ParamdError | None]
-"""A rank with its sidecar's answer; None where it was not asked."""
+"""A rank with its sidecar's answer; None if it was not asked."""
 
 
 def chosen(ranks: Sequence[RankView], wanted: Collection[int]) -> list[RankView]:
-    """The ranks to ask: those that are wanted, else the worst ones.
-
-    Raises:
-        NotFoundError: the job has no such rank.
-    """
+    """The ranks to ask: the wanted ones, else the worst ones. Raises NotFoundError if the job has
+    no such rank."""
     unknown = set(wanted) - {one.rank for one in ranks}
     if unknown:
         raise NotFoundError(
@@ -56,10 +51,8 @@ def _badness(one: RankView) -> tuple[bool, int, float, int]:
 
 
 async def inspect(calls: SidecarCalls, ranks: Sequence[RankView], *, log_lines: int) -> list[Found]:
-    """The ranks' answers, in order. Never raises for a rank's sake.
-
-    Once one rank is overdue, the others' collectives are asked for, too: they wait for it.
-    """
+    """The ranks' answers, in order. A rank that fails raises nothing. Once one rank is overdue, the
+    others' collectives are requested, too: they wait for it."""
 
     async def one(rank: RankView, *, with_collectives: bool = False) -> Found:
         if not rank.connected or rank.report is None:
@@ -86,20 +79,20 @@ async def inspect(calls: SidecarCalls, ranks: Sequence[RankView], *, log_lines: 
 
 
 async def looks(calls: SidecarCalls, ranks: Sequence[RankView]) -> list[list[Evidence]]:
-    """What the ranks do at several moments, the last one last; ends early once one is stuck."""
+    """Samples of what the ranks do, the last one last; ends early once a rank is stuck."""
     found: list[list[Evidence]] = []
     while len(found) < LOOKS and len(ranks) > 1:
         seen = [evidence_of(one) for one in await inspect(calls, ranks, log_lines=0)]
         if any(one.gone or one.stopped or one.overdue or one.held for one in seen):
             break
         found.append(seen)
-        # Not in step with the training's steps.
+        # Random, so as not to be in step with the training.
         await asyncio.sleep(LOOK_S * (0.5 + random.random()))
     return found
 
 
 def evidence_of(found: Found) -> Evidence:
-    """What an answer means for the verdict."""
+    """The evidence in an answer."""
     rank, answer = found
     if answer is None:
         return Evidence(rank=rank.rank, gone=rank.reason or "its sidecar has not joined")
@@ -133,13 +126,11 @@ def evidence_of(found: Found) -> Evidence:
 async def tails_of(
     calls: SidecarCalls, job: str, rank: RankView, *, count: int
 ) -> tuple[list[LogTail], str]:
-    """(the ends of the rank's logs, why its sidecar does not tell them).
+    """(the ends of the rank's logs, why its sidecar does not send them). Raises ConflictError when
+    the job's directory is open to other users.
 
-    A sidecar that is gone has left its log, which lies in the state dir of its host: here, if it
-    ran here or the directory is shared.
-
-    Raises:
-        ConflictError: the job's directory is open to other users.
+    A sidecar that has ended left its log in the state dir of its host, which is this host, or
+    shares the directory, in some cases.
     """
     why = rank.reason or "its sidecar has not joined"
     if rank.connected and rank.report is not None:
@@ -162,7 +153,7 @@ def _tail(source: str, lines: Iterable[str], missing: str) -> LogTail:
 
 def _left(job: str, rank: int, count: int) -> LogTail:
     try:
-        # Checks that the directory is ours and private.
+        # Checks that the directory is this user's and private.
         places.job_dir(job)
         lines = state_files.lines_of_log(job, rank, count)
     except NotFoundError as error:

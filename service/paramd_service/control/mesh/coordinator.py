@@ -1,10 +1,9 @@
 """Agreed boundaries: number each request, send it to every sidecar, compare the answers.
 
 Turns run one at a time, first come, first served. Captures are batched: those that arrive during
-a round share the next one. An edit or a hold has a turn of its own and keeps it until its outcome
-is known (`turn`). A round ends as soon as any rank cannot take part, so a dead rank delays nobody.
-A shared round that a sidecar refuses is retried request by request: one caller's expired lease
-must not fail the others.
+a round share the next one. An edit or a hold keeps a turn until its outcome is known (`turn`).
+A round ends as soon as any rank cannot take part, so a dead rank delays nobody. A shared round
+that a sidecar refuses is retried request by request: one caller's expired lease fails no other.
 """
 
 from __future__ import annotations
@@ -76,11 +75,8 @@ class BoundaryRequest:
 def token_of(
     generation: int, number: int, action: BoundaryAction, digests: Sequence[bytes] = ()
 ) -> int:
-    """A request's token: equal for equal content, 1 to 2**63 - 1.
-
-    Args:
-        digests: Digests of an edit's operations and data.
-    """
+    """A request's token: equal for equal content, 1 to 2**63 - 1. `digests` are those of an edit's
+    operations and data."""
     told = hashlib.blake2b(f"{generation}:{number}:{int(action)}".encode(), digest_size=8)
     for digest in digests:
         told.update(len(digest).to_bytes(4, "big") + digest)
@@ -97,9 +93,9 @@ class RankAnswer:
     captured: bool
     reason: str
     edits: int = 0
-    """Edits applied in this incarnation by then."""
+    """Edits applied in this incarnation so far."""
     history: int = 0
-    """Rollbacks in this incarnation by then."""
+    """Rollbacks in this incarnation so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +164,7 @@ class Turn:
 
 
 def margin_s(timeout_s: float) -> float:
-    """Share of a caller's timeout held back so that the reason arrives before its deadline."""
+    """Part of a caller's timeout kept back so that the reason arrives before its deadline."""
     return min(0.05 * timeout_s, 1.0)
 
 
@@ -241,13 +237,10 @@ class Coordinator:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[Turn]:
-        """Wait for a turn, then block all other requests until the block ends.
-
-        Raises:
-            UnreachableError: not all ranks are joined.
-        """
+        """Wait for a turn, then block all other requests until the block ends. Raises
+        UnreachableError unless all ranks are joined."""
         async with self._turns:
-            # View and number only now: whatever ran while we waited may have moved both.
+            # View and number are taken only now: requests that ran meanwhile may have changed both.
             view = self.joined()
             yield Turn(self._next_number(view), view)
 
@@ -258,7 +251,7 @@ class Coordinator:
             yield
 
     def used(self, number: int) -> None:
-        """Number later requests above `number`, used before this control plane started."""
+        """Number later requests above `number`, which an earlier control plane used."""
         self._last_boundary = max(self._last_boundary, number)
 
     async def round(

@@ -54,11 +54,11 @@ MAX_JOBS = 512
 """Jobs kept in memory; past the cap, the oldest idle one is evicted."""
 
 JOBS_OF_TOKEN = 192
-"""Most of them of one token, which may have MAX_WORLD_SIZE ranks together; past that, its own
-oldest idle one is evicted."""
+"""Jobs of one token, whose ranks are at most MAX_WORLD_SIZE together; past that, the token's own
+oldest idle job is evicted."""
 
 LOOKED_PER_S = 16_384
-"""Ranks of one mesh that are looked at each second: a look at one takes 8 us of the event loop."""
+"""Ranks of one mesh that are examined each second: one takes 8 us of the event loop."""
 
 RETURN_S = 20.0
 """Grace period after our start in which a job with an open incarnation is reported as starting
@@ -86,10 +86,8 @@ class ControlIdentity:
 
 
 class Incarnation:
-    """One incarnation of one job: its members and the services built on them.
-
-    Event loop only. Connections are opened on first use.
-    """
+    """One incarnation of one job: its members and the services built on them. Event loop only;
+    connections are opened on first use."""
 
     def __init__(
         self,
@@ -102,7 +100,7 @@ class Incarnation:
         self.bootstrap = bootstrap
         self.terms = terms
         self.owner = owner
-        """Id of the token that registered it; None: the owner's of the control plane."""
+        """Id of the token that registered it; None: the control plane owner's."""
         self.report_interval = report_interval(
             bootstrap.world_size, report_s=terms.report_s, silent_after_s=terms.silent_after_s
         )
@@ -125,7 +123,7 @@ class Incarnation:
             job=bootstrap.job, incarnation=bootstrap.incarnation, publish=publish
         )
         self.look_due_s = 0.0
-        """When to look at the ranks again; on the monotonic clock."""
+        """When to examine the ranks again; on the monotonic clock."""
         self.began_s = time.time()
         self.ended_s: float | None = None
         self.last_step = -1
@@ -158,7 +156,7 @@ class Incarnation:
             stream.cancel()
 
     def send_away(self, reason: ParamdError) -> None:
-        """End the streams and refuse new ones; the incarnation goes on elsewhere."""
+        """End the streams and refuse new ones; the incarnation continues elsewhere."""
         self.over = self.over if self.over is not None else reason
         for stream in self._streams:
             stream.cancel()
@@ -166,19 +164,16 @@ class Incarnation:
     async def follow(
         self, stream: Coroutine[Any, Any, None], token_ended: asyncio.Future[None]
     ) -> None:
-        """Run the reader of one Join stream until it, its token or this incarnation ends.
-
-        Raises:
-            ParamdError: what the stream raised, or why this incarnation is over.
-        """
+        """Run the reader of one Join stream until it, its token or this incarnation ends. Raises
+        what the stream raised, or why this incarnation is over."""
         if self.over is not None:
             stream.close()
             raise self.over
         task = asyncio.create_task(stream)
         self._streams.add(task)
         try:
-            # `wait`, not `await task`: `end` cancels the reader, and the caller must see the
-            # reason, not a cancellation of its own.
+            # `wait`, not `await task`: `end` cancels the reader, and the caller must get the
+            # reason, not a cancellation.
             either: set[asyncio.Future[None]] = {task, token_ended}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -265,7 +260,7 @@ class Jobs:
     def follow(
         self, begin: OnChange, end: OnChange, look: Callable[[Incarnation, MeshView], None]
     ) -> None:
-        """Have them called of the open incarnations, and of every later one."""
+        """Call these for the open incarnations, and for every later one."""
         self.on_begin.append(begin)
         self.on_end.append(end)
         self.on_view.append(look)
@@ -300,7 +295,7 @@ class Jobs:
         return found
 
     def open(self, bootstrap: Bootstrap, owner: str | None = None) -> Incarnation:
-        """Begin an incarnation, of this token, and end the job's older one.
+        """Begin an incarnation that this token owns, and end the job's older one.
 
         Raises:
             ConflictError: the job is already in this incarnation or a later one.
@@ -322,19 +317,12 @@ class Jobs:
         self._current.move_to_end(bootstrap.job)
         log.info(
             "job %s: incarnation %d begins with %d ranks",
-            bootstrap.job,
-            bootstrap.incarnation,
+            mesh.job,
+            mesh.number,
             bootstrap.world_size,
         )
-        self._publish(
-            "incarnation",
-            {
-                "incarnation": bootstrap.incarnation,
-                "world_size": bootstrap.world_size,
-                "over": False,
-            },
-            job=bootstrap.job,
-        )
+        data = {"incarnation": mesh.number, "world_size": bootstrap.world_size, "over": False}
+        self._publish("incarnation", data, job=mesh.job)
         for callback in self.on_begin:
             callback(mesh)
         return mesh
@@ -347,7 +335,7 @@ class Jobs:
         Raises:
             UsageError: the name or the world size is out of range.
             ConflictError: the job is already training, or this control plane serves no site.
-            DeniedError: the job is another token's, which has not ended.
+            DeniedError: another token owns the job, which has not ended.
             ExhaustedError: too many jobs.
             UnreachableError: the store of tokens cannot be read.
         """
@@ -381,7 +369,7 @@ class Jobs:
         self, job: str, incarnation: int, world_size: int, *, owner: str | None = None
     ) -> Incarnation:
         """The incarnation that a sidecar may join: the current one or, after our restart, the
-        one named by its ticket, already verified as ours.
+        incarnation of its ticket, which is already verified as ours.
 
         Raises:
             ConflictError: the incarnation is over.
@@ -409,12 +397,8 @@ class Jobs:
         return self.at(job, incarnation)
 
     def at(self, job: str, incarnation: int) -> Incarnation:
-        """The job's incarnation, provided it is in this incarnation and open.
-
-        Raises:
-            NotFoundError: no such job.
-            ConflictError: it is in another incarnation, or this one is over.
-        """
+        """The job's incarnation if it has this number and is open. Raises NotFoundError for an
+        unknown job, ConflictError for another incarnation or one that is over."""
         found = self.get(job)
         if found.number != incarnation:
             raise ConflictError(
@@ -447,11 +431,8 @@ class Jobs:
         ]
 
     def tick(self, now_s: float) -> None:
-        """Check every open incarnation, large ones less often: publish changes, end finished ones.
-
-        Args:
-            now_s: On the monotonic clock.
-        """
+        """Examine every open incarnation, large ones less often: publish changes, end finished
+        ones. `now_s` is on the monotonic clock."""
         meshes = self._current.values()
         for mesh in [i for i in meshes if i.ended_s is None and now_s >= i.look_due_s]:
             mesh.look_due_s = now_s + mesh.bootstrap.world_size // LOOKED_PER_S
@@ -531,7 +512,7 @@ class Jobs:
             self._evict_one(crowd)
 
     def _crowd(self, owner: str | None, new: Bootstrap) -> list[Incarnation] | None:
-        """Of which jobs one must go for a new one of this token; None: of none."""
+        """The jobs of which one must be evicted for a new job of this token; None if none must."""
         known = [mesh for job, mesh in self._current.items() if job != new.job]
         mine = [mesh for mesh in known if mesh.owner == owner and owner is not None]
         ranks = sum(mesh.bootstrap.world_size for mesh in mine) + new.world_size
@@ -541,7 +522,7 @@ class Jobs:
 
     def _evict_one(self, known: list[Incarnation]) -> None:
         of = Counter(mesh.owner for mesh in known)
-        # Oldest first, of who has most; those that are over before those that are merely empty.
+        # Oldest first, of the token with the most jobs; ended jobs before merely empty ones.
         known.sort(key=lambda mesh: -of[mesh.owner])
         idle = [i for i in known if i.ended_s is not None]
         idle += [i for i in known if i.registry.empty_since_s is not None]

@@ -1,5 +1,5 @@
-"""Where a sidecar may say that it listens: the control plane dials that for others, so it believes
-no address but the one that the Join stream itself comes from, or what the operator allows."""
+"""Which listen address of a sidecar to believe: the control plane dials it for others, so it
+accepts only the address that the Join stream comes from, and those that the operator allows."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Origin(NamedTuple):
     """Where a sidecar is."""
 
     host: str
-    """IP address to dial; empty: none."""
+    """IP address to dial; empty when there is none."""
     barred: str = ""
-    """Why there is none."""
+    """Why there is no address."""
 
 
 def parse_networks(text: str) -> Networks:
@@ -38,14 +38,14 @@ def parse_networks(text: str) -> Networks:
 
 
 async def origin_of(rank: int, address: str, peer: str, networks: Networks = ()) -> Origin:
-    """Where the sidecar is that joins from `peer` and says that it listens on `address`.
+    """Where the sidecar is that joins from `peer` and reports that it listens on `address`.
 
     Args:
         peer: gRPC's name of the stream's other end, such as "ipv4:10.0.0.7:41234".
-        networks: what the operator allows besides that host.
+        networks: Networks that the operator allows besides the host of `peer`.
 
     Raises:
-        UsageError: `address` is none.
+        UsageError: `address` is malformed.
     """
     host, came = host_of(check_address(address)), _ip_of_peer(peer)
     try:
@@ -73,7 +73,7 @@ def _permitted(ip: Ip, came: Ip | None, networks: Networks) -> bool:
 
 
 def _is_here(ip: Ip) -> bool:
-    """Whether it is an address of this host: only those can be bound."""
+    """Whether this host has the address: only its own can be bound."""
     with socket.socket(socket.AF_INET6 if ip.version == 6 else socket.AF_INET) as probe:
         try:
             probe.bind((str(ip), 0))

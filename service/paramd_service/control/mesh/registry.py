@@ -96,7 +96,7 @@ class Report:
     no_way: str = ""
     """Why its address is unreachable from here; empty when it is good."""
     host: str = ""
-    """IP address behind its address; empty: it is nobody's to dial."""
+    """IP address behind its address; empty: not to be dialed."""
 
     @property
     def address(self) -> str:
@@ -109,8 +109,8 @@ class Report:
 class RankView(NamedTuple):
     """One rank, with a reason when something is wrong.
 
-    A frozen dataclass took four times as long to make, for all ranks every second and again
-    for every page.
+    A frozen dataclass took four times as long to make, for all ranks every second and for every
+    page.
     """
 
     rank: int
@@ -213,10 +213,8 @@ def why_end(
 
 
 def waited_for(view: MeshView) -> str:
-    """On which rank a boundary of all ranks waits, and since when, in words.
-
-    The one whose last boundary is the longest ago: the others wait for it, or soon will.
-    """
+    """Which rank a boundary of all ranks waits for, and since when, in words: the rank with the
+    oldest boundary, as the others wait for it, or soon will."""
     rank = max(view.ranks, key=_waiting)
     if rank.report is None or not rank.connected:
         return f"rank {rank.rank}: {rank.reason}"
@@ -226,7 +224,7 @@ def waited_for(view: MeshView) -> str:
 
 
 def _waiting(rank: RankView) -> tuple[float, int]:
-    """Seconds since the last boundary of a rank; the lower of two ranks comes first."""
+    """Seconds since the last boundary of a rank; of equal ranks, the lower comes first."""
     state = rank.report.state if rank.report is not None and rank.connected else None
     if state is None:
         return math.inf, -rank.rank
@@ -245,7 +243,7 @@ def trains(view: MeshView) -> bool:
 
 
 def ended_s_of(rank: RankView) -> float:
-    """Seconds since the process of the rank's trainer ended; 0 while it lives or is not known."""
+    """Seconds since the process of the rank's trainer ended; 0 while it lives or is unknown."""
     ended_ms = rank.report.state.trainer_ended_ms if rank.report is not None else 0
     return ended_ms / 1e3 + rank.age_s if ended_ms else 0.0
 
@@ -303,7 +301,7 @@ def _mesh_reason(ranks: Sequence[RankView], digest_count: int) -> str:
         return f"{len(ranks) - len(absent)} of {len(ranks)} ranks are joined; not: {listed(absent)}"
     if digest_count > 1:
         return "the ranks report different layouts"
-    # The first whose trainer ended: others end because of it.
+    # The rank whose trainer ended first: others end because of it.
     troubled = sorted((rank for rank in ranks if rank.reason), key=lambda rank: -ended_s_of(rank))
     if troubled:
         also = f" (and {len(troubled) - 1} more)" if len(troubled) > 1 else ""
@@ -380,7 +378,7 @@ class Registry:
             ConflictError: another job or incarnation.
         """
         self._check(request)
-        # Newest wins: a respawned sidecar may join before its predecessor's stream breaks.
+        # Newest wins: a respawned sidecar may join before the old one's stream breaks.
         self._next_serial += 1
         member = Member(request.header.rank, self._next_serial, origin)
         self._serials[member.rank] = member.serial
@@ -388,11 +386,8 @@ class Registry:
         return member
 
     def update(self, member: Member, request: control_pb2.JoinRequest) -> None:
-        """Store a stream's later report.
-
-        Raises:
-            UsageError, ConflictError: as `join`, or another stream took the rank over.
-        """
+        """Store a stream's later report. Raises as `join`, and ConflictError if another stream took
+        the rank over."""
         self._check(request)
         if request.header.rank != member.rank:
             raise UsageError(f"rank {request.header.rank} on the stream of rank {member.rank}")
@@ -404,7 +399,7 @@ class Registry:
 
     def lose(self, member: Member) -> None:
         """Mark the stream's rank as disconnected. No-op if another stream took the rank over."""
-        # A predecessor's stream may end long after its successor joined.
+        # A replaced stream may end long after the new one joined.
         if self._serials.get(member.rank) != member.serial:
             return
         del self._serials[member.rank]
@@ -432,19 +427,15 @@ class Registry:
         )
 
     def _put(self, report: Report) -> None:
-        before = self._reports.get(report.rank)
-        self._count(before, -1)
+        self._count(self._reports.get(report.rank), -1)
         self._reports[report.rank] = report
         self._count(report, +1)
-        present = bool(self._serials) and (_present(report) or self._any_present())
-        if present:
+        # When a rank leaves, all are examined: O(ranks) once per rank, not once per report.
+        ranks = map(self._reports.__getitem__, self._serials)
+        if self._serials and (_present(report) or any(map(_present, ranks))):
             self.empty_since_s = None
         elif self.empty_since_s is None:
             self.empty_since_s = self._clock()
-
-    def _any_present(self) -> bool:
-        # Reached only when a rank leaves: O(ranks) once per rank, not once per report.
-        return any(_present(self._reports[rank]) for rank in self._serials)
 
     def _count(self, report: Report | None, by: int) -> None:
         if report is None or not _present(report) or not report.layout_digest:

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 TICKET_TTL_S = 600.0
 CONTROL_TTL_S = 86_400.0
-"""Of the ticket for one rank, which is good for nothing else: minted once a day, as those of 4,096
-ranks take 0.2 s of a core (54 us each)."""
+"""Lifetime of the ticket for one rank, which is good for nothing else: minting one takes 54 us, or
+0.2 s of a core for 4,096 ranks, so each is minted once a day."""
 LAYOUT_TIMEOUT_S = 20.0
 PROBE_TIMEOUT_S = 3.0
 ASK_S = 5.0
@@ -47,7 +47,7 @@ Result = TypeVar("Result")
 class OwnDirectory:
     """A client `Directory` of one incarnation for our own reads: statistics, samples, export pins.
 
-    Its ticket has role reader and names no token; each call names its caller instead.
+    Its ticket has the role reader and no token; each call names its caller instead.
     """
 
     url = "this control plane"
@@ -106,15 +106,14 @@ class OwnFinder:
     """Connections to the sidecars of one incarnation, opened on first use."""
 
     def __init__(self, directory: OwnDirectory, layout: KnownLayout) -> None:
-        """No I/O."""
         self._directory = directory
         self._layout = layout
         self._reach: SidecarFinder | None = None
         self._opening = asyncio.Lock()
 
     async def __call__(self) -> SidecarFinder:
-        """Return the open connections, opening them if needed."""
-        # The lock: two first callers must not each open a set, of which one would leak.
+        """Return the connections, opened if needed."""
+        # The lock: two first callers must not each open a set, one of which would leak.
         async with self._opening:
             if self._reach is None:
                 # Lazy import: it is most of what this process would load.
@@ -143,7 +142,7 @@ class OwnTickets:
         self._tickets: dict[tuple[Role, int | None], tuple[str, float]] = {}
 
     def __call__(self, role: Role, rank: int | None = None) -> str:
-        """One of this role; of `control` for the sidecar of `rank`."""
+        """A ticket of this role; for `control`, one that is valid at the sidecar of `rank` only."""
         now_s = self._clock()
         ticket, renew_s = self._tickets.get((role, rank), ("", 0.0))
         if now_s >= renew_s:
@@ -161,10 +160,10 @@ class OwnTickets:
 
 
 class OwnChannels(Channels):
-    """Shows each sidecar a ticket that no other takes: what a rank is shown, it may keep."""
+    """Shows each sidecar a ticket that no other sidecar accepts: a sidecar may keep tickets."""
 
     def __init__(self, bootstrap: Bootstrap, *, reads: bool = False) -> None:
-        """No I/O. With `reads` a sidecar is given a reader's ticket, too, for other ranks."""
+        """With `reads`, a sidecar also gets a reader's ticket, for reading from other ranks."""
         super().__init__(str, job_tls=bootstrap.certificates.own)
         self._tickets = OwnTickets(bootstrap)
         self._reads = reads
@@ -195,11 +194,11 @@ class SidecarCalls:
         """Call one rank's sidecar; an answer from any other rank or incarnation is refused.
 
         Args:
-            request: a message, whose incarnation and generation are set here, or several.
-            method: empty: the one that the request, a message, is named after.
+            request: A message, whose incarnation and generation are set here, or several messages.
+            method: By default the method that the message is named after.
 
         Raises:
-            ParamdError: the class that the status stands for, naming the rank.
+            ParamdError: of the class that the status stands for, naming the rank.
         """
         asked = self._bootstrap.asked(rank, address)
         if isinstance(request, Message):
@@ -212,11 +211,8 @@ class SidecarCalls:
     async def ask_long(
         self, rank: int, address: str, request: Any, *, timeout_s: float, method: str = ""
     ) -> Any:
-        """As `ask`, of a call that may take long: a stopped sidecar is noticed within seconds.
-
-        Raises:
-            RankUnreachableError: the rank does not answer.
-        """
+        """As `ask`, for a call that may take long: raises RankUnreachableError within seconds if
+        the sidecar is stopped."""
         call = self.ask(rank, address, request, timeout_s=timeout_s, method=method)
         try:
             return await watched(call, lambda: self._probe(rank, address))
@@ -261,11 +257,8 @@ class SidecarCalls:
         snapshot_ids: Sequence[str],
         timeout_s: float,
     ) -> RankAnswer:
-        """Call ReachBoundary, detecting a sidecar that stops answering within seconds.
-
-        Raises:
-            ParamdError: the class that the status stands for, naming the rank.
-        """
+        """Call ReachBoundary; a sidecar that stops answering is detected within seconds. Raises as
+        `ask`."""
         message = sidecar_pb2.ReachBoundaryRequest(
             boundary=request.number,
             snapshot_ids=snapshot_ids,
@@ -279,15 +272,8 @@ class SidecarCalls:
         # A deadline alone cannot tell a long update from a stopped sidecar.
         answer = await watched(call, lambda: self._probe(rank, address))
         header = answer.header
-        return RankAnswer(
-            rank,
-            header.incarnation,
-            header.step,
-            answer.captured,
-            answer.reason,
-            header.edits,
-            header.history,
-        )
+        found = (header.incarnation, header.step, answer.captured, answer.reason)
+        return RankAnswer(rank, *found, header.edits, header.history)
 
     async def _probe(self, rank: int, address: str) -> None:
         request = sidecar_pb2.GetStateRequest()
@@ -303,11 +289,7 @@ class SidecarCalls:
             pass  # any answer, even an error, proves the sidecar alive
 
     async def layout(self, rank: int, address: str) -> layout_pb2.Layout:
-        """All batches of GetLayout as one message.
-
-        Raises:
-            ParamdError: as `reach`.
-        """
+        """All batches of GetLayout as one message. Raises as `ask`."""
         whole, request = layout_pb2.Layout(), sidecar_pb2.GetLayoutRequest()
         bound = LayoutBound(f"rank {rank} ({address})")
         async with self.stream(rank, address, request, timeout_s=LAYOUT_TIMEOUT_S) as batches:
@@ -317,8 +299,8 @@ class SidecarCalls:
         return whole
 
     async def is_back(self, rank: int, address: str) -> None:
-        """Have the next call to `address` connect at once: its sidecar is about to join."""
-        # Its ticket is minted now, one rank after the other, not with the first call to all.
+        """Reconnect to `address` at the next call without delay: its sidecar is about to join."""
+        # Mint the ticket now: tickets of all ranks at once would delay the first call to all.
         self._channels.credentials(rank)
         await self._channels.is_back(address)
 
@@ -366,10 +348,7 @@ def address_of(view: MeshView, rank: int) -> str:
 async def on_all(
     view: MeshView, call: Callable[[int, str], Awaitable[Result]]
 ) -> dict[int, Result]:
-    """Call all joined ranks concurrently; return their answers by rank.
-
-    Raises the worst of the ranks' errors.
-    """
+    """Call all joined ranks concurrently; return the answers by rank, or raise the worst error."""
     ranks = [(report.rank, report.address) for report in view.joined]
     found = await asyncio.gather(
         *(call(rank, address) for rank, address in ranks), return_exceptions=True
@@ -399,11 +378,8 @@ class LayoutSource:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="paramd-layout")
 
     async def get(self, view: MeshView) -> tuple[str, NameIndex]:
-        """Digest and name index of the layout; `NameIndex.layout` is the layout itself.
-
-        Raises:
-            UnreachableError: the ranks report none or different ones, or none answers.
-        """
+        """Digest and name index of the layout; `NameIndex.layout` is the layout itself. Raises
+        UnreachableError if the ranks report none or different ones, or none answers."""
         wanted = view.layout_digest
         if not wanted:
             raise UnreachableError(

@@ -1,7 +1,7 @@
 """Statistics, heatmaps, values and gradients for REST, read from sidecars as clients read them.
 
-HeldSnapshots: pinned on all ranks at one step by REST callers, until a lease ends. While it lasts,
-this control plane renews the sidecars' own leases; if it dies, those expire within half a minute.
+`HeldSnapshots` are pinned on all ranks at one step until a lease of their REST caller ends. This
+control plane renews the sidecars' own leases; if it dies, they expire within half a minute.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Result = TypeVar("Result")
 FindSidecars = Callable[[], Awaitable["SidecarFinder"]]
 """Returns the connections to the sidecars, opened on first use."""
 Work = Callable[["Reading", "ReadPlan"], Awaitable[Result]]
-"""A read of what is pinned."""
+"""A read of pinned tensors."""
 
 TIMEOUT_S = 30.0
 MAX_CONCURRENT = 8
@@ -101,11 +101,8 @@ class HeldSnapshots:
         return held
 
     async def pin(self, pin: Pin, *, filter_text: str, lease_s: float) -> LeasedSnapshot:
-        """Pin, and hold until the lease ends, `release` or `close`.
-
-        Raises:
-            ExhaustedError: too many are held. ParamdError: what `pin` raises.
-        """
+        """Pin, and hold until the lease ends, `release` or `close`. Raises what `pin` raises, and
+        ExhaustedError when too many are held."""
         who = CALLER.get()
         self._shares.take(who)
         pinned_now: asyncio.Future[LeasedSnapshot] = asyncio.get_running_loop().create_future()
@@ -145,7 +142,7 @@ class HeldSnapshots:
         return pinned_now.result()
 
     def renew(self, held_id: str, lease_s: float, *, by_admin: bool = False) -> LeasedSnapshot:
-        """Restart a lease from now. Raises NotFoundError; DeniedError if it is another's."""
+        """Restart a lease from now. Raises NotFoundError; DeniedError for another token's."""
         held = self.get(held_id)
         _check_holder(held, by_admin=by_admin)
         held.expires_s = time.monotonic() + lease_s
@@ -153,7 +150,7 @@ class HeldSnapshots:
         return held
 
     def release(self, held_id: str, *, by_admin: bool = False) -> LeasedSnapshot | None:
-        """End a lease; None when there is none. Raises DeniedError if it is another's."""
+        """End a lease; None if it has ended. Raises DeniedError for another token's."""
         held = self._held.get(held_id)
         if held is not None:
             _check_holder(held, by_admin=by_admin)
@@ -198,12 +195,8 @@ class StatsSource:
     async def get(
         self, patterns: str | Sequence[str], *, with_buffers: bool, with_histogram: bool = False
     ) -> StatsTable:
-        """Statistics of all matching tensors, at one step.
-
-        Raises:
-            ExhaustedError: too many concurrent queries.
-            ParamdError: as `AsyncMesh.stats`.
-        """
+        """Statistics of all matching tensors, at one step. Raises ExhaustedError if too many
+        queries run; ParamdError as `AsyncMesh.stats` does."""
         from paramd.mesh.reading.reductions import compute_stats
 
         work = partial(compute_stats, with_exponents=with_histogram)
@@ -239,35 +232,25 @@ class StatsSource:
     async def heatmap(
         self, pattern: str, *, mode: str, rows: int, columns: int, row_dims: int | None
     ) -> tuple[int, int, TensorHeatmap]:
-        """(incarnation, step, heatmap) of the one matching tensor.
-
-        Raises: as `get`, and as `compute_heatmap`.
-        """
+        """(incarnation, step, heatmap) of the one matching tensor. Raises as `get` and
+        `compute_heatmap`."""
         from paramd.mesh.reading.reductions import compute_heatmap
 
-        return await self._stated(
-            pattern,
-            partial(
-                compute_heatmap, mode=mode, max_rows=rows, max_columns=columns, row_dims=row_dims
-            ),
+        work = partial(
+            compute_heatmap, mode=mode, max_rows=rows, max_columns=columns, row_dims=row_dims
         )
+        return await self._stated(pattern, work)
 
     async def values(self, pattern: str) -> tuple[int, int, list[str]]:
-        """(incarnation, step, elements as exact text) of the one matching tensor.
-
-        Raises: as `get`, and as `read_texts`.
-        """
+        """(incarnation, step, elements as exact text) of the one matching tensor. Raises as `get`
+        and `read_texts`."""
         from paramd.mesh.reading.reductions import read_texts
 
         return await self._stated(pattern, read_texts)
 
     async def updates(self, patterns: Sequence[str], steps: int) -> Updates:
-        """What the next updates do to each matching parameter.
-
-        Raises:
-            ConflictError: they do not come within `TIMEOUT_S`.
-            ParamdError: as `get`.
-        """
+        """What the next updates change in each matching parameter. Raises as `get`, and
+        ConflictError if they do not come within `TIMEOUT_S`."""
         from paramd.mesh.insight.updates import compute_updates
 
         with self._queries.one(CALLER.get()):
@@ -283,13 +266,10 @@ class StatsSource:
                 ) from error
 
     async def spectrum(self, pattern: str, k: int) -> Spectrum:
-        """The spectrum of the one matching parameter.
-
-        Raises: as `get`, and as `spectrum_of`.
-        """
+        """The spectrum of the one matching parameter. Raises as `get` and `spectrum_of`."""
         from paramd.mesh.insight.spectrum import spectrum_of
 
-        # Its matrices lie in this process; one at a time bounds them.
+        # Its matrices are in this process; one at a time bounds them.
         async with self._spectra:
             return await self._reading([pattern], partial(spectrum_of, k=k), buffers=False)
 
@@ -297,9 +277,7 @@ class StatsSource:
         self, patterns: Sequence[str], *, with_buffers: bool, filter_text: str, lease_s: float
     ) -> LeasedSnapshot:
         """Pin a snapshot of all matching tensors and hold it under a lease; see `HeldSnapshots`.
-
-        Raises: as `get`.
-        """
+        Raises as `get`."""
         from paramd.mesh.reading.pin import while_pinned
 
         reach = await self._reaching()
@@ -323,12 +301,8 @@ class StatsSource:
     async def gradients(
         self, patterns: Sequence[str], *, every: int, kind: Kind
     ) -> AsyncGenerator[GradFrame[Any], None]:
-        """Stream gradient statistics.
-
-        Raises:
-            ExhaustedError: too many concurrent streams.
-            ParamdError: as `AsyncMesh.grads`.
-        """
+        """Stream gradient statistics. Raises as `AsyncMesh.grads`, and ExhaustedError for too many
+        concurrent streams."""
         from paramd.mesh.frames.grads import GradRequest, open_stream
         from paramd.mesh.reading.transfer import Transfer
 
@@ -347,7 +321,7 @@ class StatsSource:
         await self.held.close()
 
     async def _stated(self, pattern: str, work: Work[Result]) -> tuple[int, int, Result]:
-        """(incarnation, step, result) of `work` on the one matching tensor."""
+        """`work` on the one matching tensor, with the incarnation and step it ran at."""
 
         async def stated(reading: Reading, plan: ReadPlan) -> tuple[int, int, Result]:
             result = await work(reading, plan)
@@ -359,7 +333,7 @@ class StatsSource:
     async def _reading(
         self, patterns: Sequence[str], work: Work[Result], *, buffers: bool = True
     ) -> Result:
-        """Run `work` on a pinned read of the matching tensors; `buffers` includes buffers."""
+        """Run `work` on a pinned read of the matching tensors."""
         from paramd.mesh.reading.pin import while_pinned
 
         with self._queries.one(CALLER.get()):
@@ -372,10 +346,7 @@ class StatsSource:
 
 def bin_edges(low: float, high: float, bins: int) -> list[float]:
     """`bins + 1` increasing edges from `low` to `high`; fewer if the range has too few floats.
-
-    Raises:
-        UsageError: a bound is not finite, or `low` is not below `high`.
-    """
+    Raises UsageError if a bound is not finite, or `low` is not below `high`."""
     if not (math.isfinite(low) and math.isfinite(high)):
         raise UsageError("low, high: there is no finite element to take the range from; set both")
     if not low < high or not math.isfinite(high - low):

@@ -57,8 +57,8 @@ class RefusalBook:
     def tick(self, view: MeshView, now_s: float) -> Iterator[Refused]:
         """Refusals due for a record now; yielding one counts as recording it.
 
-        For a sidecar that is new to this control plane, or was replaced, all refusals count as
-        new. A restart of the control plane may therefore record some twice; `total` shows it.
+        All refusals of a sidecar that is new to this control plane, or was replaced, count as new.
+        A restart of the control plane may record some twice; `total` shows it.
         """
         for rank in view.ranks:
             report = rank.report
@@ -91,7 +91,7 @@ class Publish(Protocol):
 
 
 def standing(rank: RankView) -> tuple[str, str, int]:
-    """The part of a rank's view whose change is reported; phases within a step are left out."""
+    """The part of a rank's view whose changes are reported; phases within a step are left out."""
     phase = rank.report.state.phase if rank.report is not None else 0
     return rank.membership.value, rank.state.value, phase if phase in _TOLD_PHASES else 0
 
@@ -129,15 +129,16 @@ class StateWatch:
         if view.state is self._state and not many:
             return
         self._state = view.state
-        where = f"job {self._job}, incarnation {self._incarnation}"
+        where = {"job": self._job, "incarnation": self._incarnation, "step": self._step}
         level = logging.WARNING if view.state in (State.DEGRADED, State.DOWN) else logging.INFO
+        said = view.state.value, view.reason or "no problems"
         log.log(
             level,
-            "%s is %s: %s",
-            where,
-            view.state.value,
-            _or(view.reason),
-            extra={"job": self._job, "incarnation": self._incarnation, "step": self._step},
+            "job %s, incarnation %d is %s: %s",
+            self._job,
+            self._incarnation,
+            *said,
+            extra=where,
         )
         data = {
             "incarnation": self._incarnation,
@@ -152,17 +153,13 @@ class StateWatch:
         membership, state, _ = standing(rank)
         if rank.reason:
             step = rank.report.step if rank.report is not None else -1
+            where = {"job": self._job, "incarnation": self._incarnation, "rank": rank.rank}
             log.info(
                 "job %s, rank %d: %s",
                 self._job,
                 rank.rank,
                 rank.reason,
-                extra={
-                    "job": self._job,
-                    "incarnation": self._incarnation,
-                    "rank": rank.rank,
-                    "step": step,
-                },
+                extra={**where, "step": step},
             )
         data = {
             "incarnation": self._incarnation,
@@ -172,7 +169,3 @@ class StateWatch:
             "reason": rank.reason,
         }
         self._publish("rank", data, job=self._job)
-
-
-def _or(reason: str) -> str:
-    return reason or "no problems"

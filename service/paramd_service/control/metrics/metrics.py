@@ -34,13 +34,13 @@ _NS = 1e9
 Row = tuple[Sequence[object], float]
 """Values of the labels, and the number."""
 Numbers = tuple[str, str, Callable[[Report], float]]
-"""Name, text, and how a report tells the number."""
+"""Name, text, and the function that reads the number from a report."""
 
 
 def _family(
     kind: type[Gauge | Counted], name: str, text: str, labels: str, rows: Iterable[Row]
 ) -> Metric:
-    """A metric with labels, whose names `labels` has, apart by spaces."""
+    """A metric with labels, whose names are in `labels`, separated by spaces."""
     family = kind(name, text, labels=labels.split())
     for values, number in rows:
         family.add_metric([str(value) for value in values], number)
@@ -48,7 +48,6 @@ def _family(
 
 
 def _edit_metrics(edits: EditRegistry) -> Iterator[Metric]:
-    """Edits and holds."""
     counts, ended = sorted(edits.open_counts().items()), sorted(edits.ended.items())
     yield _family(Gauge, "paramd_edits_open", "Edits in progress", "job state", counts)
     yield _family(Counted, "paramd_edits", "Edits that ended here", "job state", ended)
@@ -66,13 +65,13 @@ def _by_job(numbers: Mapping[str, float]) -> list[Row]:
 
 def _record_metrics(records: Records) -> Iterator[Metric]:
     """Health of audit, store and history; a scrape does not query the store."""
-    yield _gauge(
+    yield Gauge(
         "paramd_audit_ok",
         "0 while the audit cannot be written and mutations are refused",
-        not records.audit.failure,
+        value=not records.audit.failure,
     )
     waiting = records.store.waiting_count
-    yield _gauge("paramd_store_writes_waiting", "Writes queued for the store", waiting)
+    yield Gauge("paramd_store_writes_waiting", "Writes queued for the store", value=waiting)
     yield Counted(
         "paramd_history_dropped_samples",
         "Samples lost from the metric history",
@@ -142,11 +141,12 @@ class Metrics(Collector):
         yield from _job_metrics(self.jobs, self.watchers, self.exports)
         if (tls := self.tls) is not None:
             text = "Expiry of the current certificate"
-            yield _gauge("paramd_tls_expiry_timestamp_seconds", text, tls.expires_s)
+            yield Gauge("paramd_tls_expiry_timestamp_seconds", text, value=tls.expires_s)
             text = "0 while newer TLS files cannot be used"
-            yield _gauge("paramd_tls_files_ok", text, not tls.failure)
-        yield _gauge("paramd_loop_lag_seconds", "Event loop's last lag", self.lag.last_s)
-        yield _gauge("paramd_loop_lag_max_seconds", "Event loop's longest lag", self.lag.max_s)
+            yield Gauge("paramd_tls_files_ok", text, value=not tls.failure)
+        lag = self.lag
+        yield Gauge("paramd_loop_lag_seconds", "Event loop's last lag", value=lag.last_s)
+        yield Gauge("paramd_loop_lag_max_seconds", "Event loop's longest lag", value=lag.max_s)
 
     def render(self) -> bytes:
         """Metrics in the Prometheus text format."""
@@ -169,13 +169,8 @@ def _job_metrics(jobs: Jobs, watchers: Watchers, exports: ExportService) -> Iter
     waiting = [((mesh.job,), mesh.coordinator.waiting_count) for mesh in meshes]
     text = "Requests waiting for the next round"
     yield _family(Gauge, "paramd_boundary_waiting", text, "job", waiting)
-    yield from _alert_metrics(watchers)
-    yield _health_metric(views, watchers)
+    yield from _alert_metrics(watchers, views)
     yield from _export_metrics(exports, [job for job, _ in views])
-
-
-def _gauge(name: str, text: str, value: float) -> Gauge:
-    return Gauge(name, text, value=value)
 
 
 def _mesh_metrics(views: Sequence[tuple[str, MeshView]]) -> Iterator[Metric]:
@@ -185,17 +180,6 @@ def _mesh_metrics(views: Sequence[tuple[str, MeshView]]) -> Iterator[Metric]:
     yield _family(Gauge, "paramd_joined_ranks", "Ranks that are joined", "job", joined)
     ok = [((job,), view.state is State.OK) for job, view in views]
     yield _family(Gauge, "paramd_mesh_ok", "1 while the mesh is OK", "job", ok)
-
-
-def _health_metric(views: Sequence[tuple[str, MeshView]], watchers: Watchers) -> Metric:
-    rows: list[Row] = []
-    for job, view in views:
-        watcher = watchers.get(job)
-        firing = watcher.book.firing if watcher is not None else ()
-        hold = hold_word(view.joined)
-        now, _, _ = health_of(state=view.state, reason="", hold=hold, firing=firing)
-        rows += [((job, word), word == now) for word in WORDS]
-    return _family(Gauge, "paramd_job_health", "1 at a job's present health", "job health", rows)
 
 
 def _export_metrics(exports: ExportService, jobs: Sequence[str]) -> Iterator[Metric]:
@@ -209,7 +193,7 @@ def _export_metrics(exports: ExportService, jobs: Sequence[str]) -> Iterator[Met
     yield _family(Counted, "paramd_export_bytes", "Bytes exported", "job", written)
 
 
-def _alert_metrics(watchers: Watchers) -> Iterator[Metric]:
+def _alert_metrics(watchers: Watchers, views: Sequence[tuple[str, MeshView]]) -> Iterator[Metric]:
     firing: list[Row] = []
     rounds: list[Row] = []
     for job, watcher in watchers.all():
@@ -225,6 +209,14 @@ def _alert_metrics(watchers: Watchers) -> Iterator[Metric]:
     hooks = watchers.webhooks
     posts = [(("true",), hooks.posted_count), (("false",), hooks.failed_count)]
     yield _family(Counted, "paramd_webhook_posts", "Webhook posts by outcome", "ok", posts)
+    health: list[Row] = []
+    for job, view in views:
+        current = watchers.get(job)
+        alerts = current.book.firing if current is not None else ()
+        hold = hold_word(view.joined)
+        now, _, _ = health_of(state=view.state, reason="", hold=hold, firing=alerts)
+        health += [((job, word), word == now) for word in WORDS]
+    yield _family(Gauge, "paramd_job_health", "1 at a job's present health", "job health", health)
 
 
 def _rank_metrics(ranks: Sequence[tuple[str, RankView]]) -> Iterator[Metric]:

@@ -1,7 +1,7 @@
 """The audit: hash chains of records in the store, one chain per job.
 
-Audit records a mutation's intent before its effect and the outcome after it. Denials records
-refused calls at a bounded rate. `paramd/chain.py` says how records are linked and checked.
+`Audit` records a mutation's intent before its effect and the outcome after it. `Denials` records
+refused calls at a bounded rate. `paramd/chain.py` links and checks records.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def append(connection: Connection, job: str, record: Mapping[str, Any]) -> Link:
 def links(
     connection: Connection, job: str, *, order: str, beyond_seq: int | None, limit: int
 ) -> list[Link]:
-    """The "oldest" or "newest" records of a chain first, beyond a record if one is given."""
+    """The "oldest" or "newest" records of a chain first, beyond `beyond_seq` if it is given."""
     oldest = order == "oldest"
     chosen = select(audit).where(audit.c.job == job).limit(limit)
     chosen = chosen.order_by(audit.c.seq if oldest else audit.c.seq.desc())
@@ -75,7 +75,7 @@ class Action:
     method: str
     """Operation, e.g. "token.create"."""
     job: str
-    """The chain it is recorded in; empty for the site's own."""
+    """Chain of the record; empty for the site's."""
     incarnation: int = 0
     """0: not specific to one incarnation."""
     step: int = -1
@@ -85,7 +85,7 @@ class Action:
 
 
 class Entry:
-    """A mutation in progress, and how it ends."""
+    """A mutation in progress, and its outcome."""
 
     def __init__(self, seq: int) -> None:
         self.seq = seq
@@ -109,14 +109,12 @@ class Audit:
 
     @asynccontextmanager
     async def mutation(self, action: Action) -> AsyncIterator[Entry]:
-        """Record the intent, run the body, record the outcome.
+        """Record the intent, run the body, record the outcome. Raises AuditUnavailableError if the
+        intent could not be recorded; then the body did not run.
 
         An exception from the body is recorded as the outcome and re-raised. An intent without an
         outcome means that its fate is unknown: the process was killed, or the audit became
         unwritable (then the log says so).
-
-        Raises:
-            AuditUnavailableError: the intent could not be recorded; the body did not run.
         """
         entry = Entry(await self._intent(action))
         try:
@@ -128,10 +126,8 @@ class Audit:
             await self._outcome(action, entry)
 
     async def event(self, action: Action) -> None:
-        """Record something that has already happened or needs no permission; never raises.
-
-        An event that cannot be recorded is logged.
-        """
+        """Record something that has already happened or needs no permission; never raises. An event
+        that cannot be recorded is logged."""
         try:
             await self._append(action.job, self._body("event", action))
         except AuditUnavailableError as error:
@@ -150,7 +146,7 @@ class Audit:
         try:
             return await asyncio.shield(appending)
         except asyncio.CancelledError:
-            # The shielded write goes on: close the intent, or it reads as fate unknown.
+            # The shielded write continues: close the intent, or its fate would seem unknown.
             with suppress(AuditUnavailableError):
                 entry = Entry(await appending)
                 entry.outcome("failed: cancelled before it began")

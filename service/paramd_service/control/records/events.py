@@ -1,7 +1,7 @@
 """Live events: a bounded ring followed by many readers.
 
 Readers share the ring and hold only their position in it, so a slow one costs nothing: once the
-ring overtakes it, it is told how many events it missed.
+ring overtakes it, it gets the number of events that it missed.
 """
 
 from __future__ import annotations
@@ -27,13 +27,10 @@ from paramd_service.admission import CALLER, Shares
 
 RING_COUNT = 4096
 """Events kept for readers that reconnect."""
-
 MAX_VIEWERS = 64
 """Most concurrent readers; one more is refused."""
-
 MAX_DATA_CHARS = 16 << 10
 """Longest JSON data of an event; anything longer is replaced by a note."""
-
 RETRY_MS = 2000
 """Delay after which a browser reconnects a broken stream."""
 
@@ -46,7 +43,7 @@ class Kind(StrEnum):
     HELLO = "hello"
     """First in a stream: nothing is missed from here on."""
     GAP = "gap"
-    """Events are missing here; `missed` says how many, -1 when unknown."""
+    """Events are missing here: `missed` of them, or -1 when unknown."""
     RANK = "rank"
     """A rank's membership, phase or reason changed."""
     STEP = "step"
@@ -74,7 +71,7 @@ class Event:
     number: int
     """Rises by one with each event of this control plane, starting at 1."""
     id: str
-    """What a reader passes back to resume after it."""
+    """Id that a reader passes back to resume after it."""
     kind: str
     job: str
     """Job it concerns; empty for none."""
@@ -90,7 +87,7 @@ class Event:
 
 
 QUIET = Event(0, "", "", "", "")
-"""Keep-alive for a reader's connection when nothing has happened for a while."""
+"""Keep-alive for a reader's connection after a time without events."""
 
 
 class EventBus:
@@ -102,19 +99,19 @@ class EventBus:
         self._ring: deque[Event] = deque(maxlen=ring_count)
         self._last = 0
         self._clock = clock
-        # Numbers restart with each process; the name marks ids of another one.
+        # Numbers restart with each process; the name marks another process' ids.
         self._name = secrets.token_hex(4)
         self._news = asyncio.Event()
         self._viewers = Shares(MAX_VIEWERS, "viewers that follow the events")
         self._closed = False
 
     def publish(self, kind: str, data: Mapping[str, Any], *, job: str = "") -> Event:
-        """Publish an event to all readers. Never blocks on readers, never fails because of them.
+        """Publish an event to all readers of `job` (empty: of any). Never blocks on readers, never
+        fails because of them.
 
         Args:
             kind: One of `Kind`.
             data: JSON-serializable; `time_s` (Unix time) and `job` are added.
-            job: Job it concerns; readers of other jobs do not get it.
         """
         whole = {"time_s": round(self._clock(), 3), "job": job, **data}
         text = json.dumps(whole, allow_nan=False, separators=(",", ":"))
@@ -124,7 +121,7 @@ class EventBus:
         self._last += 1
         event = Event(self._last, self._id(self._last), str(kind), job, text)
         self._ring.append(event)
-        # Wake those who wait and swap in a fresh event: no reader has to clear a shared one.
+        # Wake waiting readers and swap in a fresh event: no reader has to clear a shared one.
         self._news.set()
         self._news = asyncio.Event()
         return event

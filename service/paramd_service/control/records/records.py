@@ -30,7 +30,7 @@ from paramd_service.control.store.tokens import TokenStore
 
 MAX_REFUSAL_CHARS = 256
 SELF = "control plane"
-"""Actor of what the control plane does on its own."""
+"""Actor of actions that the control plane takes by itself."""
 
 log = logging.getLogger("paramd.control")
 
@@ -39,17 +39,14 @@ class Records:
     """The store with its audit, tokens, alerts, edits and history. Single event loop."""
 
     def __init__(self, store: str, directory: Path, *, chain: str, incarnation: int = 0) -> None:
-        """No I/O.
+        """No I/O. Raises UsageError if `store` is not a supported URL.
 
         Args:
             store: URL of the store; empty for a file in `directory`.
-            directory: Of the job or the site; mode 0700 and ours.
+            directory: Of the job or the site; private, with mode 0700.
             chain: Audit chain for the control plane's own actions: the job's when embedded,
                 empty for a site.
             incarnation: The embedded control plane's incarnation.
-
-        Raises:
-            UsageError: `store` is not a supported URL.
         """
         self.store = Store(parse_store(store, directory=directory))
         self.audit = Audit(self.store)
@@ -95,11 +92,8 @@ class Records:
     def recorded(
         self, by: Principal, method: str, detail: Mapping[str, Any], of: Incarnation | None = None
     ) -> AbstractAsyncContextManager[Entry]:
-        """Record a mutation around its effect, in the job's chain; see `Audit`.
-
-        Args:
-            of: The incarnation being changed; None for the control plane itself.
-        """
+        """Record a mutation around its effect, in the job's chain; see `Audit`. `of` is the changed
+        incarnation; None for the control plane itself."""
         return self.audit.mutation(self._action(by.name, by.role.value, method, detail, of))
 
     async def happened(
@@ -144,7 +138,7 @@ class Records:
             await self.audit.event(action)
 
     def note(self, mesh: Incarnation, method: str, detail: Mapping[str, Any]) -> None:
-        """Record what the control plane did on its own. Never blocks."""
+        """Record an action that the control plane took by itself. Never blocks."""
         if not self._started:
             return
         action = self._action(SELF, "", method, detail, mesh)
@@ -169,11 +163,8 @@ class Records:
 
 
 async def open_records(config: ControlConfig, mine: Bootstrap | None) -> Records:
-    """Make and start a control plane's records; `mine` is the job of an embedded one.
-
-    Raises:
-        UsageError, ConflictError: as `Records.start`.
-    """
+    """Make and start a control plane's records; `mine` is the job of an embedded one. Raises as
+    `Records.start`."""
     records = Records(
         config.store,
         places.job_dir(mine.job) if mine is not None else site_dir(),

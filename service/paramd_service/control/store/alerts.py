@@ -15,7 +15,7 @@ from paramd_service.control.store.schema import alerts
 from paramd_service.control.store.store import Store
 
 MAX_FIRING = 1000
-"""Most firing alerts of an incarnation; more are not kept."""
+"""Most firing alerts kept of an incarnation."""
 
 
 class State(StrEnum):
@@ -63,12 +63,8 @@ class AlertStore:
         before: int | None = None,
         state: State | None = None,
     ) -> list[tuple[int, Alert]]:
-        """Alerts of one incarnation with their numbers in the table, newest first.
-
-        Args:
-            before: Only alerts with a lower number: continues from a previous page.
-            state: None for both.
-        """
+        """Alerts of one incarnation with their numbers in the table, newest first; with `before`,
+        only those with lower numbers."""
         row = alerts.c
         chosen = (
             select(row.number, row.body)

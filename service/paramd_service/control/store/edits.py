@@ -15,16 +15,8 @@ from paramd_service.control.store.schema import edits
 from paramd_service.control.store.store import Store, columns_of, json_of, whole_id
 
 _CHANGING = (
-    "state",
-    "reason",
-    "ended_s",
-    "boundary",
-    "token",
-    "step",
-    "edits",
-    "stop_ns",
-    "detail",
-)
+    "state", "reason", "ended_s", "boundary", "token", "step", "edits", "stop_ns", "detail",
+)  # fmt: skip
 """Columns that follow an edit's state."""
 
 
@@ -57,7 +49,7 @@ class EditRow:
     manifest: bytes
     """A serialized paramd.v1.EditManifest."""
     digest: str
-    """Of the manifest, in hexadecimal digits."""
+    """XXH3-128 of the manifest, in hexadecimal digits."""
     detail: Mapping[str, Any] = field(default_factory=dict)
     """Operations as in REST documents, flags, statistics before and after."""
     undo_of: str = ""
@@ -71,11 +63,7 @@ class EditStore:
         self._store = store
 
     async def add(self, row: EditRow) -> int:
-        """Add an edit and return its number.
-
-        Raises:
-            ExistsError: the id has been used.
-        """
+        """Add an edit and return its number. Raises ExistsError if the id has been used."""
 
         def work(connection: Connection) -> int:
             used = select(edits.c.number).where(edits.c.id == row.id)
@@ -92,7 +80,7 @@ class EditStore:
 
         def work(connection: Connection) -> None:
             connection.execute(update(edits).where(edits.c.id == row.id).values(changed))
-            # In the same transaction: an applied undo and the mark it leaves must not diverge.
+            # In the same transaction: an applied undo and `undone_by` must not diverge.
             if row.undo_of and row.state == "APPLIED":
                 undone = update(edits).where(edits.c.id == row.undo_of)
                 connection.execute(undone.values(undone_by=row.id))

@@ -62,11 +62,8 @@ def sqlite_address(path: Path) -> StoreAddress:
 
 
 def parse_store(text: str, *, directory: Path) -> StoreAddress:
-    """The store that a setting names; when empty, `control.sqlite` in `directory`.
-
-    Raises:
-        UsageError: not a supported URL. The text never quotes it, as it may hold a password.
-    """
+    """The store that a setting names; when empty, `control.sqlite` in `directory`. Raises
+    UsageError if it is not a supported URL. The text never quotes it, as it may hold a password."""
     if not text:
         return sqlite_address(directory / FILE_NAME)
     try:
@@ -101,18 +98,15 @@ def store_errors(address: StoreAddress) -> Iterator[None]:
     try:
         yield
     except (SQLAlchemyError, sqlite3.Error, OSError) as error:
-        # The driver's own text: SQLAlchemy's includes the statement.
+        # The driver's text: SQLAlchemy's includes the statement.
         told = getattr(error, "orig", None) or error
         text = " ".join(str(told).split())[:MAX_TOLD_CHARS]
         raise StoreError(f"the store {address} cannot be used: {text}") from error
 
 
 def make_engine(address: StoreAddress) -> Engine:
-    """Make an engine without connecting.
-
-    Raises:
-        UsageError: the address is PostgreSQL's and its driver is not installed.
-    """
+    """Make an engine without connecting. Raises UsageError if the address is PostgreSQL's and its
+    driver is not installed."""
     if address.path is not None:
         return _sqlite(address)
     try:

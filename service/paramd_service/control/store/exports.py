@@ -44,9 +44,9 @@ class ExportRow:
     plan: bytes = b""
     """paramd.v1.ExportPlan with the pins; empty while nothing is pinned."""
     generation: int
-    """Of the control plane that runs it."""
+    """Generation of the control plane that runs it."""
     drop_owed: bool = False
-    """Whether partial files are still to be removed."""
+    """Whether partial files must still be removed."""
     removed: bool = False
     """Whether a schedule's retention has removed it."""
     created_s: float
@@ -70,7 +70,7 @@ class File:
     name: str
     size_bytes: int
     rank: int = -1
-    """Rank that writes or wrote it; while it waits, the planned one."""
+    """Rank that writes or wrote the file; while it waits, the planned rank."""
     state: FileState = FileState.WAITING
     written_bytes: int = 0
     checksum: str = ""
@@ -87,8 +87,7 @@ class ScheduleRow:
     job: str
     actor: str
     request: Mapping[str, Any]
-    """The request for each export; the key of its `destination` contains "{step}", or "/step-N"
-    is appended to it."""
+    """The request of each export; "/step-N" is added to a `destination` without "{step}"."""
     cadence: Mapping[str, Any] = field(default_factory=dict)
     last_step: int
     """Step at which it last fired, whether exported or skipped."""
@@ -119,11 +118,8 @@ class ExportStore:
         await self._store.write(work)
 
     async def save(self, row: ExportRow, files: Iterable[File] = ()) -> None:
-        """Write an export and the given ones of its files.
-
-        Raises:
-            TakenOverError: a control plane of a higher generation has taken it over.
-        """
+        """Write an export and the given ones of its files. Raises TakenOverError when a control
+        plane of a higher generation has taken it over."""
         listed = list(files)
 
         def work(connection: Connection) -> None:
@@ -203,8 +199,7 @@ class ExportStore:
         await self._store.write(lambda connection: connection.execute(statement))
 
     async def save_schedule(self, row: ScheduleRow) -> None:
-        """Overwrite a schedule; one deleted in the meantime stays deleted."""
-        # A writer that read the row before its deletion must not revive it.
+        """Overwrite a schedule; one deleted meanwhile is not revived."""
         key = export_schedules.c.id == row.id
         if row.deleted_s is None:
             key &= export_schedules.c.deleted_s.is_(None)

@@ -1,8 +1,8 @@
-"""Metric history: buffer samples without blocking, write them once a second, thin what is full.
+"""Metric history: buffer samples without blocking, write them once a second, thin full series.
 
-A series has one list of points, of at most `MAX_POINTS`. Each new sample is merged into the last
-point or begins the next one, at the series' own span. A full series has its span doubled and its
-points merged (`thinning.py`), so it always covers all of its time.
+A series has at most `MAX_POINTS` points. Each new sample is merged into the last point or begins
+the next one, by the span of the series. A full series has its span doubled and its points merged
+(`thinning.py`), so it always covers all of its time.
 """
 
 from __future__ import annotations
@@ -40,11 +40,9 @@ from paramd_service.control.store.store import Store
 from paramd_service.control.store.thinning import Point, merge, sampled, thin
 
 MAX_POINTS = 2_048
-"""Points of a series; it is thinned in a write of its own, soon after it has more."""
-
+"""Points of a series; a separate write thins a series soon after it has more."""
 KEEP_S = 30 * 86_400
-"""A series goes this long after its last sample."""
-
+"""A series is dropped this long after its last sample."""
 LATEST_S = 1e11
 """Later than any sample, in seconds since the Unix epoch."""
 
@@ -57,16 +55,15 @@ MAX_BUFFERED = 100_000
 BATCH = 2_000
 """Samples per write: small, so that an audit record queued behind it does not wait long."""
 MAX_SERIES_KNOWN = 100_000
-
 MAX_THINNED = 8
-"""Most series thinned in a second: those of many ranks are full at the same time."""
+"""Most series thinned per second: those of many ranks fill up at the same time."""
 
 _P = metric_points.c
 _S = metric_series.c
 _MS = 1000
 
 _SERIES, *_FIELDS = (column.name for column in _P)
-"""All columns but the first are named as `Point`'s fields."""
+"""All columns but the first have the names of `Point`'s fields."""
 _values = attrgetter(*_FIELDS)
 
 log = logging.getLogger("paramd.control.store")
@@ -102,8 +99,8 @@ def store_samples(
 ) -> tuple[dict[SeriesKey, int], list[int]]:
     """Add samples to their series.
 
-    A sample that is no newer than its series' newest is ignored: sidecars tell a restarted control
-    plane again what they have told its predecessor.
+    A sample that is no newer than its series' newest is ignored: sidecars report again to a
+    restarted control plane.
 
     Args:
         known: Ids of series from earlier, committed calls; may be empty.
@@ -140,7 +137,7 @@ def store_samples(
 
 
 def thin_series(of: int, connection: Connection) -> None:
-    """Make a series that is full cover twice the time with each point, or more if it must."""
+    """Merge the points of a full series, so that each covers twice the time, or more if needed."""
     grid_ms = connection.execute(select(_S.grid_ms).where(_S.id == of)).scalar()
     if grid_ms is None:
         return  # dropped meanwhile
@@ -154,7 +151,7 @@ def thin_series(of: int, connection: Connection) -> None:
 
 
 def _series_id(connection: Connection, key: SeriesKey) -> int:
-    """The id of a series, which is made if it is new."""
+    """The id of a series, which is created if it is new."""
     values = {"job": key.job, "incarnation": key.incarnation, "rank": key.rank, "name": key.name}
     connection.execute(_insert(connection, metric_series).values(values).on_conflict_do_nothing())
     found: int = connection.execute(select(_S.id).where(_is_series(key))).scalar_one()
@@ -162,7 +159,7 @@ def _series_id(connection: Connection, key: SeriesKey) -> int:
 
 
 def _with_last_point(ids: Iterable[int]) -> Select[Any]:
-    """Series, each with the point that its newest sample is in; null where there is none."""
+    """Series, each with the point that contains its newest sample; null where there is none."""
     here = and_(_P.series_id == _S.id, _P.time_ms == _S.newest_ms - _S.newest_ms % _S.grid_ms)
     return (
         select(_S.id, _S.grid_ms, _S.newest_ms, _S.point_count, metric_points)
@@ -172,18 +169,14 @@ def _with_last_point(ids: Iterable[int]) -> Select[Any]:
 
 
 def _newer(points: list[Point], newest_ms: int) -> list[Point]:
-    """Those after `newest_ms`, in order, the first of each millisecond."""
+    """The points after `newest_ms`, in order, the first of each millisecond."""
     found = {point.time_ms: point for point in reversed(points) if point.time_ms > newest_ms}
     return [found[time_ms] for time_ms in sorted(found)]
 
 
 def _is_series(key: SeriesKey) -> ColumnElement[bool]:
-    return and_(
-        _S.job == key.job,
-        _S.incarnation == key.incarnation,
-        _S.rank == key.rank,
-        _S.name == key.name,
-    )
+    mesh = _S.job == key.job, _S.incarnation == key.incarnation
+    return and_(*mesh, _S.rank == key.rank, _S.name == key.name)
 
 
 def _insert(connection: Connection, table: Table) -> Any:
@@ -193,7 +186,7 @@ def _insert(connection: Connection, table: Table) -> Any:
 
 
 def _put(connection: Connection, rows: list[dict[str, object]]) -> None:
-    """Insert points, or replace those that begin at the same time."""
+    """Insert points, or replace those that begin at the same times."""
     adding = _insert(connection, metric_points)
     replaced = {name: adding.excluded[name] for name in _FIELDS}
     connection.execute(
@@ -206,7 +199,7 @@ def _row(of: int, point: Point) -> dict[str, object]:
 
 
 def _point(row: Row[Any]) -> Point:
-    """Of a row that ends in the columns of `metric_points`."""
+    """The point of a row that ends in the columns of `metric_points`."""
     return Point(**dict(zip(_FIELDS, row[-len(_FIELDS) :], strict=True)))
 
 
@@ -240,12 +233,8 @@ class MetricHistory:
         end_s: float = LATEST_S,
         limit: int = MAX_POINTS,
     ) -> list[Point]:
-        """Points of one series that lie at least partly within `[begin_s, end_s)`, merged until
-        they are at most `limit`.
-
-        Raises:
-            StoreError: the store cannot be read.
-        """
+        """Points of one series that are at least partly within `[begin_s, end_s)`, merged until
+        they are at most `limit`. Raises StoreError."""
         chosen = (
             select(_S.grid_ms, metric_points)
             .join(metric_series, _S.id == _P.series_id)
@@ -268,11 +257,7 @@ class MetricHistory:
         self, job: str, incarnation: int, *, after: tuple[str, int] | None = None, limit: int = 1000
     ) -> list[SeriesKey]:
         """Series of an incarnation ordered by name and rank, starting after `after`; those of the
-        last seconds may not be written yet.
-
-        Raises:
-            StoreError: the store cannot be read.
-        """
+        last seconds may not be written yet. Raises StoreError."""
         chosen = (
             select(_S.name, _S.rank)
             .where(_S.job == job, _S.incarnation == incarnation)
@@ -293,7 +278,7 @@ class MetricHistory:
         self._task = asyncio.create_task(self._run(), name="paramd-metric-history")
 
     async def stop(self) -> None:
-        """Write what is buffered, then stop. Idempotent."""
+        """Write the buffered samples, then stop. Idempotent."""
         if self._task is not None:
             await stopped(self._task)
             self._task = None
@@ -322,12 +307,12 @@ class MetricHistory:
             self._full.discard(of)
 
     async def sweep(self) -> None:
-        """Drop what is too old, some at a time. Raises StoreError."""
+        """Drop series that are too old, some at a time. Raises StoreError."""
         before_ms = (self._clock() - KEEP_S) * _MS
         old = select(_S.id).where(_S.newest_ms < before_ms).limit(MAX_SWEPT)
         dropping = delete(metric_series).where(_S.id.in_(old))
         while await self._store.write(lambda connection: connection.execute(dropping).rowcount):
-            # On the writer thread, like all that touches it: a dropped series has another id next.
+            # On the writer thread, like all uses of `_series`: an id of a dropped series is stale.
             await self._store.write(lambda _: self._series.clear())
 
     def _insert(

@@ -24,7 +24,7 @@ MIGRATIONS = Path(__file__).with_name("migrations")
 def migrate(engine: Engine, address: StoreAddress) -> str:
     """Create or upgrade the tables; return the previous revision ("" for a new store).
 
-    All or nothing. Concurrent callers wait for the first and find nothing left to do.
+    All or nothing. Concurrent callers wait for the first, then find it done.
 
     Raises:
         ConflictError: the store was made or upgraded by a newer paramd.

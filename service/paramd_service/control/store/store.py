@@ -1,7 +1,4 @@
-"""The store: one writer thread, a few readers, and an event loop that never blocks.
-
-Below it: ids by their first characters, as lists and messages print them.
-"""
+"""The store: one writer thread, a few readers, and an event loop that never blocks."""
 
 from __future__ import annotations
 
@@ -43,13 +40,13 @@ _NAMED = 4
 
 
 def columns_of(row: Any, **stored: object) -> dict[str, object]:
-    """A row's fields by column, mappings as JSON; `stored`: others that are in another form."""
+    """A row's fields by column, mappings as JSON; `stored` has columns stored in other forms."""
     found = {one.name: getattr(row, one.name) for one in fields(row)}
     return {name: json_of(one) for name, one in found.items()} | stored
 
 
 def json_of(value: Any) -> Any:
-    """A mapping as JSON, as it is stored; anything else as it is."""
+    """A mapping as the JSON that is stored; anything else unchanged."""
     return json.dumps(dict(value), sort_keys=True) if isinstance(value, Mapping) else value
 
 
@@ -64,7 +61,7 @@ class Store:
     """A database, from `start` to `stop`. Single event loop.
 
     If it cannot be opened, every write tries again; until one succeeds all calls raise
-    `StoreError`. So a full disk fails only what needs the store.
+    `StoreError`. A full disk therefore fails only the operations that need the store.
     """
 
     def __init__(self, address: StoreAddress, *, max_waiting: int = MAX_WAITING) -> None:
@@ -97,7 +94,7 @@ class Store:
 
     async def stop(self) -> None:
         """Perform the queued writes, then close. Idempotent; safe after a failed start."""
-        # First: no write may be queued behind the sentinel, where nobody would perform it.
+        # First: a write queued behind the sentinel would never be performed.
         self._stopping = True
         if self._writer is None or self._readers is None:
             return
@@ -123,11 +120,8 @@ class Store:
     def submit(
         self, work: Callable[[Connection], T], *, then: Callable[[T], None] = lambda _: None
     ) -> Future[T]:
-        """Like `write`, for callers that do not wait. Never blocks.
-
-        Raises:
-            StoreError: too many writes are queued, or the store has stopped.
-        """
+        """Like `write`, for callers that do not wait. Never blocks. Raises StoreError if too many
+        writes are queued, or the store has stopped."""
         if self._stopping or self._writer is None:
             raise StoreError("the store is not running")
         done: Future[T] = Future()
@@ -141,11 +135,8 @@ class Store:
         return done
 
     async def read(self, work: Callable[[Connection], T]) -> T:
-        """Run `work` on a reader thread, in a transaction that must not write.
-
-        Raises:
-            StoreError: it cannot be read.
-        """
+        """Run `work` on a reader thread, in a transaction that must not write. Raises StoreError if
+        it cannot be read."""
         if self._stopping or self._readers is None:
             raise StoreError("the store is not running")
         return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, work)
@@ -197,14 +188,12 @@ class Store:
 
 
 async def whole_id(store: Store, table: Table, job: str, given: str, *, see: str) -> str:
-    """The id of the job's one row that `given` begins; whole ids are returned unseen.
-
-    Raises: as `only`; StoreError.
-    """
+    """The id of the job's only row that begins with `given`; a whole id is not looked up. Raises as
+    `only`, and StoreError."""
     if len(given) == ID_CHARS:
         return given
     found: list[str] = []
-    # Digits below letters in every collation, so a range does; the id's index serves it.
+    # Digits sort below letters in every collation, so a range works; the id's index serves it.
     if _HEX.fullmatch(given):
         key = table.c.id
         chosen = select(key).where(table.c.job == job, key >= given, key < given + "g")
@@ -214,15 +203,8 @@ async def whole_id(store: Store, table: Table, job: str, given: str, *, see: str
 
 
 def only(found: Sequence[str], given: str, *, see: str) -> str:
-    """The one id of `found`, which are those that `given` begins.
-
-    Args:
-        see: the command that lists such ids.
-
-    Raises:
-        NotFoundError: there is none.
-        UsageError: there are several; it names them.
-    """
+    """The only id of `found`, which all begin with `given`. Raises NotFoundError when there is
+    none, UsageError when there are several; `see` is the command that lists these ids."""
     if not found:
         raise NotFoundError(f"no id begins with {given[:ID_CHARS]!r}; see: {see}")
     if len(found) > 1:

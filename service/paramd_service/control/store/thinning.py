@@ -1,8 +1,8 @@
-"""Points of a series, and how many become few: neighbours merge within a grid of time. Pure.
+"""Points of a series, and how to reduce them: neighbours merge within a grid of time. Pure.
 
-A grid's spans are powers of two of a millisecond, counted from the Unix epoch, so two neighbouring
-spans always make one of the next grid, and merging in steps or at once gives the same points.
-Where nothing was measured there is no point, in no grid.
+A grid's spans are powers of two of a millisecond, counted from the Unix epoch. Two neighbouring
+spans always form one of the next grid, so merging in steps or at once gives the same points. A span
+without measurements has no point, in any grid.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from itertools import groupby
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """What a series was within one span of time."""
+    """A series within one span of time."""
 
     time_ms: int
     """Begin of the span, in milliseconds since the Unix epoch."""
     span_ms: int = 1
-    """Its length; 1: one moment."""
+    """Length of the span; 1: one moment."""
     step: int = -1
-    """The highest within it; -1: unknown."""
+    """The highest step within it; -1: unknown."""
     mean: float | None
     """Of the finite values; None when there are none."""
     min: float | None
@@ -39,7 +39,7 @@ class Point:
 
     @property
     def span_s(self) -> float:
-        """Its length in seconds."""
+        """Length of the span in seconds."""
         return self.span_ms / 1000
 
     @property
@@ -86,7 +86,7 @@ def _one(points: list[Point], time_ms: int, span_ms: int) -> Point:
     high = max((point.max for point in finite if point.max is not None), default=None)
     mean = None
     if low is not None and high is not None:
-        # Weights first, so that no sum overflows; what rounding adds is taken off.
+        # Weights first, so that no sum overflows; clamping removes rounding errors.
         parts = (point.mean * (point.count / count) for point in finite if point.mean is not None)
         mean = min(max(math.fsum(parts), low), high)
     return Point(

@@ -46,11 +46,7 @@ class TokenStore:
         self._store = store
 
     async def create(self, row: TokenRow) -> None:
-        """Add a token.
-
-        Raises:
-            ConflictError: the name has been used.
-        """
+        """Add a token. Raises ConflictError if the name has been used."""
 
         def work(connection: Connection) -> None:
             found = select(tokens.c.name).where(tokens.c.name == row.name)
@@ -67,7 +63,7 @@ class TokenStore:
         return _token(row) if row is not None else None
 
     async def of_id(self, token_id: str) -> TokenRow | None:
-        """The token that tickets name so, even if it has ended; None when there is none."""
+        """The token with this id in tickets, even if it has ended; None when there is none."""
         row = await self._store.first(select(tokens).where(tokens.c.digest.startswith(token_id)))
         return _token(row) if row is not None else None
 
@@ -86,7 +82,6 @@ class TokenStore:
 
     async def ended(self, *, since_s: float, now_s: float, limit: int) -> Sequence[TokenRow]:
         """Tokens revoked or expired after `since_s`, in order of ending; the last `limit` of them.
-
         Times are in seconds since the Unix epoch."""
         revoked = tokens.c.revoked_s > since_s
         expires_s = tokens.c.expires_s

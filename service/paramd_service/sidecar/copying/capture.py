@@ -1,14 +1,14 @@
-"""What the copying thread copies, and when.
+"""Decides what the copying thread copies, and when.
 
-A copy belongs right after a boundary, where forward and backward hide it. So a request
-that finds the rank inside an update, or too close to the next one, raises WANT; the
-trainer announces its next boundary, and everything pending is copied there. A request
-that finds the rank between updates with time to spare is copied at once.
+A copy belongs right after a boundary, where forward and backward hide it. So a request that finds
+the rank inside an update, or too close to the next one, raises WANT; the trainer announces its next
+boundary, and everything pending is copied there. A request that finds the rank between updates with
+time to spare is copied at once.
 
-A boundary that all trainers agreed on (AGREED) is copied when it is announced. A copy that
-the next update overtakes is reported as missed, with timings, and never repaired.
+A boundary that all trainers agreed on (AGREED) is copied when it is announced. A copy that the next
+update overtakes is reported as missed, with timings, and never repaired.
 
-`Capture` has no thread of its own: `Copier` (copier.py) runs it.
+`Capture` has no thread: `Copier` (copier.py) runs it.
 """
 
 from __future__ import annotations
@@ -42,15 +42,12 @@ from paramd.memory.gate import (
 from paramd_service.sidecar.copying.page_requests import Boundary, Outcome, PageRequests
 
 RETRY_NS = 250_000_000
-"""Polling interval while something waits and nothing was announced."""
-
+"""Polling interval while a request waits and nothing was announced."""
 REST_NS = 500_000_000
 """How long a state must rest before it is copied without training having continued. Changes that a
 script makes right after an update are over by then; later ones change the samples."""
-
 UNSERVED_NS = 2_000_000_000
-"""How long a request waits while the trainer says it cannot serve its parameters."""
-
+"""How long a request waits while the trainer reports that it cannot serve its parameters."""
 EAGER_ATTEMPTS = 3
 """Overtaken copies after which a request raises WANT only every `RETRY_NS`: each such boundary may
 cost the trainer its whole stall budget."""
@@ -71,7 +68,7 @@ class CopyJob:
     at_step: int = 0
     """Exact step wanted; 0: any."""
     history: int = 0
-    """The history that `at_step` is of."""
+    """The history that `at_step` belongs to."""
     attempts: int = 0
     """Copies that were overtaken."""
     longest_ns: int = 0
@@ -81,13 +78,13 @@ class CopyJob:
     changed: bool = False
     """Whether parameters changed after the last update while training has not continued."""
     unseen: tuple[State, int] | None = None
-    """State copied at rest, and when the copy ended; valid after a later look of the trainer."""
+    """State copied at rest, and when the copy ended; valid once the trainer has checked again."""
     refused: str = ""
     """Why the trainer cannot serve the parameters, if the job was given up for that."""
     unserved_ns: int = 0
     """Since when the trainer has reported that; 0: it does not."""
     prepare: Callable[[], Sequence[CopySpan] | None] | None = None
-    """Finds the spans right before each copy, while SEQ is even; None: this state has them not."""
+    """Finds the spans right before each copy, while SEQ is even; None if this state lacks them."""
 
     @property
     def size_bytes(self) -> int:
@@ -95,11 +92,8 @@ class CopyJob:
 
 
 class Capture:
-    """The sidecar's words in the control page, and pending copies.
-
-    All methods run on one thread. Call `serve` on every wake, on every new request and every
-    `RETRY_NS` while something waits.
-    """
+    """The sidecar's words in the control page, and pending copies. All methods run on one thread.
+    Call `serve` on every wake, on every new request and every `RETRY_NS` while one waits."""
 
     def __init__(
         self,
@@ -115,11 +109,11 @@ class Capture:
     ) -> None:
         """
         Args:
-            copy: copies a settled state; None: `copy_at_one_step`.
-            move: copies from a device, which may be refused (DeviceError); None: there is none.
-            digest: of the samples as they are in the arena (memory/control_page.py).
-            stopped: whether the trainer's process is stopped, for example by SIGSTOP.
-            serve_standing: makes the standing snapshot that the trainer asks for, if any.
+            copy: Copies a settled state; None: `copy_at_one_step`.
+            move: Copies from a device, which may be refused (DeviceError); None without a device.
+            digest: Digest of the arena's present samples (memory/control_page.py).
+            stopped: Whether the trainer's process is stopped, for example by SIGSTOP.
+            serve_standing: Makes the standing snapshot that the trainer requests, if any.
         """
         self._words = page.words
         self._page = page
@@ -144,7 +138,7 @@ class Capture:
 
     @property
     def waiting(self) -> bool:
-        """Whether anything waits for a copy."""
+        """Whether any request waits for a copy."""
         return bool(self._jobs or self._stepped or self.reaching)
 
     def submit(self, job: CopyJob) -> None:
@@ -164,14 +158,14 @@ class Capture:
         self._arm_step()
 
     def give_up(self, reason: str, *, jobs_too: bool) -> None:
-        """Give up boundary requests, and with `jobs_too` all copies; trainer or sidecar ends."""
+        """Give up boundary requests, and with `jobs_too` all copies, as trainer or sidecar ends."""
         self.reaching.give_up(reason)
         if jobs_too:
             for job in [*self._jobs, *self._stepped]:
                 self.cancel(job)
 
     def serve(self) -> None:
-        """Copy what can be copied now, then acknowledge the announcement to the trainer."""
+        """Make the copies that are possible now, then acknowledge the announcement."""
         # Read first: SERVED must not acknowledge an announcement that arrives during the copy.
         announce = self._words[Word.ANNOUNCE]
         announced = announce != self._words[Word.SERVED]
@@ -186,7 +180,7 @@ class Capture:
             self._words[Word.SERVED] = announce
 
     def _serve_stepped(self) -> None:
-        """Copy jobs for the current step; give up jobs for an earlier one, or a history left."""
+        """Copy jobs for the current step; give up jobs for an earlier one, or another history."""
         for job in list(self._stepped):
             step = self._words[Word.STEP]
             if self._words[Word.REWOUND] != job.history:
@@ -245,12 +239,12 @@ class Capture:
                 return
 
     def _try_jobs(self, announced: bool) -> CopyEnd:
-        """Copy what is worth trying; stop at the first update in the way."""
+        """Copy the jobs worth trying; stop at the first update that interferes."""
         quiet = self._is_quiet()
         for job in list(self._jobs):
             if announced or quiet or self._may_start(job):
                 end = self._copy_job(job)
-                # A job that only waits for the trainer's look must not hold up the others.
+                # A job that only waits for the trainer's check must not delay the others.
                 if end is not CopyEnd.DONE and job.unseen is None:
                     return end
         return CopyEnd.DONE
@@ -279,7 +273,7 @@ class Capture:
         return self.trainer_ended or self._clock_ns() - words[Word.REST_NS] >= REST_NS
 
     def _copy_for(self, job: CopyJob) -> tuple[CopyEnd, State]:
-        """As `_copy_settled`; what a job's spans are found by is of the same state."""
+        """As `_copy_settled`, with the job's spans found in the copied state."""
         if job.prepare is None:
             return self._copy_settled(job.spans)
         seq = self._words[Word.SEQ]
@@ -325,14 +319,14 @@ class Capture:
         return end
 
     def _copy_at_rest(self, job: CopyJob) -> tuple[CopyEnd, State]:
-        """Copy a resting state; valid once the trainer has looked since, or at once if it ended."""
+        """Copy a resting state; valid once the trainer checks again, or at once if it ended."""
         if job.unseen is not None:
             state, copied_ns = job.unseen
             # Another update may have ended meanwhile: REST must still be the one copied.
             if self._words[Word.REST] == -state.proof:
                 seen_ns = self._words[Word.REST_SEEN_NS]
                 seen = self.trainer_ended or seen_ns >= copied_ns
-                # A stopped trainer changes nothing, and looked every 100 ms until it stopped.
+                # A stopped trainer changes nothing, and checked every 100 ms until it stopped.
                 seen = seen or (seen_ns > self._words[Word.REST_NS] and self._stopped())
                 return CopyEnd.DONE if seen else CopyEnd.UPDATING, state
         job.unseen = None
@@ -386,7 +380,7 @@ class Capture:
         took_ns = self._clock_ns() - begin_ns
         size_bytes = sum(span.size_bytes for span in spans)
         self._at_point("boundary-copied")
-        # What was found before the copy has to be of the state that was copied.
+        # Spans found before the copy must be of the state that was copied.
         still = boundary.state is None or state.proof == seq
         if end is CopyEnd.DONE and state.step == agreed_step and still:
             self._note_rate(size_bytes, took_ns)
@@ -397,7 +391,7 @@ class Capture:
         return Outcome(-1, self.explain(size_bytes, took_ns), missed=True)
 
     def _capture_mirrored(self, boundary: Boundary, announced: bool) -> Outcome | None:
-        """Copy from a mirrored arena, which updates do not touch: the step may have moved on."""
+        """Copy from a mirrored arena, which updates do not touch: the step may have advanced."""
         words, number = self._words, boundary.number
         begin_ns = self._clock_ns()
         if words[Word.MIRRORED_FOR] != number:
@@ -414,7 +408,7 @@ class Capture:
         return Outcome(state.step, "", edits=state.edits, history=state.history)
 
     def _spans_of(self, boundary: Boundary) -> Sequence[CopySpan] | str:
-        """All that is copied, with the optimizer state; why that is not there."""
+        """All spans to copy, with the optimizer state; or why that is not available."""
         words = self._words
         if boundary.state is None:
             return boundary.spans

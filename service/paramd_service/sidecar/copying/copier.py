@@ -57,7 +57,7 @@ class Copier:
         self._post(lambda: self.capture.reaching.withdraw(number, reason))
 
     def take_back(self, number: int, done: Callable[[], None]) -> None:
-        """`done` is called on the copying thread."""
+        """As `PageRequests.take_back`; then `done` is called on the copying thread."""
 
         def act() -> None:
             self.capture.reaching.take_back(number)

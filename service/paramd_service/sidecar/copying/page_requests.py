@@ -2,9 +2,7 @@
 
 The page holds one request at a time. It is written READY = 0, then TOKEN, ACTION and ARGUMENT,
 then READY = n; numbers only rise (HIGHEST), so a number identifies a request to the trainer,
-and a withdrawn one never returns.
-
-All methods but `fate_of` run on the copying thread.
+and a withdrawn one never returns. All methods but `fate_of` run on the copying thread.
 """
 
 from __future__ import annotations
@@ -54,13 +52,13 @@ class Outcome:
     stop_ns: int = 0
     """How long an edit stopped the trainer."""
     missed: bool = False
-    """It was agreed, but its bytes could not be had."""
+    """It was agreed, but its bytes could not be copied."""
     refused: bool = False
-    """Asked again, it would fail again."""
+    """A repeated request would fail again."""
     history: int = 0
     """Rollbacks before it was done."""
     proof: int = 0
-    """Of the bytes that were copied, as in `memory.gate.State`; 0: of a mirror, or none were."""
+    """Proof of the bytes copied, as in `memory.gate.State`; 0: of a mirror, or without bytes."""
 
     @property
     def captured(self) -> bool:
@@ -80,7 +78,7 @@ class Boundary:
     with_moments: bool = False
     """The trainer copies optimizer state for it, or waits longer for its copy."""
     state: Callable[[], Sequence[CopySpan] | None] | None = None
-    """Finds what of the optimizer state to copy along, right before; None: not recorded."""
+    """Finds the spans of optimizer state to copy along, right before; None: not recorded."""
     token: int = 0
     action: int = CAPTURE
     argument: int = 0
@@ -132,7 +130,7 @@ class PageRequests:
         self._at_point("capture-ready")
 
     def take_back(self, number: int) -> None:
-        """Keep the trainer from ever joining this request from now on."""
+        """Keep the trainer from joining this request from now on."""
         words = self._words
         if words[Word.READY] == number:
             words[Word.READY] = 0
@@ -156,7 +154,7 @@ class PageRequests:
 
     def give_up(self, reason: str) -> None:
         """End all requests: the trainer has ended."""
-        # What was agreed before the end still counts.
+        # Requests agreed before the end still count.
         self.serve(True)
         for number in list(self._armed):
             self.withdraw(number, reason)
@@ -227,14 +225,9 @@ def _why_refused(words: Words) -> str:
 
 
 def fate_of(words: Words, number: int, *, ended: bool) -> pb.BoundaryFate.ValueType:
-    """The fate of a request that was taken back at least some milliseconds ago.
-
-    Args:
-        ended: the trainer's process has ended, so none of its words change any more.
-
-    Returns:
-        UNSPECIFIED if so many were agreed since that the page no longer knows this one.
-    """
+    """The fate of a request that was taken back at least some milliseconds ago; UNSPECIFIED if so
+    many were agreed since that the page no longer knows it. `ended`: the trainer's process has
+    ended, so its words change no more."""
     # In this order: the trainer writes AGREED before it clears PROMISED. Reading AGREED first, a
     # request agreed in between would look withdrawn.
     promised = words[Word.PROMISED]

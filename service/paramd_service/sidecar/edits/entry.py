@@ -1,10 +1,10 @@
-"""One edit on one rank: its state and fate, its body in the edits' memory, what a successor needs.
+"""One edit on one rank: its state and fate, its body in the edits' memory, its index entry.
 
     [program][program of its undo][data][pre-images]        all at multiples of 64 bytes
 
-An undo has no body of its own: it writes its program into the spare program space of the body
-that it undoes, and takes over that body with its pre-images. So undoing needs no memory, and an
-undo can itself be undone.
+An undo has no body: it writes its program into the spare program space of the body that it undoes,
+and takes over that body with its pre-images. So undoing needs no memory, and an undo can itself be
+undone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from paramd_service.sidecar.owner import Ownership
 _ALIGNMENT = 64
 
 _AS_BITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
-"""Stand-ins, by element size, for dtypes that programs lack."""
+"""Integer dtypes of the same size, for dtypes that programs lack."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ def body_at(begin: int, edit: RankEdit, *, ops: Sequence[PlannedOp], undoable: b
 
 
 def body_of(begin: int, end: int, *, record_count: int, undoable: bool) -> Body:
-    """A body laid out by a predecessor; only what undo and preview need."""
+    """A body laid out by an earlier sidecar; only the parts that undo and preview need."""
     room = _aligned(program_bytes(record_count))
     return Body(
         begin=begin,
@@ -110,11 +110,8 @@ def records_of(
 def write_undo(
     memory: memoryview, done: int, undo: int, *, arena_bytes: int, reset_moments: bool
 ) -> None:
-    """Write at `undo` the program that undoes the applied one at `done`.
-
-    Additions are subtracted, everything else is swapped back. Raises UsageError if there is no
-    program at `done`.
-    """
+    """Write at `undo` the program that undoes the applied one at `done`: additions are subtracted,
+    everything else is swapped back. Raises UsageError if there is no program at `done`."""
     records = parse_program(memory, done, arena_bytes=arena_bytes)
     undoing = (_undoing(one, reset_moments) for one in records)
     write_program(memory, undo, undoing, note=note_of(memory, done))
@@ -159,8 +156,7 @@ def _aligned(size_bytes: int) -> int:
 _LENGTHS = struct.Struct("<2Q")
 
 _IN_BOTH = ("program_begin", "boundary", "token", "step", "edits", "stop_ns", "order")
-"""What an entry and its slot in the index have alike."""
-
+"""Fields that an entry and its slot in the index share."""
 WITHDRAWN_NS = 20_000_000
 """How long a request must be gone from the page before PROMISED = 0 is final: twice the wait of a
 withdrawal."""
@@ -221,7 +217,7 @@ class Entry:
 
     manifest: pb.EditManifest
     digest: bytes
-    """Of the manifest."""
+    """XXH3-128 of the manifest."""
     opened: asyncio.Future[None]
     """Done once it has memory."""
     who: Who = None
@@ -233,7 +229,7 @@ class Entry:
     edit: RankEdit | None = None
     size_bytes: int = 0
     body: Body | None = None
-    """An undo shares the body of what it undoes until it is applied, then it owns it."""
+    """An undo shares the body of the edit it undoes until it is applied, then it owns it."""
     program_begin: int = 0
     meta: Range = (0, 0)
     slot: int = -1
@@ -242,14 +238,14 @@ class Entry:
     boundary: int = 0
     token: int = 0
     requested: bool = False
-    """This process may still write its request to the page: none there proves nothing."""
+    """This process may still write its request to the page: its absence there proves nothing."""
     unready_ns: int = 0
-    """When its request was first seen gone from the page; 0: still there."""
+    """When its request was first seen gone from the page; 0: still on the page."""
     step: int = -1
     edits: int = -1
     stop_ns: int = 0
     told: str = ""
-    """What the trainer has to say about it."""
+    """The trainer's message about it."""
     order: int = 0
     refusal: UndoRefusal = UndoRefusal.NONE
     undoes: Entry | None = None
@@ -307,7 +303,7 @@ class Entry:
         )
 
     def as_slot(self) -> Slot:
-        """Its entry in the index for a successor."""
+        """Its entry in the index, for a respawned sidecar."""
         body = self.body
         return Slot(
             phase=self.phase,
@@ -321,14 +317,14 @@ class Entry:
         )
 
     def meta_bytes(self) -> bytes:
-        """Manifest and digests, for a successor."""
+        """Manifest and digests, for a respawned sidecar."""
         manifest = self.manifest.SerializeToString(deterministic=True)
         progress = self.progress().SerializeToString()
         return _LENGTHS.pack(len(manifest), len(progress)) + manifest + progress
 
 
 def entry_of(slot: Slot, memory: memoryview, number: int, loop: asyncio.AbstractEventLoop) -> Entry:
-    """The edit that a predecessor left in slot `number`; body and undo links are not set."""
+    """The edit that an earlier sidecar left in slot `number`; body and undo links are not set."""
     meta = memory[slot.meta_begin : slot.meta_end]
     manifest_size, progress_size = _LENGTHS.unpack_from(meta)
     begin = _LENGTHS.size + manifest_size
@@ -361,7 +357,7 @@ class Outcome(Enum):
 
 
 def fate(entry: Entry, words: Sequence[int], *, ended: Ownership | None, now_ns: int) -> Outcome:
-    """The fate of a READY edit; notes in `unready_ns` since when n is gone from the page.
+    """The fate of a READY edit; records in `unready_ns` since when n is gone from the page.
 
     Args:
         words: The control page's.
@@ -369,7 +365,7 @@ def fate(entry: Entry, words: Sequence[int], *, ended: Ownership | None, now_ns:
         now_ns: CLOCK_MONOTONIC.
     """
     number, token = entry.boundary, entry.token
-    # Before all others: the trainer clears it last, when the words below tell what was agreed.
+    # Before all others: the trainer clears it last, when the words below show what was agreed.
     promised = words[Word.PROMISED]
     if (words[Word.EDIT_APPLIED], words[Word.EDIT_TOKEN]) == (number, token):
         return Outcome.APPLIED

@@ -51,7 +51,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scope:
-    """What the edits of one attachment are of."""
+    """The attachment that edits belong to."""
 
     page: ControlPage
     rank: int
@@ -60,13 +60,13 @@ class Scope:
     layout: Callable[[], bytes]
     """Returns the serialized layout; raises UnreachableError while there is none."""
     found: notes.Finder
-    """Finds the states that a rollback can put back."""
+    """Finds the states that a rollback can return to."""
     beside_bytes: Callable[[], int]
     """Size of the present record and its table."""
 
 
 class RankLayout:
-    """One rank's layout as serialized tensors: as objects, those of 100,000 names take 100 MB."""
+    """One rank's layout as serialized tensors: as objects, 100,000 tensors would take 100 MB."""
 
     def __init__(self, serialized: bytes, rank: int) -> None:
         """Slow for large layouts: call it off the event loop."""
@@ -183,7 +183,7 @@ class Opener:
             )
 
     async def open_undo(self, entry: Entry, original: Entry) -> None:
-        """Write the program that undoes `original` next to the one that was applied."""
+        """Write the program that undoes `original` next to the applied one."""
         manifest = entry.manifest
         if notes.has_note(manifest):
             notes.check(manifest, self._scope.page)
@@ -221,7 +221,7 @@ class Opener:
 
 
 def what_of(manifest: pb.EditManifest) -> tuple[object, ...]:
-    """What an edit changes; the same for its undo."""
+    """The contents of an edit, which its undo shares."""
     return list(manifest.ops), manifest.hyperparameters, manifest.rollback
 
 
@@ -247,7 +247,7 @@ _SWEEP_S = 5.0
 
 
 def expect_request(words: Words) -> None:
-    """Have the trainers run rounds more often: a request is about to come."""
+    """Have the trainers run rounds more often, as a request will come soon."""
     words[Word.EXPECTED_NS] = time.monotonic_ns() + EXPECTED_NS
 
 
@@ -272,7 +272,7 @@ class Edits:
         memory.on_hole = self._count_hole
 
     async def start(self) -> None:
-        """Recover what a predecessor left. Raises ExhaustedError."""
+        """Recover the edits that an earlier sidecar left. Raises ExhaustedError."""
         await self.memory.start()
         self._book.open()
         self.settle()
@@ -367,16 +367,13 @@ class Edits:
         return entry
 
     async def planned(self, entry: Entry) -> Entry:
-        """The edit with `ops` and `edit` set, even if a predecessor staged it."""
+        """The edit with `ops` and `edit` set, even if an earlier sidecar staged it."""
         await self._opener.plan(entry)
         return entry
 
     async def drop(self, edit_id: str) -> None:
-        """Forget a staged edit, or free what would undo an applied one. Idempotent.
-
-        Raises:
-            ConflictError: the trainers may have agreed on it, or an undo of it is staged.
-        """
+        """Forget a staged edit, or free the undo data of an applied one. Idempotent. Raises
+        ConflictError: the trainers may have agreed on it, or an undo of it is staged."""
         self.settle()
         entry = self._book.entries.get(edit_id)
         if entry is None:
@@ -432,7 +429,7 @@ class Edits:
         # The copying thread, which writes READY, may be slow: until it has ended the request,
         # READY may still appear.
         entry.phase, entry.requested = Phase.READY, True
-        # Before READY is in the page: a successor must know that it may be applied.
+        # Before READY is in the page: a respawned sidecar must know that it may be applied.
         self._book.persist(entry)
         self._faults.at("edit-ready")
         return entry.program_begin
@@ -447,7 +444,7 @@ class Edits:
                 self._book.unready(entry)
 
     def request_ended(self, boundary: int) -> None:
-        """The copying thread is done with a request, and never writes it to the page again."""
+        """Note that the copying thread will never write this request to the page again."""
         for entry in self._book.entries.values():
             if entry.boundary == boundary:
                 entry.requested = False
@@ -461,7 +458,7 @@ class Edits:
                 self._book.unready(entry)
 
     def trainer_ended(self, ownership: Ownership) -> None:
-        """No edit will be applied from now on; applied ones are still reported."""
+        """Note that no more edits will be applied; applied ones are still reported."""
         self._ended = ownership
         self.settle()
 
@@ -505,7 +502,7 @@ class Edits:
                 raise
 
     async def _complete(self, entry: Entry) -> None:
-        """Make the edit STAGED once all its data is there."""
+        """Make the edit STAGED once all its data has arrived."""
         intake = entry.intake
         if intake is None or intake.staged_bytes < intake.size_bytes:
             return
@@ -515,7 +512,7 @@ class Edits:
         self.memory.buffer[entry.meta[0] : entry.meta[0] + len(meta)] = meta
         entry.intake = None
         entry.phase = Phase.STAGED
-        # Last: a successor finds only edits whose data, manifest and digests are complete.
+        # Last: a respawned sidecar finds only edits with complete data, manifest and digests.
         self._book.in_order(entry)
         self._faults.at("edit-staged")
 
@@ -530,7 +527,7 @@ class Edits:
         self._book.applied(entry)
 
     def why_refused(self, edit_id: str) -> str:
-        """What the trainer said when it refused an edit that has a note; else empty."""
+        """The trainer's message when it refused an edit that has a note; else empty."""
         entry = self._book.entries.get(edit_id)
         return self._told(entry) if entry is not None else ""
 

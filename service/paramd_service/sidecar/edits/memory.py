@@ -5,7 +5,7 @@
     the rest              populated on demand; released after being idle for a while
 
 A slot of the index is 16 words. It is written while its first word, the phase, is 0; a change is
-written in an order in which every single store leaves it true, the phase last.
+written in an order in which every single store leaves it valid, the phase last.
 
 All methods run on the event loop; pages are populated and released on the executor.
 """
@@ -118,7 +118,7 @@ class EditMemory:
         await self._populate(0, HEAD_BYTES)
 
     async def warm_up(self) -> None:
-        """Release unused pages that a predecessor left, and populate the pool."""
+        """Release unused pages that an earlier sidecar left, and populate the pool."""
         self._give_back(Ranges((self._pool_end, self.sparse.size_bytes)))
         # Edits work without the pool, only slower.
         with suppress(ExhaustedError):
@@ -126,16 +126,13 @@ class EditMemory:
                 await self._populate(begin, end)
 
     def take(self, begin: int, end: int) -> None:
-        """Mark a range that a predecessor had reserved."""
+        """Mark a range that an earlier sidecar had reserved."""
         self._free.remove(begin, end)
         self._resident.add(begin, end)
 
     async def reserve(self, size_bytes: int) -> Range:
-        """Reserve a range of whole pages, all populated; contents are arbitrary.
-
-        Raises:
-            ExhaustedError: no room in this memory, or the machine has no pages left.
-        """
+        """Reserve a range of whole pages, all populated; contents are arbitrary. Raises
+        ExhaustedError if this memory has no room, or the machine has no pages left."""
         size_bytes = pages(max(size_bytes, 1))
         begin = self._free.first_fit(size_bytes)
         if begin is None:
@@ -199,7 +196,7 @@ class EditMemory:
 
     def _given(self, part: Range, done: asyncio.Future[None]) -> None:
         self._work.discard(done)
-        # If punching the hole failed, the pages are still there.
+        # If punching the hole failed, the pages still exist.
         if not done.cancelled() and done.exception() is not None:
             self._resident.add(*part)
         self._free.add(*part)
@@ -268,7 +265,7 @@ class EditIndex:
         return number
 
     def change(self, number: int, slot: Slot) -> None:
-        """Rewrite a slot; a crash in between leaves one that a successor can trust."""
+        """Rewrite a slot; a crash in between leaves one that a respawned sidecar can trust."""
         begin = number * _WORDS
         for at, name in enumerate(_NAMES[1:], begin + 1):
             self._words[at] = getattr(slot, name)

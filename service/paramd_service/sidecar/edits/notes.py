@@ -3,9 +3,9 @@
     [program][program of its undo][note]                                        hyper-parameters
     [program][program of its undo][note][arena's bytes][optimizer memory's]      rollback
 
-What undoes such an edit comes to lie where its own data was (memory/edit_program.py), so both
+The undo data of such an edit replaces the edit's own data (memory/edit_program.py), so both
 programs name the same note. A rollback's body is as large as the rank's whole state; only the last
-one that was applied is kept for its undo, beside the undo budget.
+applied one is kept for its undo, beside the undo budget.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ if TYPE_CHECKING:
 
 VALUES_BYTES = 8 << 10
 """Room for the values of hyper-parameters, old or new."""
-
 RECORD_SPARE_BYTES = 1 << 20
-"""A record may grow by this from the time a rollback is staged until it is applied."""
+"""Room for the record to grow between the staging of a rollback and its application."""
 
 PROGRAM_ROOM = -(-HEADER_BYTES // 64) * 64
 
@@ -58,16 +57,13 @@ Finder: TypeAlias = "Callable[[str, int, int, int], AbstractContextManager[Found
 
 
 def has_note(manifest: pb.EditManifest) -> bool:
-    """Whether an edit is one of these."""
+    """Whether an edit changes hyper-parameters or is a rollback."""
     return bool(manifest.HasField("rollback") or manifest.HasField("hyperparameters"))
 
 
 def check(manifest: pb.EditManifest, page: ControlPage) -> None:
-    """Refuse what this rank's training cannot do, before anything is staged.
-
-    Raises:
-        UsageError: malformed. ConflictError: the training keeps no states, or takes none back.
-    """
+    """Refuse what this rank's training cannot do, before anything is staged. Raises UsageError if
+    malformed, ConflictError if the training keeps no states, or cannot return to one."""
     if manifest.ops or manifest.HasField("if_step") or manifest.reset_moments:
         raise UsageError("hyperparameters, rollback: expected no ops, if_step or reset_moments")
     if manifest.HasField("rollback") and manifest.HasField("hyperparameters"):
@@ -90,15 +86,15 @@ def check(manifest: pb.EditManifest, page: ControlPage) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateSizes:
-    """Room for a state, and for the one that it takes the place of."""
+    """Room for a state, and for the state that it replaces."""
 
     arena: int
     optimizer: int
-    """In host memory."""
+    """Bytes of the optimizer's state in host memory."""
     device: int
-    """The optimizer's on the device."""
+    """Bytes of the optimizer's state on the device."""
     beside: int
-    """Record and table."""
+    """Bytes of record and table."""
 
     @classmethod
     def of(cls, label: StandingLabel, page: ControlPage, beside_bytes: int) -> StateSizes:
@@ -112,13 +108,13 @@ class StateSizes:
 
 
 def change_body() -> Body:
-    """Where the parts of a change of hyper-parameters lie, from byte 0 on."""
+    """Layout of a change of hyper-parameters, from byte 0 on."""
     note_begin = 2 * PROGRAM_ROOM
     return _body(note_begin, note_begin + note_bytes(VALUES_BYTES), 0)
 
 
 def rollback_body(sizes: StateSizes) -> Body:
-    """The same of a rollback; the state's bytes begin at `preimage_begin`."""
+    """Layout of a rollback; the state's bytes begin at `preimage_begin`."""
     note_begin = 2 * PROGRAM_ROOM
     state_begin = pages(note_begin + note_bytes(sizes.beside))
     state = (sizes.arena, sizes.optimizer, sizes.device)
@@ -126,7 +122,7 @@ def rollback_body(sizes: StateSizes) -> Body:
 
 
 def placed(body: Body, begin: int, end: int) -> Body:
-    """A body that lies in [begin, end)."""
+    """The body, moved to [begin, end)."""
     first, second = body.programs
     return Body(
         begin=begin,
@@ -162,11 +158,8 @@ def write_change(memory: memoryview, body: Body, manifest: pb.EditManifest) -> N
 
 
 def write_rollback(memory: memoryview, body: Body, found: Found, sizes: StateSizes) -> None:
-    """Copy a kept state into the body, and write program and note.
-
-    Raises:
-        DataLossError: the kept bytes are damaged.
-    """
+    """Copy a kept state into the body, and write program and note. Raises DataLossError if the kept
+    bytes are damaged."""
     label = found.label
     arena_begin = body.preimage_begin
     optimizer_begin = arena_begin + pages(label.arena_bytes)
@@ -187,7 +180,7 @@ def write_rollback(memory: memoryview, body: Body, found: Found, sizes: StateSiz
         record=bytes(found.buffer[state_end:record_end]),
         table=bytes(found.buffer[record_end : record_end + label.table_bytes]),
     )
-    # After the copy: what was replaced or damaged meanwhile shows, too.
+    # After the copy: bytes that were replaced or damaged meanwhile are found, too.
     found.check()
     write_note(
         memory,

@@ -3,10 +3,10 @@
 The checks read the staged copy, shared only with the trainer, so a sender cannot change what was
 checked.
 
-A client on this host lends memory that has the data: mapped here, read-only. Only memory whose size
-is sealed is taken: a client that truncates what we read would kill us with SIGBUS. So would a hole
-in huge pages when none are left, so those are refused as well. A hole in any other reads as zeros.
-The content may change at any time: it is copied once, and only the copy is checked.
+A client on this host lends memory that has the data; it is mapped here, read-only. Its size must be
+sealed: a client that truncates it during a read would kill this process with SIGBUS. So would a
+hole in huge pages when none are left, so those are refused as well. A hole in other memory reads as
+zeros. The content may change at any time: it is copied once, and only the copy is checked.
 """
 
 from __future__ import annotations
@@ -33,19 +33,15 @@ if TYPE_CHECKING:
 
 Fill = Callable[[int, int, int], None]
 """(address, begin, size) -> None: writes bytes [begin, begin + size) of a part to an address.
-
-Called for the whole part, in blocks and in order; if the first call raises, nothing was written.
-"""
+Called for the whole part, in blocks and in order; if the first call raises, nothing was written."""
 
 Part: TypeAlias = tuple[int, int, Fill]
 """Offset and size in bytes, and the function that writes it."""
 
 _GRAIN = 64
 """Blocks end at multiples of this, so that no element is split."""
-
 _BLOCK_BYTES = 512 << 10
 """Bytes copied, checked and digested at a time: they stay in a core's cache."""
-
 _EXPONENTS = {name: (one.item_bytes, one.exponent) for name, one in DTYPES.items() if one.exponent}
 """Element size in bytes, and the mask of exponent bits: all set in NaN and infinities."""
 
@@ -62,7 +58,7 @@ class DataRange:
 
 
 class NonfiniteError(UsageError):
-    """An edit's data holds NaN or infinities that were not explicitly allowed."""
+    """An edit's data has NaN or infinities that were not explicitly allowed."""
 
 
 class Intake:
@@ -95,7 +91,7 @@ class Intake:
             self.take(*part)
 
     def take(self, offset_bytes: int, size_bytes: int, fill: Fill) -> None:
-        """Take bytes [offset, offset + size); a part that is already there is ignored.
+        """Take bytes [offset, offset + size); a part that was taken before is ignored.
 
         Raises:
             UsageError: a gap, or beyond the end.
@@ -117,7 +113,7 @@ class Intake:
             self.staged_bytes = block_end
 
     def digests(self) -> list[bytes]:
-        """XXH3 (128 bit, canonical) of each operation's data, once all of it is there."""
+        """XXH3 (128 bit, canonical) of each operation's data, once all of it has arrived."""
         assert self.staged_bytes == self.size_bytes
         return [state.digest() for state in self._digests]
 
@@ -137,11 +133,8 @@ class Intake:
 
 
 def copy_of(chunk: Chunk) -> Fill:
-    """A `Fill` from bytes received over the network.
-
-    Raises:
-        DataLossError: on the first call, if they do not match their checksum.
-    """
+    """A `Fill` from bytes received over the network; its first call raises DataLossError if they do
+    not match their checksum."""
 
     def fill(target: int, begin: int, size_bytes: int) -> None:
         if begin == 0:
@@ -152,10 +145,8 @@ def copy_of(chunk: Chunk) -> Fill:
 
 
 def is_finite(block: memoryview, dtype: str) -> bool:
-    """Whether no element is NaN or infinite; dtypes without such numbers always pass.
-
-    Loads numpy on first use. The block begins at a multiple of 64 bytes.
-    """
+    """Whether no element is NaN or infinite; dtypes without such numbers always pass. Loads numpy
+    on first use. The block begins at a multiple of 64 bytes."""
     if not block.nbytes or dtype not in _EXPONENTS:
         return True
     import numpy as np
@@ -184,12 +175,10 @@ def _nonfinite(block: memoryview, part: DataRange, low: int) -> str:
 
 MAX_MEMORIES = 8
 """Memories that one connection may lend."""
-
 MAX_TAKE_BYTES = 64 << 20
-"""Most bytes of one message, and taken in one go before other requests get the thread."""
-
+"""Most bytes of one message, and of one turn before other requests get the thread."""
 _PATIENCE_MS = 2
-"""How long the thread waits for the next message: about the cost of scheduling it anew."""
+"""How long the thread waits for the next message: about the cost of scheduling it again."""
 
 _MAP_NORESERVE = 0x4000  # Python 3.11 does not name it
 
@@ -198,7 +187,7 @@ _TAKE = b'{"op": "take"'
 
 @dataclass(frozen=True, slots=True)
 class _Mapped:
-    """A mapping, which lives as long as this."""
+    """A mapping, which lives as long as this object."""
 
     memory: mmap.mmap
     address: int
@@ -218,7 +207,7 @@ def _mapped(descriptor: int) -> _Mapped:
         )
     try:
         # Private and writable, because ctypes gives no address otherwise. Nothing is written, so
-        # every page is the client's, and none counts as ours.
+        # every page is the client's, and none counts as this process'.
         memory = mmap.mmap(
             descriptor,
             status.st_size,
@@ -267,9 +256,8 @@ class Lent:
         return {"op": "staging", **self._progress()}
 
     def arriving(self, connection: socket.socket, message: dict[str, Any]) -> Iterator[Part]:
-        """Yield a message's data and that of messages right behind it. Run on a thread.
-
-        Answers all but the last once their data has been taken.
+        """Yield a message's data and that of messages right behind it; answer all but the last once
+        their data has been taken. Run on a thread.
 
         Raises:
             UsageError: as `named`. OSError: the client is gone.
@@ -298,11 +286,8 @@ class Lent:
         return {"op": "taken", **self._progress()}
 
     def named(self, message: dict[str, Any]) -> list[Part]:
-        """The data named by a message, checked as a whole before any of it is taken.
-
-        Raises:
-            UsageError: it names bytes that were not lent, or too many, or is malformed.
-        """
+        """The data named by a message, checked as a whole before any of it is taken. Raises
+        UsageError if it names bytes that were not lent, or too many, or is malformed."""
         offset_bytes, spans = message.get("offset_bytes"), message.get("spans")
         if type(offset_bytes) is not int or offset_bytes < 0 or not isinstance(spans, list):
             raise UsageError(
@@ -341,5 +326,5 @@ class Lent:
         return {"staged_bytes": entry.staged_bytes, "size_bytes": entry.size_bytes}
 
     def close(self) -> None:
-        """Let go of the memories. Idempotent."""
+        """Release the memories. Idempotent."""
         self._maps, self._entry = [], None

@@ -29,7 +29,7 @@ MAX_META_BYTES = 32 << 20
 
 
 def recovered(index: EditIndex, memory: EditMemory) -> dict[str, Entry]:
-    """Recover edits by id and mark their memory as taken; the rest is free."""
+    """Recover edits by id and mark their memory as reserved; the rest is free."""
     entries: dict[str, Entry] = {}
     slots: dict[str, Slot] = {}
     for number, slot in index.slots():
@@ -65,7 +65,7 @@ def _join(undo: Entry, original: Entry | None) -> None:
     if original.body.begin != undo.body.begin:
         return
     if undo.phase is Phase.APPLIED:
-        # The predecessor died after persisting the applied undo, before updating the original.
+        # The sidecar died after persisting the applied undo, before updating the original.
         original.body, original.refusal = None, UndoRefusal.UNDONE
     else:
         undo.undoes, original.undone_by = original, undo
@@ -84,7 +84,7 @@ class UndoBook:
 
     @property
     def kept_bytes(self) -> int:
-        # Rollbacks count on their own: one is kept, whatever its size.
+        # Rollbacks count separately: one is kept, whatever its size.
         return sum(
             one.body.size_bytes
             for one in self._kept
@@ -97,7 +97,7 @@ class UndoBook:
         self._kept.sort(key=lambda one: one.order)
 
     def applied(self, entry: Entry) -> None:
-        """An edit was applied: keep its body for its own undo, or free it."""
+        """Keep an applied edit's body for its undo, or free it."""
         original = entry.undoes
         if original is not None:
             # The undo owns the body from now on.
@@ -117,10 +117,7 @@ class UndoBook:
 
     def claim(self, original: Entry, undo: Entry) -> Body:
         """Claim an applied edit's body, which is kept until its undo is applied or forgotten.
-
-        Raises:
-            ConflictError: it was not applied, or cannot be undone.
-        """
+        Raises ConflictError if it was not applied, or cannot be undone."""
         if original.phase is not Phase.APPLIED:
             raise ConflictError(f"edit {original.edit_id} was not applied on this rank")
         if original.undo_refusal or original.body is None:
@@ -129,12 +126,12 @@ class UndoBook:
         return original.body
 
     def release(self, entry: Entry, refusal: UndoRefusal) -> None:
-        """Free what would undo an applied edit."""
+        """Free the undo data of an applied edit."""
         body = entry.body
         assert body is not None
         self._kept.remove(entry)
         entry.body, entry.refusal = None, refusal
-        # Out of the index first: a successor must not claim reused memory.
+        # Out of the index first: a respawned sidecar must not claim reused memory.
         self._persist(entry)
         self._memory.free(body.begin, body.end)
 
@@ -159,12 +156,12 @@ class EditBook:
         self._order = 0
 
     def open(self) -> None:
-        """Recover what a predecessor left in the memory, whose head must be populated."""
+        """Recover the edits of an earlier sidecar from the memory, whose head must be populated."""
         self._index = EditIndex(self._memory.buffer)
         self.entries = recovered(self._index, self._memory)
         for entry in self.entries.values():
             if entry.refusal is UndoRefusal.UNDONE:
-                # Its body is its undo's, and a later successor must not find it here.
+                # Its body is its undo's, and a later sidecar must not find it here.
                 self.persist(entry)
             entry.touched_ns = time.monotonic_ns()
             self._order = max(self._order, entry.order)
@@ -220,7 +217,7 @@ class EditBook:
         self.persist(entry)
 
     def persist(self, entry: Entry) -> None:
-        """Write what a successor must know."""
+        """Write the entry that a respawned sidecar needs."""
         assert self._index is not None
         if entry.slot < 0:
             entry.slot = self._index.add(entry.as_slot())
@@ -234,7 +231,7 @@ class EditBook:
         self.persist(entry)
 
     def applied(self, entry: Entry) -> None:
-        """An edit was applied: keep what undoes it, and forget the oldest beyond the limit."""
+        """Keep an applied edit's undo data, and forget the oldest beyond the limit."""
         self.in_order(entry)
         entry.ops, entry.edit = (), None
         self.undo.applied(entry)
@@ -242,7 +239,7 @@ class EditBook:
             pass
 
     def drop_undo(self, entry: Entry) -> None:
-        """Free what would undo an applied edit. Raises ConflictError."""
+        """Free the undo data of an applied edit. Raises ConflictError."""
         if entry.undone_by is not None:
             raise ConflictError(f"edit {entry.edit_id}: {entry.undo_refusal}; drop that one first")
         if entry.body is not None:

@@ -32,7 +32,7 @@ Leasing = Callable[[Snapshot, float], Lease]
 
 @dataclass(eq=False, slots=True)
 class _Shared:
-    """Work that several requests wait for; the last to leave cancels it."""
+    """Work that several requests wait for; the last one to leave cancels it."""
 
     named: Hashable
     task: asyncio.Task[Any]
@@ -69,7 +69,7 @@ class GradientPins:
     async def pin(
         self, key: Key, step: int, *, history: int | None = None, lease_s: float, timeout_s: float
     ) -> Lease:
-        """Lease the gradients that update `step` of a history consumes; None: of the present one.
+        """Lease the gradients that update `step` of a history (None: the present one) consumes.
 
         Raises:
             AbortedError, ExhaustedError, ConflictError, EndedError: as `Gradients.capture`.
@@ -107,7 +107,7 @@ class GradientPins:
             return answer
 
     def _history(self, step: int, wanted: int | None) -> int:
-        """The history that a request is about. Raises AbortedError: it was left."""
+        """The history of a request. Raises AbortedError if a rollback left it."""
         now = self.gradients.history
         if wanted is not None and wanted != now:
             raise rolled_back(step)
@@ -181,7 +181,7 @@ class GradientPins:
             self._store.uncharge(snapshot, who)
 
     def _make_block(self, snapshot: Snapshot) -> None:
-        # On the thread: whoever asked for it may have left, and then it goes with the snapshot.
+        # On the thread: if the caller has left, the block is released with the snapshot.
         snapshot.block = self._blocks.make(snapshot.size_bytes)
 
     def _copy(self, snapshot: Snapshot, memory: SlotMemory, slot: int) -> None:
@@ -224,12 +224,8 @@ def _placed(
     spans: tuple[tuple[int, int], ...], reduction: bytes
 ) -> tuple[list[tuple[int, pb.StatsItem]], bool]:
     """(first arena byte, item) of each item of a `Reduction`, and whether it wants exponents.
-
-    Cached: a reader asks for the same in every update.
-
-    Raises:
-        UsageError: an item is not within a span.
-    """
+    Cached: a reader requests the same in every update. Raises UsageError: an item is not within a
+    span."""
     from paramd_service.sidecar.statistics.reduce import item_bytes
 
     places, wanted, found = Places(spans), pb.Reduction.FromString(reduction), []

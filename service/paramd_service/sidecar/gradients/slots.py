@@ -1,20 +1,20 @@
-"""Gradient slots of one incarnation: which slot is for which update, and what became of it.
+"""Gradient slots of one incarnation: the update of each slot, and its outcome.
 
 Life of a frame, which is all requests of one update:
 
     QUEUED --a slot is free--> RESERVING --> ARMED --the trainer filled it--> SERVING --> over
-      |                            |           |--- left out, or begun without us --> over
+      |                            |           |--- left out, or begun before --> over
       +------ begun already -------+-----------+
 
 All decisions are made on the event loop. A slot's bytes are taken (copied into snapshots, or
-reduced) on one low-priority thread while the other slot is armed for a later update; a trainer
-that finds no slot armed goes on, and that frame does not exist.
+reduced) on one low-priority thread while the other slot is armed for a later update. A trainer that
+finds no slot armed continues, and the frame does not exist.
 
-A frame is of an update of one history: after a rollback updates come again, and frames that were
-asked for before it are over. What a slot holds is proven by the update in its DONE word and by the
-program in its notes: a version that no other program of the incarnation had, and the digest of what
-was asked for. Memory is given back when nothing is asked for, and what is asked for meanwhile waits
-for that: the order is one of awaited work, never of what happens to be queued.
+A frame is of an update of one history: after a rollback updates repeat, and frames requested before
+it are over. The contents of a slot are proven by the update in its DONE word and by the program in
+its notes: a version that no other program of the incarnation had, and the digest of the request.
+Memory is released when there are no requests, and new ones wait for the end of the release: the
+order follows from awaited work, never from what happens to be queued.
 """
 
 from __future__ import annotations
@@ -69,11 +69,8 @@ class SlotMemory:
         return self._tails[index] and covers(self._held[index], page_spans(spans))
 
     def reserve(self, index: int, spans: Spans) -> None:
-        """Populate spans of a room, and its tail.
-
-        Raises:
-            ExhaustedError: the machine does not have that much memory.
-        """
+        """Populate spans of a room, and its tail. Raises ExhaustedError if the machine does not
+        have that much memory."""
         slot = self.slots[index]
         if not self._tails[index]:
             self._memory.populate(slot.tail_begin_bytes, slot.end_bytes)
@@ -84,7 +81,7 @@ class SlotMemory:
                 self._held[index] = united([*self._held[index], span])
 
     def program(self, index: int, spans: Spans) -> int:
-        """Write the program unless it is there already; return its version."""
+        """Write the program unless it was written already; return its version."""
         known = self._programs[index]
         if known is None or known[0] != spans or self.slots[index].version() != known[1]:
             known = (spans, self.slots[index].write_program(spans, self._page))
@@ -145,7 +142,6 @@ def page_spans(spans: Sequence[tuple[int, int]]) -> Spans:
 
 LOSSLESS_S = 0.9
 """How long a lossless reader counts as present after its last request."""
-
 Work = Callable[[SlotMemory, int], Any]
 """Reads a slot's room, given its index, on the gradient thread."""
 
@@ -207,7 +203,7 @@ class Frame:
 
 
 class LosslessReaders:
-    """Tells the trainer which updates lossless readers must not miss."""
+    """Publishes which updates lossless readers must not miss, for the trainer."""
 
     def __init__(self, words: memoryview[int]) -> None:
         """`words`: the control page's."""
@@ -215,7 +211,7 @@ class LosslessReaders:
         self._until_s: dict[int, float] = {}
 
     def update(self, every: int) -> None:
-        """Note a reader of all multiples of `every`; 0: one that may miss frames."""
+        """Note a reader of all multiples of `every`; 0: a reader that may miss frames."""
         if every <= 0:
             return
         now_s = time.monotonic()
@@ -228,9 +224,8 @@ class LosslessReaders:
 
 MAX_ASKS = 1024
 """Most pending requests; each is small, but not free."""
-
 LOOK_S = 0.1
-"""Polling interval while something waits and no wake comes."""
+"""Polling interval while a request waits and no wake comes."""
 
 _NICENESS = 5
 
@@ -251,7 +246,7 @@ class Gradients:
         self._loop = asyncio.get_running_loop()
         arena_bytes = attached.request.arena_bytes
         self._memory = SlotMemory(attached.shared.gradients, arena_bytes, self._words)
-        # A predecessor's requests have died with it.
+        # An earlier sidecar's requests have died with it.
         for word in (Word.ARM_SLOT0, Word.ARM_SLOT1, Word.LOSSLESS_EVERY):
             self._words[word] = 0
         self._thread = ThreadPoolExecutor(
@@ -260,7 +255,7 @@ class Gradients:
         self._frames: dict[int, Frame] = {}
         """By moment."""
         self._releasing: Future[None] | None = None
-        """Gives memory back; what is to be armed calls it off, or waits for it."""
+        """Releases memory; arming cancels the release, or waits for it."""
         self._in_slot: list[Frame | None] = [None] * GRADIENT_SLOTS
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -277,12 +272,11 @@ class Gradients:
 
     async def capture(self, history: int, step: int, spans: Spans, work: Work) -> tuple[Any, Notes]:
         """Run `work` on the gradients that update `step` consumes; return its result and notes.
-
         Cancellation withdraws the request, but waits for a `work` in progress.
 
         Raises:
-            AbortedError: that update has begun already, or left its gradients out; or the training
-                was rolled back, so that it is not of `history` any more.
+            AbortedError: the update has begun already, or left its gradients out; or the training
+                was rolled back, so that the update is no longer of `history`.
             ExhaustedError: no memory, too many spans, or too many requests.
             EndedError: the training has detached. ConflictError: it has ended.
         """
@@ -297,7 +291,7 @@ class Gradients:
         try:
             return await asyncio.shield(want.done)
         except asyncio.CancelledError:
-            # `work` uses the slot and the caller's memory until it ends, however often we are told.
+            # `work` uses the slot and the caller's memory until it ends, however often cancelled.
             if frame.state is State.SERVING and not want.done.done():
                 with suppress(asyncio.CancelledError, Exception):
                     await uncancelled(want.done)
@@ -310,7 +304,7 @@ class Gradients:
             post(self._loop, self._look)
 
     def end(self, why: ParamdError) -> None:
-        """No further update will come: present and future requests fail with `why`."""
+        """Fail present and future requests with `why`: no further update will come."""
         self._why_over = why
         for frame in list(self._frames.values()):
             if frame.state is not State.SERVING:
@@ -375,7 +369,7 @@ class Gradients:
 
     def _look_at(self, frame: Frame) -> None:
         # In this order: the trainer writes the DONE word before the update counts as begun. Reading
-        # DONE first, a frame served in between would look missed.
+        # DONE first, a frame served in between would seem missed.
         begun = self._begun(frame.step)
         slot = self._memory.slots[frame.slot]
         done = self._words[slot.done_word]
@@ -406,7 +400,7 @@ class Gradients:
             self._releasing = self._executor.submit(self._memory.release)
 
     async def _not_releasing(self) -> None:
-        """Call off memory's release that has not begun, or wait for its end."""
+        """Cancel a release of memory that has not begun, or wait for its end."""
         while (releasing := self._releasing) is not None:
             if not releasing.cancel():
                 await asyncio.wait([asyncio.wrap_future(releasing)])
@@ -414,7 +408,7 @@ class Gradients:
                 self._releasing = None
 
     async def _arm(self, frame: Frame) -> None:
-        """Populate the slot for all that is wanted, write the program, and arm the slot."""
+        """Populate the slot for all requests, write the program, and arm the slot."""
         slot, index = self._memory.slots[frame.slot], frame.slot
         await self._not_releasing()
         # Repeated: more may be requested while memory is being populated.
@@ -435,7 +429,7 @@ class Gradients:
                 if self._in_slot[index] is frame:
                     self._fail(frame, error)
                 return
-            # The frame has ended meanwhile, and its slot may belong to another.
+            # If the frame has ended meanwhile, its slot may belong to another one.
             if self._in_slot[index] is not frame:
                 return
             frame.programs[self._memory.program(index, spans)] = spans
@@ -448,8 +442,8 @@ class Gradients:
     async def _serve(self, frame: Frame, slot: Slot) -> None:
         notes = replace(slot.read_notes(), history=history_of(frame.moment))
         served = frame.served(notes)
-        # Looked at anew each time: until the update has begun, which is a moment after its frame is
-        # there, more may ask for it.
+        # Searched each time: until the update has begun, a moment after its frame exists, more
+        # requests may come.
         while want := next((one for one in frame.wants if not one.done.done()), None):
             # The trainer served an earlier program, before this request was added.
             if not covers(served, want.spans):
@@ -497,12 +491,12 @@ class Gradients:
     def _over(self, frame: Frame, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            # A fault of ours must not leave whoever asked waiting.
+            # An internal error must not leave callers waiting.
             self._fail(frame, ParamdError(f"update {frame.step} could not be served: {error!r}"))
 
 
 def rolled_back(step: int) -> AbortedError:
-    """The error of what was asked for in a history that a rollback has left."""
+    """The error for requests of a history that a rollback has left."""
     return AbortedError(
         f"the training was rolled back before step {step} could be had; ask again for a step of "
         "its present history"

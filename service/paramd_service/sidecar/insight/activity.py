@@ -1,4 +1,4 @@
-"""What a thread is doing, judged by its Python stack. Pure."""
+"""Finds what a thread is doing from its Python stack. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Frame(NamedTuple):
     file: str
     line: int
     function: str
-    """Qualified where the trainer could tell."""
+    """Qualified if the trainer could tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,9 @@ class Activity:
     """collective, dataloader, checkpoint, debugger, paramd, lock, optimizer, backward, forward,
     code (none of these); empty: unknown."""
     what: str
-    """In words that follow "is": "in DataLoader.next"."""
+    """Words that follow "is": "in DataLoader.next"."""
     where: str = ""
-    """Innermost frame of the user's own code: "train.py:41 in load"."""
+    """Innermost frame of the user's code: "train.py:41 in load"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ _SPECIFIC = (
         "in {}",
         r"^(?!_|P2POp|Work)",
     ),
-    # Where FSDP waits for what the other ranks send.
+    # Here FSDP waits for data of the other ranks.
     _rule("collective", r"/torch/distributed/fsdp/_fully_shard/_fsdp_collectives\.py", "in {}"),
     _rule("collective", r"/torch/distributed/rendezvous\.py", "in the rendezvous"),
     _rule(
@@ -80,13 +80,13 @@ _GENERAL = (
     _rule("backward", r"/torch/(autograd/.*|_tensor)\.py", "in backward", r"backward"),
     _rule("forward", r"/torch/nn/modules/module\.py", "in a forward", r"_call_impl$"),
 )
-"""Searched only where no specific rule fits: a DataLoader waits for a queue, too."""
+"""Searched only if no specific rule fits: a DataLoader waits for a queue, too."""
 
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3\.|^<|/paramd/")
 
 
 def activity_of(frames: Sequence[Frame]) -> Activity:
-    """What a thread with this stack, innermost frame first, is doing."""
+    """The activity of a thread with this stack, innermost frame first."""
     if not frames:
         return Activity("", "at an unknown place")
     own = next((frame for frame in frames if not _LIBRARY.search(frame.file)), None)
@@ -127,7 +127,7 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 
 
 def parse_faulthandler(text: str) -> list[tuple[str, list[Frame]]]:
-    """(pthread id, frames) of each thread in what `faulthandler` wrote; the oldest thread last."""
+    """(pthread id, frames) of each thread in faulthandler's output; the oldest thread last."""
     threads: list[tuple[str, list[Frame]]] = []
     for line in text.splitlines():
         if (head := _THREAD.match(line)) is not None:

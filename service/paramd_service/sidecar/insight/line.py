@@ -1,13 +1,13 @@
-"""The line to the trainer: asks for its stacks, takes in the numbers that its script logs.
+"""The line to the trainer: requests its stacks, receives the numbers that its script logs.
 
-`Stacks` come from the trainer's own thread; if that has not answered within `ANSWER_S` although
-the process runs, native code keeps the GIL, and the signal that the trainer registered has
-`faulthandler` write them (client/paramd/trainer/helpers/insight.py). Nothing is asked more often
-than once per `FRESH_S`, however many callers there are.
+`Stacks` come from a thread in the trainer. If that does not answer within `ANSWER_S` although the
+process runs, native code keeps the GIL; then the signal that the trainer registered has
+`faulthandler` write them (client/paramd/trainer/helpers/insight.py). Nothing is requested more
+often than once per `FRESH_S`, however many callers there are.
 
-A trainer is looked at now, and every few seconds while it is overdue. Looking again and again is
-what tells since when: a stack says where a thread is, not for how long. A training on schedule is
-left alone.
+A trainer is examined on request, and every few seconds while it is overdue. Only repeated samples
+show since when: a stack shows where a thread is, not for how long. A training on schedule is left
+alone.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _POLL_S = 0.02
 MAX_DUMP_BYTES = 1 << 20
 
 MAX_KEPT = 10_000
-"""Entries kept; the oldest go first. One of five numbers takes about a kilobyte."""
+"""Entries kept; the oldest are dropped first. One of five numbers takes about a kilobyte."""
 
 MAX_NAMES = 64
 
@@ -67,10 +67,10 @@ class LoggedNumbers:
     def __init__(self) -> None:
         self._kept: deque[LogEntry] = deque(maxlen=MAX_KEPT)
         self.count = 0
-        """Entries ever taken in."""
+        """Entries received so far."""
 
     def add(self, entries: Iterable[Any]) -> None:
-        """Take in [step, time_s, {name: value}] as the trainer sent them; others are ignored."""
+        """Take [step, time_s, {name: value}] as the trainer sent them; others are ignored."""
         for entry in entries:
             try:
                 step, time_s, values = entry
@@ -93,14 +93,14 @@ class LoggedNumbers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stacks:
-    """What a trainer was doing at one moment."""
+    """A trainer's stacks at one moment."""
 
     at_s: float
     """By CLOCK_MONOTONIC."""
     source: str = ""
-    """trainer, faulthandler; empty: there are none."""
+    """trainer or faulthandler; empty without stacks."""
     missing: str = ""
-    """Why there are none."""
+    """Why there are no stacks."""
     threads: tuple[pb.TrainerThread, ...] = ()
     collectives: tuple[pb.TrainerCollective, ...] = ()
     no_collectives: str = ""
@@ -124,11 +124,8 @@ class TrainerLine:
         self._asking = asyncio.Lock()
 
     def open(self, message: Mapping[str, Any], descriptors: Sequence[int]) -> None:
-        """Take over a line that the trainer handed over. The caller closes its descriptors.
-
-        Raises:
-            UsageError: the message or the descriptors are not a line.
-        """
+        """Take over a line that the trainer handed over; the caller closes its descriptors. Raises
+        UsageError if the message or the descriptors are not a line."""
         thread, number = message.get("thread"), message.get("signal")
         if len(descriptors) != 2 or type(thread) is not int or type(number) is not int:
             raise UsageError("insight: expected thread, signal, and two descriptors")
@@ -140,7 +137,7 @@ class TrainerLine:
         asyncio.get_running_loop().add_reader(line.fileno(), self._readable)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the line. Idempotent."""
         if self._socket is not None:
             asyncio.get_running_loop().remove_reader(self._socket.fileno())
             self._socket.close()
@@ -151,7 +148,7 @@ class TrainerLine:
         self._answers.clear()
 
     def tell(self, message: Mapping[str, Any]) -> bool:
-        """Send what needs no answer; False if there is no line at present, or it is full."""
+        """Send a message that needs no answer; False if there is no line now, or it is full."""
         if self._socket is None:
             return False
         try:
@@ -161,11 +158,10 @@ class TrainerLine:
         return True
 
     async def stacks(self, *, collectives: bool) -> Stacks:
-        """The trainer's stacks, at most `FRESH_S` old; says what is missing instead of failing.
+        """The trainer's stacks, at most `FRESH_S` old; `missing` gives the reason for a failure.
 
-        Args:
-            collectives: Ask for the flight recorder's, too. A training on schedule is never asked:
-                the recorder looks at events of its devices with the GIL held.
+        With `collectives`, those of the flight recorder, too. A training on schedule is never asked
+        for them: the recorder examines events of its devices with the GIL held.
         """
         async with self._asking:
             last = self._last
@@ -193,7 +189,7 @@ class TrainerLine:
         except (TimeoutError, OSError):
             return await self._by_signal(now_s)
         except asyncio.CancelledError:
-            # Both at once when a trainer ends: its line closes, and whoever asks is cancelled.
+            # Both at once when a trainer ends: its line closes, and the caller is cancelled.
             asking = asyncio.current_task()
             if not answer.cancelled() or (asking is not None and asking.cancelling()):
                 raise
@@ -215,7 +211,7 @@ class TrainerLine:
         threads = parse_faulthandler(text)
         if not threads:
             return Stacks(at_s=now_s, missing="neither Python nor its signal handler answered")
-        # The main thread was made first, and faulthandler lists the newest first.
+        # The main thread was created first, and faulthandler lists the newest first.
         stacks = tuple(
             _thread(ident, 0, frames, training=at == len(threads) - 1)
             for at, (ident, frames) in enumerate(threads)
@@ -319,17 +315,16 @@ _tgkill: Callable[[int, int, int], int] = getattr(ctypes.CDLL(None), "tgkill", l
 OVERDUE_LEAST_S = 5.0
 OVERDUE_STEPS = 5
 """A boundary is overdue after this many step times, and at least `OVERDUE_LEAST_S`."""
-
 LOOK_EVERY_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """What was seen, and for how long it has been so."""
+    """A sample of the trainer, and for how long it has been the same."""
 
     stacks: Stacks
     seen_for_s: float
-    """How long the training's thread has been seen at this place; 0 at the first look."""
+    """How long the training's thread has been seen at this place; 0 in the first sample."""
     overdue: bool
 
 
@@ -348,17 +343,17 @@ class TrainerInsight:
         self._since_s = 0.0
 
     def start(self) -> None:
-        """Look at the trainer whenever it is overdue."""
+        """Examine the trainer whenever it is overdue."""
         self._task = asyncio.create_task(self._watch(), name="paramd-insight")
 
     async def stop(self) -> None:
-        """The trainer has ended: look no more, but keep its output. Idempotent."""
+        """Stop, as the trainer has ended, but keep its output. Idempotent."""
         await stopped(self._task)
         self._task = None
         self.line.close()
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Stop, and close the output. Idempotent."""
         await self.stop()
         await asyncio.to_thread(self.output.close)
 
@@ -372,7 +367,7 @@ class TrainerInsight:
         return time.monotonic() - boundary_ns / 1e9 > least_s
 
     async def look(self, *, with_collectives: bool = False) -> Looked:
-        """Stacks now, with collectives if asked or overdue. Never fails for a trainer's sake."""
+        """Stacks, with collectives on request or if overdue. A failing trainer raises nothing."""
         overdue = self.overdue
         stacks = await self.line.stacks(collectives=overdue or with_collectives)
         return Looked(stacks, self._seen_for_s(stacks), overdue)

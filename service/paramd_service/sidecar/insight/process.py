@@ -1,4 +1,4 @@
-"""What the kernel tells about a trainer's process, without its help."""
+"""What the kernel reports about a trainer's process, without the process's help."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ MAX_LINE_CHARS = 500
 
 
 def facts_of(pid: int) -> pb.InspectTrainerResponse:
-    """What /proc tells of a process, -1 where it does not. Never fails, also not for one that has
-    ended."""
+    """What /proc reports about a process, -1 where unknown. Never fails, even once it has ended."""
     fields = _fields(Path(f"/proc/{pid}/status"))
     open_files = limit = -1
     with suppress(OSError):
@@ -36,7 +35,7 @@ def facts_of(pid: int) -> pb.InspectTrainerResponse:
 
 
 def catches(pid: int, signal_number: int) -> bool:
-    """Whether the process has a handler for the signal; without one it would be ended by it."""
+    """Whether the process has a handler for the signal, which would otherwise end it."""
     mask = _fields(Path(f"/proc/{pid}/status")).get("SigCgt", "0")
     return bool(int(mask, 16) >> (signal_number - 1) & 1)
 
@@ -51,7 +50,7 @@ ELSEWHERE = "it runs in another container, whose log has its output"
 def last_lines(pid: int, count: int) -> tuple[list[str], str]:
     """(last lines of the process's output, why there are none).
 
-    Readable where stderr or stdout is a regular file, as with `torchrun --log-dir` or `2> log`.
+    Readable only where stderr or stdout is a regular file, as with `torchrun --log-dir`.
     """
     output = TrainerOutput()
     try:
@@ -68,23 +67,19 @@ Tail = tuple[str, list[str], str]
 
 
 class TrainerOutput:
-    """The files that a trainer's stderr and stdout go to, kept open: they say why it died.
+    """The files that a trainer's stderr and stdout go to, kept open to show why it died.
 
-    All methods may take as long as the disk does, so they run in threads; thread-safe.
+    Methods block on the disk: call them in threads. Thread-safe.
     """
 
     def __init__(self) -> None:
-        """No I/O."""
         self._files: dict[str, int] = {}
         self._why = NO_FILE
         self._closed = False
         self._lock = threading.Lock()
 
     def open(self, pid: int) -> None:
-        """Open what the process writes to now; 0: it is not one of this container.
-
-        Never fails: `tails` tells why there is nothing.
-        """
+        """Open what the process writes to now (0: it runs in another container). Never fails."""
         if not pid:
             self._why = ELSEWHERE
             return
@@ -94,7 +89,7 @@ class TrainerOutput:
             path = f"/proc/{pid}/fd/{number}"
             try:
                 found = os.stat(path)
-                # A terminal or a pipe has no past, and to open some of them would block.
+                # A terminal or a pipe has no history, and opening some of them would block.
                 if not stat.S_ISREG(found.st_mode) or (found.st_dev, found.st_ino) in seen:
                     continue
                 files[source] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""Who may call what, and what every request must satisfy before anything is done for it.
+"""Permission to call methods, and checks of every request before it is served.
 
 The interceptor runs first; methods that are not in its table are denied. Each subject's module
 has `calls(rank)`, a table of its methods by name; the servicer merges the tables and treats all
@@ -35,17 +35,13 @@ MAX_SPANS = 100_000
 MAX_STATS_ITEMS = 100_000
 MAX_SNAPSHOT_IDS = 1_024
 
-# Reserved from a caller's deadline, so that an error arrives before it.
+# Reserved from a caller's deadline, so that an error arrives in time.
 _MARGIN_S = 0.25
 _MARGIN_PART = 0.1
 
 
 def check_deadline(remaining_s: float | None, max_deadline_s: float) -> float:
-    """Seconds that a call may take.
-
-    Raises:
-        UsageError: the call has none, or one too far away.
-    """
+    """Seconds that a call may take. Raises UsageError if the call has none, or one too far away."""
     if remaining_s is None or remaining_s > max_deadline_s + 1:
         given = "no deadline" if remaining_s is None else f"a deadline in {remaining_s:.0f} s"
         raise UsageError(
@@ -55,11 +51,8 @@ def check_deadline(remaining_s: float | None, max_deadline_s: float) -> float:
 
 
 def check_spans(spans: Sequence[pb.Span], arena_bytes: int) -> tuple[tuple[int, int], ...]:
-    """The spans as pairs.
-
-    Raises:
-        UsageError: too many, empty, not sorted, overlapping, or outside of the arena.
-    """
+    """The spans as pairs. Raises UsageError if they are too many, empty, not sorted, overlapping,
+    or outside of the arena."""
     if len(spans) > MAX_SPANS:
         raise UsageError(f"spans: {len(spans):,}; expected at most {MAX_SPANS:,}")
     checked: list[tuple[int, int]] = []
@@ -77,11 +70,8 @@ def check_spans(spans: Sequence[pb.Span], arena_bytes: int) -> tuple[tuple[int, 
 
 
 def check_range(offset_bytes: int, size_bytes: int, total_bytes: int) -> tuple[int, int]:
-    """[begin, end) of a read; size 0 means up to the end.
-
-    Raises:
-        UsageError: it leaves what is read.
-    """
+    """[begin, end) of a read; size 0 means up to the end. Raises UsageError if it leaves what is
+    read."""
     if not 0 <= offset_bytes <= total_bytes or not 0 <= size_bytes <= total_bytes - offset_bytes:
         raise UsageError(
             f"offset_bytes, size_bytes: {offset_bytes}, {size_bytes}; expected a range within "
@@ -91,11 +81,8 @@ def check_range(offset_bytes: int, size_bytes: int, total_bytes: int) -> tuple[i
 
 
 def granted_lease_s(lease_ms: int, default_s: float, max_s: float) -> float:
-    """Lease granted to a request, in seconds: 0 means the default, `max_s` is the cap.
-
-    Raises:
-        UsageError: it is negative.
-    """
+    """Lease granted to a request, in seconds: 0 means the default, `max_s` is the cap. Raises
+    UsageError if it is negative."""
     if lease_ms < 0:
         raise UsageError(f"lease_ms: {lease_ms}; expected 0 (the default) or more")
     return min(lease_ms / 1000, max_s) if lease_ms else default_s
@@ -103,10 +90,8 @@ def granted_lease_s(lease_ms: int, default_s: float, max_s: float) -> float:
 
 Unary: TypeAlias = Callable[[Any, float], Awaitable[Message]]
 """(request, seconds left) -> answer"""
-
 Answers: TypeAlias = Callable[[Any, float], AsyncGenerator[bytes, None]]
 """(request, seconds left) -> serialized answers"""
-
 Requests: TypeAlias = Callable[[AsyncIterator[Any], float], Awaitable[Message]]
 """(requests, seconds left) -> answer"""
 
@@ -138,7 +123,7 @@ _VIEWERS = READERS | {Role.VIEWER}
 _CONTROL = frozenset({Role.CONTROL})
 
 _METHODS: dict[frozenset[Role], str] = {
-    # The sidecars of other ranks ask where the control plane is.
+    # The sidecars of other ranks ask for the control plane's address.
     _VIEWERS | {Role.SIDECAR}: "GetState",
     _VIEWERS: "GetMesh GetLayout ListKeptStates GetMetrics ReachPeers",
     READERS: (
@@ -159,11 +144,10 @@ ROLES: dict[str, frozenset[Role]] = {
 } | {"/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _VIEWERS}
 
 CALLER_TICKET: ContextVar[str] = ContextVar("paramd_caller_ticket")
-"""What the call being served by the current task reads other ranks with: its own ticket or, as the
-control plane's is for this rank alone, the one that came beside it."""
-
+"""Ticket that the current task's call reads other ranks with: the call's own or, as the control
+plane's is for this rank alone, the one sent with it."""
 CALLER: ContextVar[Claims] = ContextVar("paramd_caller")
-"""The claims of that ticket."""
+"""The claims of the call's own ticket."""
 
 
 def _who(claims: Claims, metadata: Iterable[Any]) -> Who:
@@ -185,8 +169,8 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         refused: Callable[[str, str], None] = lambda method, reason: None,
         allowed: Callable[[str], None] = lambda method: None,
     ) -> None:
-        """`refused` is called with the method and the reason of every denied call, `allowed` with
-        the method of every other one that needs a ticket."""
+        """`refused` is called with method and reason of every denied call, `allowed` with the
+        method of every other call that needs a ticket."""
         self._verify = verify
         self._refused = refused
         self._allowed = allowed

@@ -32,12 +32,10 @@ JOINS_PER_S = 400.0
 
 LOOK_S = 1.0
 """Polling interval for lasting changes: a stopped or stalled trainer announces nothing."""
-
 ASK_S = 2.0
-"""How long rank 0 may take to tell where the control plane is."""
-
+"""How long rank 0 may take to report the control plane's address."""
 GOODBYE_S = 2.5
-"""Timeout of the last report; a detaching trainer waits for us meanwhile."""
+"""Timeout of the last report; a detaching trainer waits for it."""
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 20_000),
@@ -53,14 +51,10 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 def backoff_s(attempt: int, jitter: float, *, world_size: int = 1) -> float:
-    """Pause before the next attempt.
+    """Pause before the next attempt, after `attempt` failed ones; `jitter` is random, in [0, 1).
 
     All ranks lose a control plane at the same moment, so their pauses are spread over the time
     it needs to readmit them, and grow with every failed attempt.
-
-    Args:
-        attempt: Failed attempts before this one, 0 or more.
-        jitter: Random, in [0, 1).
     """
     full_s = min(FIRST_BACKOFF_S * 2.0 ** min(attempt, 16), LAST_BACKOFF_S)
     spread_s = max(full_s, world_size / JOINS_PER_S)
@@ -113,7 +107,7 @@ class Joining:
                 attempt += 1
 
     async def _pause(self, pause_s: float, mesh: Mesh) -> None:
-        """Wait, but not once the control plane is elsewhere."""
+        """Wait, but only until the control plane has another address."""
         with suppress(TimeoutError):
             async with asyncio.timeout(pause_s):
                 while self._rank.mesh is mesh:
@@ -121,23 +115,23 @@ class Joining:
                     await self._changed.wait()
 
     async def _moved(self, mesh: Mesh) -> bool:
-        """Whether the control plane is at another address by now, which is known here then."""
+        """Whether the control plane has another address now, which this rank then knows."""
         rank = self._rank
         await rank.find_control()
         if rank.mesh is mesh and rank.config.rank:
-            # It is beside rank 0, perhaps on another host.
+            # The control plane runs on rank 0's host, perhaps another one.
             with suppress(ParamdError):
                 rank.move_control(await self._asked(0))
         return rank.mesh is not mesh
 
     async def _asked(self, number: int) -> str:
-        """Where another rank finds the control plane. Raises ParamdError."""
+        """The control plane's address, as another rank knows it. Raises ParamdError."""
         rank, attached = self._rank, self._rank.attached
         address = rank.ready_mesh().address_of(number)
         if attached is None or not address:
             return ""
         ticket, incarnation = attached.request.rank_ticket, rank.incarnation
-        # New channels, since one in backoff repeats its last error.
+        # New channels, since a channel in backoff repeats its last error.
         channels = Channels(lambda: ticket, job_tls=rank.job_tls)
         asked = Asked(job=rank.config.job, incarnation=incarnation, rank=number, address=address)
         try:
@@ -241,7 +235,7 @@ class Joining:
 
 
 def short(error: Exception) -> str:
-    """For one line of the log."""
+    """The error for one line of the log."""
     if isinstance(error, grpc.aio.AioRpcError):
         return f"{error.code().name}: {error.details()}"
     return repr(error)

@@ -1,10 +1,10 @@
-"""Standing snapshots on their way to another host: those sent there, and those taken from others.
+"""Standing snapshots copied to another host: those sent there, and those received from others.
 
-With replicas each rank has a buddy: a rank on another host, whose sidecar keeps copies of its
-standing snapshots (snapshots/offer.py). `Sending` gives it the newest whole one, part after part
-and never faster than the configured rate. Sending holds the snapshot's buffer; the trainer never
-waits for it. A part names where it belongs, so a sender goes on where the receiver says, also after
-either was interrupted.
+With replicas, each rank has a buddy: a rank on another host whose sidecar keeps copies of its
+standing snapshots (snapshots/offer.py). `Sending` sends it the newest whole one in parts, never
+faster than the configured rate. Sending holds the snapshot's buffer; the trainer never waits for
+it. A part names its offset, so a sender continues where the receiver says, even after either was
+interrupted.
 """
 
 from __future__ import annotations
@@ -42,17 +42,14 @@ if TYPE_CHECKING:
 
 CALL_S = 30.0
 """Longest time for one part."""
-
 PAUSES_S = (0.5, 1.0, 2.0, 4.0)
-"""Before each further attempt: a buddy that was killed is back within seconds. Afterwards the
-next standing snapshot is sent instead."""
-
+"""Pause before each further attempt: a buddy that was killed is back within seconds. Afterwards
+the next standing snapshot is sent instead."""
 MAX_RESTARTS = 3
-"""How often a receiver may have lost what it had."""
+"""How often a receiver may lose the parts it had."""
 
 
 def calls(rank: RankSidecar) -> CallTable:
-    """Methods of this subject."""
     return {"PutCopy": Call(unary=partial(_put, rank), heavy=True)}
 
 
@@ -77,14 +74,12 @@ async def _put(
 
 
 _FIELDS = tuple(pb.StandingCopy.DESCRIPTOR.fields_by_name)
-"""Labels' fields that belong to a copy; they have the same names there."""
+"""Fields of a copy; labels have them under the same names."""
 
 
 def _check(rank: RankSidecar, mesh: Mesh, of: int, label: StandingLabel) -> None:
-    """Raise unless it can be a state of that rank in this incarnation.
-
-    Before memory is made for it: nobody makes a sidecar keep more than a rank can have.
-    """
+    """Raise unless the copy can be a state of that rank in this incarnation. Checked before memory
+    is allocated, so that nobody makes a sidecar keep more than a rank can have."""
     attached = rank.attached
     if attached is None:
         raise UnreachableError("no trainer is attached; try again in a moment")
@@ -110,7 +105,7 @@ def _check(rank: RankSidecar, mesh: Mesh, of: int, label: StandingLabel) -> None
 
 
 class Sending:
-    """Sends this rank's standing snapshots to its buddy, while there is one."""
+    """Sends this rank's standing snapshots to its buddy, if it has one."""
 
     def __init__(self, rank: RankSidecar) -> None:
         self._rank = rank
@@ -126,7 +121,7 @@ class Sending:
         self._task = asyncio.get_running_loop().create_task(self._run(), name="paramd-copies")
 
     async def stop(self) -> None:
-        """Stop, and let go of the snapshot. Idempotent."""
+        """Stop, and release the snapshot. Idempotent."""
         self._rank.standing.on_digested = None
         await stopped(self._task)
         self._task = None
@@ -150,7 +145,7 @@ class Sending:
                 self._rank.standing.release()
             attached = self._rank.attached
             if attached is not None and self._rank.mesh is mesh:
-                # Let the trainers ask for the next one (see trainer/resume/keeper.py).
+                # Let the trainers request the next one (see trainer/resume/keeper.py).
                 self._rank.standing.settle(attached, held[0].step)
 
     async def _send(self, mesh: Mesh, label: StandingLabel, block: Block) -> None:

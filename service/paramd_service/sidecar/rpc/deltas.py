@@ -1,7 +1,7 @@
-"""DeltaSnapshot: what changed since a state that followers have. Computed once for all who ask.
+"""DeltaSnapshot: the changes since a state that followers have, computed once for all of them.
 
 The base is a snapshot that was kept for them (snapshots/bases.py). Without one the answer has
-digests alone, and the follower reads what it does not have.
+digests alone, and the follower reads the ranges that it does not have.
 """
 
 from __future__ import annotations
@@ -24,15 +24,13 @@ from paramd_service.sidecar.snapshots.bases import State, state_of
 from paramd_service.sidecar.snapshots.store import Snapshot
 
 MAX_ITEMS = 20_000
-
 KEPT_S = 10.0
-"""How long a result is kept for followers that are slower."""
+"""How long a result is kept for slower followers."""
 
 Item: TypeAlias = tuple[int, int, int]
-"""First byte, byte after the last one, bytes of an element."""
-
+"""First byte, byte after the last one, bytes per element."""
 _Named: TypeAlias = tuple[State, StateName | None, tuple[Item, ...]]
-"""The new state, that of the base if there is one, what is compared."""
+"""The new state, the base's if there is one, the items compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +41,7 @@ class _Result:
 
 
 def calls(rank: RankSidecar) -> CallTable:
-    """Methods of this subject."""
-    subject = _DeltaCalls(rank)
-    return {"DeltaSnapshot": Call(answers=subject.delta)}
+    return {"DeltaSnapshot": Call(answers=_DeltaCalls(rank).delta)}
 
 
 class _DeltaCalls:
@@ -77,7 +73,7 @@ class _DeltaCalls:
             finally:
                 if base is not None:
                     store.drop(base)
-            # What was compared counts only if the trainer has found no stray change meanwhile.
+            # The comparison counts only if the trainer has found no stray change meanwhile.
             store.check(snapshot)
             if request.keep:
                 bases.keep(snapshot)
@@ -95,7 +91,7 @@ class _DeltaCalls:
             rank.faults.at("delta-chunk")
 
     async def _result(self, named: _Named, snapshot: Snapshot, base: Snapshot | None) -> _Result:
-        """The comparison, made by who comes first; if that call ends early, by the next."""
+        """The comparison, made by the first caller; if that call ends early, by the next."""
         while (running := self._running.get(named)) is not None:
             await asyncio.wait({running})
         if (known := self._results.get(named)) is not None:
@@ -126,7 +122,7 @@ def _compare(
     limit_bytes: int,
     stop: Sequence[bool],
 ) -> _Result:
-    """Of all items; beyond `limit_bytes` of changes, ranges are to be read whole."""
+    """Compare all items; beyond `limit_bytes` of changes, ranges must be read whole."""
     parts, data, changed_bytes, size_bytes = [], [], 0, 0
     for begin, end, element_bytes in items:
         if stop:

@@ -1,6 +1,6 @@
 """Edit calls: staging, progress, preview and dropping.
 
-MakeMark, DropMark and ListKeptStates: the states that this rank could be put back to.
+MakeMark, DropMark and ListKeptStates: the states that this rank can return to.
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ from paramd_service.sidecar.snapshots.standing import StandingLabel
 from paramd_service.sidecar.snapshots.store import Key
 
 STANDING_S = 2.0
-"""How long training put back stays held for a standing snapshot of where it is now."""
+"""How long training stays held after a rollback, for a standing snapshot of its new state."""
 
 
 async def _preview(
     rank: RankSidecar, request: pb.PreviewEditRequest, timeout_s: float
 ) -> pb.PreviewEditResponse:
-    """Statistics of this rank's elements before and after an edit, per operation.
-
-    Computed on a copy; holds a snapshot of the elements meanwhile.
+    """Statistics of this rank's elements before and after an edit, per operation, computed on a
+    copy while a snapshot of the elements is held.
 
     Raises:
         ConflictError: the edit is not STAGED, or was applied meanwhile; the arena is a mirror.
@@ -69,7 +68,7 @@ async def _preview(
         store = rank.pins.store
         snapshot = store.hold(lease.snapshot)
         try:
-            # The hold replaces the lease, which could end in the middle.
+            # The hold replaces the lease, which could end meanwhile.
             store.release(lease.snapshot_id)
             ops = [(item.op, item.dtype) for item in edit.items]
             view, count = snapshot.view(), entry.op_count
@@ -122,7 +121,6 @@ _FIRST = "the first message, and only the first, must have the manifest"
 
 
 def calls(rank: RankSidecar) -> CallTable:
-    """Methods of this subject."""
     return {
         "StageEdit": Call(requests=partial(_stage, rank), part=_part),
         "GetEdit": Call(unary=partial(_get, rank)),
@@ -157,7 +155,7 @@ async def _stage(
 async def _get(rank: RankSidecar, request: pb.GetEditRequest, timeout_s: float) -> Message:
     entry = rank.edits.get(request.edit_id)
     if entry.is_rollback and entry.phase is Phase.APPLIED:
-        # The control plane lets training go on after this answer.
+        # The control plane lets training continue after this answer.
         await rank.stands(min(STANDING_S, timeout_s / 2))
     return pb.GetEditResponse(header=_header(rank, entry), progress=entry.progress())
 
@@ -200,7 +198,7 @@ async def _make_mark(rank: RankSidecar, request: pb.MakeMarkRequest, timeout_s: 
             work = asyncio.to_thread(marks.fill, request.mark, attached, rank.layout_digest)
         else:
             work = asyncio.to_thread(marks.reserve, request.mark, request.by, attached)
-        # Shielded: the thread uses the memory until it ends, whoever has left.
+        # Shielded: the thread uses the memory until it ends, even if the caller has left.
         made = asyncio.ensure_future(work)
         try:
             mark = await asyncio.shield(made)

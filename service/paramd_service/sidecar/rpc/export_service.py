@@ -1,7 +1,7 @@
-"""What a rank writes to a destination, and reads back.
+"""Files that a rank writes to a destination, and reads back.
 
-Plans are derived again here from the layout, and the last one is kept. Blocking work runs on
-threads. A cancelled call waits for its thread, and what it was writing is removed.
+Plans are derived from the layout here, and the last one is kept. Blocking work runs on threads. A
+cancelled call waits for its thread, and the file it was writing is removed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from paramd_service.sidecar.rpc.export_write import Digesting, Job, Memories, wr
 
 MAX_STORED_BYTES = 256 << 20
 """Largest file that may be stored besides the planned ones."""
-
 KEPT_S = 60.0
 """How long a plan is kept after its last use."""
 
@@ -267,7 +266,7 @@ class Plans:
             return self._kept
 
     def _forget_later(self) -> None:
-        """A plan of many tensors takes memory, and can be derived again."""
+        """Drop the plan after a while: it takes memory, and can be derived again."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(KEPT_S, self._forget)

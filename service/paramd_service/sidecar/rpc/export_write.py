@@ -1,9 +1,9 @@
 """One file of an export: batch after batch from snapshots into a sink.
 
-The snapshots are our own, those of sidecars on this host, and those of peers elsewhere, read
-with the ticket of the control plane that asked for the file. While a thread fills and writes one
-batch, the peers' bytes of the next one arrive. In memory at once: a batch, what was fetched for
-the next one, and the sink's own buffers.
+The snapshots are this sidecar's, those of sidecars on this host, and those of remote peers, read
+with the ticket of the control plane that requested the file. While a thread fills and writes one
+batch, the peers' bytes of the next one arrive. Memory holds a batch, the bytes fetched for the next
+one, and the sink's buffers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from paramd_service.sidecar.rpc.auth import CALLER_TICKET
 from paramd_service.sidecar.rpc.peers import Peers
 
 SEGMENT_BYTES = 4 << 20
-"""Fetched from a peer at once, and kept for each: about the window of a gRPC stream."""
+"""Bytes fetched from a peer at once, and kept for each: about the window of a gRPC stream."""
 
 _READ_S = 60.0
 _TRIES = 4
@@ -88,10 +88,10 @@ class HostMemory:
 
 
 class PeerMemory:
-    """A snapshot of a remote peer. A segment is fetched at once: reads are mostly sequential."""
+    """A snapshot of a remote peer, fetched in segments: reads are mostly sequential."""
 
     def __init__(self, reading: Reading, pin: RankPin) -> None:
-        """`reading`: how its bytes are read, but for the deadline."""
+        """`reading` is used for its bytes, with other deadlines."""
         self._reading = reading
         self._pin = pin
         self._loop = asyncio.get_running_loop()
@@ -108,11 +108,8 @@ class PeerMemory:
         return None
 
     async def read(self, offset_bytes: int, size_bytes: int) -> memoryview:
-        """The bytes [offset, offset + size).
-
-        Raises:
-            ParamdError: the peer is gone, its lease ended, or its bytes are wrong.
-        """
+        """The bytes [offset, offset + size). Raises ParamdError if the peer is gone, its lease
+        ended, or its bytes are wrong."""
         async with self._lock:
             end = offset_bytes + size_bytes
             if not self._begin <= offset_bytes <= end <= self._begin + len(self._segment):
@@ -228,11 +225,8 @@ class Job:
 async def make_file(
     rank: RankSidecar, job: Job, worker: Executor, emit: Emit
 ) -> AsyncGenerator[int, None]:
-    """Emit the file's bytes; yield the position after each batch.
-
-    Raises:
-        ParamdError: a peer is gone, a lease ended, or `emit` raised it.
-    """
+    """Emit the file's bytes; yield the position after each batch. Raises ParamdError if a peer is
+    gone, a lease ended, or `emit` raised it."""
     header = job.file.header
     await in_executor(worker, lambda: emit(memoryview(header)))
     position = len(header)
@@ -305,14 +299,9 @@ class Digesting:
 async def write_file(
     rank: RankSidecar, job: Job, place: Place
 ) -> AsyncGenerator[int | export_pb2.ExportedFile, None]:
-    """Write a file to its place; yield bytes written so far, finally the file.
-
-    If it ends early, for any reason, what was written is removed.
-
-    Raises:
-        ParamdError: as `make_file`, or from the place.
-    """
-    # Awaited even when cancelled, or it would go on using what its owner releases.
+    """Write a file to its place; yield bytes written so far, finally the file. If it ends early,
+    for any reason, the part written is removed. Raises as `make_file`, or from the place."""
+    # Awaited even when cancelled, or it would continue to use what its owner releases.
     worker, digesting = ThreadPoolExecutor(1, "paramd-export"), Digesting()
     sink: FileSink | None = None
     try:

@@ -40,7 +40,7 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class GrpcServer:
-    """Health of "" means that the process runs; that of the service, that there is a mesh."""
+    """Health of "" means that the process runs; that of the service, that it has a mesh."""
 
     def __init__(self, rank: RankSidecar) -> None:
         self.address = ""
@@ -51,11 +51,7 @@ class GrpcServer:
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> None:
-        """Listen and serve.
-
-        Raises:
-            UsageError: cannot listen on the address.
-        """
+        """Listen and serve. Raises UsageError if it cannot listen on the address."""
         doors = Doors(
             # The servicer counts its own calls, depending on their work.
             counted=lambda method: not method.startswith(f"/{SERVICE}/"),
@@ -107,7 +103,7 @@ class GrpcServer:
         try:
             return add(listen)
         except RuntimeError:
-            # A successor gets its predecessor's port, which may be taken by now.
+            # A restarted sidecar gets the port of the last one, which may be taken by now.
             self._rank.log("port-taken", listen=listen)
         try:
             return add(f"{listen.rpartition(':')[0]}:0")

@@ -1,6 +1,6 @@
 """InspectTrainer, GetLogged, GetLog: what the trainer is doing, the numbers and lines it logs.
 
-ReachPeers: whom this sidecar's host reaches, and why not the others.
+ReachPeers: the hosts that this sidecar's host reaches, and why it does not reach others.
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ from paramd_service.sidecar.rpc.auth import CALLER, Call, CallTable
 MAX_ENTRIES = 1000
 
 _MAY_READ_LOGS = frozenset({Role.EDITOR, Role.CONTROL})
-"""What a script prints is not ours to know: it may hold secrets."""
+"""Roles that may see what a script prints, which may include secrets."""
 
 
 def calls(rank: RankSidecar) -> CallTable:
-    """The methods, by name."""
     return {
         "InspectTrainer": Call(unary=partial(_inspect, rank)),
         "GetLogged": Call(unary=partial(_logged, rank)),
@@ -64,7 +63,7 @@ async def _inspect(
         return answer
     looked = await rank.insight.look(with_collectives=request.with_collectives)
     _tell_stacks(answer, looked)
-    # /proc and the log may lie on a disk that does not answer: keep that off the event loop.
+    # /proc and the log may be on a disk that does not answer: keep that off the event loop.
     answer.MergeFrom(await asyncio.to_thread(facts_of, pid))
     if request.log_line_count and CALLER.get().role not in _MAY_READ_LOGS:
         answer.log_missing = "what the training prints needs a ticket that may read logs"
@@ -117,7 +116,7 @@ async def _log(
     def tails() -> list[Tail]:
         return [own_tail(count), *(output.tails(count) if output is not None else ())]
 
-    # The files may lie on a disk that does not answer: keep that off the event loop.
+    # The files may be on a disk that does not answer: keep that off the event loop.
     found = await asyncio.to_thread(tails)
     answer = pb.GetLogResponse(header=messages.header(rank))
     for source, lines, missing in found:
@@ -127,19 +126,16 @@ async def _log(
 
 ANSWER_S = 3.0
 """How long a peer may take: less than the 5 s in which a lost one must be known."""
-
 FRESH_S = 2.0
-"""How long answers are repeated, so that callers cannot make us dial all the time."""
-
+"""How long answers are repeated, so that callers cannot make this sidecar dial all the time."""
 MAX_TRIED = 64
 """Most hosts tried at once."""
-
 CONTROL = -1
 """The control plane's rank in an answer."""
 
 
 class _Reach:
-    """One look at a time. Event loop."""
+    """Tries the other hosts, one round at a time. Event loop."""
 
     def __init__(self, rank: RankSidecar) -> None:
         self._rank = rank
@@ -158,7 +154,7 @@ class _Reach:
         mesh = self._rank.mesh
         if mesh is None:
             return []
-        # Health needs no ticket; new channels, since one in backoff repeats its last error.
+        # Health needs no ticket; new channels, since a channel in backoff repeats its last error.
         channels = Channels(lambda: "", job_tls=self._rank.job_tls)
         try:
             tried = [_tried(channels, rank, address) for rank, address in _others(mesh)]
@@ -193,7 +189,7 @@ async def _tried(channels: Channels, rank: int, address: str) -> pb.ReachedPeer:
 def _why(error: grpc.aio.AioRpcError) -> str:
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return f"no answer within {ANSWER_S:.0f} s; is the link cut, or does a firewall drop it?"
-    # Whatever answers speaks gRPC, and so is reached.
+    # A peer that answers with any other status speaks gRPC, and so is reached.
     if error.code() is not grpc.StatusCode.UNAVAILABLE:
         return ""
     if why := why_not_trusted(error):

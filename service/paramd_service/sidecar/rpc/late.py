@@ -1,6 +1,6 @@
-"""Calls whose code is loaded at the first of them: most sidecars need none, and stay small.
+"""Calls whose code is loaded on first use: most sidecars need none of it, and stay small.
 
-Exports, for the control plane only; Summon and gradients for thin clients, for whom this sidecar
+Exports, for the control plane only; Summon and gradients for thin clients, for which this sidecar
 gathers from all ranks and streams whole tensors.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Gateway:
-    """Loads the gathering code on first use: most sidecars never need it."""
+    """Summon and gradients, whose gathering code is loaded on first use."""
 
     def __init__(self, rank: RankSidecar) -> None:
         self._rank = rank
@@ -31,11 +31,7 @@ class Gateway:
     async def summon(
         self, request: pb.SummonRequest, timeout_s: float
     ) -> AsyncGenerator[bytes, None]:
-        """Yield serialized SummonResponses.
-
-        Raises:
-            ParamdError: as a client's own summon.
-        """
+        """Yield serialized SummonResponses. Raises as a client's `summon`."""
         gatherer = await self._current()
         async with aclosing(gatherer.summon(request, timeout_s)) as parts:
             async for part in parts:
@@ -45,10 +41,7 @@ class Gateway:
         self, request: pb.StreamGradientsRequest, _timeout_s: float
     ) -> AsyncGenerator[bytes, None]:
         """Yield serialized StreamGradientsResponses until the caller leaves or training detaches.
-
-        Raises:
-            ParamdError: as a client's own `grads`.
-        """
+        Raises as a client's `grads`."""
         from paramd_service.sidecar.rpc.relay import stream_gradients
 
         gatherer = await self._current()
@@ -73,7 +66,6 @@ class Gateway:
 
 
 def export_calls(rank: RankSidecar) -> CallTable:
-    """Methods of this subject."""
     late = _Late(rank)
     return {
         "BeginExport": Call(unary=late.one("begin")),

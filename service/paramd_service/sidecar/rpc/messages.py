@@ -1,7 +1,4 @@
-"""Messages about this rank, and how a domain error reaches a gRPC client.
-
-An error is one status, one public text and one reason.
-"""
+"""Messages about this rank; a domain error as a gRPC status, with one public text and reason."""
 
 from __future__ import annotations
 
@@ -38,10 +35,7 @@ async def abort_with(
     error: ParamdError,
     code: grpc.StatusCode | None = None,
 ) -> None:
-    """End the call with the error's status and ErrorInfo. Always raises.
-
-    `code` overrides the table's status for the error.
-    """
+    """End the call with the error's status, or `code`, and ErrorInfo. Always raises."""
     codes = codes_of(error)
     code = code if code is not None else grpc.StatusCode[codes.grpc]
     details = _details(code, error, retry=codes.retry)
@@ -58,7 +52,7 @@ async def abort_internal(
         id=error_id,
         error=repr(error),
         at=_where(error),
-        # Cut: it is untrusted.
+        # Truncated: it is untrusted.
         request_id=metadata_of(context, METADATA_KEY)[:MAX_ID_CHARS],
     )
     if (told := exhausted_of(error)) is not None:
@@ -69,7 +63,7 @@ async def abort_internal(
 
 
 def metadata_of(context: grpc.aio.ServicerContext[Any, Any], wanted: str) -> str:
-    """What a call's metadata has under this key; empty if nothing."""
+    """The value of this key in a call's metadata; empty if there is none."""
     pairs = context.invocation_metadata() or ()
     return next((str(value) for key, value in pairs if key == wanted), "")
 
@@ -80,7 +74,7 @@ def _where(error: Exception) -> str:
 
 
 def _details(code: grpc.StatusCode, error: ParamdError, *, retry: bool) -> bytes:
-    # Imported on first use: they cost a sidecar without errors nothing.
+    # Imported on first use: sidecars without errors do not load them.
     from google.protobuf import any_pb2, duration_pb2
     from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
@@ -98,10 +92,8 @@ def _details(code: grpc.StatusCode, error: ParamdError, *, retry: bool) -> bytes
 
 MAX_LISTED = 1024
 """Most leases in one answer."""
-
 SNAPSHOT_NAME_CHARS = 8
-"""Characters shown of a snapshot's id: the whole id would let anyone release it."""
-
+"""Characters shown of a snapshot's id: anyone who sees the whole id could release it."""
 LAYOUT_BATCH_BYTES = 1 << 20
 
 
@@ -229,9 +221,8 @@ def snapshot_list(rank: RankSidecar) -> sidecar_pb2.ListSnapshotsResponse:
 
 
 def layout_batches(serialized: bytes) -> Iterator[layout_pb2.Layout]:
-    """The layout in messages of about `LAYOUT_BATCH_BYTES`; the ranks' facts are in the first.
-
-    Parsed anew for each caller: the objects would take more memory than the rest of the sidecar.
+    """The layout in messages of about `LAYOUT_BATCH_BYTES`; the ranks' facts are in the first one.
+    Parsed again for each caller: the objects would take more memory than the rest of the sidecar.
     """
     whole = layout_pb2.Layout.FromString(serialized)
     batch = layout_pb2.Layout(

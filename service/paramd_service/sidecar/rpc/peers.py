@@ -1,4 +1,4 @@
-"""The sidecars of a mesh, called as any client calls them. Loaded when first needed."""
+"""The sidecars of a mesh, called as any client calls them. Loaded on first use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paramd_service.sidecar.rank import RankSidecar
 
 
 class Peers:
-    """All ranks' sidecars, with the ticket of a caller: a sidecar has no right of its own there."""
+    """All ranks' sidecars, with a caller's ticket: this sidecar itself has no rights there."""
 
     def __init__(self, rank: RankSidecar, mesh: Mesh, ticket: Callable[[], str]) -> None:
         """No I/O."""
@@ -27,12 +27,12 @@ class Peers:
         await self._channels.close()
 
     async def sidecars(self) -> Sidecars:
-        """Those of the mesh. Raises UsageError: the trainer has ended."""
+        """Those of the mesh. Raises UsageError when the trainer has ended."""
         return Sidecars(self._channels, self.document, self._background)
 
     @property
     def document(self) -> JobDocument:
-        """The job as this sidecar knows it, without a ticket of its own."""
+        """The job as this sidecar knows it, without a ticket."""
         attached = self._rank.attached
         if attached is None:
             raise UsageError("the trainer has ended")

@@ -23,7 +23,6 @@ MAX_REDUCTION_ITEMS = 20_000
 
 
 def calls(rank: RankSidecar) -> CallTable:
-    """Methods of this subject."""
     return {
         "PinSnapshot": Call(unary=partial(_pin, rank), heavy=_works_at_once),
         "ReachBoundary": Call(unary=partial(_reach, rank)),
@@ -75,11 +74,7 @@ def _check_incarnation(rank: RankSidecar, incarnation: int) -> None:
 
 
 def check_reach(request: pb.ReachBoundaryRequest) -> BoundaryRequest:
-    """Check that a request is consistent in itself.
-
-    Raises:
-        UsageError: the message names the field.
-    """
+    """Check that a request is consistent in itself. Raises UsageError naming the field."""
     number, token = request.boundary, request.token
     if number < 1 or len(request.snapshot_ids) > auth.MAX_SNAPSHOT_IDS:
         raise UsageError(
@@ -195,12 +190,12 @@ def _answer(rank: RankSidecar, lease: Lease, lease_s: float) -> pb.PinSnapshotRe
 
 
 def _history(request: pb.PinSnapshotRequest) -> int | None:
-    """The history that `at_step` is of; None: the present one."""
+    """The history that `at_step` belongs to; None: the present one."""
     return request.at_history if request.HasField("at_history") else None
 
 
 def _check(request: pb.PinSnapshotRequest) -> None:
-    """Raise UsageError if the request's fields do not go together."""
+    """Raise UsageError if the request's fields contradict each other."""
     if request.with_buffers and not request.at_boundary:
         raise UsageError("with_buffers: needs at_boundary; only a boundary copies buffers")
     if request.unsettled and (request.at_boundary or request.at_step):

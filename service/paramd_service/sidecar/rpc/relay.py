@@ -1,8 +1,8 @@
-"""The gateway's heavy half: gathers whole tensors or gradients from all ranks for a thin client.
+"""Gathers whole tensors or gradients from all ranks for a thin client, as the gateway's heavy half.
 
-It is an ordinary client of its peers (`paramd.mesh`), with the ticket of its own caller: a
-sidecar has no right of its own to read its peers. Memory is bounded by the largest tensor and
-one of its pieces.
+It is an ordinary client of its peers (`paramd.mesh`), with the ticket of its caller: a sidecar
+itself has no right to read its peers. Memory is bounded by the largest tensor and one of its
+pieces.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from paramd.errors import ExhaustedError, UsageError
@@ -52,11 +52,8 @@ Answer = TypeVar("Answer")
 async def stream_gradients(
     gatherer: Gatherer, request: pb.StreamGradientsRequest
 ) -> AsyncGenerator[bytes, None]:
-    """Yield, frame by frame, its facts, then each gradient's facts and bytes.
-
-    Raises:
-        UsageError: a field is out of range. ParamdError: as `AsyncMesh.grads`.
-    """
+    """Yield the facts of each frame, then each gradient's facts and bytes. Raises UsageError for a
+    field out of range, otherwise as `AsyncMesh.grads`."""
     kind = _KINDS.get(request.kind)
     if kind is None or request.every < 0:
         raise UsageError(f"kind, every: {request.kind}, {request.every}; expected a known kind")
@@ -66,15 +63,12 @@ async def stream_gradients(
     )  # fmt: skip
     import paramd_service.sidecar.statistics  # noqa: F401 (torch, fully or not at all)
 
-    transfer = Transfer()
-    try:
+    with closing(Transfer()) as transfer:
         stream = await open_stream(gatherer, transfer, wanted)
         async with aclosing(stream.frames()) as frames:
             async for frame in frames:
                 for message in _messages(frame, gatherer):
                     yield message
-    finally:
-        transfer.close()
 
 
 def _messages(frame: GradFrame[Any], gatherer: Gatherer) -> Iterator[bytes]:
@@ -127,8 +121,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 class Gatherer(Peers):
-    """Answers Summon in one mesh. Also the job as this sidecar knows it, for a stream; see
-    `ReachLike`."""
+    """Answers Summon in one mesh; for a stream also the `ReachLike` of this sidecar's job."""
 
     def __init__(self, rank: RankSidecar, mesh: Mesh) -> None:
         super().__init__(rank, mesh, CALLER_TICKET.get)

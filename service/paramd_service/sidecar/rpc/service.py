@@ -1,10 +1,10 @@
-"""SidecarService over gRPC: requests in, answers out. What they mean is decided elsewhere.
+"""SidecarService over gRPC: requests in, answers out; other modules decide what they mean.
 
 Every method takes the same path: a deadline, a slot if its work is heavy, the request parsed
 here (so that malformed bytes get a clear answer), and one mapping of errors.
 
 GetMetrics writes Prometheus text by hand: prometheus-client costs 5 MiB, a sixth of the sidecar,
-for two dozen numbers. It needs no separate port: the gRPC port requires tickets, and the control
+for two dozen numbers. A scrape port would not require tickets as the gRPC port does; the control
 plane serves the text at /api/v1/jobs/{job}/ranks/{rank}/metrics.
 """
 
@@ -71,7 +71,7 @@ _STARTED_S = time.time()
 
 
 Row: TypeAlias = tuple[str, str, float]
-"""A metric's name without the "paramd_sidecar_" that all have, its text, its value."""
+"""A metric's name without the common prefix "paramd_sidecar_", its text, its value."""
 
 
 def sidecar_metrics(rank: RankSidecar) -> str:
@@ -317,7 +317,7 @@ class SidecarServicer:
     def _place(
         self, heavy: bool | Callable[[Any], bool], request: Message
     ) -> AbstractContextManager[None]:
-        """For calls whose weight depends on the request: a work slot, or a place to wait."""
+        """A work slot or a place to wait, for calls whose weight depends on the request."""
         if not callable(heavy):
             return nullcontext()
         return (self._slots if heavy(request) else self._waits).one(admission.CALLER.get())
@@ -358,7 +358,7 @@ class SidecarServicer:
     async def _get_state(self, _request: pb.GetStateRequest, _timeout_s: float) -> Message:
         address = self._rank.mesh.control_address if self._rank.mesh is not None else ""
         if CALLER.get().role is Role.SIDECAR:
-            # Another rank, which does not reach the control plane there.
+            # Another rank, which does not reach the control plane at the known address.
             address = await self._rank.find_control()
         return pb.GetStateResponse(
             header=messages.header(self._rank),
@@ -433,7 +433,7 @@ class SidecarServicer:
         return pb.ComputeStatsResponse(header=messages.header_of(self._rank, snapshot), stats=found)
 
     async def _on_thread(self, work: SnapshotWork, request: Any, timeout_s: float) -> Any:
-        """The answer that `work` makes of a snapshot's bytes; it only lacks the header."""
+        """The answer that `work` computes from a snapshot's bytes, with the header added."""
         async with self._held(request.snapshot_id, timeout_s) as snapshot:
             data, rank = snapshot.view(), self._rank
             answer = await on_stats_thread(rank, lambda stop: work(rank, data, request, stop))
@@ -452,8 +452,7 @@ class SidecarServicer:
                 gradients=await held(request.gradients_snapshot_id),
                 facts=await held(request.facts_snapshot_id),
             )
-            answer = await replay_update(self._rank, snapshots)
-        return answer
+            return await replay_update(self._rank, snapshots)
 
     async def _list(self, _request: pb.ListSnapshotsRequest, _timeout_s: float) -> Message:
         return messages.snapshot_list(self._rank)

@@ -1,8 +1,8 @@
-"""ComputeStats, PoolSnapshot, DigestSnapshot, ReplayUpdate, and what spectra need, on a thread.
+"""ComputeStats, PoolSnapshot, DigestSnapshot, ReplayUpdate, and the calls of spectra, on a thread.
 
 Torch is loaded on first use. Digests compare replicas: XXH3 detects accidents (a flipped bit, a
 torn page, a stale shard), not deliberate forgery; only the trainer writes an arena. A replay checks
-that its snapshots belong to one update, then makes it again.
+that its snapshots belong to one update, then computes the update again.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ BLOCK_BYTES = 8 << 20
 SnapshotWork: TypeAlias = Callable[[RankSidecar, memoryview, Any, Sequence[bool]], Any]
 """(rank, the snapshot's bytes, request, stop) -> answer with an empty header.
 
-Runs on a thread, should end early once `stop` is not empty, and raises UsageError: something in
-the request leaves the snapshot or is out of range.
+Runs on a thread, should end early once `stop` is not empty, and raises UsageError when a part of
+the request is out of range.
 """
 
 
@@ -51,11 +51,8 @@ def digest(
 
 
 def checked_ranges(ranges: Sequence[pb.Span], size_bytes: int) -> list[tuple[int, int]]:
-    """The ranges as pairs, all within [0, size_bytes).
-
-    Raises:
-        UsageError: too many, or one that leaves the snapshot.
-    """
+    """The ranges as pairs, all within [0, size_bytes). Raises UsageError if there are too many, or
+    one leaves the snapshot."""
     if len(ranges) > MAX_RANGES:
         raise UsageError(f"ranges: {len(ranges):,}; expected at most {MAX_RANGES:,}")
     for part in ranges:
@@ -103,13 +100,11 @@ async def compute_stats(
     edges: Sequence[float] = (),
     before: Snapshot | None = None,
 ) -> list[pb.Stats]:
-    """One answer per item, in order. The caller must hold the snapshots until it returns.
-
-    With `before`, of the differences to that snapshot.
+    """One answer per item, in order; with `before`, of the differences to that snapshot. The caller
+    must hold the snapshots until it returns.
 
     Cancellation takes effect between two items and waits for the thread, which reads the
     snapshot's memory.
-
     Raises:
         UsageError: an item leaves the snapshot, its dtype has no statistics, or the snapshots
             have different sizes.
@@ -305,7 +300,8 @@ def _run_of(data: memoryview, item: pb.StatsItem, itemsize: int) -> memoryview:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplaySnapshots:
-    """What an update began with, consumed and left; the caller holds all of them."""
+    """The state before an update, the gradients it consumed and the state after it, all held by the
+    caller."""
 
     before: Mapping[str, Snapshot]
     """By state key; "" is the parameters."""
@@ -315,12 +311,8 @@ class ReplaySnapshots:
 
 
 async def replay_update(rank: RankSidecar, snapshots: ReplaySnapshots) -> pb.ReplayUpdateResponse:
-    """Make the update again.
-
-    Raises:
-        UsageError: the snapshots are not of one update and the same spans.
-        AbortedError: something else happened within it; capture another one.
-    """
+    """Compute the update again. Raises UsageError if the snapshots are not of one update and the
+    same spans; AbortedError if it did more than the update; capture another one."""
     _check(snapshots)
     rows = await on_stats_thread(rank, lambda stop: _replay(snapshots, stop))
     header = messages.header_of(rank, snapshots.after[""])
@@ -356,13 +348,11 @@ def _check(found: ReplaySnapshots) -> None:
 def _check_alike(
     snapshots: Sequence[Snapshot], before: Sequence[Snapshot], after: Sequence[Snapshot]
 ) -> None:
-    """Check that they are of one history, with one update between them and nothing else.
+    """Check that the snapshots are of one history, with one update between them and nothing else.
+    Raises AbortedError if they are not; another update may be.
 
-    An edit changes parameters, optimizer state or hyper-parameters within a step; and a step that a
-    rank made of another number of backward passes is not the one that its gradients are of.
-
-    Raises:
-        AbortedError: they are not; another update may do.
+    An edit changes parameters, optimizer state or hyper-parameters within a step. And a step that a
+    rank made of another number of backward passes is not the step of its gradients.
     """
     if len({one.history for one in snapshots}) > 1:
         raise AbortedError("the training was rolled back within the update; try again")
@@ -393,7 +383,7 @@ def _replay(found: ReplaySnapshots, stop: Sequence[bool]) -> list[pb.ReplayedTen
 
 
 def place_in(spans: Sequence[tuple[int, int]]) -> Callable[[int, int], int | None]:
-    """(arena byte, size) -> first byte in the spans one after the other; None: not all in one."""
+    """(arena byte, size) -> first byte in the concatenated spans; None: not all in one span."""
     begins = [begin for begin, _ in spans]
     offsets = list(accumulate((end - begin for begin, end in spans), initial=0))
 

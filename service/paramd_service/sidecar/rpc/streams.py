@@ -1,10 +1,10 @@
 """Bulk streams of a sidecar: a TCP listener beside gRPC (paramd/streams.py has the framing).
 
-The event loop accepts, shakes hands and reads the opening, none of which waits for a stranger.
-A thread of the stream's own then sends a snapshot, from mapped memory and without the
-interpreter's lock, or receives an edit's data. A stream holds its snapshot, so its memory is not
-reused, and ends with the lease, the token or the incarnation. Its last window is sent only if the
-snapshot proved true throughout.
+The event loop accepts, shakes hands and reads the opening, none of which waits for a stranger. A
+separate thread then sends a snapshot, from mapped memory and without the interpreter's lock, or
+receives an edit's data. A stream holds its snapshot, so its memory is not reused, and ends with the
+lease, the token or the incarnation. Its last window is sent only if the snapshot proved valid
+throughout.
 """
 
 from __future__ import annotations
@@ -54,29 +54,21 @@ from paramd_service.sidecar.rpc.auth import (
 from paramd_service.sidecar.snapshots.store import Snapshot, SnapshotStore
 
 GRANT_S = 10.0
-"""How long a grant is good."""
-
+"""Validity of a grant."""
 MAX_GRANTS = 1024
 """Most grants not yet used."""
-
 MAX_STRANGERS = 64
 """Most connections that have not shown a grant; beyond this, the oldest is closed."""
-
 OPENING_S = 3.0
 """How long a connection may take to show its grant, TLS included."""
-
 STALL_S = 60
 """A stream whose peer takes or sends nothing for this long is ended."""
-
 DRAIN_S = 2.0
-"""How long to wait for the sender of an edit to read the last word."""
-
+"""How long to wait for the sender of an edit to read the answer."""
 UPLOAD_SHARES = 4
 """Streams that an upload counts for: it has two windows of memory."""
-
 LOOK_S = 0.25
 """Interval at which running streams are compared with their leases."""
-
 ACCEPTS_AT_ONCE = 16
 ACCEPT_PAUSE_S = 0.5
 
@@ -85,16 +77,14 @@ def accepted_now(
     listener: socket.socket, rank: RankSidecar, again: Callable[[], None]
 ) -> Iterator[socket.socket]:
     """Connections that wait, several at once, so that a flood of strangers delays others little.
-
-    `again` is called after a pause in which the listener is not read.
-    """
+    `again` is called after a pause in which the listener is not read."""
     for _ in range(ACCEPTS_AT_ONCE):
         try:
             accepted, _ = listener.accept()
         except BlockingIOError:
             return
         except OSError as error:
-            # Out of descriptors: it stays in the backlog, and retrying at once would spin.
+            # Out of descriptors: the connection stays in the backlog; retrying at once would spin.
             rank.log("accept-failed", error=repr(error))
             loop = asyncio.get_running_loop()
             loop.remove_reader(listener.fileno())
@@ -105,12 +95,11 @@ def accepted_now(
 
 @dataclass(frozen=True, slots=True)
 class _Granted:
-    """What a grant is bound to."""
+    """The call that a grant was made for; either `snapshot_id` or `edit_id` is empty."""
 
     secret: bytes
     snapshot_id: str
     edit_id: str
-    """Of the two one is empty."""
     incarnation: int
     claims: Claims
     who: Who
@@ -152,7 +141,6 @@ class StreamServer:
         rank.revocations.on_news.append(self._look)
 
     def calls(self) -> CallTable:
-        """Methods of this subject."""
         return {"GrantStream": Call(unary=self.grant)}
 
     def start(self) -> None:
@@ -217,18 +205,15 @@ class StreamServer:
         return answer
 
     def open(self, sock: socket.socket, data: bytes) -> None:
-        """Start the stream that an opening asks for. Takes over the socket.
-
-        Raises:
-            ParamdError: it is refused; the caller keeps the socket.
-        """
+        """Start the stream that an opening asks for. Takes over the socket. Raises ParamdError if
+        it is refused; the caller keeps the socket."""
         rank = self._rank
         opening = streams.read_opening(data)
         granted = self._grants.get(opening.grant_id)
         if granted is None or granted.until_s < time.monotonic():
             raise DeniedError("the grant of this stream is unknown, used or too old; get a new one")
         opening.check(data, granted.secret)
-        # Only now: who does not know the secret must not be able to use up the grant.
+        # Only now: a peer that does not know the secret must not use up the grant.
         self._take_grant(opening.grant_id)
         rank.revocations.check(granted.claims)
         if granted.incarnation != rank.incarnation:
@@ -259,7 +244,7 @@ class StreamServer:
         self._look_later()
 
     def refuse(self, sock: socket.socket, error: ParamdError) -> None:
-        """Tell a connection why, if it takes the words at once, and close it."""
+        """Send a connection the reason, if it takes that at once, and close it."""
         if isinstance(error, DeniedError | DataLossError):
             self._rank.refusals.saw("stream", str(error))
         with suppress(OSError):
@@ -274,7 +259,7 @@ class StreamServer:
 
     def _forget_grants(self) -> None:
         now_s = time.monotonic()
-        # In the order of their age.
+        # Grants are in the order of their age.
         while self._grants and next(iter(self._grants.values())).until_s < now_s:
             self._take_grant(next(iter(self._grants)))
 
@@ -286,14 +271,14 @@ class StreamServer:
             try:
                 stranger = _Stranger(self, accepted, self._context())
             except OSError:
-                # It has left already, or the certificate cannot be read just now.
+                # The peer has left already, or the certificate cannot be read now.
                 accepted.close()
                 continue
             self._strangers[stranger] = None
             stranger.start()
 
     def _context(self) -> ssl.SSLContext | None:
-        """TLS of the listener; made for the first who comes, as it takes half a MiB."""
+        """TLS of the listener; loaded for the first connection, as it takes half a MiB."""
         if self._tls is None and self._rank.tls is not None:
             self._tls = self._rank.tls.ssl_context(ssl.TLSVersion.TLSv1_3)
         return self._tls
@@ -315,12 +300,12 @@ class StreamServer:
             try:
                 self._check(stream)
             except ParamdError:
-                # The reader asks for another grant, and is told why there is none.
+                # The reader asks for another grant, and learns why it gets none.
                 _hang_up(stream.sock)
         self._look_later()
 
     def _check(self, stream: _Stream) -> None:
-        """Raise unless what was sent may still be used."""
+        """Raise unless the bytes sent may still be used."""
         granted = stream.granted
         self._rank.revocations.check(granted.claims)
         if self._rank.incarnation != granted.incarnation:
@@ -344,7 +329,7 @@ class StreamServer:
             stream.store.drop(stream.snapshot)
 
     def _serve(self, stream: _Stream, reply: bytes) -> None:
-        """Send reply, windows and proof, or take them. On the stream's own thread."""
+        """Send reply, windows and proof, or receive the windows. On the stream's thread."""
         try:
             self._rank.faults.at("stream-open")
             _make_blocking(stream.sock)
@@ -356,7 +341,7 @@ class StreamServer:
                 stream.sock.sendall(self._taken(stream))
                 _drain(stream.sock)
         except (OSError, ValueError):
-            # The reader has left or stalled, or was hung up on: it asks for another grant, or not.
+            # The reader has left or stalled, or was hung up on: it may ask for another grant.
             _hang_up(stream.sock)
         except Exception as error:
             self._rank.log("stream-failed", error=repr(error))
@@ -364,7 +349,7 @@ class StreamServer:
             post(self._loop, self._ended, stream)
 
     def _proof(self, stream: _Stream) -> bytes:
-        """The last window: whether the bytes sent hold. On the stream's thread."""
+        """The last window: whether the bytes sent are valid. On the stream's thread."""
         try:
             asyncio.run_coroutine_threadsafe(self._checked(stream), self._loop).result()
         except ParamdError as error:
@@ -372,7 +357,7 @@ class StreamServer:
         return streams.Window(streams.LAST, stream.opening.end, 0).packed()
 
     def _taken(self, stream: _Stream) -> bytes:
-        """Take an edit's data window by window; the last word. On the stream's thread."""
+        """Receive an edit's data window by window; return the answer. On the stream's thread."""
         opening, entry = stream.opening, stream.entry
         assert entry is not None
         buffers = [bytearray(streams.WINDOW_BYTES) for _ in range(2)]
@@ -403,7 +388,7 @@ class StreamServer:
             return streams.failure(error)
         finally:
             if taking is not None:
-                # It reads a buffer of ours: nobody else may have that memory before.
+                # It reads one of the buffers, whose memory must not be reused before.
                 wait([taking])
         return streams.Window(streams.LAST, at, 0).packed()
 
@@ -430,7 +415,7 @@ class _Stranger:
         self._loop.add_reader(self._sock.fileno(), self._advance)
 
     def close(self) -> None:
-        """Leave without a word: to a stranger nothing is owed."""
+        """Close without an answer: none is owed to a stranger."""
         self._let_go()
         self._sock.close()
 
@@ -505,7 +490,7 @@ def _fill(sock: socket.socket, part: memoryview) -> None:
 
 
 def _drain(sock: socket.socket) -> None:
-    """Read what still arrives after the last word, which closing at once could destroy."""
+    """Read what still arrives after the answer, which closing at once could destroy."""
     socket.socket.shutdown(sock, socket.SHUT_WR)
     until_s = time.monotonic() + DRAIN_S
     rest = bytearray(1 << 16)
@@ -515,22 +500,21 @@ def _drain(sock: socket.socket) -> None:
 
 def _send_windows(stream: _Stream, data: memoryview, at_point: Callable[[str], None]) -> None:
     opening, sock = stream.opening, stream.sock
-    # Header and bytes in one segment, where the socket knows how.
+    # Header and bytes in one segment, if the socket supports that.
     more = 0 if isinstance(sock, ssl.SSLSocket) else socket.MSG_MORE
     for begin in range(opening.begin, opening.end, streams.WINDOW_BYTES):
         part = data[begin : min(begin + streams.WINDOW_BYTES, opening.end)]
         xxh3 = checksum_of(part, begin) if opening.checksums else 0
-        # All of it: a part of a header would make bytes that follow look like one.
+        # All of it: after a part of a header, the following bytes would be read as a header.
         sock.sendall(streams.Window(streams.DATA, begin, len(part), xxh3).packed(), more)
         sock.sendall(part)
         at_point("stream-window")
 
 
 def _hang_up(sock: socket.socket) -> None:
-    """Wake the stream's thread from whatever it waits for; its socket is closed afterwards."""
+    """Wake the stream's thread from any wait; its socket is closed afterwards."""
     with suppress(OSError):
-        # What the kernel has not delivered yet is no answer to anybody, and would keep its memory
-        # for as long as a stalled reader likes.
+        # Undelivered bytes help nobody, and a stalled reader would keep their memory allocated.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("@ii", 1, 0))
-        # Not SSLSocket's own, which would drop its TLS state under the sending thread.
+        # Not SSLSocket's method, which would drop its TLS state under the sending thread.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)

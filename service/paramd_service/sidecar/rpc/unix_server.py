@@ -35,23 +35,21 @@ from paramd_service.sidecar.snapshots.store import Snapshot
 
 MAX_CONNECTIONS = 256
 """Most connections of clients that have shown a valid ticket."""
-
 MAX_STRANGERS = 64
 """Most connections without a ticket whose peer is not the trainer; beyond this, the oldest is
 closed for a new one."""
-
 MAX_LAYOUT_BYTES = 1 << 30
 
 _OPS = frozenset((
     "introduce", "offer", "copies", "copy", "attach", "mesh", "insight", "state", "detach",
     "where", "leave", "live", "map", "unmap", "lend", "stage", "take",
 ))  # fmt: skip
-"""What a peer may send; a `_Connection` has a method for each."""
+"""Operations that a peer may send; a `_Connection` has a method for each."""
 
 
 @contextmanager
 def _read_only(descriptor: int) -> Iterator[int]:
-    """The memory of a descriptor, opened anew so that its receiver cannot change it."""
+    """The memory of a descriptor, reopened so that its receiver cannot change it."""
     readable = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
     try:
         yield readable
@@ -85,7 +83,7 @@ class UnixServer:
         if self._listener.fileno() < 0:
             return
         asyncio.get_running_loop().remove_reader(self._listener.fileno())
-        # Before closing: while we listen no successor takes the path, so the file is ours.
+        # Before closing: no other sidecar takes the path while this one listens.
         with suppress(OSError):
             os.unlink(self.rank.config.socket_path)
         self._listener.close()
@@ -149,7 +147,7 @@ class _Connection:
 
     @property
     def is_stranger(self) -> bool:
-        """Whether it is open, not the trainer's, and has shown no ticket."""
+        """Whether the open connection is not the trainer's and has shown no ticket."""
         return self._attached is None and not self._claims and not self._closing
 
     def is_revoked(self) -> bool:
@@ -201,7 +199,7 @@ class _Connection:
                 self.start()
 
     async def _introduce(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        """Exchange pidfds with a peer in another container: they hold across pid namespaces."""
+        """Exchange pidfds with a peer in another container: they work across pid namespaces."""
         if self._peer_pid:
             raise UsageError("introduce: only for processes of another container")
         if len(descriptors) != 1 or not is_pidfd_of_elsewhere(descriptors[0]):
@@ -221,7 +219,7 @@ class _Connection:
         attached = await self._rank.attach(request, handed_back, elsewhere=self._elsewhere)
         self._attached = attached
         if pems is not None and self._rank.own_pems is not None:
-            # The predecessor's CA ended with its incarnation.
+            # The CA of the previous incarnation ended with it.
             self._rank.own_pems.pems = pems
         answer = {
             "op": "attached",
@@ -248,7 +246,7 @@ class _Connection:
         handover.send(self._socket, {"op": "copy"}, [found])
 
     def _check_pid(self, request: AttachRequest) -> None:
-        # 0: the kernel could not name the peer in our pid namespace.
+        # 0: the kernel cannot name the peer in this pid namespace.
         if not self._peer_pid and self._elsewhere is None:
             raise DeniedError("attach: a process of another container must introduce itself first")
         if self._peer_pid not in (0, request.pid):
@@ -273,7 +271,7 @@ class _Connection:
         handover.send(self._socket, {"op": "insight"})
 
     async def _state(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        """Device memory for more of the optimizer's state."""
+        """Allocate device memory for more of the optimizer's state."""
         known_count, size_bytes = _whole(message, "known"), _whole(message, "size_bytes")
         async with self._rank.using_memory:
             self._check_owner("state")
@@ -298,13 +296,13 @@ class _Connection:
         self._rank.detach()
 
     async def _where(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        # Before a trainer takes it over: a sidecar cannot move to another address.
+        # Asked before a trainer takes the sidecar over: it cannot move to another address.
         handover.send(self._socket, {"op": "where", "address": self._server.address()})
 
     async def _leave(self, message: dict[str, Any], descriptors: list[int]) -> None:
         # Without a ticket, which nobody can mint once the control plane has ended. The kernel
-        # vouches for the user, who could as well attach, or send a signal; but this one is
-        # refused while a trainer lives, without a moment in between.
+        # vouches for the user, who could as well attach, or send a signal. Unlike a signal, this is
+        # refused while a trainer lives, atomically.
         self._rank.leave()
         handover.send(self._socket, {"op": "leaving", "pid": os.getpid()})
 
@@ -372,7 +370,7 @@ class _Connection:
 
     async def _take(self, message: dict[str, Any], descriptors: list[int]) -> None:
         lent = self._lent
-        # Its thread may read the socket, since our reader is off while a message is served.
+        # Its thread may read the socket, since the reader here is off while a message is served.
         await self._rank.edits.take(lent.entry, lent.arriving(self._socket, message))
         handover.send(self._socket, lent.taken())
 

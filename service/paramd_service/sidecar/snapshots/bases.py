@@ -1,8 +1,8 @@
-"""Snapshots kept as bases: states that followers have, and want to know the changes since.
+"""Snapshots kept as bases: states that followers have, and want the changes since.
 
-A base is a snapshot that nobody needs to lease any more, found by what it is of and its state. All
-followers of the same spans share it. Bases have a budget of their own: the least recently used one
-goes when there is no room, and one that nobody asked for in `IDLE_S`. Event loop only.
+A base is a snapshot that needs no lease, found by its key and state. All followers of the same
+spans share it. Bases have a separate budget: the least recently used one is dropped when there is
+no room, and any that nobody requests within `IDLE_S`. Event loop only.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from paramd.state import StateName
 from paramd_service.sidecar.snapshots.store import Key, Snapshot, SnapshotStore
 
 IDLE_S = 600.0
-"""How long a base is kept that nobody asks for; a follower may want every hundredth step."""
+"""How long an unused base is kept; a follower may want every hundredth step."""
 
 State: TypeAlias = tuple[Key, StateName]
-"""What bytes are of, and of which state."""
+"""Source and spans of bytes, and their state."""
 
 
 @dataclass(slots=True)
 class DeltaCounts:
-    """What was done for followers since the process started."""
+    """Work done for followers since the process started."""
 
     computed_count: int = 0
-    """Comparisons of two states; those who ask for the same one share it."""
+    """Comparisons of two states, each shared by all followers that request it."""
     answered_count: int = 0
     sent_bytes: int = 0
-    """Bytes of changes, sent as such."""
+    """Bytes of changes sent."""
     changed_bytes: int = 0
     """Bytes of elements that changed, over all answers."""
 
 
 def state_of(snapshot: Snapshot) -> State:
-    """What a filled snapshot is found by."""
+    """The key that a filled snapshot is found by."""
     return snapshot.key, snapshot.state
 
 
@@ -58,7 +58,7 @@ class Bases:
         return sum(pages(snapshot.size_bytes) for snapshot, _ in self._kept.values())
 
     def find(self, state: State) -> Snapshot | None:
-        """The base of that state, held once more; None: it is gone, or was never kept."""
+        """The base of that state, with one more hold; None: it was dropped, or never kept."""
         found = self._kept.pop(state, None)
         if found is None:
             return None
@@ -86,20 +86,20 @@ class Bases:
         self._kept[state] = snapshot, self._clock_ns()
 
     def sweep(self) -> int | None:
-        """Forget what nobody asked for; return when to call again (None: nothing is kept)."""
+        """Drop unused bases; return when to call again (None: none is kept)."""
         idle_ns, now_ns = int(IDLE_S * 1e9), self._clock_ns()
         for state in [s for s, (_, used_ns) in self._kept.items() if used_ns + idle_ns <= now_ns]:
             self._forget(state)
         return min((used_ns + idle_ns for _, used_ns in self._kept.values()), default=None)
 
     def close(self) -> None:
-        """Forget all, and keep nothing more."""
+        """Drop all bases, and keep no more."""
         self._closed = True
         for state in list(self._kept):
             self._forget(state)
 
     def _forget(self, state: State) -> None:
         snapshot, _ = self._kept.pop(state)
-        # Leases on it count from now on as they did.
+        # Leases on it count again from now on.
         self._store.count_as_base(snapshot, False)
         self._store.drop(snapshot)

@@ -1,9 +1,10 @@
-"""Marks: complete states of this rank that its user keeps by name, to go back to.
+"""Marks: complete states of this rank that its user keeps by name, to return to.
 
-A mark is what a standing snapshot is (arena, optimizer memory, record and table, one after the
+A mark is a state like a standing snapshot (arena, optimizer memory, record and table, one after the
 other), made on request while training is held, and kept until it is dropped or this sidecar ends;
-like standing snapshots, marks outlive a trainer. Memory is made first, so that training is held
-only for the copy. Everything that copies or computes runs on a thread; a lock guards the names.
+like standing snapshots, marks outlive a trainer. Memory is allocated first, so that training is
+held only for the copy. Everything that copies or computes runs on a thread; a lock guards the
+names.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ SPARE_BYTES = 1 << 20
 
 @dataclass(eq=False, slots=True)
 class Mark:
-    """A mark; without a label it has only memory yet."""
+    """A mark; without a label only its memory has been allocated."""
 
     name: str
     by: str
@@ -52,19 +53,19 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A state's bytes, mapped for as long as they are needed."""
+    """The bytes of a state, mapped while they are needed."""
 
     label: StandingLabel
     buffer: memoryview
     descriptor: int
 
     def check(self) -> None:
-        """Raise DataLossError unless the bytes are those that were kept. Slow."""
+        """Raise DataLossError unless the bytes are unchanged. Slow."""
         if digest_of(self.buffer) != self.label.digest:
             raise DataLossError(f"the kept state of step {self.label.step} is damaged on this rank")
 
     def read_into(self, target: memoryview, begin: int) -> None:
-        """Fill `target` with the bytes from `begin` on, without keeping the interpreter."""
+        """Fill `target` with the bytes from `begin` on, without holding the interpreter's lock."""
         done = 0
         while done < target.nbytes:
             moved = os.preadv(self.descriptor, [target[done:]], begin + done)
@@ -77,7 +78,7 @@ class Marks:
     """One rank's marks. Thread-safe."""
 
     def __init__(self, blocks: BlockMaker, standing: Standing, *, budget_bytes: int | None) -> None:
-        """`budget_bytes`: most bytes of all marks; None: what the machine has."""
+        """`budget_bytes`: most bytes of all marks; None: all memory of the machine."""
         self._blocks = blocks
         self._standing = standing
         self._budget_bytes = budget_bytes
@@ -90,11 +91,11 @@ class Marks:
             return list(self._marks.values())
 
     def reserve(self, name: str, by: str, attached: AttachedMemory) -> Mark:
-        """Have memory made for a mark. Slow.
+        """Allocate memory for a mark. Slow.
 
         Raises:
             UsageError: no name. ExistsError: it is taken. ConflictError: training keeps no states.
-            ExhaustedError: over the budget, or the machine has not got it.
+            ExhaustedError: over the budget, or the machine does not have the memory.
         """
         check_name(name)
         check_keeps_states(attached.page)
@@ -113,7 +114,7 @@ class Marks:
 
         Raises:
             NotFoundError: `reserve` comes first. ExistsError: it is filled.
-            ConflictError: training is not held, or its record is not that of this step.
+            ConflictError: training is not held, or its record is not of this step.
         """
         with self._lock:
             mark = self._marks.get(name)
@@ -130,7 +131,7 @@ class Marks:
         return mark
 
     def drop(self, name: str) -> bool:
-        """Forget a mark; False if there is none."""
+        """Delete a mark; False if there is none."""
         with self._lock:
             mark = self._marks.pop(name, None)
         if mark is not None:
@@ -139,11 +140,8 @@ class Marks:
 
     @contextmanager
     def found(self, name: str, step: int, lineage: int, edits: int) -> Iterator[Found]:
-        """A mark, or with an empty name a standing snapshot, that has these numbers.
-
-        Raises:
-            NotFoundError: there is none.
-        """
+        """A mark, or with an empty name a standing snapshot, that has these numbers. Raises
+        NotFoundError when there is none."""
         wanted = (step, lineage, edits)
         with self._lock:
             mark = self._marks.get(name)
@@ -152,7 +150,7 @@ class Marks:
                 candidates = list(self._standing.labels())
             for label, block in candidates:
                 if (label.step, label.lineage, label.edits) == wanted and label.digest:
-                    # Its own: the block may be dropped meanwhile.
+                    # A new descriptor: the block may be dropped meanwhile.
                     descriptor = os.dup(block.descriptor)
                     break
             else:
@@ -199,7 +197,7 @@ class Marks:
         return label
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Free all memory."""
         for mark in self.all():
             self.drop(mark.name)
 
@@ -229,7 +227,7 @@ def check_name(name: str) -> None:
 
 
 def state_bytes(attached: AttachedMemory) -> int:
-    """Size of the present state of everything; its record is that of the last boundary."""
+    """Size of the present state of everything, with the record of the last boundary."""
     page = attached.page
     state = attached.request.arena_bytes + page[Word.OPTIMIZER_BYTES] + page[Word.STATE_BYTES]
     return state + beside_bytes(attached)

@@ -1,11 +1,11 @@
 """Snapshots of optimizer state, straight from the optimizer memory.
 
-Where its optimizers' state lives there, a trainer changes it only while SEQ is odd, as parameters,
-so the same thread copies it under the same proof. Elsewhere the trainer copies it there for a
-request at a boundary, and MOMENTS_FOR and SEQ or MIRRORED_FOR prove that. Where its tensors lie is
-found right before each copy, since tables change with the state.
+A trainer whose optimizer state lives there changes it only while SEQ is odd, as parameters, so the
+same thread copies it under the same proof. Otherwise the trainer copies the state there for a
+request at a boundary, proved by MOMENTS_FOR and SEQ or MIRRORED_FOR. The places of its tensors are
+looked up right before each copy, since tables change with the state.
 
-A *table* (source MOMENTS, no state key) says which state there is, and has its numbers.
+A *table* (source MOMENTS, no state key) lists the state, and has its numbers.
 """
 
 from __future__ import annotations
@@ -45,16 +45,14 @@ NOT_RECORDED = "the optimizer's state has not been recorded yet, or not since th
 MISSES = 2
 """Boundaries in a row at which the copy was late or the state not recorded, after which the
 trainer is asked to record it, and to wait for the copy."""
-
 WAITS = 2 * MISSES
-"""Boundaries for which it is asked then. More than MISSES, since each rank counts its own misses: a
-rank that began to count later asks its trainer, too, before the first one stops. With fewer, two
-ranks could ask by turns for ever, and all of them are needed at one boundary."""
-
-Prepare = Callable[[], Sequence[CopySpan] | None]
-
+"""Boundaries for which the trainer is then asked. More than MISSES, since each rank counts its own
+misses: a rank that began to count later asks its trainer, too, before the first one stops. With
+fewer, two ranks could ask by turns for ever, and all of them are needed at one boundary."""
 READ_BYTES = 64 << 10
 """Bytes fetched at once for numbers that are on a device."""
+
+Prepare = Callable[[], Sequence[CopySpan] | None]
 
 
 class Asking:
@@ -65,22 +63,22 @@ class Asking:
         self._left = 0
 
     def asks(self) -> bool:
-        """Whether it is asked for this boundary; counts it."""
+        """Whether the trainer is asked for this boundary, which is counted."""
         if not self._left:
             return False
         self._left -= 1
         return True
 
     def ended(self, *, captured: bool, missed: bool) -> None:
-        """This boundary had the state, or missed it, whether the trainer was asked or not."""
+        """Record whether this boundary had or missed the state, asked for or not."""
         self._missed = 0 if captured else self._missed + missed
         if self._missed >= MISSES:
             self._missed, self._left = 0, WAITS
 
 
 class Moments:
-    """One attachment's optimizer state. Event loop, but for what `filling` returns: it runs on the
-    copying thread."""
+    """One attachment's optimizer state. Event loop, except the function that `filling` returns,
+    which runs on the copying thread."""
 
     def __init__(self, attached: AttachedMemory) -> None:
         self._page = attached.page
@@ -103,7 +101,7 @@ class Moments:
         return self._page[Word.MOMENTS_LIVE] != 0
 
     def needs_trainer(self) -> bool:
-        """Whether the trainer has to copy the state for a boundary, or to wait; counts it."""
+        """Whether the trainer must copy the state for a boundary, or wait; counts the boundary."""
         return self._asking.asks() or not self.lives_here
 
     def ended(self, *, captured: bool, missed: bool) -> None:
@@ -119,13 +117,11 @@ class Moments:
         return self._memory.address + place
 
     def reader(self) -> Read:
-        """What reads a few numbers of the state as it is now, one after the other.
+        """A function that reads a few numbers of the present state, one after the other. On the
+        copying thread; raises LateError, DeviceError when called.
 
-        On the copying thread. Where they are on a device, whole blocks are fetched, since state of
-        one number lies together there (trainer/resume/optimizer_home.py).
-
-        Raises:
-            LateError, DeviceError: when it is called.
+        From a device, whole blocks are fetched, since single numbers of the state are adjacent
+        there (trainer/resume/optimizer_home.py).
         """
 
         @cache
@@ -144,7 +140,7 @@ class Moments:
                 number, at = divmod(place - DEVICE_PLACES + len(found), READ_BYTES)
                 part = block(number)[at : at + size_bytes - len(found)]
                 if not part:
-                    # Beyond the state: the table is of another one, whose copy will not count.
+                    # Beyond the state: the table is of another state, whose copy will not count.
                     raise LateError
                 found += part
             return found
@@ -152,22 +148,18 @@ class Moments:
         return read
 
     def now(self) -> tuple[OptimizerState, dict[str, Any]] | None:
-        """The state, and the record of it, if it is recorded at the page's step."""
+        """The state and its record, if recorded at the page's step."""
         page, found = self._page, self._read()
         step = page[Word.MIRRORED_STEP if is_mirror(page.words) else Word.STEP]
         if found is None or page[Word.RECORD_STEP] != step:
             return None
         state, record = found
-        # A record is written anew only when something in it has changed.
+        # A record is rewritten only when something in it has changed.
         return state, {**record, "step": step}
 
     def check(self, key: str) -> None:
-        """Check that there is such state, as far as is known now; "" stands for none in particular.
-
-        Raises:
-            ConflictError: the trainer does not keep it here.
-            NotFoundError: the optimizer has no such state.
-        """
+        """Check that the state exists, as far as is known now; "" means no particular key. Raises
+        ConflictError if the trainer does not keep it here, NotFoundError for an unknown key."""
         if not self.lives_here:
             raise ConflictError(NOT_KEPT)
         found = self._read()
@@ -183,7 +175,7 @@ class Moments:
             raise NotFoundError(f"state_key: no {key!r}{why}; known: {known}")
 
     def missed(self, step: int) -> str:
-        """Why the state of a step that has passed was not copied; empty: for no special reason."""
+        """Why the state of a past step was not copied; empty: no particular reason."""
         found = self._read()
         passed = step and self._page[Word.STEP] >= step
         if passed and (found is None or self._page[Word.RECORD_STEP] < step):
@@ -194,7 +186,7 @@ class Moments:
         return ""
 
     def filling(self, snapshots: Sequence[Snapshot]) -> Prepare:
-        """A function that finds what to copy into snapshots of state, and fills tables."""
+        """A function that finds the spans to copy into snapshots of state, and fills tables."""
 
         def prepare() -> Sequence[CopySpan] | None:
             found = self.now()
@@ -237,12 +229,12 @@ class Moments:
                 filled += size
             base += end - begin
         if filled < snapshot.size_bytes:
-            # Between parameters, and where one has no such state.
+            # Zero between parameters, and where one has no such state.
             ctypes.memset(block.address, 0, snapshot.size_bytes)
         return spans
 
     def _read(self) -> tuple[OptimizerState, dict[str, Any]] | None:
-        """The table's state, and the newest record of it."""
+        """The table's state, and its newest record."""
         pair = read_pair(self._continuation.buffer)
         if pair is None:
             return None
@@ -257,12 +249,12 @@ class Moments:
 
 
 def is_moments(key: Key) -> bool:
-    """Whether a key stands for optimizer state, or its table."""
+    """Whether a key is of optimizer state, or of its table."""
     return key.source == pb.SOURCE_MOMENTS
 
 
 def is_table(key: Key) -> bool:
-    """Whether a key stands for the table."""
+    """Whether a key is of the table."""
     return is_moments(key) and not key.state_key
 
 

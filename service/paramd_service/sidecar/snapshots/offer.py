@@ -1,13 +1,12 @@
-"""What is here for a successor: copies of other ranks' standing snapshots, and this rank's state.
+"""States for a restarted trainer: copies of other ranks' standing snapshots, and this rank's state.
 
-Copies are kept for the case that their host is lost. Each arrives part after part, in order, over
-the one before the last: so a whole one is left while the next one is received. One that every rank
-is known to have (`keep_step`) is overwritten only if there is memory for no other. A copy counts
-once all its bytes are there and have their digest. All methods run on the event loop's thread;
-memory is made on the executor.
+Copies are kept in case their host is lost. Each arrives in parts, in order, over the one before the
+last, so that a whole one is left meanwhile. The one that every rank is known to have (`keep_step`)
+is overwritten only if there is memory for no other. A copy counts once all its bytes have arrived
+and match their digest. All methods run on the event loop; memory is allocated on the executor.
 
-This rank's live state is offered when the trainer ended between two updates, with nothing standing
-in for its weights and with its samples as they were; standing snapshots always. The successor
+Standing snapshots are always offered. This rank's live state is offered when the trainer ended
+between two updates, with its weights not replaced and its samples unchanged. The restarted trainer
 compares the ranks' offers and decides (paramd/trainer/resume).
 """
 
@@ -63,7 +62,7 @@ class Copies:
     def __init__(
         self, blocks: BlockMaker, executor: Executor, *, budget_bytes: Callable[[], int | None]
     ) -> None:
-        """`budget_bytes`: most bytes of all copies now; None: what the machine has."""
+        """`budget_bytes`: most bytes of all copies now; None: all memory of the machine."""
         self._blocks = blocks
         self._executor = executor
         self._budget_bytes = budget_bytes
@@ -75,7 +74,7 @@ class Copies:
         return sum(copy.size_bytes for kept in self._ranks.values() for copy in kept.copies)
 
     def labels(self) -> Iterator[tuple[int, StandingLabel]]:
-        """Whose the whole copies are, and what they hold."""
+        """The whole copies' ranks and labels."""
         for rank, kept in self._ranks.items():
             yield from ((rank, copy.label) for copy in kept.copies if copy.label and copy.whole)
 
@@ -91,14 +90,13 @@ class Copies:
     async def put(
         self, rank: int, label: StandingLabel, keep_step: int, offset: int, data: bytes
     ) -> int:
-        """Take a part of a copy; return how many of its bytes are there. Idempotent.
-
-        A part that does not begin where the last one ended changes nothing.
+        """Take a part of a copy; return how many of its bytes have arrived. Idempotent: a part that
+        does not begin where the last one ended changes nothing.
 
         Raises:
-            UsageError: it leaves the copy.
+            UsageError: the part leaves the copy.
             ExhaustedError: there is no room.
-            DataLossError: the bytes do not have their digest; they were dropped.
+            DataLossError: the bytes do not match their digest; they were dropped.
         """
         kept = self._ranks.setdefault(rank, _Kept())
         async with kept.lock:
@@ -127,19 +125,19 @@ class Copies:
             return end
 
     def rebase(self, lineage: int, new_lineage: int, step: int) -> None:
-        """As `Standing.rebase`; what has not arrived whole is dropped."""
+        """As `Standing.rebase`; incomplete copies are dropped."""
         for copy in (copy for kept in self._ranks.values() for copy in kept.copies):
             label = copy.label if copy.whole else None
             copy.label = rebased(label, lineage, new_lineage, step) if label is not None else None
 
     def keep_only(self, ranks: Collection[int]) -> None:
-        """Give back the memory of all other ranks' copies."""
+        """Free the memory of all other ranks' copies."""
         for rank in [rank for rank in self._ranks if rank not in ranks]:
             for copy in self._ranks.pop(rank).copies:
                 self._free(copy)
 
     async def _begin(self, kept: _Kept, rank: int, label: StandingLabel) -> _Copy:
-        """Memory for another copy, over the one that is missed least."""
+        """Allocate memory for another copy, or reuse that of the least needed one."""
         # Somewhat larger: the record's size changes from step to step.
         size_bytes = label.size_bytes + label.size_bytes // 64 + (64 << 10)
         copy = min(kept.copies, key=lambda one: _worth(one, kept.keep_step))
@@ -171,7 +169,7 @@ class Copies:
 
 
 def copies_message(own: int, standing: Standing, copies: Copies) -> list[dict[str, Any]]:
-    """What a successor is told of the snapshots here: whose, and what they hold."""
+    """The snapshots here as a restarted trainer is informed of them: ranks and labels."""
     mine = [(own, label) for label, _ in standing.labels() if label.digest]
     return [{"rank": rank, "label": asdict(label)} for rank, label in (*mine, *copies.labels())]
 
@@ -182,7 +180,7 @@ def opened(block: Block) -> int:
 
 
 def _is_of(copy: _Copy, label: StandingLabel) -> bool:
-    """Whether it is a copy of that snapshot. Senders do not tell the histories before."""
+    """Whether it is a copy of that snapshot. Senders omit the earlier histories."""
     return copy.label is not None and replace(copy.label, before=()) == label
 
 
@@ -197,11 +195,9 @@ def _worth(copy: _Copy, keep_step: int) -> tuple[bool, bool, int]:
 def offer_of(
     attached: AttachedMemory, ownership: Ownership, layout_digest: str, standing: Standing
 ) -> tuple[dict[str, Any], list[int]]:
-    """The offer, and the descriptors it goes with: new ones, which the caller closes.
-
-    They are arena, optimizer memory, continuation memory and the state's allocations on a device if
-    the live state is offered, then one for each snapshot, read-only.
-    """
+    """The offer, and its descriptors: new ones, which the caller closes. They are arena, optimizer
+    memory, continuation memory and the state's allocations on a device if the live state is
+    offered, then one for each snapshot, read-only."""
     page, request = attached.page, attached.request
     resting = resting_state(page)
     state = resting if resting is not None else state_of(page)
@@ -237,7 +233,7 @@ def offer_of(
 def offer_of_snapshots(
     ownership: Ownership, standing: Standing
 ) -> tuple[dict[str, Any], list[int]]:
-    """As `offer_of`, when a trainer that was to take the memory over died meanwhile."""
+    """As `offer_of`, when a trainer that was to take over the memory died meanwhile."""
     descriptors: list[int] = []
     snapshots = _snapshots(standing, descriptors)
     newest = snapshots[0] if snapshots else {}

@@ -1,14 +1,14 @@
-"""Standing snapshots: recent states of everything, kept for a successor of the trainer.
+"""Standing snapshots: recent states of everything, kept for a restarted trainer.
 
-The trainer asks for one at a boundary (words STANDING and STANDING_STEP), which it announces, so
+The trainer requests one at a boundary (words STANDING and STANDING_STEP), which it announces, so
 the bytes are copied while the next forward and backward run: arena, optimizer memory and
 continuation record. SEQ proves each copy; one that the next update overtakes is dropped. There
 are two buffers. The one with the newest snapshot that all ranks have (word STANDING_COMMON) is not
-written while the other can be, so that such a one is left at any moment, whichever copies fail on
-whichever ranks; with memory for only one, a trainer that dies while it is written leaves none.
+written while the other can be, so that one remains at any moment, whichever copies fail on
+whichever ranks. With memory for only one, a trainer that dies while it is written leaves none.
 
-`serve` runs on the copying thread; memory is made and digests are computed on a thread of
-their own. A lock guards what is told of the buffers.
+`serve` runs on the copying thread; a separate thread allocates memory and computes digests. A lock
+guards the labels of the buffers.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from paramd_service.sidecar.snapshots.store import Block, BlockMaker
 BUFFERS = 2
 
 SMALL_BYTES = 8 << 20
-"""Memory for states up to this size is made at once, by the copying thread: milliseconds. For
-larger ones it is made beside, and the snapshots asked for meanwhile are missed."""
+"""The copying thread allocates memory for states up to this size at once, in milliseconds. Larger
+memory is allocated on another thread, and the snapshots requested meanwhile are missed."""
 
 MOST_HISTORIES = 16
 
@@ -47,8 +47,8 @@ _MEANING = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StandingLabel:
-    """What a buffer holds: arena, optimizer's state in host memory and on the device, record and
-    table, one after the other."""
+    """The contents of a buffer: arena, optimizer's state in host memory and on the device, record
+    and table, one after the other."""
 
     lineage: int
     """History that the state belongs to (word LINEAGE)."""
@@ -57,7 +57,7 @@ class StandingLabel:
     """Edits applied in this history."""
     arena_bytes: int
     optimizer_bytes: int
-    """Bytes of the optimizer's state, wherever it was."""
+    """Bytes of the optimizer's state, in host memory and on the device."""
     record_bytes: int
     table_bytes: int
     world_size: int
@@ -66,9 +66,9 @@ class StandingLabel:
     """XXH3 of the bytes; 0 while it is being computed."""
     before: tuple[int, ...] = ()
     """Histories that it belonged to, newest first: those that were continued from it. A start that
-    dies while it resumes may leave ranks of which only some have a new history."""
+    dies while it resumes may leave only some ranks with a new history."""
     device_bytes: int = 0
-    """The last so many of the optimizer's bytes were on the device. Unknown of copies."""
+    """How many of the optimizer's bytes, the last ones, were on the device. Unknown for copies."""
 
     @property
     def size_bytes(self) -> int:
@@ -80,9 +80,9 @@ class _Buffer:
     block: Block | None = None
     label: StandingLabel | None = None
     made: int = -1
-    """When its state is of, in `in_time`'s order; -1: there is none."""
+    """Time of its state, in `in_time`'s order; -1: there is none."""
     held: bool = False
-    """It is being read by this process: its memory stays as it is."""
+    """Whether this process is reading it: its memory must not change."""
 
 
 class Standing:
@@ -96,14 +96,11 @@ class Standing:
         budget_bytes: int | None,
         at_point: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """
-        Args:
-            budget_bytes: most bytes of all buffers; None: what the machine has.
-            at_point: called at the point "standing-copied" (fault injection).
-        """
+        """`budget_bytes`: most bytes of all buffers; None: all memory of the machine. `at_point` is
+        called at the point "standing-copied" (fault injection)."""
         self._blocks = blocks
         self._at_point = at_point
-        # Its own thread: a digest takes long, and callers wait for the sidecar's others.
+        # A separate thread: a digest takes long, and callers wait for the sidecar's others.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="paramd-standing")
         self._log = log
         self._budget_bytes = budget_bytes
@@ -115,10 +112,10 @@ class Standing:
         self.on_digested: Callable[[], None] | None = None
         """Called on a thread when a snapshot is whole and has its digest."""
         self.wanted_bytes = 0
-        """Memory of all buffers, once it is made."""
+        """Memory of all buffers, once it is allocated."""
         self.reached = 0
         """Highest step that was made in these histories, if no trainer has attached since then and
-        told what has to be made again; else 0."""
+        reported the steps to repeat; else 0."""
 
     def labels(self) -> list[tuple[StandingLabel, Block]]:
         """The whole snapshots and their memory, newest first."""
@@ -127,7 +124,7 @@ class Standing:
             return [(b.label, b.block) for b in newest_first if b.label and b.block]
 
     def hold(self) -> tuple[StandingLabel, Block] | None:
-        """The newest whole snapshot that has its digest; it stays as it is until `release`."""
+        """The newest whole snapshot that has its digest; it does not change until `release`."""
         with self._lock:
             whole = [b for b in self._buffers if b.block and b.label and b.label.digest]
             newest = max(whole, key=lambda b: b.made, default=None)
@@ -137,23 +134,20 @@ class Standing:
             return newest.label, newest.block
 
     def release(self) -> None:
-        """Let go of the snapshot that is held. Idempotent."""
+        """Release the snapshot that is held. Idempotent."""
         with self._lock:
             for buffer in self._buffers:
                 buffer.held = False
 
     def settle(self, attached: AttachedMemory, step: int) -> None:
-        """Tell the trainer that this step's copy was sent, or is not going to be."""
+        """Tell the trainer that this step's copy was sent, or will not be."""
         with self._lock:
             settled = attached.page[Word.COPY_SETTLED]
             attached.page[Word.COPY_SETTLED] = max(settled, step)
 
     def rebase(self, lineage: int, new_lineage: int, step: int, *, reached: int) -> None:
-        """Keep what `new_lineage` continues: snapshots of `lineage` up to `step`, no others.
-
-        Args:
-            reached: step that the trainer before was at.
-        """
+        """Keep the snapshots that `new_lineage` continues: those of `lineage` up to `step`, no
+        others. `reached` is the step of the previous trainer."""
         self.reached = max(self.reached, reached) if lineage else 0
         with self._lock:
             for buffer in self._buffers:
@@ -164,9 +158,8 @@ class Standing:
                     buffer.made = label.step
 
     def trainer_ended(self, attached: AttachedMemory) -> None:
-        """Begin to digest the memory that a trainer left, so that its successor finds damage.
-
-        Not on a device, where it would take as long as the restart that it is for.
+        """Begin to digest the memory that a trainer left, so that a restarted trainer finds damage.
+        Not on a device, where this would take as long as the restart.
         """
         if attached.device is not None:
             return
@@ -177,23 +170,23 @@ class Standing:
         self._ended = attached, self._executor.submit(digests_of, parts)
 
     def left_digests(self, attached: AttachedMemory) -> list[int]:
-        """Digests of what this trainer left: arena, then state; none while they are not known."""
+        """Digests of this trainer's memory: arena, then state; none while they are unknown."""
         ended = self._ended
         known = ended is not None and ended[0] is attached and ended[1].done()
         return ended[1].result() if ended is not None and known else []
 
     def digested(self) -> Future[None]:
-        """Done when all digests asked for so far are known."""
+        """Done when all digests requested so far are known."""
         return self._executor.submit(lambda: None)
 
     def serving(
         self, attached: AttachedMemory, layout_digest: Callable[[], str]
     ) -> Callable[[], None]:
-        """What the copying thread has to call at each wake, while `attached` lives."""
+        """The function that the copying thread calls at each wake, while `attached` lives."""
         memory = SparseMemory(attached.shared.optimizer)
         continuation = SparseMemory(attached.shared.continuation)
         seen = attached.page[Word.STANDING]
-        # What a predecessor was asked for and did not make is not going to be sent.
+        # An earlier sidecar's unfinished snapshot will not be sent.
         self.settle(attached, attached.page[Word.STANDING_STEP])
 
         def serve() -> None:
@@ -208,7 +201,7 @@ class Standing:
         return serve
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Free all memory."""
         self._executor.shutdown(cancel_futures=True)
         with self._lock:
             for buffer in self._buffers:
@@ -230,7 +223,8 @@ class Standing:
             return self._missed(step, "training was past its boundary")
         record, table = kept
         label = label_of(attached, step, record, table, layout_digest)
-        # What all ranks have elsewhere stays until they have a newer one (docs/resume.md).
+        # The state that all ranks have elsewhere stays until they have a newer one
+        # (docs/resume.md).
         self._kept_step = page[Word.COPIES_STEP] or self._kept_step
         made = in_time(step, rewound=page[Word.REWOUND])
         buffer = self._room(label.size_bytes, page[Word.STANDING_COMMON])
@@ -258,14 +252,14 @@ class Standing:
         return True
 
     def _room(self, size_bytes: int, common: int) -> _Buffer | None:
-        """The buffer to write next, emptied; None until there is memory for it."""
+        """The buffer to write next, emptied; None until its memory is allocated."""
         self.wanted_bytes = max(self.wanted_bytes, BUFFERS * size_bytes)
         if size_bytes <= SMALL_BYTES and not self._making and self._wants_more(size_bytes):
             self._making = True
             self._grow(size_bytes)
         with self._lock:
             chosen = self._expendable(size_bytes, common)
-            # The last whole one is only given up if no other memory is to be had.
+            # The last whole snapshot is only given up if no other memory is available.
             if not self._making and self._wants_more(size_bytes):
                 self._making = True
                 self._executor.submit(self._grow, size_bytes)
@@ -293,18 +287,18 @@ class Standing:
         return budget is None or (count + 1) * size_bytes <= budget
 
     def _grow(self, size_bytes: int) -> None:
-        """Make memory for all buffers, somewhat larger than needed now."""
+        """Allocate memory for all buffers, somewhat larger than needed now."""
         try:
             while self._unfit(size_bytes) and self._more_possible(size_bytes):
                 block = self._blocks.make(size_bytes + size_bytes // 64 + (64 << 10))
                 with self._lock:
-                    # An empty one first: what is whole stays as long as possible.
+                    # An empty one first, so that whole ones stay as long as possible.
                     free = [b for b in self._unfit(size_bytes) if not b.held]
                     taken = min(free, key=lambda b: b.label is not None, default=None)
                     if taken is not None:
                         old, taken.block, taken.label = taken.block, block, None
                 if taken is None:
-                    # It is being sent: the next snapshot asks again.
+                    # All are being sent: the next snapshot tries again.
                     self._blocks.dispose(block)
                     return
                 if old is not None:
@@ -313,7 +307,7 @@ class Standing:
             count = BUFFERS - len(self._unfit(size_bytes))
             meaning = _MEANING[min(count, len(_MEANING) - 1)]
             self._log("standing-exhausted", buffers=count, meaning=meaning, reason=str(error))
-            # Never tried again: what there is has to do.
+            # Never tried again: the present buffers must do.
             self._budget_bytes = count * size_bytes
         finally:
             self._making = False
@@ -341,7 +335,7 @@ class Standing:
 def label_of(
     attached: AttachedMemory, step: int, record: bytes, table: bytes, layout_digest: str
 ) -> StandingLabel:
-    """What the present state is, by the page; the caller proves with SEQ that it stayed so."""
+    """Label of the present state, by the page; the caller proves with SEQ that it stayed so."""
     page = attached.page
     return StandingLabel(
         lineage=page[Word.LINEAGE],
@@ -360,7 +354,7 @@ def label_of(
 def spans_of(
     attached: AttachedMemory, optimizer: SparseMemory, label: StandingLabel, target: int
 ) -> list[CopySpan]:
-    """Where the bytes of the present state are, to be copied to `target`: one after the other."""
+    """The spans of the present state's bytes, to be copied to `target` one after the other."""
     on_host = label.optimizer_bytes - label.device_bytes
     sources = [
         (attached.arena.address, label.arena_bytes),
@@ -378,7 +372,7 @@ def spans_of(
 def rebased(
     label: StandingLabel, lineage: int, new_lineage: int, step: int
 ) -> StandingLabel | None:
-    """A snapshot in `new_lineage`, which goes on from `lineage` at `step`; None: it has no part."""
+    """A snapshot in `new_lineage`, which continues `lineage` at `step`; None: not part of it."""
     histories = (label.lineage, *label.before)
     if lineage not in histories or label.step > step:
         return None
@@ -391,11 +385,11 @@ def expendable(made: Sequence[int], common: int) -> int:
     """Which of the snapshots to overwrite: not the newest that all ranks have, if there is another.
 
     Args:
-        made: when they are of (`in_time`); -1: empty.
-        common: every rank has made a snapshot of then or later.
+        made: Their times, in `in_time`'s order; -1: empty.
+        common: Every rank has made a snapshot of this time or later.
     """
     order = sorted(range(len(made)), key=lambda at: made[at])
-    # Of these the older one may be all that the ranks have in common.
+    # If the newest is later than `common`, the older one may be all that the ranks share.
     needed = made[order[0]] >= 0 and made[order[-1]] > common
     return order[-1] if needed else order[0]
 

@@ -1,4 +1,4 @@
-"""Snapshots and their leases: who holds which bytes of which step, within a byte budget.
+"""Snapshots and their leases: which token holds which bytes of which step, within a byte budget.
 
 Life of a snapshot's memory:
 
@@ -6,9 +6,9 @@ Life of a snapshot's memory:
      ^                                                                                 |
      +------------------- taken for another snapshot, or idle too long ----------------+
 
-Kept memory retains its bytes: an equal request at the same step gets them again, and a torn
-rank can still serve the last ones under their own step. Memory that a client still maps is
-given up instead (the kernel keeps it for that client alone).
+Kept memory retains its bytes: an equal request at the same step gets them again, and a torn rank
+can still serve the last ones under their own step. Memory that a client still maps is given up
+instead (the kernel keeps it for that client alone).
 
 A third of the budget is reserved for the control plane (exports included) and the owner; one
 token gets at most half of the rest. Each holder of a shared snapshot is charged in full, but it
@@ -57,14 +57,14 @@ class Block:
         self.address = self._arena.address
 
     def close(self) -> None:
-        """Unmap it here and close the descriptor; other processes' mappings live on."""
+        """Unmap it here and close the descriptor; other processes' mappings remain."""
         self.buffer = memoryview(b"")
         self._arena.close()
         os.close(self.descriptor)
 
 
 class BlockMaker:
-    """Makes blocks, and frees them on the executor that also makes them."""
+    """Makes blocks, and frees them, on one executor."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -86,7 +86,7 @@ class BlockMaker:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What a snapshot is of; equal keys at one step mean equal bytes."""
+    """Identity of a snapshot's bytes: equal keys at one step mean equal bytes."""
 
     incarnation: int
     spans: tuple[tuple[int, int], ...]
@@ -102,11 +102,11 @@ class Key:
 
 
 BASES = -1
-"""Not a source: the budget of snapshots that are kept as bases."""
+"""Not a source: the key of the budget for bases."""
 
 
 class Fill(Enum):
-    """Whether the bytes are there."""
+    """State of the bytes."""
 
     EMPTY = "prepared, not filled"
     PENDING = "being filled"
@@ -136,7 +136,7 @@ class Snapshot:
     is_true: bool = False
     """The state is over, and no change outside of updates was found in it."""
     private: bool = False
-    """Made for a reader that accepts values changed after their update: nobody else gets it."""
+    """Made for a reader that accepts values changed after their update: not shared."""
     holders: int = 0
     """Leases, waiting requests, running copies and reductions."""
     is_base: bool = False
@@ -161,13 +161,13 @@ class Snapshot:
 
     @property
     def shareable(self) -> bool:
-        """Whether others may have it: what accepts changed values, or other weights, is its own."""
+        """Whether others may have it: one with changed values or other weights is not shared."""
         whole = self.fill is Fill.FILLED and not self.tainted
         return whole and not self.at_boundary and not self.private and not self.label
 
     @property
     def state(self) -> StateName:
-        """The name of the state that the bytes are of."""
+        """The name of the bytes' state."""
         return StateName(self.key.incarnation, self.history, self.step, self.edits, self.label)
 
     def view(self) -> memoryview:
@@ -215,10 +215,7 @@ class Charges:
 
     def check(self, who: Who, source: int, needed_bytes: int, *, is_new: bool = True) -> None:
         """Check that `who` may hold that much more; `is_new`: no token holds the snapshot yet.
-
-        Raises:
-            ExhaustedError: this token's share, or that of all tokens, is used up.
-        """
+        Raises ExhaustedError when this token's share, or that of all tokens, is used up."""
         if who is None:
             return
         share_bytes, mine = self.share_bytes(source), self._taken_bytes[source, who]
@@ -347,12 +344,8 @@ class SnapshotStore:
         step: int | None = None,
         proof: int | None = None,
     ) -> Snapshot | None:
-        """A filled snapshot of `key`, of the given state or else the newest, held once more.
-
-        Args:
-            history, step: of the state; a step alone names none.
-            proof: of the copy.
-        """
+        """A filled snapshot of `key`, with one more hold: of the given state and proof of the copy,
+        or else the newest. A step alone, without a history, names no state."""
         wanted = (key, history, step, proof)
         held = [snapshot for snapshot in self._live if _answers(snapshot, *wanted)]
         kept = [entry for entry in self._kept if _answers(entry.snapshot, *wanted)]
@@ -370,12 +363,8 @@ class SnapshotStore:
     def reserve(
         self, key: Key, *, at_boundary: bool, with_buffers: bool = False, who: Who = None
     ) -> Snapshot:
-        """Reserve room for a snapshot, held once; its block may not exist yet.
-
-        Charged to `who` until `uncharge`.
-
-        Raises:
-            ExhaustedError: the budget, or the share of `who`, has no room for it.
+        """Reserve room for a snapshot, held once; its block may not exist yet. Charged to `who`
+        until `uncharge`. Raises ExhaustedError when the budget, or the share of `who`, is used up.
         """
         snapshot = Snapshot(key, at_boundary, with_buffers)
         self._charges.check(who, key.source, pages(snapshot.size_bytes))
@@ -387,7 +376,7 @@ class SnapshotStore:
         return self._enliven(snapshot)
 
     def uncharge(self, snapshot: Snapshot, who: Who) -> None:
-        """End the charge that `reserve` began; leases are charged on their own."""
+        """End the charge that `reserve` began; leases are charged separately."""
         self._charges.remove(who, snapshot)
 
     def lease(self, snapshot: Snapshot, lease_s: float, who: Who = None) -> Lease:
@@ -409,11 +398,7 @@ class SnapshotStore:
         return lease
 
     def get(self, snapshot_id: str) -> Lease:
-        """The live lease with that id.
-
-        Raises:
-            NotFoundError: it has ended, or never existed.
-        """
+        """The live lease with that id. Raises NotFoundError if it has ended, or never existed."""
         lease = self._leases.get(snapshot_id)
         if lease is None or lease.expires_ns <= self._clock_ns():
             raise NotFoundError(
@@ -469,13 +454,13 @@ class SnapshotStore:
             self._release_memory(snapshot)
 
     def count_as_base(self, snapshot: Snapshot, is_base: bool) -> None:
-        """From now on count a held snapshot's bytes against the budget of bases, or no longer."""
+        """Count a held snapshot's bytes against the budget of bases from now on, or no longer."""
         self._live_bytes[snapshot.budget] -= _taken_bytes(snapshot)
         snapshot.is_base = is_base
         self._live_bytes[snapshot.budget] += _taken_bytes(snapshot)
 
     def expire(self) -> int | None:
-        """End what is overdue; return when to call again (None: nothing will be due)."""
+        """End overdue leases; return when to call again (None: nothing will be due)."""
         now_ns = self._clock_ns()
         for lease in list(self._leases.values()):
             if lease.expires_ns <= now_ns:
@@ -555,7 +540,7 @@ class SnapshotStore:
 
 
 def _check_holder(lease: Lease, who: Who) -> None:
-    """Raise DeniedError if the lease is another token's; the control plane and owner may."""
+    """Raise DeniedError if the lease is another token's, unless for the control plane or owner."""
     if who is not None and lease.who != who:
         raise DeniedError("snapshot_id: the snapshot is leased to another token")
 
@@ -568,7 +553,7 @@ def _taken_bytes(snapshot: Snapshot) -> int:
 
 
 def _order(snapshot: Snapshot | None) -> tuple[int, ...]:
-    """The newest state last: a later history's steps are newer, however low."""
+    """Sort key, newest state last: a later history's steps are newer, however low."""
     if snapshot is None:
         return ()
     return (snapshot.history, snapshot.step, snapshot.edits)

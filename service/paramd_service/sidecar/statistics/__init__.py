@@ -1,8 +1,7 @@
 """Statistics of tensors, computed by torch.
 
-Importing this package is how a sidecar loads torch, fully or not at all. An import that fails
-halfway leaves registrations in C++ behind that make every later import fail, so the process
-could never compute statistics again.
+Importing this package loads torch, fully or not at all: an import that fails halfway leaves C++
+registrations behind, which make every later import in the process fail.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def _load_torch() -> None:
     try:
         import torch  # noqa: F401
     except Exception as error:
-        # Beyond repair in this process: exit, and the trainer starts a successor.
+        # Beyond repair in this process: exit, and the trainer starts another sidecar.
         print(f"paramd sidecar: torch could not be loaded ({error!r})", file=sys.stderr, flush=True)
         os._exit(EXIT_HALF_LOADED)
 

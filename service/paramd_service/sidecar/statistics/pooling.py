@@ -1,10 +1,10 @@
 """Strided views of a snapshot, a cache-sized block at a time: shrunk to the cells of a heat map,
 profiled as a matrix, or multiplied.
 
-Rows and columns rise along a view's dims, so the elements of a cell are runs of rows and
-of columns: each block is first reduced over its rows, then over its columns. A product with a
-narrow matrix is what a randomised decomposition needs of a weight, so that spectra are found from
-shards without moving them; it is computed in float64.
+Rows and columns rise along a view's dims, so the elements of a cell are runs of rows and columns:
+each block is reduced over its rows first, then over its columns. The product with a narrow matrix,
+in float64, is what a randomised decomposition needs of a weight: spectra are found from shards
+without moving them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NEUTRAL = {"sum": 0.0, "min": math.inf, "max": -math.inf, "absmax": 0.0}
 Starts: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.int64]]"
 """Where runs of rows (or columns) of one cell begin in a block."""
 
-# Elements are gathered as words of their size: that works for every dtype.
+# Elements are gathered as words of their size, which works for every dtype.
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 MAX_CELLS = 512
@@ -39,7 +39,7 @@ MAX_CELLS = 512
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A matrix, and the heat map that it is shrunk to."""
+    """A matrix, and the heat map that it is reduced to."""
 
     mode: str
     """sum, min, max or absmax."""
@@ -146,11 +146,8 @@ def make_view(
     data_bytes: int,
     dtype: str,
 ) -> View:
-    """Make a view, checked against the snapshot and the matrix.
-
-    Raises:
-        UsageError: it is malformed, or leaves one of them.
-    """
+    """Make a view, checked against the snapshot and the matrix. Raises UsageError if it is
+    malformed or exceeds one of them."""
     if not (len(sizes) == len(strides) == len(steps) <= 16 and 0 <= row_dims <= len(sizes)):
         raise UsageError("items: sizes, strides and steps must be equally many, at most 16")
     if any(s < 1 or t < 0 or p < 0 for s, t, p in zip(sizes, strides, steps, strict=True)):
@@ -177,7 +174,7 @@ def pool(
     Args:
         data: The snapshot's bytes.
         dtype: torch dtype without its prefix.
-        stopped: checked between blocks; true ends the work, making the result useless.
+        stopped: Checked between blocks; true ends the work, and the result is useless.
     """
     sides = ((grid.cell_rows, grid.rows), (grid.cell_columns, grid.columns))
     heatmap = _empty(grid, views, sides)
@@ -289,7 +286,7 @@ MAX_WIDTH = 64
 
 _SUMS = 2
 _SEED = 0x70617261
-"""Equal in all sidecars, or their sums could not be added."""
+"""Equal in all sidecars; otherwise their sums could not be added."""
 
 
 @dataclass(slots=True)
@@ -320,14 +317,14 @@ def check_float(dtype: str) -> None:
 
 
 def matrix(numbers: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> torch.Tensor:
-    """A tensor of its own with these numbers."""
+    """A copy of these numbers as a tensor."""
     return torch.from_numpy(numbers.copy())
 
 
 def profile(
     data: memoryview, dtype: str, views: Sequence[View], stopped: Callable[[], bool]
 ) -> Profile:
-    """Look at all views' rows and columns; useless once `stopped` says true."""
+    """Profile all views' rows and columns; useless once `stopped` returns true."""
     kind: torch.dtype = getattr(torch, dtype)
     limits = torch.finfo(kind)
     row_begin, row_end = _reach([view.rows for view in views])
@@ -376,7 +373,7 @@ def multiply(
 
     Args:
         factor: float64 [columns of the matrix from `factor_begin` on, width]; rows of the matrix
-            when `transposed`.
+            if `transposed`.
 
     Raises:
         UsageError: the factor lacks rows.
@@ -404,7 +401,6 @@ def multiply(
 
 
 def _reach(axes: Sequence[Axis]) -> tuple[int, int]:
-    """The half-open range that the axes lie in."""
     return min((one.begin for one in axes), default=0), max(
         (one.last + 1 for one in axes), default=0
     )

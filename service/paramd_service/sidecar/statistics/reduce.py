@@ -1,11 +1,10 @@
 """Mergeable statistics of runs of equal elements, one run or many small ones at a time.
 
-Memory is walked once in pieces that fit the cores' cache; each piece is reduced by a few
-vector operations while it is there. Sums are kept in float64 across pieces and rows; within
-a row of 1,024 elements float32 vector lanes are exact enough (relative error below 1e-6).
-Counts, minima and maxima are exact. Minima, maxima and zeros are numpy's, whose loops are
-faster in cache than torch's; rows are torch's for the same reason. Small tensors of one length
-are reduced together, since they cost calls, not bytes.
+Memory is walked once, in pieces that fit the cores' cache; a few vector operations reduce each
+piece while it is there. Sums are float64 across pieces and rows; within a row of 1,024 elements,
+float32 vector lanes are exact enough (relative error below 1e-6). Counts, minima and maxima are
+exact. In cache, numpy is faster at minima, maxima and zeros, torch at rows. Small tensors of one
+length are reduced together, since they cost calls, not bytes.
 """
 
 from __future__ import annotations
@@ -31,27 +30,23 @@ EXPONENT_BINS = 128
 BIASED_BINS = 256
 """Counts are kept by the biased exponent of a float32: e + 127."""
 
-# The bits of a float32: a sign, 8 of exponent, 23 of mantissa.
 _MANTISSA_BITS = 23
 _BIAS = 127
 
 _PAIR_BINS = 1 << 15
 _PAIRS_NUMEL = 1 << 16
-"""Below this many elements, that many counters do not pay."""
+"""Below this many elements, that many counters do not pay off."""
 
 PIECE_BYTES = 1 << 20
-"""Bytes reduced at a time; bounds temporary memory to a few times that.
-
-A tenth faster than 512 KiB, where the operations' overhead shows.
-"""
+"""Bytes reduced at a time; bounds temporary memory to a few times that. A tenth faster than
+512 KiB, where the operations' overhead shows."""
 
 MAX_EDGES = 513
 
 _ROW = 1024
 # If the mean contributes less than this part of the mean square, subtracting loses no digits.
 _SMALL_MEAN = 0.05
-
-# Below this mean square the squares of float32 numbers lose digits.
+# Below this mean square, squares of float32 numbers lose digits.
 _TINY_SQUARE = 1e-30
 
 _WIDENED: dict[str, torch.dtype] = {
@@ -63,9 +58,8 @@ def count_biased(values: torch.Tensor, zero_count: int) -> torch.Tensor:
     """Nonzero elements by biased exponent; int64 [256].
 
     Args:
-        values: 1-D and finite, float32 or float64; exponents beyond float32's are counted in
-            the end bins.
-        zero_count: how many of them are zero.
+        values: 1-D and finite, float32 or float64; the end bins count exponents beyond float32's.
+        zero_count: How many of them are zero.
     """
     if values.dtype != torch.float32:
         exponent = torch.frexp(values[values != 0]).exponent + (_BIAS - 1)
@@ -83,7 +77,7 @@ def _count_bytes(values: torch.Tensor) -> torch.Tensor:
     if values.numel() < _PAIRS_NUMEL:
         return torch.bincount(values, minlength=BIASED_BINS)
     low, high = int(values.numpy().min()), int(values.numpy().max())
-    # Pairs are read as signed numbers: both bytes must be below 128, so all |x| < 2.
+    # Pairs are read as signed numbers, so both bytes must be below 128: all |x| < 2.
     if high >= BIASED_BINS // 2:
         return torch.bincount(values, minlength=BIASED_BINS)
     even = values.numel() // 2 * 2
@@ -157,11 +151,7 @@ def set_up() -> None:
 
 
 def item_bytes(dtype: str) -> int:
-    """Bytes of one element.
-
-    Raises:
-        UsageError: there are no statistics of that dtype.
-    """
+    """Bytes of one element. Raises UsageError if there are no statistics of that dtype."""
     if dtype not in _WIDENED:
         why = " (complex numbers have no order)" if "complex" in dtype else ""
         raise UsageError(
@@ -171,16 +161,13 @@ def item_bytes(dtype: str) -> int:
 
 
 def widened(dtype: str) -> torch.dtype:
-    """The dtype in which elements of `dtype` are reduced; `item_bytes` must have accepted it."""
+    """The dtype in which elements of `dtype` are reduced; check with `item_bytes` first."""
     return _WIDENED[dtype]
 
 
 def make_edges(edges: Sequence[float]) -> torch.Tensor | None:
-    """Edges to count between, or None when there are none.
-
-    Raises:
-        UsageError: too many, not finite, or not strictly rising.
-    """
+    """Edges to count between, or None when there are none. Raises UsageError if they are too many,
+    not finite, or not strictly rising."""
     if not edges:
         return None
     rising = all(a < b for a, b in pairwise(edges))
@@ -203,11 +190,11 @@ def reduce_run(
     """Statistics of a run of elements.
 
     Args:
-        data: their bytes; a whole number of elements, at any alignment.
+        data: Their bytes, a whole number of elements at any alignment.
         dtype: torch dtype without its prefix.
-        with_exponents: count binary exponents, at several times the cost of all the rest.
-        edges: from `make_edges`; count finite elements between them.
-        before: as many bytes of the same dtype, which are subtracted.
+        with_exponents: Count binary exponents, at several times the cost of everything else.
+        edges: From `make_edges`; count finite elements between them.
+        before: As many bytes of the same dtype, which are subtracted.
 
     Raises:
         UsageError: there are no statistics of that dtype.
@@ -238,7 +225,7 @@ def add_elements(result: Reduced, elements: torch.Tensor, dtype: str) -> None:
 
 
 def exponent_counts(result: Reduced) -> list[int]:
-    """Counts of bins from EXPONENT_BEGIN on; none if they were not counted."""
+    """Counts of bins from EXPONENT_BEGIN on; empty if they were not counted."""
     return folded(result.exponents) if result.exponents is not None else []
 
 
@@ -288,7 +275,7 @@ def _moments(values: torch.Tensor) -> tuple[float, float, float]:
     sum_squares = _sum_squares(values)
     if count * mean * mean <= _SMALL_MEAN * sum_squares:
         return mean, sum_squares - count * mean * mean, sum_squares
-    # The mean dominates: take distances first, or digits would cancel.
+    # The mean dominates: subtract it first, or digits would cancel.
     distances = values.double() - mean
     correction = float(distances.sum()) / count
     m2 = float(distances.square().sum()) - count * correction * correction
@@ -320,7 +307,6 @@ def _sum_squares(values: torch.Tensor) -> float:
 
 
 def stats_message(reduced: Reduced) -> pb.Stats:
-    """The statistics as a message."""
     return pb.Stats(
         **{name: getattr(reduced, name) for name in _NUMBERS},
         exponent_counts=exponent_counts(reduced),
@@ -365,7 +351,7 @@ def _alike(items: Items) -> Mapping[tuple[str, int], list[int]]:
 def _reduce_rows(
     read: Read, items: Items, numbers: Sequence[int], *, with_exponents: bool
 ) -> dict[int, pb.Stats]:
-    """Statistics of items of one length by index, without those that have non-finite elements."""
+    """Statistics by index of items of one length; items with non-finite elements are left out."""
     first = items[numbers[0]][1]
     kind, size_bytes = getattr(torch, first.dtype), item_bytes(first.dtype)
     runs = [read(items[n][0], items[n][0] + first.numel * size_bytes) for n in numbers]

@@ -1,8 +1,8 @@
-"""One update of one rank made again on copies, by torch's own optimizers, and compared bit by bit.
+"""One update of one rank repeated on copies with torch's own optimizers, compared bit by bit.
 
-Whatever an update read or wrote wrongly, a flipped bit for one, shows as elements that differ from
-what the same arithmetic makes of the same parameters, gradients and state. It is the same only
-with the same code, the same layout in memory and as many threads, so those are the trainer's.
+Anything an update read or wrote wrongly, such as a flipped bit, shows as elements that differ from
+what the same arithmetic makes of the same parameters, gradients and state. The arithmetic is the
+same only with the same code, memory layout and number of threads, so the trainer's are used.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "torch.optim.adamw.AdamW": torch.optim.AdamW,
     "torch.optim.sgd.SGD": torch.optim.SGD,
 }
-"""Those whose state is all in `facts`, element by element."""
+"""Optimizers whose state is all in `facts`, element by element."""
 
 Place = Callable[[int, int], int | None]
-"""(arena byte, size) -> byte of the snapshots; None when it is not all there."""
+"""(arena byte, size) -> byte of the snapshots; None unless they have all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,20 +32,20 @@ class Captured:
     """An update of one rank, in snapshots of the same spans."""
 
     facts: Mapping[str, Any]
-    """Of the step before; see `PinSnapshotResponse.optimizer`."""
+    """As of the step before; see `PinSnapshotResponse.optimizer`."""
     before: Mapping[str, memoryview]
     """By state key; "" is the parameters."""
     after: Mapping[str, memoryview]
     gradients: memoryview
     without_gradient: frozenset[int]
-    """First bytes, in the arena, of pieces that had none."""
+    """First arena bytes of pieces that had no gradient."""
     partial: frozenset[int]
-    """Likewise, of those whose gradient is a summand."""
+    """First arena bytes of pieces whose gradient is a summand."""
     place: Place
 
 
 def replay(captured: Captured, stopped: Callable[[], bool]) -> list[pb.ReplayedTensor]:
-    """Make the update again; one row for each tensor, useless once `stopped` says true."""
+    """Repeat the update; one row for each tensor, useless once `stopped` returns true."""
     facts = captured.facts
     torch.set_num_threads(max(int(facts["threads"]), 1))
     found: list[pb.ReplayedTensor] = []
@@ -116,7 +116,7 @@ def _why_not(
 
 
 def _arguments(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A recorded group as torch had it."""
+    """A recorded group with torch's types."""
     return {
         name: tuple(value) if isinstance(value, list) else value for name, value in group.items()
     }
@@ -134,7 +134,7 @@ def _compared(begin: int, key: str, ours: torch.Tensor, theirs: torch.Tensor) ->
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in the order they lie in memory."""
+    """The elements in the order in which they lie in memory."""
     # A tuple: without any dim nothing is passed otherwise.
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor.permute(tuple(order)).contiguous().flatten()

@@ -1,7 +1,6 @@
 """Apply a record of an edit to a copy of its elements: the torch part of PreviewEdit.
 
-Works block by block to bound temporary memory, with the same code that the trainer runs on
-the arena.
+Works block by block to bound temporary memory, with the code that the trainer runs on the arena.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def try_record(
     Args:
         snapshot: Bytes of a snapshot; the view's first element lies at `begin_bytes`.
         memory: The edits' memory.
-        dtype: Of the parameter; the record may name another one of the same size.
+        dtype: The parameter's; the record may name another one of the same size.
     """
     reduce.item_bytes(dtype)
     kind = getattr(torch, record.dtype)

@@ -30,7 +30,7 @@ Limit = Annotated[
     Query(
         ge=1,
         le=MAX_LIMIT,
-        description="Alerts on a page; all that fire now are on the first one besides",
+        description="Alerts on a page; the first page also has all that fire now",
     ),
 ]
 
@@ -70,7 +70,7 @@ def router(services: Services) -> APIRouter:
         firing = watcher.book.firing if watcher is not None else ()
         begin = begin_of(page_token, _LIST)
         rows = []
-        # What fires now is in memory, newer than in the store, and there without one.
+        # Firing alerts are in memory: newer than in the store, and available without one.
         if watcher is None or state != "firing":
             rows = await services.records.alerts.page(
                 job,

@@ -126,8 +126,7 @@ def _add_reading(routes: APIRouter, services: Services) -> None:
 
 
 def _visible(document: Edit, request: Request) -> Edit:
-    """Hide statistics and operands from callers who may not read values: an edit may name a
-    single element."""
+    """Hide statistics and operands from viewers: an edit may name a single element."""
     if may_read(request):
         return document
     ops = (replace(op, value=None, weight=None, min=None, max=None) for op in document.ops)
@@ -146,8 +145,9 @@ _AS_STORED = (
     "id", "job", "incarnation", "reason", "actor", "note", "created_s", "ended_s", "step",
     "boundary", "size_bytes", "undo_of", "undone_by",
 )  # fmt: skip
+"""Members of the document that equal the row's."""
 _IN_DETAIL = ("committed_by", "hyperparameters", "rollback", "before", "after")
-"""Members of the document that are as the row, and its detail, have them."""
+"""Members that equal those of the row's `detail`."""
 
 
 def document_of(row: EditRow, undo_refusal: str) -> Edit:

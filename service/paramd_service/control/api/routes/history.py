@@ -91,19 +91,10 @@ class PointDocument(BaseModel):
 class HistoryDocument(BaseModel):
     """One series, oldest point first."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "incarnation": 3,
-                    "metric": "norm",
-                    "subject": "layers.0.up.weight",
-                    "watch": True,
-                    "points": [],
-                }
-            ]
-        }
-    )
+    model_config = ConfigDict(json_schema_extra={"examples": [{
+        "incarnation": 3, "metric": "norm", "subject": "layers.0.up.weight", "watch": True,
+        "points": [],
+    }]})  # fmt: skip
 
     incarnation: int
     metric: str
@@ -156,12 +147,12 @@ def _after(page_token: str) -> tuple[str, int] | None:
 
 
 async def _check_large(mesh: Incarnation, subject: str) -> None:
-    """Check that the tensor is large enough for its norms to reveal no values.
+    """Raise unless the tensor is so large that its norms reveal no values.
 
-    Uses the tensor's size in the job's current layout, also for a past incarnation.
+    Uses the size in the job's current layout, also for a past incarnation.
 
     Raises:
-        DeniedError: it is small. NotFoundError: there is no such tensor now.
+        DeniedError: it is small. NotFoundError: no such tensor exists now.
         UnreachableError: no layout is known.
     """
     _, index = await mesh.layouts.get(mesh.registry.view())
@@ -175,7 +166,7 @@ async def _check_large(mesh: Incarnation, subject: str) -> None:
 
 
 def _sampled(layout: Layout, subject: str) -> TensorLayout | None:
-    """The tensor of a series; the subject may be cut, as in a series' name."""
+    """The tensor of a series; the subject may be truncated, as in a series' name."""
     wanted = series_name("norm", subject)
     return next((one for one in layout.tensors if series_name("norm", one.fqn) == wanted), None)
 

@@ -1,4 +1,4 @@
-"""What is wrong with a run: what its ranks are doing, with a verdict; what an update does."""
+"""Diagnosis of a run: what its ranks are doing, with a verdict, and what an update changes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LogLines = Annotated[
 ]
 Lines = Annotated[int, Query(ge=1, le=1000, description="Most last lines of each log")]
 
-Steps = Annotated[int, Query(ge=1, le=100_000, description="So many updates together")]
+Steps = Annotated[int, Query(ge=1, le=100_000, description="Number of updates, taken together")]
 Values = Annotated[int, Query(ge=1, le=32, description="How many singular values")]
 
 State = Annotated[
@@ -71,7 +71,7 @@ class UpdateList(BaseModel):
 
 
 class LargestRow(BaseModel):
-    """A row of a tensor, and how far it is from the same row of the other state."""
+    """A row of a tensor, and its distance from the same row of the other state."""
 
     row: int
     norm: Finite
@@ -130,8 +130,8 @@ def router(services: Services) -> APIRouter:
         """What every rank is doing now, and which one keeps the others waiting.
 
         Works while the training hangs, and neither stops nor slows it. Stacks name files and
-        functions, never values; the trainers' last lines say whatever the script printed, so they
-        are for those alone who may see logs.
+        functions, never values. The trainers' last lines may contain anything the script prints,
+        so only callers that may see logs get them.
         """
         mesh = services.jobs.get(job)
         ranks = chosen(mesh.registry.view().ranks, rank or ())
@@ -150,11 +150,12 @@ def router(services: Services) -> APIRouter:
     async def get_rank_log(
         job: str, rank: Annotated[int, Path(ge=0, lt=2**31)], lines: Lines = 100
     ) -> RankLog:
-        """The last lines of a rank's sidecar, and of its trainer where that writes to a file.
+        """The last lines of a rank's sidecar, and of its trainer if that writes to a file.
 
-        Also after the trainer has died, while its sidecar lingers; then the sidecar's alone, from
-        the control plane's host. A sidecar's log is of all incarnations, which its lines name.
-        Tokens and credentials in URLs are hidden; other secrets that a script prints are not.
+        Also after the trainer has died, while its sidecar lingers; after that, only the sidecar's,
+        if it ran on the control plane's host. A sidecar's log covers all incarnations, which its
+        lines name. Tokens and credentials in URLs are hidden; other secrets that a script prints
+        are not.
         """
         mesh = services.jobs.get(job)
         (asked,) = chosen(mesh.registry.view().ranks, [rank])
@@ -165,9 +166,9 @@ def router(services: Services) -> APIRouter:
 
     @routes.get("/jobs/{job}/updates")
     async def get_updates(job: str, filter: Patterns = None, steps: Steps = 1) -> UpdateList:
-        """What the next updates do to each parameter that matches: their norm, and its ratio to
-        the weight. The sidecars compute it from two steps; training goes on. They must come within
-        30 s.
+        """What the next updates change in each matching parameter: the norm of the change and its
+        ratio to the weight. The sidecars compute both from two steps, which must come within 30 s;
+        training continues.
         """
         mesh = services.jobs.get(job)
         found = await mesh.statistics.updates(filter or ["*"], steps)
@@ -187,9 +188,9 @@ def router(services: Services) -> APIRouter:
         filter: Patterns = None,
         heat: Annotated[bool, Query(description="Also a heat map of each tensor")] = False,
     ) -> DiffList:
-        """How two states of the weights differ, tensor by tensor. A process of its own on the
-        control plane's host reads both, with the caller's rights; training goes on. An export is
-        read from that host's disk. Both must be there within 30 s.
+        """How two states of the weights differ, tensor by tensor. A separate process on the control
+        plane's host reads both, with the caller's rights; training continues. An export is read
+        from that host's disk. Both states must be available within 30 s.
         """
         mesh, who = services.jobs.get(job), principal_of(request)
         jobs = {job: job_document(services, mesh, who)}
@@ -221,8 +222,7 @@ def router(services: Services) -> APIRouter:
     @routes.get("/jobs/{job}/params/spectrum")
     async def get_spectrum(job: str, name: Name, k: Values = 8) -> Spectrum:
         """The largest singular values of one weight or a slice of it, its condition number, and
-        its dead and equal rows. The sidecars multiply their shards with narrow matrices.
-        """
+        its dead and equal rows. The sidecars multiply their shards with narrow matrices."""
         mesh = services.jobs.get(job)
         _, index = await mesh.layouts.get(mesh.registry.view())
         item = choose_one(index, name)
@@ -233,15 +233,10 @@ def router(services: Services) -> APIRouter:
 
 _AS_TOLD = ("overdue", "source", "missing", "collectives_missing", "process_state")
 _COUNTS = (
-    "rss_bytes",
-    "peak_rss_bytes",
-    "device_bytes",
-    "thread_count",
-    "open_file_count",
-    "open_file_limit",
-    "host_available_bytes",
-)
-"""Of an answer and of its document; -1 in the one, null in the other, where it is not known."""
+    "rss_bytes", "peak_rss_bytes", "device_bytes", "thread_count", "open_file_count",
+    "open_file_limit", "host_available_bytes",
+)  # fmt: skip
+"""Members of the answer and of its document; unknown is -1 in the answer, null in the document."""
 
 
 def _row(found: Found, *, no_log: str) -> RankActivity:

@@ -35,7 +35,7 @@ from paramd_service.control.mesh.jobs import Incarnation
 from paramd_service.control.mesh.registry import MeshView
 
 MINTED_AT_ONCE = 32
-"""Ranks whose two tickets, of 60 us each, are signed before the event loop serves others."""
+"""Ranks whose two tickets (60 us each) are signed before the event loop serves other tasks."""
 
 
 def router(services: Services) -> APIRouter:
@@ -69,7 +69,7 @@ def router(services: Services) -> APIRouter:
             "incarnation_floor": registration.incarnation_floor,
         }
         await services.records.happened(principal_of(request), "job.register", detail, mesh)
-        # One of a token at a time: many large ones take turns with themselves, not with others.
+        # One registration of a token at a time: many large ones do not delay other tokens'.
         async with signing[principal_of(request).token_id]:
             return await _registered(services, mesh, registration.rank_hosts, request)
 
@@ -112,7 +112,7 @@ def router(services: Services) -> APIRouter:
 
 
 async def _yielded(chunks: Iterator[str]) -> AsyncIterator[str]:
-    """Keeps the iterator on the event loop: Starlette would run a plain one in a thread."""
+    """Keep the iterator on the event loop: Starlette would run a plain one in a thread."""
     for chunk in chunks:
         yield chunk
 
@@ -120,7 +120,7 @@ async def _yielded(chunks: Iterator[str]) -> AsyncIterator[str]:
 async def _registered(
     services: Services, mesh: Incarnation, hosts: Sequence[str], request: Request
 ) -> RegisteredJob:
-    """What each rank needs, as long as the caller waits for it."""
+    """Sign what each rank needs, as long as the caller waits for the answer."""
     mine, who = mesh.bootstrap, principal_of(request)
     ttl_s = _ticket_ttl_s(RANK_TICKET_TTL_S, who, clock.now_s())
 
@@ -129,7 +129,7 @@ async def _registered(
         return mint_of_ranks(mine.signer, role, ranks=ranks, ttl_s=ttl_s, **of)  # type: ignore[arg-type]
 
     tickets, copy_tickets, pems = [], [], []
-    # The body has been read: what comes next is that the caller left.
+    # The body has been read, so the next message means that the caller has left.
     leaving = asyncio.ensure_future(request.receive())
     try:
         for first in range(0, mine.world_size, MINTED_AT_ONCE):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
@@ -34,15 +33,10 @@ MAX_BINS = 512
 MAX_CELLS = 512
 
 
-class Mode(StrEnum):
-    """How a cell summarizes its finite elements."""
-
-    MEAN = "mean"
-    ABSMAX = "absmax"
-    MIN = "min"
-    MAX = "max"
-
-
+Mode = Annotated[
+    Literal["mean", "absmax", "min", "max"],
+    Query(description="How a cell summarizes its finite elements"),
+]
 Histogram = Annotated[bool, Query(description="Count binary exponents too")]
 Bins = Annotated[int, Query(ge=1, le=MAX_BINS, description="Bins of equal width")]
 Bound = Annotated[
@@ -77,9 +71,9 @@ def _add_numbers(routes: APIRouter, services: Services) -> None:
     ) -> StatsList:
         """Statistics of every matching tensor, all at one step.
 
-        The total covers the tensors selected by globs and facts, also those that terms about
+        The total covers the tensors selected by globs and facts, including those that terms about
         statistics drop. Tensors of unavailable ranks are listed as missing, and so are small
-        ones if the caller may not read values.
+        tensors if the caller may not read values.
         """
         mesh = services.jobs.get(job)
         found_filter = parse_filter(wanted)
@@ -147,7 +141,7 @@ def _add_heatmap(routes: APIRouter, services: Services) -> None:
     async def get_heatmap(
         job: str,
         name: Name,
-        mode: Mode = Mode.MEAN,
+        mode: Mode = "mean",
         rows: Cells = 128,
         columns: Cells = 128,
         row_dims: RowDims = None,
@@ -156,13 +150,13 @@ def _add_heatmap(routes: APIRouter, services: Services) -> None:
         mesh = services.jobs.get(job)
         item = await _one(mesh, name)
         incarnation, step, shown = await mesh.statistics.heatmap(
-            item.pattern, mode=mode.value, rows=rows, columns=columns, row_dims=row_dims
+            item.pattern, mode=mode, rows=rows, columns=columns, row_dims=row_dims
         )
         document: dict[str, Any] = {
             "incarnation": incarnation,
             "step": step,
             "name": item.name,
-            "mode": mode.value,
+            "mode": mode,
             "shape": shown.matrix.shape,
             "row_dims": shown.matrix.row_dims,
             "row_count": shown.matrix.rows,

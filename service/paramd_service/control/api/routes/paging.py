@@ -7,8 +7,6 @@ import binascii
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Generic, TypeVar
 
 from fastapi import Query
@@ -30,42 +28,34 @@ IncarnationNumber = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Kept(Generic[Item]):
-    """A result that was costly to compute, kept so that its pages are consistent."""
-
-    items: Sequence[Item]
-    expires_s: float
-
-
 class Pages(Generic[Item]):
-    """Results kept between pages. Event loop only."""
+    """Costly results, kept so that their pages are consistent. Event loop only."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, Kept[Item]] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[Item, float]] = OrderedDict()
 
-    def keep(self, items: Sequence[Item], *, name: str = "") -> str:
+    def keep(self, item: Item, *, name: str = "") -> str:
         """Keep a result for its next pages; return its name for `make_token`.
 
         Args:
-            name: The same for equal results, which are then kept once for all who list them.
+            name: The same for equal results, which are then kept once for all callers.
         """
         now_s = time.monotonic()
-        for old in [old for old, kept in self._kept.items() if kept.expires_s < now_s]:
+        for old in [old for old, (_, expires_s) in self._kept.items() if expires_s < now_s]:
             del self._kept[old]
         name = name or secrets.token_hex(8)
-        self._kept[name] = Kept(items, now_s + KEPT_S)
+        self._kept[name] = item, now_s + KEPT_S
         self._kept.move_to_end(name)
         while len(self._kept) > KEPT:
             self._kept.popitem(last=False)
         return name
 
-    def get(self, name: str) -> Sequence[Item]:
+    def get(self, name: str) -> Item:
         """Raises ConflictError when it is no longer kept."""
-        kept = self._kept.get(name)
-        if kept is None or kept.expires_s < time.monotonic():
+        item, expires_s = self._kept.get(name, (None, 0.0))
+        if item is None or expires_s < time.monotonic():
             raise ConflictError("page_token: expired; omit it to start over")
-        return kept.items
+        return item
 
 
 def make_token(begin: int, name: str) -> str:

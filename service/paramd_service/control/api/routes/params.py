@@ -108,7 +108,7 @@ def _add_list(routes: APIRouter, services: Services, pages: Pages[Found]) -> Non
         found_filter = parse_filter(wanted)
         begin, name = read_token(page_token) if page_token else (0, "")
         if name:
-            (found,) = pages.get(name)
+            found = pages.get(name)
             digest = mesh.registry.view().layout_digest
             if found.digest != digest:
                 raise ConflictError("page_token: the layout has changed; omit it to start over")
@@ -122,7 +122,7 @@ def _add_list(routes: APIRouter, services: Services, pages: Pages[Found]) -> Non
         end = min(begin + limit, len(found.tensors))
         token = ""
         if end < len(found.tensors):
-            name = name or pages.keep([found], name=_shared_name(found, wanted, found_filter))
+            name = name or pages.keep(found, name=_shared_name(found, wanted, found_filter))
             token = make_token(end, name)
         return ParamPage(
             layout_digest=found.digest,
@@ -161,7 +161,7 @@ def _add_detail(routes: APIRouter, services: Services) -> None:
 
 
 def _shared_name(found: Found, text: str, wanted: Filter) -> str:
-    """Without statistics a list depends on layout and filter alone; empty otherwise."""
+    """A name shared by equal lists: without statistics, layout and filter determine the list."""
     if wanted.statistics:
         return ""
     return hashlib.sha256(f"{found.digest} {text}".encode()).hexdigest()[:16]
@@ -211,7 +211,7 @@ def available(
 
 
 _SAME = ("aliases", "dtype", "shape", "numel", "placement", "trainable")
-"""Of a tensor's layout and of its document."""
+"""Members of a tensor's layout that its document shares."""
 
 
 def document_of(tensor: TensorLayout) -> ParamDocument:

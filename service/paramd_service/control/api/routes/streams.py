@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Header, Query, Request
@@ -87,25 +86,15 @@ def events_router(services: Services) -> APIRouter:
 
 
 async def _frames(events: AsyncGenerator[Event, None]) -> AsyncIterator[bytes]:
-    """Encoded once, shared by all viewers."""
+    """Frames encoded once for all viewers."""
     async for event in events:
         yield event.frame
 
 
-class GradKind(StrEnum):
-    """What a frame has of each gradient."""
-
-    STATS = "stats"
-    HISTOGRAM = "histogram"
-
-
-_KINDS: dict[GradKind, Literal["stats", "histogram"]] = {
-    GradKind.STATS: "stats",
-    GradKind.HISTOGRAM: "histogram",
-}
-
 Every = Annotated[int, Query(ge=1, le=1_000_000, description="A frame every so many updates")]
-Kind = Annotated[GradKind, Query(description="histogram adds counts of binary exponents")]
+Kind = Annotated[
+    Literal["stats", "histogram"], Query(description="histogram adds counts of binary exponents")
+]
 Frames = AsyncGenerator["GradFrame[Any]", None]
 
 
@@ -115,14 +104,13 @@ def grads_router(services: Services) -> APIRouter:
     norms = NormHistory(services.records.history.offer)
 
     async def followed(
-        job: str, wanted: Wanted, request: Request, every: Every = 1, kind: Kind = GradKind.STATS
+        job: str, wanted: Wanted, request: Request, every: Every = 1, kind: Kind = "stats"
     ) -> AsyncIterator[Frames]:
         # A dependency, so that a refusal gets its own status before the response starts.
         mesh = services.jobs.get(job)
         patterns = await _patterns(mesh, wanted, reads=may_read(request))
-        async with aclosing(
-            mesh.statistics.gradients(patterns, every=every, kind=_KINDS[kind])
-        ) as frames:
+        stream = mesh.statistics.gradients(patterns, every=every, kind=kind)
+        async with aclosing(stream) as frames:
             yield frames
 
     following = Depends(followed)

@@ -1,4 +1,4 @@
-"""Training under control: hold, step and resume it; marks, rollbacks and hyper-parameters."""
+"""Control of training: hold, step and resume; marks, rollbacks and hyper-parameters."""
 
 from __future__ import annotations
 
@@ -84,8 +84,7 @@ def marks_router(services: Services) -> APIRouter:
 
     @routes.get("/jobs/{job}/marks")
     async def list_marks(job: str) -> MarkList:
-        """States that training can be put back to: marks, and the standing snapshots that all
-        ranks have."""
+        """States that training can return to: marks, and the standing snapshots of all ranks."""
         return MarkList(marks=[*await edits_of(job).marks.all()])
 
     @routes.post("/jobs/{job}/marks", status_code=201)
@@ -96,15 +95,14 @@ def marks_router(services: Services) -> APIRouter:
 
     @routes.delete("/jobs/{job}/marks/{mark}")
     async def delete_mark(job: str, mark: MarkName, request: Request) -> DroppedMark:
-        """Forget a mark and give its memory back. Idempotent."""
+        """Delete a mark and free its memory. Idempotent."""
         return DroppedMark(dropped=await edits_of(job).marks.drop(principal_of(request), mark))
 
     @routes.post("/jobs/{job}/rollback", status_code=201)
     async def create_rollback(job: str, wanted: RollbackRequest, request: Request) -> Edit:
-        """Put training back to a mark, or to a step that is kept: parameters, optimizer state and
-        everything in keep, on all ranks or on none. An edit: undo_edit goes forward again.
-        Idempotent by id."""
-        to: str | int | None = wanted.mark if wanted.mark is not None else wanted.step
+        """Return training to a mark or a kept step: parameters, optimizer state and everything in
+        keep, on all ranks or on none. An edit: undo_edit goes forward again. Idempotent by id."""
+        to = wanted.mark if wanted.mark is not None else wanted.step
         assert to is not None, "the model takes exactly one of them"
         by = principal_of(request)
         row = await edits_of(job).roll_back(by, wanted.id, to, wanted.note)
@@ -114,8 +112,8 @@ def marks_router(services: Services) -> APIRouter:
     async def set_hyperparameters(
         job: str, wanted: HyperparametersRequest, request: Request
     ) -> Edit:
-        """Set hyper-parameters of a parameter group, on all ranks at one step or on none. An edit,
-        which undo_edit undoes. Idempotent by id."""
+        """Set hyper-parameters of a parameter group, on all ranks at one step or on none. An edit:
+        undo_edit restores the old values. Idempotent by id."""
         asked = wanted.model_dump(include={"optimizer", "group", "values", "note"})
         row = await edits_of(job).change(principal_of(request), wanted.id, **asked)
         return stored_document(edits, await edits.wait(row, wanted.wait_s))

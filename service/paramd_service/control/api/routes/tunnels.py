@@ -1,7 +1,7 @@
-"""Tunnels: bytes to a sidecar and back, for clients that reach nothing but this port.
+"""Tunnels: bytes to a sidecar and back, for clients that reach only this port.
 
-The caller still needs a ticket for the sidecar, and within a job on several hosts speaks TLS with
-it: the tunnel adds no right and reads nothing.
+The caller still needs a ticket for the sidecar, and speaks TLS with it in a job on several hosts;
+the tunnel adds no right and reads nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SWITCHING: Final = (
 
 
 class _End(asyncio.Protocol):
-    """One end of a tunnel: what arrives goes to the other, as fast as that one takes it."""
+    """One end of a tunnel: passes what arrives to the other end, as fast as that takes it."""
 
     def __init__(self) -> None:
         self.other: asyncio.Transport
@@ -56,7 +56,7 @@ class _End(asyncio.Protocol):
 
 
 class Tunnel(Response):
-    """Turns the request's connection into one to somewhere else, until either side ends it."""
+    """Turns the request's connection into one to another server, until either side ends it."""
 
     def __init__(self, door: Connection, far: _End, upstream: asyncio.Transport) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Tunnel(Response):
             gone.cancel()
             self._upstream.abort()
             self._door.shut()
-        # Only then uvicorn knows that the caller has left, and expects no answer.
+        # Only now does uvicorn know that the caller has left, and expect no answer.
         await near.lost
 
 
@@ -121,7 +121,7 @@ def router(services: Services) -> APIRouter:
         mesh = services.jobs.get(job)
         for report in mesh.registry.view().joined:
             if report.rank == rank:
-                # Nothing but a sidecar of this rank answers that.
+                # Only a sidecar of this rank answers this.
                 asked, what = sidecar_pb2.GetStateRequest(), f"rank {rank}"
                 await mesh.calls.ask(rank, report.address, asked, timeout_s=CONNECT_S)
                 return await opened(request, what, report.host, report.address)

@@ -1,12 +1,12 @@
-"""What edits do with optimizers: finding and zeroing state, setting hyper-parameters.
+"""The optimizer part of edits: finding and zeroing state, setting hyper-parameters.
 
 An optimizer knows whole parameters, flat ones (FSDP1) or views of those; a piece of the arena is
 matched to whichever contains it. State tensors of the local shape (`exp_avg`, momentum buffers,
 also as DTensors) correspond to the parameter element by element.
 
-New hyper-parameters stand in the edit's note; the old ones take their place there, so that the same
-note undoes it. Only numbers, and tuples of them, can be set: a switch such as `amsgrad` changes
-what state there has to be.
+The edit's note has the new hyper-parameters; the old ones replace them there, so that the same note
+undoes the change. Only numbers, and tuples of them, can be set: a switch such as `amsgrad` changes
+which state must exist.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Owned:
     """Index in param_groups."""
 
     def state(self) -> dict[str, Any]:
-        """Its current state; empty before the first step."""
+        """The optimizer's current state of the parameter; empty before the first step."""
         found = self.optimizer.state.get(self.param)
         return found if isinstance(found, dict) else {}
 
@@ -67,10 +67,7 @@ def find_owned(
 ) -> list[Owned]:
     """The optimizers' parameters in the arena, ordered by first byte, each once.
 
-    Args:
-        arena_address: where it is mapped.
-        arena_bytes: its size.
-        locate: maps a parameter's memory to its arena byte when mirrored (home/mirrored.py).
+    `locate` maps a parameter's memory to its arena byte when mirrored (home/mirrored.py).
     """
     found: dict[int, Owned] = {}
     for optimizer in optimizers:
@@ -87,7 +84,7 @@ def find_owned(
 
 
 def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
-    """Its parameters, each with the index of its group."""
+    """The optimizer's parameters, each with the index of its group."""
     for number, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             yield number, param
@@ -97,7 +94,7 @@ def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, torch.Te
 def owner_of(owned: Sequence[Owned], record: Record) -> Owned | None:
     """The parameter that contains a record's view; None when no optimizer has it."""
     index = bisect_right(owned, record.arena_begin, key=lambda one: one.begin)
-    # Usually the nearest; columns of one tensor interleave, so the search goes on.
+    # Usually the nearest; columns of one tensor interleave, so the search continues.
     for one in reversed(owned[:index]):
         if record.arena_end <= one.end and _has_element(one, record):
             return one
@@ -170,7 +167,7 @@ class HyperparameterChange:
         return ""
 
     def apply(self, _token: int) -> str:
-        """Set the values; return what its user has to know."""
+        """Set the values; return remarks for the user."""
         optimizer, group = self._found()
         new = {name: converted(name, value, group) for name, value in self._values.items()}
         old = {name: plain(group[name]) for name in new}
@@ -178,7 +175,7 @@ class HyperparameterChange:
         for name, value in new.items():
             known = group[name]
             if isinstance(known, torch.Tensor):
-                # In place: a scheduler or a captured graph may hold it.
+                # In place: a scheduler or a captured graph may refer to it.
                 with torch.no_grad():
                     known.fill_(value)
             else:
@@ -208,10 +205,8 @@ class HyperparameterChange:
 
 
 def converted(name: str, value: Any, group: dict[str, Any]) -> Any:
-    """`value` as the group has `name`.
-
-    Raises:
-        UsageError: the group has no such number, or cannot take this one.
+    """`value` in the group's type of `name`; UsageError if the group has no such number or cannot
+    take this one.
     """
     settable = [key for key in group if key != "params" and _numbers(group[key]) is not None]
     if name not in group or name == "params":

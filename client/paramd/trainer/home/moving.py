@@ -86,7 +86,7 @@ def extent(tensor: torch.Tensor) -> Range:
 
 
 def live_tensors(device_type: str = "cpu") -> Iterator[torch.Tensor]:
-    """All tensors with memory on such a device, owned or shared, that Python knows.
+    """All tensors with memory on this type of device, owned or shared, that Python knows.
 
     One pass over all objects of the process: tens of milliseconds. Misses tensors hidden by
     `gc.freeze()` and those held only by C++.
@@ -143,7 +143,7 @@ def span_bytes(tensor: torch.Tensor) -> int:
 
 
 Memory: TypeAlias = "memoryview | MappedBytes"
-"""What parameters are moved into."""
+"""The memory that parameters are moved into."""
 
 
 def bytes_at(memory: Memory, begin: int, size_bytes: int) -> torch.Tensor:
@@ -207,7 +207,7 @@ def users(
 
 
 def moved(tensor: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """`tensor` with the storage of `base` in place of its own."""
+    """`tensor` with the storage of `base`."""
     offset_bytes = int(tensor.storage_offset()) * tensor.itemsize
     return placed(tensor.dtype, base.untyped_storage(), offset_bytes, tensor.shape, tensor.stride())
 
@@ -221,7 +221,7 @@ def strides_of(shard: LocalShard) -> tuple[int, ...] | None:
 
 
 def differences(before: Sequence[LocalShard], after: Sequence[LocalShard]) -> dict[str, str]:
-    """What changed in a layout: parameter name -> before and after, in words."""
+    """Changes of a layout: parameter name -> before and after, in words."""
     old, new = _by_name(before), _by_name(after)
     changed = {
         name: f"was {old.get(name, 'absent')} and is {new.get(name, 'absent')}"
@@ -262,7 +262,7 @@ def bring_back(
     Args:
         left: what to bring back.
         bases: the arena's storages, ordered by address.
-        shards: all of the model's current shards; what they hold is not evicted.
+        shards: all of the model's current shards; their tensors are not evicted.
 
     Raises:
         ConflictError: departed shards newly share memory, one of their tensors does not fit its
@@ -298,14 +298,9 @@ def evict(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Private copies for tensors still using the memory that departed shards left.
 
-    Such as an optimizer made earlier, or weights set aside to be swapped back in. They keep
-    their identity and values; only their memory changes.
-
-    Returns:
-        Each such tensor with its new view (see `repoint`).
-
-    Raises:
-        ConflictError: that memory is used by something invisible to Python.
+    For example an optimizer made earlier, or weights set aside to be swapped back in. They keep
+    their identity and values; only their memory changes. Returns each tensor with its new view
+    (see `repoint`). Raises ConflictError if something invisible to Python uses that memory.
     """
     ours = {id(base) for base in bases}
     ours.update(id(t) for shard in shards for t in (shard.tensor, *shard.holders))
@@ -409,8 +404,7 @@ class BufferCopies:
     def refresh(self) -> None:
         """Copy all buffers as they are now.
 
-        Raises:
-            BufferChangedError: its shape changed, or its dtype to one that does not fit.
+        Raises BufferChangedError if a shape changed, or a dtype to one that does not fit.
         """
         with torch.no_grad():
             # One by one: `_foreach_copy_` takes no mixture of devices.

@@ -1,4 +1,4 @@
-"""FSDP, of both kinds: what a rank holds of the parameters that they manage.
+"""FSDP, of both kinds: a rank's shards of the parameters that they manage.
 
 FullyShardedDataParallel has many parameters in one flat one, cut across their borders. Of each
 original parameter a rank holds an interval of the flattened elements, possibly empty; alignment
@@ -58,9 +58,9 @@ def flat_modules(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 def flat_places(handle: Any | None) -> Iterator[tuple[nn.Module, str, int]]:
-    """Where a flat parameter's original ones are registered, each with its index there.
+    """The registered places of a flat parameter's original ones, each with its index there.
 
-    None has none: the handle of a module that manages nothing itself.
+    A handle of None, of a module that manages nothing itself, has none.
     """
     if handle is None:
         return
@@ -88,7 +88,7 @@ def groups_of(state: Any) -> list[Any]:
 
 
 def sharded_places(fsdp_param: Any) -> Iterator[tuple[nn.Module, str]]:
-    """Where one of their parameters is registered."""
+    """The registered places of an FSDP parameter."""
     info = fsdp_param._module_info
     yield info.module, info.param_name
     yield from zip(info.shared_modules, info.shared_param_names, strict=True)
@@ -186,8 +186,7 @@ def _shard_of(
 def regions_of(flat: Any, index: int, shard: torch.Tensor) -> list[tuple[Region, torch.Tensor]]:
     """The regions this rank holds of one original parameter, with their views.
 
-    Args:
-        shard: its elements here, 1-D in memory order, of the parameter or of its gradient.
+    `shard`: the elements here, 1-D in memory order, of the parameter or of its gradient.
     """
     info = flat._shard_param_infos[index]
     shape, strides = tuple(flat._shapes[index]), tuple(flat._strides[index])

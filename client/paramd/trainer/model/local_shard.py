@@ -38,7 +38,7 @@ _WRAPPERS = (
 
 
 def loaded_class(module_name: str, class_name: str) -> type | None:
-    """A class, if its module has been imported; else None, and nothing can be an instance.
+    """A class if its module has been imported; else None, and nothing can be an instance.
 
     Avoids importing what the model does not use: some of these modules take seconds.
     """
@@ -82,7 +82,7 @@ Names: TypeAlias = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a tensor is stored: a dict and its key, so that a replacement is noticed."""
+    """The dict and key that store a tensor, so that a replacement is noticed."""
 
     owner: dict[str, Any]
     key: str
@@ -116,7 +116,7 @@ class LocalShard:
     tensor: torch.Tensor
     """Detached view of the local memory: shaped like the box, or 1-D for an interval."""
     slot: Slot
-    """Where to find the tensor the training uses."""
+    """The place of the tensor that the training uses."""
     holders: tuple[torch.Tensor, ...] = ()
     """Local tensors known to use this memory; all move with it."""
     trainable: bool | None = None

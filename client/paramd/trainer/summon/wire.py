@@ -273,9 +273,8 @@ def _packed(cuts: Sequence[Cut], sources: Views, buffer: torch.Tensor) -> torch.
 
 
 def write_changes(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy unless the bytes are equal: an unneeded write would break a pending backward.
-
-    Source: autograd, which refuses tensors written since it saved them.
+    """Copy unless the bytes are equal: an unneeded write would break a pending backward, since
+    autograd refuses tensors written after it saved them.
     """
     same = _INTEGERS.get(target.itemsize)
     if same is not None and source.dtype == target.dtype:

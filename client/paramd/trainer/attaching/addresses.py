@@ -153,8 +153,6 @@ def summary(addresses: Sequence[HostAddress], views: Sequence[HostView]) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Meeting:
-    """The ranks' addresses, by rank."""
-
     addresses: Sequence[HostAddress]
     views: Sequence[HostView]
 

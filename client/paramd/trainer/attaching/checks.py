@@ -65,7 +65,6 @@ def _refuse_megatron(model: Any) -> None:
 
 
 def _together(models: Mapping[Any, Any]) -> torch.nn.Module:
-    """One module that contains several, each under its name."""
     if not models:
         raise UsageError("model is an empty dict; give each module a name: {'actor': actor}")
     for name, module in models.items():

@@ -65,8 +65,6 @@ NO_STATES = "this training keeps no states; attach it with resume='auto'"
 
 @dataclass(slots=True)
 class _Step:
-    """One record, ready to run."""
-
     record: Record
     target: torch.Tensor
     data: torch.Tensor | None
@@ -219,7 +217,6 @@ class Editor:
         self._at_point("applied")
 
     def close(self) -> None:
-        """Release the edit memory."""
         preparation, self._preparation = self._preparation, None
         if preparation is not None:
             # Its thread still touches this memory.

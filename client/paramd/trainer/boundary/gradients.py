@@ -319,7 +319,6 @@ class _Plan:
 
     version: int
     digest: int
-    """Digest of the program's spans."""
     owner: object
     """Kept alive so that its id is not reused."""
     shape: tuple[int, ...]
@@ -384,7 +383,6 @@ class GradientCapture:
         self._clip_factor = 0.0
 
     def close(self) -> None:
-        """Release the memory."""
         for slot, _ in self._slots:
             slot.close()
         self._slots.clear()

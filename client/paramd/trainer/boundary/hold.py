@@ -122,7 +122,6 @@ class Hold:
                 words[Word.HELD] = HoldState.HELD
 
     def end(self) -> None:
-        """Let training continue."""
         self._words[Word.HOLD_STEPS_LEFT] = 0
         self._words[Word.HELD] = HoldState.RUNNING
 

@@ -84,7 +84,6 @@ def find_owned(
 
 
 def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
-    """The optimizer's parameters, each with the index of its group."""
     for number, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             yield number, param
@@ -102,7 +101,6 @@ def owner_of(owned: Sequence[Owned], record: Record) -> Owned | None:
 
 
 def _has_element(owner: Owned, record: Record) -> bool:
-    """Whether the record's first element belongs to the parameter."""
     rest = (record.arena_begin - owner.begin) // record.itemsize
     dims = zip(owner.local.stride(), owner.local.shape, strict=True)
     for stride, size in sorted(dims, reverse=True):
@@ -157,7 +155,6 @@ class HyperparameterChange:
         return [(self._note.begin, self._note.begin + self._note.capacity)]
 
     def refusal(self) -> str:
-        """Why it cannot be done; empty if it can."""
         try:
             _, group = self._found()
             for name, value in self._values.items():

@@ -132,7 +132,6 @@ class Signals:
         self._counted: deque[int] = deque(maxlen=LATEST_PASSES)
 
     def open(self) -> None:
-        """Install the hooks."""
         model = self._model()
         self._remove += [
             register_optimizer_step_pre_hook(self._before).remove,

@@ -55,7 +55,6 @@ class StandIns:
 
     @property
     def open(self) -> bool:
-        """Whether a block is open."""
         return bool(self._labels)
 
     def enter(self, label: str, step: int, iteration: int, *, why: str) -> None:

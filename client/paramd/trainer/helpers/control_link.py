@@ -48,8 +48,6 @@ GRACE_S = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TakenIncarnation:
-    """An incarnation, with its keys and its ranks' tickets."""
-
     incarnation: int
     public_key: bytes
     """Verifies the incarnation's tickets."""

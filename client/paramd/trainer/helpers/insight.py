@@ -283,7 +283,7 @@ def checked_numbers(numbers: Mapping[str, float | torch.Tensor]) -> dict[str, An
 
 
 def collectives() -> dict[str, Any]:
-    """The latest collectives by torch's flight recorder, as plain data; or why none are recorded."""
+    """Torch's flight recorder's latest collectives, as plain data; or why none are recorded."""
     try:
         from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined,unused-ignore]
 

@@ -121,7 +121,6 @@ class OwnTls:
     pems: Pems = field(repr=False)
 
     def listen(self, port: str) -> str:
-        """An address to listen on."""
         return f"[{self.ip}]:{port}" if ":" in self.ip else f"{self.ip}:{port}"
 
 
@@ -179,7 +178,6 @@ class SidecarLink:
         """
         own = identity.own_tls
         self._pems = own.pems if own is not None else None
-        """The certificate of this rank's sidecar."""
         self.insight = Insight()
         """Answers the sidecar's questions to this process; each sidecar gets a new line."""
         self.address = ""

@@ -191,7 +191,6 @@ class Versions(Contents):
         self._noted = self._now()
 
     def unchanged(self) -> bool:
-        """Whether none has changed since."""
         return self._now() == self._noted
 
     def digest(self) -> int:

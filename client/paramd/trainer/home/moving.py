@@ -59,7 +59,6 @@ class Ranges:
         return self.items[index] if index >= 0 and address < self.items[index].end else None
 
     def touches(self, other: Range) -> bool:
-        """Whether `other` overlaps a range."""
         index = bisect_right(self._begins, other.end - 1) - 1
         return other.begin < other.end and index >= 0 and self.items[index].end > other.begin
 

@@ -386,7 +386,7 @@ class ParameterStorage:
         return fsdp.has_gathered(self._model.modules())
 
     def restore_buffers(self) -> None:
-        """Give all persistent buffers what the arena has of them. Raises as `copy_buffers`."""
+        """Copy the arena's values into all persistent buffers. Raises as `copy_buffers`."""
         assert self._buffers is not None, "move_in comes first"
         self._buffers.restore()
 

@@ -29,7 +29,6 @@ def in_use() -> Any | None:
 
 
 def holds(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is on the accelerator."""
     return tensor.device.type == kind()
 
 

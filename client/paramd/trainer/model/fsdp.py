@@ -36,7 +36,6 @@ _SHARDED = ("torch.distributed.fsdp._fully_shard._fully_shard", "FSDPModule")
 
 
 def is_fsdp(module: nn.Module) -> bool:
-    """Whether it is a FullyShardedDataParallel or `fully_shard` module."""
     return of_class(module, *_FLAT) or of_class(module, *_SHARDED)
 
 
@@ -53,7 +52,6 @@ def managed(modules: Sequence[nn.Module]) -> Managed:
 
 
 def flat_modules(modules: Iterable[nn.Module]) -> list[Any]:
-    """The FullyShardedDataParallel modules among these."""
     return [module for module in modules if of_class(module, *_FLAT)]
 
 

@@ -88,7 +88,6 @@ class Slot:
     key: str
 
     def tensor(self) -> torch.Tensor:
-        """The tensor stored there now."""
         value = self.owner[self.key]
         assert isinstance(value, torch.Tensor)
         return value
@@ -104,7 +103,6 @@ class LocalShard:
     fqn: str
     """Canonical name, as in the user's state dict."""
     aliases: tuple[str, ...]
-    """Other names of the same tensor."""
     dtype: str
     """torch dtype without its prefix."""
     shape: tuple[int, ...]

@@ -28,7 +28,6 @@ class Part:
     """A region of a parameter, and where its elements are."""
 
     partition: int
-    """Index of the partition."""
     offset: int
     """The first one's index in the flattened partition; the others follow it."""
     region: Region

@@ -42,7 +42,7 @@ class RankOffer:
     step: int = -1
     """Step its parameters are at, whole or not."""
     lineage: int = 0
-    """History that its trainer was in; a rollback leaves one for another."""
+    """The lineage that its trainer was in; a rollback leaves one for another."""
     live: Mark | None = None
     why_not_live: str = ""
     snapshots: tuple[Mark, ...] = field(default=())
@@ -56,7 +56,6 @@ class RankOffer:
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> RankOffer:
-        """The inverse of `to_message`."""
         live = message["live"]
         return cls(
             **{
@@ -79,7 +78,7 @@ class Choice:
     mark: Mark
     """The state to continue from; after a fresh start only its step means anything."""
     lost_steps: int
-    """Steps that some rank had made and that are made again."""
+    """Steps that some rank had made and that are repeated."""
     reason: str
     common_step: int = 0
     """Step of the newest standing snapshot that all ranks have; 0 none."""

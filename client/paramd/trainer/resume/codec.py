@@ -171,7 +171,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(found: dict[str, Any]) -> None:
-    """Continue as they were when `random_state` was taken."""
+    """Continue with the states that `random_state` recorded."""
     version, words, gauss = found["python"]
     random.setstate((version, tuple(array("I", words)), gauss))
     if "numpy" in found:

@@ -33,7 +33,7 @@ from paramd.state_files import kernel_of
 from paramd.trainer.resume.choice import HeldCopy, Mark, RankOffer
 
 OWN = -1
-"""Instead of a rank that keeps a copy: the rank's own sidecar has it."""
+"""Marks a rank's own sidecar as the holder of a copy."""
 
 ASK_TIMEOUT_S = 30.0
 CHUNK_BYTES = 16 << 20
@@ -46,7 +46,7 @@ class Damaged:
 
     rank: int
     holder: int
-    """The rank whose sidecar keeps it; OWN: its own."""
+    """The rank whose sidecar keeps it, or OWN."""
     mark: Mark
 
 
@@ -73,7 +73,7 @@ def buddies(hosts: Sequence[str]) -> list[int]:
 
 
 def with_copies(offers: Sequence[RankOffer], damaged: Collection[Damaged]) -> list[RankOffer]:
-    """The offers as they are when every rank has what is kept of it elsewhere, too."""
+    """The offers, as if every rank had its copies elsewhere itself."""
     return [
         replace(
             offer,
@@ -203,7 +203,6 @@ class Copies:
         return got
 
     def close(self) -> None:
-        """Let go of all memory. Idempotent."""
         self._given.clear()
         self._room = memoryview(b"")
 
@@ -240,7 +239,7 @@ def asked(path: Path, message: dict[str, Any]) -> tuple[dict[str, Any], list[int
 
 
 def marks_of(label: Mapping[str, Any]) -> list[Mark]:
-    """A snapshot's names: one in each history that it belongs to, the present one first."""
+    """A snapshot's names: one in each lineage that it belongs to, the present one first."""
     return [
         Mark(int(label["step"]), int(lineage), int(label["edits"]))
         for lineage in (label["lineage"], *label["before"])
@@ -254,7 +253,9 @@ def sizes_of(label: Mapping[str, Any]) -> list[int]:
 
 
 def mapped(descriptor: int, size_bytes: int) -> memoryview:
-    """A map that goes with its last view. Copy-on-write, since torch takes no read-only memory."""
+    """A map that lasts as long as its last view. Copy-on-write, since torch takes no read-only
+    memory.
+    """
     return memoryview(mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_PRIVATE))[:size_bytes]
 
 

@@ -74,8 +74,6 @@ class Offered:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A tensor in a file."""
-
     file: str
     dtype: str
     shape: tuple[int, ...]
@@ -103,7 +101,6 @@ class Exported:
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether the optimizers' state is in it."""
         return self._groups is not None
 
     def missing_buffers(self) -> int:
@@ -168,7 +165,6 @@ class Exported:
                 }
 
     def close(self) -> None:
-        """Close its files. Idempotent."""
         self._closing.close()
         self._files = {}
 

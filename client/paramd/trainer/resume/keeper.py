@@ -67,9 +67,9 @@ class Keeping:
     longest_s: float
     last_bytes: int
     standing_step: int
-    """Step of the last whole standing snapshot of this rank; 0 if there is none."""
+    """Step of this rank's last complete standing snapshot; 0: none."""
     copies_step: int = 0
-    """Step of the last one of which all ranks have copies on other hosts; 0 if there is none."""
+    """Step of the last one that all ranks have copied to other hosts; 0: none."""
 
 
 def check_keep(keep: Mapping[str, Any]) -> None:
@@ -268,7 +268,6 @@ class Keeper:
         )
 
     def close(self) -> None:
-        """Release the memory and the kept objects."""
         self._why = "detached"
         self._keep, self._loaders, self._parts = {}, {}, {}
         self.memory.close()

@@ -87,7 +87,7 @@ class Places:
         self._free[size_bytes, place % self.align_bytes].append(place)
 
     def reserve(self) -> None:
-        """Have memory for all places that were given. Raises as its `reserve`."""
+        """Have memory for all places that were given out. Raises as its `reserve`."""
         begin, end = self._reserved_bytes, pages(self.used_bytes)
         if end > begin:
             self.memory.reserve(begin, end)
@@ -96,7 +96,7 @@ class Places:
                 self._used.size_bytes = end
 
     def begin_again(self, used_bytes: int) -> None:
-        """Forget all places but for how far they reach, which a predecessor left."""
+        """Forget all places, but not their end, which an earlier trainer left."""
         self._free.clear()
         self.used_bytes = used_bytes
         self.reserve()
@@ -114,7 +114,7 @@ class _Lodged:
     base: torch.Tensor
     """The bytes of its place."""
     distributed: bool
-    """Whether it is the local part of a DTensor that is spread as its parameter."""
+    """Whether it is the local part of a DTensor that is sharded like its parameter."""
 
     def described(self) -> list[Any]:
         local = self.local

@@ -97,7 +97,7 @@ class Rewinder:
             self.page[Word.REWINDABLE] = able
 
     def close(self) -> None:
-        """Nothing is put back any more; the page may be closed."""
+        """Put nothing back any more; the page may be closed."""
         self._pid = 0
 
     def moved(self, step: int) -> None:
@@ -157,7 +157,6 @@ class Rollback:
         return [(begin, end) for begin, end in parts if end > begin]
 
     def refusal(self) -> str:
-        """Why it cannot be done at this boundary; empty if it can."""
         owner = self._owner
         if threading.get_ident() not in owner.blocks:
             return NO_BLOCK

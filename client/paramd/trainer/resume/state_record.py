@@ -46,7 +46,6 @@ class StateRecord(Protocol):
     """
 
     optimizers: Collection[torch.optim.Optimizer]
-    """All that update the model."""
 
     def settle(self, step: int) -> None:
         """At every boundary, before its state is published."""
@@ -77,7 +76,7 @@ class _Notes:
         others: Sequence[Any],
         table: Mapping[str, Any] | None,
     ) -> None:
-        """Note what is of this step; `table`: None if it is as it was."""
+        """Note this step's state; `table`: None if it is unchanged."""
         if table is not None:
             self._table_number = self._table.write(encode(dict(table)))
         told = [list(map(_groups, optimizers)), list(map(_told, others)), torch.get_num_threads()]

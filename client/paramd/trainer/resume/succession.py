@@ -270,7 +270,7 @@ class Succession:
         return self._choice.lost_steps if self._choice is not None else 0
 
     def introduce(self, words: Words) -> None:
-        """Tell the page what came with the state that was chosen, if one was."""
+        """Publish on the page what came with the chosen state, if any."""
         state, choice = self._chosen, self._choice
         if state is not None and choice is not None:
             words[Word.EDITS_BEFORE] = state.mark.edits
@@ -278,7 +278,7 @@ class Succession:
             words[Word.STANDING_MADE] = words[Word.STANDING_COMMON] = choice.common_step
 
     def said(self) -> str:
-        """One line for the log: what was chosen, what is lost, and why."""
+        """One line for the log: the choice, the losses, and the reason."""
         choice = self._choice
         assert choice is not None, "decide comes first"
         if choice.how == "live":
@@ -491,7 +491,7 @@ def keep_difference(record: dict[str, Any], keep: Mapping[str, Any]) -> str:
 
 
 def new_lineage() -> int:
-    """A number for a new history; never 0."""
+    """A number for a new lineage; never 0."""
     return secrets.randbits(62) | 1
 
 

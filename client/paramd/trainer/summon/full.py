@@ -47,13 +47,11 @@ class Swap:
             self._announced.append((id(module), attribute))
 
     def hide(self, place: Place) -> None:
-        """Hide a registered parameter."""
         module, name = place
         self._remember(module).ours.add(name)
         module._parameters.pop(name, None)
 
     def put(self, place: Place, param: nn.Parameter) -> None:
-        """Register `param` at `place`."""
         module, name = place
         before = self._remember(module)
         before.ours.add(name)

@@ -245,7 +245,6 @@ class ShardedParameters:
         }
 
     def check_idle(self) -> None:
-        """Raises ConflictError inside a forward or backward."""
         for holder in (*self._states, *self._groups):
             if holder._training_state.name != "IDLE":
                 raise ConflictError(

@@ -120,7 +120,7 @@ def find_party(flat: FlatParameters, sharded: ShardedParameters) -> tuple[int, .
 
 
 def wire_of(ranks: tuple[int, ...], devices: Sequence[torch.device]) -> Wire:
-    """The wire between them, for tensors on these devices. Collective on first use."""
+    """The wire between these ranks, for tensors on these devices. Collective on first use."""
     if len(ranks) == 1:
         return Wire(world_size=1, index=0, group=None, device=torch.device("cpu"))
     group = _group_of(ranks)

@@ -184,7 +184,7 @@ class Call:
         return found
 
     def abandon(self, error: BaseException) -> None:
-        """Tell the other ranks that the block raised here, so that no rank keeps edits."""
+        """Report to the other ranks that the block raised here, so that no rank keeps edits."""
         if self._arguments.writeback:
             self._rendezvous.leave(self._number, f"raised {type(error).__name__} in its block")
 

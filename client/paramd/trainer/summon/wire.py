@@ -30,8 +30,6 @@ MAX_SPAN_BYTES = 1 << 23
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One region to send."""
-
     numel: int
     item_bytes: int
     senders: tuple[int, ...]
@@ -64,7 +62,6 @@ class Cut:
 
 
 def plan_streams(parts: Sequence[Part], world_size: int) -> list[list[Run]]:
-    """The stream of every rank."""
     streams: list[list[Run]] = [[] for _ in range(world_size)]
     ends = [0] * world_size
     for index, part in enumerate(parts):
@@ -92,7 +89,6 @@ def _aligned(count: int) -> int:
 
 
 def stream_bytes(stream: Sequence[Run]) -> int:
-    """Length of a stream."""
     return stream[-1].at_bytes + stream[-1].size_bytes if stream else 0
 
 

@@ -90,9 +90,8 @@ async def read_tensors(
 ) -> dict[int, torch.Tensor]:
     """Read, for each `asked[i]`, the plan's tensors `numbers[i]` into one; by `i`.
 
-    `zeroed`: what no rank holds of them becomes 0; else there must be no such part.
-
-    Raises: as `Transfer.read`.
+    `zeroed`: parts that no rank holds become 0; otherwise there must be none. Raises as
+    `Transfer.read`.
     """
     results: dict[int, torch.Tensor] = {}
     into: dict[str, torch.Tensor] = {}

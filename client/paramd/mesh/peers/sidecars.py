@@ -132,8 +132,7 @@ class PinKind:
 def one_step(pins: Sequence[RankPin]) -> StateName | None:
     """The state that all pins share, or None.
 
-    Raises:
-        ConflictError: ranks made the same step in different iterations.
+    Raises ConflictError if ranks made the same step in different iterations.
     """
     found = {pin.state for pin in pins}
     if len(found) != 1:
@@ -169,7 +168,9 @@ def pinned_at(common: StateName, pins: Sequence[RankPin]) -> Pinned:
 
 
 def told_step(pin: RankPin) -> str:
-    """Step of a pin, its number of edits if any, and the label of weights that stood in."""
+    """Step of a pin, its number of edits if any, and the label of weights that replaced the
+    training's.
+    """
     return str(pin.state).removeprefix("step ")
 
 
@@ -236,7 +237,7 @@ class StreamOffer:
     """0: its sidecar has none."""
     tls: ssl.SSLContext | None
     staged_bytes: int = 0
-    """Where an edit's data goes on."""
+    """Offset at which an edit's data continues."""
 
     @property
     def leaves_host(self) -> bool:
@@ -280,7 +281,7 @@ class SnapshotSource:
 
 
 class _Waiting:
-    """Says in the log, every few seconds, on which rank a boundary waits."""
+    """Logs, every few seconds, the rank that a boundary waits for."""
 
     def __init__(self) -> None:
         self._began_s = self._told_s = time.monotonic()
@@ -316,10 +317,8 @@ class Sidecars:
         self.document = document
 
     def check_not_stopped(self, ranks: Iterable[int]) -> None:
-        """Fail fast for ranks just found stopped: another wait would take as long.
-
-        Raises:
-            RankUnreachableError: one of `ranks` is among them.
+        """Raise RankUnreachableError for ranks just found stopped: a second wait would take as
+        long.
         """
         for rank in ranks:
             if rank in self._stopped:
@@ -360,7 +359,7 @@ class Sidecars:
     async def _taken_back(
         self, rank: int, call: asyncio.Future[sidecar_pb2.PinSnapshotResponse]
     ) -> None:
-        """Release what a pin is granted for which nobody waits any more.
+        """Release the grant of a pin whose caller is gone.
 
         Cancelled at once it could leave a lease that nobody knows of. Clients that find one rank
         full and give up the others would fill those too, and never find all of them free.
@@ -423,10 +422,9 @@ class Sidecars:
     async def delta(
         self, pin: RankPin, request: sidecar_pb2.DeltaSnapshotRequest, timeout_s: float
     ) -> tuple[sidecar_pb2.DeltaSnapshotResponse, bytes, int]:
-        """What changed in a pinned snapshot: header and parts, their bytes, and all bytes received.
+        """The changes in a pinned snapshot: header and parts, their bytes, and all bytes received.
 
-        Raises:
-            DataLossError: bytes do not match their checksum, or are missing.
+        Raises DataLossError if bytes are missing or do not match their checksum.
         """
         request.snapshot_id = pin.snapshot_id
         asked, data, received_bytes = self.document.asked(pin.rank), bytearray(), 0
@@ -491,8 +489,7 @@ class Sidecars:
     async def offer(self, rank: int, request: sidecar_pb2.GrantStreamRequest) -> StreamOffer:
         """A grant for a bulk stream of a pinned snapshot, or of an edit's data.
 
-        Raises:
-            LeaseEndedError: the snapshot's lease has ended, or the edit is unknown.
+        Raises LeaseEndedError if the snapshot's lease has ended, or the edit is unknown.
         """
         found = await self.ask(rank, request, sidecar_pb2.GrantStreamResponse, _GRANT_TIMEOUT_S)
         address = self.document.peer(rank).address
@@ -525,10 +522,8 @@ class Sidecars:
         told.on(zip(ranks, await all_ended(map(self.probe, ranks)), strict=True))
 
     async def probe(self, rank: int) -> common_pb2.RankState | None:
-        """Check that the sidecar of `rank` responds at all; return what it says of itself.
-
-        Raises:
-            RankUnreachableError: it does not.
+        """The state that the sidecar of `rank` reports; RankUnreachableError if it does not
+        respond.
         """
         try:
             return (await self.state(rank, _PROBE_TIMEOUT_S)).state
@@ -553,7 +548,7 @@ class Sidecars:
         self, rank: int, request: Message, answers: type[Answer], timeout_s: float
     ) -> Answer:
         """Call the method that `request` is of; probe the rank while it takes its time."""
-        # A deadline alone cannot tell a rank in a long update from a stopped sidecar.
+        # A deadline alone does not distinguish a rank in a long update from a stopped sidecar.
         method = request.DESCRIPTOR.name.removesuffix("Request")
         call = self._call(rank, method, request, timeout_s)
         found = await watched(call, lambda: self.probe(rank))
@@ -567,7 +562,7 @@ class Sidecars:
         )
 
     async def _told(self, rank: int, call: Awaitable[Result]) -> Result:
-        """Await `call`; give its errors the rank and advice."""
+        """Await `call`; add the rank and advice to its errors."""
         try:
             return await call
         except NotTrustedError as error:

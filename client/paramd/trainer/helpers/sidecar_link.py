@@ -344,7 +344,7 @@ class SidecarLink:
         return is_of_job(address) and host_of(address) == own.name
 
     def _send_away(self, connection: socket.socket) -> None:
-        """Ask a sidecar to leave, and wait until it has. ConflictError if it serves a live trainer."""
+        """Ask a sidecar to leave, and wait for that; ConflictError if its trainer is alive."""
         with connection:
             handover.send(connection, {"op": "leave"})
             _answer(connection, "leaving")

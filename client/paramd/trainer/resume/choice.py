@@ -1,4 +1,4 @@
-"""From the offers of the ranks' sidecars to the state to resume from; the same on all ranks. Pure."""
+"""Chooses the state to resume from, by the sidecars' offers; the same on all ranks. Pure."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class HubPart:
-    """A part of a tensor that loaders of a model hub expect as a tensor of its own."""
+    """A part of a tensor that loaders of a model hub expect as a separate tensor."""
 
     name: str
     box: Box
@@ -93,7 +93,7 @@ class TensorLayout:
     """Whether it required a gradient, on some rank, when the job was attached; a script may
     freeze and unfreeze parameters later. None for buffers, and where it is not known."""
     hub: tuple[HubPart, ...] = ()
-    """What transformers writes it as; empty: as it is."""
+    """The parts in which transformers writes it; empty: as it is."""
 
     @property
     def numel(self) -> int:
@@ -111,9 +111,10 @@ class Layout:
     """Parameters stay in the trainers' own memory; arenas are copies, refreshed only at agreed
     boundaries that request it. All reads need such a boundary."""
     missing: tuple[str, ...] = ()
-    """What the model's state dict has beside these tensors: extra state, state of quantisation."""
+    """Entries of the model's state dict beside these tensors: extra state, state of quantisation.
+    """
     hub_note: str = ""
-    """Why `TensorLayout.hub` does not say how transformers writes the model; empty: it does."""
+    """Why `TensorLayout.hub` lacks the layout that transformers writes; empty: it has it."""
 
 
 def full_box(shape: Sequence[int]) -> Box:
@@ -179,8 +180,8 @@ def flat_interval(box: Box, shape: Sequence[int]) -> Interval | None:
 def boxes_of_interval(interval: Interval, shape: Sequence[int]) -> Iterator[Box]:
     """Split an interval of the flattened tensor into at most `2 * ndim - 1` boxes.
 
-    Each is contiguous in the flattened tensor, and they come in its order. An empty interval
-    has none.
+    Each is contiguous in the flattened tensor, and they come in its order. An empty interval has
+    none.
     """
     yield from _boxes_within(interval.begin, interval.end, tuple(shape), ())
 

@@ -71,7 +71,7 @@ class HostArena:
     """A memfd mapped shared and writable.
 
     `buffer` exports the memory. A tensor made on it references the map without a buffer
-    export, so the map is never closed explicitly: it goes with its last holder.
+    export, so the map is never closed explicitly: it lasts as long as its last holder.
     """
 
     def __init__(self, descriptor: int, size_bytes: int) -> None:

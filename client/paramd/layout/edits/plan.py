@@ -98,7 +98,7 @@ class PlannedOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EditPlan:
-    """What an edit changes."""
+    """The changes of an edit."""
 
     ops: tuple[PlannedOp, ...]
     ranks: tuple[RankEdit, ...]
@@ -119,10 +119,9 @@ def plan_edit(
 ) -> EditPlan:
     """Plan an edit for all ranks, or for `ranks`.
 
-    Raises:
-        UsageError: an operation does not fit its parameter or names a buffer, regions overlap,
-            or a limit of this module is exceeded.
-        NotFoundError: no parameter has that name.
+    Raises UsageError if an operation does not fit its parameter or names a buffer, regions overlap,
+    or a
+    limit of this module is exceeded; NotFoundError if no parameter has that name.
     """
     planned = check_ops(finder(layout), ops, allow_nonfinite=allow_nonfinite)
     wanted = range(layout.world_size) if ranks is None else sorted(ranks)

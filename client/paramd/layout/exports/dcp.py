@@ -1,4 +1,4 @@
-"""Exports in the format of torch.distributed.checkpoint: each rank writes what it holds. Pure.
+"""Exports in the format of torch.distributed.checkpoint: each rank writes its own elements. Pure.
 
 A tensor is cut into chunks, each a box; a flat interval (FSDP1) becomes several boxes. Names
 are those that `dcp.load({"model": ..., "optim": ...})` expects.
@@ -123,7 +123,7 @@ class TorchArchive:
 
 @lru_cache(maxsize=1024)
 def torch_archive(dtype: str, shape: tuple[int, ...]) -> TorchArchive:
-    """The archive of such a tensor, cached: the layers of a model are alike."""
+    """The archive of a tensor, cached: the layers of a model are alike."""
     return TorchArchive(dtype, shape)
 
 
@@ -134,7 +134,7 @@ def _local(name: bytes, flags: int, checksum: int, size_bytes: int, extra_bytes:
 
 
 def _padding(begin_bytes: int) -> bytes:
-    """An extra field that aligns what follows it."""
+    """An extra field that aligns the data behind it."""
     size = -(begin_bytes + 4) % _ALIGNMENT_BYTES
     return b"FB" + size.to_bytes(2, "little") + b"Z" * size
 
@@ -189,7 +189,7 @@ def _tuple(values: tuple[int, ...]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Archived(Entry):
-    """A chunk in an archive of its own, like that of torch.save."""
+    """A chunk in a separate archive, like that of torch.save."""
 
     @property
     def frame(self) -> TorchArchive:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 MODULE = "paramd.examples.train_gpt"
 
 DESTINATION = "checkpoints"
-"""Name of the export destination configured for the training: a directory of its own."""
+"""Name of the export destination configured for the training: a separate directory."""
 
 RANKS = 2
 MAX_STEPS = 20_000
@@ -79,9 +79,7 @@ class Training:
     def wait_until_open(self) -> None:
         """Wait until the job can be found.
 
-        Raises:
-            UnreachableError: the training exited first.
-            DeadlineError: it took too long.
+        Raises UnreachableError if the training exited first, DeadlineError if it took too long.
         """
         deadline_s = time.monotonic() + OPEN_TIMEOUT_S
         while not any(found.job == self.job for found in places.running_jobs()):
@@ -108,8 +106,7 @@ class Training:
     def loss_around(self, step: int) -> float:
         """Mean loss of the last `MEAN_OF` updates up to `step`, fewer at the start.
 
-        Raises:
-            UnreachableError, DeadlineError: the training never printed that step.
+        Raises UnreachableError or DeadlineError if the training never printed that step.
         """
         deadline_s = time.monotonic() + LOSS_S
         while step not in (losses := self._losses()):
@@ -131,7 +128,7 @@ class Training:
         """Ask the ranks to end after a step; kill them after `STOP_S`. Idempotent."""
         if not self.running:
             return
-        # Each rank has a session of its own, so no group signal reaches them once torchrun is
+        # Each rank is in a separate session, so no group signal reaches the ranks once torchrun is
         # gone. Taken before the signal: a pidfd cannot hit a reused pid.
         ranks = _children(self._process.pid)
         self._process.terminate()
@@ -163,9 +160,8 @@ def started(
 ) -> Iterator[Training]:
     """Ranks that train until the block ends, logging to a file in `folder`.
 
-    Args:
-        keep: Train on past `MAX_STEPS`.
-        control: URL of a site to register at; its token is then read from PARAMD_TOKEN_FILE.
+    `keep`: train on past `MAX_STEPS`. `control`: URL of a site to register at, with the token in
+    PARAMD_TOKEN_FILE.
     """
     log_path, checkpoints = folder / "training.log", folder / "checkpoints"
     checkpoints.mkdir()
@@ -204,7 +200,7 @@ def started(
 
 
 class _Interrupts:
-    """Ctrl-C, SIGTERM and SIGHUP as KeyboardInterrupt, deferred while held. Held at first.
+    """Ctrl-C, SIGTERM and SIGHUP as KeyboardInterrupt, deferred while blocked. Blocked at first.
 
     So none strikes between the fork of a child and the code that stops it, or while it is
     being stopped.
@@ -386,7 +382,6 @@ def _list_params(mesh: Mesh) -> None:
 
 
 def _watch(mesh: Mesh, training: Training) -> Summoned:
-    """Summon the layer a few times; return the last one."""
     print(f"{'STEP':>6}  {'LOSS':>7}  {'NORM OF ' + WEIGHT:>26}  {'MOVED BY':>9}  {'TOOK':>7}")
     mesh.summon(WEIGHT)  # loads torch, which column TOOK must not include
     found = mesh.summon(LAYER)
@@ -454,7 +449,6 @@ def _keep(training: Training) -> None:
 
 
 def _heading(text: str, command: str) -> None:
-    """Print a heading to stderr, in order with stdout."""
     sys.stdout.flush()
     from rich.console import Console
     from rich.text import Text

@@ -96,7 +96,7 @@ class Finding:
     verdict: Verdict
     detail: str
     advice: str = ""
-    """What to do; empty when the verdict is OK."""
+    """The remedy; empty when the verdict is OK."""
 
 
 def machine() -> Iterator[Finding]:

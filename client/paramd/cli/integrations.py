@@ -210,7 +210,7 @@ async def _serve(target: Target, *, changes: bool, port: int | None) -> None:
 
 
 HEAD_S = 10.0
-"""How long a connection may take for its first request: half ones are not kept for ever."""
+"""Limit in seconds for a connection's first request, so that half-open ones are not kept."""
 
 
 def _impatient() -> Any:

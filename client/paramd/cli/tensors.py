@@ -117,7 +117,7 @@ NUMBERS = tuple(
         one.title.upper(),
         count if one.kind is int else number,
         right=True,
-        # Norm, NaN and Inf stay: they tell whether something is wrong.
+        # Norm, NaN and Inf stay: they show problems.
         drop={"zero_count": 5, "mean": 4, "std": 3, "min": 2, "max": 1}.get(one.name, 0),
     )
     for one in STATISTICS
@@ -132,9 +132,8 @@ STATS_COLUMNS = (
 def histogram(exponents: Sequence[tuple[int, int]], *, zero_count: int = 0) -> list[str]:
     """One line per bin: lower bound, bar, count.
 
-    Args:
-        exponents: (e, count) of 2**e <= |x| < 2**(e+1), ascending.
-        zero_count: elements that are exactly zero; they get a line of their own.
+    `exponents`: (e, count) of 2**e <= |x| < 2**(e+1), ascending. Elements that are exactly zero
+    (`zero_count`) get a separate line.
     """
     rows = [(f"2^{exponent}", found) for exponent, found in exponents]
     if zero_count:

@@ -5,7 +5,7 @@
 and in another terminal, for example: `paramd stats "head.*"` or
 `paramd summon "head.*" -o head.safetensors`.
 With --no-attach it trains without paramd; the losses are bit-identical. With PARAMD_RESUME=auto, a
-training that was killed and is started again goes on at the step it was at.
+killed training that is started again resumes at its last step.
 
 The training text is Python's own help topics, byte by byte.
 """
@@ -104,8 +104,8 @@ def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 class Passages:
     """Random passages of the text, endless, different on each rank.
 
-    An iterator, because paramd notes the state of those when an update ends, before the next
-    passages are drawn; of other objects, only when the next forward begins.
+    An iterator, because paramd notes an iterator's state when an update ends, before the next
+    passages are drawn; other objects' only when the next forward begins.
     """
 
     def __init__(self, seed: int) -> None:

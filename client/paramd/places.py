@@ -41,9 +41,7 @@ INCARNATION_FILE = "incarnation"
 """The counter of a job's incarnations: it must never go back."""
 MAX_ENDPOINT_BYTES = 64 << 10
 REMOTE_S = 1.0
-"""How long, in seconds, a control plane on another host may take to answer, when the state dir is
-shared.
-"""
+"""Longest wait, in seconds, for a control plane on another host (of a shared state dir)."""
 
 GENERATION_FILE = "generation"
 """The generation of the last control plane of the directory."""
@@ -252,10 +250,7 @@ def next_incarnation(job: str, *, above: int = 0) -> int:
 
 
 def last_incarnation(job: str, *, at_least: int = 0) -> int:
-    """The last incarnation issued, 0 for none; raises the counter to `at_least`.
-
-    Raises as `next_incarnation`.
-    """
+    """The last incarnation, 0: none; raises the counter to `at_least`. As `next_incarnation`."""
     directory = job_dir(job)
     path = directory / INCARNATION_FILE
     with state_dir_errors(), locked(directory):

@@ -41,8 +41,7 @@ WINDOW_HEADER_BYTES: Final = _WINDOW.size
 _NAMES: Final[dict[int, str]] = {code.value[0]: code.name for code in grpc.StatusCode}
 
 DATA, LAST, FAILED = 0, 1, 2
-"""Kinds of windows: bytes; the end, after which all sent bytes count; an error, whose text follows.
-"""
+"""Kinds of windows: bytes; the end, after which all bytes count; an error and its text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,9 +29,7 @@ SUFFIX = ".safetensors"
 
 @contextmanager
 def bar(what: str, *, hidden: bool = False) -> Iterator[Moved]:
-    """A progress bar on stderr; nothing if stderr is not a terminal. `hidden` until something
-    moves.
-    """
+    """A progress bar on stderr if that is a terminal. `hidden` until something moves."""
     if not sys.stderr.isatty():
         yield lambda _what, _done_bytes, _size_bytes: None
         return

@@ -23,8 +23,7 @@ class Dtype:
     reduced: str = ""
     """The dtype in which statistics are computed."""
     exponent: int = 0
-    """Exponent mask, all set in NaN and infinities; 0 unless a float that edits and exports
-    compute with."""
+    """Exponent mask, all set in NaN and infinities; 0 unless edits and exports compute with it."""
 
 
 DTYPES: dict[str, Dtype] = {

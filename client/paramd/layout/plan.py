@@ -249,8 +249,7 @@ class RankRead:
     size_bytes: int
     """Length of the snapshot: the sum of the spans."""
     landings: tuple[Landing, ...]
-    """Ordered by `begin_bytes`. Bytes between them are unused; they overlap only where tensors
-    share memory."""
+    """Ordered by `begin_bytes`; they overlap only where tensors share memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

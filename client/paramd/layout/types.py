@@ -111,8 +111,7 @@ class Layout:
     """Parameters stay in the trainers' own memory; arenas are copies, refreshed only at agreed
     boundaries that request it. All reads need such a boundary."""
     missing: tuple[str, ...] = ()
-    """Entries of the model's state dict beside these tensors: extra state, state of quantisation.
-    """
+    """Entries of the model's state dict beside these tensors: extra or quantisation state."""
     hub_note: str = ""
     """Why `TensorLayout.hub` lacks the layout that transformers writes; empty: it has it."""
 

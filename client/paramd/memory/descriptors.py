@@ -188,9 +188,7 @@ class SparseMemory:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def reserve(self, begin: int, end: int) -> None:
-        """Allocate a range; new pages are zero. May take long. Raises ExhaustedError without
-        memory.
-        """
+        """Allocate a range of zeros. May take long. Raises ExhaustedError without memory."""
         if begin == end:
             # A rank that has none of it; the kernel takes no empty range.
             return

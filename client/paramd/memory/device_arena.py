@@ -352,9 +352,7 @@ class DeviceReader:
                 raise LateError
 
     def _mapped_at(self, span: CopySpan) -> int:
-        """The address where bytes of the arena or of the state are mapped; maps state when first
-        read.
-        """
+        """The address of bytes of the arena or of the state; maps state when first read."""
         assert self._map is not None
         if span.source < STATE_BASE:
             return self._map.address + span.source - BASE

@@ -124,9 +124,7 @@ _HIP_TYPES: Final[dict[str, tuple[Any, ...]]] = {
 }
 
 HIP_VALUE_VERSION: Final = 7_01_00000
-"""From this version of HIP on, imported descriptors are passed by value, as to CUDA; before, by
-address.
-"""
+"""From this version of HIP on, imported descriptors are passed by value, not by address."""
 
 
 def hip_name(name: str) -> str:

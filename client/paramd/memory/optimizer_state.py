@@ -228,9 +228,7 @@ def _stated(optimizer: int, param: Sequence[Any], state: Sequence[tuple[str, Any
 
 
 def read_record(data: bytes) -> dict[str, Any]:
-    """The plain part of a continuation record (step, groups, threads, others); UsageError if
-    malformed.
-    """
+    """The plain part of a record (step, groups, threads, others); UsageError if malformed."""
     found = read_plain(data)
     if not isinstance(found, dict) or not isinstance(found.get("step"), int):
         raise UsageError("the continuation record has no step")

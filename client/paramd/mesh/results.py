@@ -386,10 +386,7 @@ def _told(value: torch.Tensor | float) -> str:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Summoned(_OneStep["torch.Tensor"]):
-    """Full tensors by name, all at one step.
-
-    Tied names are keys of the same tensor object.
-    """
+    """Full tensors by name, all at one step. Tied names are keys of the same tensor object."""
 
     tensors: InitVar[Mapping[str, torch.Tensor]] = field(kw_only=False)
     edits: int = 0

@@ -167,10 +167,7 @@ class ClientTls:
 
 
 def check_address(address: str) -> str:
-    """Return `address` if it has one of the forms above, else raise UsageError.
-
-    No other gRPC target passes.
-    """
+    """Return `address` if it has one of the forms above; UsageError for any other target."""
     if not _ADDRESS.fullmatch(address):
         raise UsageError(
             f"address: {address[:200]!r}; expected host:port, or grpcs://host:port with TLS"

@@ -46,9 +46,7 @@ def parse_size(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class NameRule:
-    """One rename: a whole name, of any characters; or one `*` (any characters, dots too) on both
-    sides.
-    """
+    """One rename: a whole name, or one `*` (any characters, dots too) on both sides."""
 
     source: str
     target: str
@@ -166,9 +164,7 @@ class ExportSettings:
     patterns: tuple[str, ...] = ()
     """The tensors to write, as whole names or patterns of `select`; () all of them."""
     keep_tied: bool = False
-    """Write tied tensors under each of their names. (dcp always has all names, which share the
-    bytes.)
-    """
+    """Write tied tensors under each of their names. (dcp has all names, sharing the bytes.)"""
     names: NameMap = field(default_factory=NameMap)
     """Renames."""
     replica: int = 0

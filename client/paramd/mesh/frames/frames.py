@@ -341,8 +341,7 @@ class ParamFrame(Frame["torch.Tensor"]):
     sent_bytes: int = 0
     """Bytes that came from the ranks for this frame."""
     changed_bytes: int | None = None
-    """Bytes of the elements that differ from the last frame, replicas read once; None without
-    deltas."""
+    """Bytes of elements that differ from the last frame, once per replica; None without deltas."""
 
     def __post_init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._made, self.changed = dict(tensors), tuple(self.changed)

@@ -24,9 +24,7 @@ from paramd.v1 import sidecar_pb2 as pb
 
 MAX_FACTS_BYTES = 256 << 20
 MAX_WAIT_S = 500.0
-"""Longest wait in seconds for a step to come, and longest lease of its pins; sidecars accept no
-longer call.
-"""
+"""Longest wait for a step to come, in seconds, and lease of its pins: the sidecars' limit."""
 
 AHEAD = 4
 """Steps that may pass before the sidecars receive a request."""

@@ -135,9 +135,7 @@ def check_way(rank: int, address: str, host: str) -> None:
 
 
 def check_handover(answer: Message, ticket: str, rank: int) -> None:
-    """Raise RankUnreachableError if a response on a Unix socket came from another sidecar than
-    that of `rank`.
-    """
+    """Raise RankUnreachableError unless a Unix socket's response came from `rank`'s sidecar."""
     try:
         job, incarnation = claimed(ticket)
     except DeniedError:
@@ -401,9 +399,7 @@ class Channels:
     async def stage(
         self, asked: Asked, requests: AsyncIterator[bytes], *, timeout_s: float
     ) -> sidecar_pb2.StageEditResponse:
-        """Call StageEdit with already serialized requests. Raises gRPC's errors, or as
-        `Asked.check`.
-        """
+        """Call StageEdit with serialized requests. Raises gRPC's errors, or as `Asked.check`."""
         method: Any = self.channel(asked.address).stream_unary(
             "/paramd.v1.SidecarService/StageEdit",
             response_deserializer=sidecar_pb2.StageEditResponse.FromString,

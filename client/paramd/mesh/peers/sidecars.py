@@ -168,9 +168,7 @@ def pinned_at(common: StateName, pins: Sequence[RankPin]) -> Pinned:
 
 
 def told_step(pin: RankPin) -> str:
-    """Step of a pin, its number of edits if any, and the label of weights that replaced the
-    training's.
-    """
+    """Step of a pin, its number of edits if any, and the label of replacing weights."""
     return str(pin.state).removeprefix("step ")
 
 
@@ -317,9 +315,7 @@ class Sidecars:
         self.document = document
 
     def check_not_stopped(self, ranks: Iterable[int]) -> None:
-        """Raise RankUnreachableError for ranks just found stopped: a second wait would take as
-        long.
-        """
+        """Raise RankUnreachableError for ranks just found stopped: do not wait for them twice."""
         for rank in ranks:
             if rank in self._stopped:
                 raise self._stopped[rank]
@@ -522,9 +518,7 @@ class Sidecars:
         told.on(zip(ranks, await all_ended(map(self.probe, ranks)), strict=True))
 
     async def probe(self, rank: int) -> common_pb2.RankState | None:
-        """The state that the sidecar of `rank` reports; RankUnreachableError if it does not
-        respond.
-        """
+        """The state that `rank`'s sidecar reports; RankUnreachableError without a response."""
         try:
             return (await self.state(rank, _PROBE_TIMEOUT_S)).state
         except (DeadlineError, UnreachableError) as error:

@@ -240,9 +240,7 @@ class Attachment:
             self._boundary.kept()
 
     def keeping(self) -> Keeping | None:
-        """Cost of recording `keep` and the random states; None without resume="auto" or when
-        detached.
-        """
+        """Cost of recording the state for a restart; None without resume="auto" or detached."""
         return self.keeper.cost() if self.keeper is not None and not self._detached else None
 
     def goes_on(self) -> None:

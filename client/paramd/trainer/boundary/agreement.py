@@ -35,9 +35,7 @@ MAX_INTERVAL = 1000
 """Most boundaries between rounds, so that a sudden slow-down is noticed."""
 
 QUIET_BOUNDARIES = 64
-"""Limit of QUIET_ROUND_NS in boundaries: when steps turn slow, a first request must not wait
-longer.
-"""
+"""Most boundaries in QUIET_ROUND_NS: when steps turn slow, a first request waits no longer."""
 
 EAGER_BOUNDARIES = 64
 """Boundaries with a round at each after an agreed request: requests come in bursts."""

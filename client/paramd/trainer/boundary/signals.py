@@ -127,8 +127,7 @@ class Signals:
         self._in_backward: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers that have stepped within a backward."""
         self._staged: set[int] = set()
-        """Roots that stages of a pipeline run, by id: the schedule's steps mark their boundaries.
-        """
+        """Roots that stages of a pipeline run, by id: the schedule's steps are their boundaries."""
         self._counted: deque[int] = deque(maxlen=LATEST_PASSES)
 
     def open(self) -> None:

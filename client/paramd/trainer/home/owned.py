@@ -150,9 +150,7 @@ class ParameterStorage:
         return plan_arena(shards, alive, self._align_bytes)
 
     def _check_movable(self, shard: LocalShard) -> None:
-        """Raise ConflictError for a tensor that is outside host memory, or that other processes
-        use.
-        """
+        """Raise ConflictError for a tensor outside host memory, or used by other processes."""
         if shard.tensor.device.type != "cpu":
             raise ConflictError(
                 f"tensor {shard.fqn!r}: parameters on {shard.tensor.device}: only those in host "

@@ -253,9 +253,7 @@ def sizes_of(label: Mapping[str, Any]) -> list[int]:
 
 
 def mapped(descriptor: int, size_bytes: int) -> memoryview:
-    """A map that lasts as long as its last view. Copy-on-write, since torch takes no read-only
-    memory.
-    """
+    """A map as long as its last view. Copy-on-write, since torch takes no read-only memory."""
     return memoryview(mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_PRIVATE))[:size_bytes]
 
 

@@ -79,9 +79,7 @@ class _Stored:
     shape: tuple[int, ...]
     begin_bytes: int
     parts: tuple[tuple[Box, _Stored], ...] = ()
-    """If it was written in parts, each part with its box of the whole; the other fields are the
-    first part's.
-    """
+    """If written in parts, each part and its box; the other fields are the first part's."""
 
 
 class Exported:

@@ -146,9 +146,7 @@ class Keeper:
         self._forward: dict[str, Any] | None = None
         self._why = ""
         self._retry_s, self._pause_s = 0.0, RETRY_S
-        """Time of the next request for memory that the sidecar did not make, and the pause after
-        it.
-        """
+        """Time of the next request for memory that the sidecar did not make, and pause after it."""
         self._count, self._total_ns, self._longest_ns, self._last_bytes = 0, 0, 0, 0
         self.explicit = self._given_count > 1
         """Whether only `kept` completes records."""

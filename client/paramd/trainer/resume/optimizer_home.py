@@ -197,9 +197,7 @@ class OptimizerHome:
         return True
 
     def table(self, arena_address: int) -> dict[str, Any]:
-        """The places of all state, for `adopt`; and for the sidecar, the elements that it belongs
-        to.
-        """
+        """The places of all state, for `adopt`; and for the sidecar, the elements it belongs to."""
         entries = []
         for place in self._entries:
             lodged = self._lodged.get(place)

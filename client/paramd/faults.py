@@ -74,7 +74,6 @@ class FaultRules:
 
 
 def _passed(rules: dict[str, _Rule], point: str) -> signal.Signals | None:
-    """Count a pass; return the signal of the rule that is due."""
     rule = rules.get(point)
     if rule is None:
         return None

@@ -66,7 +66,6 @@ class Opening:
         return _OPENING.pack(MAGIC, flags, self.grant_id, self.begin, self.end)
 
     def sealed(self, secret: bytes) -> bytes:
-        """The opening's `OPENING_BYTES`."""
         words = self._words()
         return words + _mac(secret, b"open", words)
 

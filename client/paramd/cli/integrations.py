@@ -152,7 +152,6 @@ def follow(
 
 
 def _line(update: Update) -> str:
-    """One update in words."""
     came = f"{size(update.sent_bytes)} came from the training"
     if update.changed_bytes is not None:
         came += f", {size(update.changed_bytes)} changed"

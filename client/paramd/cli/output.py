@@ -208,7 +208,6 @@ def json_text(value: Any, *, indent: int | None = None) -> str:
 
 
 def count(value: int) -> str:
-    """An integer with thousands separators."""
     return f"{value:,}"
 
 
@@ -227,7 +226,6 @@ def size(value_bytes: float) -> str:
 
 
 def seconds(value_s: float) -> str:
-    """A duration in a fitting unit."""
     if not abs(value_s) < 1e12:  # NaN, too
         return f"{value_s:.3g} s"
     if value_s < 1e-3:

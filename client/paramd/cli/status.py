@@ -127,7 +127,6 @@ def about_text(seen: Look) -> str:
 
 
 def alert_line(alert: dict[str, Any]) -> str:
-    """One alert in one line."""
     return f"{alert['severity']:<9} {alert['rule']:<16} {one_line(alert['reason'])}"
 
 

@@ -89,7 +89,6 @@ class Engine:
         raise NotImplementedError
 
     async def close(self) -> None:
-        """Close the connection."""
         await self._client.aclose()
 
     async def _call(

@@ -116,7 +116,6 @@ class ParamdCallback(Callback, TrainerCallback):
         self._training.kept()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Detach."""
         self._training.end()
 
     def __enter__(self) -> ParamdCallback:

@@ -44,7 +44,6 @@ MAX_NAMES_CHARS = 64 << 20
 
 
 def encode_layout(layout: Layout) -> layout_pb2.Layout:
-    """The message of a whole layout."""
     (whole,) = layout_batches(layout, max(len(layout.tensors), 1))
     return whole
 

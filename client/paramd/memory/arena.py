@@ -63,7 +63,6 @@ def pack_wanted(spans: Iterable[tuple[int, int]]) -> int:
 
 
 def unpack_wanted(argument: int) -> tuple[int, int]:
-    """The byte range [begin, end) encoded by `pack_wanted`."""
     return (argument >> _BITS) * _PAGE_BYTES, (argument & _MASK) * _PAGE_BYTES
 
 

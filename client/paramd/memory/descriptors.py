@@ -132,13 +132,11 @@ def is_pidfd_of_elsewhere(descriptor: int) -> bool:
 
 
 def close_all(descriptors: Iterable[int]) -> None:
-    """Close each of them."""
     for descriptor in descriptors:
         os.close(descriptor)
 
 
 def same_object(one: int, other: int) -> bool:
-    """Whether two descriptors are of the same file or memory."""
     return os.path.samestat(os.fstat(one), os.fstat(other))
 
 

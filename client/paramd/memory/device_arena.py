@@ -67,12 +67,10 @@ class DeviceArenaRequest:
     """Kind of the driver (`Driver.kind`)."""
 
     def create(self, arena_bytes: int) -> int:
-        """A descriptor of a new arena there (`create`)."""
         driver = load(self.kind)
         return create(driver, driver.device(self.uuid), arena_bytes)
 
     def create_allocation(self, size_bytes: int) -> Allocation:
-        """Memory there for optimizer state (`create_allocation`)."""
         driver = load(self.kind)
         return create_allocation(driver, driver.device(self.uuid), size_bytes)
 
@@ -81,7 +79,6 @@ class DeviceArenaRequest:
 
     @classmethod
     def from_message(cls, told: Any) -> DeviceArenaRequest:
-        """Raises UsageError."""
         try:
             found = cls(
                 bytes.fromhex(told["uuid"]), bytes.fromhex(told["event"]), told.get("kind", CUDA)
@@ -195,7 +192,6 @@ class DeviceMap(Addresses):
 
     @property
     def fence(self) -> int:
-        """The fence's address."""
         return self.address + fence_begin(self.size_bytes)
 
 

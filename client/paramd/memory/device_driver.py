@@ -122,7 +122,6 @@ class Driver:
         )
 
     def device_at(self, ordinal: int) -> int:
-        """The device with that number in this process."""
         device = c_int()
         self._call("cuDeviceGet", byref(device), ordinal)
         return device.value

@@ -300,7 +300,6 @@ class Kept:
     table: bytes
 
     def packed(self) -> bytes:
-        """The inverse of `unpacked`."""
         sizes = (self.lineage, self.optimizer_bytes, len(self.record), len(self.table))
         return _KEPT.pack(*sizes) + self.record + self.table
 

@@ -223,7 +223,6 @@ class CopySpan:
     size_bytes: int
 
     def copy(self) -> None:
-        """Copy them, within host memory."""
         ctypes.memmove(self.target, self.source, self.size_bytes)
 
 

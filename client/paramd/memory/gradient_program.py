@@ -181,7 +181,6 @@ class Slot:
         )
 
     def close(self) -> None:
-        """Release the memory."""
         self._program.release()
         self._notes.release()
         self._doubles.release()

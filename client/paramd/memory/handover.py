@@ -63,7 +63,6 @@ def edits_bytes(arena_bytes: int) -> int:
 
 
 def gradients_bytes(arena_bytes: int) -> int:
-    """Size of the gradient memory."""
     return GRADIENT_SLOTS * slot_bytes(arena_bytes)
 
 

@@ -72,7 +72,6 @@ class LoopThread:
         return self.pid != os.getpid()
 
     def is_current(self) -> bool:
-        """Whether the caller runs on this thread."""
         return threading.current_thread() is self._thread
 
     def stop(self) -> None:

@@ -191,7 +191,6 @@ def sign_leaf(
     begin: datetime,
     end: datetime,
 ) -> Signed:
-    """A certificate with a fresh key."""
     key, (ca_key, ca) = ec.generate_private_key(ec.SECP256R1()), authority
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key())
     builder = (

@@ -99,7 +99,6 @@ class TorchArchive:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the whole archive."""
         central = sum(_CENTRAL.size + len(record.name) for record in self._records)
         return len(self.before) + self.data_bytes + _DESCRIPTOR.size + central + _END.size
 

@@ -167,7 +167,6 @@ class ExportFile:
 
     @cached_property
     def size_bytes(self) -> int:
-        """Bytes of the whole file."""
         return len(self.header) + sum(entry.size_bytes for entry in self.entries)
 
 
@@ -235,5 +234,4 @@ def scalar_bytes(scalar: StateScalar) -> bytes:
 
 
 def json_bytes(document: Mapping[str, Any]) -> bytes:
-    """A small JSON file."""
     return json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n"

@@ -68,7 +68,6 @@ class NameRule:
             )
 
     def rename(self, name: str) -> str | None:
-        """The new name; None if the rule does not match."""
         if name == self.source:
             return self.target
         head, star, tail = self.source.partition("*")

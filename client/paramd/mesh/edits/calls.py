@@ -346,15 +346,12 @@ class EditCalls:
         return await self.begin("/edits", body, deadline_s)
 
     async def commit(self, edit_id: str, deadline_s: float) -> Edit:
-        """Commit a staged edit."""
         return await self.begin(f"/edits/{segment(edit_id)}/commit", {}, deadline_s)
 
     async def preview(self, edit_id: str, deadline_s: float) -> Edit:
-        """Compute statistics before and after a staged edit."""
         return await self._again(f"/edits/{segment(edit_id)}/preview", {}, deadline_s)
 
     async def undo(self, edit_id: str, *, force: bool, deadline_s: float) -> Edit:
-        """Create the edit that undoes another."""
         body = {"id": new_edit_id(), "force": force}
         return await self.begin(f"/edits/{segment(edit_id)}/undo", body, deadline_s)
 
@@ -548,16 +545,13 @@ class MarkCalls:
         self._edits = edits
 
     async def make(self, name: str, deadline_s: float) -> Mark:
-        """Keep the present state."""
         return self._mark(await self._edits.send("POST", "/marks", {"name": name}, deadline_s))
 
     async def all(self, deadline_s: float) -> Marks:
-        """The states that there are."""
         found = await self._edits.send("GET", "/marks", None, deadline_s)
         return Marks(map(self._mark, found["marks"]))
 
     async def drop(self, name: str, deadline_s: float) -> None:
-        """Forget a mark."""
         await self._edits.send("DELETE", f"/marks/{segment(name)}", None, deadline_s)
 
     async def roll_back(self, to: str | int, note: str, deadline_s: float) -> Edit:

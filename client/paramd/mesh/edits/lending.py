@@ -103,7 +103,6 @@ class Loan:
         return not select.select([self._connection], [], [], 0)[0]
 
     def close(self) -> None:
-        """End the loan. Idempotent."""
         self._connection.close()
         self.memories = []
 

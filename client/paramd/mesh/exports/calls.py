@@ -138,11 +138,9 @@ class ExportCalls:
         return self._info(await self._again("POST", "/exports", body))
 
     async def get(self, export_id: str) -> ExportInfo:
-        """One export."""
         return self._info(await self._rest.send("GET", f"/exports/{segment(export_id)}"))
 
     async def cancel(self, export_id: str) -> ExportInfo:
-        """Cancel an export."""
         return self._info(await self._again("DELETE", f"/exports/{segment(export_id)}", None))
 
     async def ended(
@@ -184,7 +182,6 @@ class ExportCalls:
         return dict(await self._rest.send("POST", "/export-schedules", body))
 
     async def schedules(self) -> list[dict[str, Any]]:
-        """Active schedules, oldest first."""
         found = await self._rest.send("GET", "/export-schedules")
         return [dict(one) for one in found["schedules"]]
 

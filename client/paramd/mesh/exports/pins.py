@@ -204,7 +204,6 @@ class HeldState:
     table: OptimizerTable
 
     def release(self) -> None:
-        """Release everything."""
         for pins in (self.pinned.pins, *self.states.values()):
             for pin in pins.values():
                 self.sidecars.release(pin)

@@ -96,7 +96,6 @@ class RankMirror:
         return memory_at(address, item.end_bytes - item.begin_bytes)
 
     def read_into(self, address: int, offset_bytes: int, size_bytes: int) -> None:
-        """As `RandomAccess.read_into`."""
         ctypes.memmove(address, self.memory.data_ptr() + offset_bytes, size_bytes)
 
     def changed_bytes(self, first: int, parts: Sequence[pb.DeltaPart]) -> int:

@@ -180,7 +180,6 @@ class GradSteps:
         )
 
     async def planned(self, sidecars: Sidecars) -> _Asking:
-        """The present request."""
         if self._asking is None:
             index = await self._reach.index(sidecars)
             plan = make_plan(index.layout, self._asked, self._learnt, costs=self._reach.costs())

@@ -373,7 +373,6 @@ class PinnedStep:
 
     @property
     def pinned(self) -> Pinned:
-        """The snapshots."""
         return Pinned(self.state, self.pins)
 
     def reading(self, transport: Transport = "auto") -> Reading:

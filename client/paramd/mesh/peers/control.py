@@ -158,7 +158,6 @@ class RestClient:
 
     @property
     def url(self) -> str:
-        """Current base url."""
         return self._at[0]
 
     def look_again(self) -> None:
@@ -211,7 +210,6 @@ class RestClient:
                 return
 
     async def close(self) -> None:
-        """Closes the connections. Idempotent."""
         for client in (*self._left, self._client):
             await client.aclose()
 

@@ -143,7 +143,6 @@ class SidecarFinder:
 
     @property
     def document(self) -> JobDocument:
-        """The last job document."""
         if self._document is None:
             raise UsageError("the mesh is not connected; use it as a context manager")
         return self._document
@@ -332,7 +331,6 @@ class JobRest:
 
     @property
     def job(self) -> str:
-        """The job's name."""
         return self._reach.document.job
 
     def path(self, path: str) -> str:
@@ -347,7 +345,6 @@ class JobRest:
         *,
         timeout_s: float | None = None,
     ) -> Any:
-        """The response to one request."""
         return await self._rest.send(method, self.path(path), body, timeout_s=timeout_s)
 
     async def again(
@@ -373,7 +370,6 @@ class JobRest:
                 await asyncio.sleep(AGAIN_S)
 
     def pages(self, path: str, limit: int, **query: object) -> AsyncIterator[Mapping[str, Any]]:
-        """The pages of a list, as `RestClient.pages`."""
         return self._rest.pages(self.path(path), min(PAGE, limit), **query)
 
     async def rows(self, name: str, limit: int, **query: object) -> list[Any]:

@@ -355,7 +355,6 @@ class Channels:
         await asyncio.gather(*(channel.close() for channel in gone))
 
     async def close(self) -> None:
-        """Close every channel. Idempotent."""
         _open.discard(self)
         await self.keep_only(frozenset())
         retired, self._retired = self._retired, []

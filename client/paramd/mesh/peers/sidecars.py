@@ -144,7 +144,6 @@ def one_step(pins: Sequence[RankPin]) -> StateName | None:
 
 
 def out_of_lockstep(step: int, iterations: Mapping[int, int]) -> ConflictError:
-    """The error for ranks that made the same step in different iterations."""
     told = ", ".join(f"rank {rank} in iteration {of}" for rank, of in list(iterations.items())[:8])
     return ConflictError(
         f"the ranks are not at the same step of training: update {step} was made by {told}. One of "
@@ -195,12 +194,10 @@ class FastPathBackoff:
         return now_s >= self._until_s
 
     def differed(self, now_s: float) -> None:
-        """The ranks' steps differed."""
         self._pause_s = min(max(2 * self._pause_s, self.first_pause_s), self.last_pause_s)
         self._until_s = now_s + self._pause_s
 
     def agreed(self) -> None:
-        """The ranks' steps were equal."""
         self._pause_s = 0.0
         self._until_s = float("-inf")
 
@@ -255,7 +252,6 @@ class SnapshotSource:
         self._asked = sidecars.document.asked(pin.rank)
         self._end_bytes = end_bytes
         self.who = self._asked.who
-        """The rank, for error messages."""
 
     def chunks(self, offset_bytes: int, timeout_s: float) -> AsyncIterator[Chunk]:
         """Stream the snapshot from `offset_bytes` on."""
@@ -409,7 +405,6 @@ class Sidecars:
         self._background.start(self._call(pin.rank, "ReleaseSnapshot", request, _RELEASE_TIMEOUT_S))
 
     async def state(self, rank: int, timeout_s: float) -> sidecar_pb2.GetStateResponse:
-        """State of one rank."""
         request = sidecar_pb2.GetStateRequest()
         found = await self._call(rank, "GetState", request, timeout_s)
         assert isinstance(found, sidecar_pb2.GetStateResponse)
@@ -534,7 +529,6 @@ class Sidecars:
             return None  # an error response is a response
 
     def who(self, rank: int) -> str:
-        """The rank, for error messages."""
         peer = self.document.peers.get(rank)
         return f"rank {rank} ({peer.address})" if peer is not None else f"rank {rank}"
 

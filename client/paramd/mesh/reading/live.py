@@ -142,7 +142,6 @@ class LiveRank:
         return not changed and self.page.holds(state)
 
     def close(self) -> None:
-        """Release page and memory."""
         self.page.close()
         self._memory.release()
         self._map.close()
